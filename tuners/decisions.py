@@ -140,11 +140,15 @@ starts in a row that end within a block, after which the command counts as too s
 
 # Looking at a run ------------------------------------------------------------------------------
 LEAST_STEPS = 4
-"""Optimizer steps before advisor decides which of them make one step of the script."""
+"""Optimizer steps before advisor decides which of them make one step of the script; calls
+of a kind before it counts as frequent."""
 LOOKED = 128
 """Optimizer steps after which a run is left alone if they cannot be told apart, or, in a trial, if
 none was of the model that trained: a step of the script has at most half as many. An optimizer that
 made none of them, such as a generator's, is waited for as long."""
+FREQUENT = 0.2
+"""Fraction of a model's calls: input signatures that are so frequent are compiled for. Each takes
+as long as the first, half a minute."""
 
 # Memory of a run -------------------------------------------------------------------------------
 HEADROOM = 1.5

@@ -11,8 +11,8 @@ import msgpack
 from advisor.cache.codec import decode, encode, unpacked
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError, NoRecord, RecordDamaged
+from advisor.tuners.act.following import Served
 from advisor.tuners.act.ranks import Group
-from advisor.tuners.act.served import Served
 
 if TYPE_CHECKING:
     from advisor.tuners.act.advice import Advice

@@ -30,8 +30,8 @@ from advisor.finding.meant import CODE, Meant, folder, script
 from advisor.finding.request import Fits, Request, processes
 from advisor.opening import Cache, open_records
 from advisor.printed import tune_again, tune_first
+from advisor.tuners.act.following import STALE, Served
 from advisor.tuners.act.ranks import Group
-from advisor.tuners.act.served import STALE, Served
 from advisor.tuners.target import EDITED
 
 if TYPE_CHECKING:

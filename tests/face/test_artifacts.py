@@ -23,8 +23,8 @@ from advisor.cache.stores import Shelf
 from advisor.errors import StoreError
 from advisor.opening import open_records
 from advisor.tuners.act import artifacts as acting
-from advisor.tuners.act import following
-from advisor.tuners.act.artifacts import Fetch, before_first_call, have_stable_keys, saved
+from advisor.tuners.act import following, gate
+from advisor.tuners.act.artifacts import Fetch, have_stable_keys, saved
 from advisor.tuners.environment import detect, tools
 from advisor.tuners.knobs import FORMATS, strict
 from advisor.tuners.measure.worker.parent import Worker
@@ -222,10 +222,11 @@ def test_a_store_that_does_not_answer_is_waited_for_so_long_only(
 
 def test_it_is_loaded_right_before_the_first_call() -> None:
     model, order = nn.Identity(), []
-    before_first_call(model, lambda: order.append("load"))
+    how = {"sizes": False, "inference": False, "before": lambda: order.append("load")}
+    gate.attach(model, **how)
     assert model._compiled_call_impl is None  # nothing of it is compiled
     model._compiled_call_impl = lambda x: order.append("call")
-    before_first_call(model, lambda: order.append("load"))
+    gate.attach(model, **how)
     assert order == []
     model(torch.ones(1))
     model(torch.ones(1))

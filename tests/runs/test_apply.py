@@ -30,11 +30,11 @@ from advisor.piloting import _made
 from advisor.tuners.act import following
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import graphs_compiled
+from advisor.tuners.act.following import Served
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.orders import Guide, Lap, Order
 from advisor.tuners.act.pilot.pilot import UNADVISED, InCharge
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.act.served import Served
 from advisor.tuners.decisions import IN_A_ROW
 from advisor.tuners.environment import detect, tools
 from advisor.tuners.knobs import TORCH, Advised

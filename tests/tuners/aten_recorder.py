@@ -21,7 +21,7 @@ WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
 
 
 class AtenRecorder:
-    """As `advisor.tuners.act.capture.recorder.Recorder`.
+    """As `advisor.tuners.act.capture.captured_graph.Recorder`.
 
     Args:
         fault: leaves out an operation that it is true of, as a recorder with a fault would.
@@ -66,9 +66,6 @@ class AtenRecorder:
 
     def set_random_state(self, state: Any) -> None:
         torch.set_rng_state(state)
-
-    def host_state(self) -> bytes:
-        return b""  # the host is the device
 
 
 def _storage(tensor: Tensor) -> int:

@@ -19,10 +19,9 @@ from advisor.cache.config import Config
 from advisor.errors import AdvisorWarning
 from advisor.tuners.act import advice as acting
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.act.following import PIECES, Following
+from advisor.tuners.act.following import PIECES, Following, Served
 from advisor.tuners.act.in_force import IN_FORCE, InForce
 from advisor.tuners.act.replays import Replays
-from advisor.tuners.act.served import Served
 from advisor.tuners.knobs import KNOBS, Situation
 from advisor.tuners.search.space import Space
 from tests import forks
@@ -595,16 +594,16 @@ def test_every_row_says_which_piece_it_needs() -> None:
     for knob in KNOBS:
         for value in knob.values(wide)[1:]:
             one = Following(advised=((knob, value),), served=Served())
-            assert one.waiting(), knob.name
+            assert one.missing(knob, value), knob.name
             one.used.update(PIECES)
-            assert not one.waiting()
+            assert not one.missing(knob, value)
 
 
 SCRIPT = """
 import logging, sys
 from advisor.cache.config import Config
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.act.served import Served
+from advisor.tuners.act.following import Served
 from torch import nn
 
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")

@@ -11,7 +11,7 @@ import torchvision
 from torch import Tensor, nn
 
 from advisor.tuners import knobs
-from advisor.tuners.act.artifacts import before_first_call
+from advisor.tuners.act import gate
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.blocks import repeated
 from advisor.tuners.knobs import BY_NAME
@@ -82,7 +82,8 @@ def test_they_are_compiled_once_and_the_model_is_not(monkeypatch: pytest.MonkeyP
     row(net, "blocks")
     before = graphs_compiled()
     told: list[int] = []
-    before_first_call(net, lambda: told.append(graphs_compiled() - before))
+    how = {"sizes": True, "inference": False}
+    gate.attach(net, **how, before=lambda: told.append(graphs_compiled() - before))
     net(x).sum().backward()
 
     assert graphs_compiled() - before == 1

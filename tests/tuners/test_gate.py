@@ -15,10 +15,11 @@ from advisor.tuners import knobs
 from advisor.tuners.act import gate
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import graphs_compiled
-from advisor.tuners.act.gate import LEAST_CALLS, Gate, Signatures, of_any_size, signature
+from advisor.tuners.act.following import Served
+from advisor.tuners.act.gate import Gate, Signatures, of_any_size, signature
 from advisor.tuners.act.pilot.crew import Trained
 from advisor.tuners.act.pilot.switch import Switch
-from advisor.tuners.act.served import Served
+from advisor.tuners.decisions import LEAST_STEPS
 from tests.cache.examples import record
 
 OWN = Config(precision="default", compile="none", dynamic_shapes=False, batch_size=8)
@@ -145,7 +146,7 @@ def test_a_second_signature_is_compiled_once_it_is_frequent(backend: Backend) ->
     switch = switched(net, optimizer)
     epoch(net, optimizer, [FULL] * 9)
     switch.set(COMPILED)
-    epoch(net, optimizer, [FULL] * 9 + [SHORT] * (LEAST_CALLS - 1))
+    epoch(net, optimizer, [FULL] * 9 + [SHORT] * (LEAST_STEPS - 1))
     assert backend.made == [FULL]
     epoch(net, optimizer, [SHORT, FULL, SHORT])
     assert backend.made == [FULL, SHORT]
@@ -180,9 +181,9 @@ def test_a_checkpoint_calls_again_what_it_called(backend: Backend) -> None:
             return y
 
     net = Outer()
-    for size in (FULL, *(SHORT for _ in range(2 * LEAST_CALLS))):
+    for size in (FULL, *(SHORT for _ in range(2 * LEAST_STEPS))):
         net(torch.randn(size, 4)).sum().backward()
-    assert net.inner.ran == [SHORT] * 2 * (LEAST_CALLS - 1)
+    assert net.inner.ran == [SHORT] * 2 * (LEAST_STEPS - 1)
 
 
 def test_what_is_forgotten_is_freed_and_compiled_again(backend: Backend) -> None:
@@ -250,7 +251,7 @@ def test_sizes_that_do_not_count() -> None:
 
 
 def test_counts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "MOST_SIGNATURES", 4)
+    monkeypatch.setattr(gate, "_MOST_SIGNATURES", 4)
     found = Signatures()
     for n in range(20):
         found.add((n,))

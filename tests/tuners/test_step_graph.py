@@ -28,9 +28,9 @@ from advisor.tuners import target
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture import step_graph
 from advisor.tuners.act.capture.agreement import compare_outputs, nudge
+from advisor.tuners.act.capture.captured_graph import RECORDERS
 from advisor.tuners.act.capture.object_graph import ObjectGraph
 from advisor.tuners.act.capture.optimizers import Optimizers
-from advisor.tuners.act.capture.recorder import RECORDERS
 from advisor.tuners.act.capture.step_graph import CHECKED, IN_A_ROW, StepGraph
 from advisor.tuners.measure.workload import Workload
 from tests.tuners.aten_recorder import AtenRecorder
@@ -84,7 +84,7 @@ class Training:
         config = config.replace(precision="fp16" if scale else "default")
         self.advice = Advice(config, device=where)
         if scale:
-            self.advice._scaler = torch.amp.GradScaler(where, init_scale=scale, growth_interval=7)
+            self.advice.scaler = torch.amp.GradScaler(where, init_scale=scale, growth_interval=7)
         self.model = self.advice.prepare(Net() if model is None else model)
         settings: dict[str, Any] = {"lr": 0.05, "fused": True, **how}
         if settings["fused"] is None:
@@ -204,8 +204,8 @@ def test_scaled_replays_train_as_the_step_does(
     # The script's factor is the graph's, too.
     assert isinstance(runs[0].step, StepGraph)
     runs[0].advice.scaler.set_growth_factor(4.0)
-    assert runs[0].step._objects is not None
-    assert "GradScaler" in runs[0].step._objects.changed()
+    assert runs[0].step._captured is not None
+    assert "GradScaler" in runs[0].step._captured.objects.changed()
 
 
 def own_scaler(where: str, *, update: bool = True, fails: Callable[[], bool] = bool) -> Any:
@@ -584,6 +584,19 @@ def test_a_schedule_and_a_counter_outside_cost_no_capture(recorder: AtenRecorder
     ends = [Owner(graph).run(16, outside) for graph in (True, False)]
     assert repr(ends[0]) == repr(ends[1])
     assert recorder.recordings == 1 and recorder.replays > 10
+
+
+def test_another_optimizer_s_schedule_costs_no_capture(recorder: AtenRecorder) -> None:
+    """As a discriminator's, beside the generator's captured step."""
+    other = torch.optim.SGD(made().parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(other, 0.9)
+    others = [other]
+    step, _ = stepping(made(), lambda _loss: len(others))
+    for number in range(16):
+        step(pair(number))
+        other.step()
+        schedule.step()
+    assert isinstance(step, StepGraph) and step.failure == "" and recorder.recordings == 1
 
 
 class Part:

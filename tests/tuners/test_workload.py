@@ -11,7 +11,7 @@ import torch
 
 from advisor.cache.config import Config
 from advisor.errors import AdvisorWarning, TargetError, TargetFailed
-from advisor.tuners.act.capture.recorder import RECORDERS
+from advisor.tuners.act.capture.captured_graph import RECORDERS
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.measure.worker import bench as benches

@@ -1,4 +1,4 @@
-"""Advice: a config at work in a training loop, a script's as in the worker that measures it."""
+"""Advice: a config at work in a training loop, a script's or the worker's that measures it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,17 +21,15 @@ from advisor.errors import AdvisorWarning
 from advisor.tuners import fingerprint, known_wrong
 from advisor.tuners.act import buckets, gate, ranks
 from advisor.tuners.act.acting import Acting, rows_of
-from advisor.tuners.act.following import PIECES, Following, tell_at_exit
+from advisor.tuners.act.following import PIECES, Following, Served, tell_at_exit
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.scaling import Unscaled, make_momentum
-from advisor.tuners.act.served import Served
 from advisor.tuners.decisions import LARGE
 from advisor.tuners.knobs import Knob
 
 if TYPE_CHECKING:
     from advisor.tuners.act.artifacts import Fetch
-    from advisor.tuners.act.capture.step_graph import StepGraph
 
 
 class Advice:
@@ -39,9 +38,7 @@ class Advice:
     Attributes:
         config: one value per knob; empty when there is no advice.
         batch_size: samples per step, or None when neither script nor record says.
-        device: where to train.
-        served: what the lookup that served it says of it.
-        status, record, explanation, use, gains: of `served`; see there.
+        served: where it comes from; `status`, `record`, `explanation`, `use` and `gains` are its.
         artifacts: what was compiled for it, to be fetched; None if nothing was.
     """
 
@@ -57,11 +54,8 @@ class Advice:
         self.batch_size = batch_size
         self.device = torch.device(device)
         self.served = served = served or Served()
-        self.status = served.status
-        self.record = served.record
-        self.explanation = served.explanation
-        self.use = served.use
-        self.gains = served.gains
+        self.status, self.record = served.status, served.record
+        self.explanation, self.use, self.gains = served.explanation, served.use, served.gains
         self.artifacts: Fetch | None = None
         self._acting = Acting(config, served.default, self.device)
         self._following = Following(tuple(self._acting.advised), served)
@@ -69,13 +63,11 @@ class Advice:
         self._compared = False
         self._uncaptured = self._acting.captured
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._scaler: torch.amp.GradScaler | None = None
-        self._unscaled = Unscaled(self._models) if self._acting.scaled else None
+        has_scaler = partial(self._used.add, "step")
+        self._unscaled = Unscaled(self._models, has_scaler) if self._acting.scaled else None
         if self._acting.scaled and self._acting.optimizer():
             weakref.finalize(self, register_optimizer_step_pre_hook(make_momentum).remove)
         self._replays = Replays()
-        self._copies: torch.cuda.Stream | None = None
-        self._step_graph: StepGraph | None = None
         if served.default:  # in a script, not where it is measured
             tell_at_exit(self._following)
 
@@ -84,25 +76,17 @@ class Advice:
 
     @property
     def reason(self) -> str:
-        """One line: what was served, or why nothing was; a speed-up only if it is in force."""
-        return self._now().reason()
+        """One line: what was served, or why nothing was; no speed-up that is not in force."""
+        return self._following.reason()
 
     def report(self) -> str:
         """Lines for a person: what took effect, what did not and why, what the next use gives."""
-        return "\n".join(self._now().lines())
-
-    def _now(self) -> Following:
-        if self._unscaled is not None and self._unscaled.scaled:
-            self._used.add("step")
-        if self._step_graph is not None:
-            self._following.failed = self._step_graph.failure
-        if self.artifacts is not None:
-            self._following.compiled = self.artifacts.said
-        return self._following
+        self._following.compiled = self.artifacts.said if self.artifacts is not None else ""
+        return "\n".join(self._following.lines())
 
     def set_flags(self) -> None:
-        """Set the process-wide flags that are advised (`advisor.apply` did this): before `prepare`
-        those that are best on their own. What the user has set, as OMP_NUM_THREADS, stays."""
+        """Set the advised flags of the process (`advisor.apply` did this): before `prepare` those
+        that are best on their own. What the user has set, as OMP_NUM_THREADS, stays."""
         self._used.add("set_flags")
         if self.artifacts is not None:
             self.artifacts.begin()
@@ -110,7 +94,7 @@ class Advice:
         self._put(self.config if alone is None else alone)
 
     def _put(self, config: Config) -> None:
-        """Put the flags of a config in force, in the place of those that this advice has put."""
+        """Put the flags of a config in force, in place of those that this advice has put."""
         following, default = self._following, self.served.default
         rows = [knob for knob in rows_of(config, default) if knob.flag is not None]
         own = {knob.name for knob in rows if _users(knob, default)}
@@ -138,7 +122,7 @@ class Advice:
         return self.lay_out(model.to(self.device))
 
     def lay_out(self, model: nn.Module) -> nn.Module:
-        """`prepare`, for a loop that moves the model to its device and compares it by itself."""
+        """`prepare` for a loop that moves the model to its device and compares it itself."""
         acting = self._acting
         for knob, value in acting.rows:
             if value in knob.layers:
@@ -151,14 +135,12 @@ class Advice:
                 buckets.rebuild(model)
         if acting.graphs:
             self._replays.attach(model)
-        if acting.compiles:
-            inference = self.record is None or self.record.key.task.mode != "train"
-            gate.attach(model, sizes=not acting.any_size, inference=inference)
         if self.artifacts is not None:
             self.artifacts.begin()
-            from advisor.tuners.act.artifacts import before_first_call
-
-            before_first_call(model, self.artifacts.load)
+        if acting.compiles:
+            load = self.artifacts.load if self.artifacts is not None else lambda: None
+            inference = self.record is None or self.record.key.task.mode != "train"
+            gate.attach(model, sizes=not acting.any_size, inference=inference, before=load)
         self._models.add(model)
         return model
 
@@ -214,44 +196,47 @@ class Advice:
         """The number format of `autocast`, None if it changes nothing."""
         return self._acting.autocast
 
-    @property
+    @cached_property
     def scaler(self) -> torch.amp.GradScaler:
         """The GradScaler, enabled for fp16 only: for loops that clip or accumulate gradients."""
-        if self._scaler is None:
-            self._scaler = torch.amp.GradScaler(self.device.type, enabled=self._acting.scaled)
-        return self._scaler
+        return torch.amp.GradScaler(self.device.type, enabled=self._acting.scaled)
 
     def capture(self, train_step: Callable[[Any], Any], example_batch: Any) -> Callable[[Any], Any]:
         """The training step as one CUDA graph if that is advised, else as it is.
 
-        `train_step` takes a batch, trains on it, and returns tensors, such as the loss; call the
-        result in its place. `StepGraph` in `tuners.act.capture.step_graph` says what its first
-        calls do, and what falls back to `train_step` itself, with one warning.
+        Call the result in place of `train_step`. `StepGraph` in `tuners.act.capture.step_graph`
+        says what its first calls do, and what falls back to `train_step`, with one warning.
 
         Args:
-            train_step: forward, loss, `advice.step` (or zero_grad, backward and optimizer step).
+            train_step: takes a batch; forward, loss, `advice.step` (or zero_grad, backward and
+                optimizer step); returns tensors in any nesting, such as the loss.
             example_batch: one batch of the loader; those of its shapes are replayed.
         """
         self._uncaptured = False
         if not self._acting.captured:
             return train_step
-        from advisor.tuners.act.capture.recorder import RECORDERS
+        from advisor.tuners.act.capture.captured_graph import RECORDERS
         from advisor.tuners.act.capture.step_graph import StepGraph
 
         recorder = RECORDERS.get(self.device.type)
         if recorder is None:
             return train_step
         self._used.add("capture")
-        scaler = self.scaler if self._acting.scaled else None
-        graph = StepGraph(train_step, self.place(example_batch), self._models, recorder(), scaler)
-        self._step_graph, self._following.failed = graph, graph.failure
+        graph = StepGraph(
+            train_step,
+            self.place(example_batch),
+            self._models,
+            recorder(),
+            scaler=self.scaler if self._acting.scaled else None,
+            failed=partial(setattr, self._following, "failed"),
+        )
         return train_step if graph.failure else graph
 
     def step(self, loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:
         """zero_grad, backward, optimizer step; with fp16 the loss is scaled.
 
         Exactly `optimizer.zero_grad(); loss.backward(); optimizer.step()`: gradients from an
-        earlier `backward` do not count, and those of other weights, as a discriminator's when the
+        earlier `backward` do not count; those of other weights, as a discriminator's when the
         generator trains, accumulate. To accumulate over several batches call
         `advice.scaler.scale(loss).backward()` for each, then `advice.scaler.step(optimizer)`,
         `advice.scaler.update()` and `zero_grad()`.
@@ -285,22 +270,22 @@ class Advice:
             self._replays.stepped(optimizers)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches on the device, in the advised memory format.
-
-        Large pinned batches are copied on a stream of their own, beside the step before.
-        """
+        """The loader's batches on the device, in the advised memory format; large pinned ones are
+        copied on a stream of their own, beside the step before."""
         self._used.add("batches")
-        overlapped: bool | None = None if self._acting.non_blocking else False
+        large: bool | None = None if self._acting.non_blocking else False
         for batch in loader:
-            if overlapped is None:
-                overlapped = sum(t.nbytes for t in _tensors(batch)) >= LARGE
+            if large is None:
+                large = sum(tensor.nbytes for tensor in _tensors(batch)) >= LARGE
             if self._acting.graphs:
                 self._replays.begin()
-            yield self._place_beside(batch) if overlapped else self.place(batch)
+            yield self._place_beside(batch) if large else self.place(batch)
+
+    @cached_property
+    def _copies(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
 
     def _place_beside(self, batch: Any) -> Any:
-        if self._copies is None:
-            self._copies = torch.cuda.Stream(self.device)
         with torch.cuda.stream(self._copies):
             placed = self.place(batch)
         current = torch.cuda.current_stream(self.device)
@@ -310,16 +295,12 @@ class Advice:
         return placed
 
     def place(self, batch: Any) -> Any:
-        """A tensor, or a tuple, list or mapping of tensors, on the device and laid out.
-
-        What else has a method `to`, as PackedSequence, moves itself; the rest stays as it is.
-        """
+        """A tensor, or a tuple, list or mapping of tensors, on the device and laid out; other
+        objects are moved by their method `to`, as PackedSequence, or stay as they are."""
         self._used.add("batches")
         # This runs at every step: the common types first, and no work for knobs that are off.
         acting = self._acting
         if isinstance(batch, Tensor):
-            if not acting.layouts:
-                return batch.to(self.device, non_blocking=acting.non_blocking)
             layout = torch.preserve_format
             for act, value in acting.layouts:
                 layout = act(batch, value) or layout
@@ -358,7 +339,7 @@ def _can_lay_out(model: nn.Module) -> bool:
 
 
 def _users(knob: Knob, default: Config) -> bool:
-    """Whether the user has set a flag that then stays. While measuring nothing is the user's."""
+    """Whether the user has set a flag, which then stays. While measuring nothing is the user's."""
     if knob.flag is None or knob.chosen is None or knob.name not in default:
         return False
     if knob.name in IN_FORCE.config:

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgpack
 import torch
-from torch import nn
 
 from advisor.cache.artifacts import Found, Tools
 from advisor.cache.codec import from_plain, to_plain
@@ -25,15 +24,14 @@ from advisor.tuners.act.patch import Patch
 from advisor.tuners.decisions import AWAITED_S
 from advisor.tuners.environment import tools
 
-MOST_SAVED = 2**30
-"""Bytes that are read of what a process saved."""
+_MOST_BYTES = 2**30
 
 _log = logging.getLogger("advisor")
 _stable_keys: Patch | None = None
 
 
 def save(file: Path) -> None:
-    """Put all that this process has compiled into a file, if that is anything, and if it can."""
+    """Write all that this process has compiled into a file, if that is anything."""
     if "torch._dynamo" not in sys.modules:
         return
     found = torch.compiler.save_cache_artifacts()
@@ -43,9 +41,9 @@ def save(file: Path) -> None:
 
 
 def saved(file: Path) -> tuple[Tools, bytes] | None:
-    """What a process has saved, and what compiled it; None if it has saved nothing."""
+    """What compiled it, and what a process has saved; None if it has saved nothing."""
     try:
-        data = read_regular(file, MOST_SAVED)
+        data = read_regular(file, _MOST_BYTES)
         found = msgpack.unpackb(data, max_bin_len=len(data))
         return from_plain(Tools, found["tools"]), bytes(found["data"])
     except (OSError, ValueError, KeyError, TypeError, RecordDamaged):
@@ -56,8 +54,7 @@ def have_stable_keys() -> None:
     """Have PyTorch look compiled code up by the same key in every process.
 
     Pickle writes a memory format into a key with the first module in `sys.modules` that has PyTorch
-    as `torch`: another one if a script imports its own modules first, or multiprocessing. If
-    PyTorch makes its keys by something else, this changes nothing.
+    as `torch`: another one if a script imports its own modules first, or multiprocessing.
     """
     global _stable_keys
     from torch._inductor import codecache
@@ -78,7 +75,7 @@ def have_stable_keys() -> None:
 
 
 def have_own_keys() -> None:
-    """Have PyTorch make its keys as it does by itself."""
+    """Undo `have_stable_keys`."""
     global _stable_keys
     if _stable_keys is not None:
         _stable_keys.remove()
@@ -90,16 +87,8 @@ def _by_name(value: object) -> tuple[type[str], tuple[str]]:
 
 
 class Fetch:
-    """Artifacts on their way to a script: found in a thread, loaded in the script's own before what
-    they are for is called. PyTorch's modules import each other in circles, so that two threads must
-    not import them at once. A failure costs what the artifacts would have saved.
-
-    Args:
-        find: finds them, None if there are none.
-
-    Attributes:
-        said: what became of them, for people; '' if there is nothing to say.
-    """
+    """Artifacts for a script: found in a thread, loaded in the script's own: PyTorch's modules
+    import each other in circles, so that two threads must not import them at once."""
 
     def __init__(self, find: Callable[[], Found | None]) -> None:
         self._find = find
@@ -107,13 +96,14 @@ class Fetch:
         self._found: Found | None = None
         self._failed = ""
         self._over = False
-        self.said = ""
+        self.said = ""  # what became of them, for people
 
     def begin(self) -> None:
         """Find them, beside whatever the script does next."""
         if self._thread is None:
-            run, name = self._run, "advisor: artifacts"
-            self._thread = threading.Thread(target=run, name=name, daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="advisor: artifacts", daemon=True
+            )
             self._thread.start()
 
     def _run(self) -> None:
@@ -153,24 +143,3 @@ class Fetch:
         self.said = f"{size(found.size)} of artifacts loaded from {found.store} in {took_s:.2g} s"
         _log.info("%s", self.said)
         return ""
-
-
-def before_first_call(model: nn.Module, act: Callable[[], None]) -> None:
-    """Have something done before the first call of what was compiled, a model or its blocks."""
-    for module in model.modules():
-        if module._compiled_call_impl is not None:
-            module._compiled_call_impl = _first_call(module, module._compiled_call_impl, act)
-
-
-def _first_call(
-    model: nn.Module, compiled: Callable[..., Any], act: Callable[[], None]
-) -> Callable[..., Any]:
-    def first(*args: Any, **kwargs: Any) -> Any:
-        # Within another compilation there is nothing to wait for, and this is traced.
-        if not torch.compiler.is_compiling():
-            if model._compiled_call_impl is first:
-                model._compiled_call_impl = compiled
-            act()
-        return compiled(*args, **kwargs)
-
-    return first

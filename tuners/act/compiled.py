@@ -1,5 +1,5 @@
-"""What torch.compile keeps in this process: how many graphs, of which configs, and how to free it.
-PyTorch has no public way to free the code of one config: what is not found here stays in memory."""
+"""What torch.compile keeps in this process. PyTorch has no public way to free the code of one
+config: what is not found here stays in memory."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def fallbacks() -> int:
 
 @contextlib.contextmanager
 def one_size() -> Iterator[None]:
-    """Have torch.compile take sizes as it sees them. By default it compiles for any size once it
-    has seen another, and then calls that slower code for both."""
+    """Have torch.compile compile for each size. By default it compiles for any size once it has
+    seen another, and then calls that slower code for both."""
     import torch._dynamo
 
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
@@ -39,7 +39,7 @@ def one_size() -> Iterator[None]:
 
 
 class RecompileLimit:
-    """Holds torch.compile's limit of compilations of a function above what several configs need."""
+    """Raises torch.compile's limit of compilations of a function to what several configs need."""
 
     def __init__(self) -> None:
         self._own: int | None = None

@@ -1,23 +1,25 @@
-"""How far a script follows its advice: the pieces that it has used, and what that leaves out."""
+"""What a lookup serves a script, and how far the script follows it: the pieces that it has used."""
 
 from __future__ import annotations
 
 import atexit
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from advisor.cache.config import Config, Value
-from advisor.cache.record import USES
+from advisor.cache.explanation import Explanation
+from advisor.cache.record import LOOP, USES, Record
 from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import times
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.served import STALE, Served
 from advisor.tuners.knobs import Knob, caveats, described
 
 _log = logging.getLogger("advisor")
+
+EXACT, STALE = "exact", "stale"
 
 Piece = Literal[
     "set_flags", "prepare", "optimizer", "loader", "batches", "autocast", "step", "capture"
@@ -26,7 +28,25 @@ PIECES: tuple[Piece, ...] = get_args(Piece)
 """Of `Advice`, in the order in which a script uses them."""
 
 
-def _needs(knob: Knob, value: Value) -> Sequence[Piece]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """Where a config comes from, and what is known of it; by default it is yet to be measured."""
+
+    # 'exact', 'stale' (measured under another driver or version), 'nearest' (taken from a similar
+    # record), 'miss' or 'disabled'.
+    status: str = EXACT
+    reason: str = ""  # one line: what was served, or why nothing was
+    doubt: str = ""  # '; not verified ...', part of the reason: not compared with strict fp32
+    signed: bool = True  # the record, by the reader or their team
+    record: Record | None = None
+    explanation: Explanation | None = None  # None if this process has not looked it up
+    use: str = LOOP  # what the script lets advice do, for which the config was measured
+    default: Config = field(default_factory=Config)  # torch's own values, which need no acting
+    flags: Config | None = None  # for a script without `prepare`; None: the config's own
+    gains: Mapping[str, float] = field(default_factory=dict)  # over torch's default, by use
+
+
+def _needs(knob: Knob, value: Value) -> set[Piece]:
     """The pieces without which a value has no effect, by the columns that it acts through."""
     acts: dict[Piece, object] = {
         "set_flags": knob.flag,
@@ -38,49 +58,32 @@ def _needs(knob: Knob, value: Value) -> Sequence[Piece]:
         "step": value in knob.scaled,
         "capture": value in knob.captured,
     }
-    return [piece for piece, acting in acts.items() if acting]
+    return {piece for piece, acting in acts.items() if acting}
 
 
 @dataclass(slots=True, eq=False)
 class Following:
-    """How far a script follows its advice.
+    """How far a script follows its advice."""
 
-    Attributes:
-        advised: rows that differ from torch's own, with their values.
-        served: what the lookup says of it.
-        used: pieces; a script that uses one adds it, at every step.
-        put: flags of the process that this advice has set.
-        kept: flags that it left alone, as the user's own.
-        failed: why a captured step is not replayed.
-        compiled: what became of the artifacts that were kept, or ''.
-        another: which other model was prepared or trains, or ''.
-        piloted: what a pilot has put in force in its place, or ''.
-    """
-
-    advised: tuple[tuple[Knob, Value], ...]
+    advised: tuple[tuple[Knob, Value], ...]  # rows that differ from torch's own
     served: Served
-    used: set[Piece] = field(default_factory=set)
-    put: Config = field(default_factory=Config)
-    kept: set[str] = field(default_factory=set)
-    failed: str = ""
-    compiled: str = ""
-    another: str = ""
-    piloted: str = ""
+    used: set[Piece] = field(default_factory=set)  # which the script adds to, at every step
+    put: Config = field(default_factory=Config)  # flags that this advice has set
+    kept: set[str] = field(default_factory=set)  # flags that it left alone, as the user's own
+    # Each a line for people, or '':
+    failed: str = ""  # why a captured step is not replayed
+    compiled: str = ""  # what became of the artifacts that were kept
+    another: str = ""  # which other model was prepared or trains
+    piloted: str = ""  # what a pilot has put in force in its place
 
     def missing(self, knob: Knob, value: Value) -> list[Piece]:
         """The pieces that a knob's value waits for."""
         if knob.name in self.kept:
             return []
-        found = [one for one in _needs(knob, value) if one not in self.used]
-        alone = "set_flags" in self.used and "prepare" not in self.used
-        if knob.flag is not None and alone and self.put.get(knob.name) != value:
-            found.append("prepare")  # the flags that are best on their own leave it out
-        return found
-
-    def waiting(self) -> list[Piece]:
-        """All the pieces that something advised waits for."""
-        missed = {piece for one in self.advised for piece in self.missing(*one)}
-        return [piece for piece in PIECES if piece in missed]
+        needs = _needs(knob, value)
+        if knob.flag is not None and "set_flags" in self.used and self.put.get(knob.name) != value:
+            needs.add("prepare")  # the flags that are best on their own leave it out
+        return [piece for piece in PIECES if piece in needs - self.used]
 
     def _set_by_others(self, knob: Knob, advised: Value) -> str:
         """Who has set a flag, if not this advice: 'threads=3 stays, as it was set'; else ''."""
@@ -104,16 +107,17 @@ class Following:
         if self.another:
             return f"no speed-up is known: {self.another}; {said}"
         others = [one for row in self.advised if (one := self._set_by_others(*row))]
+        missed = {piece for row in self.advised for piece in self.missing(*row)}
         if self.failed:
             said += f"; but the step is not replayed: {self.failed}"
-        elif waiting := self.waiting():
-            said = self._once(waiting, claimed=bool(self.put) and not others)
+        elif missed:
+            said = self._once(missed, claimed=bool(self.put) and not others)
         return said + (f"; but {'; '.join(others)}" if others else "")
 
-    def _once(self, waiting: list[Piece], *, claimed: bool) -> str:
-        once = f"once the {'script' if waiting == ['set_flags'] else 'loop'} also calls"
-        once += f" {', '.join(waiting)}"
+    def _once(self, missed: set[Piece], *, claimed: bool) -> str:
         served = self.served
+        calls = ", ".join(piece for piece in PIECES if piece in missed)
+        once = f"once the {'script' if missed == {'set_flags'} else 'loop'} also calls {calls}"
         whole = served.gains.get(served.use)
         if whole is None:
             return f"{served.reason}; {once}"
@@ -133,16 +137,12 @@ class Following:
             found.append(f"stale: {served.reason}")
         found += [self._line(knob, value) for knob, value in self.advised]
         found += caveats(Config({knob.name: value for knob, value in self.advised}))
-        if self.failed:
-            found.append(f"not replayed: {self.failed}")
-        if self.compiled:
-            found.append(self.compiled)
+        found += [f"not replayed: {self.failed}"] if self.failed else []
+        found += [self.compiled] if self.compiled else []
         mine = served.gains.get(served.use, 1.0)
         for use in USES[USES.index(served.use) + 1 :]:
-            if served.gains.get(use, 0.0) > mine:
-                gain = times(served.gains[use])
-                found.append(f"next: {use} would give {gain} instead of {times(mine)}")
-                break
+            if (gain := served.gains.get(use, 0.0)) > mine:
+                return [*found, f"next: {use} would give {times(gain)} instead of {times(mine)}"]
         return found
 
     def _line(self, knob: Knob, value: Value) -> str:
@@ -180,8 +180,7 @@ def give_way(line: str) -> None:
 
 
 def claim_for(model: str) -> None:
-    """Have advice claim no speed-up that was measured on another model than the one that trains, of
-    which this is the fingerprint."""
+    """Claim no speed-up that was measured on another model than the one with this fingerprint."""
     for one in _last:
         tuned = one.served.record
         if "set_flags" in one.used and tuned is not None and tuned.key.model != model:

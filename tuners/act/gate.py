@@ -1,8 +1,7 @@
-"""A gate before compiled code: it is called for inputs like those that it was compiled for.
+"""A gate before compiled code: inputs unlike those that it was compiled for run uncompiled.
 
-An epoch's last short batch would have torch.compile work for half a minute, and have every later
-full batch run code for any size, as what was compiled last is asked first. What is not admitted
-runs uncompiled.
+An epoch's last short batch would have torch.compile work for half a minute, and every later full
+batch run code for any size: what was compiled last is tried first.
 """
 
 from __future__ import annotations
@@ -18,29 +17,23 @@ from torch import Tensor, nn
 
 from advisor.tuners.act.compiled import one_size
 from advisor.tuners.act.pilot.hooks import recomputes
+from advisor.tuners.decisions import FREQUENT, LEAST_STEPS
 
 Signature = tuple[Any, ...]
 
-SHARE = 0.2
-"""Of the calls: signatures that are at least so frequent are compiled for. Each costs as much as
-the first one did."""
-LEAST_CALLS = 5
-"""With a signature before it is compiled for, unless it was frequent before."""
-MOST_SIGNATURES = 512
-"""That are counted: where every batch has another length, none of them matters."""
+_MOST_SIGNATURES = 512
+"""Counted at once: where every batch has another length, none of them matters."""
 
 
 def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
     """What torch.compile may compile anew for: structure, tensors' shapes, dtypes, requires_grad.
 
-    Truth values, strings and None count by value, what else is no tensor by its type.
+    Truth values, strings and None count by value, other values by their type.
     """
     found: list[Any] = []
-    for value in args:
-        _describe(value, found)
-    for name, value in kwargs.items():
-        found.append(name)
-        _describe(value, found)
+    _describe(args, found)
+    if kwargs:
+        _describe(kwargs, found)
     return tuple(found)
 
 
@@ -86,10 +79,8 @@ class Signatures:
     def add(self, one: Signature) -> int:
         """Count a call; returns how many had its signature."""
         self.calls += 1
-        if len(self._counts) >= MOST_SIGNATURES and one not in self._counts:
-            self._counts = Counter({a: n for a, n in self._counts.items() if n > 1})
-            if len(self._counts) >= MOST_SIGNATURES:
-                return 1
+        if len(self._counts) >= _MOST_SIGNATURES and one not in self._counts:
+            self._counts = Counter(dict(self._counts.most_common(_MOST_SIGNATURES // 2)))
         self._counts[one] += 1
         return self._counts[one]
 
@@ -97,8 +88,8 @@ class Signatures:
         return one in self._counts
 
     def frequent(self) -> set[Signature]:
-        """The most frequent one, and the others that `SHARE` of the calls have."""
-        least = max(2, SHARE * self.calls)
+        """The most frequent one, and the others that FREQUENT of the calls have."""
+        least = max(2, FREQUENT * self.calls)
         first = {one for one, _n in self._counts.most_common(1)}
         return first | {one for one, n in self._counts.items() if n >= least}
 
@@ -111,14 +102,14 @@ class Signatures:
 
 
 class Gate:
-    """Calls compiled code with the signatures that it admits, and what is plain with all others.
+    """Calls compiled code with frequent signatures, and the plain function with all others.
 
     Args:
         model: whose mode is part of a signature.
-        seen: signatures of earlier calls in training, of which the frequent ones are admitted;
-            where there are none, the first call with gradients is.
+        seen: signatures of earlier calls in training; without, the first call's counts as frequent.
         sizes: whether there is code for each size of an input.
-        inference: whether calls without gradients are admitted too, as if they stood alone.
+        inference: whether calls without gradients may reach compiled code, counted on their own.
+        before: called before each signature that is compiled for.
     """
 
     def __init__(
@@ -130,10 +121,11 @@ class Gate:
         seen: Signatures | None = None,
         sizes: bool = True,
         inference: bool = False,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
         self._compiled, self._plain = compiled, plain
-        self._sizes, self._inference = sizes, inference
+        self._sizes, self._inference, self._before = sizes, inference, before
         seen = seen or Signatures()
         self._wanted = (seen if sizes else seen.of_any_size()).frequent()
         self._refused = Signatures()
@@ -156,24 +148,23 @@ class Gate:
         # What a backward pass calls again must be called as it was.
         if recomputes() or not self._admits(one, gradients):
             return self._plain(*args, **kwargs)
+        self._before()
         with one_size() if self._sizes else contextlib.nullcontext():
             return self._compiled(*args, **kwargs)
 
     def _admits(self, one: Signature, gradients: bool) -> bool:
         self._calls += 1
-        count = self._refused.add(one)
-        frequent = count >= max(LEAST_CALLS, SHARE * self._calls)
+        frequent = self._refused.add(one) >= max(LEAST_STEPS, FREQUENT * self._calls)
         if one in self._wanted or frequent or gradients not in self._begun:
             self._admitted.add(one)
             self._begun.add(gradients)
         return one in self._admitted
 
 
-def attach(model: nn.Module, *, sizes: bool, inference: bool) -> None:
+def attach(model: nn.Module, **how: Any) -> None:
     """Put a gate before each compiled call within a model that was compiled in place."""
     for module in model.modules():
-        compiled = vars(module).get("_compiled_call_impl")
-        if compiled is not None:
+        if module._compiled_call_impl is not None:
             module._compiled_call_impl = Gate(
-                module, compiled, module._call_impl, sizes=sizes, inference=inference
+                module, module._compiled_call_impl, module._call_impl, **how
             )

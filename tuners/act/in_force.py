@@ -9,7 +9,7 @@ from advisor.tuners.knobs import BY_NAME, Flag
 
 
 class _Put(NamedTuple):
-    """One flag that was set; `before` and `after` are what `Flag.now` read around it."""
+    """A flag that was set; `before` and `after` are what `Flag.now` read around it."""
 
     flag: Flag
     value: Value
@@ -38,10 +38,7 @@ class InForce:
             self._put[name] = _Put(flag, value, before, flag.now())
 
     def release(self, flags: Config | None = None) -> None:
-        """Set these flags, or all, back to what they were before the first `put`.
-
-        What others have changed since stays, and is theirs from then on.
-        """
+        """Set these flags, or all, back to what they were; what others have changed since stays."""
         for name, held in list(self._put.items()):
             if flags is not None and (name not in flags or flags[name] != held.value):
                 continue

@@ -11,13 +11,9 @@ Function = Callable[..., Any]
 
 
 class Patch:
-    """Replaces a function of an object or a class, until `remove`.
+    """Replaces a function of an object or a class by what `replacement` makes of it.
 
-    What somebody else puts in its place later stays there, and reaches the original through it; a
-    removed patch only calls the original.
-
-    Args:
-        replacement: takes the original, and returns what is called in its place.
+    What others put in its place later stays there; a removed patch only calls the original.
     """
 
     def __init__(self, owner: Any, name: str, replacement: Callable[[Function], Function]) -> None:

@@ -1,5 +1,5 @@
-"""Several processes of one job: all must train alike, or they wait for one another for ever. They
-talk through their group's key-value store, which needs no device, no pickle and no communicator."""
+"""Several processes of one job, which must train alike or wait for one another for ever. They talk
+through their group's key-value store, which needs no device, no pickle and no communicator."""
 
 from __future__ import annotations
 
@@ -53,9 +53,8 @@ class Group(NamedTuple):
 def compare(digest: str) -> bool:
     """Compare this rank's advice with that of the others; whether there is a process group.
 
-    Each rank adds its digest to one list and reads it, so that the later of two that differ sees
-    both. It waits for the others, once, for AWAITED_S. Rank 0, with which the store may go, goes on
-    when all have read the list.
+    Each rank adds its digest to one list and reads it: the later of two that differ sees both. Rank
+    0, with which the store may go, goes on when all have read the list.
 
     Raises:
         RanksDiffer: which ranks differ from the most common advice, or rank 0 is gone.

@@ -19,7 +19,7 @@ from advisor.tuners.decisions import LARGE
 
 
 class Replays:
-    """What all models of one advice share: where steps begin, and whose gradients are whose."""
+    """Copies what a script may still need of the compiled models of one advice."""
 
     def __init__(self) -> None:
         self._open = False  # a forward pass whose backward may be to come
@@ -56,7 +56,7 @@ class Replays:
 
     def let_go(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """The script clears their gradients before it adds to them: the next forward pass may write
-        over them, as in a script that compiles by itself."""
+        over them."""
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         self._let_go = {id(weight) for group in groups for weight in group["params"]}
         self._unread.update(self._models)

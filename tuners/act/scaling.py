@@ -22,26 +22,17 @@ _DEPTH = 16
 
 
 class Unscaled:
-    """Looks once, at the first optimizer step after `watch`, whether a GradScaler takes it.
+    """Looks at the first optimizer step of these models, or of any, after `watch`: calls `scaled`
+    if a GradScaler takes it, and warns if none does."""
 
-    Args:
-        models: whose optimizers are meant; any if there are none.
-
-    Attributes:
-        scaled: whether it did.
-    """
-
-    def __init__(self, models: Collection[nn.Module]) -> None:
-        self.scaled = False
-        self._models = models
+    def __init__(self, models: Collection[nn.Module], scaled: Callable[[], None]) -> None:
+        self._models, self._scaled = models, scaled
         self._unhook: Callable[[], None] | None = None
 
     def watch(self) -> None:
         if self._unhook is None:
             see = weakref.WeakMethod(self._see)
-            self._unhook = EVERY_STEP.tell(
-                lambda optimizer: found(optimizer) if (found := see()) else None
-            )
+            self._unhook = EVERY_STEP.tell(lambda one: found(one) if (found := see()) else None)
             weakref.finalize(self, self._unhook)
 
     def _see(self, optimizer: torch.optim.Optimizer) -> None:
@@ -50,10 +41,10 @@ class Unscaled:
             return
         assert self._unhook is not None
         self._unhook()
-        # The script's own scaler is as good as the advice's.
-        for frame, _line in islice(walk_stack(sys._getframe(1)), _DEPTH):
-            self.scaled |= isinstance(frame.f_locals.get("self"), torch.amp.GradScaler)
-        if not self.scaled:
+        callers = islice(walk_stack(sys._getframe(1)), _DEPTH)
+        if any(isinstance(f.f_locals.get("self"), torch.amp.GradScaler) for f, _line in callers):
+            self._scaled()  # the script's own scaler is as good as the advice's
+        else:
             warnings.warn(
                 "advisor: this advice trains in fp16, and the optimizer stepped without a scaler: "
                 "small gradients become zero. Call advice.step(loss, optimizer), or advice.scaler "

@@ -1,6 +1,5 @@
-"""Whether two ways to take a step come to the same result. Kernels that add in any order differ
-from run to run, and Adam's first updates, the signs of gradients, magnify that: repeated runs say
-what is near."""
+"""Whether two ways to take a step come to the same. Kernels that add in any order differ from run
+to run, which Adam's first updates, signs of gradients, magnify: repeated runs say what is near."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ def compare_outputs(
 
     Args:
         replayed: takes the step one way; returns what it left, the same tensors at each call.
-        eager: the same, the other way; given a number, from weights nudged by this seed, as kernels
-            that were chosen differently round.
+        eager: the same, the other way; given a seed, from weights nudged by it.
         start: what tensors held before; those beyond its end did not exist.
     """
     left: list[_Kept] = []
@@ -88,9 +86,8 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def nudge(weights: list[Tensor], seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Move each number by its last digit that is read (TF32 has fewer), up or down at random, as
-    rounding may: a common factor a norm divides out. Returns weights, and what to subtract again.
-    """
+    """Move each number by its last digit that is read (TF32 has fewer), up or down at random: norms
+    divide out a common factor. Returns weights, and what to subtract again."""
     nudges = []
     coarse = tf32.allowed()
     for at, weight in enumerate(w.detach() for w in weights if w.is_floating_point()):

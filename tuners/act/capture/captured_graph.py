@@ -1,16 +1,71 @@
-"""A captured step: the batch that it reads, and the state that it leaves behind."""
+"""A training step that is captured on a device and replayed: the batch that it reads, and the state
+that it leaves behind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from advisor.tuners.act.capture.object_graph import ObjectGraph, Place, Values
-from advisor.tuners.act.capture.recorder import Recorder
+from advisor.tuners.act.capture.object_graph import ObjectGraph, Values
+
+
+class Recorder:
+    """Captures a step in one CUDA graph, after some steps on a side stream:
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs."""
+
+    device = "cuda"
+
+    @contextmanager
+    def side_stream(self) -> Iterator[list[str]]:
+        """For steps before a capture, and those compared with it; afterwards the list holds the
+        lines of code that waited for the device."""
+        side = _side_stream(torch.cuda.current_device())
+        side.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(side), _noticing_waits() as waits:
+                yield waits
+        finally:
+            torch.cuda.current_stream().wait_stream(side)
+
+    def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Run `step` once, changing no tensor that existed; returns its replay, and its output that
+        each replay writes. If it cannot be captured, nothing is left of the attempt."""
+        graph = torch.cuda.CUDAGraph()
+        side = _side_stream(torch.cuda.current_device())
+        try:
+            # thread_local: the thread that pins a DataLoader's memory goes on beside the capture.
+            with (
+                _without_collection(),
+                torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"),
+            ):
+                output = step()
+        except BaseException:
+            # A capture that succeeds ends the state in which a failed one leaves the generator.
+            here = torch.zeros(1, device="cuda")
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                here.add_(1)
+            raise
+        return graph.replay, output
+
+    def random_state(self) -> Any:
+        return torch.get_rng_state(), torch.cuda.get_rng_state()
+
+    def set_random_state(self, state: Any) -> None:
+        torch.set_rng_state(state[0])
+        torch.cuda.set_rng_state(state[1])
+
+
+RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": Recorder}
+"""By the type of the device; on others a step is never captured."""
 
 
 class Buffers:
@@ -62,52 +117,60 @@ class Gradient(NamedTuple):
 
 
 class CapturedGraph:
-    """Replays a captured step on the batch in its buffers.
+    """Replays a captured step. What the capture did to gradients and Python's values is undone.
 
     Args:
         recording: replays it; and what the step returned.
-        gradients: weights, with the gradients that the step found; they are put back.
-        replaced: objects that the step replaces: place, name and the new one.
-        before: all objects that it found: the graph still reads tensors that were replaced.
-
-    Attributes:
-        attached: whether the weights have the gradients that a replay writes.
+        buffers: the batch that it reads.
+        gradients: weights, with the gradients that the step found.
+        before: all objects that it found.
+        followed: ids of the optimizers' groups whose learning rate it reads at each replay.
     """
 
     def __init__(
         self,
         recording: tuple[Callable[[], None], Any],
+        buffers: Buffers,
         gradients: list[tuple[Tensor, Tensor | None]],
-        replaced: list[tuple[Place, Any, Any]],
+        objects: ObjectGraph,
         before: Values,
+        followed: Collection[int],
     ) -> None:
         self._replay, output = recording
+        self._buffers = buffers
         self.gradients = []
         for weight, found in gradients:
             left, weight.grad = weight.grad, found
             clears = found is not None and left is not found
             # One that is cleared is not kept alive: it is as large as the weight.
             self.gradients.append(Gradient(weight, None if clears else found, left, clears))
-        self.attached = False
+        self.attached = False  # whether the weights have the gradients that a replay writes
+        replaced = objects.replaced(before)
         self._replaced = [(place, name) for place, name, _new in replaced]
         leaves, self._tree = tree_flatten((output, [new for *_, new in replaced]))
         self._output = [detached(leaf) for leaf in leaves]
-        self._alive = before
+        self._alive = before  # the graph still reads tensors that were replaced
+        self.objects = objects
+        objects.watch(before, followed)
+        objects.restore(before)
 
-    def finds_gradients(self) -> bool:
-        """Whether a replay may follow: the step clears its gradients, or finds the same ones."""
-        return all(one.clears or one.weight.grad is one.before for one in self.gradients)
+    def changed(self) -> str:
+        """What the script has changed that the graph takes for given; '' if nothing."""
+        # A step that clears its gradients finds any.
+        if not all(one.clears or one.weight.grad is one.before for one in self.gradients):
+            return "which gradients there are before a step"
+        return self.objects.changed()
 
     def replaced(self) -> list[Any]:
         """The objects that now stand where the step replaces them."""
         return [place.read()[name] for place, name in self._replaced]
 
-    def replay(self, fill: Callable[[], None]) -> Any:
-        """Fill the buffers and take the step; returns a copy of its output: the next replay writes
-        over the graph's own, and a script may keep its losses."""
+    def replay(self, leaves: list[Any]) -> Any:
+        """Take the step on a batch; returns a copy of its output: the next replay writes over the
+        graph's own, and a script may keep its losses."""
         # Memory is taken first: a batch that has been trained on cannot be given up.
         copies = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in self._output]
-        fill()
+        self._buffers.fill(leaves)
         self._replay()
         for copy, left in zip(copies, self._output, strict=True):
             if isinstance(copy, Tensor):
@@ -148,3 +211,45 @@ class StateSnapshot:
 
 def detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Keep the garbage collector from ending another CUDA graph, which would break a capture (reset
+    in PyTorch's CUDAGraph.cpp). PyTorch no longer collects before a capture."""
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@cache
+def _side_stream(_device: int) -> torch.cuda.Stream:
+    # One for all graphs: cuBLAS keeps tens of MiB for each stream that it was ever used on.
+    return torch.cuda.Stream()
+
+
+@contextmanager
+def _noticing_waits() -> Iterator[list[str]]:
+    """Lines of code that make the host wait for the device, as 'train.py:12'."""
+    found: list[str] = []
+    held = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(held)
+    for warning in caught:
+        said = str(warning.message)
+        if "synchronizing CUDA operation" in said:
+            found.append(f"{Path(warning.filename).name}:{warning.lineno}")
+        elif not said.startswith("Synchronization debug mode is a prototype"):
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import dis
 import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
-from operator import call, is_
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ _SCALER = ("_scale", "_growth_tracker", "_growth_factor", "_backoff_factor", "_g
 _MODULE = frozenset(vars(nn.Module())) - {"training"}
 _SCHEDULER = torch.optim.lr_scheduler.LRScheduler
 _TORCH = (nn.Module, torch.optim.Optimizer, _SCHEDULER, torch.amp.GradScaler)
-"""Objects whose own state is watched wherever they are met."""
 _WIDE = 1000
 """Entries from which only the length of a container is read: it holds data, not settings."""
 _ABSENT = object()
@@ -35,18 +34,12 @@ Values = list[dict[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What holds values: a dictionary, a sequence, a class, a closure's cell.
+    """What holds values: a dictionary, a sequence, a class, a closure's cell."""
 
-    Attributes:
-        label: what a person calls it.
-        names: only these are read; None: all.
-        inside: compared before and after a step only: scripts may change it between steps.
-    """
-
-    label: str
+    label: str  # what a person calls it
     held: Any
-    names: Collection[str] | None = None
-    inside: bool = False
+    names: Collection[str] | None = None  # only these are read; None: all
+    inside: bool = False  # scripts may change it between steps, and no step may
 
     def read(self) -> dict[Any, Any]:
         held = vars(self.held) if isinstance(self.held, type) else self.held
@@ -68,9 +61,9 @@ class Place:
 
     def restore(self, before: dict[Any, Any]) -> None:
         """Each value that was there; what has been added to a list goes."""
-        now = self.read()
         if "len()" in before:
             return
+        now = self.read()
         if isinstance(self.held, list | deque) and len(now) != len(before):
             self.held.clear()
             self.held.extend(before.values())
@@ -78,34 +71,44 @@ class Place:
             if now.get(name, _ABSENT) is not value:
                 self.write(name, value)
 
+    def reads(self, but: Collection[Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """What reads the values, without those of some names, each with what a person calls it."""
+        if not isinstance(self.held, dict | type):
+            yield self.label, lambda: tuple(v for n, v in self.read().items() if n not in but)
+            return
+        # A model has hundreds of modules: what dictionaries hold is read without Python.
+        held = vars(self.held) if isinstance(self.held, type) else self.held
+        if self.names is None:
+            yield self.label, partial(len, held)
+        for name in {*(self.read() if self.names is None else self.names)}.difference(but):
+            yield self.called(name), partial(held.get, name, _ABSENT)
+
     def called(self, name: Any) -> str:
         """As a person knows it: 'self.weight', 'schedule.last_epoch'."""
         return ".".join(part for part in (self.label, str(name)) if part)
 
 
 class ObjectGraph:
-    """The objects of `train_step`, as they are when this is made.
-
-    Attributes:
-        tensors: those met, each once.
-    """
+    """The objects of `train_step`, as they are when this is made; `tensors` can be written."""
 
     def __init__(
         self,
         train_step: Callable[..., Any],
         modules: Iterable[nn.Module],
-        also: Iterable[torch.optim.Optimizer | torch.amp.GradScaler],
+        stepped: Collection[torch.optim.Optimizer | torch.amp.GradScaler],
     ) -> None:
         self._places: list[Place] = []
-        self._watched: list[tuple[Place, dict[Any, Any]]] = []
-        self._reads: list[Callable[[], Any]] = []
+        self._reads: list[tuple[str, Callable[[], Any]]] = [("no_grad", torch.is_grad_enabled)]
+        self._watched: list[tuple[str, Callable[[], Any], Any]] = []
         self._names: set[str] = set()  # in the code of the step
+        self._stepped = {id(one) for one in stepped}
         self._met: dict[int, Any] = {}  # an id is something's own only while it lives
-        is_function = isinstance(train_step, FunctionType)
-        owner = getattr(train_step, "__self__", None if is_function else train_step)
-        if owner is not None:
-            self._add_object(owner, "self")
-        self._add_function(type(train_step).__call__ if owner is train_step else train_step)
+        if isinstance(train_step, FunctionType | MethodType):
+            self._add(getattr(train_step, "__self__", None), "self")
+            self._add_function(train_step)
+        else:
+            self._add(train_step, "self")
+            self._add_function(type(train_step).__call__)
         known = 0
         while known < len(self._places):  # a method that is found names others
             known = len(self._places)
@@ -113,10 +116,10 @@ class ObjectGraph:
                 self._add_function(value)
         for place, name, value in self._entries():
             self._add(value, place.called(name))
-        for one in (*modules, *also):
+        for one in (*modules, *stepped):
             self._add(one, type(one).__name__)
-        held = {id(value): value for *_at, value in self._entries()}
-        self.tensors = [value for value in held.values() if isinstance(value, Tensor)]
+        held = (value for *_at, value in self._entries() if isinstance(value, Tensor))
+        self.tensors = [value for value in dict.fromkeys(held) if not value.is_inference()]
 
     def _entries(self) -> list[tuple[Place, Any, Any]]:
         return [(place, *entry) for place in self._places for entry in place.read().items()]
@@ -143,86 +146,90 @@ class ObjectGraph:
             if isinstance(world[name], ModuleType) and not _installed(world[name].__name__):
                 self._places.append(Place(name, vars(world[name]), self._names))
 
-    def _add_object(self, value: Any, label: str) -> None:
-        self._met[id(value)] = value
-        if isinstance(value, nn.Module):
-            self._add_module(value, label)
-        for held in (getattr(value, "__dict__", None), *_kinds(value)):
-            if held is not None:
-                self._places.append(Place(label, held, self._names))
-
     def _add_module(self, whole: nn.Module, label: str) -> None:
         for name, module in whole.named_modules(prefix=label):
             self._met[id(module)] = module
-            held = vars(module).items()
-            types = bool | float if _installed(type(module).__module__) else object
-            names = {n for n, value in held if n not in _MODULE and isinstance(value, types)}
-            # What its class has, it may have itself later.
-            names.update(*(vars(kind) for kind in _kinds(module)))
-            self._places.append(Place(name, vars(module), names))
+            types = object if (kinds := _kinds(module)) else bool | float
+            names = {
+                n for n, v in vars(module).items() if n not in _MODULE and isinstance(v, types)
+            }
+            names.update(*map(vars, kinds))  # what its class has, it may have itself later
             parts = (module._parameters, module._buffers, module._modules)
             self._places += [Place(name, part) for part in parts if part]
+            self._places.append(Place(name, vars(module), names))
+        self._places += [Place(label, kind, self._names) for kind in _kinds(whole)]
+        self._reads.append(("which weights train", partial(_train, [*whole.parameters()])))
 
-    def _add(self, value: Any, label: str) -> None:
-        """What an object holds that the step's own places hold."""
-        if isinstance(value, _SCALARS) or id(value) in self._met:
+    def _add_optimizer(self, value: torch.optim.Optimizer, label: str) -> None:
+        other = id(value) not in self._stepped
+        self._places += [Place(label, group, inside=other) for group in value.param_groups]
+        states = [state for state in value.state.values() if isinstance(state, dict)]
+        self._places += [Place(f"{label}.state", state, inside=True) for state in states]
+        if not other:
+            weights = [one for group in value.param_groups for one in group["params"]]
+            self._reads += [
+                (f"{label}.state", partial(getattr, value, "state")),  # loading replaces it
+                (f"{label}.param_groups", partial(len, value.param_groups)),
+                ("where weights lie", partial(_addresses, weights)),
+                ("which weights train", partial(_train, weights)),
+            ]
+
+    def _add(self, value: Any, label: str, *, deeper: bool = False) -> None:
+        """What an object holds, and below it what PyTorch's own hold: only these if `deeper`."""
+        if id(value) in self._met or not isinstance(value, _TORCH if deeper else object):
             return
+        known = len(self._places)
         self._met[id(value)] = value
         if isinstance(value, nn.Module):
             self._add_module(value, label)
         elif isinstance(value, torch.amp.GradScaler):
             self._places.append(Place(label, vars(value), _SCALER))
         elif isinstance(value, torch.optim.Optimizer):
-            states = [state for state in value.state.values() if isinstance(state, dict)]
-            self._places += [Place(f"{label}.state", one, inside=True) for one in states]
-            groups = [(group, group.keys() - {"params"}) for group in value.param_groups]
-            self._places += [Place(label, one, names, inside=True) for one, names in groups]
+            self._add_optimizer(value, label)
         elif isinstance(value, _SCHEDULER):
             self._places.append(Place(label, vars(value), inside=True))
         elif isinstance(value, dict | list | deque):
             self._places.append(Place(label, value))
-            self._add_parts(self._places[-1])
         elif isinstance(value, tuple):
             for part in value[:_WIDE]:
                 self._add(part, label)
-        elif not isinstance(value, type | ModuleType) and not _installed(type(value).__module__):
-            self._add_object(value, label)
-            self._add_parts(Place(label, getattr(value, "__dict__", {}), self._names))
-
-    def _add_parts(self, place: Place) -> None:
-        for name, part in place.read().items():
-            if isinstance(part, _TORCH):
-                self._add(part, place.called(name))
+        elif not isinstance(value, type | ModuleType) and (kinds := _kinds(value)):
+            held = (getattr(value, "__dict__", {}), *kinds)
+            self._places += [Place(label, one, self._names) for one in held]
+        for place in () if deeper else self._places[known:]:
+            for name, part in place.read().items():
+                self._add(part, place.called(name), deeper=True)
 
     def read(self) -> Values:
         """What every place holds now."""
         return [place.read() for place in self._places]
 
     def changed_in_step(self, before: Values) -> str:
-        """What a step has changed in Python, as 'schedule.last_epoch'; '' if nothing.
-
-        An object in the place of another, as an output that is kept, is no change.
-        """
-        return _changed(zip(self._places, before, strict=True), _alike)
+        """What a step has changed in Python, as 'schedule.last_epoch'; '' if nothing. An object in
+        the place of another, as an output that is kept, is no change."""
+        for place, old in zip(self._places, before, strict=True):
+            now = place.read()
+            for name in {**now, **old}:
+                if not _alike(now.get(name, _ABSENT), old.get(name, _ABSENT)):
+                    return place.called(name)
+        return ""
 
     def restore(self, before: Values) -> None:
         """Each value that was there; a scaler's notes on a step that did not end are dropped."""
         for place, old in zip(self._places, before, strict=True):
             place.restore(old)
-        for scaler in self._scalers():
-            scaler._per_optimizer_states.clear()
         for one in self._met.values():
-            if isinstance(one, torch.optim.Optimizer):
+            if isinstance(one, torch.amp.GradScaler):
+                one._per_optimizer_states.clear()
+            elif isinstance(one, torch.optim.Optimizer):
                 vars(one).pop("grad_scale", None)
                 vars(one).pop("found_inf", None)
-
-    def _scalers(self) -> list[torch.amp.GradScaler]:
-        return [one for one in self._met.values() if isinstance(one, torch.amp.GradScaler)]
 
     @property
     def between_steps(self) -> bool:
         """Whether no GradScaler holds notes on a step, which it does until it is updated."""
-        return not any(scaler._per_optimizer_states for scaler in self._scalers())
+        scalers = (one for one in self._met.values() if isinstance(one, torch.amp.GradScaler))
+        return not any(scaler._per_optimizer_states for scaler in scalers)
 
     def replaced(self, before: Values) -> list[tuple[Place, Any, Any]]:
         """Where another object stands than before: place, name, the object now."""
@@ -233,46 +240,32 @@ class ObjectGraph:
             if name in old and old[name] is not new and not _scalar(new)
         ]
 
-    def watch(self, before: Values) -> None:
-        """Have `changed` compare with what there is now, but for what the step itself replaces."""
-        own: dict[int, set[Any]] = {}
+    def watch(self, before: Values, followed: Collection[int]) -> None:
+        """Have `changed` compare with what there is now, but for what the step itself replaces, and
+        learning rates of groups with these ids."""
+        own = {id(place): ["lr"] for place in self._places if id(place.held) in followed}
         for place, name, _new in self.replaced(before):
-            own.setdefault(id(place), set()).add(name)
-        watched = [place for place in self._places if not place.inside]
-        for at, place in enumerate(watched):
-            if id(place) in own:
-                names = place.read() if place.names is None else place.names
-                watched[at] = replace(place, names={*names} - own[id(place)])
-        self._watched = [(place, place.read()) for place in watched]
-        # A model has hundreds of modules: what dictionaries hold is compared without Python.
-        dicts = [place for place in watched if type(place.held) is dict]
-        self._slow = [each for each in self._watched if type(each[0].held) is not dict]
-        self._reads = [partial(len, place.held) for place in dicts if place.names is None]
-        for place in dicts:
-            names = place.read() if place.names is None else place.names
-            self._reads += [partial(place.held.get, name) for name in names]
-        self._found = [read() for read in self._reads]
+            own.setdefault(id(place), []).append(name)
+        reads = list(self._reads)
+        for place in self._places:
+            if not place.inside:
+                reads += place.reads(own.get(id(place), ()))
+        self._watched = [(label, read, read()) for label, read in reads]
 
     def changed(self) -> str:
         """What the script has changed since `watch`, between two steps; '' if nothing."""
-        same = all(map(is_, map(call, self._reads), self._found))
-        places = self._slow if same else self._watched
-        return _changed(places, lambda now, old: _scalar(now) and _alike(now, old))
+        for label, read, before in self._watched:
+            if (now := read()) is not before and not _same(now, before):
+                return label
+        return ""
 
 
-def _changed(
-    places: Iterable[tuple[Place, dict[Any, Any]]], same: Callable[[Any, Any], bool]
-) -> str:
-    """What a value is called that is not as before; '' if all are."""
-    for place, before in places:
-        now = place.read()
-        for name, value in now.items():
-            old = before.get(name, _ABSENT)
-            if value is not old and not same(value, old):
-                return place.called(name)
-        if len(now) < len(before):
-            return place.called(next(name for name in before if name not in now))
-    return ""
+def _addresses(weights: list[Tensor]) -> bytes:
+    return array("Q", map(Tensor.data_ptr, weights)).tobytes()
+
+
+def _train(weights: list[Tensor]) -> bytes:
+    return bytes([weight.requires_grad for weight in weights])
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -291,6 +284,13 @@ def _scalar(value: Any) -> bool:
     if isinstance(value, tuple | frozenset):
         return all(map(_scalar, value))
     return isinstance(value, _SCALARS)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether values are one object, or equal as far as Python can tell."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a is b or (_scalar(a) and _alike(a, b))
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -12,17 +12,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Optimizers:
-    """Those of torch.optim that a step was seen to step.
-
-    Args:
-        device: 'cuda' or 'cpu': where the step is captured.
-    """
+    """Those of torch.optim that a step was seen to step on a device."""
 
     def __init__(self, device: str) -> None:
         self._on_cuda = device == "cuda"
         self._met: dict[int, torch.optim.Optimizer] = {}
         # By id: the group, its learning rate, and the tensor where a graph reads it at each replay.
-        self._rates: dict[int, tuple[dict[str, Any], float, Tensor]] = {}
+        self.rates: dict[int, tuple[dict[str, Any], float, Tensor]] = {}
         self._homes: dict[int, tuple[dict[str, Any], torch.device]] = {}
         self._hooks: list[Any] = []
 
@@ -47,17 +43,6 @@ class Optimizers:
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self for group in optimizer.param_groups]
 
-    def settings(self) -> list[Any]:
-        """All that a capture takes for given, without the learning rates that it follows."""
-        # Loading a checkpoint replaces an optimizer's state and groups.
-        found: list[Any] = [torch.is_grad_enabled(), *(id(one.state) for one in self)]
-        for group in self._groups():
-            found += [weight.data_ptr() for weight in group["params"]]
-            for name, value in group.items():
-                if name != "params" and (name != "lr" or id(group) not in self._rates):
-                    found.append(value.data_ptr() if isinstance(value, Tensor) else value)
-        return found
-
     def weights(self) -> list[Tensor]:
         return [weight for group in self._groups() for weight in group["params"]]
 
@@ -67,8 +52,7 @@ class Optimizers:
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
     def begin(self) -> None:
-        """Move to the device what a capture cannot read on the host: the counters of steps, and the
-        learning rates that can be read there."""
+        """Move counters of steps to the device, and the learning rates that can be read there."""
         for optimizer in self:
             known = len(self._homes)
             for weight, state in optimizer.state.items():
@@ -78,13 +62,13 @@ class Optimizers:
                     state["step"] = step.to(weight.device)
             if len(self._homes) > known:
                 self._hooks.append(optimizer.register_state_dict_post_hook(self._saved))
-        self._rates = {}
+        self.rates = {}
         for group in self._groups():
             rate, weights = group.get("lr"), group["params"]
             reads = group.get("fused") or (self._on_cuda and "capturable" in group)
             if reads and weights and rate is not None and not getattr(rate, "is_cuda", False):
                 tensor = torch.tensor(float(rate), device=weights[0].device)
-                self._rates[id(group)] = group, float(rate), tensor
+                self.rates[id(group)] = group, float(rate), tensor
 
     def _saved(self, _optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint with counters where the script has them: an optimizer that loads one on the
@@ -97,9 +81,9 @@ class Optimizers:
 
     def follow_rates(self) -> None:
         """Take over what the script has set the learning rates to."""
-        for group, known, tensor in [*self._rates.values()]:
+        for group, known, tensor in [*self.rates.values()]:
             if (rate := float(group["lr"])) != known:
-                self._rates[id(group)] = group, rate, tensor
+                self.rates[id(group)] = group, rate, tensor
                 tensor.fill_(rate)
 
     def end(self) -> None:
@@ -108,7 +92,7 @@ class Optimizers:
             state["step"] = state["step"].to(home)
         for hook in self._hooks:
             hook.remove()
-        self._rates, self._homes, self._hooks = {}, {}, []
+        self.rates, self._homes, self._hooks = {}, {}, []
 
     @contextmanager
     def capturable(self) -> Iterator[None]:
@@ -119,8 +103,8 @@ class Optimizers:
         for group in groups:
             if "capturable" in group and self._on_cuda:
                 group["capturable"] = True
-            if id(group) in self._rates:
-                group["lr"] = self._rates[id(group)][2]
+            if id(group) in self.rates:
+                group["lr"] = self.rates[id(group)][2]
         try:
             yield
         finally:

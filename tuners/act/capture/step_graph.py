@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,42 +18,43 @@ from advisor.tuners.act.capture.agreement import compare_outputs, nudge
 from advisor.tuners.act.capture.captured_graph import (
     Buffers,
     CapturedGraph,
+    Recorder,
     StateSnapshot,
     detached,
 )
 from advisor.tuners.act.capture.object_graph import ObjectGraph, Values
 from advisor.tuners.act.capture.optimizers import Optimizers
-from advisor.tuners.act.capture.recorder import Recorder
 from advisor.tuners.decisions import CHECKED, CHECKED_AGAIN, IN_A_ROW, LARGE
 
 _MEND = (
     "let it return tensors, and look at them outside: no .item(), .cpu(), print(loss), and no "
     "decision on their values"
 )
-_OTHER_OPTIMIZERS = "not every call steps the same optimizers"
 
-T = TypeVar("T")
+
+class _Unfit(Exception):
+    """Why a step cannot be replayed; and, if it has trained on its batch, what it returned."""
+
+    def __init__(self, reason: str, *output: Any) -> None:
+        super().__init__(reason)
+        self.output = output
 
 
 class StepGraph:
     """A training step that is replayed; called as the step itself, with one batch.
 
     The first CHECKED calls train without a graph. The next CHECKED ones train twice from the same
-    state, with it and without, and keep the latter. From then on a call copies its batch into
-    the graph's buffers and replays; a batch unlike the example runs without. A learning rate that
-    changes between steps is followed; another change of what the step reads captures anew. A replay
-    runs kernels and no Python: a step that changes values in Python, as a schedule or a counter, or
-    that cannot be captured, trains without a graph, and one warning says why.
+    state, with it and without, and keep the latter. From then on a call replays the graph; a batch
+    unlike the example runs without. A learning rate that changes between steps is followed; another
+    change of what the step reads captures anew. A replay runs kernels and no Python: a step that
+    changes values in Python, as a schedule or a counter, or that cannot be captured, trains without
+    a graph, and one warning says why.
 
     Args:
-        train_step: takes a batch; returns tensors, such as the loss, in any nesting.
         example: a batch on the device, as those to come.
-        models: the modules that the step trains, for their buffers.
-        recorder: captures and replays.
+        models: those that the step trains.
         scaler: of the loss, if the step's own code does not hold it.
-
-    Attributes:
-        failure: why it runs without a graph for good; empty while it does not.
+        failed: is told why the step is not replayed.
     """
 
     def __init__(
@@ -61,58 +63,62 @@ class StepGraph:
         example: Any,
         models: Iterable[nn.Module],
         recorder: Recorder,
-        scaler: torch.amp.GradScaler | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None,
+        failed: Callable[[str], None],
     ) -> None:
-        self._recorder = recorder
+        self._recorder, self._failed = recorder, failed
         self._scalers = () if scaler is None else (scaler,)
         self._train_step = train_step
         self._models = tuple(models)
         self._optimizers = Optimizers(recorder.device)
         self._buffers = Buffers(example)
-        self._warm = self._checked = self._wasted = self._others = self._replays = 0
-        self._stepped: list[int] = []
+        self._done = 0  # steps before a capture, and comparisons after it
+        self._wasted = self._others = self._replays = 0
+        self._stepped: list[int] = []  # optimizers by id
         self._captured: CapturedGraph | None = None
-        self._fixed: list[Any] = []
         self._written: list[Tensor] = []
-        self._objects: ObjectGraph | None = None
-        self.failure = ""
+        self.failure = ""  # why it runs without a graph for good
         if obstacle := _process_group():
-            self._give_up(obstacle)
+            self._give_up(obstacle, level=4)
 
     @property
     def ready(self) -> bool:
         """Whether the next batch is replayed, or nothing ever will be."""
-        return bool(self.failure) or self._checked >= CHECKED
+        return bool(self.failure) or self._done >= 2 * CHECKED
 
     def __call__(self, batch: Any) -> Any:
         if self.failure:
             return self._train_step(batch)
+        try:
+            return self._take(batch)
+        except _Unfit as exc:
+            reason, output = str(exc), exc.output
+        self._give_up(reason)  # here nothing of the attempt holds memory any more
+        return output[0] if output else self._train_step(batch)
+
+    def _take(self, batch: Any) -> Any:
         leaves = self._buffers.leaves(batch)
         if leaves is None:
             return self._other(batch)
         self._others = 0
-        if self._warm < CHECKED:
+        if self._done < CHECKED:
             return self._warm_up(batch)
-        if self._captured is not None and (changed := self._changed(self._captured)):
+        self._optimizers.follow_rates()
+        if self._captured is not None and (changed := self._captured.changed()):
             self._captured, self._wasted = None, self._wasted + 1
             if self._wasted >= IN_A_ROW:
-                return self._without(f"{changed} is changed at every step", batch)
+                raise _Unfit(f"{changed} is changed at every step")
         if self._captured is None:
-            if why := self._capture(leaves):
-                return self._without(why, batch)
-            self._checked = min(self._checked, CHECKED - 1)
+            self._captured = self._capture(leaves)
+            self._done = min(self._done, 2 * CHECKED - 1)
         # Values that are read deeper than is watched are found by comparisons, each time later.
-        rarely = CHECKED_AGAIN << max(0, self._checked - CHECKED)
-        if self._checked < CHECKED or self._replays >= rarely:
-            return self._check(batch, leaves)
+        if not self.ready or self._replays >= CHECKED_AGAIN << (self._done - 2 * CHECKED):
+            return self._check(self._captured, batch, leaves)
         self._wasted = 0
         self._replays += 1
-        replayed = _if_memory(lambda: [self._replay(leaves)])
-        return replayed[0] if replayed else self._without("there is no memory to replay it", batch)
-
-    def _without(self, reason: str, batch: Any) -> Any:
-        self._give_up(reason)
-        return self._train_step(batch)
+        with _memory("to replay it"):
+            return self._captured.replay(leaves)
 
     def _plainly(self, batch: Any) -> Any:
         if self._captured is not None:
@@ -120,149 +126,115 @@ class StepGraph:
         # Detached: a loss that is held would keep nodes of its graph, and with them their stream.
         return tree_map(detached, self._train_step(batch))
 
-    def _replay(self, leaves: list[Any]) -> Any:
-        assert self._captured is not None
-        return self._captured.replay(lambda: self._buffers.fill(leaves))
-
     def _other(self, batch: Any) -> Any:
         self._others += 1
-        if self._others == IN_A_ROW and not self._checked:
+        if self._others == IN_A_ROW and self._done <= CHECKED:
             warnings.warn(
-                f"advisor: {IN_A_ROW} batches in a row were not like the example that "
-                "advice.capture was given (other shapes, types, or values beside the tensors): "
-                "nothing is replayed, and training is slower than advised. Give it a batch as "
-                "those to come",
+                f"advisor: {IN_A_ROW} batches in a row were unlike advice.capture's example (other "
+                "shapes, types, or values beside the tensors): nothing is replayed, and training "
+                "is slower than advised. Give it a batch like those to come",
                 AdvisorWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         if self._captured is None:
             return self._plainly(batch)
         # Buffers are small and are copied for a second try; weights are not.
         buffers = [buffer for model in self._models for buffer in model.buffers()]
-        assert self._objects is not None
-        start = StateSnapshot(buffers, [], self._recorder, self._objects)
-        with self._optimizers.counting() as stepped:
-            if (output := _if_memory(lambda: [self._plainly(batch)], stepped)) is not None:
-                return output[0]
-        start.restore()
-        return self._without("there is no memory for it beside a batch of another shape", batch)
+        start = StateSnapshot(buffers, [], self._recorder, self._captured.objects)
+        with (
+            self._optimizers.counting() as stepped,
+            _memory("for it beside a batch of another shape", start, stepped),
+        ):
+            return self._plainly(batch)
 
     def _warm_up(self, batch: Any) -> Any:
-        self._warm += 1
+        self._done += 1
         objects, drawn = self._look(), self._drawn()
-        before, tensors = objects.read(), objects.tensors
-        versions = [_version(tensor) for tensor in tensors]
+        before, versions = objects.read(), [tensor._version for tensor in objects.tensors]
         with self._optimizers.counting() as stepped, self._recorder.side_stream() as waits:
             output = self._plainly(batch)
-        earlier, self._stepped = self._stepped, stepped
-        if self._warm < CHECKED:
-            return output
-        # Told beforehand: a capture that fails half-way leaves PyTorch's generator in it.
-        obstacle = "" if stepped else "the step ran no optimizer of torch.optim"
-        obstacle = obstacle or _process_group() or self._moved(objects, before, drawn)
-        if waits and not obstacle:
-            obstacle = f"it waits for the device ({waits[0]}); {_MEND}"
-        obstacle = obstacle or ("" if stepped == earlier else _OTHER_OPTIMIZERS)
-        pairs = zip(tensors, versions, strict=True)
-        self._written = [t for t, was in pairs if _version(t) != was or t.nbytes < LARGE]
-        if obstacle:
-            self._give_up(obstacle)
+        wrong = self._obstacle(objects, before, drawn, stepped)
+        if waits and not wrong:
+            wrong = f"it waits for the device ({waits[0]}); {_MEND}"
+        # Before the capture: one that fails half-way leaves PyTorch's generator in it.
+        if wrong and self._done == CHECKED:
+            raise _Unfit(wrong, output)
+        self._stepped = stepped
+        pairs = zip(objects.tensors, versions, strict=True)
+        self._written = [t for t, was in pairs if t._version != was or t.nbytes < LARGE]
         return output
 
     def _look(self) -> ObjectGraph:
-        also = (*self._optimizers, *self._scalers)
-        self._objects = ObjectGraph(self._train_step, self._models, also)
-        return self._objects
+        return ObjectGraph(self._train_step, self._models, (*self._optimizers, *self._scalers))
 
     def _drawn(self) -> object:
         """The state of the random numbers that are drawn on the host."""
         numpy = sys.modules.get("numpy")
         drawn = numpy and repr(numpy.random.get_state(legacy=False))
-        return random.getstate(), drawn, self._recorder.host_state()
+        beside = self._recorder.device != "cpu"
+        return random.getstate(), drawn, beside and torch.get_rng_state().numpy().tobytes()
 
-    def _moved(self, objects: ObjectGraph, before: Values, drawn: object) -> str:
-        """What a step just now has changed that a replay would not; '' if nothing."""
+    def _obstacle(
+        self, objects: ObjectGraph, before: Values, drawn: object, stepped: list[int]
+    ) -> str:
+        """What the step that was just taken did that a replay would not; '' if nothing."""
+        if not stepped:
+            return "the step ran no optimizer of torch.optim"
+        if obstacle := _process_group():
+            return obstacle
         if changed := objects.changed_in_step(before):
             return f"it changes {changed} in Python, which a replay would not: do that outside"
         if not objects.between_steps:
             return "it steps by a GradScaler and leaves it as it is: call its update in the step"
         if drawn != self._drawn():
             return "it draws random numbers of Python, NumPy or the host, which would stand still"
-        return ""
+        return "" if stepped == self._stepped else "not every call steps the same optimizers"
 
-    def _settings(self) -> list[Any]:
-        return [*self._optimizers.settings(), [w.requires_grad for w in self._trained()]]
-
-    def _changed(self, captured: CapturedGraph) -> str:
-        assert self._objects is not None
-        self._optimizers.follow_rates()
-        if self._settings() != self._fixed:
-            return (
-                "a setting of the optimizer, other than the learning rate of a fused one, or what "
-                "weights train,"
-            )
-        if not captured.finds_gradients():
-            return "which gradients there are before a step"
-        return self._objects.changed()
-
-    def _capture(self, leaves: list[Any]) -> str:
-        """Why there is no graph; '' if there is, and everything else is as before."""
+    def _capture(self, leaves: list[Any]) -> CapturedGraph:
+        """A graph of the step; everything else is as before."""
         before: Values = []
         gradients: list[tuple[Tensor, Tensor | None]] = []
-        objects = self._objects
         try:
             self._buffers.fill(leaves)
             self._optimizers.begin()
             objects = self._look()
             before = objects.read()
-            self._fixed = self._settings()
             gradients = [(weight, weight.grad) for weight in self._optimizers.weights()]
             with self._optimizers.capturable():
                 recording = self._recorder.record(lambda: self._train_step(self._buffers.batch()))
         except Exception as exc:  # whatever it is, the step without a graph may not raise it
-            if before and objects is not None:
+            if before:
                 objects.restore(before)
             for weight, gradient in gradients:
                 weight.grad = gradient
-            return _why(exc)
-        self._captured = CapturedGraph(recording, gradients, objects.replaced(before), before)
-        objects.watch(before)
-        objects.restore(before)
-        return ""
+            raise _Unfit(_why(exc)) from None
+        followed = self._optimizers.rates
+        return CapturedGraph(recording, self._buffers, gradients, objects, before, followed)
 
-    def _check(self, batch: Any, leaves: list[Any]) -> Any:
+    def _check(self, captured: CapturedGraph, batch: Any, leaves: list[Any]) -> Any:
         """Train on a batch without the graph; before it, compare with replays and undo them."""
-        objects, trained = self._objects, self._trained()
-        assert objects is not None
-        state = self._state(trained)
-        start = _if_memory(lambda: StateSnapshot(state, trained, self._recorder, objects))
-        no_memory = "there is no memory to compare a replay with the step itself"
-        if start is None:
-            return self._without(no_memory, batch)
-        try:
-            found = _if_memory(lambda: self._disagreement(start, leaves))
-        finally:
-            start.restore()
+        with _memory("to compare a replay with the step itself"):
+            start = self._snapshot(captured.objects)
+            try:
+                wrong = self._disagreement(captured, start, leaves)
+            finally:
+                start.restore()
         drawn = self._drawn()
-        with self._optimizers.counting() as stepped:
-            output = _if_memory(lambda: [self._plainly(batch)])
-        if output is None:
-            start.restore()
-            del start
-            return self._without("there is no memory for the step itself beside it", batch)
-        wrong = "" if stepped == self._stepped else _OTHER_OPTIMIZERS
-        wrong = wrong or self._moved(objects, start.values, drawn)
-        wrong = wrong or (no_memory if found is None else found)
-        self._checked += 1
+        with (
+            self._optimizers.counting() as stepped,
+            _memory("for the step itself beside it", start),
+        ):
+            output = self._plainly(batch)
+        self._done += 1
         self._replays = 0
-        if wrong:
-            self._give_up(wrong)
-        return output[0]
+        if wrong := self._obstacle(captured.objects, start.values, drawn, stepped) or wrong:
+            raise _Unfit(wrong, output)
+        return output
 
-    def _disagreement(self, start: StateSnapshot, leaves: list[Any]) -> str:
+    def _disagreement(
+        self, captured: CapturedGraph, start: StateSnapshot, leaves: list[Any]
+    ) -> str:
         """Where replays differ from steps, as the optimizers take them in a capture."""
-        captured = self._captured
-        assert captured is not None
 
         def left(output: Any) -> list[Tensor]:
             held = tree_flatten((output, captured.replaced()))[0]
@@ -270,7 +242,7 @@ class StepGraph:
 
         def replayed() -> list[Tensor]:
             start.restore()
-            return left(self._replay(leaves))
+            return left(captured.replay(leaves))
 
         def eager(seed: int | None = None) -> list[Tensor]:
             start.restore()
@@ -296,28 +268,27 @@ class StepGraph:
             what = f"what a replay does to {next(own, 'a tensor that it writes')}"
         return f"{what} differs by {share:.2g} of it from the step itself"
 
-    def _trained(self) -> list[Tensor]:
-        held = [p for model in self._models for p in model.parameters()]
-        return list({id(one): one for one in (*self._optimizers.weights(), *held)}.values())
+    def _snapshot(self, objects: ObjectGraph) -> StateSnapshot:
+        """Of weights, buffers, the optimizers' state, and what else a step writes."""
+        held = (p for model in self._models for p in model.parameters())
+        weights = dict.fromkeys((*self._optimizers.weights(), *held))
+        buffers = (b for model in self._models for b in model.buffers())
+        state = dict.fromkeys((*weights, *buffers, *self._optimizers.state(), *self._written))
+        tensors = [one for one in state if _can_be_filled(one)]
+        return StateSnapshot(tensors, [*weights], self._recorder, objects)
 
-    def _state(self, trained: list[Tensor]) -> list[Tensor]:
-        """What a step changes: weights, buffers, the optimizers' own, and what else it writes."""
-        found = [*trained, *(b for model in self._models for b in model.buffers())]
-        found += [*self._optimizers.state(), *self._written]
-        return [one for one in {id(one): one for one in found}.values() if _can_be_filled(one)]
-
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, level: int = 3) -> None:
         self.failure = reason
-        self._captured, self._written, self._objects = None, [], None
-        self._buffers = Buffers(None)
+        self._failed(reason)
+        self._captured, self._written, self._buffers = None, [], Buffers(None)
         self._optimizers.end()
-        if self._warm >= CHECKED:
+        if self._done >= CHECKED:
             torch.cuda.empty_cache()
         warnings.warn(
             f"advisor: this step cannot be replayed as a CUDA graph: {reason}. Training goes on "
             "without, which is slower than the advice says",
             AdvisorWarning,
-            stacklevel=4,
+            stacklevel=level,
         )
 
 
@@ -337,18 +308,19 @@ def _can_be_filled(value: Tensor) -> bool:
     return not any(size > 1 and step == 0 for size, step in sizes)
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _if_memory(run: Callable[[], T], past_repair: Collection[Any] = ()) -> T | None:
-    """What `run` returns; None if the device has no memory for it."""
+@contextmanager
+def _memory(
+    purpose: str, start: StateSnapshot | None = None, past_repair: Sized = ()
+) -> Iterator[None]:
+    """Give graphs up if the device has no memory for what is done here, and go back to `start`."""
     try:
-        return run()
+        yield
     except RuntimeError as exc:
         if past_repair or not _no_memory(exc):
             raise
-    return None
+        if start is not None:
+            start.restore()
+        raise _Unfit(f"there is no memory {purpose}") from None
 
 
 def _no_memory(exc: BaseException) -> bool:

@@ -25,9 +25,9 @@ from advisor.tuners.act import artifacts
 from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import CompiledCode, RecompileLimit, free, graphs_compiled
+from advisor.tuners.act.following import Served
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.crew import Drawn
-from advisor.tuners.act.served import Served
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.faults import failure
 from advisor.tuners.knobs import INPUT, KNOBS, TORCH
