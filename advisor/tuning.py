@@ -648,7 +648,7 @@ def begun(
     """
     from advisor.piloting import INJECTED
     from advisor.tuners.measure.run.run import Run
-    from advisor.tuners.measure.run.words import measurable
+    from advisor.tuners.measure.run.guarded import measurable
 
     measurable(command)
     log = _log_of(records, tuple(command))

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from advisor.errors import UsageError
 from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, bringing, noted
-from advisor.tuners.measure.run.guarded import Guarded, inductor_folder
-from advisor.tuners.measure.run.words import measurable
+from advisor.tuners.measure.run.guarded import Guarded, inductor_folder, measurable
 from advisor.tuners.scratch import Scratch
 
 SHOWN_S, MOST_SHOWN = 0.2, 2**16  # between two looks at a shown log; characters at a time
