@@ -19,6 +19,7 @@ from advisor.cache.config import Config
 from advisor.errors import TargetFailed, WorkerError
 from advisor.opening import open_records
 from advisor.piloting import INJECTED
+from advisor.tuners.act.pilot.orders import Order
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.measure.place import Block, ConfigFailed
 from advisor.tuners.measure.run import run as running
@@ -344,7 +345,7 @@ def test_of_programs_in_turn_the_first_is_not_waited_for(
     try:
         own = space_of(session.seen).default
         with pytest.raises(Ended, match="give the one that trains"):
-            session.block(own, own, 10**6, 0, time.monotonic() + 60)
+            session.block(Order(config=own, own=own, steps=10**6), time.monotonic() + 60)
     finally:
         session.end()
     assert processes("987") == []
@@ -364,11 +365,11 @@ class MadeUpFlight(Flight):
     def over(self) -> bool:
         return False
 
-    def block(self, config: Config, own: Config, steps: int, warm: int, until: float) -> Block:
-        self.made += steps + warm
-        if (ended := self._ends(config, self.made)) is not None:
+    def block(self, order: Order, until: float) -> Block:
+        self.made += order.steps + order.warm
+        if (ended := self._ends(order.config, self.made)) is not None:
             raise ended
-        return Block(steps=steps, samples=steps, seconds=1.0)
+        return Block(steps=order.steps, samples=order.steps, seconds=1.0)
 
     def end(self) -> None:
         """Nothing was started."""
@@ -421,7 +422,7 @@ def test_a_command_that_ends_too_soon_has_one_remedy() -> None:
     with pytest.raises(WorkerError) as caught:
         run.block(OWN, 40, deadline_s=60)
     assert str(caught.value) == (
-        "the command ends before a config is measured (exit code 0, 3 times in a row); give it "
+        "the command ends before a config is measured (exit code 0); give it "
         "more to train on, as more epochs"
     )
     assert run.starts == 3

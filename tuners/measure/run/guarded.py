@@ -1,4 +1,4 @@
-"""A command: checks of its words, and a process that leaves none behind, even if its parent dies."""
+"""Checks of a command's words, and its process, which leaves none behind whoever dies first."""
 
 from __future__ import annotations
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from advisor.cache.config import BATCH, Config, Value
 from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.act.pilot.orders import Comparison
+from advisor.tuners.act.pilot.orders import Comparison, Order
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
 from advisor.tuners.measure.compare import plain_of
@@ -21,9 +21,8 @@ from advisor.tuners.measure.run.command import AttachedScript, Command, shown
 from advisor.tuners.measure.run.mapped import Mapped
 from advisor.tuners.measure.run.session import Ended, Flight
 
+T = TypeVar("T")
 SAVE_S = 30.0  # for saving what was compiled
-SHORT = "give it more to train on, as more epochs"
-TOO_SOON = "the command ends before a config is measured"
 MEND = "mend that, and the same command goes on with what was measured"
 
 
@@ -102,60 +101,64 @@ class Run:
         return self._command.given(name)
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
+        order = Order(config=self._within(config), own=self.own, steps=steps, warm=warm)
+        try:
+            block = self._tried(config, deadline_s, lambda at, until: at.block(order, until))
+        except Ended as exc:
+            if exc.own:
+                raise TargetFailed(f"the script fails by itself ({exc}): {MEND}", "") from exc
+            why = f"the command ends before a config is measured ({exc})"
+            raise WorkerError(f"{why}; give it more to train on, as more epochs") from exc
+        if config.batch == self.own.batch:
+            self._peak_bytes = max(self._peak_bytes, block.peak_bytes)
+        return block
+
+    def compare(self, config: Config, *, deadline_s: float) -> Compared:
+        asked = comparison(self._within(config), self.own, self.tolerance, deadline_s)
+        order = Order(config=self.own, own=self.own, steps=1, compare=asked)
+        try:
+            laps = self._tried(config, deadline_s, lambda at, until: at.laps(order, until))
+        except (ConfigFailed, Ended) as exc:
+            return Compared(UNVERIFIED, f"the command ended while it was compared: {exc}")
+        # The first process that objects decides.
+        worst = next((lap for lap in laps if lap.outcome != "ok"), laps[0])
+        return Compared(worst.outcome, worst.reason, worst.blames)
+
+    def _tried(self, config: Config, deadline_s: float, act: Callable[[Flight, float], T]) -> T:
+        """Do something with a start of the command, or with another one where it ends; raises the
+        last Ended if none of STARTS did it."""
         until = time.monotonic() + deadline_s
         last: Ended | None = None
         for _ in range(STARTS):
             try:
-                flight = self._ensured(config, until)
-                block = flight.block(self._within(config), self.own, steps, warm, until)
+                return act(self._ensured(config, until), until)
             except Ended as exc:
-                made, before, last = self._end(self._words(config)), last, exc
+                made = self._end(self._words(config))
                 if exc.outcome == "timed_out":
-                    raise self._timed_out(config, exc, before) from exc
+                    if last is not None and config == self.own:
+                        break
+                    again = "the budget was over before it had started again"
+                    raise ConfigFailed(exc.outcome, again if last else str(exc)) from exc
                 self._check_own(exc, made, until)
                 if exc.outcome == "out_of_memory" and self._sessions:
                     self.stop()  # once more with all of the memory
                 elif exc.code and config != self.own:
                     raise ConfigFailed(exc.outcome, str(exc)) from exc
                 # Else it was through, or was killed unmodified: once more from the start.
-            else:
-                if config.batch == self.own.batch:
-                    self._peak_bytes = max(self._peak_bytes, block.peak_bytes)
-                return block
-        raise WorkerError(f"{TOO_SOON} ({last}, {STARTS} times in a row); {SHORT}")
-
-    def _timed_out(self, config: Config, ended: Ended, before: Ended | None) -> Exception:
-        """What to raise where no time is left; `before`: how the start before this one ended."""
-        if before is None:
-            return ConfigFailed("timed_out", str(ended))
-        if config != self.own:
-            return ConfigFailed("timed_out", "the budget was over before it had started again")
-        if before.own:
-            return TargetFailed(f"the script fails by itself ({before}): {MEND}", "")
-        return WorkerError(f"{TOO_SOON} ({before}); {SHORT}")
-
-    def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        until, last = time.monotonic() + deadline_s, ""
-        asked = comparison(self._within(config), self.own, self.tolerance, deadline_s)
-        for _ in range(STARTS):
-            try:
-                return self._ensured(config, until).compare(asked, self.own, until)
-            except Ended as exc:
-                self._check_own(exc, self._end(self._words(config)), until)
-                if exc.outcome == "timed_out":
-                    return Compared(UNVERIFIED, "the budget was over before it was compared")
-                last = str(exc)
-        return Compared(UNVERIFIED, f"the command ended while it was compared: {last}")
+                last = exc
+        assert last is not None
+        raise last
 
     def forget(self, config: Config) -> None:
         if (session := self._sessions.get(self._words(config))) is not None:
-            session.forget(self._within(config))
+            session.forgotten.append(self._within(config))
 
     def save(self, config: Config, file: Path) -> None:
         session = self._sessions.get(self._words(config))
         if session is not None and not session.over:
+            order = Order(config=self.own, own=self.own, steps=1, saves=str(file))
             with suppress(Ended):
-                session.save(file, self.own, time.monotonic() + SAVE_S)
+                session.laps(order, time.monotonic() + SAVE_S)
 
     def stop(self) -> None:
         """End the command, and everything it started."""
@@ -184,7 +187,7 @@ class Run:
             # One more: what is raised between two steps shows in the second.
             while flight.made <= made and time.monotonic() < until:
                 steps = max(1, min(made + 1 - flight.made, 16))
-                flight.block(self.own, self.own, steps, 0, until)
+                flight.block(Order(config=self.own, own=self.own, steps=steps), until)
             self._survived = max(self._survived, flight.made)
         except ConfigFailed:
             return
@@ -251,47 +254,34 @@ def _check_shown(seen: Seen, name: str, value: Value, own_batch: int) -> None:
 
 class AttachedRun(Run):
     """A script that goes on after its tuning: a config that fails costs a step of it, no more. Once
-    it is over, `block` and `compare` raise WorkerError."""
+    it is over, `block` and `compare` raise WorkerError. It computes, so they keep no deadline."""
 
     def __init__(self, script: AttachedScript, command: Sequence[str], *, log: Path) -> None:
         super().__init__(command, injected=Path(), log=log)
         self._script = script
-        self._flight: Flight | None = None
-
-    def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
-        """As Place; the script computes, so the deadline cannot be kept."""
-        del deadline_s
-        with self._running(config) as (flight, until):
-            return flight.block(config, self.own, steps, warm, until)
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
         """As Place; unverified where the run might not be the same afterwards."""
-        asked = comparison(config, self.own, self.tolerance, deadline_s)
-        with self._running(config) as (flight, until):
-            found = flight.compare(asked, self.own, until)
+        found = super().compare(config, deadline_s=deadline_s)
         return found if found.outcome in ("ok", "wrong") else Compared(UNVERIFIED, found.reason)
 
     def leave(self, config: Config, found: str) -> None:
-        """Have the script train on with a config, as long as it likes."""
-        self._ensured(config, time.monotonic() + START_S).leave(config, self.own, found)
+        """Have the script train on with a config, as long as it likes; `found`: see `Order`."""
+        flight = self._ensured(config, time.monotonic() + START_S)
+        flight.tell(Order(config=config, own=self.own, found=found))
 
     def stop(self) -> None:
         """The script waits for what it is to go on with: see `leave`."""
 
-    @contextmanager
-    def _running(self, config: Config) -> Iterator[tuple[Flight, float]]:
+    def _tried(self, config: Config, deadline_s: float, act: Callable[[Flight, float], T]) -> T:
         until = time.monotonic() + START_S
         try:
-            yield self._ensured(config, until), until
+            return act(self._ensured(config, until), until)
         except Ended as exc:
             raise WorkerError(f"the script is over: {exc}") from exc
 
-    def _ensured(self, config: Config, until: float) -> Flight:
-        if self._flight is None:
-            start_s = until - time.monotonic()
-            self._flight = Flight(self._script, start_s, self._log, real=True)
-            self._sessions[self._words(config)] = self._flight
-        return self._flight
+    def _started(self, words: tuple[str, ...], start_s: float) -> Flight:
+        return Flight(self._script, start_s, self._log, real=True)
 
 
 _: type[Place] = Run

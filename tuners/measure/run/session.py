@@ -14,10 +14,10 @@ from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import RecordDamaged
 from advisor.tuners.act.pilot.line import OVER
-from advisor.tuners.act.pilot.orders import Comparison, Lap, Order
+from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.decisions import LEAST_STEPS
-from advisor.tuners.measure.place import Block, Compared, ConfigFailed
+from advisor.tuners.measure.place import Block, ConfigFailed
 from advisor.tuners.measure.run.command import AttachedScript, Command
 from advisor.tuners.measure.run.guarded import how
 
@@ -32,8 +32,6 @@ GONE = (
 LONGER = "give a command that trains for longer"
 SOONER = "give a larger --budget, or a command that comes to its steps sooner"
 MEND = "mend that first"
-
-
 T = TypeVar("T")
 
 
@@ -53,8 +51,7 @@ class Ended(Exception):
 class Flight:
     """The pilots in a command that runs: its processes wait for orders between two blocks.
 
-    Every method, the start too, may raise Ended. `own` is the script's own config; `until` is when
-    to give up, by time.monotonic().
+    Every method, the start too, may raise Ended; `until` is by time.monotonic().
 
     Args:
         start_s: until its first steps, at most.
@@ -67,7 +64,7 @@ class Flight:
     ) -> None:
         self._command, self._log, self._real = command, log, real
         self._pipes: list[Connection] = []
-        self._forget: Config | None = None
+        self.forgotten: list[Config] = []  # each next order frees the code of one
         self.made = 0  # steps that it was told to make, also those that it did not reach
         try:
             self.seen = self._all_seen(start_s)  # by the first process
@@ -81,10 +78,10 @@ class Flight:
         """The command is over by itself."""
         return self._command.ended
 
-    def block(self, config: Config, own: Config, steps: int, warm: int, until: float) -> Block:
-        """Have every process make these steps with a config; raises ConfigFailed where it fails and
+    def block(self, order: Order, until: float) -> Block:
+        """Have every process make the order's steps; raises ConfigFailed where its config fails and
         the command goes on."""
-        laps = self._laps(Order(config=config, steps=steps, warm=warm, own=own), until)
+        laps = self.laps(order, until)
         if lap := next((lap for lap in laps if lap.outcome != "ok"), None):
             raise ConfigFailed(lap.outcome, lap.reason)
         slowest = max(laps, key=lambda lap: lap.seconds)
@@ -100,23 +97,21 @@ class Flight:
             ahead=max(lap.ahead for lap in laps),
         )
 
-    def compare(self, asked: Comparison, own: Config, until: float) -> Compared:
-        """Have every process compare a config; the first that objects decides."""
-        laps = self._laps(Order(config=own, steps=1, own=own, compare=asked), until)
-        worst = next((lap for lap in laps if lap.outcome != "ok"), laps[0])
-        return Compared(worst.outcome, worst.reason, worst.blames)
+    def laps(self, order: Order, until: float) -> list[Lap]:
+        """What each process answers to an order."""
+        forget = self.forgotten.pop(0) if self.forgotten else None
+        self.made += order.warm + order.steps
+        self.tell(dataclasses.replace(order, needs_room=self._real, forget=forget))
+        return [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
 
-    def forget(self, config: Config) -> None:
-        """Free a config's compiled code, with the next order."""
-        self._forget = config
-
-    def save(self, file: Path, own: Config, until: float) -> None:
-        """Have the first process save what it has compiled."""
-        self._laps(Order(config=own, steps=1, own=own, saves=str(file)), until)
-
-    def leave(self, config: Config, own: Config, found: str) -> None:
-        """Have it train on with a config; no order comes after this one. `found`: see `Order`."""
-        self._tell(Order(config=config, own=own, found=found))
+    def tell(self, order: Order) -> None:
+        """Give an order to every process; to one of no steps there is no answer."""
+        message = msgpack.packb(to_plain(order))
+        try:
+            for pipe in self._pipes:
+                pipe.send_bytes(message)
+        except OSError:
+            raise self._why() from None
 
     def end(self) -> None:
         """End the command, and everything it started."""
@@ -124,21 +119,6 @@ class Flight:
             pipe.close()
         self._pipes.clear()
         self._command.end()
-
-    def _laps(self, order: Order, until: float) -> list[Lap]:
-        forget, self._forget = self._forget, None
-        order = dataclasses.replace(order, needs_room=self._real, forget=forget)
-        self.made += order.warm + order.steps
-        self._tell(order)
-        return [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
-
-    def _tell(self, order: Order) -> None:
-        message = msgpack.packb(to_plain(order))
-        try:
-            for pipe in self._pipes:
-                pipe.send_bytes(message)
-        except OSError:
-            raise self._why() from None
 
     def _all_seen(self, start_s: float) -> Seen:
         seen: list[Seen] = []
@@ -183,14 +163,12 @@ class Flight:
         if not self._command.ended:
             return Ended("crashed", GONE if len(self._pipes) == 1 else GONE_OF_SEVERAL)
         code, last = self._command.obituary()
-        ended = f"ended with {how(code)}"
+        ended, note = f"ended with {how(code)}", self._command.note
+        printed = f": {last}" if last else ""
         if self._pipes:
-            reason = f"the command {ended}{_after_colon(last)}"
-            return Ended("crashed", reason, code, own=code > 0)
-        note = self._command.note
-        so_far = f"it {ended}{'' if note else _after_colon(last)}"
-        never = self._never(so_far, MEND if code else LONGER)
-        return Ended("failed", never, code or 1, f"it {ended}{_after_colon(note or last)}")
+            return Ended("crashed", f"the command {ended}{printed}", code, own=code > 0)
+        never = self._never(f"it {ended}{'' if note else printed}", MEND if code else LONGER)
+        return Ended("failed", never, code or 1, f"it {ended}{f': {note}' if note else printed}")
 
     def _never(self, so_far: str, mend: str) -> str:
         """What to say of a command that made no steps; `mend`: what to do about it."""
@@ -209,10 +187,4 @@ class Flight:
 def borrowed(taken: int, lent: int) -> float:
     """Share of the batches taken from a loader whose workers were all busy and did not refill its
     queue meanwhile. A single batch may be chance."""
-    if lent <= 1 or not taken:
-        return 0.0
-    return min(lent, taken - 1) / taken
-
-
-def _after_colon(said: str) -> str:
-    return f": {said}" if said else ""
+    return min(lent, taken - 1) / taken if lent > 1 and taken else 0.0
