@@ -87,8 +87,8 @@ def started(command: tuple[str, ...]) -> Iterator[tuple[Run, Seen, Config]]:
     """A run under measurement, what is seen of it, and the config that it has itself."""
     with Run(command, injected=INJECTED, log=Path("log")) as run:
         seen = run.describe()
-        run.own, run.tolerance = space_of(seen).default, 0.02
-        yield run, seen, run.own
+        run.baseline, run.tolerance = space_of(seen).default, 0.02
+        yield run, seen, run.baseline
 
 
 def measured(run: Run, config: Config, steps: int = 8) -> Block:
@@ -405,7 +405,7 @@ HALF = Config(precision="bf16")
 class MadeUpRun(Run):
     def __init__(self, ends: Callable[[Config, int], Exception | None]) -> None:
         super().__init__(("python", "train.py"), injected=Path(), log=Path())
-        self.own, self.starts, self._how = OWN, 0, ends
+        self.baseline, self.starts, self._how = OWN, 0, ends
 
     def _started(self, words: tuple[str, ...], start_s: float) -> Flight:
         self.starts += 1

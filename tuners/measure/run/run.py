@@ -30,9 +30,9 @@ class Run:
     """A Place: a command that is measured, and started anew where it ended.
 
     Args:
-        command: its words; `log` is for what it prints.
         injected: the folder with the sitecustomize that brings the pilot.
-        show: called with what the command prints, as it comes, from another thread.
+        log: for what the command prints.
+        show: called with that as it comes, from another thread.
         options: of the command that set knobs, by what `--map` calls these.
     """
 
@@ -45,12 +45,11 @@ class Run:
         show: Callable[[str], None] | None = None,
         options: Mapping[str, Value] | None = None,
     ) -> None:
-        self._command = Mapped(command, options or {})
-        self.mapped = self._command.names  # knobs that options of the command set
+        self.command = Mapped(command, options or {})
         self._injected, self._log = injected, log
-        self.own = Config()  # what the script does itself; set once its space is known
-        self.tolerance = 0.0  # of comparisons with fp32, as in a `Task`
-        self.memory = 0  # bytes of the device, 0 where that is not known
+        # Set once the script's space is known: what it does itself, the tolerance of comparisons,
+        # as in a `Task`, and bytes of the device, if they are known.
+        self.baseline, self.tolerance, self.memory = Config(), 0.0, 0
         # By the words of the command; the last one used comes last.
         self._sessions: dict[tuple[str, ...], Flight] = {}
         self._processes = 1
@@ -68,15 +67,11 @@ class Run:
         self.stop()
         self._showing.__exit__(*exc)
 
-    @property
-    def baseline(self) -> Config:
-        return self.own
-
     def describe(self) -> Seen:
         """Start the command, and wait for its first steps; raises TargetFailed if it ends before,
         WorkerError if they do not come in time."""
         try:
-            seen = self._ensured(self.own, time.monotonic() + START_S).seen
+            seen = self._ensured(self.baseline, time.monotonic() + START_S).seen
         except Ended as exc:
             if exc.outcome == "timed_out":
                 raise WorkerError(str(exc)) from exc
@@ -86,22 +81,19 @@ class Run:
 
     def try_option(self, name: str, value: Value) -> None:
         """Raise UsageError unless an option of the command sets a knob to a value."""
-        config = self.own.replace(**{name: value})
+        config = self.baseline.replace(**{name: value})
         try:
             self._ensured(config, time.monotonic() + START_S)
         except Ended as exc:
             if exc.outcome in ("out_of_memory", "timed_out"):
                 return  # it was taken
-            number = self._command.numbers(config, self.own, self._processes)[name]
-            said = self._command.described({name: number})
+            number = self.command.numbers(config, self.baseline, self._processes)[name]
+            said = self.command.described({name: number})
             raise UsageError(f"map: with {said} {exc.said or exc}") from exc
 
-    def gives(self, name: str) -> bool:
-        """Whether the command itself gives the option that sets a knob."""
-        return self._command.given(name)
-
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
-        order = Order(config=self._within(config), own=self.own, steps=steps, warm=warm)
+        within = self.command.within(config, self.baseline)
+        order = Order(config=within, own=self.baseline, steps=steps, warm=warm)
         try:
             block = self._tried(config, deadline_s, lambda at, until: at.block(order, until))
         except Ended as exc:
@@ -109,13 +101,14 @@ class Run:
                 raise TargetFailed(f"the script fails by itself ({exc}): {MEND}", "") from exc
             why = f"the command ends before a config is measured ({exc})"
             raise WorkerError(f"{why}; give it more to train on, as more epochs") from exc
-        if config.batch == self.own.batch:
+        if config.batch == self.baseline.batch:
             self._peak_bytes = max(self._peak_bytes, block.peak_bytes)
         return block
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        asked = comparison(self._within(config), self.own, self.tolerance, deadline_s)
-        order = Order(config=self.own, own=self.own, steps=1, compare=asked)
+        within = self.command.within(config, self.baseline)
+        asked = comparison(within, self.baseline, self.tolerance, deadline_s)
+        order = Order(config=self.baseline, own=self.baseline, steps=1, compare=asked)
         try:
             laps = self._tried(config, deadline_s, lambda at, until: at.laps(order, until))
         except (ConfigFailed, Ended) as exc:
@@ -135,14 +128,14 @@ class Run:
             except Ended as exc:
                 made = self._end(self._words(config))
                 if exc.outcome == "timed_out":
-                    if last is not None and config == self.own:
+                    if last is not None and config == self.baseline:
                         break
                     again = "the budget was over before it had started again"
                     raise ConfigFailed(exc.outcome, again if last else str(exc)) from exc
                 self._check_own(exc, made, until)
                 if exc.outcome == "out_of_memory" and self._sessions:
                     self.stop()  # once more with all of the memory
-                elif exc.code and config != self.own:
+                elif exc.code and config != self.baseline:
                     raise ConfigFailed(exc.outcome, str(exc)) from exc
                 # Else it was through, or was killed unmodified: once more from the start.
                 last = exc
@@ -151,12 +144,12 @@ class Run:
 
     def forget(self, config: Config) -> None:
         if (session := self._sessions.get(self._words(config))) is not None:
-            session.forgotten.append(self._within(config))
+            session.forgotten.append(self.command.within(config, self.baseline))
 
     def save(self, config: Config, file: Path) -> None:
         session = self._sessions.get(self._words(config))
         if session is not None and not session.over:
-            order = Order(config=self.own, own=self.own, steps=1, saves=str(file))
+            order = Order(config=self.baseline, own=self.baseline, steps=1, saves=str(file))
             with suppress(Ended):
                 session.laps(order, time.monotonic() + SAVE_S)
 
@@ -180,14 +173,14 @@ class Run:
         by_itself = ended.code and ended.outcome in ("failed", "crashed") and (ended.own or again)
         if not by_itself or made <= self._survived:
             return
-        words = self._words(self.own)
+        words = self._words(self.baseline)
         try:
             self._end(words)
-            flight = self._ensured(self.own, until)
+            flight = self._ensured(self.baseline, until)
             # One more: what is raised between two steps shows in the second.
             while flight.made <= made and time.monotonic() < until:
                 steps = max(1, min(made + 1 - flight.made, 16))
-                flight.block(Order(config=self.own, own=self.own, steps=steps), until)
+                flight.block(Order(config=self.baseline, own=self.baseline, steps=steps), until)
             self._survived = max(self._survived, flight.made)
         except ConfigFailed:
             return
@@ -198,10 +191,7 @@ class Run:
                 raise TargetFailed(f"the script fails by itself {why}", "") from exc
 
     def _words(self, config: Config) -> tuple[str, ...]:
-        return self._command.at(config, self.own, self._processes)
-
-    def _within(self, config: Config) -> Config:
-        return self._command.within(config, self.own)
+        return self.command.at(config, self.baseline, self._processes)
 
     def _ensured(self, config: Config, until: float) -> Flight:
         """The command at its first steps, with its options set for a config; raises Ended if it
@@ -215,8 +205,8 @@ class Run:
                 self._end(next(iter(self._sessions)))
             session = self._started(words, max(1.0, until - time.monotonic()))
         self._sessions[words] = session
-        for name in self._command.changed(config, self.own):
-            _check_shown(session.seen, name, config[name], self.own.batch)
+        for name in self.command.changed(config, self.baseline):
+            _check_shown(session.seen, name, config[name], self.baseline.batch)
         return session
 
     def _started(self, words: tuple[str, ...], start_s: float) -> Flight:
@@ -228,7 +218,7 @@ class Run:
         # A launcher of several processes holds a port.
         if self._processes > 1 or len(self._sessions) >= STARTS:
             return False
-        own = self.own.batch or 1
+        own = self.baseline.batch or 1
         batches = [one.seen.shape[0] for one in self._sessions.values()] + [config.batch or own]
         taken = self._peak_bytes * math.fsum(max(1.0, batch / own) for batch in batches)
         return not self.memory or HEADROOM * taken <= self.memory
@@ -268,7 +258,7 @@ class AttachedRun(Run):
     def leave(self, config: Config, found: str) -> None:
         """Have the script train on with a config, as long as it likes; `found`: see `Order`."""
         flight = self._ensured(config, time.monotonic() + START_S)
-        flight.tell(Order(config=config, own=self.own, found=found))
+        flight.tell(Order(config=config, own=self.baseline, found=found))
 
     def stop(self) -> None:
         """The script waits for what it is to go on with: see `leave`."""
