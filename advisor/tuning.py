@@ -647,8 +647,8 @@ def begun(
         options: as `Run` takes them.
     """
     from advisor.piloting import INJECTED
-    from advisor.tuners.measure.run.run import Run
     from advisor.tuners.measure.run.guarded import measurable
+    from advisor.tuners.measure.run.run import Run
 
     measurable(command)
     log = _log_of(records, tuple(command))

@@ -36,7 +36,6 @@ from advisor.tuners.measure.compare import References, plain_of
 from advisor.tuners.measure.loading.costs import costs
 from advisor.tuners.measure.loading.data import Described, Feeding, described
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed
-from advisor.tuners.measure.timing import Clock
 from advisor.tuners.measure.worker.subject import WorkloadSubject
 from advisor.tuners.measure.worker.wire import Costs, DataFacts, Job
 from advisor.tuners.measure.workload import Workload
@@ -65,7 +64,6 @@ class Bench:
         self.job, self._task = job, job.task
         self.device = torch.device(job.device)
         self._cuda = self.device.type == "cuda"
-        self._clock = Clock(self.device)
         self._built: dict[Config, _Built] = {}
         self._peak_bytes = 0
         self._at_work: Config | None = None
@@ -167,8 +165,7 @@ class Bench:
         return self._with_room(config, act)
 
     def _block(self, config: Config, steps: int, warm: int) -> Block:
-        clock, switched = self._clock, config != self._at_work
-        began = clock.now()
+        began, switched = time.perf_counter(), config != self._at_work
         if switched:
             self._leave()
         built = self._build(config.without(*INPUTS))
@@ -181,16 +178,16 @@ class Bench:
         held = self._allocated() - built.own_bytes
         for _ in range(warm):
             workload.step()
-        clock.synchronize()
-        first_s = clock.now() - began if switched else 0.0
+        self.synchronize()
+        first_s = time.perf_counter() - began if switched else 0.0
         retries, graphs = self._retries(), graphs_compiled()
         waited_s = feeding.waited_s if feeding else 0.0
-        start, mark = clock.now(), clock.mark()
+        start, mark = time.perf_counter(), self._mark()
         for _ in range(steps):
             workload.step()
-        end = clock.mark()
-        clock.synchronize()
-        seconds = clock.now() - start
+        end = self._mark()
+        self.synchronize()
+        seconds = time.perf_counter() - start
         if self._retries() > retries:
             said = "the allocator kept retrying under memory pressure"
             raise ConfigFailed("out_of_memory", said)
@@ -205,7 +202,7 @@ class Bench:
             seconds=seconds,
             first_s=first_s,
             waited_s=feeding.waited_s - waited_s if feeding else 0.0,
-            gpu_s=clock.between(mark, end),
+            gpu_s=mark.elapsed_time(end) / 1000 if mark and end else 0.0,
             peak_bytes=built.peak_bytes,
             compiled=graphs_compiled() - graphs,
         )
@@ -262,7 +259,7 @@ class Bench:
         self.reset_peak()
         workload = self.workload(config)
         workload.start()
-        self._clock.synchronize()
+        self.synchronize()
         built = _Built(workload)
         self._hold(built, before)
         self._built[config] = built
@@ -348,6 +345,19 @@ class Bench:
     def _retries(self) -> int:
         stats = torch.cuda.memory_stats(self.device) if self._cuda else {}
         return int(stats.get("num_alloc_retries", 0))
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all its work."""
+        if self._cuda:
+            torch.cuda.synchronize(self.device)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """A point in a GPU's stream of work."""
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def reset_peak(self) -> None:
         if self._cuda:

@@ -24,7 +24,6 @@ from advisor.tuners.act.pilot.seen import convolves
 from advisor.tuners.blocks import repeated
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.place import ConfigFailed
-from advisor.tuners.measure.timing import Clock
 from advisor.tuners.measure.worker.bench import Bench, draws
 from advisor.tuners.measure.worker.wire import CHANGED, Facts, Job, receive, send
 from advisor.tuners.measure.workload import Workload, layer_that_raised
@@ -57,7 +56,7 @@ def describe(bench: Bench) -> Facts:
     workload = _first_step(bench, built)
     began = time.perf_counter()
     drew = draws(workload.step)
-    Clock(device).synchronize()
+    bench.synchronize()
     return Facts(
         name=loaded.spec.name,
         model=model,
@@ -87,7 +86,7 @@ def _first_step(bench: Bench, built: nn.Module) -> Workload:
     try:
         workload = bench.workload(plain(task, bench.job.device), built)
         workload.step()
-        Clock(bench.device).synchronize()
+        bench.synchronize()
         return workload
     except AdvisorError:
         raise

@@ -37,31 +37,19 @@ step without): one value of LASTING in a process for each of PICKING, which tell
 """
 
 
-class _Gone(Exception):
-    """The worker died, hung or spoke rubbish."""
-
-    def __init__(self, outcome: str, reason: str) -> None:
-        super().__init__(reason)
-        self.outcome = outcome
-
-
 class Worker:
     """A Place in a child process; one that dies or hangs is replaced.
 
-    `deadline_s`: for describing the job, and for what its data costs. `baseline`: see Place;
-    torch's default, unless it is set.
+    `deadline_s`: for describing the job, and for what its data costs.
     """
 
     def __init__(self, job: Job, *, deadline_s: float) -> None:
-        self._job = job
-        self.deadline_s = deadline_s
-        self.baseline = plain(job.task, job.device)
+        self._job, self.deadline_s = job, deadline_s
+        self.baseline = plain(job.task, job.device)  # until it is set
         self._process: Guarded | None = None
         self._pipe: Connection | None = None
-        self._killed = 0
-        self._permitted = 0
-        self._data_s = 0.0
-        self._picked: dict[Config, Config] = {}
+        self._data_s = 0.0  # that loading took at most; 0 before `describe_data`
+        self._picked: dict[Config, Config] = {}  # LASTING by PICKING
         self._built: set[Config] = set()
         self._scratch = Scratch()
 
@@ -116,10 +104,8 @@ class Worker:
         """See Place."""
         self._built.discard(config)
         if self._runs():
-            try:
+            with contextlib.suppress(ConfigFailed):
                 self._answered({"do": "forget", "config": dict(config)}, LATE_S)
-            except _Gone:
-                self._kill()
 
     def save(self, config: Config, file: Path) -> None:
         """See Place."""
@@ -146,6 +132,12 @@ class Worker:
         self._ready(plain(self._job.task, self._job.device) if config is None else config)
         try:
             reply = self._answered(request, deadline_s)
+        except ConfigFailed as failed:
+            if failed.outcome != "out_of_memory" or not others:
+                raise
+            # What else was built held memory too: once more, alone.
+            return self._asked(kind, what, deadline_s, config, **given)
+        try:
             if not reply["healthy"]:
                 self._kill()  # it cannot promise that nothing leaks into the next config
             if "outcome" in reply:
@@ -153,12 +145,6 @@ class Worker:
             if config is not None:
                 self._built.add(config)
             return from_plain(kind, reply["answer"])
-        except _Gone as exc:
-            self._kill()
-            if exc.outcome == "out_of_memory" and others:
-                # What else was built held memory too: once more, alone.
-                return self._asked(kind, what, deadline_s, config, **given)
-            raise ConfigFailed(exc.outcome, str(exc)) from exc
         except (KeyError, RecordDamaged) as exc:
             self._kill()
             raise ConfigFailed("crashed", f"the worker's answer made no sense: {exc}") from exc
@@ -209,7 +195,7 @@ class Worker:
                 )
             load = {"do": "load", "job": to_plain(self._job)}
             self._answered(load, max(START_S, self.deadline_s))
-        except (_Gone, OSError) as exc:
+        except (ConfigFailed, OSError) as exc:
             self._kill()
             raise self._lost(exc) from exc
 
@@ -217,22 +203,26 @@ class Worker:
         return WorkerError(f"target {self._job.task.target!r}: {exc}")
 
     def _answered(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        """The reply to a request. Raises: as `describe`; _Gone."""
+        """The reply to a request. Without one the worker is ended; raises as `describe`, and
+        ConfigFailed if it died, hung or spoke rubbish."""
         assert self._pipe is not None
+        failed: Exception
         try:
             send(self._pipe, request)
             if not self._pipe.poll(deadline_s):
-                raise _Gone("timed_out", f"no answer within {deadline_s:.0f} s")
-            reply = receive(self._pipe)
-        except (EOFError, OSError) as exc:
-            raise _Gone(*self._obituary()) from exc
-        except ValueError as exc:
-            raise _Gone("crashed", f"the worker's answer made no sense: {exc}") from exc
-        if "error" in reply:
-            self._kill()
-            kind = TargetError if reply["error"] == TargetError.__name__ else TargetFailed
-            raise kind(reply["message"], reply["details"])
-        return reply
+                failed = ConfigFailed("timed_out", f"no answer within {deadline_s:.0f} s")
+            else:
+                reply = receive(self._pipe)
+                if "error" not in reply:
+                    return reply
+                kind = TargetError if reply["error"] == TargetError.__name__ else TargetFailed
+                failed = kind(reply["message"], reply["details"])
+        except (EOFError, OSError):
+            failed = ConfigFailed(*self._obituary())
+        except (KeyError, ValueError) as exc:
+            failed = ConfigFailed("crashed", f"the worker's answer made no sense: {exc}")
+        self._kill()
+        raise failed
 
     def _obituary(self) -> tuple[str, str]:
         assert self._process is not None
