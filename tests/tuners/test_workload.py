@@ -14,10 +14,11 @@ from advisor.errors import AdvisorWarning, TargetError, TargetFailed
 from advisor.tuners.act.capture.recorder import RECORDERS
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.place import ConfigFailed
+from advisor.tuners.measure.samples import worst_update
 from advisor.tuners.measure.worker import bench as benches
 from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import describe
-from advisor.tuners.measure.worker.subject import WorkloadSubject, _apart
+from advisor.tuners.measure.worker.subject import WorkloadSubject
 from advisor.tuners.measure.workload import Workload
 from tests.tuners.aten_recorder import AtenRecorder
 from tests.tuners.test_worker import job
@@ -343,9 +344,8 @@ def test_gradients_are_those_of_the_loss_and_updates_those_of_the_optimizer(
 
 
 def test_an_update_that_is_not_a_number_shows() -> None:
-    weights = {"w": torch.nn.Parameter(torch.tensor([1.0, math.nan]))}
-    shadows = {"w": torch.nn.Parameter(torch.tensor([1.0, 1.5]))}
-    part, name = _apart(weights, shadows, {"w": torch.ones(2)})
+    wanted, found = torch.tensor([1.0, 1.5]), torch.tensor([1.0, math.nan])
+    part, name = worst_update([("w", torch.ones(2), wanted, found)])
     assert math.isnan(part) and name == "w"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -107,3 +107,19 @@ def part_of(tensor: Tensor) -> Tensor:
 def sampled(tensor: Tensor) -> Tensor:
     """A float32 copy of `part_of` a tensor."""
     return part_of(tensor).to(torch.float32, copy=True)
+
+
+@torch.no_grad()
+def worst_update(updates: Iterable[tuple[str, Tensor, Tensor, Tensor]]) -> tuple[float, str]:
+    """The largest error of an update, as part of it, and the weight's name, from names and weights:
+    before the update, after the right one, and as found."""
+    worst = (0.0, "")
+    for name, *weights in updates:
+        before, wanted, found = (one.double() for one in weights)
+        # Rounding the weight twice is no error.
+        rounding = 2 * torch.finfo(weights[0].dtype).eps * before.norm()
+        off, moved = float((found - wanted).norm() - rounding), float((wanted - before).norm())
+        part = off / moved if moved else float(off > 0)
+        if not part <= worst[0]:  # also one that is not a number
+            worst = (part, name)
+    return worst

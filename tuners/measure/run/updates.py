@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from advisor.tuners.measure.samples import worst_update
 
 _MOST_PARAMETERS = 64  # of an optimizer, evenly spaced over all
 _MOST_ELEMENTS = 2**22  # of a parameter; both for the memory of the copies
@@ -41,22 +43,17 @@ class KeptUpdates:
     def error(self, settings: Mapping[str, Any], names: Mapping[int, str]) -> tuple[float, str]:
         """The largest difference that other settings make to an update, as part of it, and the
         parameter's name, by `id` in `names`."""
-        worst = (0.0, "")
+        return worst_update(self._made(settings, names))
+
+    def _made(
+        self, settings: Mapping[str, Any], names: Mapping[int, str]
+    ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
         for optimizer, groups in self._updates:
             own = _made(optimizer, groups, {})
             ours = _made(optimizer, groups, {**settings, "foreach": False})
-            parameters = [one for _, kept in groups for one in kept]
-            for parameter, *values in zip(parameters, own, ours, strict=True):
-                wanted, found = (value.double() for value in values)
-                start = parameter.value.double()
-                # Beyond what rounding the weight after it leaves.
-                rounding = 2 * torch.finfo(parameter.value.dtype).eps * start.norm()
-                off = float((found - wanted).norm() - rounding)
-                moved = float((wanted - start).norm())
-                part = off / moved if moved else float(off > 0)
-                if not part <= worst[0]:  # as one that is not a number
-                    worst = (part, names.get(parameter.number, "a parameter"))
-        return worst
+            kept = [one for _, parameters in groups for one in parameters]
+            for one, wanted, found in zip(kept, own, ours, strict=True):
+                yield names.get(one.number, "a parameter"), one.value, wanted, found
 
 
 def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:

@@ -48,17 +48,17 @@ LEFTOVER = 256 * 2**20
 
 @dataclass(slots=True)
 class _Built:
-    """A workload with its compiled code, the bytes that it holds and the most that it took."""
+    """A workload with its compiled code."""
 
     workload: Workload
     codes: set[str] = field(default_factory=set)
     replays: set[int] = field(default_factory=set)
-    own_bytes: int = 0
-    peak_bytes: int = 0
+    own_bytes: int = 0  # that it holds
+    peak_bytes: int = 0  # that it took at most
 
 
 class Bench:
-    """Measures configs of one job. `healthy`: whether this process may go on."""
+    """Measures configs of one job."""
 
     def __init__(self, job: Job) -> None:
         self.job, self._task = job, job.task
@@ -70,7 +70,7 @@ class Bench:
         self._fed: tuple[Workload, Feeding] | None = None
         self._references: dict[Config, References] = {}
         self._limit, self._code = RecompileLimit(), CompiledCode()
-        self.healthy = True
+        self.healthy = True  # this process may go on
         if self._cuda:
             torch.cuda.set_device(self.device)
             if self._task.max_memory:
@@ -86,14 +86,14 @@ class Bench:
 
     @functools.cached_property
     def loading(self) -> Described:
-        """The user's own data. Raises: as `described`."""
+        """The user's own data; raises as `described`."""
         return described(self._task, made_batches=self.loaded.make_batch is not None)
 
     def describe_data(self) -> DataFacts:
         return self.loading.facts
 
     def block(self, config: Config, steps: int, warm: int) -> Block:
-        """Time steps of a config, after `warm` untimed ones; see Place. Raises: ConfigFailed."""
+        """As Place; raises ConfigFailed."""
         foreign = self._foreign_bytes()
         try:
             return self._with_room(config, lambda: self._block(config, steps, warm))
@@ -104,21 +104,25 @@ class Bench:
             raise
 
     def costs(self, seconds: float) -> Costs:
-        """What a sample costs a loader's worker. Raises: TargetFailed."""
+        """What a sample costs a loader's worker; raises TargetFailed."""
         try:
             return costs(self.loading.data, self._task.batch, seconds)
         except Exception as exc:  # the user's code may raise anything; it is told as a line
             raise TargetFailed(f"data {self.loading.facts.name!r}: {told(exc)}") from exc
 
     def compare(self, config: Config, fp32: Config, seconds: float) -> Compared:
-        """Compare the timed code with strict fp32, within so many seconds. Raises: ConfigFailed."""
+        """Compare the timed code with strict fp32, within so many seconds; raises ConfigFailed."""
         over = time.monotonic() + seconds
         self._leave()
         code = config.without(*INPUTS)
         plain = plain_of(code, fp32)
 
         def compared() -> Compared:
-            references = self._references_of(fp32)
+            if fp32 not in self._references:
+                self._subject.draws = draws(self._workload(fp32).step)
+                made = References(self._subject, fp32, tolerance=self._task.tolerance)
+                self._references = {fp32: made}
+            references = self._references[fp32]
             found = references.compare(code, plain, left_s=lambda: over - time.monotonic())
             if found.outcome == "out_of_memory":
                 raise ConfigFailed(found.outcome, found.reason)
@@ -297,13 +301,6 @@ class Bench:
         torch.manual_seed(self.job.seed)
         return target.build(self.loaded)
 
-    def _references_of(self, fp32: Config) -> References:
-        if fp32 not in self._references:
-            self._subject.draws = draws(self._workload(fp32).step)
-            made = References(self._subject, fp32, tolerance=self._task.tolerance)
-            self._references = {fp32: made}
-        return self._references[fp32]
-
     def release(self) -> None:
         """Drop all workloads, and give their memory back."""
         self._leave()
@@ -327,7 +324,7 @@ class Bench:
             return True
         gc.collect()
         try:
-            torch.cuda.synchronize(self.device)
+            self.synchronize()
             torch.rand(1, device=self.device).item()  # also what a failed capture may break
         except RuntimeError:
             return False

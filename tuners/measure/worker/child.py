@@ -34,7 +34,7 @@ def describe(bench: Bench) -> Facts:
 
     Raises:
         TargetError: the model rejects the sample, or is not the one that the job knows.
-        TargetFailed: the user's code raised, or memory does not do.
+        TargetFailed: the user's code raised. ConfigFailed: memory does not do.
     """
     loaded, device = bench.loaded, bench.device
     built = bench.new_model()
@@ -74,7 +74,7 @@ def describe(bench: Bench) -> Facts:
 
 
 def recognise(job: Job, name: str, *found: str) -> None:
-    """Raises: TargetError: these fingerprints of model and hooks are not those the job knows."""
+    """Raise TargetError if these fingerprints of model and hooks are not those the job knows."""
     for what, now, then in zip(("model", "make_batch or loss"), found, job.known, strict=False):
         if now != then:
             raise TargetError(f"the {what} of {name} {CHANGED}")
@@ -92,10 +92,7 @@ def _first_step(bench: Bench, built: nn.Module) -> Workload:
         raise
     except Exception as exc:  # the user's code may raise anything; it is reported whole
         if of_memory(exc):
-            raise TargetFailed(
-                f"batch {task.batch} does not fit on {bench.job.device} with torch's default "
-                "settings: out of memory; give a smaller batch"
-            ) from exc
+            raise ConfigFailed("out_of_memory", "out of memory") from exc
         at = f" at {layer}" if (layer := layer_that_raised(built, exc)) else ""
         message = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
         shape = " --shape ".join("x".join(map(str, one)) for one in task.shapes)

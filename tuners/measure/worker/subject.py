@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from advisor.cache.config import Config
 from advisor.tuners.decisions import POINTS
-from advisor.tuners.measure.samples import Named, Overflow, Sample, Subject, move, part_of, sampled
+from advisor.tuners.measure.samples import (
+    Named,
+    Overflow,
+    Sample,
+    Subject,
+    move,
+    part_of,
+    sampled,
+    worst_update,
+)
 from advisor.tuners.measure.workload import Workload
 
 OPTIMIZER_STEPS = 2
@@ -65,7 +74,9 @@ class WorkloadSubject:
                 grad = weights[name].grad
                 shadow.grad = None if grad is None else part_of(grad)
             optimizer.step()
-        return _apart(weights, shadows, starts)
+        return worst_update(
+            (name, starts[name], shadow, part_of(weights[name])) for name, shadow in shadows.items()
+        )
 
     def restore(self, workloads: Iterable[Workload]) -> None:
         """Set workloads back to how they were built, and free the device memory of comparing."""
@@ -117,20 +128,3 @@ def _state(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _trained(workload: Workload) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in workload.model.named_parameters() if p.requires_grad]
-
-
-@torch.no_grad()
-def _apart(
-    weights: dict[str, nn.Parameter], shadows: dict[str, nn.Parameter], starts: Named
-) -> tuple[float, str]:
-    """The largest part of an update that the other optimizer does not make, and its parameter."""
-    worst = (0.0, "")
-    for name, shadow in shadows.items():
-        start, own = starts[name].double(), part_of(weights[name]).double()
-        # Rounding a weight after each update is no difference.
-        rounding = OPTIMIZER_STEPS * torch.finfo(shadow.dtype).eps * start.norm()
-        error, update = (own - shadow.double()).norm() - rounding, (shadow.double() - start).norm()
-        part = float(error / update) if update > 0 else float(error > 0)
-        if not part <= worst[0]:  # also one that is not a number
-            worst = part, name
-    return worst
