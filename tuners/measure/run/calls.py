@@ -81,19 +81,22 @@ class KeptCalls:
 
     def __init__(self, *, careful: bool = False) -> None:
         self._careful = careful
-        self._reset()
-
-    def _reset(self) -> None:
-        self._switch: Switch | None = None
         self._unhook: Callable[[], None] = lambda: None
+        self.close()
+
+    # A Watch.
+
+    def close(self) -> None:
+        self._unhook()
+        self._unhook = lambda: None
+        self._switch: Switch | None = None
         self._refused = ""
         # The calls of each step, and the sum of its losses; None where the script has none.
         self._steps: list[tuple[list[_Kept], float | None]] = []
         self._calls: list[_Kept] = []
         self._losses: list[Tensor] = []
         self._looked = 0  # at so many steps
-        self._raised = False
-        self.draws = False
+        self._raised = self.draws = False
         self._named: Named = {}
         self._modules: list[nn.Module] = []
         self._places: list[_Place] = []
@@ -103,12 +106,6 @@ class KeptCalls:
         self._references: References | None = None
         self._put_attributes: Callable[[], None] | None = None
         self._placed = -1
-
-    # A Watch.
-
-    def close(self) -> None:
-        self._unhook()
-        self._reset()
 
     @property
     def _ready(self) -> bool:
@@ -136,27 +133,28 @@ class KeptCalls:
         return self._verdict() if self._ready else None
 
     def stepped(self) -> tuple[str, str, str] | None:
+        self._unhook()
+        calls = [one for one in self._calls if any(g is not None for g in one.back)]
+        if calls and not self._raised and not self._refused:
+            loss = float(torch.stack(self._losses).sum()) if self._losses else None
+            self._steps.append((calls, loss))
+            if self._updates is None:
+                self._updates = KeptUpdates(self._of_switch.optimizers)
+        self._looked += 1
+        if not self._ready and self._looked >= _MOST_STEPS:
+            self._refuse("no gradient came back to what the model returned")
         if not self._ready:
-            self._unhook()
-            calls = [one for one in self._calls if any(g is not None for g in one.back)]
-            if calls and not self._raised:
-                loss = float(torch.stack(self._losses).sum()) if self._losses else None
-                self._steps.append((calls, loss))
-                if self._updates is None:
-                    self._updates = KeptUpdates(self._of_switch.optimizers)
-            self._calls = []
-            self._looked += 1
-            if not self._ready and self._looked >= _MOST_STEPS:
-                self._refuse("no gradient came back to what the model returned")
-            (self._rest if self._ready else self._look)()
-        return self._verdict() if self._ready else None
+            self._look()
+            return None
+        for call in self._of_switch.calls:
+            call.act = call.plain
+        return self._verdict()
 
     def _verdict(self) -> tuple[str, str, str]:
-        self._rest()
         asked, ends = self._asked, self._began + self._asked.left_s
         if self._references is None:
             self._references = References(self, asked.fp32, tolerance=asked.tolerance)
-        found = Compared(outcome=UNVERIFIED, reason=self._refused)
+        found = Compared(UNVERIFIED, self._refused)
         if not self._refused:
             with self._aside():
                 found = self._references.compare(
@@ -210,8 +208,10 @@ class KeptCalls:
                 outputs[f"output {n}{of}"] = sampled(output).to(self._device)
             inputs = {f"input {n}{of}": one for n, one in enumerate(_floating((args, kwargs)))}
             wanted = {n: one for n, one in (self._named | inputs).items() if one.requires_grad}
-            for name, taken in _gradients(pairs, wanted).items():
-                one = taken.to(self._device)
+            of_output, back = zip(*pairs, strict=True)
+            taken = torch.autograd.grad(of_output, [*wanted.values()], back, materialize_grads=True)
+            for name, gradient in zip(wanted, taken, strict=True):
+                one = sampled(gradient).to(self._device)
                 gradients[name] = gradients[name].add_(one) if name in gradients else one
         if loss is not None:
             own = [kept.slope for kept in calls if kept.slope is not None]
@@ -241,15 +241,6 @@ class KeptCalls:
         self._unhook = hooks.on_backward(self._saw_loss)
         for call in self._of_switch.calls:
             call.act = functools.partial(self._keep, call)
-
-    def _rest(self) -> None:
-        """Keep no more calls."""
-        self._unhook()
-        self._unhook = lambda: None
-        for call in self._switch.calls if self._switch else ():
-            act = call.act
-            if isinstance(act, functools.partial) and act.func == self._keep:
-                call.act = call.plain
 
     def _tensors(self, count: int | None = None) -> list[Tensor]:
         return [table[name] for table, name in self._places[:count]]
@@ -333,13 +324,6 @@ class KeptCalls:
             _copy(tensors[:count], self._values[:count])
             move(tensors[:count], point)
             self._placed = weights
-
-
-def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], wanted: Named) -> Named:
-    """Samples of the gradients of these tensors, from pairs of an output and its gradient."""
-    outputs, back = zip(*pairs, strict=True)
-    found = torch.autograd.grad(outputs, list(wanted.values()), back, materialize_grads=True)
-    return dict(zip(wanted, map(sampled, found), strict=True))
 
 
 def _autocast(kind: str) -> _Autocast:
