@@ -1,13 +1,13 @@
 """The steps of a running script as a Subject: its models' calls, made again under any config.
 
-While the script makes four unmodified steps, each call of its models is kept: the arguments, and
-the gradient that comes back to what it returned. So are the weights at the first. A pass copies
-these weights into the parameters, makes the calls of one step through the code that was compiled
-for a config, takes the kept gradients back through them, and puts everything back.
+While the script makes four unmodified steps, each call of its models is kept: its arguments, and
+the gradients of what it returned. So are the weights before the first. A pass copies these into the
+parameters, makes the calls of one step through a config's compiled code, takes the kept gradients
+back through them, and puts everything back.
 
-This does not see errors that add up over many updates, later micro-batches of a step, or gradients
-of gradients. The loss's own code runs once: how far a loss would be off is estimated by its
-tangent, which is exact where the model returns its loss.
+It sees no errors that add up over many updates, later micro-batches, or gradients of gradients. The
+loss's own code runs once: a loss's error is estimated by its tangent, which is exact if the model
+returns its loss.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from advisor.tuners.act.pilot.trees import foreign, mapped, tensors
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.place import UNVERIFIED, Compared
-from advisor.tuners.measure.run.side_effects import SideEffects, hooked, keep_attributes
+from advisor.tuners.measure.run.side_effects import hooked, keep_attributes, watched
 from advisor.tuners.measure.run.updates import KeptUpdates
 from advisor.tuners.measure.samples import Named, Sample, is_disturbed, move, sampled
 
@@ -104,8 +104,6 @@ class KeptCalls:
         self._values: list[Tensor] = []
         self._updates: KeptUpdates | None = None
         self._references: References | None = None
-        self._put_attributes: Callable[[], None] | None = None
-        self._placed = -1
 
     @property
     def _ready(self) -> bool:
@@ -167,17 +165,17 @@ class KeptCalls:
     # A Subject.
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
-        with self._aside() as put_attributes, torch.enable_grad():
-            if self._of_switch.config != config:
-                self._of_switch.set(config)
-            self._place(point)
-            if self.draws:
-                torch.manual_seed(seed)
-                random.seed(seed)
-            self._of_switch.began()
+        if self._of_switch.config != config:
+            self._of_switch.set(config)
+        self._place(point)
+        if self.draws:
+            torch.manual_seed(seed)
+            random.seed(seed)
+        self._of_switch.began()
+        with torch.enable_grad():
             found = self._pass(point)
-            put_attributes()
-            return found
+        self._put_attributes()
+        return found
 
     def optimizer_error(self, config: Config) -> tuple[float, str]:
         own = Acting(config, self._of_switch.own, self._device).optimizer()
@@ -208,10 +206,8 @@ class KeptCalls:
                 outputs[f"output {n}{of}"] = sampled(output).to(self._device)
             inputs = {f"input {n}{of}": one for n, one in enumerate(_floating((args, kwargs)))}
             wanted = {n: one for n, one in (self._named | inputs).items() if one.requires_grad}
-            of_output, back = zip(*pairs, strict=True)
-            taken = torch.autograd.grad(of_output, [*wanted.values()], back, materialize_grads=True)
-            for name, gradient in zip(wanted, taken, strict=True):
-                one = sampled(gradient).to(self._device)
+            for name, taken in zip(wanted, _gradients(pairs, [*wanted.values()]), strict=True):
+                one = taken.to(self._device)
                 gradients[name] = gradients[name].add_(one) if name in gradients else one
         if loss is not None:
             own = [kept.slope for kept in calls if kept.slope is not None]
@@ -267,7 +263,7 @@ class KeptCalls:
         needs = [tensor.requires_grad for tensor in self._tensors(self._parameters)]
         kept = _Kept(call, given, _autocast(self._device.type), needs, self._refuse)
         drawn = Drawn()
-        effects = SideEffects(self._modules) if self._careful else None
+        changed = watched(self._modules) if self._careful else None
         try:
             result = call.plain(*args, **kwargs)
         except BaseException:
@@ -276,10 +272,10 @@ class KeptCalls:
         self.draws |= drawn.passed()
         kept.watch(result)
         self._calls.append(kept)
-        if effects is not None:
+        if changed is not None:
             if what := foreign((args, kwargs)):
                 self._refuse(f"the model is called with a {what}, which another call might change")
-            elif what := effects.found():
+            elif what := changed():
                 self._refuse(f"a call of the model changes {what}, which could not be put back")
         return result
 
@@ -293,30 +289,25 @@ class KeptCalls:
             self._losses.append(loss.detach().float())
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[Callable[[], None]]:
-        """Set the script's own weights, buffers, attributes and random numbers aside meanwhile.
-        Yields what puts the attributes back."""
-        if self._put_attributes is not None:
-            yield self._put_attributes
-            return
+    def _aside(self) -> Iterator[None]:
+        """Set the script's own weights, buffers, attributes and random numbers aside meanwhile."""
         switch = self._of_switch
         switch.set(switch.own)
-        drawn, put = Drawn(), keep_attributes(self._modules)
+        drawn, self._put_attributes = Drawn(), keep_attributes(self._modules)
         tensors, values = self._tensors(), self._copies()
         needs = [tensor.requires_grad for tensor in tensors]
-        self._put_attributes, self._placed = put, -1
+        self._placed = -1
         try:
-            yield put
+            yield
         finally:
-            self._put_attributes = None
             switch.set(switch.own)
-            put()
+            self._put_attributes()
             _copy(tensors, values)
             _require(tensors, needs)
             drawn.put()
 
     def _place(self, point: int) -> None:
-        """Put the kept buffers in place, and the weights of a point."""
+        """Put kept buffers and the weights of a point in place."""
         weights = point // POINTS * 2 + is_disturbed(point)
         tensors, count = self._tensors(), self._parameters
         _copy(tensors[count:], self._values[count:])
@@ -324,6 +315,12 @@ class KeptCalls:
             _copy(tensors[:count], self._values[:count])
             move(tensors[:count], point)
             self._placed = weights
+
+
+def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor]) -> list[Tensor]:
+    """Samples of the gradients of these tensors, from pairs of an output and its gradient."""
+    outputs, back = zip(*pairs, strict=True)
+    return [*map(sampled, torch.autograd.grad(outputs, wanted, back, materialize_grads=True))]
 
 
 def _autocast(kind: str) -> _Autocast:

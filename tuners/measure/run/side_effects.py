@@ -1,4 +1,4 @@
-"""What a model's call leaves behind: what of it can be put back, and whether there is more."""
+"""What a model's call leaves behind, and what of it can be put back."""
 
 from __future__ import annotations
 
@@ -29,35 +29,27 @@ def keep_attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:
     return put
 
 
-class SideEffects:
-    """What a call may change that cannot be put back: objects that modules hold and that change in
-    place, as a list or a parameter does, and numpy's random numbers. It does not see deeper, nor
-    what a model keeps elsewhere, as in a file.
-    """
+def watched(modules: Sequence[nn.Module]) -> Callable[[], str]:
+    """Look for what a call may change that cannot be put back: objects that modules hold and that
+    change in place, as a list or a parameter does, and numpy's random numbers; not deeper, nor what
+    a model keeps elsewhere, as in a file. The result tells what has changed since, or ''."""
+    before = [
+        (f"{type(module).__name__}.{name}", held := [value, *_within(value)], [*map(_mark, held)])
+        for module in modules
+        for name, value in vars(module).items()
+        if value is not module._buffers
+    ]
+    numpy = _numpy()
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._before = [
-            (f"{type(module).__name__}.{name}", value, *_marks(value))
-            for module in modules
-            for name, value in vars(module).items()
-            if value is not module._buffers
-        ]
-        self._numpy = _numpy()
-
-    def found(self) -> str:
-        """What has changed since, for people; '' for nothing."""
-        if self._numpy != _numpy():
+    def changed() -> str:
+        if numpy != _numpy():
             return "numpy's random numbers"
-        for name, value, _held, before in self._before:
-            if before != _marks(value)[1]:
+        for name, held, marks in before:
+            if marks != [_mark(one) for one in (held[0], *_within(held[0]))]:
                 return name
         return ""
 
-
-def _marks(value: object) -> tuple[list[object], list[object]]:
-    """An object and those that it holds, and what is equal for each as long as it is unchanged."""
-    held = [value, *_within(value)]
-    return held, list(map(_mark, held))
+    return changed
 
 
 def _within(value: object) -> Iterable[object]:
@@ -71,6 +63,7 @@ def _within(value: object) -> Iterable[object]:
 
 
 def _mark(value: object) -> object:
+    """What is equal as long as an object is unchanged."""
     if isinstance(value, _VALUES):
         return type(value), value
     if isinstance(value, Tensor):
