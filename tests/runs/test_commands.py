@@ -24,10 +24,9 @@ from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.measure.place import Block, ConfigFailed
 from advisor.tuners.measure.run import run as running
 from advisor.tuners.measure.run import session as sessions
-from advisor.tuners.measure.run.command import Command
 from advisor.tuners.measure.run.guarded import Guarded, how
 from advisor.tuners.measure.run.run import Run
-from advisor.tuners.measure.run.session import Ended, Flight, borrowed
+from advisor.tuners.measure.run.session import Command, Ended, Flight, borrowed
 from advisor.tuners.measure.worker.guard import LOGGED
 from tests.face.commands import COMMAND, PACE, Done, advisor, own
 from tests.runs.forked import space_of

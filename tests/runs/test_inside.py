@@ -32,8 +32,8 @@ from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.variables import noted
 from advisor.tuners.decisions import LOOKED
 from advisor.tuners.measure.run.calls import KeptCalls
-from advisor.tuners.measure.run.command import AttachedScript
 from advisor.tuners.measure.run.run import AttachedRun
+from advisor.tuners.measure.run.session import AttachedScript
 from advisor.tuners.search.plan import suffices
 from tests import forks
 from tests.runs.forked import left_behind, space_of

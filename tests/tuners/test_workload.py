@@ -18,8 +18,7 @@ from advisor.tuners.measure.samples import worst_update
 from advisor.tuners.measure.worker import bench as benches
 from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import describe
-from advisor.tuners.measure.worker.subject import WorkloadSubject
-from advisor.tuners.measure.workload import Workload
+from advisor.tuners.measure.workload import Workload, WorkloadSubject
 from tests.tuners.aten_recorder import AtenRecorder
 from tests.tuners.test_worker import job
 
@@ -294,13 +293,11 @@ def test_samples_are_of_the_same_weights_and_batches_under_every_config(tmp_path
     workload = made._built[one].workload
     for point in (*range(POINTS), POINTS):
         first, second = (held.sample(config, point, 0) for config in (one, other))
-        assert (
-            first.tensors.keys()
-            == second.tensors.keys()
-            == {"output", *(name for name, _ in workload.model.named_parameters())}
-        )
-        for name, tensor in first.tensors.items():
-            torch.testing.assert_close(tensor, second.tensors[name])
+        ones, others = (found.outputs | found.gradients for found in (first, second))
+        names = {"output", *(name for name, _ in workload.model.named_parameters())}
+        assert ones.keys() == others.keys() == names
+        for name, tensor in ones.items():
+            torch.testing.assert_close(tensor, others[name])
         assert first.loss == pytest.approx(second.loss) and not first.gradients["unused.bias"].any()
     points = [held.sample(one, point, 0).gradients["last.weight"] for point in range(POINTS)]
     assert not any(torch.equal(points[0], two) for two in points[1:]), "a batch each"

@@ -17,9 +17,8 @@ from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
 from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.place import UNVERIFIED, Block, Compared, ConfigFailed, Place
-from advisor.tuners.measure.run.command import AttachedScript, Command, shown
 from advisor.tuners.measure.run.mapped import Mapped
-from advisor.tuners.measure.run.session import Ended, Flight
+from advisor.tuners.measure.run.session import AttachedScript, Command, Ended, Flight, shown
 
 T = TypeVar("T")
 SAVE_S = 30.0  # for saving what was compiled

@@ -36,9 +36,8 @@ from advisor.tuners.measure.compare import References, plain_of
 from advisor.tuners.measure.loading.costs import costs
 from advisor.tuners.measure.loading.data import Described, Feeding, described
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed
-from advisor.tuners.measure.worker.subject import WorkloadSubject
 from advisor.tuners.measure.worker.wire import Costs, DataFacts, Job
-from advisor.tuners.measure.workload import Workload
+from advisor.tuners.measure.workload import Workload, WorkloadSubject
 
 T = TypeVar("T")
 INPUTS = tuple(knob.name for knob in KNOBS if knob.stage == INPUT)
