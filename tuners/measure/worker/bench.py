@@ -33,8 +33,7 @@ from advisor.tuners.decisions import POINTS
 from advisor.tuners.faults import told
 from advisor.tuners.knobs import INPUT, KNOBS, TORCH
 from advisor.tuners.measure.compare import References, plain_of
-from advisor.tuners.measure.loading.costs import costs
-from advisor.tuners.measure.loading.data import Described, Feeding, described
+from advisor.tuners.measure.loading import Described, Feeding, costs, described
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed
 from advisor.tuners.measure.worker.wire import Costs, DataFacts, Job
 from advisor.tuners.measure.workload import Workload, WorkloadSubject
