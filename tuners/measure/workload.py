@@ -35,10 +35,8 @@ from advisor.tuners.measure.samples import (
 )
 from advisor.tuners.target import Loaded, build, failed
 
-OPTIMIZER_STEPS = 2
-"""Updates that are compared: what an optimizer keeps of the first shows in the second."""
-SCALE_STEPS = 20
-"""Halvings of 65536, GradScaler's first scale, after which it is below 1."""
+OPTIMIZER_STEPS = 2  # that are compared: what is kept of the first shows in the second
+SCALE_STEPS = 20  # halvings of 65536, GradScaler's first scale, after which it is below 1
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **how: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **how),
     "adamw": lambda parameters, **how: torch.optim.AdamW(parameters, lr=1e-4, **how),
@@ -47,21 +45,17 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(eq=False)
 class _Step:
-    """One step on a batch, as a script has it.
-
-    Attributes:
-        outputs: samples of the model's, of the last step while `keeps` was set.
-    """
+    """One step on a batch, as a script has it."""
 
     model: nn.Module
     loss: Callable[..., Tensor]
     advice: Advice
     optimizer: Any
     keeps: bool = False
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)  # samples, of the last step with `keeps`
 
     def train(self, batch: Any) -> Tensor:
-        """Forward, loss, backward and optimizer step; the loss."""
+        """Forward, backward and optimizer step; the loss."""
         inputs, target = batch
         with self.advice.autocast():
             output = self.forward(inputs)
@@ -94,12 +88,8 @@ class _Step:
 
 class Workload:
     """One training or inference step on one config, built as a script would build it; of a mix of
-    shapes a pass through all.
-
-    Args:
-        count: different batches of each shape, which are cycled through.
-        given: batches to use instead of made-up ones.
-    """
+    shapes a pass through all. It cycles through `count` made-up batches of each shape, or those
+    that are `given`."""
 
     def __init__(
         self,
@@ -203,9 +193,9 @@ class Workload:
 
 @contextmanager
 def _plainly(model: nn.Module) -> Iterator[None]:
-    """Call a model without the compiled code in its place, which counts the inputs of its calls,
-    and without cuDNN's search: cuDNN caches the algorithm that it picks first, and picking it is to
-    be timed with the first step."""
+    """Call a model without its compiled code, which counts the inputs of its calls, and without
+    cuDNN's search: cuDNN caches the algorithm that it picks first, and picking it is to be timed
+    with the first step."""
     compiled = {one: one._compiled_call_impl for one in model.modules()}
     cudnn = torch.backends.cudnn
     enabled = cudnn.enabled
@@ -221,8 +211,8 @@ def _plainly(model: nn.Module) -> Iterator[None]:
 
 
 def _make_batch(loaded: Loaded, task: Task, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Inputs and their target, on the CPU. The target is None unless the user's make_batch made it;
-    raises TargetFailed if that raises, or does not fit the task."""
+    """Inputs and their target, on the CPU; without the user's make_batch the target is None. Raises
+    TargetFailed if that raises, or does not fit the task."""
     hook, batch = loaded.make_batch, shape[0]
     if hook is None:
         dtype = getattr(torch, task.dtype)
@@ -313,7 +303,6 @@ class WorkloadSubject:
         self._values: Named = {}
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
-        """See Subject."""
         workload = self._workload(config)
         outputs = self._pass(workload, lambda: self._set(workload, point), point, seed)
         loss = workload.loss
@@ -329,7 +318,6 @@ class WorkloadSubject:
         )
 
     def optimizer_error(self, config: Config) -> tuple[float, str]:
-        """See Subject."""
         workload = self._workload(config)
         if workload.optimizer is None:
             return 0.0, ""

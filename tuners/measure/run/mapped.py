@@ -10,12 +10,8 @@ from advisor.tuners import knobs
 
 
 class Mapped:
-    """A command, and which of its options set knobs, by what `--map` calls these. What needs a new
-    start, as the batch, is set in the words.
-
-    Raises:
-        UsageError: such an option is given no whole number in the command.
-    """
+    """A command, and which of its options set knobs, by what `--map` calls these; raises UsageError
+    if the command gives such an option no whole number."""
 
     def __init__(self, words: Sequence[str], options: Mapping[str, Value]) -> None:
         self._words = tuple(words)
@@ -86,7 +82,7 @@ class Mapped:
 
 
 def _places(words: Sequence[str], option: str) -> Iterator[tuple[int, str | None]]:
-    """Where a command gives an option: (place, its value in that word; None for the next word)."""
+    """Where a command gives an option: (place, its value in that word; None: in the next)."""
     for at, word in enumerate(words):
         if word == option and at + 1 < len(words):
             yield at, None

@@ -60,11 +60,8 @@ saves or pushes itself, nor the loggers of Lightning."""
 
 
 class Command(Guarded):
-    """One start of a command, whose Python looks into the folder `injected` first, for the pilot.
-
-    Raises:
-        UsageError: as `measurable`; the temporary folder's name is too long for a socket.
-    """
+    """One start of a command, whose Python looks into the folder `injected` first, for the pilot;
+    raises UsageError as `measurable`, and if the temporary folder's name is too long."""
 
     def __init__(self, words: Sequence[str], *, injected: Path, log: Path) -> None:
         path = measurable(words)

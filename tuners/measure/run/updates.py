@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ _MOST_ELEMENTS = 2**22  # of a parameter; both for the memory of the copies
 class _Parameter:
     """Copies of what its next update is made of."""
 
-    number: int
+    number: int  # its `id`
     value: Tensor
     gradient: Tensor
     state: dict[str, Any]
@@ -31,29 +31,25 @@ _Groups = list[tuple[dict[str, Any], list[_Parameter]]]  # by group: settings, p
 
 
 class KeptUpdates:
-    """What optimizers would make of the gradients that are there now.
-
-    Leaves out sparse gradients, and optimizers without `fused`, which no config changes.
-    """
+    """What optimizers would make of the gradients that are there now; leaves out sparse ones, and
+    optimizers without `fused`, which no config changes."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         found = [(one, _kept(one)) for one in optimizers if _plain_step(one) is not None]
         self._updates = [one for one in found if any(kept for _, kept in one[1])]
 
     def error(self, settings: Mapping[str, Any], names: Mapping[int, str]) -> tuple[float, str]:
-        """The largest difference that other settings make to an update, as part of it, and the
-        parameter's name, by `id` in `names`."""
-        return worst_update(self._made(settings, names))
-
-    def _made(
-        self, settings: Mapping[str, Any], names: Mapping[int, str]
-    ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-        for optimizer, groups in self._updates:
-            own = _made(optimizer, groups, {})
-            ours = _made(optimizer, groups, {**settings, "foreach": False})
-            kept = [one for _, parameters in groups for one in parameters]
-            for one, wanted, found in zip(kept, own, ours, strict=True):
-                yield names.get(one.number, "a parameter"), one.value, wanted, found
+        """`worst_update` under other settings, with the parameter's name by `id` in `names`."""
+        return worst_update(
+            (names.get(one.number, "a parameter"), one.value, wanted, found)
+            for optimizer, groups in self._updates
+            for one, wanted, found in zip(
+                [one for _, kept in groups for one in kept],
+                _made(optimizer, groups, {}),
+                _made(optimizer, groups, {**settings, "foreach": False}),
+                strict=True,
+            )
+        )
 
 
 def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:

@@ -26,8 +26,7 @@ T = TypeVar("T")
 START_S = 300.0
 """Seconds for importing torch and the target, for its first steps, and for a first batch of its
 data, at least: a cold network file system takes minutes, as does listing millions of files."""
-LATE_S = 30.0
-"""Beyond a deadline: a comparison looks at its time between two passes."""
+LATE_S = 30.0  # beyond a deadline: a comparison looks at its time between two passes
 
 PICKING = (BATCH, *(k.name for k in KNOBS if k.autocast or k.layout is not None))
 LASTING = tuple(knob.name for knob in KNOBS if knob.lasting)
@@ -38,10 +37,8 @@ step without): one value of LASTING in a process for each of PICKING, which tell
 
 
 class Worker:
-    """A Place in a child process; one that dies or hangs is replaced.
-
-    `deadline_s`: for describing the job, and for what its data costs.
-    """
+    """A Place in a child process; one that dies or hangs is replaced. `deadline_s`: for describing
+    the job, and for what its data costs."""
 
     def __init__(self, job: Job, *, deadline_s: float) -> None:
         self._job, self.deadline_s = job, deadline_s
@@ -60,12 +57,9 @@ class Worker:
         self.stop()
 
     def describe(self) -> Facts:
-        """Start a worker and have it run its first steps, as torch does by default.
-
-        Raises:
-            TargetError, TargetFailed: the user's code, data or input is wrong.
-            WorkerError: it crashed or hung.
-        """
+        """Start a worker and have it run its first steps, as torch does by default. Raises
+        TargetError or TargetFailed if the user's code, data or input is wrong, WorkerError if the
+        worker crashed or hung."""
         try:
             return self._asked(Facts, "describe", max(START_S, self.deadline_s))
         except ConfigFailed as failed:
@@ -77,21 +71,21 @@ class Worker:
             ) from failed
 
     def describe_data(self, most_s: float = START_S) -> DataFacts:
-        """Load batches of the task's data, in so many seconds at most. Raises: as `describe`."""
+        """Load batches of the task's data, in so many seconds at most; raises as `describe`."""
         facts = self._of_data(DataFacts, "describe_data", most_s)
         self._data_s = most_s
         return facts
 
     def costs(self, seconds: float) -> Costs:
-        """What a sample of the data costs a worker of its loader. Raises: as `describe`."""
+        """What a sample of the data costs a worker of its loader; raises as `describe`."""
         return self._of_data(Costs, "costs", max(START_S, self.deadline_s), seconds=seconds)
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
-        """See Place. Steps of a config with a loader are whole rounds of its workers."""
+        """As Place; steps of a config with a loader are whole rounds of its workers."""
         return self._asked(Block, "block", deadline_s, config, steps=steps, warm=warm)
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        """See Place. A config of another batch is compared at the user's."""
+        """As Place; a config of another batch is compared at the user's."""
         batch = self._job.task.batch
         given = {"fp32": dict(strict(self.baseline).at(batch)), "seconds": deadline_s}
         try:
@@ -101,14 +95,12 @@ class Worker:
             return Compared(outcome=failed.outcome, reason=str(failed))
 
     def forget(self, config: Config) -> None:
-        """See Place."""
         self._built.discard(config)
         if self._runs():
             with contextlib.suppress(ConfigFailed):
                 self._answered({"do": "forget", "config": dict(config)}, LATE_S)
 
     def save(self, config: Config, file: Path) -> None:
-        """See Place."""
         if compiles(config):
             with contextlib.suppress(ConfigFailed):
                 self._asked(bool, "save", LATE_S + self.deadline_s, config, file=str(file))
@@ -126,7 +118,7 @@ class Worker:
         config: Config | None = None,
         **given: Any,
     ) -> T:
-        """What a worker answers to a request, of a config or of the job. Raises: as Place.block."""
+        """What a worker answers to a request, of a config or of the job; raises as Place.block."""
         others = self._built - {config}
         request = {"do": what, **given} | ({} if config is None else {"config": dict(config)})
         self._ready(plain(self._job.task, self._job.device) if config is None else config)
@@ -176,7 +168,7 @@ class Worker:
         self._picked.setdefault(picking, lasting)
 
     def _start(self) -> None:
-        """Start a worker with the target loaded. Raises: as `describe`."""
+        """Start a worker with the target loaded; raises as `describe`."""
         self._kill()
         self._permitted = host.memory_limit()
         if self._job.device.startswith("cpu") and self._job.task.max_memory:
