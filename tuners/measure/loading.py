@@ -355,16 +355,13 @@ def _calls(
 ) -> Iterator[tuple[CodeType, float]]:
     """What a function calls, and for how long; looks through what only passes a call on."""
     for call in entries[caller].calls or ():
-        if not _passes_on(call.code):
+        owner = call.code.co_qualname.rpartition(".")[0].rpartition(".")[2]
+        wraps = any(part in call.code.co_filename for part in _WRAPPERS)
+        if not wraps and owner not in _SEQUENCES:
             yield call.code, share * call.totaltime
         elif call.code not in seen:
             part = share * call.totaltime / (entries[call.code].totaltime or 1.0)
             yield from _calls(entries, call.code, part, (*seen, call.code))
-
-
-def _passes_on(code: CodeType) -> bool:
-    owner = code.co_qualname.rpartition(".")[0].rpartition(".")[2]
-    return owner in _SEQUENCES or any(part in code.co_filename for part in _WRAPPERS)
 
 
 def _part(code: CodeType) -> _Part:

@@ -151,14 +151,10 @@ class Workload:
         at = first * self._passes % len(self._placed)
         self._source = self.advice.batches(cycle(self._placed[at:] + self._placed[:at]))
 
-    def feed(self, batches: Iterator[Any]) -> None:
-        """Take the batches of the next steps from here, until `rewind`."""
-        self._source = self.advice.batches(batches)
-
-    def under(self, advice: Advice) -> Workload:
+    def fed(self, advice: Advice, batches: Iterator[Any]) -> Workload:
         """The same step, with batches that another advice places; nothing is compiled again."""
         other = copy.copy(self)
-        other.advice = advice
+        other.advice, other._source = advice, advice.batches(batches)
         return other
 
     def step(self) -> None:
@@ -178,9 +174,9 @@ class Workload:
         before, self._own.keeps = self._own.keeps, True
         try:
             self.step()
-            return self._own.outputs
         finally:
             self._own.keeps = before
+        return self._own.outputs
 
     def start(self) -> None:
         """Take the first step; if it is captured, all until its first replay. Raises as `step`."""
@@ -345,8 +341,8 @@ class WorkloadSubject:
     def _pass(
         self, workload: Workload, begin: Callable[[], None], point: int, seed: int
     ) -> list[Tensor]:
-        """A step that no GradScaler skips; samples of its outputs. Its gradients stay as they are:
-        the optimizer, or the scaler before it, only divides them by the scale."""
+        """A step that no GradScaler skips; samples of its outputs. Its gradients stay, divided by
+        the scale."""
         scaler = workload.advice.scaler
         for _ in range(SCALE_STEPS):
             begin()

@@ -39,7 +39,7 @@ class Guarded:
         self,
         words: Sequence[str],
         *,
-        log: Path | None,
+        log: Path | None = None,
         environment: Mapping[str, str],
         folder: Path | None = None,
         pipe: int = -1,

@@ -147,7 +147,7 @@ class Run:
 
     def save(self, config: Config, file: Path) -> None:
         session = self._sessions.get(self._words(config))
-        if session is not None and not session.over:
+        if session is not None and not session.command.ended:
             order = Order(config=self.baseline, own=self.baseline, steps=1, saves=str(file))
             with suppress(Ended):
                 session.laps(order, time.monotonic() + SAVE_S)
@@ -196,7 +196,7 @@ class Run:
         """The command at its first steps, with its options set for a config; raises Ended if it
         does not come so far, or its options set something else."""
         words = self._words(config)
-        if words in self._sessions and self._sessions[words].over:
+        if words in self._sessions and self._sessions[words].command.ended:
             self._end(words)
         session = self._sessions.pop(words, None)
         if session is None:

@@ -191,7 +191,7 @@ class Flight:
     def __init__(
         self, command: Command | AttachedScript, start_s: float, log: Path | None, real: bool
     ) -> None:
-        self._command, self._log, self._real = command, log, real
+        self.command, self._log, self._real = command, log, real
         self._pipes: list[Connection] = []
         self.forgotten: list[Config] = []  # each next order frees the code of one
         self.made = 0  # steps that it was told to make, also those that it did not reach
@@ -201,11 +201,6 @@ class Flight:
         except BaseException:
             self.end()
             raise
-
-    @property
-    def over(self) -> bool:
-        """The command is over by itself."""
-        return self._command.ended
 
     def block(self, order: Order, until: float) -> Block:
         """Have every process make the order's steps; raises ConfigFailed where its config fails and
@@ -247,14 +242,14 @@ class Flight:
         for pipe in self._pipes:
             pipe.close()
         self._pipes.clear()
-        self._command.end()
+        self.command.end()
 
     def _all_seen(self, start_s: float) -> Seen:
         seen: list[Seen] = []
         until = time.monotonic() + start_s
         while not seen or len(seen) < seen[0].processes:
-            while (pipe := self._command.accepted(LOOK_S)) is None:
-                if self._command.ended:
+            while (pipe := self.command.accepted(LOOK_S)) is None:
+                if self.command.ended:
                     raise self._why()
                 if time.monotonic() > until:
                     reason = f"{len(seen)} of its processes came to their first steps, not all"
@@ -269,7 +264,7 @@ class Flight:
     def _heard(self, pipe: Connection, what: str, cls: type[T], until: float) -> T:
         try:
             while not pipe.poll(LOOK_S):
-                if self._command.ended and not pipe.poll(0):
+                if self.command.ended and not pipe.poll(0):
                     raise self._why()
                 if time.monotonic() > until:
                     raise Ended("timed_out", "the budget was over before it was measured")
@@ -287,12 +282,12 @@ class Flight:
     def _why(self) -> Ended:
         """Why the command is over, or one of its processes is."""
         until = time.monotonic() + END_S
-        while not self._command.ended and time.monotonic() < until:
+        while not self.command.ended and time.monotonic() < until:
             time.sleep(0.05)
-        if not self._command.ended:
+        if not self.command.ended:
             return Ended("crashed", GONE if len(self._pipes) == 1 else GONE_OF_SEVERAL)
-        code, last = self._command.obituary()
-        ended, note = f"ended with {how(code)}", self._command.note
+        code, last = self.command.obituary()
+        ended, note = f"ended with {how(code)}", self.command.note
         printed = f": {last}" if last else ""
         if self._pipes:
             return Ended("crashed", f"the command {ended}{printed}", code, own=code > 0)
@@ -301,7 +296,7 @@ class Flight:
 
     def _never(self, so_far: str, mend: str) -> str:
         """What to say of a command that made no steps; `mend`: what to do about it."""
-        note = self._command.note
+        note = self.command.note
         if note:
             seen, mend = f"it failed before a step could be measured: {note}", MEND
         elif note is not None:

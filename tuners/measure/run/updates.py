@@ -62,7 +62,12 @@ def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
 def _kept(optimizer: torch.optim.Optimizer) -> _Groups:
     found: _Groups = []
     for group in optimizer.param_groups:
-        fit = [p for p in group["params"] if _fits(p)]
+        fit = [
+            one
+            for one in group["params"]
+            if one.grad is not None and one.grad.layout == torch.strided
+            if one.numel() <= _MOST_ELEMENTS and one.is_floating_point()
+        ]
         few = fit[:: max(1, -(-len(fit) * len(optimizer.param_groups) // _MOST_PARAMETERS))]
         kept = []
         for one in few:
@@ -70,11 +75,6 @@ def _kept(optimizer: torch.optim.Optimizer) -> _Groups:
             kept.append(_Parameter(id(one), value, gradient, _cloned(optimizer.state.get(one, {}))))
         found.append((_cloned(group | {"params": []}), kept))
     return found
-
-
-def _fits(parameter: Tensor) -> bool:
-    dense = parameter.grad is not None and parameter.grad.layout == torch.strided
-    return dense and parameter.numel() <= _MOST_ELEMENTS and parameter.is_floating_point()
 
 
 def _cloned(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -231,10 +231,10 @@ class Bench:
             workload.rewind()
             workload.advice.set_flags()
             return
-        workload = workload.under(self._advice(config))
-        workload.advice.set_flags()
-        self._fed = workload, Feeding(self.loading.data.loader(**workload.advice.loader))
-        workload.feed(self._fed[1])
+        advice = self._advice(config)
+        advice.set_flags()
+        feeding = Feeding(self.loading.data.loader(**advice.loader))
+        self._fed = workload.fed(advice, feeding), feeding
 
     def _leave(self) -> None:
         """End the loader of the config at work: its workers would take others' time."""

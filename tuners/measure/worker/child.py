@@ -30,9 +30,9 @@ from advisor.tuners.measure.workload import Workload, layer_that_raised
 
 
 def describe(bench: Bench) -> Facts:
-    """Run two steps as torch does by default. Raises TargetError if the model rejects the sample, or
-    is not the one that the job knows, TargetFailed if the user's code raised, and ConfigFailed if
-    memory does not do."""
+    """Run two steps as torch does by default. Raises TargetError if the model rejects the sample or
+    is another than the job's, TargetFailed if the user's code raised, ConfigFailed if memory does
+    not do."""
     loaded, device = bench.loaded, bench.device
     built = bench.new_model()
     model = fingerprint.of_model(built)

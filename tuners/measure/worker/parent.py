@@ -159,9 +159,7 @@ class Worker:
     def _ready(self, config: Config) -> None:
         """Have a process in which a config can be visited, with the data loaded."""
         picking, lasting = config.only(*PICKING), config.only(*LASTING)
-        if self._picked.get(picking, lasting) != lasting:
-            self._kill()
-        if not self._runs():
+        if self._picked.get(picking, lasting) != lasting or not self._runs():
             self._start()
             if self._data_s:
                 self.describe_data(self._data_s)
@@ -182,9 +180,7 @@ class Worker:
         words = [sys.executable, "-P", "-m", "advisor.tuners.measure.worker", str(pipe)]
         try:
             with theirs:
-                self._process = Guarded(
-                    words, log=None, environment=environment, pipe=pipe, memory=memory
-                )
+                self._process = Guarded(words, environment=environment, pipe=pipe, memory=memory)
             load = {"do": "load", "job": to_plain(self._job)}
             self._answered(load, max(START_S, self.deadline_s))
         except (ConfigFailed, OSError) as exc:
