@@ -58,13 +58,11 @@ class _Figure:
         return limits.STANDARD_ERRORS * self.error
 
     @property
-    def doubt(self) -> float:
-        """Above 1 a fault would not stand out yet."""
+    def doubt(self) -> float:  # above 1 a fault would not stand out yet
         return self.unsure / (self.fault * (1 - limits.ALLOWED))
 
     @property
-    def part(self) -> float:
-        """What it is off, as part of what is allowed."""
+    def part(self) -> float:  # of what it may be off
         return abs(self.off) / max(self.limit + self.unsure, TINY)
 
     def __str__(self) -> str:
@@ -73,8 +71,8 @@ class _Figure:
 
 
 class References:
-    """Compares configs with samples of strict fp32 and of plain number formats, which are made once
-    for all of them. The loss may always be off by the tolerance, as part of it."""
+    """Compares configs with samples of strict fp32 and of number formats, which are made once. The
+    loss may always be off by the tolerance, as part of it."""
 
     def __init__(self, subject: Subject, fp32: Config, *, tolerance: float) -> None:
         self._subject, self._tolerance = subject, tolerance
@@ -207,8 +205,7 @@ class References:
         points: slice,
         fault: float = math.inf,
     ) -> list[_Figure]:
-        """Of each tensor with a limit; `fault`: of those whose gradient is not much smaller than
-        usual."""
+        """Of tensors with a limit; `fault` is for those with a gradient of about the usual size."""
         reference, outputs = self._reference, self._reference.outputs
         signal = reference.signal[points].sum(0).clamp(min=TINY)
         off, error = _mean((drawn.along - than.along)[:, points] / signal)

@@ -1,7 +1,4 @@
-"""What a workload trains on: its data, what its batches show and cost, and batches for steps.
-
-Used in the worker process alone.
-"""
+"""What a workload trains on, in the worker process: its data, what they show, what they cost."""
 
 from __future__ import annotations
 
@@ -141,8 +138,7 @@ def _called(spec: Spec, hook: Callable[..., Any], *given: Any, **named: Any) -> 
 
 
 def _torchvision(spec: Spec, sample: tuple[int, ...]) -> Callable[..., Any]:
-    """One of torchvision's datasets; images get a random crop and flip to the sample's shape, and
-    become normalised float32."""
+    """One of torchvision's datasets; images get a random crop to the sample's shape and a flip."""
     from torchvision import datasets
     from torchvision.transforms import v2
 
@@ -254,11 +250,9 @@ def _asks_its_worker(data: Data) -> bool:
 
 
 class Feeding:
-    """The batches of a loader, one epoch after the other, until `close`.
-
-    Time whole rounds of `together` batches, one of each worker, once `settling` have come: workers
-    begin with nothing, and have batches ready once they have outrun a step.
-    """
+    """The batches of a loader, one epoch after the other, until `close`. Time whole rounds of
+    `together` batches, one of each worker, once `settling` have come: workers begin with nothing,
+    and have batches ready once they have outrun a step."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
@@ -291,9 +285,8 @@ class Feeding:
 
 
 def costs(data: Data, batch: int, seconds: float) -> Costs:
-    """What a sample costs a worker, by what `__getitem__` (or `__iter__`) calls, each transform by
-    itself, its own code, and the collate function. cProfile makes many small functions look slow:
-    it gives shares, and a run without it the time."""
+    """What a sample costs a worker, by what `__getitem__` (or `__iter__`) calls, its own code, and
+    the collate function. cProfile slows small functions: it gives shares, a run without it time."""
     inner, threads = data.collate or default_collate, torch.get_num_threads()
 
     def collate(samples: list[Any]) -> Any:

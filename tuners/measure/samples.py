@@ -1,5 +1,4 @@
-"""Passes of a training step, forward and backward, at known weights and batches; those of strict
-fp32 and of number formats alone, which others are compared with."""
+"""Passes of a training step at known weights and batches, and fp32's, which others compare with."""
 
 from __future__ import annotations
 
@@ -17,10 +16,8 @@ from advisor.cache.config import Config
 from advisor.tuners.decisions import DISTURBED, LOST, POINTS
 
 Named = dict[str, Tensor]
-NUDGE = 8 * torch.finfo(torch.float32).eps
-"""Relative change of the weights that shows what rounding alone does to a tensor."""
-COARSE = torch.finfo(torch.bfloat16).eps / 2
-"""The same for rounding to bf16."""
+# Relative changes of the weights that show what rounding alone does to a tensor; and that to bf16.
+NUDGE, COARSE = 8 * torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps / 2
 OWN_SEEDS = 1_000_003
 """The first seed of fp32's own draws: a mean would seem too large along the mean of draws with the
 same masks."""
@@ -46,20 +43,16 @@ class Sample:
 
 
 class Subject(Protocol):
-    """A training step that can be made again under any config, at POINTS pairs of weights and a
-    batch."""
+    """A training step that can be made again under any config, at POINTS of weights and batch."""
 
     @property
     def draws(self) -> bool:
         """Whether a pass draws random numbers, as dropout does."""
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
-        """Make one pass from a seed, with the weights that `move` makes for a point. Raises
-        Overflow if no loss scale is found, and anything else that a config raises.
-
-        Args:
-            point: below POINTS; add POINTS for weights nudged by NUDGE, twice that for COARSE.
-        """
+        """Make one pass from a seed, with the weights that `move` makes for a point: below POINTS;
+        add POINTS for weights nudged by NUDGE, twice that for COARSE. Raises Overflow if no loss
+        scale is found, and anything else that a config raises."""
 
     def optimizer_error(self, config: Config) -> tuple[float, str]:
         """`worst_update` of a config's optimizer beside the script's own; (0, '') if the config

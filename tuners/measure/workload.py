@@ -87,9 +87,8 @@ class _Step:
 
 
 class Workload:
-    """One training or inference step on one config, built as a script would build it; of a mix of
-    shapes a pass through all. It cycles through `count` made-up batches of each shape, or those
-    that are `given`."""
+    """One training or inference step on one config, as a script would build it; of a mix of shapes
+    a pass through all. It cycles through `count` made-up batches of each, or those `given`."""
 
     def __init__(
         self,

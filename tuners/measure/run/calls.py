@@ -33,8 +33,7 @@ from advisor.tuners.act.pilot.trees import foreign, mapped, tensors
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.place import UNVERIFIED, Compared
-from advisor.tuners.measure.run.side_effects import hooked, keep_attributes, watched
-from advisor.tuners.measure.run.updates import KeptUpdates
+from advisor.tuners.measure.run.kept import KeptUpdates, hooked, keep_attributes, watched
 from advisor.tuners.measure.samples import Named, Sample, is_disturbed, move, sampled
 
 _Place = tuple[dict[str, Any], str]  # where a module holds a parameter or buffer, by its name
@@ -76,8 +75,7 @@ class _Kept:
 
 class KeptCalls:
     """Compares configs with strict fp32 on a script's own steps: a Subject, and a pilot's Watch.
-    If `careful`, as in a real run, a model is called again only if everything that its own call
-    leaves behind can be put back."""
+    `careful`, as in a real run: only if all that a call of the model changes can be put back."""
 
     def __init__(self, *, careful: bool = False) -> None:
         self._careful = careful

@@ -29,9 +29,9 @@ class Guarded:
 
     Args:
         words: the path of its program first.
-        log: for its output, as far as the guard writes it; None for nowhere.
-        folder: where it is started; None for here.
-        pipe: a descriptor that it inherits, -1 for none.
+        log: for its output.
+        folder: where it is started, if not here.
+        pipe: a descriptor that it inherits, or -1.
         memory: bytes that it and all that it starts may hold, 0 for no limit.
     """
 

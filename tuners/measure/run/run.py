@@ -30,8 +30,7 @@ class Run:
 
     Args:
         injected: the folder with the sitecustomize that brings the pilot.
-        log: for what the command prints.
-        show: called with that as it comes, from another thread.
+        show: called with what the command prints, as it comes, from another thread.
         options: of the command that set knobs, by what `--map` calls these.
     """
 

@@ -31,13 +31,10 @@ from advisor.tuners.scratch import Scratch
 
 LOOK_S = 0.2  # between two looks at a command, or its log
 TOGETHER_S = 60.0  # between the first steps of a job's first process and those of its last
-GONE_OF_SEVERAL = "one of its processes is gone, others are not"
 GONE = (
     "the process that trained is gone, and the command goes on without it; of a command that "
     "starts several in turn give the one that trains"
 )
-LONGER = "give a command that trains for longer"
-SOONER = "give a larger --budget, or a command that comes to its steps sooner"
 MEND = "mend that first"
 T = TypeVar("T")
 MOST_SHOWN = 2**16  # characters of a log at a time
@@ -178,9 +175,8 @@ class Ended(Exception):
 
 
 class Flight:
-    """The pilots in a command that runs: its processes wait for orders between two blocks.
-
-    Every method, the start too, may raise Ended; `until` is by time.monotonic().
+    """The pilots in a command that runs: its processes wait for orders between two blocks. Every
+    method, the start too, may raise Ended; `until` is by time.monotonic().
 
     Args:
         start_s: until its first steps, at most.
@@ -203,8 +199,7 @@ class Flight:
             raise
 
     def block(self, order: Order, until: float) -> Block:
-        """Have every process make the order's steps; raises ConfigFailed where its config fails and
-        the command goes on."""
+        """Have every process make the order's steps; raises ConfigFailed if its config fails."""
         laps = self.laps(order, until)
         if lap := next((lap for lap in laps if lap.outcome != "ok"), None):
             raise ConfigFailed(lap.outcome, lap.reason)
@@ -254,7 +249,8 @@ class Flight:
                 if time.monotonic() > until:
                     reason = f"{len(seen)} of its processes came to their first steps, not all"
                     if not seen:
-                        reason = self._never(f"it has run for {start_s:.0f} s", SOONER)
+                        sooner = "give a larger --budget, or a command that trains sooner"
+                        reason = self._never(f"it has run for {start_s:.0f} s", sooner)
                     raise Ended("timed_out", reason)
             seen.append(self._heard(pipe, "seen", Seen, until))
             self._pipes.append(pipe)
@@ -285,13 +281,15 @@ class Flight:
         while not self.command.ended and time.monotonic() < until:
             time.sleep(0.05)
         if not self.command.ended:
-            return Ended("crashed", GONE if len(self._pipes) == 1 else GONE_OF_SEVERAL)
+            several = "one of its processes is gone, others are not"
+            return Ended("crashed", GONE if len(self._pipes) == 1 else several)
         code, last = self.command.obituary()
         ended, note = f"ended with {how(code)}", self.command.note
         printed = f": {last}" if last else ""
         if self._pipes:
             return Ended("crashed", f"the command {ended}{printed}", code, own=code > 0)
-        never = self._never(f"it {ended}{'' if note else printed}", MEND if code else LONGER)
+        mend = MEND if code else "give a command that trains for longer"
+        never = self._never(f"it {ended}{'' if note else printed}", mend)
         return Ended("failed", never, code or 1, f"it {ended}{f': {note}' if note else printed}")
 
     def _never(self, so_far: str, mend: str) -> str:

@@ -31,8 +31,8 @@ LOOK_S = 0.1  # between two looks at the worker and the memory in use
 FAMILY_S = 1.0  # between two searches for what the worker started: each reads all of /proc
 COMPILERS = ("g++", "gcc", "c++", "cc", "clang++", "clang")
 COMPILERS_S = 0.2
-"""For compilers to remove what they have half written, as they do on SIGTERM: torch.compile loads
-whatever lies in its cache, also in later runs of the user."""
+"""For compilers to remove what they have half written: torch.compile loads whatever lies in its
+cache, also in later runs of the user."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 

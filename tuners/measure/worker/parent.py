@@ -31,12 +31,11 @@ LATE_S = 30.0  # beyond a deadline: a comparison looks at its time between two p
 PICKING = (BATCH, *(k.name for k in KNOBS if k.autocast or k.layout is not None))
 LASTING = tuple(knob.name for knob in KNOBS if knob.lasting)
 """cuDNN keeps the algorithm that a convolution's first one ran with, searched for or not (PyTorch's
-Conv_v8.cpp, benchmark_cache; on an H200, torch 2.11, a first search took 60 ms, 0.25 ms after a
-step without): one value of LASTING in a process for each of PICKING, which tell convolutions apart.
-"""
+Conv_v8.cpp, benchmark_cache; on an H200 a first search took 60 ms, 0.25 ms after a step without):
+one value of LASTING in a process for each of PICKING, which tell convolutions apart."""
 
 
-class Worker:
+class Worker(contextlib.AbstractContextManager["Worker"]):
     """A Place in a child process; one that dies or hangs is replaced. `deadline_s`: for describing
     the job, and for what its data costs."""
 
@@ -49,9 +48,6 @@ class Worker:
         self._picked: dict[Config, Config] = {}  # LASTING by PICKING
         self._built: set[Config] = set()
         self._scratch = Scratch()
-
-    def __enter__(self) -> Worker:
-        return self
 
     def __exit__(self, *_exc: object) -> None:
         self.stop()
