@@ -72,9 +72,7 @@ class ConfigFailed(Exception):
 class Place(Protocol):
     """Where configs are visited. What was built for a config stays alive until `forget`."""
 
-    @property
-    def baseline(self) -> Config:
-        """What all others are compared with: the unmodified script, or torch's default."""
+    baseline: Config  # what others are compared with: the unmodified script, or torch's default
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
         """Switch to a config, make `warm` untimed steps, then time `steps`. Raises ConfigFailed if

@@ -18,9 +18,8 @@ from advisor.tuners.decisions import DISTURBED, LOST, POINTS
 Named = dict[str, Tensor]
 # Relative changes of the weights that show what rounding alone does to a tensor; and that to bf16.
 NUDGE, COARSE = 8 * torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps / 2
+# The first seed of fp32's own draws: along the mean of the same masks a mean would seem too large.
 OWN_SEEDS = 1_000_003
-"""The first seed of fp32's own draws: a mean would seem too large along the mean of draws with the
-same masks."""
 TINY = 1e-30  # instead of 0 in a denominator
 _MOST = 2**16 + 1  # elements of a tensor that are compared, evenly spaced
 
@@ -45,9 +44,7 @@ class Sample:
 class Subject(Protocol):
     """A training step that can be made again under any config, at POINTS of weights and batch."""
 
-    @property
-    def draws(self) -> bool:
-        """Whether a pass draws random numbers, as dropout does."""
+    draws: bool  # whether a pass draws random numbers, as dropout does
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
         """Make one pass from a seed, with the weights that `move` makes for a point: below POINTS;
@@ -55,8 +52,7 @@ class Subject(Protocol):
         scale is found, and anything else that a config raises."""
 
     def optimizer_error(self, config: Config) -> tuple[float, str]:
-        """`worst_update` of a config's optimizer beside the script's own; (0, '') if the config
-        sets none."""
+        """`worst_update` of a config's optimizer; (0, '') if the config sets none."""
 
 
 def is_disturbed(point: int) -> bool:
@@ -66,8 +62,7 @@ def is_disturbed(point: int) -> bool:
 
 @torch.no_grad()
 def move(weights: Sequence[Tensor], point: int) -> None:
-    """Change kept weights, in place, to those of a point: constants that compiled code has computed
-    from the kept ones no longer fit."""
+    """Change kept weights, in place, to those of a point: constants computed from them are stale."""
     disturbed, nudged = is_disturbed(point), point >= POINTS
     if not (disturbed or nudged):
         return
@@ -219,15 +214,13 @@ class Reference:
         """Passes of fp32 or a plain format."""
         if config == self.fp32 and not self.draws:
             return self.own
-        there = config, self.rounds
-        if there not in self._formats:
-            self._formats[there] = self.draw(config)
-        return self._formats[there]
+        if (config, self.rounds) not in self._formats:
+            self._formats[config, self.rounds] = self.draw(config)
+        return self._formats[config, self.rounds]
 
     def draw(self, config: Config, offset: int = 0, *, first: bool = False) -> Draws:
-        """Passes of any config, at points moved by `offset`. All have the same seeds: masks that
-        are equal in two formats leave little to chance. `first`: one round, with the seeds of
-        fp32's own first one."""
+        """Passes of any config, at points moved by `offset`. All have the same seeds: equal masks
+        leave little to chance. `first`: one round, with the seeds of fp32's own first one."""
         drawn, count = Draws(self), self.rounds * POINTS
         seeds = range(count, 2 * count)
         if first or not self.draws:

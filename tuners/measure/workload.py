@@ -157,8 +157,7 @@ class Workload:
         return other
 
     def step(self) -> None:
-        """One step, exactly as in a script; raises RuntimeError if it cannot be captured as the
-        config asks."""
+        """One step; raises RuntimeError if it cannot be captured as the config asks."""
         step: Callable[[Any], Any] = self._step
         losses: list[Tensor] = []
         for _ in range(self._passes):
@@ -188,9 +187,8 @@ class Workload:
 
 @contextmanager
 def _plainly(model: nn.Module) -> Iterator[None]:
-    """Call a model without its compiled code, which counts the inputs of its calls, and without
-    cuDNN's search: cuDNN caches the algorithm that it picks first, and picking it is to be timed
-    with the first step."""
+    """Call a model without its compiled code, which counts its calls' inputs, and without cuDNN's
+    search: cuDNN caches the algorithm that it picks first, which is timed with the first step."""
     compiled = {one: one._compiled_call_impl for one in model.modules()}
     cudnn = torch.backends.cudnn
     enabled = cudnn.enabled
@@ -299,7 +297,7 @@ class WorkloadSubject:
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
         workload = self._workload(config)
-        outputs = self._pass(workload, lambda: self._set(workload, point), point, seed)
+        outputs = self._pass(workload, point, seed, anew=True)
         loss = workload.loss
         return Sample(
             outputs={
@@ -322,7 +320,7 @@ class WorkloadSubject:
         shadows = {name: nn.Parameter(start.clone()) for name, start in starts.items()}
         optimizer = workload.plain_optimizer(list(shadows.values()))
         for step in range(OPTIMIZER_STEPS):
-            self._pass(workload, lambda: None, step, step)
+            self._pass(workload, step, step)
             for name, shadow in shadows.items():
                 grad = weights[name].grad
                 shadow.grad = None if grad is None else part_of(grad)
@@ -338,13 +336,13 @@ class WorkloadSubject:
         self._values = {}
 
     def _pass(
-        self, workload: Workload, begin: Callable[[], None], point: int, seed: int
+        self, workload: Workload, point: int, seed: int, *, anew: bool = False
     ) -> list[Tensor]:
-        """A step that no GradScaler skips; samples of its outputs. Its gradients stay, divided by
-        the scale."""
+        """A step that no GradScaler skips; samples of its outputs. Gradients stay, unscaled."""
         scaler = workload.advice.scaler
         for _ in range(SCALE_STEPS):
-            begin()
+            if anew:
+                self._set(workload, point)
             workload.rewind(point % POINTS)
             torch.manual_seed(seed)
             scale = scaler.get_scale()

@@ -36,9 +36,8 @@ def keep_attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:
 
 
 def watched(modules: Sequence[nn.Module]) -> Callable[[], str]:
-    """Look for what a call may change that cannot be put back: objects that modules hold and that
-    change in place, as a list or a parameter does, and numpy's random numbers; not deeper, nor what
-    a model keeps elsewhere, as in a file. The result tells what has changed since, or ''."""
+    """What tells what a call has changed that cannot be put back, or '': objects that modules hold,
+    as lists and parameters, and numpy's random numbers; nothing deeper, or elsewhere as in files."""
     before = [
         (f"{type(module).__name__}.{name}", held := [value, *_within(value)], [*map(_mark, held)])
         for module in modules

@@ -66,8 +66,8 @@ class Run:
         self._showing.__exit__(*exc)
 
     def describe(self) -> Seen:
-        """Start the command, and wait for its first steps; raises TargetFailed if it ends before,
-        WorkerError if they do not come in time."""
+        """Start the command; raises TargetFailed if it ends before its first steps, WorkerError if
+        they do not come in time."""
         try:
             seen = self._ensured(self.baseline, time.monotonic() + START_S).seen
         except Ended as exc:

@@ -15,8 +15,6 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import TypeVar
 
-import msgpack
-
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import RecordDamaged, UsageError
@@ -27,6 +25,7 @@ from advisor.tuners.act.pilot.variables import ADDRESS, SECRET, bringing, noted
 from advisor.tuners.decisions import LEAST_STEPS
 from advisor.tuners.measure.place import Block, ConfigFailed
 from advisor.tuners.measure.run.guarded import END_S, Guarded, how, inductor_folder, measurable
+from advisor.tuners.measure.worker.wire import receive, send
 from advisor.tuners.scratch import Scratch
 
 LOOK_S = 0.2  # between two looks at a command, or its log
@@ -37,7 +36,6 @@ GONE = (
 )
 MEND = "mend that first"
 T = TypeVar("T")
-MOST_SHOWN = 2**16  # characters of a log at a time
 CONTAINED = {
     "WANDB_MODE": "disabled",
     "WANDB_DISABLED": "true",
@@ -148,7 +146,7 @@ def shown(log: Path, show: Callable[[str], None]) -> Iterator[None]:
             last = False
             while not last:
                 last = over.wait(LOOK_S)
-                while said := file.read(MOST_SHOWN):
+                if said := file.read():
                     show(said)
 
     log.touch()
@@ -225,10 +223,9 @@ class Flight:
 
     def tell(self, order: Order) -> None:
         """Give an order to every process; to one of no steps there is no answer."""
-        message = msgpack.packb(to_plain(order))
         try:
             for pipe in self._pipes:
-                pipe.send_bytes(message)
+                send(pipe, to_plain(order))
         except OSError:
             raise self._why() from None
 
@@ -264,7 +261,7 @@ class Flight:
                     raise self._why()
                 if time.monotonic() > until:
                     raise Ended("timed_out", "the budget was over before it was measured")
-            message = msgpack.unpackb(pipe.recv_bytes())
+            message = receive(pipe)
             if failed := message.get("failed"):
                 if failed["outcome"] == OVER:
                     raise Ended("failed", failed["reason"], 0)
@@ -272,7 +269,7 @@ class Flight:
             return from_plain(cls, message[what])
         except (EOFError, OSError):
             raise self._why() from None
-        except (AttributeError, KeyError, TypeError, ValueError, RecordDamaged) as exc:
+        except (KeyError, TypeError, ValueError, RecordDamaged) as exc:
             raise Ended("crashed", f"the pilot's answer made no sense: {exc}") from exc
 
     def _why(self) -> Ended:

@@ -40,8 +40,7 @@ from advisor.tuners.measure.workload import Workload, WorkloadSubject
 
 T = TypeVar("T")
 INPUTS = tuple(knob.name for knob in KNOBS if knob.stage == INPUT)
-LEFTOVER = 256 * 2**20
-"""Bytes that may stay allocated after a config: libraries keep workspaces of some tens of MiB."""
+LEFTOVER = 256 * 2**20  # bytes that may stay after a config: workspaces take some tens of MiB
 
 
 @dataclass(slots=True)
@@ -117,7 +116,9 @@ class Bench:
 
         def compared() -> Compared:
             if fp32 not in self._references:
-                self._subject.draws = draws(self._workload(fp32).step)
+                workload, drawn = self._workload(fp32), Drawn()
+                workload.step()
+                self._subject.draws = drawn.passed()
                 made = References(self._subject, fp32, tolerance=self._task.tolerance)
                 self._references = {fp32: made}
             references = self._references[fp32]
@@ -227,14 +228,14 @@ class Bench:
         """Put a config in force, and start its loader."""
         self.reset_peak()
         IN_FORCE.release()
-        if not self._loads(config):
+        if self._loads(config):
+            advice = self._advice(config)
+            feeding = Feeding(self.loading.data.loader(**advice.loader))
+            workload = workload.fed(advice, feeding)
+            self._fed = workload, feeding
+        else:
             workload.rewind()
-            workload.advice.set_flags()
-            return
-        advice = self._advice(config)
-        advice.set_flags()
-        feeding = Feeding(self.loading.data.loader(**advice.loader))
-        self._fed = workload.fed(advice, feeding), feeding
+        workload.advice.set_flags()
 
     def _leave(self) -> None:
         """End the loader of the config at work: its workers would take others' time."""
@@ -364,10 +365,3 @@ class Bench:
         if self._cuda:
             return int(torch.cuda.max_memory_allocated(self.device)) - held
         return host.peak_bytes()
-
-
-def draws(step: Callable[[], None]) -> bool:
-    """Whether a step draws random numbers."""
-    before = Drawn()
-    step()
-    return before.passed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import logging
 import os
@@ -19,12 +20,13 @@ from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, fp8, target
+from advisor.tuners.act.pilot.crew import Drawn
 from advisor.tuners.act.pilot.orders import of_memory
 from advisor.tuners.act.pilot.seen import convolves
 from advisor.tuners.blocks import repeated
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.place import ConfigFailed
-from advisor.tuners.measure.worker.bench import Bench, draws
+from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.wire import CHANGED, Facts, Job, receive, send
 from advisor.tuners.measure.workload import Workload, layer_that_raised
 
@@ -41,33 +43,30 @@ def describe(bench: Bench) -> Facts:
     modules, parameters = fingerprint.size(built)
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     # Before any knob touches the model, as in a script.
-    known: dict[str, Any] = {
-        "convolves": convolves(built),
-        "libraries": fingerprint.libraries(built),
-        "family": fingerprint.family(built),
-        "repeats": bool(repeated(built)),
-        "threads": torch.get_num_threads(),
-        "wide": sum(map(fp8.gains, built.modules())),
-    }
-    bench.reset_peak()
-    workload = _first_step(bench, built)
-    began = time.perf_counter()
-    drew = draws(workload.step)
-    bench.synchronize()
-    return Facts(
+    facts = functools.partial(
+        Facts,
         name=loaded.spec.name,
         model=model,
         hooks=hooks,
         code=bench.code,
+        libraries=fingerprint.libraries(built),
+        family=fingerprint.family(built),
         modules=modules,
         parameters=parameters,
-        draws=drew,
+        convolves=convolves(built),
+        repeats=bool(repeated(built)),
+        threads=torch.get_num_threads(),
         device_uuid=str(getattr(properties, "uuid", "")),
         memory_bytes=getattr(properties, "total_memory", 0),
-        peak_bytes=bench.peak_bytes(),
-        step_s=time.perf_counter() - began,
-        **known,
+        wide=sum(map(fp8.gains, built.modules())),
     )
+    bench.reset_peak()
+    workload, drawn = _first_step(bench, built), Drawn()
+    began = time.perf_counter()
+    workload.step()
+    bench.synchronize()
+    step_s = time.perf_counter() - began
+    return facts(draws=drawn.passed(), peak_bytes=bench.peak_bytes(), step_s=step_s)
 
 
 def recognise(job: Job, name: str, *found: str) -> None:

@@ -53,9 +53,8 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         self.stop()
 
     def describe(self) -> Facts:
-        """Start a worker and have it run its first steps, as torch does by default. Raises
-        TargetError or TargetFailed if the user's code, data or input is wrong, WorkerError if the
-        worker crashed or hung."""
+        """Have a worker run its first steps, as torch does by default. Raises TargetError or
+        TargetFailed if the user's code, data or input is wrong, WorkerError if it crashed or hung."""
         try:
             return self._asked(Facts, "describe", max(START_S, self.deadline_s))
         except ConfigFailed as failed:
@@ -187,8 +186,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         return WorkerError(f"target {self._job.task.target!r}: {exc}")
 
     def _answered(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        """The reply to a request. Without one the worker is ended; raises as `describe`, and
-        ConfigFailed if it died, hung or spoke rubbish."""
+        """The reply; without one ends the worker, and raises as `describe`, or ConfigFailed."""
         assert self._pipe is not None
         failed: Exception
         try:
