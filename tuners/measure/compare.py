@@ -5,8 +5,8 @@ that format. A fault in one layer scales its gradient (the *slope*, the part alo
 is not 1), or adds errors that the format alone does not have.
 
 Compiled code draws other random numbers than eager code. So a model with dropout is compared by
-means over many draws: more are made until a fault of a tenth in one layer would stand out of their
-standard error. Other models need one pass at each point.
+means over as many draws as it takes until a fault of a tenth in one layer would stand out of their
+standard error; any other by one pass at each point.
 """
 
 from __future__ import annotations

@@ -147,15 +147,14 @@ def _torchvision(spec: Spec, sample: tuple[int, ...]) -> Callable[..., Any]:
         raise TargetError(f"data {spec.name!r}: torchvision.datasets has no {spec.attribute!r}")
     usual: dict[str, Any] = {}
     if len(sample) == 3:
-        usual["transform"] = v2.Compose(
-            [
-                v2.RandomResizedCrop(sample[1:], antialias=True),
-                v2.RandomHorizontalFlip(),
-                v2.ToImage(),
-                v2.ToDtype(torch.float32, scale=True),
-                v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-            ]
-        )
+        steps = [
+            v2.RandomResizedCrop(sample[1:], antialias=True),
+            v2.RandomHorizontalFlip(),
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
+        usual["transform"] = v2.Compose(steps)
     if "image_size" in inspect.signature(kind).parameters:
         usual["image_size"] = sample
     return lambda **arguments: kind(**{**usual, **arguments})
@@ -249,7 +248,7 @@ def _asks_its_worker(data: Data) -> bool:
     return info.read
 
 
-class Feeding:
+class Feeding(Iterator[Any]):
     """The batches of a loader, one epoch after the other, until `close`. Time whole rounds of
     `together` batches, one of each worker, once `settling` have come: workers begin with nothing,
     and have batches ready once they have outrun a step."""
@@ -260,9 +259,6 @@ class Feeding:
         self.settling = self.together * (loader.prefetch_factor or room.AHEAD)
         self.waited_s = 0.0  # for batches
         self._epoch: Any = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         """The next batch; raises RuntimeError if an epoch has none."""

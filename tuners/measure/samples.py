@@ -62,7 +62,7 @@ def is_disturbed(point: int) -> bool:
 
 @torch.no_grad()
 def move(weights: Sequence[Tensor], point: int) -> None:
-    """Change kept weights, in place, to those of a point: constants computed from them are stale."""
+    """Change kept weights, in place, to those of a point: constants made of them become stale."""
     disturbed, nudged = is_disturbed(point), point >= POINTS
     if not (disturbed or nudged):
         return
@@ -205,11 +205,6 @@ class Reference:
         self._size = size.maximum(floor).clamp(min=TINY)
         self.rounding = torch.stack(self._noise).maximum(floor) / self._size
 
-    @property
-    def counts(self) -> Tensor:
-        """Elements of each tensor."""
-        return torch.tensor(self.sizes, dtype=torch.float64)
-
     def of(self, config: Config) -> Draws:
         """Passes of fp32 or a plain format."""
         if config == self.fp32 and not self.draws:
@@ -268,6 +263,7 @@ class Reference:
         if not self.names:
             self.names, self.outputs = list(tensors), len(found.outputs)
             self.sizes = [one.numel() for one in tensors.values()]
+            self.counts = torch.tensor(self.sizes, dtype=torch.float64)
         vector = torch.cat([tensors[name] for name in self.names])
         if vector.is_cuda:
             torch.cuda.synchronize()

@@ -65,7 +65,6 @@ class _Step:
         return loss.detach()
 
     def infer(self, batch: Any) -> None:
-        """A forward pass."""
         with torch.inference_mode(), self.advice.autocast():
             self._keep(self.forward(batch[0]))
 

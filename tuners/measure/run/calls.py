@@ -1,13 +1,12 @@
 """The steps of a running script as a Subject: its models' calls, made again under any config.
 
-While the script makes four unmodified steps, each call of its models is kept: its arguments, and
-the gradients of what it returned. So are the weights before the first. A pass copies these into the
-parameters, makes the calls of one step through a config's compiled code, takes the kept gradients
-back through them, and puts everything back.
+Of four unmodified steps each call of the script's models is kept: its arguments, and the gradients
+of what it returned; so are the weights before the first. A pass copies these into the parameters,
+makes the calls of one step through a config's code, takes the kept gradients back through them, and
+puts everything back.
 
-It sees no errors that add up over many updates, later micro-batches, or gradients of gradients. The
-loss's own code runs once: a loss's error is estimated by its tangent, which is exact if the model
-returns its loss.
+It sees no errors that add up over many updates, later micro-batches, or gradients of gradients. A
+loss's error is estimated by its tangent, which is exact if the model returns its loss.
 """
 
 from __future__ import annotations

@@ -29,8 +29,6 @@ class Guarded:
 
     Args:
         words: the path of its program first.
-        log: for its output.
-        folder: where it is started, if not here.
         pipe: a descriptor that it inherits, or -1.
         memory: bytes that it and all that it starts may hold, 0 for no limit.
     """
@@ -72,7 +70,6 @@ class Guarded:
 
     @property
     def ended(self) -> bool:
-        """It has ended by itself."""
         return self._process.poll() is not None
 
     def obituary(self) -> tuple[int, str]:

@@ -36,8 +36,8 @@ def keep_attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:
 
 
 def watched(modules: Sequence[nn.Module]) -> Callable[[], str]:
-    """What tells what a call has changed that cannot be put back, or '': objects that modules hold,
-    as lists and parameters, and numpy's random numbers; nothing deeper, or elsewhere as in files."""
+    """The result tells what a call has changed since that cannot be put back, or '': objects that
+    modules hold, as lists and parameters, and numpy's random numbers; nothing deeper, no files."""
     before = [
         (f"{type(module).__name__}.{name}", held := [value, *_within(value)], [*map(_mark, held)])
         for module in modules

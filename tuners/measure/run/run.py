@@ -116,8 +116,7 @@ class Run:
         return Compared(worst.outcome, worst.reason, worst.blames)
 
     def _tried(self, config: Config, deadline_s: float, act: Callable[[Flight, float], T]) -> T:
-        """Do something with a start of the command, or with another one where it ends; raises the
-        last Ended if none of STARTS did it."""
+        """Do something with a start of the command, or another if it ends; may raise Ended."""
         until = time.monotonic() + deadline_s
         last: Ended | None = None
         for _ in range(STARTS):
@@ -164,7 +163,7 @@ class Run:
         return session.made
 
     def _check_own(self, ended: Ended, made: int, until: float) -> None:
-        """Where a start failed as scripts do by themselves, or as another config did: raise
+        """If a start failed as scripts do by themselves, or as another config did, raise
         TargetFailed unless the unmodified command survives as many steps."""
         again = str(ended) in self._reasons
         self._reasons.add(str(ended))
@@ -241,8 +240,8 @@ def _check_shown(seen: Seen, name: str, value: Value, own_batch: int) -> None:
 
 
 class AttachedRun(Run):
-    """A script that goes on after its tuning: a config that fails costs a step of it, no more. Once
-    it is over, `block` and `compare` raise WorkerError. It computes, so they keep no deadline."""
+    """A script that goes on after its tuning: a config that fails costs one step of it. Once it is
+    over, `block` and `compare` raise WorkerError. They keep no deadline: the script computes."""
 
     def __init__(self, script: AttachedScript, command: Sequence[str], *, log: Path) -> None:
         super().__init__(command, injected=Path(), log=log)

@@ -64,7 +64,7 @@ class Command(Guarded):
         secret = secrets.token_bytes(32)
         self._address = str(self._folder.path / "pilot")
         try:
-            self._listener = Listener(self._address, "AF_UNIX", backlog=64, authkey=secret)
+            self.listener = Listener(self._address, "AF_UNIX", backlog=64, authkey=secret)
         except OSError as exc:
             self._folder.remove()
             why = f"no socket at {self._address} ({exc}): set TMPDIR to a shorter path"
@@ -94,21 +94,17 @@ class Command(Guarded):
 
     def accepted(self, seconds: float) -> Connection | None:
         """The next pilot's connection, if one comes within so long."""
-        listening = self._listener._listener._socket  # type: ignore[attr-defined] # to wait for one
+        listening = self.listener._listener._socket  # type: ignore[attr-defined] # to wait for one
         if wait([listening], seconds):
             # A process may be gone before it has said anything.
             with contextlib.suppress(OSError, EOFError, AuthenticationError):
-                return self._listener.accept()
+                return self.listener.accept()
         return None
-
-    def whole(self) -> None:
-        """All processes of the job are there; others that train go on unmeasured."""
-        self._listener.close()
 
     def end(self) -> None:
         super().end()
         with contextlib.suppress(OSError):
-            self._listener.close()
+            self.listener.close()
         self._folder.remove()
 
 
@@ -118,22 +114,19 @@ class AttachedScript:
     ended, note = False, ""
 
     def __init__(self, listening: socket.socket) -> None:
-        self._listening = listening
+        self.listener = listening
 
     def accepted(self, seconds: float) -> Connection | None:
-        if not wait([self._listening], seconds):
+        if not wait([self.listener], seconds):
             return None
-        return Connection(self._listening.accept()[0].detach())
-
-    def whole(self) -> None:
-        pass
+        return Connection(self.listener.accept()[0].detach())
 
     def obituary(self) -> tuple[int, str]:
         return 1, ""
 
     def end(self) -> None:
         """The script is left alone."""
-        self._listening.close()
+        self.listener.close()
 
 
 @contextlib.contextmanager
@@ -178,7 +171,7 @@ class Flight:
 
     Args:
         start_s: until its first steps, at most.
-        log: where its output goes; None where that was shown.
+        log: of its output; None where that was shown.
         real: it is the user's real run, which nothing may end and whose memory is scarce.
     """
 
@@ -191,7 +184,7 @@ class Flight:
         self.made = 0  # steps that it was told to make, also those that it did not reach
         try:
             self.seen = self._all_seen(start_s)  # by the first process
-            command.whole()
+            command.listener.close()  # other processes that train go on unmeasured
         except BaseException:
             self.end()
             raise
@@ -304,6 +297,5 @@ class Flight:
 
 
 def borrowed(taken: int, lent: int) -> float:
-    """Share of the batches taken from a loader whose workers were all busy and did not refill its
-    queue meanwhile. A single batch may be chance."""
+    """Share of batches that busy workers did not refill. A single one may be chance."""
     return min(lent, taken - 1) / taken if lent > 1 and taken else 0.0

@@ -198,7 +198,7 @@ class Bench:
             raise ConfigFailed("wrong", f"the loss is {loss}")
         self._hold(built, held)
         self._at_work = config
-        samples = sum(shape[0] for shape in self._task.mix) or self._batch(config)
+        samples = sum(shape[0] for shape in self._task.mix) or config.batch or self._task.batch
         return Block(
             steps=steps,
             samples=samples * steps,
@@ -271,7 +271,7 @@ class Bench:
     def workload(self, config: Config, built: nn.Module | None = None) -> Workload:
         """A new workload, before its first step; of a model that is `built` on made-up batches."""
         IN_FORCE.release()
-        batch = self._batch(config)
+        batch = config.batch or self._task.batch
         own = batch == self._task.batch
         given = self.loading.batches if self._task.data and own and built is None else ()
         loaded = self.loaded if built is None else replace(self.loaded, factory=lambda: built)
@@ -287,13 +287,10 @@ class Bench:
         )
 
     def _advice(self, config: Config) -> Advice:
-        batch = self._batch(config)
+        batch = config.batch or self._task.batch
         # As in a script: what is torch's default already is not set.
         served = Served(default=TORCH.at(batch))
         return Advice(config, device=self.job.device, batch_size=batch, served=served)
-
-    def _batch(self, config: Config) -> int:
-        return config.batch or self._task.batch
 
     def new_model(self) -> nn.Module:
         """The model as it is at first."""
@@ -343,7 +340,6 @@ class Bench:
         return int(stats.get("num_alloc_retries", 0))
 
     def synchronize(self) -> None:
-        """Wait until the device has done all its work."""
         if self._cuda:
             torch.cuda.synchronize(self.device)
 

@@ -1,11 +1,10 @@
 """Stands between the tuning process and its worker: `guard.py LIFELINE PIPE MEMORY LOG ROOT WORDS`.
 
-It runs no user code, so nothing keeps it from its duties. It ends the worker, which inherits PIPE,
-and all that the worker ever started, daemons included: when the worker ends, when the tuning
-process is gone (LIFELINE closes) or when together they hold more than MEMORY bytes. It writes what
-they print to the file LOG. Then it prints how the worker ended as one line of JSON, and removes
-what tuning processes that are gone left in the folder ROOT. It imports the standard library alone,
-so it starts in some 20 ms.
+It runs no user code. It ends the worker, which inherits PIPE, and all that it ever started, daemons
+included: when the worker ends, when the tuning process is gone (LIFELINE closes) or when together
+they hold more than MEMORY bytes. It writes what they print to the file LOG. Then it prints how the
+worker ended as one line of JSON, and removes what tuning processes that are gone left in the folder
+ROOT. It imports the standard library alone, so it starts in some 20 ms.
 """
 
 from __future__ import annotations

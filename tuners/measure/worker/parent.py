@@ -54,7 +54,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
 
     def describe(self) -> Facts:
         """Have a worker run its first steps, as torch does by default. Raises TargetError or
-        TargetFailed if the user's code, data or input is wrong, WorkerError if it crashed or hung."""
+        TargetFailed if the user's code, data or input is wrong, WorkerError if it died or hung."""
         try:
             return self._asked(Facts, "describe", max(START_S, self.deadline_s))
         except ConfigFailed as failed:
