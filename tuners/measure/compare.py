@@ -271,8 +271,7 @@ class References:
 
 
 def _mean(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean over rounds of the sum over points, of (round, point, ...), and its standard error,
-    0 of one round."""
+    """The mean over rounds of the sum over points, and its standard error, 0 of one round."""
     rounds = len(samples)
     error = (samples.var(0, correction=min(1, rounds - 1)) / rounds).sum(0).sqrt()
     return samples.mean(0).sum(0), error

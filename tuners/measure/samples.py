@@ -231,8 +231,7 @@ class Reference:
         return drawn
 
     def share(self, plain: Config) -> Tensor:
-        """(point, tensor) what a format, or rounding, does to a tensor as a part of it: at least
-        what it does to the usual one."""
+        """(point, tensor) what a format does to a tensor, as part of it: at least the usual."""
         if plain not in self._shares:
             share = self.rounding
             if plain != self.fp32:
@@ -253,8 +252,7 @@ class Reference:
         return even, odd
 
     def sample(self, config: Config, point: int, seed: int) -> tuple[Tensor, float | None]:
-        """As `Subject.sample`, and its loss; raises NoTime if the config's last one took longer
-        than is left."""
+        """A `Subject.sample` and its loss; raises NoTime if the last took longer than is left."""
         began = time.perf_counter()
         if self.left_s() < self.took_s[config]:
             raise NoTime

@@ -108,8 +108,7 @@ _Groups = list[tuple[dict[str, Any], list[_Parameter]]]  # by group: settings, p
 
 
 class KeptUpdates:
-    """What optimizers would make of the gradients that are there now; leaves out sparse ones, and
-    optimizers without `fused`, which no config changes."""
+    """What optimizers that know `fused` would make of the dense gradients that are there now."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         found = [(one, _kept(one)) for one in optimizers if _plain_step(one) is not None]

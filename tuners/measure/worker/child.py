@@ -33,8 +33,7 @@ from advisor.tuners.measure.workload import Workload, layer_that_raised
 
 def describe(bench: Bench) -> Facts:
     """Run two steps as torch does by default. Raises TargetError if the model rejects the sample or
-    is another than the job's, TargetFailed if the user's code raised, ConfigFailed if memory does
-    not do."""
+    is not the job's, TargetFailed if the user's code raised, ConfigFailed if memory runs out."""
     loaded, device = bench.loaded, bench.device
     built = bench.new_model()
     model = fingerprint.of_model(built)

@@ -29,9 +29,7 @@ WORDS = 4000  # bytes of the end of the output that are reported
 LOOK_S = 0.1  # between two looks at the worker and the memory in use
 FAMILY_S = 1.0  # between two searches for what the worker started: each reads all of /proc
 COMPILERS = ("g++", "gcc", "c++", "cc", "clang++", "clang")
-COMPILERS_S = 0.2
-"""For compilers to remove what they have half written: torch.compile loads whatever lies in its
-cache, also in later runs of the user."""
+COMPILERS_S = 0.2  # to remove what they have half written, which torch.compile would load later
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
