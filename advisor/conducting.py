@@ -25,8 +25,8 @@ from advisor.finding.answer import gain
 from advisor.opening import open_records
 from advisor.tuners import knobs
 from advisor.tuners.decisions import WORTH
-from advisor.tuners.measure.run.command import AttachedScript
 from advisor.tuners.measure.run.run import AttachedRun
+from advisor.tuners.measure.run.session import AttachedScript
 from advisor.tuners.search.plan import Plan, Progress
 from advisor.tuning import OfRun
 

@@ -667,8 +667,8 @@ class _Subject:
             if kind == "miss" or key.task.batch != record.batch:
                 listed = ", ".join(map(str, differs))
                 raise UsageError(f"record {record.id} is of another run than this: {listed}")
-            _refuse_fed_otherwise(record, seen, run.mapped)
-            run.own, run.memory = record.baseline.config, memory_of(key.environment.device)
+            _refuse_fed_otherwise(record, seen, run.command.names)
+            run.baseline, run.memory = record.baseline.config, memory_of(key.environment.device)
             run.tolerance = record.key.task.tolerance
             yield run
 

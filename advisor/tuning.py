@@ -542,21 +542,21 @@ class OfRun(_Tuning):
             task = key.task
             facts = _facts(seen, task, key.environment)
             batches: tuple[int, ...] = (task.batch,)
-            if BATCH in run.mapped:
+            if BATCH in run.command.names:
                 batches = _batches(task, facts, key.environment.device.memory_gib)
-            fed_by_option = bool(set(knobs.FEEDS) & set(run.mapped))
+            fed_by_option = bool(set(knobs.FEEDS) & set(run.command.names))
             situation = dataclasses.replace(
                 _situation(key, self._plan, facts, batches),
                 use=PILOT,
                 workers=seen.room if fed_by_option else seen.workers,
-                mapped=run.mapped,
+                mapped=run.command.names,
                 varies=seen.varies,
                 own=seen.own,
                 # Workers that the script starts itself are none of the pilot's.
                 kept=(*seen.kept, *knobs.FEEDS) if fed_by_option else seen.kept,
             )
             space = self.space(situation)
-            run.own, run.memory = space.default, facts.memory_bytes
+            run.baseline, run.memory = space.default, facts.memory_bytes
             run.tolerance = _tolerance(task)
             self._try_options(run, space)
             yield Subject(
@@ -609,12 +609,12 @@ class OfRun(_Tuning):
         Raises:
             UsageError: one does not.
         """
-        for name in run.mapped:
+        for name in run.command.names:
             if name not in space.choices:
                 raise UsageError(f"map: {name}: the steps are fed by no DataLoader here")
             others = space.choices[name][1:]
             # One that the command gives itself is taken; that of workers may never be needed.
-            if others and (name == BATCH or not run.gives(name)):
+            if others and (name == BATCH or not run.command.given(name)):
                 run.try_option(name, others[0])
 
     def begun(self) -> Run:
@@ -648,8 +648,8 @@ def begun(
         options: as `Run` takes them.
     """
     from advisor.piloting import INJECTED
+    from advisor.tuners.measure.run.guarded import measurable
     from advisor.tuners.measure.run.run import Run
-    from advisor.tuners.measure.run.words import measurable
 
     measurable(command)
     log = _log_of(records, tuple(command))

@@ -25,7 +25,7 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.compare import References, plain_of
-from advisor.tuners.measure.run.updates import KeptUpdates
+from advisor.tuners.measure.run.kept import KeptUpdates
 from advisor.tuners.measure.samples import Overflow, Sample, move, sampled
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -105,14 +105,12 @@ element by up to half as much, which errors show."""
 FAULT, ALLOWED = 0.1, 0.3
 """A fault of one tensor's slope that must stand out, and the part of it that is always allowed; the
 rest is for standard errors. Both hold for doubled variances of outputs, too: dropout at twice its
-rate doubles them."""
-FORMAT_SLOPE = 0.05
-"""How far a number format's slope of all gradients together may be from fp32's."""
+rate doubles them. A number format may take half as much from the slope of all gradients."""
 LOST = 0.5
-"""The same of one tensor; and the error from which a tensor is nothing but rounding. On an H200
-plain bf16 took 10% from the slope of GPT-2's last bias, and added 6% to a layer of ResNet-18. Two
-choices of algorithms for ResNet-50 in bf16, each 11% off fp32 in a layer, were 7.5% off along it to
-opposite sides."""
+"""How far a number format may take a tensor's slope from fp32's; and the error from which a tensor
+is nothing but rounding. On an H200 plain bf16 took 10% from the slope of GPT-2's last bias, and
+added 6% to a layer of ResNet-18. Two choices of algorithms for ResNet-50 in bf16, each 11% off fp32
+in a layer, were 7.5% off along it to opposite sides."""
 STANDARD_ERRORS = 4.0
 """Standard errors allowed beyond a limit."""
 ROUNDINGS = 2.5

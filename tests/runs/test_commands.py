@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -19,14 +21,14 @@ from advisor.cache.config import Config
 from advisor.errors import TargetFailed, WorkerError
 from advisor.opening import open_records
 from advisor.piloting import INJECTED
+from advisor.tuners.act.pilot.orders import Order
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.measure.place import Block, ConfigFailed
 from advisor.tuners.measure.run import run as running
 from advisor.tuners.measure.run import session as sessions
-from advisor.tuners.measure.run.command import Command
 from advisor.tuners.measure.run.guarded import Guarded, how
 from advisor.tuners.measure.run.run import Run
-from advisor.tuners.measure.run.session import Ended, Flight
+from advisor.tuners.measure.run.session import Command, Ended, Flight
 from advisor.tuners.measure.worker.guard import LOGGED
 from tests.face.commands import COMMAND, PACE, Done, advisor, own
 from tests.runs.forked import space_of
@@ -86,8 +88,8 @@ def started(command: tuple[str, ...]) -> Iterator[tuple[Run, Seen, Config]]:
     """A run under measurement, what is seen of it, and the config that it has itself."""
     with Run(command, injected=INJECTED, log=Path("log")) as run:
         seen = run.describe()
-        run.own, run.tolerance = space_of(seen).default, 0.02
-        yield run, seen, run.own
+        run.baseline, run.tolerance = space_of(seen).default, 0.02
+        yield run, seen, run.baseline
 
 
 def measured(run: Run, config: Config, steps: int = 8) -> Block:
@@ -344,7 +346,7 @@ def test_of_programs_in_turn_the_first_is_not_waited_for(
     try:
         own = space_of(session.seen).default
         with pytest.raises(Ended, match="give the one that trains"):
-            session.block(own, own, 10**6, 0, time.monotonic() + 60)
+            session.block(Order(config=own, own=own, steps=10**6), time.monotonic() + 60)
     finally:
         session.end()
     assert processes("987") == []
@@ -359,16 +361,13 @@ class MadeUpFlight(Flight):
 
     def __init__(self, ends: Callable[[Config, int], Exception | None]) -> None:
         self._ends, self.made, self.seen = ends, 0, SEEN
+        self.command = cast(Command, SimpleNamespace(ended=False))
 
-    @property
-    def over(self) -> bool:
-        return False
-
-    def block(self, config: Config, own: Config, steps: int, warm: int, until: float) -> Block:
-        self.made += steps + warm
-        if (ended := self._ends(config, self.made)) is not None:
+    def block(self, order: Order, until: float) -> Block:
+        self.made += order.steps + order.warm
+        if (ended := self._ends(order.config, self.made)) is not None:
             raise ended
-        return Block(steps=steps, samples=steps, seconds=1.0)
+        return Block(steps=order.steps, samples=order.steps, seconds=1.0)
 
     def end(self) -> None:
         """Nothing was started."""
@@ -404,7 +403,7 @@ HALF = Config(precision="bf16")
 class MadeUpRun(Run):
     def __init__(self, ends: Callable[[Config, int], Exception | None]) -> None:
         super().__init__(("python", "train.py"), injected=Path(), log=Path())
-        self.own, self.starts, self._how = OWN, 0, ends
+        self.baseline, self.starts, self._how = OWN, 0, ends
 
     def _started(self, words: tuple[str, ...], start_s: float) -> Flight:
         self.starts += 1
@@ -421,7 +420,7 @@ def test_a_command_that_ends_too_soon_has_one_remedy() -> None:
     with pytest.raises(WorkerError) as caught:
         run.block(OWN, 40, deadline_s=60)
     assert str(caught.value) == (
-        "the command ends before a config is measured (exit code 0, 3 times in a row); give it "
+        "the command ends before a config is measured (exit code 0); give it "
         "more to train on, as more epochs"
     )
     assert run.starts == 3

@@ -30,8 +30,8 @@ from advisor.tuners.act.pilot.pilot import ANOTHER, UNORDERED, UNSEEN, InCharge
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.decisions import LOOKED
 from advisor.tuners.measure.run.calls import KeptCalls
-from advisor.tuners.measure.run.command import AttachedScript
 from advisor.tuners.measure.run.run import AttachedRun
+from advisor.tuners.measure.run.session import AttachedScript
 from advisor.tuners.search.plan import suffices
 from tests import forks
 from tests.runs.forked import left_behind, space_of
@@ -239,11 +239,11 @@ def test_a_config_is_held_against_fp32_within_the_run(tmp_path: Path) -> None:
         inside = AttachedRun(
             AttachedScript(listening), ["python", "train.py"], log=tmp_path / "log"
         )
-        inside.own = space_of(inside.describe()).default
+        inside.baseline = space_of(inside.describe()).default
         inside.tolerance = 0.02
-        half = inside.own.replace(precision="bf16")
+        half = inside.baseline.replace(precision="bf16")
         found.append(inside.compare(half, deadline_s=60))
-        inside.leave(inside.own, "")
+        inside.leave(inside.baseline, "")
 
     torch.manual_seed(0)
     net, alone = nn.Linear(6, 4), nn.Linear(6, 4)

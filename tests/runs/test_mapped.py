@@ -164,12 +164,12 @@ def test_workers_of_the_script_are_set_at_a_start_of_its_own(
     monkeypatch.chdir(folder)
     log, options = folder / "log", {"num_workers": option}
     with Run(TRAIN, injected=INJECTED, log=log, options=options) as run:
-        run.own = Config(space_of(run.describe()).default | {"num_workers": 0})
-        assert run.block(run.own, 4, deadline_s=60).steps == 4
-        one = run.own.replace(num_workers=1)
+        run.baseline = Config(space_of(run.describe()).default | {"num_workers": 0})
+        assert run.block(run.baseline, 4, deadline_s=60).steps == 4
+        one = run.baseline.replace(num_workers=1)
         with pytest.raises(ConfigFailed, match=said) if said else nullcontext():
             run.block(one, 4, deadline_s=60)
-        assert run.block(run.own, 4, deadline_s=60).steps == 4
+        assert run.block(run.baseline, 4, deadline_s=60).steps == 4
 
 
 @pytest.mark.parametrize(

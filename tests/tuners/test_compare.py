@@ -21,7 +21,7 @@ from advisor.cache.config import Config
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.compare import References, passes, plain_of
 from advisor.tuners.measure.place import UNVERIFIED, Compared
-from advisor.tuners.measure.run.updates import KeptUpdates
+from advisor.tuners.measure.run.kept import KeptUpdates
 from advisor.tuners.measure.samples import NUDGE, Overflow, Sample, move, sampled
 
 FP32 = Config(precision="fp32", compile="none", fused_optimizer=False)

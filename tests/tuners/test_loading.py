@@ -27,8 +27,7 @@ from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed, WorkerError
 from advisor.tuners import host
 from advisor.tuners.faults import failure
-from advisor.tuners.measure.loading.costs import costs
-from advisor.tuners.measure.loading.data import Feeding, described, load
+from advisor.tuners.measure.loading import Feeding, costs, described, load
 from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import DataFacts, Job
@@ -236,7 +235,7 @@ import json, sys, torch
 from torch.utils.data import DataLoader, Dataset
 from advisor.tuners import host
 from advisor.tuners.faults import failure
-from advisor.tuners.measure.loading.data import Feeding
+from advisor.tuners.measure.loading import Feeding
 from advisor.tuners.measure.worker.wire import DataFacts
 from advisor.tuning import fed_by
 

@@ -14,11 +14,11 @@ from advisor.errors import AdvisorWarning, TargetError, TargetFailed
 from advisor.tuners.act.capture.captured_graph import RECORDERS
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.place import ConfigFailed
+from advisor.tuners.measure.samples import worst_update
 from advisor.tuners.measure.worker import bench as benches
 from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import describe
-from advisor.tuners.measure.worker.subject import WorkloadSubject, _apart
-from advisor.tuners.measure.workload import Workload
+from advisor.tuners.measure.workload import Workload, WorkloadSubject
 from tests.tuners.aten_recorder import AtenRecorder
 from tests.tuners.test_worker import job
 
@@ -293,13 +293,11 @@ def test_samples_are_of_the_same_weights_and_batches_under_every_config(tmp_path
     workload = made._built[one].workload
     for point in (*range(POINTS), POINTS):
         first, second = (held.sample(config, point, 0) for config in (one, other))
-        assert (
-            first.tensors.keys()
-            == second.tensors.keys()
-            == {"output", *(name for name, _ in workload.model.named_parameters())}
-        )
-        for name, tensor in first.tensors.items():
-            torch.testing.assert_close(tensor, second.tensors[name])
+        ones, others = (found.outputs | found.gradients for found in (first, second))
+        names = {"output", *(name for name, _ in workload.model.named_parameters())}
+        assert ones.keys() == others.keys() == names
+        for name, tensor in ones.items():
+            torch.testing.assert_close(tensor, others[name])
         assert first.loss == pytest.approx(second.loss) and not first.gradients["unused.bias"].any()
     points = [held.sample(one, point, 0).gradients["last.weight"] for point in range(POINTS)]
     assert not any(torch.equal(points[0], two) for two in points[1:]), "a batch each"
@@ -343,9 +341,8 @@ def test_gradients_are_those_of_the_loss_and_updates_those_of_the_optimizer(
 
 
 def test_an_update_that_is_not_a_number_shows() -> None:
-    weights = {"w": torch.nn.Parameter(torch.tensor([1.0, math.nan]))}
-    shadows = {"w": torch.nn.Parameter(torch.tensor([1.0, 1.5]))}
-    part, name = _apart(weights, shadows, {"w": torch.ones(2)})
+    wanted, found = torch.tensor([1.0, 1.5]), torch.tensor([1.0, math.nan])
+    part, name = worst_update([("w", torch.ones(2), wanted, found)])
     assert math.isnan(part) and name == "w"
 
 

@@ -1,12 +1,12 @@
 """Compares how a config trains with strict fp32: the same weights and batches, every gradient.
 
-A config's number format alone ('plain') is compared with fp32 once; code that is compiled or
-captured is compared with that format. A fault in one layer scales its gradient (the *slope*, the
-part along fp32's gradient, is not 1), or adds errors that the format by itself does not have.
+A config's number format alone ('plain') is compared with fp32 once, compiled or captured code with
+that format. A fault in one layer scales its gradient (the *slope*, the part along fp32's gradient,
+is not 1), or adds errors that the format alone does not have.
 
-Compiled code draws other random numbers than eager code does. So a model that draws them, as
-dropout does, is compared by means over many draws: more are made until a fault of a tenth in one
-layer would stand out of their standard error. Of any other model one pass at each point tells.
+Compiled code draws other random numbers than eager code. So a model with dropout is compared by
+means over as many draws as it takes until a fault of a tenth in one layer would stand out of their
+standard error; any other by one pass at each point.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from advisor.cache.config import Config
 from advisor.tuners import decisions as limits
 from advisor.tuners.faults import failure
 from advisor.tuners.knobs import FORMATS, INPUT, KNOBS
-from advisor.tuners.measure.draws import TINY, Draws, Reference
 from advisor.tuners.measure.place import UNVERIFIED, Compared
-from advisor.tuners.measure.samples import NoTime, Overflow, Subject
+from advisor.tuners.measure.samples import TINY, Draws, NoTime, Overflow, Reference, Subject
 
 
 def plain_of(candidate: Config, fp32: Config) -> Config:
@@ -45,32 +44,25 @@ def passes(config: Config) -> Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figure:
-    """How far something is off, its standard error, and how far it may be off besides.
-
-    Attributes:
-        fault: the least one that must stand out; inf where the error may be any.
-        beside: more figures, for people.
-    """
+    """How far something is off."""
 
     name: str
     off: float
-    limit: float
-    error: float = 0.0
-    fault: float = math.inf
-    beside: str = ""
+    limit: float  # how far it may be off, besides `unsure`
+    error: float = 0.0  # standard
+    fault: float = math.inf  # the least one that must stand out; inf where the error may be any
+    beside: str = ""  # more figures, for people
 
     @property
     def unsure(self) -> float:
         return limits.STANDARD_ERRORS * self.error
 
     @property
-    def doubt(self) -> float:
-        """Above 1 a fault would not stand out yet."""
+    def doubt(self) -> float:  # above 1 a fault would not stand out yet
         return self.unsure / (self.fault * (1 - limits.ALLOWED))
 
     @property
-    def part(self) -> float:
-        """What it is off, as part of what is allowed."""
+    def part(self) -> float:  # of what it may be off
         return abs(self.off) / max(self.limit + self.unsure, TINY)
 
     def __str__(self) -> str:
@@ -79,11 +71,11 @@ class _Figure:
 
 
 class References:
-    """Compares configs with samples of strict fp32 and of plain number formats, which are made once
-    for all of them. The loss may always be off by the tolerance, as part of it."""
+    """Compares configs with samples of strict fp32 and of number formats, which are made once. The
+    loss may always be off by the tolerance, as part of it."""
 
     def __init__(self, subject: Subject, fp32: Config, *, tolerance: float) -> None:
-        self._subject, self._fp32, self._tolerance = subject, fp32, tolerance
+        self._subject, self._tolerance = subject, tolerance
         self._reference = Reference(subject, fp32)
         self._formats: dict[Config, Compared] = {}
         self._coarse: Draws | None = None
@@ -118,13 +110,12 @@ class References:
     def _check(self, config: Config, plain: Config) -> Compared:
         """Draw until there is a verdict on code, or on a format if that is the config itself."""
         blames, suspects = "format" if config == plain else "code", set[str]()
-        reference = self._reference
-        began = reference.rounds
+        reference, began = self._reference, self._reference.rounds
         while True:
             reference.extend()
             if not bool(reference.signal.isfinite().all()):
                 return Compared(UNVERIFIED, "strict fp32 is not finite either")
-            if config == self._fp32:
+            if config == reference.fp32:
                 return Compared("ok", "strict fp32")
             drawn = reference.of(config) if config == plain else reference.draw(config)
             if not bool(drawn.along.isfinite().all() and drawn.spreads.isfinite().all()):
@@ -133,7 +124,7 @@ class References:
             beyond = [one for one in found if not one.part <= 1]
             if beyond and config == plain and self._coarse is None:
                 # Rounded weights may take as much from fp32's own gradient.
-                self._coarse = reference.draw(self._fp32, 2 * limits.POINTS)
+                self._coarse = reference.draw(reference.fp32, 2 * limits.POINTS)
                 continue
             # Other draws must show it too.
             if sure := [o for o in beyond if o.name in suspects or not reference.draws]:
@@ -156,41 +147,41 @@ class References:
 
     def _no_more(self, config: Config, times: float) -> str:
         """Why so many times as many draws, which a verdict needs, cannot be made; or ''."""
-        now, took_s = self._reference.rounds * limits.POINTS, self._reference.took_s
+        reference, now = self._reference, self._reference.rounds * limits.POINTS
         needed = times * now
         # That estimate is a rough one itself.
         if needed > 2 * limits.MOST_DRAWS or 2 * now > limits.MOST_DRAWS:
             return f"more than {limits.MOST_DRAWS} draws would be needed"
-        needed_s = needed * (took_s[config] + took_s[self._fp32])
-        if needed_s > self._reference.left_s():
+        needed_s = needed * (reference.took_s[config] + reference.took_s[reference.fp32])
+        if needed_s > reference.left_s():
             return f"about {needed:.0f} draws would be needed, {needed_s:.0f} s"
         return ""
 
     def _figures(self, drawn: Draws, config: Config, plain: Config) -> list[_Figure]:
-        half = limits.POINTS // 2
+        every, half = slice(None), limits.POINTS // 2
         kept, disturbed = slice(half), slice(half, None)
-        share = self._reference.share(plain)
+        draws, share = self._reference.draws, self._reference.share(plain)
         if config == plain:  # nothing is stale because of a format
             found = self._of_format(drawn, share, kept)
         else:
             found, than = [], self._reference.of(plain)
             # Also at some of the points alone, where a stale value shows.
-            for points in (slice(None), kept, disturbed):
-                allowed = torch.full_like(share[0], limits.ALLOWED * limits.FAULT)
-                if not self._reference.draws:  # rounding may lie along the gradient by itself
-                    allowed += share[points].amax(0)
-                allowed[share[points].amax(0) > limits.LOST] = math.inf
-                fault = limits.FAULT if points == slice(None) else math.inf
+            for points in (every, kept, disturbed):
+                most = share[points].amax(0)
+                allowed = torch.full_like(most, limits.ALLOWED * limits.FAULT)
+                if not draws:  # rounding may lie along the gradient by itself
+                    allowed += most
+                allowed[most > limits.LOST] = math.inf
+                fault = limits.FAULT if points == every else math.inf
                 found += self._slopes(drawn, than, allowed, share, points, fault)
-            if not self._reference.draws:
-                found += self._distances(drawn, share, kept)
-                found += self._distances(drawn, share, disturbed)
+                if not draws and points != every:
+                    found += self._distances(drawn, share, points)
         return found + self._spreads(drawn) + self._loss(drawn)
 
     def _of_format(self, drawn: Draws, share: Tensor, points: slice) -> list[_Figure]:
-        """Of all gradients together, and of each tensor: as far as rounded weights take them."""
+        """Slopes of all gradients together, and of each tensor."""
         reference, gradients = self._reference, slice(self._reference.outputs, None)
-        than, signal = reference.of(self._fp32), reference.signal[points].sum(0).clamp(min=TINY)
+        than, signal = reference.of(reference.fp32), reference.signal[points].sum(0).clamp(min=TINY)
         lost = torch.zeros_like(signal)
         if self._coarse is not None:
             lost = (than.along.mean(0) - self._coarse.along.mean(0))[points].sum(0)
@@ -198,7 +189,7 @@ class References:
         together = _mean((drawn.along - than.along)[:, points, gradients].sum(2) / whole)
         off, error = map(float, together)
         taken = max(0.0, float(lost[gradients].sum() / whole)) if off < 0 else 0.0
-        limit = limits.FORMAT_SLOPE + limits.ROUNDINGS * taken
+        limit = limits.FAULT / 2 + limits.ROUNDINGS * taken
         name = "the slope of all gradients"
         figure = _Figure(name=name, off=off, error=error, limit=limit, fault=limits.FAULT)
         allowed = limits.LOST + limits.ROUNDINGS * (lost / signal).abs()
@@ -214,8 +205,7 @@ class References:
         points: slice,
         fault: float = math.inf,
     ) -> list[_Figure]:
-        """Of each tensor for which a limit is given; `fault` is for those whose gradient is not
-        much smaller than usual."""
+        """Of tensors with a limit; `fault` is for those with a gradient of about the usual size."""
         reference, outputs = self._reference, self._reference.outputs
         signal = reference.signal[points].sum(0).clamp(min=TINY)
         off, error = _mean((drawn.along - than.along)[:, points] / signal)
@@ -228,7 +218,7 @@ class References:
         matters[:outputs] = False
         return [
             _Figure(
-                name=f"the slope of {self._reference.label(at)}",
+                name=f"the slope of {reference.label(at)}",
                 off=float(off[at]),
                 error=float(error[at]),
                 limit=float(limit[at]),
@@ -257,16 +247,16 @@ class References:
 
     def _spreads(self, drawn: Draws) -> list[_Figure]:
         """By logarithms: a rare draw far from the others weighs no more than they do."""
-        found = []
-        for at in range(self._reference.outputs if self._reference.draws else 0):
-            own = self._reference.own.spreads[..., at]
+        reference, found = self._reference, []
+        for at in range(reference.outputs if reference.draws else 0):
+            own = reference.own.spreads[..., at]
             # One number's variance is too unsure to tell anything.
-            if self._reference.sizes[at] < 2 or not float(own.mean()):
+            if reference.sizes[at] < 2 or not float(own.mean()):
                 continue
             least = 1e-3 * own.mean(0)
             logs = (one.maximum(least).log2() for one in (drawn.spreads[..., at], own))
             off, error = _difference(*logs)
-            name = f"the variance of {self._reference.label(at)} over draws, in doublings,"
+            name = f"the variance of {reference.label(at)} over draws, in doublings,"
             found.append(_Figure(name=name, off=off, error=error, limit=limits.ALLOWED, fault=1.0))
         return found
 
@@ -281,8 +271,7 @@ class References:
 
 
 def _mean(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean over rounds of the sum over points, of (round, point, ...), and its standard
-    error; 0 if there is one round."""
+    """The mean over rounds of the sum over points, and its standard error, 0 of one round."""
     rounds = len(samples)
     error = (samples.var(0, correction=min(1, rounds - 1)) / rounds).sum(0).sqrt()
     return samples.mean(0).sum(0), error

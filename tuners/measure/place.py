@@ -25,9 +25,7 @@ class Block:
     gpu_s: float = 0.0  # of `seconds`, by the device's clock; 0 if that is not known
     peak_bytes: int = 0  # of device memory since the config was switched to
     compiled: int = 0  # graphs that torch.compile made within the timed steps
-    borrowed: float = (
-        0.0  # share of batches from a loader's queue that busy workers did not replace
-    )
+    borrowed: float = 0.0  # share of batches that were ready, and that workers did not replace
     ahead: int = 0  # batches that the loader's workers may have ready
 
     @property
@@ -37,7 +35,6 @@ class Block:
 
     @property
     def step_s(self) -> float:
-        """Seconds per step."""
         return self.seconds / self.steps
 
     @property
@@ -61,7 +58,6 @@ class Compared:
 
     @property
     def ok(self) -> bool:
-        """It trains like fp32."""
         return self.outcome == "ok"
 
 
@@ -76,17 +72,12 @@ class ConfigFailed(Exception):
 class Place(Protocol):
     """Where configs are visited. What was built for a config stays alive until `forget`."""
 
-    @property
-    def baseline(self) -> Config:
-        """What all others are compared with: the unmodified script, or torch's default."""
+    baseline: Config  # what others are compared with: the unmodified script, or torch's default
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
-        """Switch to a config, make `warm` untimed steps, then time `steps`.
-
-        Raises:
-            ConfigFailed: the config failed or took longer than `deadline_s`; the next call works.
-            TargetFailed: the user's code fails by itself. WorkerError: nothing can be measured.
-        """
+        """Switch to a config, make `warm` untimed steps, then time `steps`. Raises ConfigFailed if
+        it failed or took longer than `deadline_s`; the next call works. Raises TargetFailed if the
+        user's code fails by itself, WorkerError if nothing can be measured."""
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
         """Compare the very code that `block` timed with strict fp32; raises as `block`."""

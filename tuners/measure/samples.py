@@ -1,10 +1,11 @@
-"""Samples of a training step: one forward and backward pass of it, at known weights and batches."""
+"""Passes of a training step at known weights and batches, and fp32's, which others compare with."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor
 
 from advisor.cache.config import Config
-from advisor.tuners.decisions import DISTURBED, POINTS
+from advisor.tuners.decisions import DISTURBED, LOST, POINTS
 
 Named = dict[str, Tensor]
-NUDGE = 8 * torch.finfo(torch.float32).eps
-"""Relative change of the weights that shows what rounding alone does to a tensor."""
-COARSE = torch.finfo(torch.bfloat16).eps / 2
-"""The same for rounding to bf16."""
+# Relative changes of the weights that show what rounding alone does to a tensor; and that to bf16.
+NUDGE, COARSE = 8 * torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps / 2
+# The first seed of fp32's own draws: along the mean of the same masks a mean would seem too large.
+OWN_SEEDS = 1_000_003
+TINY = 1e-30  # instead of 0 in a denominator
 _MOST = 2**16 + 1  # elements of a tensor that are compared, evenly spaced
 
 
@@ -32,41 +34,25 @@ class NoTime(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Outputs and gradients of one forward and backward pass, by name and made by `sampled`, and
-    its loss if that is known."""
+    """Outputs and gradients of one pass, by name and made by `sampled`."""
 
     outputs: Named
     gradients: Named
-    loss: float | None = None
-
-    @property
-    def tensors(self) -> Named:
-        """Outputs, then gradients; no parameter has an output's name."""
-        return self.outputs | self.gradients
+    loss: float | None = None  # if it is known
 
 
 class Subject(Protocol):
-    """A training step that can be made again under any config, at each of POINTS pairs of weights
-    and a batch."""
+    """A training step that can be made again under any config, at POINTS of weights and batch."""
 
-    @property
-    def draws(self) -> bool:
-        """Whether a pass draws random numbers, as dropout does."""
+    draws: bool  # whether a pass draws random numbers, as dropout does
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
-        """Make one pass from a seed, with the weights that `move` makes for a point.
-
-        Args:
-            point: below POINTS; add POINTS for weights nudged by NUDGE, twice that for COARSE.
-
-        Raises:
-            Overflow: no loss scale is found.
-            Exception: anything else that a config raises.
-        """
+        """Make one pass from a seed, with the weights that `move` makes for a point: below POINTS;
+        add POINTS for weights nudged by NUDGE, twice that for COARSE. Raises Overflow if no loss
+        scale is found, and anything else that a config raises."""
 
     def optimizer_error(self, config: Config) -> tuple[float, str]:
-        """The largest difference of an update by a config's optimizer from the script's own, as
-        part of the update, and the parameter's name; (0, '') if the config sets no optimizer."""
+        """`worst_update` of a config's optimizer; (0, '') if the config sets none."""
 
 
 def is_disturbed(point: int) -> bool:
@@ -76,8 +62,7 @@ def is_disturbed(point: int) -> bool:
 
 @torch.no_grad()
 def move(weights: Sequence[Tensor], point: int) -> None:
-    """Change kept weights, in place, to those of a point, alike under every config. Values computed
-    from the kept weights, such as constants of compiled code, no longer fit."""
+    """Change kept weights, in place, to those of a point: constants made of them become stale."""
     disturbed, nudged = is_disturbed(point), point >= POINTS
     if not (disturbed or nudged):
         return
@@ -107,3 +92,193 @@ def part_of(tensor: Tensor) -> Tensor:
 def sampled(tensor: Tensor) -> Tensor:
     """A float32 copy of `part_of` a tensor."""
     return part_of(tensor).to(torch.float32, copy=True)
+
+
+@torch.no_grad()
+def worst_update(updates: Iterable[tuple[str, Tensor, Tensor, Tensor]]) -> tuple[float, str]:
+    """The largest error of an update, as part of it, and the weight's name, from names and weights:
+    before the update, after the right one, and as found."""
+    worst = (0.0, "")
+    for name, *weights in updates:
+        before, wanted, found = (one.double() for one in weights)
+        # Rounding the weight twice is no error.
+        rounding = 2 * torch.finfo(weights[0].dtype).eps * before.norm()
+        off, moved = float((found - wanted).norm() - rounding), float((wanted - before).norm())
+        part = off / moved if moved else float(off > 0)
+        if not part <= worst[0]:  # also one that is not a number
+            worst = (part, name)
+    return worst
+
+
+class Draws:
+    """Passes of a config at each point in turn; a round is one at each."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        self.count = 0
+        self.apart: list[Tensor] = []  # by point: how far its first pass is from fp32's
+        self._before: dict[int, Tensor] = {}
+        self._along: list[Tensor] = []
+        self._spreads: list[Tensor] = []
+        self._losses: list[float] = []
+
+    def add(self, vector: Tensor, loss: float | None, direction: Tensor) -> None:
+        """Add a pass at the next point, whose mean in fp32 is `direction`."""
+        reference, point = self._reference, self.count % POINTS
+        self._along.append(reference.dots(vector, direction))
+        if reference.draws:
+            outputs = vector[: sum(reference.sizes[: reference.outputs])].clone()
+            if self.count // POINTS % 2:
+                apart = reference.norms(outputs - self._before[point], outputs=True)
+                self._spreads.append(apart.square() / 2)
+            self._before[point] = outputs
+        self._losses.append(math.nan if loss is None else loss)
+        self.count += 1
+
+    @property
+    def along(self) -> Tensor:
+        """(round, point, tensor) scalar products with fp32's mean of this point."""
+        return torch.stack(self._along).view(-1, POINTS, len(self._along[0]))
+
+    @property
+    def spreads(self) -> Tensor:
+        """(round / 2, point, output) half the squared distances of two draws."""
+        if not self._spreads:
+            return torch.zeros(0, POINTS, 0)
+        return torch.stack(self._spreads).view(-1, POINTS, len(self._spreads[0]))
+
+    @property
+    def losses(self) -> Tensor:
+        """(round, point); not a number where a loss is not known."""
+        return torch.tensor(self._losses, dtype=torch.float64).view(-1, POINTS)
+
+
+class Reference:
+    """Strict fp32's own passes, and what others are measured by. Each pass is one vector: its
+    outputs, then its gradients, end to end.
+
+    Attributes:
+        rounds: that a comparison takes. One tells all of a model that draws none.
+        signal: (point, tensor) squares of fp32's mean gradients.
+        rounding: (point, tensor) what rounding alone does to a tensor, as a part of it.
+    """
+
+    def __init__(self, subject: Subject, fp32: Config) -> None:
+        self._subject, self.fp32 = subject, fp32
+        self.draws = subject.draws
+        self.rounds = POINTS if self.draws else 1
+        self.left_s: Callable[[], float] = lambda: math.inf
+        self.took_s: dict[Config, float] = defaultdict(float)  # by each config's last pass
+        self.names: list[str] = []  # of the tensors in a vector
+        self.sizes: list[int] = []
+        self.outputs = 0  # that come first in a vector
+        self.own = Draws(self)
+        self._sums = torch.zeros(())  # of the even and the odd rounds at each point
+        self._firsts: list[Tensor] = []  # of each point
+        self._noise: list[Tensor] = []
+        self._formats: dict[tuple[Config, int], Draws] = {}
+        self._shares: dict[Config, Tensor] = {}
+
+    def extend(self) -> None:
+        """Make as many passes as others have; slopes are taken along their mean."""
+        if self.own.count >= self.rounds * POINTS:
+            return
+        while (count := self.own.count) < self.rounds * POINTS:
+            point, seed = count % POINTS, self._own_seed(count)
+            vector, loss = self.sample(self.fp32, point, seed)
+            if len(self._noise) <= point:
+                nudged, _ = self.sample(self.fp32, point + POINTS, seed)
+                self._noise.append(self.norms(nudged - vector))
+                self._firsts.append(vector)
+            if self.draws:
+                if not count:
+                    self._sums = vector.new_zeros(POINTS, 2, len(vector))
+                self._sums[point, count // POINTS % 2] += vector
+            self.own.add(vector, loss, vector)
+        self.signal = torch.stack([self.dots(*self._halves(point)) for point in range(POINTS)])
+        self._formats.clear()  # which were compared with fewer
+        size = torch.stack([self.norms(one) for one in self._firsts])
+        gradients = slice(self.outputs, None)
+        usual = size[:, gradients].norm(dim=1, keepdim=True) / self.counts[gradients].sum().sqrt()
+        # A tensor below this is nothing.
+        floor = NUDGE * usual * self.counts.sqrt()
+        self._size = size.maximum(floor).clamp(min=TINY)
+        self.rounding = torch.stack(self._noise).maximum(floor) / self._size
+
+    def of(self, config: Config) -> Draws:
+        """Passes of fp32 or a plain format."""
+        if config == self.fp32 and not self.draws:
+            return self.own
+        if (config, self.rounds) not in self._formats:
+            self._formats[config, self.rounds] = self.draw(config)
+        return self._formats[config, self.rounds]
+
+    def draw(self, config: Config, offset: int = 0, *, first: bool = False) -> Draws:
+        """Passes of any config, at points moved by `offset`. All have the same seeds: equal masks
+        leave little to chance. `first`: one round, with the seeds of fp32's own first one."""
+        drawn, count = Draws(self), self.rounds * POINTS
+        seeds = range(count, 2 * count)
+        if first or not self.draws:
+            seeds = range(self._own_seed(0), self._own_seed(POINTS))
+        for number, seed in enumerate(seeds):
+            point = number % POINTS
+            vector, loss = self.sample(config, point + offset, seed)
+            even, odd = self._halves(point)
+            drawn.add(vector, loss, (even + odd) / 2)
+            if number < POINTS:
+                apart = self.norms(vector - self._firsts[point])
+                drawn.apart.append(apart / self._size[point])
+        return drawn
+
+    def share(self, plain: Config) -> Tensor:
+        """(point, tensor) what a format does to a tensor, as part of it: at least the usual."""
+        if plain not in self._shares:
+            share = self.rounding
+            if plain != self.fp32:
+                drawn = self.draw(plain, first=True) if self.draws else self.of(plain)
+                share = share.maximum(torch.stack(drawn.apart))
+            usual = share.median(dim=1, keepdim=True).values.clamp(max=LOST)
+            self._shares[plain] = share.maximum(usual)
+        return self._shares[plain]
+
+    def _own_seed(self, count: int) -> int:
+        return OWN_SEEDS + count if self.draws else count
+
+    def _halves(self, point: int) -> tuple[Tensor, Tensor]:
+        """fp32's mean over the even rounds, and over as many odd ones."""
+        if not self.draws:
+            return self._firsts[point], self._firsts[point]
+        even, odd = self._sums[point] / (self.own.count / POINTS / 2)
+        return even, odd
+
+    def sample(self, config: Config, point: int, seed: int) -> tuple[Tensor, float | None]:
+        """A `Subject.sample` and its loss; raises NoTime if the last took longer than is left."""
+        began = time.perf_counter()
+        if self.left_s() < self.took_s[config]:
+            raise NoTime
+        found = self._subject.sample(config, point, seed)
+        tensors = found.outputs | found.gradients  # no parameter has an output's name
+        if not self.names:
+            self.names, self.outputs = list(tensors), len(found.outputs)
+            self.sizes = [one.numel() for one in tensors.values()]
+            self.counts = torch.tensor(self.sizes, dtype=torch.float64)
+        vector = torch.cat([tensors[name] for name in self.names])
+        if vector.is_cuda:
+            torch.cuda.synchronize()
+        self.took_s[config] = time.perf_counter() - began
+        return vector, found.loss
+
+    def dots(self, ours: Tensor, theirs: Tensor) -> Tensor:
+        """The scalar product of each tensor, as float64 on the host."""
+        pairs = zip(ours.split(self.sizes), theirs.split(self.sizes), strict=True)
+        return torch.stack([torch.dot(a, b) for a, b in pairs]).double().cpu()
+
+    def norms(self, vector: Tensor, *, outputs: bool = False) -> Tensor:
+        """The L2 norm of each tensor, as float64 on the host; `outputs`: it holds no others."""
+        parts = vector.split(self.sizes[: self.outputs] if outputs else self.sizes)
+        return torch.stack(torch._foreach_norm(list(parts))).double().cpu()
+
+    def label(self, tensor: int) -> str:
+        """What to call a tensor in a sentence."""
+        name = self.names[tensor]
+        return f"the {name}" if tensor < self.outputs else f"the gradient of {name}"

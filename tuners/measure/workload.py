@@ -1,11 +1,12 @@
-"""The step that is measured: a target, a batch and an Advice, as a training script has them."""
+"""The step that is measured, as a training script has it; and its repeats, compared with fp32."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -16,14 +17,26 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
+from advisor.cache.config import Config
 from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture.step_graph import StepGraph
-from advisor.tuners.decisions import LOOKED
-from advisor.tuners.measure.samples import sampled
+from advisor.tuners.decisions import LOOKED, POINTS
+from advisor.tuners.measure.samples import (
+    Named,
+    Overflow,
+    Sample,
+    Subject,
+    move,
+    part_of,
+    sampled,
+    worst_update,
+)
 from advisor.tuners.target import Loaded, build, failed
 
+OPTIMIZER_STEPS = 2  # that are compared: what is kept of the first shows in the second
+SCALE_STEPS = 20  # halvings of 65536, GradScaler's first scale, after which it is below 1
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **how: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **how),
     "adamw": lambda parameters, **how: torch.optim.AdamW(parameters, lr=1e-4, **how),
@@ -32,21 +45,17 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(eq=False)
 class _Step:
-    """One step on a batch, as a script has it.
-
-    Attributes:
-        outputs: samples of the model's, of the last step while `keeps` was set.
-    """
+    """One step on a batch, as a script has it."""
 
     model: nn.Module
     loss: Callable[..., Tensor]
     advice: Advice
     optimizer: Any
     keeps: bool = False
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)  # samples, of the last step with `keeps`
 
     def train(self, batch: Any) -> Tensor:
-        """Forward, loss, backward and optimizer step; the loss."""
+        """Forward, backward and optimizer step; the loss."""
         inputs, target = batch
         with self.advice.autocast():
             output = self.forward(inputs)
@@ -56,7 +65,6 @@ class _Step:
         return loss.detach()
 
     def infer(self, batch: Any) -> None:
-        """A forward pass."""
         with torch.inference_mode(), self.advice.autocast():
             self._keep(self.forward(batch[0]))
 
@@ -78,13 +86,8 @@ class _Step:
 
 
 class Workload:
-    """One training or inference step on one config, built as a script would build it; of a mix of
-    shapes a pass through all.
-
-    Args:
-        count: different batches of each shape, which are cycled through.
-        given: batches to use instead of made-up ones.
-    """
+    """One training or inference step on one config, as a script would build it; of a mix of shapes
+    a pass through all. It cycles through `count` made-up batches of each, or those `given`."""
 
     def __init__(
         self,
@@ -146,19 +149,14 @@ class Workload:
         at = first * self._passes % len(self._placed)
         self._source = self.advice.batches(cycle(self._placed[at:] + self._placed[:at]))
 
-    def feed(self, batches: Iterator[Any]) -> None:
-        """Take the batches of the next steps from here, until `rewind`."""
-        self._source = self.advice.batches(batches)
-
-    def under(self, advice: Advice) -> Workload:
+    def fed(self, advice: Advice, batches: Iterator[Any]) -> Workload:
         """The same step, with batches that another advice places; nothing is compiled again."""
         other = copy.copy(self)
-        other.advice = advice
+        other.advice, other._source = advice, advice.batches(batches)
         return other
 
     def step(self) -> None:
-        """One step, exactly as in a script; raises RuntimeError if it cannot be captured as the
-        config asks."""
+        """One step; raises RuntimeError if it cannot be captured as the config asks."""
         step: Callable[[Any], Any] = self._step
         losses: list[Tensor] = []
         for _ in range(self._passes):
@@ -173,9 +171,9 @@ class Workload:
         before, self._own.keeps = self._own.keeps, True
         try:
             self.step()
-            return self._own.outputs
         finally:
             self._own.keeps = before
+        return self._own.outputs
 
     def start(self) -> None:
         """Take the first step; if it is captured, all until its first replay. Raises as `step`."""
@@ -188,9 +186,8 @@ class Workload:
 
 @contextmanager
 def _plainly(model: nn.Module) -> Iterator[None]:
-    """Call a model without the compiled code in its place, which counts the inputs of its calls,
-    and without cuDNN's search: cuDNN caches the algorithm that it picks first, and picking it is to
-    be timed with the first step."""
+    """Call a model without its compiled code, which counts its calls' inputs, and without cuDNN's
+    search: cuDNN caches the algorithm that it picks first, which is timed with the first step."""
     compiled = {one: one._compiled_call_impl for one in model.modules()}
     cudnn = torch.backends.cudnn
     enabled = cudnn.enabled
@@ -206,8 +203,8 @@ def _plainly(model: nn.Module) -> Iterator[None]:
 
 
 def _make_batch(loaded: Loaded, task: Task, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Inputs and their target, on the CPU. The target is None unless the user's make_batch made it;
-    raises TargetFailed if that raises, or does not fit the task."""
+    """Inputs and their target, on the CPU; without the user's make_batch the target is None. Raises
+    TargetFailed if that raises, or does not fit the task."""
     hook, batch = loaded.make_batch, shape[0]
     if hook is None:
         dtype = getattr(torch, task.dtype)
@@ -281,3 +278,103 @@ def layer_that_raised(model: nn.Module, exc: BaseException) -> str:
         shown = f"{type(module).__name__}({module.extra_repr()})"
         return f"layer {name!r}, {shown}, got {got}" if name else f"the model itself, got {got}"
     return ""
+
+
+class WorkloadSubject:
+    """A Subject over the workloads that are timed; `build` makes their model as it was at first."""
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        workload: Callable[[Config], Workload],
+        device: torch.device,
+    ) -> None:
+        self._build, self._workload = build, workload
+        self._device = device
+        self.draws = False
+        self._values: Named = {}
+
+    def sample(self, config: Config, point: int, seed: int) -> Sample:
+        workload = self._workload(config)
+        outputs = self._pass(workload, point, seed, anew=True)
+        loss = workload.loss
+        return Sample(
+            outputs={
+                f"output {n}" if n else "output": one.clone() for n, one in enumerate(outputs)
+            },
+            gradients={
+                name: sampled(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+                for name, weight in _trained(workload)
+            },
+            loss=None if loss is None else float(loss),
+        )
+
+    def optimizer_error(self, config: Config) -> tuple[float, str]:
+        workload = self._workload(config)
+        if workload.optimizer is None:
+            return 0.0, ""
+        self._set(workload, 0)
+        weights = dict(_trained(workload))
+        starts = {name: part_of(weight).clone() for name, weight in weights.items()}
+        shadows = {name: nn.Parameter(start.clone()) for name, start in starts.items()}
+        optimizer = workload.plain_optimizer(list(shadows.values()))
+        for step in range(OPTIMIZER_STEPS):
+            self._pass(workload, step, step)
+            for name, shadow in shadows.items():
+                grad = weights[name].grad
+                shadow.grad = None if grad is None else part_of(grad)
+            optimizer.step()
+        return worst_update(
+            (name, starts[name], shadow, part_of(weights[name])) for name, shadow in shadows.items()
+        )
+
+    def restore(self, workloads: Iterable[Workload]) -> None:
+        """Set workloads back to how they were built, and free the device memory of comparing."""
+        for workload in workloads if self._values else ():
+            self._set(workload, 0)
+        self._values = {}
+
+    def _pass(
+        self, workload: Workload, point: int, seed: int, *, anew: bool = False
+    ) -> list[Tensor]:
+        """A step that no GradScaler skips; samples of its outputs. Gradients stay, unscaled."""
+        scaler = workload.advice.scaler
+        for _ in range(SCALE_STEPS):
+            if anew:
+                self._set(workload, point)
+            workload.rewind(point % POINTS)
+            torch.manual_seed(seed)
+            scale = scaler.get_scale()
+            outputs = workload.observed_step()
+            if scaler.get_scale() >= scale:
+                return outputs
+        raise Overflow(f"the GradScaler skipped {SCALE_STEPS} steps in a row: fp16 overflows here")
+
+    @torch.no_grad()
+    def _set(self, workload: Workload, point: int) -> None:
+        """Set weights, buffers and optimizer state, in place, as a graph keeps its memory."""
+        if not self._values:
+            self._values = {name: one.to(self._device) for name, one in self._host.items()}
+        for name, tensor in _state(workload.model):
+            tensor.copy_(self._values[name])
+        move([weight for _, weight in _trained(workload)], point)
+        states = workload.optimizer.state.values() if workload.optimizer is not None else ()
+        for state in states:
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+
+    @functools.cached_property
+    def _host(self) -> Named:
+        return {name: tensor.detach() for name, tensor in _state(self._build())}
+
+
+_: Callable[..., Subject] = WorkloadSubject
+
+
+def _state(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _trained(workload: Workload) -> list[tuple[str, nn.Parameter]]:
+    return [(n, p) for n, p in workload.model.named_parameters() if p.requires_grad]

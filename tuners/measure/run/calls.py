@@ -1,13 +1,12 @@
 """The steps of a running script as a Subject: its models' calls, made again under any config.
 
-While the script makes four unmodified steps, each call of its models is kept: the arguments, and
-the gradient that comes back to what it returned. So are the weights at the first. A pass copies
-these weights into the parameters, makes the calls of one step through the code that was compiled
-for a config, takes the kept gradients back through them, and puts everything back.
+Of four unmodified steps each call of the script's models is kept: its arguments, and the gradients
+of what it returned; so are the weights before the first. A pass copies these into the parameters,
+makes the calls of one step through a config's code, takes the kept gradients back through them, and
+puts everything back.
 
-This does not see errors that add up over many updates, later micro-batches of a step, or gradients
-of gradients. The loss's own code runs once: how far a loss would be off is estimated by its
-tangent, which is exact where the model returns its loss.
+It sees no errors that add up over many updates, later micro-batches, or gradients of gradients. A
+loss's error is estimated by its tangent, which is exact if the model returns its loss.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from advisor.tuners.decisions import POINTS
 from advisor.tuners.faults import failure
 from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.place import UNVERIFIED, Compared
-from advisor.tuners.measure.run.side_effects import SideEffects, hooked, keep_attributes
-from advisor.tuners.measure.run.updates import KeptUpdates
+from advisor.tuners.measure.run.kept import KeptUpdates, hooked, keep_attributes, watched
 from advisor.tuners.measure.samples import Named, Sample, is_disturbed, move, sampled
 
 _Place = tuple[dict[str, Any], str]  # where a module holds a parameter or buffer, by its name
@@ -77,24 +75,26 @@ class _Kept:
 
 class KeptCalls:
     """Compares configs with strict fp32 on a script's own steps: a Subject, and a pilot's Watch.
-    If `careful`, as in a real run, a model is called again only if everything that its own call
-    leaves behind can be put back."""
+    `careful`, as in a real run: only if all that a call of the model changes can be put back."""
 
     def __init__(self, *, careful: bool = False) -> None:
         self._careful = careful
-        self._reset()
-
-    def _reset(self) -> None:
-        self._switch: Switch | None = None
         self._unhook: Callable[[], None] = lambda: None
+        self.close()
+
+    # A Watch.
+
+    def close(self) -> None:
+        self._unhook()
+        self._unhook = lambda: None
+        self._switch: Switch | None = None
         self._refused = ""
         # The calls of each step, and the sum of its losses; None where the script has none.
         self._steps: list[tuple[list[_Kept], float | None]] = []
         self._calls: list[_Kept] = []
         self._losses: list[Tensor] = []
         self._looked = 0  # at so many steps
-        self._raised = False
-        self.draws = False
+        self._raised = self.draws = False
         self._named: Named = {}
         self._modules: list[nn.Module] = []
         self._places: list[_Place] = []
@@ -102,14 +102,6 @@ class KeptCalls:
         self._values: list[Tensor] = []
         self._updates: KeptUpdates | None = None
         self._references: References | None = None
-        self._put_attributes: Callable[[], None] | None = None
-        self._placed = -1
-
-    # A Watch.
-
-    def close(self) -> None:
-        self._unhook()
-        self._reset()
 
     @property
     def _ready(self) -> bool:
@@ -137,27 +129,28 @@ class KeptCalls:
         return self._verdict() if self._ready else None
 
     def stepped(self) -> tuple[str, str, str] | None:
+        self._unhook()
+        calls = [one for one in self._calls if any(g is not None for g in one.back)]
+        if calls and not self._raised and not self._refused:
+            loss = float(torch.stack(self._losses).sum()) if self._losses else None
+            self._steps.append((calls, loss))
+            if self._updates is None:
+                self._updates = KeptUpdates(self._of_switch.optimizers)
+        self._looked += 1
+        if not self._ready and self._looked >= _MOST_STEPS:
+            self._refuse("no gradient came back to what the model returned")
         if not self._ready:
-            self._unhook()
-            calls = [one for one in self._calls if any(g is not None for g in one.back)]
-            if calls and not self._raised:
-                loss = float(torch.stack(self._losses).sum()) if self._losses else None
-                self._steps.append((calls, loss))
-                if self._updates is None:
-                    self._updates = KeptUpdates(self._of_switch.optimizers)
-            self._calls = []
-            self._looked += 1
-            if not self._ready and self._looked >= _MOST_STEPS:
-                self._refuse("no gradient came back to what the model returned")
-            (self._rest if self._ready else self._look)()
-        return self._verdict() if self._ready else None
+            self._look()
+            return None
+        for call in self._of_switch.calls:
+            call.act = call.plain
+        return self._verdict()
 
     def _verdict(self) -> tuple[str, str, str]:
-        self._rest()
         asked, ends = self._asked, self._began + self._asked.left_s
         if self._references is None:
             self._references = References(self, asked.fp32, tolerance=asked.tolerance)
-        found = Compared(outcome=UNVERIFIED, reason=self._refused)
+        found = Compared(UNVERIFIED, self._refused)
         if not self._refused:
             with self._aside():
                 found = self._references.compare(
@@ -170,17 +163,17 @@ class KeptCalls:
     # A Subject.
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
-        with self._aside() as put_attributes, torch.enable_grad():
-            if self._of_switch.config != config:
-                self._of_switch.set(config)
-            self._place(point)
-            if self.draws:
-                torch.manual_seed(seed)
-                random.seed(seed)
-            self._of_switch.began()
+        if self._of_switch.config != config:
+            self._of_switch.set(config)
+        self._place(point)
+        if self.draws:
+            torch.manual_seed(seed)
+            random.seed(seed)
+        self._of_switch.began()
+        with torch.enable_grad():
             found = self._pass(point)
-            put_attributes()
-            return found
+        self._put_attributes()
+        return found
 
     def optimizer_error(self, config: Config) -> tuple[float, str]:
         own = Acting(config, self._of_switch.own, self._device).optimizer()
@@ -211,7 +204,7 @@ class KeptCalls:
                 outputs[f"output {n}{of}"] = sampled(output).to(self._device)
             inputs = {f"input {n}{of}": one for n, one in enumerate(_floating((args, kwargs)))}
             wanted = {n: one for n, one in (self._named | inputs).items() if one.requires_grad}
-            for name, taken in _gradients(pairs, wanted).items():
+            for name, taken in zip(wanted, _gradients(pairs, [*wanted.values()]), strict=True):
                 one = taken.to(self._device)
                 gradients[name] = gradients[name].add_(one) if name in gradients else one
         if loss is not None:
@@ -243,15 +236,6 @@ class KeptCalls:
         for call in self._of_switch.calls:
             call.act = functools.partial(self._keep, call)
 
-    def _rest(self) -> None:
-        """Keep no more calls."""
-        self._unhook()
-        self._unhook = lambda: None
-        for call in self._switch.calls if self._switch else ():
-            act = call.act
-            if isinstance(act, functools.partial) and act.func == self._keep:
-                call.act = call.plain
-
     def _tensors(self, count: int | None = None) -> list[Tensor]:
         return [table[name] for table, name in self._places[:count]]
 
@@ -277,7 +261,7 @@ class KeptCalls:
         needs = [tensor.requires_grad for tensor in self._tensors(self._parameters)]
         kept = _Kept(call, given, _autocast(self._device.type), needs, self._refuse)
         drawn = Drawn()
-        effects = SideEffects(self._modules) if self._careful else None
+        changed = watched(self._modules) if self._careful else None
         try:
             result = call.plain(*args, **kwargs)
         except BaseException:
@@ -286,10 +270,10 @@ class KeptCalls:
         self.draws |= drawn.passed()
         kept.watch(result)
         self._calls.append(kept)
-        if effects is not None:
+        if changed is not None:
             if what := foreign((args, kwargs)):
                 self._refuse(f"the model is called with a {what}, which another call might change")
-            elif what := effects.found():
+            elif what := changed():
                 self._refuse(f"a call of the model changes {what}, which could not be put back")
         return result
 
@@ -303,30 +287,25 @@ class KeptCalls:
             self._losses.append(loss.detach().float())
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[Callable[[], None]]:
-        """Set the script's own weights, buffers, attributes and random numbers aside meanwhile.
-        Yields what puts the attributes back."""
-        if self._put_attributes is not None:
-            yield self._put_attributes
-            return
+    def _aside(self) -> Iterator[None]:
+        """Set the script's own weights, buffers, attributes and random numbers aside meanwhile."""
         switch = self._of_switch
         switch.set(switch.own)
-        drawn, put = Drawn(), keep_attributes(self._modules)
+        drawn, self._put_attributes = Drawn(), keep_attributes(self._modules)
         tensors, values = self._tensors(), self._copies()
         needs = [tensor.requires_grad for tensor in tensors]
-        self._put_attributes, self._placed = put, -1
+        self._placed = -1
         try:
-            yield put
+            yield
         finally:
-            self._put_attributes = None
             switch.set(switch.own)
-            put()
+            self._put_attributes()
             _copy(tensors, values)
             _require(tensors, needs)
             drawn.put()
 
     def _place(self, point: int) -> None:
-        """Put the kept buffers in place, and the weights of a point."""
+        """Put kept buffers and the weights of a point in place."""
         weights = point // POINTS * 2 + is_disturbed(point)
         tensors, count = self._tensors(), self._parameters
         _copy(tensors[count:], self._values[count:])
@@ -336,11 +315,10 @@ class KeptCalls:
             self._placed = weights
 
 
-def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], wanted: Named) -> Named:
+def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor]) -> list[Tensor]:
     """Samples of the gradients of these tensors, from pairs of an output and its gradient."""
     outputs, back = zip(*pairs, strict=True)
-    found = torch.autograd.grad(outputs, list(wanted.values()), back, materialize_grads=True)
-    return dict(zip(wanted, map(sampled, found), strict=True))
+    return [*map(sampled, torch.autograd.grad(outputs, wanted, back, materialize_grads=True))]
 
 
 def _autocast(kind: str) -> _Autocast:

@@ -1,4 +1,4 @@
-"""A command that leaves no process behind, even if the process that started it dies."""
+"""Checks of a command's words, and its process, which leaves none behind whoever dies first."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import getpass
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,38 +15,35 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from advisor.errors import UsageError
+
 GUARD = str(Path(__file__).parent.parent / "worker" / "guard.py")
 END_S = 30.0
+_ISOLATED = re.compile(r"-[A-Za-z]*[IES][A-Za-z]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 
 
 class Guarded:
-    """A command in a session of its own, under the guard of `measure/worker/guard.py`.
+    """A command in a session of its own, under the guard of `measure/worker/guard.py`; raises
+    OSError if no process can be started.
 
     Args:
         words: the path of its program first.
-        log: where what it prints goes, as far as the guard writes it; None for nowhere.
-        folder: where it is started; None for here.
-        pipe: a descriptor that it inherits, -1 for none.
+        pipe: a descriptor that it inherits, or -1.
         memory: bytes that it and all that it starts may hold, 0 for no limit.
-
-    Attributes:
-        over: bytes that they held when the guard ended them for it; known after `obituary`.
-
-    Raises:
-        OSError: no process can be started.
     """
 
     def __init__(
         self,
         words: Sequence[str],
         *,
-        log: Path | None,
+        log: Path | None = None,
         environment: Mapping[str, str],
         folder: Path | None = None,
         pipe: int = -1,
         memory: int = 0,
     ) -> None:
-        self.over = 0
+        self.over = 0  # bytes that they held when the guard ended them for it; see `obituary`
         theirs, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -72,7 +70,6 @@ class Guarded:
 
     @property
     def ended(self) -> bool:
-        """It has ended by itself."""
         return self._process.poll() is not None
 
     def obituary(self) -> tuple[int, str]:
@@ -121,3 +118,50 @@ def inductor_folder() -> str:
         user = f"uid_{os.getuid()}"
     safe = re.sub(r'[\\/:*?"<>|]', "_", user)
     return f"{tempfile.gettempdir()}/torchinductor_{safe}"
+
+
+def program(words: Sequence[str]) -> str:
+    """The path of a command's program; raises UsageError if there is none."""
+    word = words[0]
+    if found := shutil.which(word):
+        return found
+    if _VARIABLE.fullmatch(word):
+        why = "a variable is set by a shell; put env before it"
+    elif Path(word).is_dir():
+        why = "a folder is no program; give the command as you would type it"
+    elif not Path(word).is_file():
+        why = "no such program; give the command as you would type it"
+    else:
+        by = "python" if word.endswith(".py") else "the program that runs it, as bash,"
+        why = f"this file is no program; put {by} before it"
+    raise UsageError(f"command {word!r}: {why}")
+
+
+def measurable(words: Sequence[str]) -> str:
+    """As `program`; raises UsageError as `check_open`, and if a word needs several lines."""
+    path = program(words)
+    check_open(words)
+    if odd := next((word for word in words if not word.isprintable()), None):
+        raise UsageError(f"command: {odd!r:.80} is no text on one line; put it into a script")
+    return path
+
+
+def check_open(words: Sequence[str]) -> None:
+    """Raise UsageError if a command's Python is isolated, so that no pilot gets in."""
+    if option := isolated(words):
+        raise UsageError(f"python {option} keeps advisor out of the command; leave {option} out")
+
+
+def isolated(words: Sequence[str]) -> str:
+    """The option that has a command's Python ignore PYTHONPATH; '' for none."""
+    for at, word in enumerate(words):
+        if Path(word).name.startswith("python"):
+            options = iter(words[at + 1 :])
+            for option in options:
+                if not option.startswith("-") or option in ("-c", "-m"):
+                    break
+                if option in ("-W", "-X"):
+                    next(options, None)
+                elif _ISOLATED.fullmatch(option):
+                    return option
+    return ""

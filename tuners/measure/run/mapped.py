@@ -10,12 +10,8 @@ from advisor.tuners import knobs
 
 
 class Mapped:
-    """A command, and which of its options set knobs, by what `--map` calls these. What needs a new
-    start, as the batch, is set in the words.
-
-    Raises:
-        UsageError: such an option is given no whole number in the command.
-    """
+    """A command, and which of its options set knobs, by what `--map` calls these; raises UsageError
+    if the command gives such an option no whole number."""
 
     def __init__(self, words: Sequence[str], options: Mapping[str, Value]) -> None:
         self._words = tuple(words)
@@ -36,11 +32,8 @@ class Mapped:
         for name, number in numbers.items():
             option = self._options[name]
             places = list(_places(words, option))
-            for at, text in places:
-                if text is None:
-                    words[at + 1] = str(number)
-                else:
-                    words[at] = f"{option}={number}"
+            for at, before in places:
+                words[at] = f"{before}{number}"
             if not places:
                 words += [option, str(number)]
         return tuple(words)
@@ -77,18 +70,18 @@ class Mapped:
     def _number(self, option: str) -> int | None:
         """What the command gives an option; the last one counts."""
         found = None
-        for at, word in _places(self._words, option):
-            text = self._words[at + 1] if word is None else word
+        for at, before in _places(self._words, option):
+            text = self._words[at].removeprefix(before)
             if not text.isdecimal():
                 raise UsageError(f"map: {option} {text!r} in the command: expected a whole number")
             found = int(text)
         return found
 
 
-def _places(words: Sequence[str], option: str) -> Iterator[tuple[int, str | None]]:
-    """Where a command gives an option: (place, its value in that word; None for the next word)."""
+def _places(words: Sequence[str], option: str) -> Iterator[tuple[int, str]]:
+    """Where a command gives an option: the word of its value, and what is before that in it."""
     for at, word in enumerate(words):
         if word == option and at + 1 < len(words):
-            yield at, None
+            yield at + 1, ""
         elif word.startswith(f"{option}="):
-            yield at, word.partition("=")[2]
+            yield at, f"{option}="

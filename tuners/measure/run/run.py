@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from advisor.cache.config import BATCH, Config, Value
 from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.act.pilot.orders import Comparison
+from advisor.tuners.act.pilot.orders import Comparison, Order
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
 from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.place import UNVERIFIED, Block, Compared, ConfigFailed, Place
-from advisor.tuners.measure.run.command import AttachedScript, Command, shown
 from advisor.tuners.measure.run.mapped import Mapped
-from advisor.tuners.measure.run.session import Ended, Flight
+from advisor.tuners.measure.run.session import AttachedScript, Command, Ended, Flight, shown
 
+T = TypeVar("T")
 SAVE_S = 30.0  # for saving what was compiled
-SHORT = "give it more to train on, as more epochs"
-TOO_SOON = "the command ends before a config is measured"
 MEND = "mend that, and the same command goes on with what was measured"
 
 
@@ -31,7 +29,6 @@ class Run:
     """A Place: a command that is measured, and started anew where it ended.
 
     Args:
-        command: its words; `log` is for what it prints.
         injected: the folder with the sitecustomize that brings the pilot.
         show: called with what the command prints, as it comes, from another thread.
         options: of the command that set knobs, by what `--map` calls these.
@@ -46,12 +43,11 @@ class Run:
         show: Callable[[str], None] | None = None,
         options: Mapping[str, Value] | None = None,
     ) -> None:
-        self._command = Mapped(command, options or {})
-        self.mapped = self._command.names  # knobs that options of the command set
+        self.command = Mapped(command, options or {})
         self._injected, self._log = injected, log
-        self.own = Config()  # what the script does itself; set once its space is known
-        self.tolerance = 0.0  # of comparisons with fp32, as in a `Task`
-        self.memory = 0  # bytes of the device, 0 where that is not known
+        # Set once the script's space is known: what it does itself, the tolerance of comparisons,
+        # as in a `Task`, and bytes of the device, if they are known.
+        self.baseline, self.tolerance, self.memory = Config(), 0.0, 0
         # By the words of the command; the last one used comes last.
         self._sessions: dict[tuple[str, ...], Flight] = {}
         self._processes = 1
@@ -69,15 +65,11 @@ class Run:
         self.stop()
         self._showing.__exit__(*exc)
 
-    @property
-    def baseline(self) -> Config:
-        return self.own
-
     def describe(self) -> Seen:
-        """Start the command, and wait for its first steps; raises TargetFailed if it ends before,
-        WorkerError if they do not come in time."""
+        """Start the command; raises TargetFailed if it ends before its first steps, WorkerError if
+        they do not come in time."""
         try:
-            seen = self._ensured(self.own, time.monotonic() + START_S).seen
+            seen = self._ensured(self.baseline, time.monotonic() + START_S).seen
         except Ended as exc:
             if exc.outcome == "timed_out":
                 raise WorkerError(str(exc)) from exc
@@ -87,75 +79,76 @@ class Run:
 
     def try_option(self, name: str, value: Value) -> None:
         """Raise UsageError unless an option of the command sets a knob to a value."""
-        config = self.own.replace(**{name: value})
+        config = self.baseline.replace(**{name: value})
         try:
             self._ensured(config, time.monotonic() + START_S)
         except Ended as exc:
             if exc.outcome in ("out_of_memory", "timed_out"):
                 return  # it was taken
-            number = self._command.numbers(config, self.own, self._processes)[name]
-            said = self._command.described({name: number})
+            number = self.command.numbers(config, self.baseline, self._processes)[name]
+            said = self.command.described({name: number})
             raise UsageError(f"map: with {said} {exc.said or exc}") from exc
 
-    def gives(self, name: str) -> bool:
-        """Whether the command itself gives the option that sets a knob."""
-        return self._command.given(name)
-
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
+        within = self.command.within(config, self.baseline)
+        order = Order(config=within, own=self.baseline, steps=steps, warm=warm)
+        try:
+            block = self._tried(config, deadline_s, lambda at, until: at.block(order, until))
+        except Ended as exc:
+            if exc.own:
+                raise TargetFailed(f"the script fails by itself ({exc}): {MEND}", "") from exc
+            why = f"the command ends before a config is measured ({exc})"
+            raise WorkerError(f"{why}; give it more to train on, as more epochs") from exc
+        if config.batch == self.baseline.batch:
+            self._peak_bytes = max(self._peak_bytes, block.peak_bytes)
+        return block
+
+    def compare(self, config: Config, *, deadline_s: float) -> Compared:
+        within = self.command.within(config, self.baseline)
+        asked = comparison(within, self.baseline, self.tolerance, deadline_s)
+        order = Order(config=self.baseline, own=self.baseline, steps=1, compare=asked)
+        try:
+            laps = self._tried(config, deadline_s, lambda at, until: at.laps(order, until))
+        except (ConfigFailed, Ended) as exc:
+            return Compared(UNVERIFIED, f"the command ended while it was compared: {exc}")
+        # The first process that objects decides.
+        worst = next((lap for lap in laps if lap.outcome != "ok"), laps[0])
+        return Compared(worst.outcome, worst.reason, worst.blames)
+
+    def _tried(self, config: Config, deadline_s: float, act: Callable[[Flight, float], T]) -> T:
+        """Do something with a start of the command, or another if it ends; may raise Ended."""
         until = time.monotonic() + deadline_s
         last: Ended | None = None
         for _ in range(STARTS):
             try:
-                flight = self._ensured(config, until)
-                block = flight.block(self._within(config), self.own, steps, warm, until)
+                return act(self._ensured(config, until), until)
             except Ended as exc:
-                made, before, last = self._end(self._words(config)), last, exc
+                made = self._end(self._words(config))
                 if exc.outcome == "timed_out":
-                    raise self._timed_out(config, exc, before) from exc
+                    if last is not None and config == self.baseline:
+                        break
+                    again = "the budget was over before it had started again"
+                    raise ConfigFailed(exc.outcome, again if last else str(exc)) from exc
                 self._check_own(exc, made, until)
                 if exc.outcome == "out_of_memory" and self._sessions:
                     self.stop()  # once more with all of the memory
-                elif exc.code and config != self.own:
+                elif exc.code and config != self.baseline:
                     raise ConfigFailed(exc.outcome, str(exc)) from exc
                 # Else it was through, or was killed unmodified: once more from the start.
-            else:
-                if config.batch == self.own.batch:
-                    self._peak_bytes = max(self._peak_bytes, block.peak_bytes)
-                return block
-        raise WorkerError(f"{TOO_SOON} ({last}, {STARTS} times in a row); {SHORT}")
-
-    def _timed_out(self, config: Config, ended: Ended, before: Ended | None) -> Exception:
-        """What to raise where no time is left; `before`: how the start before this one ended."""
-        if before is None:
-            return ConfigFailed("timed_out", str(ended))
-        if config != self.own:
-            return ConfigFailed("timed_out", "the budget was over before it had started again")
-        if before.own:
-            return TargetFailed(f"the script fails by itself ({before}): {MEND}", "")
-        return WorkerError(f"{TOO_SOON} ({before}); {SHORT}")
-
-    def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        until, last = time.monotonic() + deadline_s, ""
-        asked = comparison(self._within(config), self.own, self.tolerance, deadline_s)
-        for _ in range(STARTS):
-            try:
-                return self._ensured(config, until).compare(asked, self.own, until)
-            except Ended as exc:
-                self._check_own(exc, self._end(self._words(config)), until)
-                if exc.outcome == "timed_out":
-                    return Compared(UNVERIFIED, "the budget was over before it was compared")
-                last = str(exc)
-        return Compared(UNVERIFIED, f"the command ended while it was compared: {last}")
+                last = exc
+        assert last is not None
+        raise last
 
     def forget(self, config: Config) -> None:
         if (session := self._sessions.get(self._words(config))) is not None:
-            session.forget(self._within(config))
+            session.forgotten.append(self.command.within(config, self.baseline))
 
     def save(self, config: Config, file: Path) -> None:
         session = self._sessions.get(self._words(config))
-        if session is not None and not session.over:
+        if session is not None and not session.command.ended:
+            order = Order(config=self.baseline, own=self.baseline, steps=1, saves=str(file))
             with suppress(Ended):
-                session.save(file, self.own, time.monotonic() + SAVE_S)
+                session.laps(order, time.monotonic() + SAVE_S)
 
     def stop(self) -> None:
         """End the command, and everything it started."""
@@ -170,21 +163,21 @@ class Run:
         return session.made
 
     def _check_own(self, ended: Ended, made: int, until: float) -> None:
-        """Where a start failed as scripts do by themselves, or as another config did: raise
+        """If a start failed as scripts do by themselves, or as another config did, raise
         TargetFailed unless the unmodified command survives as many steps."""
         again = str(ended) in self._reasons
         self._reasons.add(str(ended))
         by_itself = ended.code and ended.outcome in ("failed", "crashed") and (ended.own or again)
         if not by_itself or made <= self._survived:
             return
-        words = self._words(self.own)
+        words = self._words(self.baseline)
         try:
             self._end(words)
-            flight = self._ensured(self.own, until)
+            flight = self._ensured(self.baseline, until)
             # One more: what is raised between two steps shows in the second.
             while flight.made <= made and time.monotonic() < until:
                 steps = max(1, min(made + 1 - flight.made, 16))
-                flight.block(self.own, self.own, steps, 0, until)
+                flight.block(Order(config=self.baseline, own=self.baseline, steps=steps), until)
             self._survived = max(self._survived, flight.made)
         except ConfigFailed:
             return
@@ -195,16 +188,13 @@ class Run:
                 raise TargetFailed(f"the script fails by itself {why}", "") from exc
 
     def _words(self, config: Config) -> tuple[str, ...]:
-        return self._command.at(config, self.own, self._processes)
-
-    def _within(self, config: Config) -> Config:
-        return self._command.within(config, self.own)
+        return self.command.at(config, self.baseline, self._processes)
 
     def _ensured(self, config: Config, until: float) -> Flight:
         """The command at its first steps, with its options set for a config; raises Ended if it
         does not come so far, or its options set something else."""
         words = self._words(config)
-        if words in self._sessions and self._sessions[words].over:
+        if words in self._sessions and self._sessions[words].command.ended:
             self._end(words)
         session = self._sessions.pop(words, None)
         if session is None:
@@ -212,8 +202,8 @@ class Run:
                 self._end(next(iter(self._sessions)))
             session = self._started(words, max(1.0, until - time.monotonic()))
         self._sessions[words] = session
-        for name in self._command.changed(config, self.own):
-            _check_shown(session.seen, name, config[name], self.own.batch)
+        for name in self.command.changed(config, self.baseline):
+            _check_shown(session.seen, name, config[name], self.baseline.batch)
         return session
 
     def _started(self, words: tuple[str, ...], start_s: float) -> Flight:
@@ -225,7 +215,7 @@ class Run:
         # A launcher of several processes holds a port.
         if self._processes > 1 or len(self._sessions) >= STARTS:
             return False
-        own = self.own.batch or 1
+        own = self.baseline.batch or 1
         batches = [one.seen.shape[0] for one in self._sessions.values()] + [config.batch or own]
         taken = self._peak_bytes * math.fsum(max(1.0, batch / own) for batch in batches)
         return not self.memory or HEADROOM * taken <= self.memory
@@ -250,48 +240,35 @@ def _check_shown(seen: Seen, name: str, value: Value, own_batch: int) -> None:
 
 
 class AttachedRun(Run):
-    """A script that goes on after its tuning: a config that fails costs a step of it, no more. Once
-    it is over, `block` and `compare` raise WorkerError."""
+    """A script that goes on after its tuning: a config that fails costs one step of it. Once it is
+    over, `block` and `compare` raise WorkerError. They keep no deadline: the script computes."""
 
     def __init__(self, script: AttachedScript, command: Sequence[str], *, log: Path) -> None:
         super().__init__(command, injected=Path(), log=log)
         self._script = script
-        self._flight: Flight | None = None
-
-    def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
-        """As Place; the script computes, so the deadline cannot be kept."""
-        del deadline_s
-        with self._running(config) as (flight, until):
-            return flight.block(config, self.own, steps, warm, until)
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
         """As Place; unverified where the run might not be the same afterwards."""
-        asked = comparison(config, self.own, self.tolerance, deadline_s)
-        with self._running(config) as (flight, until):
-            found = flight.compare(asked, self.own, until)
+        found = super().compare(config, deadline_s=deadline_s)
         return found if found.outcome in ("ok", "wrong") else Compared(UNVERIFIED, found.reason)
 
     def leave(self, config: Config, found: str) -> None:
-        """Have the script train on with a config, as long as it likes."""
-        self._ensured(config, time.monotonic() + START_S).leave(config, self.own, found)
+        """Have the script train on with a config, as long as it likes; `found`: see `Order`."""
+        flight = self._ensured(config, time.monotonic() + START_S)
+        flight.tell(Order(config=config, own=self.baseline, found=found))
 
     def stop(self) -> None:
         """The script waits for what it is to go on with: see `leave`."""
 
-    @contextmanager
-    def _running(self, config: Config) -> Iterator[tuple[Flight, float]]:
+    def _tried(self, config: Config, deadline_s: float, act: Callable[[Flight, float], T]) -> T:
         until = time.monotonic() + START_S
         try:
-            yield self._ensured(config, until), until
+            return act(self._ensured(config, until), until)
         except Ended as exc:
             raise WorkerError(f"the script is over: {exc}") from exc
 
-    def _ensured(self, config: Config, until: float) -> Flight:
-        if self._flight is None:
-            start_s = until - time.monotonic()
-            self._flight = Flight(self._script, start_s, self._log, real=True)
-            self._sessions[self._words(config)] = self._flight
-        return self._flight
+    def _started(self, words: tuple[str, ...], start_s: float) -> Flight:
+        return Flight(self._script, start_s, self._log, real=True)
 
 
 _: type[Place] = Run

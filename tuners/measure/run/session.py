@@ -1,39 +1,153 @@
-"""One start of a command: tells its pilots which steps to make, and hears how they went."""
+"""One start of a command, or a script that runs already: tells its pilots which steps to make."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import secrets
+import socket
+import threading
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import TypeVar
 
-import msgpack
-
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
-from advisor.errors import RecordDamaged
-from advisor.tuners.act.pilot.orders import OVER, Comparison, Lap, Order
+from advisor.errors import RecordDamaged, UsageError
+from advisor.tuners.act.pilot.orders import ADDRESS, OVER, SECRET, Lap, Order, bringing, noted
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.decisions import LEAST_STEPS
-from advisor.tuners.measure.place import Block, Compared, ConfigFailed
-from advisor.tuners.measure.run.command import AttachedScript, Command
-from advisor.tuners.measure.run.guarded import how
+from advisor.tuners.measure.place import Block, ConfigFailed
+from advisor.tuners.measure.run.guarded import END_S, Guarded, how, inductor_folder, measurable
+from advisor.tuners.measure.worker.wire import receive, send
+from advisor.tuners.scratch import Scratch
 
-LOOK_S = 0.2  # between two looks at a silent command
+LOOK_S = 0.2  # between two looks at a command, or its log
 TOGETHER_S = 60.0  # between the first steps of a job's first process and those of its last
-END_S = 15.0  # for a command to end once one of its processes has
-GONE_OF_SEVERAL = "one of its processes is gone, others are not"
 GONE = (
     "the process that trained is gone, and the command goes on without it; of a command that "
     "starts several in turn give the one that trains"
 )
-LONGER = "give a command that trains for longer"
-SOONER = "give a larger --budget, or a command that comes to its steps sooner"
 MEND = "mend that first"
-
-
 T = TypeVar("T")
+CONTAINED = {
+    "WANDB_MODE": "disabled",
+    "WANDB_DISABLED": "true",
+    "COMET_MODE": "DISABLED",
+    "NEPTUNE_MODE": "debug",
+    "SWANLAB_MODE": "disabled",
+    "CLEARML_OFFLINE_MODE": "1",
+    "MLFLOW_TRACKING_URI": "sqlite:///{}/mlflow.db",
+    "TRACKIO_DIR": "{}/trackio",
+    "TENSORBOARD_LOGGING_DIR": "{}/tensorboard",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "DISABLE_KUBEFLOW_INTEGRATION": "TRUE",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+"""Have libraries report to nobody, or to a folder, {}, that is removed. Nothing stops what a script
+saves or pushes itself, nor the loggers of Lightning."""
+
+
+class Command(Guarded):
+    """One start of a command, whose Python looks into the folder `injected` first, for the pilot;
+    raises UsageError as `measurable`, and if the temporary folder's name is too long."""
+
+    def __init__(self, words: Sequence[str], *, injected: Path, log: Path) -> None:
+        path = measurable(words)
+        self._folder = Scratch()
+        secret = secrets.token_bytes(32)
+        self._address = str(self._folder.path / "pilot")
+        try:
+            self.listener = Listener(self._address, "AF_UNIX", backlog=64, authkey=secret)
+        except OSError as exc:
+            self._folder.remove()
+            why = f"no socket at {self._address} ({exc}): set TMPDIR to a shorter path"
+            raise UsageError(why) from exc
+        scratch = self._folder.path / "tmp"
+        scratch.mkdir()
+        environment = {
+            **os.environ,
+            # Collect garbage before each CUDA graph capture (torch.compiler.config): a graph that
+            # is freed meanwhile breaks the capture.
+            "TORCH_CUDAGRAPH_GC": "1",
+            **{name: value.format(scratch) for name, value in CONTAINED.items()},
+            # Not in the scratch folder: the next start loads what this one compiles.
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+            or inductor_folder(),
+            "TMPDIR": str(scratch),
+            **bringing(injected),
+            ADDRESS: self._address,
+            SECRET: secret.hex(),
+        }
+        super().__init__([path, *words[1:]], log=log, environment=environment)
+
+    @property
+    def note(self) -> str | None:
+        """Why a process failed before its first steps, or ''; None if none has loaded torch."""
+        return noted(self._address)
+
+    def accepted(self, seconds: float) -> Connection | None:
+        """The next pilot's connection, if one comes within so long."""
+        listening = self.listener._listener._socket  # type: ignore[attr-defined] # to wait for one
+        if wait([listening], seconds):
+            # A process may be gone before it has said anything.
+            with contextlib.suppress(OSError, EOFError, AuthenticationError):
+                return self.listener.accept()
+        return None
+
+    def end(self) -> None:
+        super().end()
+        with contextlib.suppress(OSError):
+            self.listener.close()
+        self._folder.remove()
+
+
+class AttachedScript:
+    """A script that started this process, and ends with it; in the place of a Command."""
+
+    ended, note = False, ""
+
+    def __init__(self, listening: socket.socket) -> None:
+        self.listener = listening
+
+    def accepted(self, seconds: float) -> Connection | None:
+        if not wait([self.listener], seconds):
+            return None
+        return Connection(self.listener.accept()[0].detach())
+
+    def obituary(self) -> tuple[int, str]:
+        return 1, ""
+
+    def end(self) -> None:
+        """The script is left alone."""
+        self.listener.close()
+
+
+@contextlib.contextmanager
+def shown(log: Path, show: Callable[[str], None]) -> Iterator[None]:
+    """Show what is written to a log meanwhile, from another thread."""
+    over = threading.Event()
+
+    def follow() -> None:
+        with log.open(errors="replace") as file:
+            last = False
+            while not last:
+                last = over.wait(LOOK_S)
+                if said := file.read():
+                    show(said)
+
+    log.touch()
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 class Ended(Exception):
@@ -50,40 +164,32 @@ class Ended(Exception):
 
 
 class Flight:
-    """The pilots in a command that runs: its processes wait for orders between two blocks.
-
-    Every method, the start too, may raise Ended. `own` is the script's own config; `until` is when
-    to give up, by time.monotonic().
+    """The pilots in a command that runs: its processes wait for orders between two blocks. Every
+    method, the start too, may raise Ended; `until` is by time.monotonic().
 
     Args:
         start_s: until its first steps, at most.
-        log: where its output goes; None where that was shown.
+        log: of its output; None where that was shown.
         real: it is the user's real run, which nothing may end and whose memory is scarce.
     """
 
     def __init__(
         self, command: Command | AttachedScript, start_s: float, log: Path | None, real: bool
     ) -> None:
-        self._command, self._log, self._real = command, log, real
+        self.command, self._log, self._real = command, log, real
         self._pipes: list[Connection] = []
-        self._forget: Config | None = None
+        self.forgotten: list[Config] = []  # each next order frees the code of one
         self.made = 0  # steps that it was told to make, also those that it did not reach
         try:
             self.seen = self._all_seen(start_s)  # by the first process
-            command.whole()
+            command.listener.close()  # other processes that train go on unmeasured
         except BaseException:
             self.end()
             raise
 
-    @property
-    def over(self) -> bool:
-        """The command is over by itself."""
-        return self._command.ended
-
-    def block(self, config: Config, own: Config, steps: int, warm: int, until: float) -> Block:
-        """Have every process make these steps with a config; raises ConfigFailed where it fails and
-        the command goes on."""
-        laps = self._laps(Order(config=config, steps=steps, warm=warm, own=own), until)
+    def block(self, order: Order, until: float) -> Block:
+        """Have every process make the order's steps; raises ConfigFailed if its config fails."""
+        laps = self.laps(order, until)
         if lap := next((lap for lap in laps if lap.outcome != "ok"), None):
             raise ConfigFailed(lap.outcome, lap.reason)
         slowest = max(laps, key=lambda lap: lap.seconds)
@@ -99,57 +205,40 @@ class Flight:
             ahead=max(lap.ahead for lap in laps),
         )
 
-    def compare(self, asked: Comparison, own: Config, until: float) -> Compared:
-        """Have every process compare a config; the first that objects decides."""
-        laps = self._laps(Order(config=own, steps=1, own=own, compare=asked), until)
-        worst = next((lap for lap in laps if lap.outcome != "ok"), laps[0])
-        return Compared(worst.outcome, worst.reason, worst.blames)
+    def laps(self, order: Order, until: float) -> list[Lap]:
+        """What each process answers to an order."""
+        forget = self.forgotten.pop(0) if self.forgotten else None
+        self.made += order.warm + order.steps
+        self.tell(dataclasses.replace(order, needs_room=self._real, forget=forget))
+        return [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
 
-    def forget(self, config: Config) -> None:
-        """Free a config's compiled code, with the next order."""
-        self._forget = config
-
-    def save(self, file: Path, own: Config, until: float) -> None:
-        """Have the first process save what it has compiled."""
-        self._laps(Order(config=own, steps=1, own=own, saves=str(file)), until)
-
-    def leave(self, config: Config, own: Config, found: str) -> None:
-        """Have it train on with a config; no order comes after this one. `found`: see `Order`."""
-        self._tell(Order(config=config, own=own, found=found))
+    def tell(self, order: Order) -> None:
+        """Give an order to every process; to one of no steps there is no answer."""
+        try:
+            for pipe in self._pipes:
+                send(pipe, to_plain(order))
+        except OSError:
+            raise self._why() from None
 
     def end(self) -> None:
         """End the command, and everything it started."""
         for pipe in self._pipes:
             pipe.close()
         self._pipes.clear()
-        self._command.end()
-
-    def _laps(self, order: Order, until: float) -> list[Lap]:
-        forget, self._forget = self._forget, None
-        order = dataclasses.replace(order, needs_room=self._real, forget=forget)
-        self.made += order.warm + order.steps
-        self._tell(order)
-        return [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
-
-    def _tell(self, order: Order) -> None:
-        message = msgpack.packb(to_plain(order))
-        try:
-            for pipe in self._pipes:
-                pipe.send_bytes(message)
-        except OSError:
-            raise self._why() from None
+        self.command.end()
 
     def _all_seen(self, start_s: float) -> Seen:
         seen: list[Seen] = []
         until = time.monotonic() + start_s
         while not seen or len(seen) < seen[0].processes:
-            while (pipe := self._command.accepted(LOOK_S)) is None:
-                if self._command.ended:
+            while (pipe := self.command.accepted(LOOK_S)) is None:
+                if self.command.ended:
                     raise self._why()
                 if time.monotonic() > until:
                     reason = f"{len(seen)} of its processes came to their first steps, not all"
                     if not seen:
-                        reason = self._never(f"it has run for {start_s:.0f} s", SOONER)
+                        sooner = "give a larger --budget, or a command that trains sooner"
+                        reason = self._never(f"it has run for {start_s:.0f} s", sooner)
                     raise Ended("timed_out", reason)
             seen.append(self._heard(pipe, "seen", Seen, until))
             self._pipes.append(pipe)
@@ -159,11 +248,11 @@ class Flight:
     def _heard(self, pipe: Connection, what: str, cls: type[T], until: float) -> T:
         try:
             while not pipe.poll(LOOK_S):
-                if self._command.ended and not pipe.poll(0):
+                if self.command.ended and not pipe.poll(0):
                     raise self._why()
                 if time.monotonic() > until:
                     raise Ended("timed_out", "the budget was over before it was measured")
-            message = msgpack.unpackb(pipe.recv_bytes())
+            message = receive(pipe)
             if failed := message.get("failed"):
                 if failed["outcome"] == OVER:
                     raise Ended("failed", failed["reason"], 0)
@@ -171,29 +260,29 @@ class Flight:
             return from_plain(cls, message[what])
         except (EOFError, OSError):
             raise self._why() from None
-        except (AttributeError, KeyError, TypeError, ValueError, RecordDamaged) as exc:
+        except (KeyError, TypeError, ValueError, RecordDamaged) as exc:
             raise Ended("crashed", f"the pilot's answer made no sense: {exc}") from exc
 
     def _why(self) -> Ended:
         """Why the command is over, or one of its processes is."""
         until = time.monotonic() + END_S
-        while not self._command.ended and time.monotonic() < until:
+        while not self.command.ended and time.monotonic() < until:
             time.sleep(0.05)
-        if not self._command.ended:
-            return Ended("crashed", GONE if len(self._pipes) == 1 else GONE_OF_SEVERAL)
-        code, last = self._command.obituary()
-        ended = f"ended with {how(code)}"
+        if not self.command.ended:
+            several = "one of its processes is gone, others are not"
+            return Ended("crashed", GONE if len(self._pipes) == 1 else several)
+        code, last = self.command.obituary()
+        ended, note = f"ended with {how(code)}", self.command.note
+        printed = f": {last}" if last else ""
         if self._pipes:
-            reason = f"the command {ended}{_after_colon(last)}"
-            return Ended("crashed", reason, code, own=code > 0)
-        note = self._command.note
-        so_far = f"it {ended}{'' if note else _after_colon(last)}"
-        never = self._never(so_far, MEND if code else LONGER)
-        return Ended("failed", never, code or 1, f"it {ended}{_after_colon(note or last)}")
+            return Ended("crashed", f"the command {ended}{printed}", code, own=code > 0)
+        mend = MEND if code else "give a command that trains for longer"
+        never = self._never(f"it {ended}{'' if note else printed}", mend)
+        return Ended("failed", never, code or 1, f"it {ended}{f': {note}' if note else printed}")
 
     def _never(self, so_far: str, mend: str) -> str:
         """What to say of a command that made no steps; `mend`: what to do about it."""
-        note = self._command.note
+        note = self.command.note
         if note:
             seen, mend = f"it failed before a step could be measured: {note}", MEND
         elif note is not None:
@@ -203,7 +292,3 @@ class Flight:
             mend = mend if mend == MEND else "give the command that trains, as you would type it"
         where = "See what it printed" if self._log is None else f"What it printed is in {self._log}"
         return f"{seen}; {so_far}. {where}; {mend}"
-
-
-def _after_colon(said: str) -> str:
-    return f": {said}" if said else ""

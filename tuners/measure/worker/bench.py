@@ -32,46 +32,41 @@ from advisor.tuners.decisions import POINTS
 from advisor.tuners.faults import failure
 from advisor.tuners.knobs import INPUT, KNOBS, TORCH
 from advisor.tuners.measure.compare import References, plain_of
-from advisor.tuners.measure.loading.costs import costs
-from advisor.tuners.measure.loading.data import Described, Feeding, described
+from advisor.tuners.measure.loading import Described, Feeding, costs, described
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed
-from advisor.tuners.measure.timing import Clock
-from advisor.tuners.measure.worker.subject import WorkloadSubject
 from advisor.tuners.measure.worker.wire import Costs, DataFacts, Job
-from advisor.tuners.measure.workload import Workload
+from advisor.tuners.measure.workload import Workload, WorkloadSubject
 
 T = TypeVar("T")
 INPUTS = tuple(knob.name for knob in KNOBS if knob.stage == INPUT)
-LEFTOVER = 256 * 2**20
-"""Bytes that may stay allocated after a config: libraries keep workspaces of some tens of MiB."""
+LEFTOVER = 256 * 2**20  # bytes that may stay after a config: workspaces take some tens of MiB
 
 
 @dataclass(slots=True)
 class _Built:
-    """A workload with its compiled code, the bytes that it holds and the most that it took."""
+    """A workload with its compiled code."""
 
     workload: Workload
     codes: set[str] = field(default_factory=set)
     replays: set[int] = field(default_factory=set)
-    own_bytes: int = 0
-    peak_bytes: int = 0
+    own_bytes: int = 0  # that it holds
+    peak_bytes: int = 0  # that it took at most
 
 
 class Bench:
-    """Measures configs of one job. `healthy`: whether this process may go on."""
+    """Measures configs of one job."""
 
     def __init__(self, job: Job) -> None:
         self.job, self._task = job, job.task
         self.device = torch.device(job.device)
         self._cuda = self.device.type == "cuda"
-        self._clock = Clock(self.device)
         self._built: dict[Config, _Built] = {}
         self._peak_bytes = 0
         self._at_work: Config | None = None
         self._fed: tuple[Workload, Feeding] | None = None
         self._references: dict[Config, References] = {}
         self._limit, self._code = RecompileLimit(), CompiledCode()
-        self.healthy = True
+        self.healthy = True  # this process may go on
         if self._cuda:
             torch.cuda.set_device(self.device)
             if self._task.max_memory:
@@ -87,14 +82,14 @@ class Bench:
 
     @functools.cached_property
     def loading(self) -> Described:
-        """The user's own data. Raises: as `described`."""
+        """The user's own data; raises as `described`."""
         return described(self._task, made_batches=self.loaded.make_batch is not None)
 
     def describe_data(self) -> DataFacts:
         return self.loading.facts
 
     def block(self, config: Config, steps: int, warm: int) -> Block:
-        """Time steps of a config, after `warm` untimed ones; see Place. Raises: ConfigFailed."""
+        """As Place; raises ConfigFailed."""
         foreign = self._foreign_bytes()
         try:
             return self._with_room(config, lambda: self._block(config, steps, warm))
@@ -105,21 +100,27 @@ class Bench:
             raise
 
     def costs(self, seconds: float) -> Costs:
-        """What a sample costs a loader's worker. Raises: TargetFailed."""
+        """What a sample costs a loader's worker; raises TargetFailed."""
         try:
             return costs(self.loading.data, self._task.batch, seconds)
         except Exception as exc:  # the user's code may raise anything; it is told as a line
             raise TargetFailed(f"data {self.loading.facts.name!r}: {failure(exc)[1]}") from exc
 
     def compare(self, config: Config, fp32: Config, seconds: float) -> Compared:
-        """Compare the timed code with strict fp32, within so many seconds. Raises: ConfigFailed."""
+        """Compare the timed code with strict fp32, within so many seconds; raises ConfigFailed."""
         over = time.monotonic() + seconds
         self._leave()
         code = config.without(*INPUTS)
         plain = plain_of(code, fp32)
 
         def compared() -> Compared:
-            references = self._references_of(fp32)
+            if fp32 not in self._references:
+                workload, drawn = self._workload(fp32), Drawn()
+                workload.step()
+                self._subject.draws = drawn.passed()
+                made = References(self._subject, fp32, tolerance=self._task.tolerance)
+                self._references = {fp32: made}
+            references = self._references[fp32]
             found = references.compare(code, plain, left_s=lambda: over - time.monotonic())
             if found.outcome == "out_of_memory":
                 raise ConfigFailed(found.outcome, found.reason)
@@ -164,8 +165,7 @@ class Bench:
         return self._with_room(config, act)
 
     def _block(self, config: Config, steps: int, warm: int) -> Block:
-        clock, switched = self._clock, config != self._at_work
-        began = clock.now()
+        began, switched = time.perf_counter(), config != self._at_work
         if switched:
             self._leave()
         built = self._build(config.without(*INPUTS))
@@ -178,16 +178,16 @@ class Bench:
         held = self._allocated() - built.own_bytes
         for _ in range(warm):
             workload.step()
-        clock.synchronize()
-        first_s = clock.now() - began if switched else 0.0
+        self.synchronize()
+        first_s = time.perf_counter() - began if switched else 0.0
         retries, graphs = self._retries(), graphs_compiled()
         waited_s = feeding.waited_s if feeding else 0.0
-        start, mark = clock.now(), clock.mark()
+        start, mark = time.perf_counter(), self._mark()
         for _ in range(steps):
             workload.step()
-        end = clock.mark()
-        clock.synchronize()
-        seconds = clock.now() - start
+        end = self._mark()
+        self.synchronize()
+        seconds = time.perf_counter() - start
         if self._retries() > retries:
             said = "the allocator kept retrying under memory pressure"
             raise ConfigFailed("out_of_memory", said)
@@ -195,14 +195,14 @@ class Bench:
             raise ConfigFailed("wrong", f"the loss is {loss}")
         self._hold(built, held)
         self._at_work = config
-        samples = sum(shape[0] for shape in self._task.mix) or self._batch(config)
+        samples = sum(shape[0] for shape in self._task.mix) or config.batch or self._task.batch
         return Block(
             steps=steps,
             samples=samples * steps,
             seconds=seconds,
             first_s=first_s,
             waited_s=feeding.waited_s - waited_s if feeding else 0.0,
-            gpu_s=clock.between(mark, end),
+            gpu_s=mark.elapsed_time(end) / 1000 if mark and end else 0.0,
             peak_bytes=built.peak_bytes,
             compiled=graphs_compiled() - graphs,
         )
@@ -225,14 +225,14 @@ class Bench:
         """Put a config in force, and start its loader."""
         self.reset_peak()
         IN_FORCE.release()
-        if not self._loads(config):
+        if self._loads(config):
+            advice = self._advice(config)
+            feeding = Feeding(self.loading.data.loader(**advice.loader))
+            workload = workload.fed(advice, feeding)
+            self._fed = workload, feeding
+        else:
             workload.rewind()
-            workload.advice.set_flags()
-            return
-        workload = workload.under(self._advice(config))
         workload.advice.set_flags()
-        self._fed = workload, Feeding(self.loading.data.loader(**workload.advice.loader))
-        workload.feed(self._fed[1])
 
     def _leave(self) -> None:
         """End the loader of the config at work: its workers would take others' time."""
@@ -259,7 +259,7 @@ class Bench:
         self.reset_peak()
         workload = self.workload(config)
         workload.start()
-        self._clock.synchronize()
+        self.synchronize()
         built = _Built(workload)
         self._hold(built, before)
         self._built[config] = built
@@ -268,7 +268,7 @@ class Bench:
     def workload(self, config: Config, built: nn.Module | None = None) -> Workload:
         """A new workload, before its first step; of a model that is `built` on made-up batches."""
         IN_FORCE.release()
-        batch = self._batch(config)
+        batch = config.batch or self._task.batch
         own = batch == self._task.batch
         given = self.loading.batches if self._task.data and own and built is None else ()
         loaded = self.loaded if built is None else replace(self.loaded, factory=lambda: built)
@@ -284,25 +284,15 @@ class Bench:
         )
 
     def _advice(self, config: Config) -> Advice:
-        batch = self._batch(config)
+        batch = config.batch or self._task.batch
         # As in a script: what is torch's default already is not set.
         served = Served(default=TORCH.at(batch))
         return Advice(config, device=self.job.device, batch_size=batch, served=served)
-
-    def _batch(self, config: Config) -> int:
-        return config.batch or self._task.batch
 
     def new_model(self) -> nn.Module:
         """The model as it is at first."""
         torch.manual_seed(self.job.seed)
         return target.build(self.loaded)
-
-    def _references_of(self, fp32: Config) -> References:
-        if fp32 not in self._references:
-            self._subject.draws = draws(self._workload(fp32).step)
-            made = References(self._subject, fp32, tolerance=self._task.tolerance)
-            self._references = {fp32: made}
-        return self._references[fp32]
 
     def release(self) -> None:
         """Drop all workloads, and give their memory back."""
@@ -327,7 +317,7 @@ class Bench:
             return True
         gc.collect()
         try:
-            torch.cuda.synchronize(self.device)
+            self.synchronize()
             torch.rand(1, device=self.device).item()  # also what a failed capture may break
         except RuntimeError:
             return False
@@ -346,6 +336,18 @@ class Bench:
         stats = torch.cuda.memory_stats(self.device) if self._cuda else {}
         return int(stats.get("num_alloc_retries", 0))
 
+    def synchronize(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize(self.device)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """A point in a GPU's stream of work."""
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
     def reset_peak(self) -> None:
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -356,10 +358,3 @@ class Bench:
         if self._cuda:
             return int(torch.cuda.max_memory_allocated(self.device)) - held
         return host.peak_bytes()
-
-
-def draws(step: Callable[[], None]) -> bool:
-    """Whether a step draws random numbers."""
-    before = Drawn()
-    step()
-    return before.passed()

@@ -19,23 +19,19 @@ from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, fp8, target
+from advisor.tuners.act.pilot.crew import Drawn
 from advisor.tuners.act.pilot.seen import shown
 from advisor.tuners.faults import of_memory
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.place import ConfigFailed
-from advisor.tuners.measure.timing import Clock
-from advisor.tuners.measure.worker.bench import Bench, draws
+from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.wire import CHANGED, Facts, Job, receive, send
 from advisor.tuners.measure.workload import Workload, layer_that_raised
 
 
 def describe(bench: Bench) -> Facts:
-    """Run two steps as torch does by default.
-
-    Raises:
-        TargetError: the model rejects the sample, or is not the one that the job knows.
-        TargetFailed: the user's code raised, or memory does not do.
-    """
+    """Run two steps as torch does by default. Raises TargetError if the model rejects the sample or
+    is not the job's, TargetFailed if the user's code raised, ConfigFailed if memory runs out."""
     loaded, device = bench.loaded, bench.device
     built = bench.new_model()
     known = shown([built])  # before any knob touches the model, as in a script
@@ -44,26 +40,27 @@ def describe(bench: Bench) -> Facts:
     wide = sum(map(fp8.gains, built.modules()))
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     bench.reset_peak()
-    workload = _first_step(bench, built)
+    workload, drawn = _first_step(bench, built), Drawn()
     began = time.perf_counter()
-    drew = draws(workload.step)
-    Clock(device).synchronize()
+    workload.step()
+    bench.synchronize()
+    step_s = time.perf_counter() - began
     return Facts(
         name=loaded.spec.name,
         hooks=hooks,
         code=bench.code,
-        draws=drew,
+        draws=drawn.passed(),
         device_uuid=str(getattr(properties, "uuid", "")),
         memory_bytes=getattr(properties, "total_memory", 0),
         peak_bytes=bench.peak_bytes(),
-        step_s=time.perf_counter() - began,
+        step_s=step_s,
         wide=wide,
         **known,
     )
 
 
 def recognise(job: Job, name: str, *found: str) -> None:
-    """Raises: TargetError: these fingerprints of model and hooks are not those the job knows."""
+    """Raise TargetError if these fingerprints of model and hooks are not those the job knows."""
     for what, now, then in zip(("model", "make_batch or loss"), found, job.known, strict=False):
         if now != then:
             raise TargetError(f"the {what} of {name} {CHANGED}")
@@ -75,16 +72,13 @@ def _first_step(bench: Bench, built: nn.Module) -> Workload:
     try:
         workload = bench.workload(plain(task, bench.job.device), built)
         workload.step()
-        Clock(bench.device).synchronize()
+        bench.synchronize()
         return workload
     except AdvisorError:
         raise
     except Exception as exc:  # the user's code may raise anything; it is reported whole
         if of_memory(exc):
-            raise TargetFailed(
-                f"batch {task.batch} does not fit on {bench.job.device} with torch's default "
-                "settings: out of memory; give a smaller batch"
-            ) from exc
+            raise ConfigFailed("out_of_memory", "out of memory") from exc
         at = f" at {layer}" if (layer := layer_that_raised(built, exc)) else ""
         message = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
         shape = " --shape ".join("x".join(map(str, one)) for one in task.shapes)

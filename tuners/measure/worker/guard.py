@@ -1,11 +1,10 @@
 """Stands between the tuning process and its worker: `guard.py LIFELINE PIPE MEMORY LOG ROOT WORDS`.
 
-It runs no user code, so nothing keeps it from its duties. It ends the worker, which inherits PIPE,
-and all that the worker ever started, daemons included: when the worker ends, when the tuning
-process is gone (the reading end LIFELINE closes) or when together they hold more than MEMORY bytes.
-It keeps the end of what they print, and writes it to the file LOG. Then it prints how the worker
-ended as one line of JSON, and removes what tuning processes that are gone left in the folder ROOT.
-It imports the standard library alone, so it starts in some 20 ms.
+It runs no user code. It ends the worker, which inherits PIPE, and all that it ever started, daemons
+included: when the worker ends, when the tuning process is gone (LIFELINE closes) or when together
+they hold more than MEMORY bytes. It writes what they print to the file LOG. Then it prints how the
+worker ended as one line of JSON, and removes what tuning processes that are gone left in the folder
+ROOT. It imports the standard library alone, so it starts in some 20 ms.
 """
 
 from __future__ import annotations
@@ -25,18 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import host  # type: ignore[import-not-found]
 import scratch  # type: ignore[import-not-found]
 
-LOGGED = 2**26
-"""Bytes of output that are written to the log."""
-WORDS = 4000
-"""Bytes of the end of the output that are reported."""
-LOOK_S = 0.1
-"""Between two looks at the worker and the memory in use."""
-FAMILY_S = 1.0
-"""Between two searches for what the worker started: each reads all of /proc."""
+LOGGED = 2**26  # bytes of output that are written to the log
+WORDS = 4000  # bytes of the end of the output that are reported
+LOOK_S = 0.1  # between two looks at the worker and the memory in use
+FAMILY_S = 1.0  # between two searches for what the worker started: each reads all of /proc
 COMPILERS = ("g++", "gcc", "c++", "cc", "clang++", "clang")
-COMPILERS_S = 0.2
-"""For compilers to remove what they have half written, as they do on SIGTERM: torch.compile loads
-whatever lies in its cache, also in later runs of the user."""
+COMPILERS_S = 0.2  # to remove what they have half written, which torch.compile would load later
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -44,10 +37,8 @@ class Guard:
     """Starts a worker, and ends what it leaves; -1, 0 and '': no pipe, no limit, no log."""
 
     def __init__(self, lifeline: int, pipe: int, memory: int, log: str, command: list[str]) -> None:
-        self._lifeline = lifeline
-        self._memory = memory
-        self._words = b""
-        self._over = 0
+        self._lifeline, self._memory = lifeline, memory
+        self._words, self._over = b"", 0
         self._log = Path(log).open("ab", buffering=0) if log else None  # noqa: SIM115
         # A process that loses its parent becomes this process's child, wherever it went.
         host.control(_PR_SET_CHILD_SUBREAPER, 1)

@@ -26,58 +26,35 @@ T = TypeVar("T")
 START_S = 300.0
 """Seconds for importing torch and the target, for its first steps, and for a first batch of its
 data, at least: a cold network file system takes minutes, as does listing millions of files."""
-LATE_S = 30.0
-"""Beyond a deadline: a comparison looks at its time between two passes."""
+LATE_S = 30.0  # beyond a deadline: a comparison looks at its time between two passes
 
 PICKING = (BATCH, *(k.name for k in KNOBS if k.autocast or k.layout is not None))
 LASTING = tuple(knob.name for knob in KNOBS if knob.lasting)
 """cuDNN keeps the algorithm that a convolution's first one ran with, searched for or not (PyTorch's
-Conv_v8.cpp, benchmark_cache; on an H200, torch 2.11, a first search took 60 ms, 0.25 ms after a
-step without): one value of LASTING in a process for each of PICKING, which tell convolutions apart.
-"""
+Conv_v8.cpp, benchmark_cache; on an H200 a first search took 60 ms, 0.25 ms after a step without):
+one value of LASTING in a process for each of PICKING, which tell convolutions apart."""
 
 
-class _Gone(Exception):
-    """The worker died, hung or spoke rubbish."""
-
-    def __init__(self, outcome: str, reason: str) -> None:
-        super().__init__(reason)
-        self.outcome = outcome
-
-
-class Worker:
-    """A Place in a child process; one that dies or hangs is replaced.
-
-    `deadline_s`: for describing the job, and for what its data costs. `baseline`: see Place;
-    torch's default, unless it is set.
-    """
+class Worker(contextlib.AbstractContextManager["Worker"]):
+    """A Place in a child process; one that dies or hangs is replaced. `deadline_s`: for describing
+    the job, and for what its data costs."""
 
     def __init__(self, job: Job, *, deadline_s: float) -> None:
-        self._job = job
-        self.deadline_s = deadline_s
-        self.baseline = plain(job.task, job.device)
+        self._job, self.deadline_s = job, deadline_s
+        self.baseline = plain(job.task, job.device)  # until it is set
         self._process: Guarded | None = None
         self._pipe: Connection | None = None
-        self._killed = 0
-        self._permitted = 0
-        self._data_s = 0.0
-        self._picked: dict[Config, Config] = {}
+        self._data_s = 0.0  # that loading took at most; 0 before `describe_data`
+        self._picked: dict[Config, Config] = {}  # LASTING by PICKING
         self._built: set[Config] = set()
         self._scratch = Scratch()
-
-    def __enter__(self) -> Worker:
-        return self
 
     def __exit__(self, *_exc: object) -> None:
         self.stop()
 
     def describe(self) -> Facts:
-        """Start a worker and have it run its first steps, as torch does by default.
-
-        Raises:
-            TargetError, TargetFailed: the user's code, data or input is wrong.
-            WorkerError: it crashed or hung.
-        """
+        """Have a worker run its first steps, as torch does by default. Raises TargetError or
+        TargetFailed if the user's code, data or input is wrong, WorkerError if it died or hung."""
         try:
             return self._asked(Facts, "describe", max(START_S, self.deadline_s))
         except ConfigFailed as failed:
@@ -89,21 +66,21 @@ class Worker:
             ) from failed
 
     def describe_data(self, most_s: float = START_S) -> DataFacts:
-        """Load batches of the task's data, in so many seconds at most. Raises: as `describe`."""
+        """Load batches of the task's data, in so many seconds at most; raises as `describe`."""
         facts = self._of_data(DataFacts, "describe_data", most_s)
         self._data_s = most_s
         return facts
 
     def costs(self, seconds: float) -> Costs:
-        """What a sample of the data costs a worker of its loader. Raises: as `describe`."""
+        """What a sample of the data costs a worker of its loader; raises as `describe`."""
         return self._of_data(Costs, "costs", max(START_S, self.deadline_s), seconds=seconds)
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
-        """See Place. Steps of a config with a loader are whole rounds of its workers."""
+        """As Place; steps of a config with a loader are whole rounds of its workers."""
         return self._asked(Block, "block", deadline_s, config, steps=steps, warm=warm)
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        """See Place. A config of another batch is compared at the user's."""
+        """As Place; a config of another batch is compared at the user's."""
         batch = self._job.task.batch
         given = {"fp32": dict(strict(self.baseline).at(batch)), "seconds": deadline_s}
         try:
@@ -113,16 +90,12 @@ class Worker:
             return Compared(outcome=failed.outcome, reason=str(failed))
 
     def forget(self, config: Config) -> None:
-        """See Place."""
         self._built.discard(config)
         if self._runs():
-            try:
+            with contextlib.suppress(ConfigFailed):
                 self._answered({"do": "forget", "config": dict(config)}, LATE_S)
-            except _Gone:
-                self._kill()
 
     def save(self, config: Config, file: Path) -> None:
-        """See Place."""
         if compiles(config):
             with contextlib.suppress(ConfigFailed):
                 self._asked(bool, "save", LATE_S + self.deadline_s, config, file=str(file))
@@ -140,12 +113,18 @@ class Worker:
         config: Config | None = None,
         **given: Any,
     ) -> T:
-        """What a worker answers to a request, of a config or of the job. Raises: as Place.block."""
+        """What a worker answers to a request, of a config or of the job; raises as Place.block."""
         others = self._built - {config}
         request = {"do": what, **given} | ({} if config is None else {"config": dict(config)})
         self._ready(plain(self._job.task, self._job.device) if config is None else config)
         try:
             reply = self._answered(request, deadline_s)
+        except ConfigFailed as failed:
+            if failed.outcome != "out_of_memory" or not others:
+                raise
+            # What else was built held memory too: once more, alone.
+            return self._asked(kind, what, deadline_s, config, **given)
+        try:
             if not reply["healthy"]:
                 self._kill()  # it cannot promise that nothing leaks into the next config
             if "outcome" in reply:
@@ -153,12 +132,6 @@ class Worker:
             if config is not None:
                 self._built.add(config)
             return from_plain(kind, reply["answer"])
-        except _Gone as exc:
-            self._kill()
-            if exc.outcome == "out_of_memory" and others:
-                # What else was built held memory too: once more, alone.
-                return self._asked(kind, what, deadline_s, config, **given)
-            raise ConfigFailed(exc.outcome, str(exc)) from exc
         except (KeyError, RecordDamaged) as exc:
             self._kill()
             raise ConfigFailed("crashed", f"the worker's answer made no sense: {exc}") from exc
@@ -181,16 +154,14 @@ class Worker:
     def _ready(self, config: Config) -> None:
         """Have a process in which a config can be visited, with the data loaded."""
         picking, lasting = config.only(*PICKING), config.only(*LASTING)
-        if self._picked.get(picking, lasting) != lasting:
-            self._kill()
-        if not self._runs():
+        if self._picked.get(picking, lasting) != lasting or not self._runs():
             self._start()
             if self._data_s:
                 self.describe_data(self._data_s)
         self._picked.setdefault(picking, lasting)
 
     def _start(self) -> None:
-        """Start a worker with the target loaded. Raises: as `describe`."""
+        """Start a worker with the target loaded; raises as `describe`."""
         self._kill()
         self._permitted = host.memory_limit()
         if self._job.device.startswith("cpu") and self._job.task.max_memory:
@@ -204,12 +175,10 @@ class Worker:
         words = [sys.executable, "-P", "-m", "advisor.tuners.measure.worker", str(pipe)]
         try:
             with theirs:
-                self._process = Guarded(
-                    words, log=None, environment=environment, pipe=pipe, memory=memory
-                )
+                self._process = Guarded(words, environment=environment, pipe=pipe, memory=memory)
             load = {"do": "load", "job": to_plain(self._job)}
             self._answered(load, max(START_S, self.deadline_s))
-        except (_Gone, OSError) as exc:
+        except (ConfigFailed, OSError) as exc:
             self._kill()
             raise self._lost(exc) from exc
 
@@ -217,22 +186,25 @@ class Worker:
         return WorkerError(f"target {self._job.task.target!r}: {exc}")
 
     def _answered(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        """The reply to a request. Raises: as `describe`; _Gone."""
+        """The reply; without one ends the worker, and raises as `describe`, or ConfigFailed."""
         assert self._pipe is not None
+        failed: Exception
         try:
             send(self._pipe, request)
             if not self._pipe.poll(deadline_s):
-                raise _Gone("timed_out", f"no answer within {deadline_s:.0f} s")
-            reply = receive(self._pipe)
-        except (EOFError, OSError) as exc:
-            raise _Gone(*self._obituary()) from exc
-        except ValueError as exc:
-            raise _Gone("crashed", f"the worker's answer made no sense: {exc}") from exc
-        if "error" in reply:
-            self._kill()
-            kind = TargetError if reply["error"] == TargetError.__name__ else TargetFailed
-            raise kind(reply["message"], reply["details"])
-        return reply
+                failed = ConfigFailed("timed_out", f"no answer within {deadline_s:.0f} s")
+            else:
+                reply = receive(self._pipe)
+                if "error" not in reply:
+                    return reply
+                kind = TargetError if reply["error"] == TargetError.__name__ else TargetFailed
+                failed = kind(reply["message"], reply["details"])
+        except (EOFError, OSError):
+            failed = ConfigFailed(*self._obituary())
+        except (KeyError, ValueError) as exc:
+            failed = ConfigFailed("crashed", f"the worker's answer made no sense: {exc}")
+        self._kill()
+        raise failed
 
     def _obituary(self) -> tuple[str, str]:
         assert self._process is not None

@@ -10,9 +10,8 @@ import msgpack
 
 from advisor.cache.task import Task
 
-CHANGED = "has changed since it was tuned"
-"""Part of a worker's error where the target is not the one that the job knows."""
-LIMIT = 64 * 2**20
+CHANGED = "has changed since it was tuned"  # of a target that is not the one that a job knows
+LIMIT = 64 * 2**20  # bytes of a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

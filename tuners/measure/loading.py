@@ -1,36 +1,43 @@
-"""What a workload trains on: its dataset, what its first batches show, and batches for steps.
-
-Imported and made in the worker process alone.
-"""
+"""What a workload trains on, in the worker process: its data, what they show, what they cost."""
 
 from __future__ import annotations
 
+import cProfile
 import inspect
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, _utils
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, _utils, default_collate
 
 from advisor.cache.task import DTYPES, Task
 from advisor.errors import TargetError, TargetFailed
 from advisor.tuners import host, room
-from advisor.tuners.measure.worker.wire import DataFacts
+from advisor.tuners.measure.worker.wire import Cost, Costs, DataFacts
 from advisor.tuners.target import Spec, failed, imported, parse
 
-LOOKED_AT = 2
-"""Batches whose shapes must be the task's."""
+_LOOKED_AT = 2  # batches whose shapes must be the task's
 DATASET, COLLATE, SAMPLER = "make_dataset", "make_collate", "make_sampler"
 """What a data's file defines: the dataset and, called with it, a collate function and a sampler."""
+_COLLATE = "collate"  # how the collate function is shown
+_FETCH = "torch/utils/data/_utils/fetch.py"
+_WRAPPERS = (  # files whose functions only pass a call on
+    *("torch/utils/data/", "torch/nn/modules/module.py", "torch/utils/_contextlib.py"),
+    *("torch/_compile.py", "torch/_dynamo/", "torchvision/transforms/v2/_transform.py"),
+)
+_SEQUENCES = ("Compose", "Sequential", "StandardTransform")  # whose members are parts of their own
+_CALLS = ("forward", "__call__", "transform", "_transform")  # shown by the name of their class
+_Part = tuple[str, str]  # its name and the name of its file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +81,7 @@ class Described(NamedTuple):
 
 def described(task: Task, *, made_batches: bool) -> Described:
     """Load the task's data and check its batches; with `made_batches` inputs may have any form.
-
-    Raises:
-        TargetError, TargetFailed: it gives no batches, or others than are tuned.
-    """
+    Raises TargetError or TargetFailed if it gives no batches, or others than are tuned."""
     before = set(host.held_open())
     data = load(task)
     held = sorted(set(host.held_open()) - before)
@@ -98,7 +102,7 @@ def described(task: Task, *, made_batches: bool) -> Described:
 
 
 def load(task: Task) -> Data:
-    """Import the data and make its dataset. Raises: TargetError, TargetFailed."""
+    """Import the data and make its dataset; raises TargetError, TargetFailed."""
     spec = parse(task.data, role="data")
     module: ModuleType | None = None
     factory: Any
@@ -134,8 +138,7 @@ def _called(spec: Spec, hook: Callable[..., Any], *given: Any, **named: Any) -> 
 
 
 def _torchvision(spec: Spec, sample: tuple[int, ...]) -> Callable[..., Any]:
-    """One of torchvision's datasets; images get a random crop and flip to the sample's shape, and
-    become normalised float32."""
+    """One of torchvision's datasets; images get a random crop to the sample's shape and a flip."""
     from torchvision import datasets
     from torchvision.transforms import v2
 
@@ -144,15 +147,14 @@ def _torchvision(spec: Spec, sample: tuple[int, ...]) -> Callable[..., Any]:
         raise TargetError(f"data {spec.name!r}: torchvision.datasets has no {spec.attribute!r}")
     usual: dict[str, Any] = {}
     if len(sample) == 3:
-        usual["transform"] = v2.Compose(
-            [
-                v2.RandomResizedCrop(sample[1:], antialias=True),
-                v2.RandomHorizontalFlip(),
-                v2.ToImage(),
-                v2.ToDtype(torch.float32, scale=True),
-                v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-            ]
-        )
+        steps = [
+            v2.RandomResizedCrop(sample[1:], antialias=True),
+            v2.RandomHorizontalFlip(),
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
+        usual["transform"] = v2.Compose(steps)
     if "image_size" in inspect.signature(kind).parameters:
         usual["image_size"] = sample
     return lambda **arguments: kind(**{**usual, **arguments})
@@ -161,7 +163,7 @@ def _torchvision(spec: Spec, sample: tuple[int, ...]) -> Callable[..., Any]:
 def _first(data: Data, batch: int) -> list[Any]:
     name, short = data.spec.name, f"and a batch of --shape has {batch:,}"
     try:
-        found = list(itertools.islice(data.loader(batch_size=batch), LOOKED_AT))
+        found = list(itertools.islice(data.loader(batch_size=batch), _LOOKED_AT))
     except Exception as exc:  # the user's code may raise anything; it is reported whole
         # A sampler refuses an empty dataset.
         if hasattr(data.dataset, "__len__") and not (data.samples or data.iterable):
@@ -246,12 +248,10 @@ def _asks_its_worker(data: Data) -> bool:
     return info.read
 
 
-class Feeding:
-    """The batches of a loader, one epoch after the other, until `close`.
-
-    Workers begin with nothing, and have batches ready once they have outrun a step: neither is a
-    speed. Time whole rounds of `together` batches, one of each worker, once `settling` have come.
-    """
+class Feeding(Iterator[Any]):
+    """The batches of a loader, one epoch after the other, until `close`. Time whole rounds of
+    `together` batches, one of each worker, once `settling` have come: workers begin with nothing,
+    and have batches ready once they have outrun a step."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
@@ -260,15 +260,8 @@ class Feeding:
         self.waited_s = 0.0  # for batches
         self._epoch: Any = None
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
     def __next__(self) -> Any:
-        """The next batch.
-
-        Raises:
-            RuntimeError: an epoch has none.
-        """
+        """The next batch; raises RuntimeError if an epoch has none."""
         began = time.perf_counter()
         try:
             for fresh in (self._epoch is None, True):
@@ -285,3 +278,108 @@ class Feeding:
         epoch, self._epoch = self._epoch, None
         if epoch is not None and self._loader.num_workers:
             epoch._shutdown_workers()
+
+
+def costs(data: Data, batch: int, seconds: float) -> Costs:
+    """What a sample costs a worker, by what `__getitem__` (or `__iter__`) calls, its own code, and
+    the collate function. cProfile slows small functions: it gives shares, a run without it time."""
+    inner, threads = data.collate or default_collate, torch.get_num_threads()
+
+    def collate(samples: list[Any]) -> Any:
+        return inner(samples)
+
+    def loader(size: int) -> DataLoader[Any]:
+        return data.loader(batch_size=size, collate_fn=collate, num_workers=0)
+
+    profile = cProfile.Profile(builtins=False)
+    torch.set_num_threads(1)  # as a loader's worker has
+    try:
+        sample_s = _batch_s(loader(batch), seconds / 2) / batch
+        profile.runcall(_batch_s, loader(batch), seconds / 2)
+        spent = _spent({one.code: one for one in profile.getstats()}, collate.__code__)
+        made = _made(loader(1), {part for part, _ in spent})
+    finally:
+        torch.set_num_threads(threads)
+    whole_s, order = sum(spent.values()), [*made]
+    parts = (
+        Cost(
+            part=part,
+            file=file,
+            seconds=sample_s * took_s / whole_s,
+            made_bytes=made.get(part, 0),
+            place=order.index(part) + 1 if file and part in made else 0,
+        )
+        for (part, file), took_s in sorted(spent.items(), key=lambda one: -one[1])
+    )
+    return Costs(parts=tuple(parts), samples=data.samples)
+
+
+def _batch_s(loader: DataLoader[Any], seconds: float) -> float:
+    began, batches = time.perf_counter(), 0
+    for _ in loader:
+        batches += 1
+        if time.perf_counter() - began >= seconds:
+            break
+    return (time.perf_counter() - began) / max(1, batches)
+
+
+def _spent(entries: Mapping[Any, Any], collate: CodeType) -> dict[_Part, float]:
+    if collate not in entries:
+        raise RuntimeError("its epoch is too short to tell what a sample costs")
+    found: dict[_Part, float] = defaultdict(float, {(_COLLATE, ""): entries[collate].totaltime})
+    fetch = next(
+        code for code in entries if code.co_filename.endswith(_FETCH) and code.co_name == "fetch"
+    )
+    for sample, _ in _calls(entries, fetch):
+        if sample is not collate:
+            name, file = _part(sample)
+            found[f"{name} itself", file] += entries[sample].inlinetime
+            for code, took_s in _calls(entries, sample):
+                found[_part(code)] += took_s
+    return found
+
+
+def _calls(
+    entries: Mapping[Any, Any], caller: CodeType, share: float = 1.0, seen: tuple[Any, ...] = ()
+) -> Iterator[tuple[CodeType, float]]:
+    """What a function calls, and for how long; looks through what only passes a call on."""
+    for call in entries[caller].calls or ():
+        owner = call.code.co_qualname.rpartition(".")[0].rpartition(".")[2]
+        wraps = any(part in call.code.co_filename for part in _WRAPPERS)
+        if not wraps and owner not in _SEQUENCES:
+            yield call.code, share * call.totaltime
+        elif call.code not in seen:
+            part = share * call.totaltime / (entries[call.code].totaltime or 1.0)
+            yield from _calls(entries, call.code, part, (*seen, call.code))
+
+
+def _part(code: CodeType) -> _Part:
+    owner, _, name = code.co_qualname.rpartition("<locals>.")[2].rpartition(".")
+    shown = owner if owner and name in _CALLS else f"{owner}.{name}".lstrip(".")
+    return shown, Path(code.co_filename).name
+
+
+def _made(loader: DataLoader[Any], parts: set[str]) -> dict[str, int]:
+    """Bytes that each part returns for a sample, in the order in which they first return."""
+    found: dict[str, int] = {}
+
+    def look(frame: FrameType, event: str, returned: Any) -> None:
+        if event == "return" and (part := _part(frame.f_code)[0]) in parts:
+            found[part] = max(found.get(part, 0), sum(map(_bytes, tree_leaves(returned))))
+
+    outside = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        next(iter(loader))
+    finally:
+        sys.setprofile(outside)
+    return found
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, bytes | bytearray):
+        return len(value)
+    if hasattr(value, "getbands"):  # an image of PIL
+        return len(value.getbands()) * int(value.width) * int(value.height)
+    found = getattr(value, "nbytes", 0)
+    return found if isinstance(found, int) else 0

@@ -1,0 +1,192 @@
+"""What is kept of a script beside its calls: attributes of modules, and updates of optimizers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from advisor.tuners.measure.samples import worst_update
+
+_OURS = "_compiled_call_impl"  # set by configs, not by the script
+_VALUES = (bool, int, float, complex, str, bytes, type(None))
+_MOST_PARAMETERS = 64  # of an optimizer, evenly spaced over all
+_MOST_ELEMENTS = 2**22  # of a parameter; both for the memory of the copies
+
+
+def keep_attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:
+    """Keep which objects modules hold; the result has them hold the same ones again."""
+    tables: list[dict[str, Any]] = [t for one in modules for t in (vars(one), one._buffers)]
+    kept = [{name: held for name, held in table.items() if name != _OURS} for table in tables]
+
+    def put() -> None:
+        for table, before in zip(tables, kept, strict=True):
+            for name in table.keys() - before.keys() - {_OURS}:
+                del table[name]
+            table.update(before)
+
+    return put
+
+
+def watched(modules: Sequence[nn.Module]) -> Callable[[], str]:
+    """The result tells what a call has changed since that cannot be put back, or '': objects that
+    modules hold, as lists and parameters, and numpy's random numbers; nothing deeper, no files."""
+    before = [
+        (f"{type(module).__name__}.{name}", held := [value, *_within(value)], [*map(_mark, held)])
+        for module in modules
+        for name, value in vars(module).items()
+        if value is not module._buffers
+    ]
+    numpy = _numpy()
+
+    def changed() -> str:
+        if numpy != _numpy():
+            return "numpy's random numbers"
+        for name, held, marks in before:
+            if marks != [_mark(one) for one in (held[0], *_within(held[0]))]:
+                return name
+        return ""
+
+    return changed
+
+
+def _within(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return itertools.chain.from_iterable(value.items())
+    if isinstance(value, list | tuple | set | deque):
+        return value
+    if isinstance(value, nn.Module | type | Tensor) or callable(value):
+        return ()
+    return vars(value).values() if hasattr(value, "__dict__") else ()
+
+
+def _mark(value: object) -> object:
+    """What is equal as long as an object is unchanged."""
+    if isinstance(value, _VALUES):
+        return type(value), value
+    if isinstance(value, Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    if isinstance(value, torch.Generator):
+        return id(value), value.get_state().numpy().tobytes()
+    return id(value)
+
+
+def _numpy() -> object:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    kind, state, *rest = numpy.random.get_state()
+    return kind, state.tobytes(), *rest
+
+
+def hooked(modules: Sequence[nn.Module]) -> bool:
+    """Whether the script has hooks that a call of these would run."""
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    parameters = (p for one in modules for p in one.parameters(recurse=False))
+    there = (getattr(one, table) for one in modules for table in tables)
+    return any(there) or any(one._backward_hooks for one in parameters)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parameter:
+    """Copies of what its next update is made of."""
+
+    number: int  # its `id`
+    value: Tensor
+    gradient: Tensor
+    state: dict[str, Any]
+
+
+_Groups = list[tuple[dict[str, Any], list[_Parameter]]]  # by group: settings, parameters
+
+
+class KeptUpdates:
+    """What optimizers that know `fused` would make of the dense gradients that are there now."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        found = [(one, _kept(one)) for one in optimizers if _plain_step(one) is not None]
+        self._updates = [one for one in found if any(kept for _, kept in one[1])]
+
+    def error(self, settings: Mapping[str, Any], names: Mapping[int, str]) -> tuple[float, str]:
+        """`worst_update` under other settings, with the parameter's name by `id` in `names`."""
+        return worst_update(
+            (names.get(one.number, "a parameter"), one.value, wanted, found)
+            for optimizer, groups in self._updates
+            for one, wanted, found in zip(
+                [one for _, kept in groups for one in kept],
+                _made(optimizer, groups, {}),
+                _made(optimizer, groups, {**settings, "foreach": False}),
+                strict=True,
+            )
+        )
+
+
+def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
+    """Its class's step without PyTorch's hooks; None if it has none, or no kernels to choose."""
+    step = type(optimizer).step
+    fits = all("fused" in group for group in optimizer.param_groups)
+    return getattr(step, "__wrapped__", None) if fits and hasattr(step, "hooked") else None
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> _Groups:
+    found: _Groups = []
+    for group in optimizer.param_groups:
+        fit = [
+            one
+            for one in group["params"]
+            if one.grad is not None and one.grad.layout == torch.strided
+            if one.numel() <= _MOST_ELEMENTS and one.is_floating_point()
+        ]
+        few = fit[:: max(1, -(-len(fit) * len(optimizer.param_groups) // _MOST_PARAMETERS))]
+        kept = []
+        for one in few:
+            value, gradient = one.detach().clone(), one.grad.detach().clone()
+            kept.append(_Parameter(id(one), value, gradient, _cloned(optimizer.state.get(one, {}))))
+        found.append((_cloned(group | {"params": []}), kept))
+    return found
+
+
+def _cloned(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in values.items()
+    }
+
+
+def _made(
+    optimizer: torch.optim.Optimizer, groups: _Groups, settings: Mapping[str, Any]
+) -> list[Tensor]:
+    """The parameters after a step with these settings."""
+    step = _plain_step(optimizer)
+    assert step is not None, "others are not kept"
+    state: dict[Tensor, Any] = defaultdict(dict)
+    made: list[Tensor] = []
+    param_groups = []
+    for group, kept in groups:
+        parameters = [nn.Parameter(one.value.clone()) for one in kept]
+        for parameter, one in zip(parameters, kept, strict=True):
+            parameter.grad = one.gradient.clone()
+            if one.state:
+                state[parameter] = _cloned(one.state)
+                count = one.state.get("step")
+                if settings.get("fused") and isinstance(count, Tensor):
+                    state[parameter]["step"] = count.to(parameter.device, copy=True)
+        param_groups.append(_cloned(group) | {"params": parameters} | dict(settings))
+        made += parameters
+    shadow: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(shadow).update(
+        vars(optimizer),
+        param_groups=param_groups,
+        state=state,
+        _optimizer_step_pre_hooks=OrderedDict(),
+        _optimizer_step_post_hooks=OrderedDict(),
+    )
+    step(shadow)
+    return [parameter.detach() for parameter in made]
