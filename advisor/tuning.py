@@ -690,7 +690,6 @@ def _facts(seen: Seen, task: Task, environment: Environment) -> Facts:
         parameters=seen.parameters,
         convolves=seen.convolves,
         repeats=seen.repeats,
-        draws=True,  # as some do: nothing that is tried in a run depends on it
         threads=seen.threads,
         device_uuid=device_uuid(seen.device),
         memory_bytes=memory_of(environment.device),
@@ -732,7 +731,6 @@ def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> 
         modules=facts.modules,
         repeats=facts.repeats,
         training=task.mode == "train",
-        draws=facts.draws,
         fp8=facts.wide > 0 and fp8.installed(),
         batches=batches,
         deterministic=task.deterministic,

@@ -8,6 +8,7 @@ the worker, the records, `advisor show` and a script's `Advice` all read this ta
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -53,8 +54,6 @@ class Situation:
     repeats: bool = False
     """Most of the model is blocks that repeat."""
     training: bool = True
-    draws: bool = False
-    """A step draws random numbers."""
     fp8: bool = False
     """torchao is installed, and linear layers are large enough for it."""
     batches: tuple[int, ...] = (1,)
@@ -161,8 +160,6 @@ class Knob:
     dear: Callable[[Value, int], float] | None = None
     """Seconds that a value costs before its first step, by the number of the model's modules, if
     that is many: such values are tried on leaders only."""
-    frugal: bool = False
-    """Trades speed for memory: tried only where a larger batch does not fit."""
     cached: Collection[Value] = ()
     """Values that compile code which is cached on disk."""
     lasting: bool = False
@@ -344,8 +341,6 @@ COMPILE_MODES_FULL = (*COMPILE_MODES, "max-autotune-no-cudagraphs", "max-autotun
 """Autotuning ran over eight minutes on ResNet-50."""
 WITHOUT_DEFAULT = tuple(mode for mode in ("none", *COMPILE_MODES_FULL) if mode != "default")
 """Modes in which variants of compiling a whole model by "default" have no effect."""
-SHARES = (1.0, 0.7, 0.5)
-"""Of the activations that a compiled model keeps for its backward pass."""
 GRAPHED_MODES = ("cudagraphs", "reduce-overhead", "max-autotune")
 """Those that replay CUDA graphs of the forward and the backward pass."""
 
@@ -401,22 +396,6 @@ def _compile_dynamic(model: nn.Module, value: Value) -> nn.Module:
     # Replaces what the knob before it has compiled, in the same mode.
     if value:
         torch.nn.Module.compile(model, dynamic=True, **_by_inductor("default"))
-    return model
-
-
-def _shares(here: Situation) -> tuple[Value, ...]:
-    """Offered with other batch sizes than the user's, and if no random numbers are drawn, which
-    cannot be drawn again: see `recomputing`."""
-    free = len(here.batches) > 1 and here.use != PILOT
-    return SHARES if free and here.training and not here.draws and _compiles_whole(here) else ()
-
-
-def _keep_share(model: nn.Module, value: Value) -> nn.Module:
-    # Replaces what the knob before it has compiled, in the same mode.
-    if value != 1.0:
-        from advisor.tuners import recomputing  # loads torch.compile's machinery
-
-        recomputing.keep(model, float(value or 0))
     return model
 
 
@@ -576,20 +555,6 @@ KNOBS: tuple[Knob, ...] = (
         model=_compile_dynamic,
     ),
     Knob(
-        name="activation_memory",
-        summary="share of the activations that a compiled model keeps for its backward pass, which "
-        "computes the others again",
-        domain=SHARES,
-        default=1.0,
-        values=_shares,
-        numerics=True,
-        frugal=True,
-        # Graphs of a forward and a backward pass have memory of their own.
-        conflicts={"compile": WITHOUT_DEFAULT, "dynamic_shapes": (True,)},
-        permitted=lambda given, value: value == 1.0 or given.get("compile", True),
-        model=_keep_share,
-    ),
-    Knob(
         name="step_graph",
         summary="the whole training step as one CUDA graph, through advice.capture",
         values=_off_on(lambda here: here.device == "cuda" and here.training and here.step_graph),
@@ -734,12 +699,6 @@ FORMATS_TRIED: tuple[dict[str, Value], ...] = (
     {"precision": "fp8"},
 )
 """Other precisions and layouts for the leader."""
-FRUGAL: tuple[dict[str, Value], ...] = (
-    {"compile": "default"},  # graphs that a leader replays have memory of their own
-    {"compile": "default", "activation_memory": 0.7},
-    {"compile": "default", "activation_memory": 0.5},
-)
-"""What to try where a larger batch does not fit, the cheapest first."""
 
 BY_NAME = {knob.name: knob for knob in KNOBS}
 FEEDS = tuple(knob.name for knob in KNOBS if knob.feeds)
@@ -859,18 +818,19 @@ def refusal(record: Record) -> str:
     fixed = [record.baseline, *(one.choice for one in record.winners if not one.free)]
     if any(choice.batch != record.batch for choice in fixed):
         return f"batch {record.batch}, and its choices are of another"
-    configs = [choice.config for choice in chosen]
-    configs += [record.input, *(part.knob for part in record.parts)]
-    configs += [trial.config for trial in record.trials]
-    seen = {(name, type(value), value) for config in configs for name, value in config.items()}
-    for name, _kind, value in sorted(seen, key=repr):
+    default = record.baseline.config
+    measured = [*(choice.config for choice in chosen), *(trial.config for trial in record.trials)]
+    others = [record.input, *(part.knob for part in record.parts)]
+    # A knob that is unknown here does not matter if all have it as the baseline has it.
+    needed = {*itertools.chain(*others, *(config.changed(default) for config in measured))}
+    pairs = itertools.chain.from_iterable(config.items() for config in (*measured, *others))
+    for name, _kind, value in sorted({(n, type(v), v) for n, v in pairs}, key=repr):
         knob = BY_NAME.get(name)
-        if knob is None:
+        if knob is None and name in needed:
             return f"knob {name[:40]!r} is not known to this version of advisor"
-        if not knob.holds(value):
+        if knob is not None and not knob.holds(value):
             ends = isinstance(knob.domain, range) and f"{knob.domain[0]} to {knob.domain[-1]}"
             return f"{name} {value!r:.60}: expected {ends or ', '.join(map(str, knob.domain))}"
-    default = record.baseline.config
     for one in record.winners:
         if not follows(one.use, one.choice.config, default):
             return f"the winner for {one.use} needs more than that"

@@ -28,7 +28,6 @@ STRICT = (*PERMITTED, "fp32")
 """All of them permitted."""
 SHARING = ("file_descriptor", "file_system")
 OFF_ON = (False, True)
-SHARES = (1.0, 0.7, 0.5)
 
 
 def on_cuda(**more: Any) -> Situation:
@@ -56,7 +55,7 @@ def test_the_rows() -> None:
     """The order is that of the guesses, and every name stands once."""
     assert [knob.name for knob in KNOBS] == [
         *("precision", "channels_last", "cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled"),
-        *("batch_size", "fused_optimizer", "compile", "dynamic_shapes", "activation_memory"),
+        *("batch_size", "fused_optimizer", "compile", "dynamic_shapes"),
         *("step_graph", "threads", "num_workers", "prefetch_factor", "in_order", "sharing"),
         *("persistent_workers", "pin_memory"),
     ]
@@ -73,7 +72,6 @@ def test_what_torch_does_by_itself() -> None:
         "fused_optimizer": False,
         "compile": "none",
         "dynamic_shapes": False,
-        "activation_memory": 1.0,
         "step_graph": False,
         "in_order": True,
         "sharing": "file_descriptor",
@@ -168,14 +166,6 @@ OFF, FIXED_ON = (False,), (True,)
         ("dynamic_shapes", on_cuda(varies=True), OFF_ON),
         ("dynamic_shapes", on_cuda(varies=True, compiles=False), ()),
         ("dynamic_shapes", on_cuda(varies=True, quick=True), ()),
-        ("activation_memory", on_cuda(), ()),
-        ("activation_memory", on_cuda(batches=(32, 64)), SHARES),
-        ("activation_memory", on_cuda(batches=(32, 64), draws=True), ()),
-        ("activation_memory", on_cuda(batches=(32, 64), training=False), ()),
-        ("activation_memory", on_cuda(batches=(32, 64), quick=True), ()),
-        ("activation_memory", on_cuda(batches=(32, 64), compiles=False), ()),
-        ("activation_memory", on_cuda(batches=(32, 64), use="pilot"), ()),
-        ("activation_memory", on_cpu(batches=(32, 64), compiles=True), SHARES),
         ("step_graph", on_cuda(), OFF_ON),
         ("step_graph", on_cuda(training=False), ()),
         ("step_graph", on_cuda(step_graph=False), ()),
@@ -247,7 +237,6 @@ FOLLOWING = {
     ("fused_optimizer", True): ("pilot", True, False),
     **{("compile", mode): ("pilot", True, False) for mode in (*MODES, *OF_FULL)},
     ("dynamic_shapes", True): ("pilot", True, False),
-    ("activation_memory", 0.5): ("pilot", True, False),
     ("step_graph", True): ("capture", True, False),
     ("threads", 2): ("flags", False, False),
     ("num_workers", 4): ("pilot", False, False),
@@ -272,11 +261,10 @@ def test_what_holds_of_a_row() -> None:
     def names(holds: Callable[[knobs.Knob], object]) -> set[str]:
         return {knob.name for knob in KNOBS if holds(knob)}
 
-    paying = {"cudnn_benchmark", "compile", "dynamic_shapes", "activation_memory", "threads"}
+    paying = {"cudnn_benchmark", "compile", "dynamic_shapes", "threads"}
     assert set(knobs.PAYING) == paying
     assert names(lambda knob: knob.dear) == {"compile"}
     assert names(lambda knob: knob.lasting) == {"cudnn_benchmark"}
-    assert names(lambda knob: knob.frugal) == {"activation_memory"}
     assert set(TORCH) - set(knobs.code(TORCH)) == {
         *("cudnn_benchmark", "fused_optimizer", "step_graph", "pin_memory")
     }
@@ -290,7 +278,7 @@ def test_what_holds_of_a_row() -> None:
     assert names(lambda knob: knob.stage == "compute") == set(BY_NAME) - loading
     assert names(lambda knob: knob.guess == "leader") == {"cudnn_benchmark", "fused_optimizer"}
     assert names(lambda knob: knob.guess == "") == {
-        *("cudnn_enabled", BATCH, "compile", "dynamic_shapes", "activation_memory"),
+        *("cudnn_enabled", BATCH, "compile", "dynamic_shapes"),
         *("num_workers", "prefetch_factor", "persistent_workers", "in_order", "sharing"),
         "cudnn_deterministic",
     }
@@ -312,7 +300,6 @@ def test_what_does_not_go_together() -> None:
     assert {knob.name: dict(knob.conflicts) for knob in KNOBS if knob.conflicts} == {
         "fused_optimizer": {"precision": ("fp16",)},
         "dynamic_shapes": {"compile": ("none", *set_apart)},
-        "activation_memory": {"compile": ("none", *set_apart), "dynamic_shapes": (True,)},
         "step_graph": {
             "compile": ("cudagraphs", "reduce-overhead", "max-autotune"),
             "fused_optimizer": (True,),
@@ -334,7 +321,6 @@ def test_what_does_not_go_together() -> None:
         ({"precisions": ("tf32",)}, {"precision": "default"}, True),
         ({"precisions": PERMITTED}, {"precision": "fp8"}, False),
         ({"precisions": PRECISIONS}, {"precision": "fp8"}, fp8.installed()),
-        ({"compile": False}, {"activation_memory": 0.5}, False),
         ({"compile": False}, {"compile": "default"}, False),
         ({"compile": False}, {"compile": "none"}, True),
         ({"compile": True}, {"compile": "default"}, True),
@@ -638,7 +624,7 @@ def test_domains(name: str, held: list[Value], refused: list[Value]) -> None:
 FIRST = (*knobs.RECIPE, *knobs.COMPILED, *knobs.CAPTURED, *knobs.GRAPHS, *knobs.FORMATS_TRIED)
 
 
-@pytest.mark.parametrize("changes", [*FIRST, *knobs.FRUGAL])
+@pytest.mark.parametrize("changes", FIRST)
 def test_what_is_tried_first_can_be_run(changes: dict[str, Value]) -> None:
     here = on_cuda(varies=True, precisions=PRECISIONS, fp8=True, batches=(32, 64))
     for name, value in changes.items():
@@ -652,7 +638,7 @@ def test_what_torch_does_for_a_task() -> None:
     task = Task.of("model.py", {"shape": "16x3x8x8"})
     held = {name: TORCH[name] for name in TORCH}
     gpu = knobs.plain(task, "cuda:1")
-    compiling = ("compile", "dynamic_shapes", "activation_memory")
+    compiling = ("compile", "dynamic_shapes")
     loading = ("in_order", "sharing", "persistent_workers", "pin_memory")
     assert gpu == Config({**held, BATCH: 16}).without(*compiling, *loading)
     cpu = knobs.plain(task, "cpu")
@@ -785,6 +771,19 @@ def test_a_value_out_of_its_domain_is_refused_wherever_it_stands(field: str) -> 
 def test_a_knob_that_is_not_known_is_refused() -> None:
     record = dataclasses.replace(_sound(), input=Config({"n" * 60: True}))
     assert knobs.refusal(record) == (f"knob '{'n' * 40}' is not known to this version of advisor")
+
+
+def test_an_unknown_knob_does_not_matter_where_it_is_as_in_the_baseline() -> None:
+    known = examples.DEFAULT.replace(gone=1.0)
+    record = dataclasses.replace(_sound(), baseline=examples.choice(known))
+    assert knobs.refusal(record) == ""
+    assert knobs.refusal(_winner(record, "pilot", known.replace(precision="bf16"))) == ""
+    told = "knob 'gone' is not known to this version of advisor"
+    assert knobs.refusal(_winner(record, "pilot", known.replace(gone=0.5))) == told
+    assert knobs.refusal(_winner(record, "pilot", known.replace(gone=1))) == told
+    trials = (examples.trial(0, known.replace(gone=0.5)),)
+    assert knobs.refusal(dataclasses.replace(record, trials=trials)) == told
+    assert knobs.refusal(dataclasses.replace(record, input=Config(gone=1.0))) == told
 
 
 def test_a_refused_value_is_said_shortly() -> None:

@@ -25,7 +25,7 @@ from advisor.tuners.blocks import repeated
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.measure.timing import Clock
-from advisor.tuners.measure.worker.bench import Bench, draws
+from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.wire import CHANGED, Facts, Job, receive, send
 from advisor.tuners.measure.workload import Workload, layer_that_raised
 
@@ -56,7 +56,7 @@ def describe(bench: Bench) -> Facts:
     bench.reset_peak()
     workload = _first_step(bench, built)
     began = time.perf_counter()
-    drew = draws(workload.step)
+    workload.step()
     Clock(device).synchronize()
     return Facts(
         name=loaded.spec.name,
@@ -65,7 +65,6 @@ def describe(bench: Bench) -> Facts:
         code=bench.code,
         modules=modules,
         parameters=parameters,
-        draws=drew,
         device_uuid=str(getattr(properties, "uuid", "")),
         memory_bytes=getattr(properties, "total_memory", 0),
         peak_bytes=bench.peak_bytes(),
