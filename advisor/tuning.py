@@ -728,7 +728,6 @@ def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> 
         threads_set=threads_set(),
         dimensions=len(task.shapes[0]),
         convolves=facts.convolves,
-        modules=facts.modules,
         repeats=facts.repeats,
         training=task.mode == "train",
         fp8=facts.wide > 0 and fp8.installed(),

@@ -15,8 +15,7 @@ from advisor.cache.artifacts import Tools
 from advisor.cache.key import Device, Environment, Software
 from advisor.errors import AdvisorError, UsageError, printable
 from advisor.tuners import host
-from advisor.tuners.lazily import torch
-from advisor.tuners.torch_facts import fact
+from advisor.tuners.torch_facts import fact, torch
 
 _Gpus = list[tuple[Any, Any]]
 """Devices that CUDA gives this process: NVML's handle of each, and of its card. They are the same,

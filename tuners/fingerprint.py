@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache.key import fingerprint
-from advisor.tuners.lazily import torch
+from advisor.tuners.torch_facts import torch
 
 if TYPE_CHECKING:
     from torch import nn

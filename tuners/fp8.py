@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from advisor.tuners.lazily import torch
+from advisor.tuners.torch_facts import torch
 
 if TYPE_CHECKING:
     from torch import nn

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, USES, Record
 from advisor.cache.task import PERMITTED, PRECISIONS, Task
-from advisor.tuners import fp8, known_wrong
+from advisor.tuners import compiling, fp8
+from advisor.tuners.compiling import BLOCKS
 from advisor.tuners.decisions import COMPILE_S
 from advisor.tuners.environment import threads_set
-from advisor.tuners.lazily import torch
 from advisor.tuners.tf32 import Float32, describe, set_float32
+from advisor.tuners.torch_facts import torch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,54 +37,33 @@ WORKERS = "num_workers"
 class Situation:
     """What decides which values make sense: the device, the workload, what the user permits."""
 
-    device: str
-    """'cuda' or 'cpu'."""
-    capability: tuple[int, int] = (0, 0)
-    """CUDA compute capability."""
+    device: str  # 'cuda' or 'cpu'
+    capability: tuple[int, int] = (0, 0)  # CUDA compute capability
     cpu_bf16: bool = False
     cores: int = 1
-    threads: int = 1
-    """Torch's own choice of intra-op threads."""
-    threads_set: bool = False
-    """The user has set them."""
-    dimensions: int = 4
-    """Of one batch: 4 is NCHW, 5 is NCDHW."""
+    threads: int = 1  # torch's own choice of intra-op threads
+    threads_set: bool = False  # by the user
+    dimensions: int = 4  # of one batch: 4 is NCHW, 5 is NCDHW
     convolves: bool = True
-    modules: int = 0
-    """In the model."""
-    repeats: bool = False
-    """Most of the model is blocks that repeat."""
+    repeats: bool = False  # most of the model is blocks that repeat
     training: bool = True
-    fp8: bool = False
-    """torchao is installed, and linear layers are large enough for it."""
-    batches: tuple[int, ...] = (1,)
-    """Batch sizes to try, the user's own first."""
+    fp8: bool = False  # torchao is installed, and linear layers are large enough
+    batches: tuple[int, ...] = (1,)  # to try, the user's own first
     deterministic: bool = False
     precisions: tuple[str, ...] = PERMITTED
     full: bool = False
     compiles: bool = False
-    quick: bool = False
-    """Compile only what takes seconds."""
-    step_graph: bool = True
-    """The script can have its whole step captured."""
-    use: str = USES[-1]
-    """The widest use that is looked for; the pilot's for a run that nobody rewrote."""
-    workers: int = 0
-    """Most workers for a running script's loader, or for that of a workload's own data."""
-    loaded: bool = False
-    """A workload has data of its own."""
-    any_order: bool = False
-    """Its batches may come in any order."""
-    by_name: bool = False
-    """Its workers must share memory by name: as open files it would be too many."""
-    mapped: tuple[str, ...] = ()
-    """Knobs that are set by options of a run's command; each value takes a start."""
-    varies: bool = False
-    """Inputs of a running script vary in shape."""
-    own: Config = Config()  # noqa: RUF009 # immutable
-    """What a running script sets itself; its baseline."""
-    kept: tuple[str, ...] = ()
-    """Knobs that stay as the script, or torch, has them."""
+    quick: bool = False  # compile only what takes seconds
+    step_graph: bool = True  # the script can have its whole step captured
+    use: str = USES[-1]  # the widest that is looked for; a run that nobody rewrote has the pilot's
+    workers: int = 0  # most workers for a running script's loader, or for that of a workload's data
+    loaded: bool = False  # a workload has data of its own
+    any_order: bool = False  # its batches may come in any order
+    by_name: bool = False  # its workers share memory by name: it would be too many open files
+    mapped: tuple[str, ...] = ()  # knobs that options of a run's command set; each value is a start
+    varies: bool = False  # inputs of a running script vary in shape
+    own: Config = Config()  # noqa: RUF009 # what a running script sets itself; its baseline
+    kept: tuple[str, ...] = ()  # knobs that stay as the script, or torch, has them
 
 
 SWITCH = (False, True)
@@ -110,14 +90,10 @@ class Loading:
 
     workers: int = 0
     pinned: bool = False
-    ahead: int = 0
-    """Batches that each of its workers prefetches, if these may be replaced."""
-    most: int = 0
-    """Workers that it may be given; 0: its loader is left alone."""
-    room: int = 0
-    """Workers that make sense, whoever starts them."""
-    why: str = ""
-    """Why its loader is left alone, if that is not plain."""
+    ahead: int = 0  # batches that each of its workers prefetches, if these may be replaced
+    most: int = 0  # workers that it may be given; 0: its loader is left alone
+    room: int = 0  # workers that make sense, whoever starts them
+    why: str = ""  # its loader is left alone, if that is not plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,12 +109,11 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """A knob's value that a script has set; None is torch's own. `stays`: the knob is not tuned,
-    `why` if that is not plain."""
+    """A knob's value that a script has set; None is torch's own."""
 
     value: Value
-    stays: bool = True
-    why: str = ""
+    stays: bool = True  # the knob is not tuned
+    why: str = ""  # if that is not plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,19 +124,16 @@ class Knob:
     summary: str
     domain: tuple[Value, ...] | range = SWITCH
     """What a record may hold, all of one type; anything else is refused."""
-    default: Value = False
-    """torch's own; None where the machine or the script decides."""
+    default: Value = False  # torch's own; None where the machine or the script decides
     values: Callable[[Situation], tuple[Value, ...]]
     """torch's own first; one value: the knob is fixed here; none: it is absent."""
     numerics: bool = False
     """A change is compared with strict fp32; not one to torch's own or `strict`, if it is given."""
-    strict: Value = None
-    """The value in that fp32 reference, if it is not torch's own."""
+    strict: Value = None  # the value in that fp32 reference, if it is not torch's own
     dear: Callable[[Value, int], float] | None = None
     """Seconds that a value costs before its first step, by the number of the model's modules, if
     that is many: such values are tried on leaders only."""
-    cached: Collection[Value] = ()
-    """Values that compile code which is cached on disk."""
+    cached: Collection[Value] = ()  # values that compile code which is cached on disk
     lasting: bool = False
     """The process keeps what it chose under its first value: another value takes a new process."""
     guess: Literal["alone", "leader", ""] = ""
@@ -183,13 +155,11 @@ class Knob:
     """INPUT knobs of a workload are measured last, with a loader of the user's data."""
     feeds: bool = False
     """Acts on a run's input pipeline: tried if the steps wait for data, and no part of the key."""
-    by_rule: bool = False
-    """If it is offered, its last value is needed, and is taken untried."""
+    by_rule: bool = False  # if it is offered, its last value is needed, and is taken untried
     flag: Flag | None = None
     chosen: Callable[[], bool] | None = None
     """Whether the environment has set the flag: it then stays. None: advice sets it anyway."""
-    mapped: str = ""
-    """Its name in `--map`, if an option of a run's script may set it."""
+    mapped: str = ""  # its name in `--map`, if an option of a run's script may set it
     script: Callable[[Script], Own | None] | None = None
     """What a running script has set itself; None for nothing."""
     layers: Mapping[Value, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)
@@ -198,12 +168,9 @@ class Knob:
     layout: Callable[[Tensor, Value], torch.memory_format | None] | None = None
     optimizer: Callable[[Value], dict[str, object]] | None = None
     loader: Callable[[Value], dict[str, object]] | None = None
-    autocast: Mapping[Value, str] = field(default_factory=dict)
-    """The name of autocast's dtype, by value."""
-    scaled: Collection[Value] = ()
-    """Values whose loss takes a GradScaler."""
-    non_blocking: Collection[Value] = ()
-    """Values that copy batches beside the host's work."""
+    autocast: Mapping[Value, str] = field(default_factory=dict)  # names of its dtypes
+    scaled: Collection[Value] = ()  # values whose loss takes a GradScaler
+    non_blocking: Collection[Value] = ()  # values that copy batches beside the host's work
     captured: Collection[Value] = ()
     """Values for which `Advice.capture` makes a CUDA graph of the training step."""
     graphs: Collection[Value] = ()
@@ -333,14 +300,10 @@ def _set_deterministic(value: Value) -> None:
     now._replace(algorithms=on, cudnn=on, workspace=workspace).put()
 
 
-BLOCKS = "blocks"
-"""Mode "default" for each block that a model repeats: one compilation for all of them."""
 COMPILE_MODES = ("cudagraphs", BLOCKS, "reduce-overhead", "default")
 """By cost: 3-4 s, less than a whole model, 19-32 s and 15-32 s for ResNet-50 on an H200."""
 COMPILE_MODES_FULL = (*COMPILE_MODES, "max-autotune-no-cudagraphs", "max-autotune")
 """Autotuning ran over eight minutes on ResNet-50."""
-WITHOUT_DEFAULT = tuple(mode for mode in ("none", *COMPILE_MODES_FULL) if mode != "default")
-"""Modes in which variants of compiling a whole model by "default" have no effect."""
 GRAPHED_MODES = ("cudagraphs", "reduce-overhead", "max-autotune")
 """Those that replay CUDA graphs of the forward and the backward pass."""
 
@@ -359,10 +322,6 @@ def _compile_modes(here: Situation) -> tuple[Value, ...]:
     return ("none", *modes) if modes else ()
 
 
-def _compiles_whole(here: Situation) -> bool:
-    return "default" in _compile_modes(here)
-
-
 def _compile_seconds(value: Value, modules: int) -> float:
     kind = str(value).removesuffix("-no-cudagraphs")
     seconds, each = COMPILE_S.get("cudagraphs" if kind == BLOCKS else kind, COMPILE_S[""])
@@ -370,32 +329,14 @@ def _compile_seconds(value: Value, modules: int) -> float:
 
 
 def _compile(model: nn.Module, value: Value) -> nn.Module:
-    # In place, not torch.compile(model): the names in state_dict() stay what they are. Not by the
-    # model's own method: timm's task puts what it compiles in the place of its model.
-    compile_ = torch.nn.Module.compile
-    if value == "cudagraphs":
-        compile_(model, backend="cudagraphs")
-    elif value == BLOCKS:
-        from advisor.tuners.blocks import repeated  # loads torch
-
-        for block in repeated(model):
-            compile_(block, **_by_inductor("default"))
-    elif value != "none":
-        compile_(model, **_by_inductor(str(value)))
+    if value != "none":
+        compiling.compile_in(model, str(value))
     return model
 
 
-def _by_inductor(mode: str) -> dict[str, Any]:
-    """Arguments of torch.compile, which takes either a mode or options."""
-    if options := known_wrong.avoided():
-        return {"options": torch._inductor.list_mode_options(mode) | options}
-    return {"mode": mode}
-
-
 def _compile_dynamic(model: nn.Module, value: Value) -> nn.Module:
-    # Replaces what the knob before it has compiled, in the same mode.
-    if value:
-        torch.nn.Module.compile(model, dynamic=True, **_by_inductor("default"))
+    if value:  # replaces what the knob before it has compiled, in the same mode
+        compiling.compile_for_any_length(model)
     return model
 
 
@@ -546,10 +487,10 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="dynamic_shapes",
         summary="compiled for inputs of any length at once, where a run's vary",
-        values=_off_on(lambda here: here.varies and _compiles_whole(here)),
+        values=_off_on(lambda here: here.varies and "default" in _compile_modes(here)),
         numerics=True,
         # Graphs are of one shape each, and what is not compiled has none.
-        conflicts={"compile": WITHOUT_DEFAULT},
+        conflicts={"compile": tuple(m for m in ("none", *COMPILE_MODES_FULL) if m != "default")},
         permitted=lambda given, value: not value or given.get("compile", True),
         script=lambda script: Own(None) if script.compiled else None,
         model=_compile_dynamic,

@@ -25,7 +25,7 @@ from advisor.errors import TargetError, TargetFailed
 from advisor.tuners import source
 from advisor.tuners.faults import where
 from advisor.tuners.fingerprint import is_library
-from advisor.tuners.lazily import torch
+from advisor.tuners.torch_facts import torch
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from advisor.tuners.lazily import torch
+from advisor.tuners.torch_facts import torch
 
 T = TypeVar("T")
 

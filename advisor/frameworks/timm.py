@@ -7,7 +7,7 @@ import json
 from advisor.cache.config import BATCH, Value
 from advisor.frameworks import rows
 from advisor.frameworks.words import NOTHING, Framework, Scene, Words
-from advisor.tuners.known_wrong import avoiding
+from advisor.tuners.compiling import avoiding
 
 _AMP = {"bf16": "bfloat16", "fp16": "float16"}
 

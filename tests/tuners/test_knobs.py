@@ -15,7 +15,7 @@ from torch import nn
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import Part, Record, Winner
 from advisor.cache.task import PERMITTED, PRECISIONS, Task
-from advisor.tuners import fp8, knobs, known_wrong
+from advisor.tuners import compiling, fp8, knobs
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.environment import threads_set
 from advisor.tuners.knobs import BY_NAME, KNOBS, TORCH, Situation
@@ -550,9 +550,9 @@ def test_torch_compile_knows_the_options(monkeypatch: pytest.MonkeyPatch) -> Non
         row.model(net, value)
         assert (net._compiled_call_impl is None) == (value in ("none", "blocks"))
         assert all((one._compiled_call_impl is None) == (value != "blocks") for one in net)
-    assert known_wrong.avoided() == known_wrong.avoiding("2.11.0") != {}
+    assert compiling.avoided() == compiling.avoiding("2.11.0") != {}
     monkeypatch.setattr(torch._inductor, "list_options", lambda: ["max_autotune"])
-    assert known_wrong.avoided() == {}
+    assert compiling.avoided() == {}
 
 
 def test_where_a_framework_compiles_the_process_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.errors import AdvisorWarning
-from advisor.tuners import fingerprint, known_wrong
+from advisor.tuners import compiling, fingerprint
 from advisor.tuners.act import buckets, gate, ranks
 from advisor.tuners.act.acting import Acting, rows_of
 from advisor.tuners.act.following import PIECES, Following, tell_at_exit
@@ -166,7 +166,7 @@ class Advice:
         """Set all flags of the config, and miss no piece: a framework's loop follows the rest."""
         self._used.update(PIECES)
         if self._acting.compiles:
-            known_wrong.avoid()
+            compiling.avoid()
         self._put(self.config)
 
     def _compare(self, model: nn.Module, record: Record) -> None:

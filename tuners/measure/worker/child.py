@@ -21,7 +21,7 @@ from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, fp8, target
 from advisor.tuners.act.pilot.orders import of_memory
 from advisor.tuners.act.pilot.seen import convolves
-from advisor.tuners.blocks import repeated
+from advisor.tuners.compiling import repeated
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.measure.timing import Clock
