@@ -102,13 +102,11 @@ def device_uuid(device: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU that this process could use: its UUID as in CUDA_VISIBLE_DEVICES ('GPU-...', or
-    'MIG-...' of a slice), and the ids of the processes that compute on it, as far as the driver
-    reports them; in a container those of the host, or none."""
+    """A GPU that this process could use."""
 
-    uuid: str
+    uuid: str  # as in CUDA_VISIBLE_DEVICES: 'GPU-...', or 'MIG-...' of a slice
     name: str
-    users: tuple[int, ...]
+    users: tuple[int, ...]  # processes on it that the driver reports; in a container the host's
 
     @property
     def used_by(self) -> str:
@@ -152,41 +150,32 @@ def host_cpu() -> str:
 @functools.cache
 def tools() -> Tools:
     """What compiles in this process."""
+    from importlib.metadata import distributions  # importing Triton takes a second
+
+    triton = [one for name in ("triton", "pytorch-triton") for one in distributions(name=name)]
     return Tools(
         torch=str(torch.__version__),
-        triton=_installed("triton") or _installed("pytorch-triton"),
+        triton=triton[0].version if triton else "",
         python=platform.python_version(),
     )
 
 
-def _installed(package: str) -> str:
-    """Its version, '' if it is not there. Importing Triton takes a second."""
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def cpu_has_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware, and PyTorch's kernels may use it.
+    """Whether the CPU multiplies bfloat16 in hardware, and PyTorch's kernels may use it: where
+    ONEDNN_MAX_CPU_ISA forbids it, recurrent layers raise under bf16 autocast."""
 
-    ONEDNN_MAX_CPU_ISA may forbid it: recurrent layers then raise under bf16 autocast."""
+    def kernels_use_it() -> bool:
+        mkldnn: Any = torch.ops.mkldnn
+        return not torch.backends.mkldnn.is_available() or mkldnn._is_mkldnn_bf16_supported()
+
     in_hardware = re.search(r"\b(avx512_bf16|amx_bf16|bf16|svebf16)\b", host.cpu()) is not None
-    return in_hardware and bool(fact("bf16", _kernels_use_bf16))
-
-
-def _kernels_use_bf16() -> bool:
-    mkldnn: Any = torch.ops.mkldnn
-    return not torch.backends.mkldnn.is_available() or mkldnn._is_mkldnn_bf16_supported()
+    return in_hardware and bool(fact("bf16", kernels_use_it))
 
 
 def bf16_notice(device: str, precisions: tuple[str, ...]) -> str:
     """One line where bf16 is permitted and this CPU has no kernels for it; else ''."""
-    if device != "cpu" or "bf16" not in precisions or cpu_has_bf16():
-        return ""
-    return "bf16 is not tried: this CPU has no bf16 kernels"
+    lacks = device == "cpu" and "bf16" in precisions and not cpu_has_bf16()
+    return "bf16 is not tried: this CPU has no bf16 kernels" if lacks else ""
 
 
 @functools.cache

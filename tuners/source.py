@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from advisor.cache.stores.filesystem import read_regular
 from advisor.errors import TargetError
-from advisor.tuners.fingerprint import NOT_COMPUTED, plain
+from advisor.tuners.fingerprint import is_idle, nodes, plain, references
 
 MOST_BYTES = 2**18
 """Of all files that are read for one digest: some 7,000 lines."""
@@ -153,7 +153,7 @@ def _executed(statements: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     for one in statements:
         if isinstance(one, ast.If) and ast.unparse(one.test) in _NEVER:
             yield from _executed(one.orelse)
-        elif not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)):
+        elif not is_idle(one):
             yield one
 
 
@@ -187,28 +187,9 @@ def _parts(one: ast.stmt | _Import) -> tuple[str, list[str], list[_Import]]:
     """What a statement computes, as a digest; the names in it, of `a.b.c` 'a.b'; its imports."""
     if isinstance(one, _Import):
         return repr(one), [], [one]
-    nodes = list(_nodes(one))
-    attributes = {
-        node.value: f"{node.value.id}.{node.attr}"
-        for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    }
-    names = {attributes.get(node, node.id) for node in nodes if isinstance(node, ast.Name)}
-    statements = (node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+    statements = (node for node in nodes(one) if isinstance(node, ast.Import | ast.ImportFrom))
     imports = [what for node in statements for _name, what in _imports(node)]
-    return hashlib.sha256(repr(plain(one)).encode()).hexdigest(), sorted(names), imports
-
-
-def _nodes(one: ast.AST) -> Iterator[ast.AST]:
-    """As ast.walk, without annotations."""
-    waiting: list[object] = [one]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, list):
-            waiting += node
-        elif isinstance(node, ast.AST):
-            yield node
-            waiting += [getattr(node, f, None) for f in node._fields if f not in NOT_COMPUTED]
+    return hashlib.sha256(repr(plain(one)).encode()).hexdigest(), sorted(references(one)), imports
 
 
 def _imported(at: Path, what: _Import, attribute: str) -> Iterator[_Place]:
