@@ -135,8 +135,7 @@ def tune(
         tolerance: distance from strict fp32's loss curve that is always allowed, as a fraction of
             its loss; 0 leaves the comparison out.
         effort: 'quick' (a minute, compiled only what that takes seconds for), 'normal' (five) or
-            'exhaustive' (an hour: also what is known to be bad, as cuDNN off, or takes minutes, as
-            max-autotune).
+            'exhaustive' (an hour: also what takes minutes, as max-autotune).
         budget: wall seconds of all measuring, or '5m'; default: the effort's. The start of the
             first worker and of the model in it is not counted.
         trials: configs visited at most.

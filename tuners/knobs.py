@@ -253,13 +253,6 @@ def _searches(here: Situation) -> tuple[Value, ...]:
     return (False,) if fixed else (False, True)
 
 
-def _cudnn(switch: str) -> Flag:
-    return Flag(
-        set=lambda value: setattr(torch.backends.cudnn, switch, bool(value)),
-        now=lambda: getattr(torch.backends.cudnn, switch),
-    )
-
-
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -430,7 +423,10 @@ KNOBS: tuple[Knob, ...] = (
         lasting=True,
         guess="leader",
         script=lambda _script: Own(True) if torch.backends.cudnn.benchmark else None,
-        flag=_cudnn("benchmark"),
+        flag=Flag(
+            set=lambda value: setattr(torch.backends.cudnn, "benchmark", bool(value)),
+            now=lambda: torch.backends.cudnn.benchmark,
+        ),
     ),
     Knob(
         name="cudnn_deterministic",
@@ -438,14 +434,6 @@ KNOBS: tuple[Knob, ...] = (
         carries=True,
         values=lambda here: (here.deterministic,),
         flag=Flag(set=_set_deterministic, now=_Determinism.now, back=_Determinism.put),
-    ),
-    Knob(
-        name="cudnn_enabled",
-        summary="cuDNN at all (off is tried with --effort exhaustive only)",
-        default=True,
-        carries=True,
-        values=lambda here: (True, False)[: 1 + here.full] if here.device == "cuda" else (),
-        flag=_cudnn("enabled"),
     ),
     Knob(
         name=BATCH,

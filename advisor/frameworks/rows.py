@@ -66,10 +66,6 @@ def cudnn_deterministic(value: Value, _scene: Scene) -> Words:
     )
 
 
-def cudnn_enabled(value: Value, _scene: Scene) -> Words:
-    return NOTHING if value else Words(flags=("torch.backends.cudnn.enabled = False",))
-
-
 def threads(value: Value, scene: Scene) -> Words:
     if value == scene.default.get("threads"):
         return NOTHING

@@ -82,7 +82,6 @@ FRAMEWORK = Framework(
         "channels_last": _channels_last,
         "cudnn_benchmark": rows.only(False, True),
         "cudnn_deterministic": rows.only(False),
-        "cudnn_enabled": rows.only(True),
         BATCH: rows.batch("grad_accum_steps", "batch_size"),
         "fused_optimizer": _fused_optimizer,
         "compile": _compile,

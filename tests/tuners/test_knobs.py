@@ -54,7 +54,7 @@ SITUATIONS = [
 def test_the_rows() -> None:
     """The order is that of the guesses, and every name stands once."""
     assert [knob.name for knob in KNOBS] == [
-        *("precision", "channels_last", "cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled"),
+        *("precision", "channels_last", "cudnn_benchmark", "cudnn_deterministic"),
         *("batch_size", "fused_optimizer", "compile", "dynamic_shapes"),
         *("step_graph", "threads", "num_workers", "prefetch_factor", "in_order", "sharing"),
         *("persistent_workers", "pin_memory"),
@@ -68,7 +68,6 @@ def test_what_torch_does_by_itself() -> None:
         "channels_last": False,
         "cudnn_benchmark": False,
         "cudnn_deterministic": False,
-        "cudnn_enabled": True,
         "fused_optimizer": False,
         "compile": "none",
         "dynamic_shapes": False,
@@ -144,9 +143,6 @@ OFF, FIXED_ON = (False,), (True,)
         ("cudnn_deterministic", on_cuda(), OFF),
         ("cudnn_deterministic", on_cuda(deterministic=True), FIXED_ON),
         ("cudnn_deterministic", on_cpu(deterministic=True), FIXED_ON),
-        ("cudnn_enabled", on_cuda(), FIXED_ON),
-        ("cudnn_enabled", on_cuda(full=True), (True, False)),
-        ("cudnn_enabled", on_cpu(full=True), ()),
         (BATCH, on_cuda(batches=(32, 16, 64)), (32, 16, 64)),
         ("fused_optimizer", on_cuda(), OFF_ON),
         ("fused_optimizer", on_cuda(training=False), ()),
@@ -232,7 +228,6 @@ FOLLOWING = {
     ("channels_last", True): ("pilot", False, False),
     ("cudnn_benchmark", True): ("flags", False, False),
     ("cudnn_deterministic", True): ("flags", False, False),
-    ("cudnn_enabled", False): ("flags", False, False),
     (BATCH, 32): ("loop", False, False),
     ("fused_optimizer", True): ("pilot", True, False),
     **{("compile", mode): ("pilot", True, False) for mode in (*MODES, *OF_FULL)},
@@ -269,7 +264,7 @@ def test_what_holds_of_a_row() -> None:
         *("cudnn_benchmark", "fused_optimizer", "step_graph", "pin_memory")
     }
     assert names(lambda knob: knob.carries) == {
-        *("precision", "channels_last", "cudnn_deterministic", "cudnn_enabled"),
+        *("precision", "channels_last", "cudnn_deterministic"),
         *("fused_optimizer", "pin_memory"),
     }
     loading = {"num_workers", "prefetch_factor", "persistent_workers", "pin_memory"}
@@ -278,7 +273,7 @@ def test_what_holds_of_a_row() -> None:
     assert names(lambda knob: knob.stage == "compute") == set(BY_NAME) - loading
     assert names(lambda knob: knob.guess == "leader") == {"cudnn_benchmark", "fused_optimizer"}
     assert names(lambda knob: knob.guess == "") == {
-        *("cudnn_enabled", BATCH, "compile", "dynamic_shapes"),
+        *(BATCH, "compile", "dynamic_shapes"),
         *("num_workers", "prefetch_factor", "persistent_workers", "in_order", "sharing"),
         "cudnn_deterministic",
     }
@@ -403,8 +398,6 @@ def test_flags_set_the_process_and_set_it_back(
     for value in (True, False):
         _set("cudnn_benchmark", value)
         assert backend.benchmark is value
-        _set("cudnn_enabled", value)
-        assert backend.enabled is value
 
     _set("cudnn_deterministic", False)
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
@@ -718,7 +711,9 @@ def test_described() -> None:
     assert knobs.described(BASE | {"precision": "bf16", "channels_last": True}) == (
         "channels_last, bf16"
     )
-    assert knobs.described(TORCH | {"cudnn_enabled": False}) == "no cudnn_enabled"
+    assert knobs.described(TORCH | {"in_order": False, "x": False}) == (
+        "batches in any order, no x"
+    )
     assert knobs.described(TORCH | {"compile": "default"}) == "compile=default"
     base = Config(threads=1, a_new_one=1)
     assert knobs.described(Config(threads=4, a_new_one=2), base) == "a_new_one=2, threads=4"

@@ -32,7 +32,7 @@ EXPLAIN, VERIFY = "1m", "30s"
 
 class Effort(NamedTuple):
     """`budget_s`: wall seconds of measuring; `quick`: of torch.compile only what takes seconds;
-    `full`: also what is known to be bad (cuDNN off) or takes minutes (max-autotune)."""
+    `full`: also what takes minutes, as max-autotune."""
 
     budget_s: float
     quick: bool = False
