@@ -145,8 +145,6 @@ class Knob:
     carries: bool = False
     """May be followed unmeasured from a record of another shape or device: it takes no more
     memory, changes no other numbers, and cannot fail."""
-    heavy: Collection[Value] = ()
-    """Values that ask more of a script; of configs that tie, the lightest is advised."""
     shown: Callable[[Value], str] | None = None
     """Its name in reports; default: 'name', 'no name' or 'name=value'."""
     caveats: Mapping[Value, str] = field(default_factory=dict)
@@ -244,13 +242,11 @@ def _own_layout(script: Script) -> Own | None:
 
 def _searches(here: Situation) -> tuple[Value, ...]:
     """Tried with --effort exhaustive only: each switch takes a new worker process, and it gave
-    ResNet-50 0.977x and MobileNetV3 0.983x."""
+    ResNet-50 0.977x and MobileNetV3 0.983x. Searching by time is not deterministic, and a running
+    script keeps the algorithms that it has chosen."""
     if here.device != "cuda" or not here.convolves:
         return ()
-    # Searching by time picks differently from run to run, so it is not deterministic. A running
-    # script has chosen its algorithms, and keeps them.
-    fixed = here.deterministic or here.use == PILOT or not here.full
-    return (False,) if fixed else (False, True)
+    return SWITCH if here.full and not here.deterministic and here.use != PILOT else (False,)
 
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -389,8 +385,6 @@ KNOBS: tuple[Knob, ...] = (
         ),
         carries=True,
         guess="alone",
-        # fp16 needs a scaler, and can overflow; fp8 needs torchao.
-        heavy=("fp16", "fp8"),
         shown=str,
         script=_own_precision,
         flag=Flag(
@@ -719,9 +713,11 @@ def workers(config: Mapping[str, Value]) -> int:
 
 
 def burden(config: Config, default: Config) -> int:
-    """How much a config asks of a script: of configs that tie, the lightest is advised."""
+    """How much a config asks of a script: of configs that tie, the lightest is advised. fp16 needs
+    a scaler, and can overflow; fp8 needs torchao."""
     changed = config.changed(default)
-    return len(changed) + sum(value in knob.heavy for knob, value in _rows(changed))
+    more = (value in knob.scaled or value in knob.layers for knob, value in _rows(changed))
+    return len(changed) + sum(more)
 
 
 def described(config: Config, default: Config = TORCH, *, nothing: str = "torch default") -> str:

@@ -35,9 +35,8 @@ _VARIABLES = (
     *("MKL_NUM_THREADS", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA"),
 )
 """They change what torch says."""
-MOST = 16
+_MOST = 16
 """Environments that are kept: the newest."""
-
 _read: dict[str, Any] = {}
 """What this process has read of torch, by name."""
 
@@ -59,7 +58,7 @@ def keep() -> None:
     states[state] = before | _read
     if states[state] != before:
         with contextlib.suppress(OSError):
-            write_whole(_file(), json.dumps(dict(list(states.items())[-MOST:])).encode())
+            write_whole(_file(), json.dumps(dict(list(states.items())[-_MOST:])).encode())
 
 
 def _file() -> Path:
