@@ -28,8 +28,9 @@ _SINCE, _MENDED = (2, 10), (2, 15)
 _OPTIONS = {"triton.mix_order_reduction": False}
 
 
-def compile_in(model: nn.Module, mode: str) -> None:
-    """Compile a model in place, in a mode, by the backend cudagraphs, or its BLOCKS alone."""
+def compile_in_place(model: nn.Module, mode: str, **how: Any) -> None:
+    """Compile a model in a mode, by the backend cudagraphs, or its BLOCKS alone; `how`: more
+    arguments of torch.compile. What it was compiled to before is replaced."""
     # Not torch.compile(model): the names in state_dict() stay what they are. Not by the model's
     # own method: timm's task puts what it compiles in the place of its model.
     compile_ = torch.nn.Module.compile
@@ -39,12 +40,7 @@ def compile_in(model: nn.Module, mode: str) -> None:
         for block in repeated(model):
             compile_(block, **_by_inductor("default"))
     else:
-        compile_(model, **_by_inductor(mode))
-
-
-def compile_for_any_length(model: nn.Module) -> None:
-    """Compile a model in place in mode "default" with dynamic shapes, if it is compiled already."""
-    torch.nn.Module.compile(model, dynamic=True, **_by_inductor("default"))
+        compile_(model, **_by_inductor(mode), **how)
 
 
 def _by_inductor(mode: str) -> dict[str, Any]:

@@ -319,13 +319,13 @@ def _compile_seconds(value: Value, modules: int) -> float:
 
 def _compile(model: nn.Module, value: Value) -> nn.Module:
     if value != "none":
-        compiling.compile_in(model, str(value))
+        compiling.compile_in_place(model, str(value))
     return model
 
 
 def _compile_dynamic(model: nn.Module, value: Value) -> nn.Module:
-    if value:  # replaces what the knob before it has compiled, in the same mode
-        compiling.compile_for_any_length(model)
+    if value:  # in the mode of the knob before it
+        compiling.compile_in_place(model, "default", dynamic=True)
     return model
 
 

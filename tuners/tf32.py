@@ -28,13 +28,12 @@ def set_float32(precision: str) -> None:
     cudnn: Any = torch.backends.cudnn
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.9 announces the end of the old switches
-        # 'highest' first: it also takes oneDNN's matmul back from what 'medium' or 'high' made of
-        # it. Left there, changing matmul.allow_tf32, here or in the user's code, would make
-        # torch.get_float32_matmul_precision() refuse.
+        # 'highest' first: it also takes oneDNN's matmul back from 'medium' or 'high'. Left there,
+        # changing matmul.allow_tf32 would make torch.get_float32_matmul_precision() refuse.
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.allow_tf32 = matmul_tf32
         cudnn.allow_tf32 = cudnn_tf32
-        if not _has_new_switches():
+        if not _new_switches():
             return
         # conv and rnn inherit where the old switch is off: from this one, else from the user's
         # torch.backends.fp32_precision. They do so again after `with torch.backends.cudnn.flags()`.
@@ -46,16 +45,11 @@ def set_float32(precision: str) -> None:
 
 
 class Float32(NamedTuple):
-    """The state of all these switches, which other code may mix as it likes.
+    """The state of all these switches, which other code may mix as it likes."""
 
-    Attributes:
-        matmul, cudnn: the old ones; None where torch refuses to read them.
-        new: those from torch 2.9 on; empty before.
-    """
-
-    matmul: str | None
-    cudnn: bool | None
-    new: tuple[str, ...]
+    matmul: str | None  # an old one; None where torch refuses to read it
+    cudnn: bool | None  # the same
+    new: tuple[str, ...]  # those from torch 2.9 on; empty before
 
     @classmethod
     def now(cls) -> Float32:
@@ -89,10 +83,10 @@ def _unless_refused(read: Callable[[], T]) -> T | None:
 
 
 def _new_switches() -> tuple[Any, ...]:
-    if not _has_new_switches():
-        return ()
     backends: Any = torch.backends
     cudnn = backends.cudnn
+    if not hasattr(cudnn, "fp32_precision"):
+        return ()
     return backends.cuda.matmul, backends.mkldnn.matmul, cudnn, cudnn.conv, cudnn.rnn
 
 
@@ -100,17 +94,8 @@ def describe() -> str:
     """What is set now, as 'matmul=ieee conv=tf32 rnn=tf32'."""
     backends: Any = torch.backends
     matmul, cudnn = backends.cuda.matmul, backends.cudnn
-    if _has_new_switches():
+    if _new_switches():
         found = [one.fp32_precision for one in (matmul, cudnn.conv, cudnn.rnn)]
     else:
         found = ["tf32" if one.allow_tf32 else "ieee" for one in (matmul, cudnn, cudnn)]
     return "matmul={} conv={} rnn={}".format(*found)
-
-
-def allowed() -> bool:
-    """Whether any float32 operation may use TF32."""
-    return "tf32" in describe()
-
-
-def _has_new_switches() -> bool:
-    return hasattr(torch.backends.cudnn, "fp32_precision")
