@@ -38,10 +38,8 @@ def default_device() -> str:
 
 @functools.cache
 def detect(device: str) -> Environment:
-    """The environment of 'cuda', 'cuda:N' or 'cpu'.
-
-    NVML counts devices by PCI address; with different GPUs, CUDA does so only under
-    CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """The environment of 'cuda', 'cuda:N' or 'cpu'. NVML counts devices by PCI address; with
+    different GPUs, CUDA does so only under CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
     Raises:
         UsageError: there is no such device.
@@ -76,11 +74,7 @@ def detect(device: str) -> Environment:
 
 
 def cuda_index(device: str) -> int:
-    """N of 'cuda:N'; 'cuda' is cuda:0.
-
-    Raises:
-        UsageError: the device is neither CUDA nor 'cpu'.
-    """
+    """N of 'cuda:N'; 'cuda' is cuda:0. Raises: UsageError: it is no CUDA device."""
     found = re.fullmatch(r"cuda(?::([0-9]+))?", device)
     if found is None:
         raise UsageError(f"device {device!r}: expected cpu, cuda or cuda:N, e.g. cuda:0")
@@ -89,10 +83,7 @@ def cuda_index(device: str) -> int:
 
 def device_uuid(device: str) -> str:
     """As torch.cuda.get_device_properties(...).uuid has it; '' on a CPU, a MIG slice, or unknown.
-
-    Raises:
-        UsageError: the device is malformed.
-    """
+    Raises: UsageError: the device is malformed."""
     if device == "cpu":
         return ""
     index = cuda_index(device)
@@ -252,8 +243,7 @@ def _torch_version() -> str:
 
 
 def _cudnn_version() -> str:
-    # Not torch.backends.cudnn.version(): newer torch reads every GPU's capability in it, through
-    # torch.cuda, which creates a CUDA context.
+    # Not torch.backends.cudnn.version(): newer torch creates a CUDA context in it.
     library: Any = getattr(torch._C, "_cudnn", None)
     return str(library.getVersionInt()) if library is not None else ""
 
@@ -290,11 +280,8 @@ def _built() -> bool:
 
 
 def _visible(nvml: Any) -> _Gpus:
-    """The devices that CUDA gives this process, in its order.
-
-    A process gets either whole cards or a single MIG slice, the first (NVIDIA's MIG user guide,
-    'CUDA Device Enumeration').
-    """
+    """The devices that CUDA gives this process, in its order: either whole cards or a single MIG
+    slice, the first (NVIDIA's MIG user guide, 'CUDA Device Enumeration')."""
     cards = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if asked is None:

@@ -14,8 +14,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-SHARE = 0.95
-"""Of a memory limit that may be used: at the limit itself the kernel kills any process of it."""
+SHARE = 0.95  # of a memory limit that may be used: at the limit the kernel kills any process of it
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _GROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")

@@ -122,8 +122,7 @@ class Knob:
 
     name: str
     summary: str
-    domain: tuple[Value, ...] | range = SWITCH
-    """What a record may hold, all of one type; anything else is refused."""
+    domain: tuple[Value, ...] | range = SWITCH  # what a record may hold, all of one type
     default: Value = False  # torch's own; None where the machine or the script decides
     values: Callable[[Situation], tuple[Value, ...]]
     """torch's own first; one value: the knob is fixed here; none: it is absent."""
@@ -136,19 +135,15 @@ class Knob:
     cached: Collection[Value] = ()  # values that compile code which is cached on disk
     lasting: bool = False
     """The process keeps what it chose under its first value: another value takes a new process."""
-    guess: Literal["alone", "leader", ""] = ""
-    """First tried by itself, on the current leader, or only in the order that the search gives."""
+    guess: Literal["alone", "leader", ""] = ""  # first tried by itself, on the leader, by neither
     conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
     """Values of other knobs with which only this knob's first value is sound."""
-    permitted: Callable[[Mapping[str, Any], Value], bool] | None = None
-    """Whether a task's given fields permit a value; None: always."""
+    permitted: Callable[[Mapping[str, Any], Value], bool] | None = None  # by a task's given fields
     carries: bool = False
     """May be followed unmeasured from a record of another shape or device: it takes no more
     memory, changes no other numbers, and cannot fail."""
-    shown: Callable[[Value], str] | None = None
-    """Its name in reports; default: 'name', 'no name' or 'name=value'."""
-    caveats: Mapping[Value, str] = field(default_factory=dict)
-    """What a short comparison cannot show about a value."""
+    shown: Callable[[Value], str] | None = None  # default: 'name', 'no name' or 'name=value'
+    caveats: Mapping[Value, str] = field(default_factory=dict)  # what no short comparison shows
     stage: str = COMPUTE
     """INPUT knobs of a workload are measured last, with a loader of the user's data."""
     feeds: bool = False
@@ -158,8 +153,7 @@ class Knob:
     chosen: Callable[[], bool] | None = None
     """Whether the environment has set the flag: it then stays. None: advice sets it anyway."""
     mapped: str = ""  # its name in `--map`, if an option of a run's script may set it
-    script: Callable[[Script], Own | None] | None = None
-    """What a running script has set itself; None for nothing."""
+    script: Callable[[Script], Own | None] | None = None  # what a running script has set itself
     layers: Mapping[Value, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)
     """Replaces a model's layers, by value, before it is laid out and compiled."""
     model: Callable[[nn.Module, Value], nn.Module] | None = None
@@ -169,10 +163,8 @@ class Knob:
     autocast: Mapping[Value, str] = field(default_factory=dict)  # names of its dtypes
     scaled: Collection[Value] = ()  # values whose loss takes a GradScaler
     non_blocking: Collection[Value] = ()  # values that copy batches beside the host's work
-    captured: Collection[Value] = ()
-    """Values for which `Advice.capture` makes a CUDA graph of the training step."""
-    graphs: Collection[Value] = ()
-    """Values whose forward pass replays CUDA graphs, which must be told where a step begins."""
+    captured: Collection[Value] = ()  # values for which `Advice.capture` makes a CUDA graph
+    graphs: Collection[Value] = ()  # values whose CUDA graphs must be told where a step begins
 
     def holds(self, value: Value) -> bool:
         """Whether a value is in the domain; True is not 1."""
@@ -200,7 +192,6 @@ def _precisions(here: Situation) -> tuple[Value, ...]:
 
 
 AUTOCAST: dict[Value, str] = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
-"""Under fp8 for all but the converted layers."""
 
 
 def _own_precision(script: Script) -> Own | None:
@@ -253,8 +244,6 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class _Determinism(NamedTuple):
-    """PyTorch's switches for deterministic algorithms."""
-
     algorithms: bool
     warn_only: bool
     cudnn: bool

@@ -21,21 +21,15 @@ from advisor.cache.stores.filesystem import read_regular
 from advisor.errors import TargetError
 from advisor.tuners.fingerprint import is_idle, nodes, plain, references
 
-MOST_BYTES = 2**18
-"""Of all files that are read for one digest: some 7,000 lines."""
-ABOVE = 3
-"""Folders above a file's own in which a module that it imports is looked for."""
+MOST_BYTES = 2**18  # of all files that are read for one digest: some 7,000 lines
+ABOVE = 3  # folders above a file's own in which a module that it imports is looked for
 ALL, ON_IMPORT = "*", ""
 """In place of a name: every definition of a file; statements that do more than define names."""
 _BY_ANY_NAME = {"globals", "vars", "eval", "exec", "sys.modules"}
 """Code that uses one of these may refer to any definition of its file."""
-_NEVER = (
-    *("__name__ == '__main__'", "'__main__' == __name__"),
-    *("TYPE_CHECKING", "typing.TYPE_CHECKING"),
-)
-"""Conditions that do not hold on import."""
-_INVALID = (SyntaxError, ValueError, RecursionError, MemoryError)
-"""What Python raises of a text that is no Python."""
+_MAIN = ("__name__ == '__main__'", "'__main__' == __name__")
+_NEVER = (*_MAIN, "TYPE_CHECKING", "typing.TYPE_CHECKING")  # conditions: not on import
+_INVALID = (SyntaxError, ValueError, RecursionError, MemoryError)  # of a text that is no Python
 
 
 class _Import(NamedTuple):
@@ -55,10 +49,7 @@ _KNOWN: dict[tuple[Path, tuple[str, ...]], tuple[dict[Path, _Stamp], str]] = {}
 
 def digest(path: Path, names: tuple[str, ...]) -> str:
     """64 hex characters over what decides these names of a file; names that it lacks are ignored.
-
-    Raises:
-        TargetError: the file cannot be read.
-    """
+    Raises: TargetError: the file cannot be read."""
     return _known(path, names)[1]
 
 
@@ -131,8 +122,7 @@ def _stamp(path: Path) -> _Stamp:
 
 
 def _definitions(path: Path, most: int) -> tuple[_Defined, int]:
-    """The statements of a file of at most so many bytes by the names that they define, and its
-    size."""
+    """(Statements of a file of at most so many bytes by the names that they define, its size)."""
     data = read_regular(path, most)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python shows them when it runs the file

@@ -30,8 +30,7 @@ from advisor.tuners.torch_facts import torch
 if TYPE_CHECKING:
     from torch import nn
 
-HOOKS = ("make_batch", "loss")
-"""What a target's file may define beside the model."""
+HOOKS = ("make_batch", "loss")  # what a target's file may define beside the model
 EDITED = "edited since"
 NAMED = ("model", "build_model", "get_model")
 _FORMS = {
@@ -102,8 +101,7 @@ def parse(text: str, *, base: Path | None = None, role: str = "target") -> Spec:
         if attribute and not attribute.isidentifier():
             raise TargetError(f"{refused} {attribute!r} is not a name; write {place}:Net")
         try:
-            path = Path(place).expanduser()
-            path = path if path.is_absolute() else (base or Path.cwd()) / path
+            path = Path(base or "", Path(place).expanduser()).absolute()
         except (OSError, RuntimeError) as exc:  # the current folder is gone, or no such user's home
             raise TargetError(f"{refused} cannot be looked for ({exc})") from exc
         if not path.is_file():
