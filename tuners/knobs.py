@@ -156,10 +156,10 @@ class Knob:
     script: Callable[[Script], Own | None] | None = None  # what a running script has set itself
     layers: Mapping[Value, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)
     """Replaces a model's layers, by value, before it is laid out and compiled."""
-    model: Callable[[nn.Module, Value], nn.Module] | None = None
+    model: Callable[[nn.Module, Value], None] | None = None  # acts in place
     layout: Callable[[Tensor, Value], torch.memory_format | None] | None = None
-    optimizer: Callable[[Value], dict[str, object]] | None = None
-    loader: Callable[[Value], dict[str, object]] | None = None
+    optimizer: bool = False  # True takes the optimizer's fused kernels
+    loader: bool = False  # an argument of DataLoader
     autocast: Mapping[Value, str] = field(default_factory=dict)  # names of its dtypes
     scaled: Collection[Value] = ()  # values whose loss takes a GradScaler
     non_blocking: Collection[Value] = ()  # values that copy batches beside the host's work
@@ -174,8 +174,7 @@ class Knob:
         """The least use that can follow a value, by what it acts on."""
         if self.captured:
             return CAPTURE
-        loader = self.loader is not None and not self.feeds
-        if value in self.scaled or value in self.layers or loader:
+        if value in self.scaled or value in self.layers or (self.loader and not self.feeds):
             return LOOP
         acts = self.model or self.optimizer or self.loader or value in self.autocast
         return PILOT if acts else FLAGS
@@ -210,7 +209,7 @@ def _layout(tensor: Tensor) -> torch.memory_format | None:
     return {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
 
 
-def _lay_out_model(model: nn.Module, value: Value) -> nn.Module:
+def _lay_out_model(model: nn.Module, value: Value) -> None:
     # Not model.to(memory_format=...): that raises on a model with both 4-D and 5-D weights.
     # Not contiguous(): it leaves a tensor of one channel as it is, and cuDNN goes by the strides.
     if value:
@@ -219,16 +218,15 @@ def _lay_out_model(model: nn.Module, value: Value) -> nn.Module:
             layout = None if torch.nn.parameter.is_lazy(tensor) else _layout(tensor)
             if layout is not None:
                 tensor.data = tensor.data.to(memory_format=layout)
-    return model
 
 
 def _own_layout(script: Script) -> Own | None:
-    def laid_out(weight: Tensor) -> bool:
+    for weight in script.weights:
         layout = _layout(weight)
         last = layout is not None and weight.is_contiguous(memory_format=layout)
-        return last and not weight.is_contiguous()
-
-    return Own(True) if any(map(laid_out, script.weights)) else None
+        if last and not weight.is_contiguous():
+            return Own(True)
+    return None
 
 
 def _searches(here: Situation) -> tuple[Value, ...]:
@@ -306,16 +304,14 @@ def _compile_seconds(value: Value, modules: int) -> float:
     return seconds + each * modules
 
 
-def _compile(model: nn.Module, value: Value) -> nn.Module:
+def _compile(model: nn.Module, value: Value) -> None:
     if value != "none":
         compiling.compile_in_place(model, str(value))
-    return model
 
 
-def _compile_dynamic(model: nn.Module, value: Value) -> nn.Module:
+def _compile_dynamic(model: nn.Module, value: Value) -> None:
     if value:  # in the mode of the knob before it
         compiling.compile_in_place(model, "default", dynamic=True)
-    return model
 
 
 def _own_fused(script: Script) -> Own | None:
@@ -425,7 +421,7 @@ KNOBS: tuple[Knob, ...] = (
         default=None,
         values=lambda here: here.batches,
         mapped="batch",
-        loader=lambda value: {"batch_size": value},
+        loader=True,
     ),
     Knob(
         name="fused_optimizer",
@@ -439,7 +435,7 @@ KNOBS: tuple[Knob, ...] = (
         # ResNet-50's loss became NaN on an H200.
         conflicts={"precision": ("fp16",)},
         script=_own_fused,
-        optimizer=lambda value: {"fused": True} if value else {},
+        optimizer=True,
     ),
     Knob(
         name="compile",
@@ -476,7 +472,7 @@ KNOBS: tuple[Knob, ...] = (
         # from the device, and from a GradScaler whether to step at all.
         conflicts={"compile": GRAPHED_MODES, "fused_optimizer": (True,)},
         permitted=lambda given, value: not value or given.get("step_graph", True),
-        optimizer=lambda value: {"fused": True} if value else {},
+        optimizer=True,
         captured=(True,),
     ),
     Knob(
@@ -509,7 +505,7 @@ KNOBS: tuple[Knob, ...] = (
             stays=not script.loading.most,
             why=script.loading.why,
         ),
-        loader=lambda value: {"num_workers": value},
+        loader=True,
     ),
     Knob(
         name="prefetch_factor",
@@ -525,7 +521,7 @@ KNOBS: tuple[Knob, ...] = (
         script=lambda script: _own_loading(
             script, script.loading.most and script.loading.ahead, stays=False
         ),
-        loader=lambda value: {"prefetch_factor": value},
+        loader=True,
     ),
     Knob(
         name="in_order",
@@ -535,7 +531,7 @@ KNOBS: tuple[Knob, ...] = (
         conflicts={"num_workers": (0, 1)},
         stage=INPUT,
         shown=lambda value: "in_order" if value else "batches in any order",
-        loader=lambda value: {} if value else {"in_order": False},
+        loader=True,
     ),
     Knob(
         name="sharing",
@@ -559,7 +555,7 @@ KNOBS: tuple[Knob, ...] = (
         conflicts={"num_workers": (0,)},
         stage=INPUT,
         by_rule=True,
-        loader=lambda value: {"persistent_workers": bool(value)},
+        loader=True,
     ),
     Knob(
         name="pin_memory",
@@ -572,7 +568,7 @@ KNOBS: tuple[Knob, ...] = (
         stage=INPUT,
         feeds=True,
         script=lambda script: _own_loading(script, script.loading.pinned, stays=True),
-        loader=lambda value: {"pin_memory": bool(value)},
+        loader=True,
         non_blocking=(True,),
     ),
 )
@@ -648,10 +644,7 @@ def plain(task: Task, device: str) -> Config:
 
 def use_of(config: Config, default: Config) -> str:
     """The least use that can follow all of a config."""
-    changed = config.changed(default)
-    needed = {knob.needs(value) for knob, value in _rows(changed)}
-    if not BY_NAME.keys() >= changed.keys():
-        needed.add(LOOP)
+    needed = {knob.needs(value) for knob, value in _rows(config.changed(default))}
     return max(needed, key=USES.index, default=FLAGS)
 
 

@@ -197,10 +197,7 @@ def _located(at: Path, module: str, level: int) -> Path | None:
     if module.partition(".")[0] == "torch" and not level:
         return None  # the most frequent by far
     above = at.parents[level - 1 : level] if level else at.parents[: ABOVE + 1]
-    for folder in above:
-        if file := module_file(folder, module):
-            return file
-    return None
+    return next(filter(None, (module_file(folder, module) for folder in above)), None)
 
 
 def module_file(folder: Path, module: str) -> Path | None:

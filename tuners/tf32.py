@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from advisor.tuners.torch_facts import torch
-
-T = TypeVar("T")
 
 _TF32 = {"default": (False, True), "tf32": (True, True), "fp32": (False, False)}
 """Whether matrix products, and whether cuDNN's operations, may use TF32."""
@@ -75,7 +73,7 @@ class Float32(NamedTuple):
         return describe()
 
 
-def _unless_refused(read: Callable[[], T]) -> T | None:
+def _unless_refused(read: Callable[[], Any]) -> Any:
     try:
         return read()
     except RuntimeError:  # 'mix of the legacy and new APIs'

@@ -146,7 +146,7 @@ class Advice:
         for knob, value in acting.rows:
             if knob.model is None or (knob.layout is not None and not _can_lay_out(model)):
                 continue
-            model = knob.model(model, value)
+            knob.model(model, value)
             if knob.layout is not None:
                 buckets.rebuild(model)
         if acting.graphs:
