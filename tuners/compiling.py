@@ -81,21 +81,16 @@ def repeated(model: nn.Module) -> list[nn.Module]:
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    containers = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
-    alike = _alike(module) if isinstance(module, containers) else []
+    kinds: dict[Hashable, list[nn.Module]] = defaultdict(list)
+    if isinstance(module, torch.nn.Sequential | torch.nn.ModuleList | torch.nn.ModuleDict):
+        for block in module.children():
+            if any(True for _ in block.children()):  # single layers fuse nothing
+                kinds[_kind(block)].append(block)
+    alike = [block for blocks in kinds.values() if len(blocks) >= LEAST for block in blocks]
     yield from alike
     for child in module.children():
         if child not in alike:
             yield from _repeated(child)
-
-
-def _alike(container: nn.Module) -> list[nn.Module]:
-    """Modules of which a container has LEAST or more; not single layers, which fuse nothing."""
-    kinds: dict[Hashable, list[nn.Module]] = defaultdict(list)
-    for block in container.children():
-        if any(True for _ in block.children()):
-            kinds[_kind(block)].append(block)
-    return [block for blocks in kinds.values() if len(blocks) >= LEAST for block in blocks]
 
 
 def _kind(block: nn.Module) -> Hashable:

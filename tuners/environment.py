@@ -18,8 +18,7 @@ from advisor.tuners import host
 from advisor.tuners.torch_facts import fact, torch
 
 _Gpus = list[tuple[Any, Any]]
-"""Devices that CUDA gives this process: NVML's handle of each, and of its card. They are the same,
-unless the device is a MIG slice of the card."""
+"""NVML's handles of devices, and of their cards: the same, unless a device is a MIG slice."""
 
 
 def env_int(variable: str, default: int) -> int:

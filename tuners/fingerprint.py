@@ -135,7 +135,8 @@ def _of_piece(piece: Any) -> tuple[str, tuple[Any, ...]]:
     if known := _PIECES.get(piece):
         return known
     functions = list(_functions(piece))
-    compiled = {name for function in functions for name in _names(function.__code__)}
+    codes = [code for function in functions for code in _codes(function.__code__)]
+    compiled = {name for code in codes for name in (*code.co_names, *code.co_freevars)}
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(piece)))
         used = references(tree)
@@ -144,7 +145,7 @@ def _of_piece(piece: Any) -> tuple[str, tuple[Any, ...]]:
         text: object = plain(tree)
     except (OSError, TypeError, SyntaxError, ValueError):  # no source, as in an interpreter
         names, used, changed = compiled, set(), set()
-        text = [_compiled(function.__code__) for function in functions]
+        text = [_compiled(code) for code in codes]
     referred: list[Any] = list(piece.__mro__[1:]) if isinstance(piece, type) else []
     values = []
     for scope in _scopes(functions):
@@ -224,20 +225,18 @@ def references(tree: ast.AST) -> set[str]:
     return {attributes.get(node, node.id) for node in nodes(tree) if isinstance(node, ast.Name)}
 
 
-def _compiled(code: types.CodeType) -> list[Any]:
-    """Compiled code without its lines and file, where there is no source."""
-    constants = [
-        _compiled(one) if isinstance(one, types.CodeType) else _value(one)
-        for one in code.co_consts[1:]  # the first is the docstring or None
-    ]
-    return [code.co_code.hex(), list(code.co_names), list(code.co_varnames), constants]
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from (*code.co_names, *code.co_freevars)
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Compiled code, and that of the functions and classes inside."""
+    yield code
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
-            yield from _names(one)
+            yield from _codes(one)
+
+
+def _compiled(code: types.CodeType) -> list[Any]:
+    """Compiled code without its lines, file and docstring, the first of its constants."""
+    constants = [_value(one) for one in code.co_consts[1:] if not isinstance(one, types.CodeType)]
+    return [code.co_code.hex(), list(code.co_names), list(code.co_varnames), constants]
 
 
 def _is_plain(value: object) -> bool:

@@ -1,9 +1,8 @@
 """The table of knobs: for each its values, when it is offered, and how it acts.
 
-A knob acts on the process (`flag`), the model, the batch, the optimizer's or the loader's keyword
-arguments, or the forward pass (`autocast`, `scaled`). To add one, add a row to KNOBS: the space,
-the worker, the records, `advisor show` and a script's `Advice` all read this table. Only
-`advisor/frameworks` names knobs too, where a framework has its own word for one.
+A knob acts on the process (`flag`), the model, the batch, the optimizer's or the loader's
+arguments, or the forward pass (`autocast`, `scaled`). To add one, add a row to KNOBS, and to
+`advisor/frameworks` what frameworks call it.
 """
 
 from __future__ import annotations
@@ -72,16 +71,12 @@ SHARING = ("file_descriptor", "file_system")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """A switch of the process. `set` takes a knob's value; `now` reads the process's state, which
-    other code may have set to no value of the knob: `back` then restores it."""
+    """A switch of the process. `set` takes a knob's value; `now` reads the process's state, and if
+    that may be no value of the knob, `back` restores it."""
 
     set: Callable[[Value], None]
     now: Callable[[], Any]
     back: Callable[[Any], None] | None = None
-
-    def set_back(self, held: Any) -> None:
-        """Restore what `now` once returned."""
-        (self.back or self.set)(held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -637,8 +632,7 @@ def _rows(config: Mapping[str, Value]) -> Iterator[tuple[Knob, Value]]:
 def plain(task: Task, device: str) -> Config:
     """torch's own config for a task on 'cuda:0' or 'cpu', before anything else is known."""
     here = Situation(device=device.partition(":")[0], deterministic=task.deterministic)
-    offered = {knob.name: knob.values(here) for knob in KNOBS if knob.default is not None}
-    known = {name: values[0] for name, values in offered.items() if values}
+    known = {k.name: v[0] for k in KNOBS if k.default is not None and (v := k.values(here))}
     return Config(known).at(task.batch)
 
 
@@ -679,9 +673,8 @@ def doubtful(config: Config, default: Config = TORCH) -> bool:
 
 def strict(default: Config) -> Config:
     """The reference for numbers: `default` in strict fp32."""
-    return default.replace(
-        **{k.name: k.strict for k in KNOBS if k.strict is not None and k.name in default}
-    )
+    known = (knob for knob in KNOBS if knob.strict is not None and knob.name in default)
+    return default.replace(**{knob.name: knob.strict for knob in known})
 
 
 def permits(given: Mapping[str, Any], config: Config) -> bool:

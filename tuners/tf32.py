@@ -1,8 +1,7 @@
 """PyTorch's float32 switches, before and after their interface changed in torch 2.9.
 
-Torch keeps an old and a new set of switches. Where the two disagree, reading an old one, as
-torch.compile does, raises 'mix of the legacy and new APIs' (aten/src/ATen/Context.cpp:
-allowTF32CuDNN, allowTF32CuBLAS, float32MatmulPrecision). So both are set here, to the same state.
+Where the old and the new switches disagree, reading an old one, as torch.compile does, raises
+'mix of the legacy and new APIs' (aten/src/ATen/Context.cpp). So both are set here to one state.
 """
 
 from __future__ import annotations

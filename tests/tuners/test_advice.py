@@ -35,7 +35,7 @@ def flags_as_they_were() -> Iterator[None]:
     yield
     IN_FORCE.release()
     for flag, held in flags:
-        flag.set_back(held)
+        (flag.back or flag.set)(held)
 
 
 def train(advice: Advice, steps: int = 3) -> list[float]:
