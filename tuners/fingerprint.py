@@ -51,8 +51,7 @@ def of_model(model: nn.Module) -> str:
         for name, tensor in named
     ]
     kinds = dict.fromkeys(type(module) for module in model.modules())
-    # A forward may be set on the instance.
-    patched = [vars(module).get("forward") for module in model.modules()]
+    patched = [vars(module).get("forward") for module in model.modules()]  # set on the instance
     functions = [f for f in patched if isinstance(f, types.FunctionType | types.MethodType)]
     return fingerprint([modules, tensors, _code([*kinds, *functions])])
 
@@ -79,8 +78,7 @@ def _hook(hook: Any) -> list[Any]:
 
 
 def _stated(module: nn.Module) -> str:
-    try:
-        # extra_repr() is where a module states its hyperparameters; addresses differ by run.
+    try:  # extra_repr() is where a module states its hyperparameters; addresses differ by run
         return _ADDRESS.sub("0x", module.extra_repr())
     except Exception:  # the user's code: what it would have said is among its attributes
         held = {name: value for name, value in vars(module).items() if name != "training"}

@@ -7,7 +7,6 @@ arguments, or the forward pass (`autocast`, `scaled`). To add one, add a row to 
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -722,9 +721,9 @@ def refusal(record: Record) -> str:
     measured = [*(choice.config for choice in chosen), *(trial.config for trial in record.trials)]
     others = [record.input, *(part.knob for part in record.parts)]
     # A knob that is unknown here does not matter if all have it as the baseline has it.
-    needed = {*itertools.chain(*others, *(config.changed(default) for config in measured))}
-    pairs = itertools.chain.from_iterable(config.items() for config in (*measured, *others))
-    for name, _kind, value in sorted({(n, type(v), v) for n, v in pairs}, key=repr):
+    needed = {n for one in (*others, *(c.changed(default) for c in measured)) for n in one}
+    seen = {(n, type(v), v) for config in (*measured, *others) for n, v in config.items()}
+    for name, _kind, value in sorted(seen, key=repr):
         knob = BY_NAME.get(name)
         if knob is None and name in needed:
             return f"knob {name[:40]!r} is not known to this version of advisor"

@@ -1,9 +1,8 @@
 """Digest of the source that decides a target's model. It reads files and imports nothing.
 
-A definition counts with all that it refers to by name, transitively, in its own file and in the
-project's files that this one imports, and with what these files run on import. The part behind
-`if __name__ == "__main__":`, comments, docstrings and formatting do not count. The digest may
-cover more than the model's fingerprint: `advisor tune` then finds the model tuned already.
+A definition counts with all that it refers to by name, in its own file and in the project's files
+that this one imports, and with what these files run on import. The part behind
+`if __name__ == "__main__":`, comments, docstrings and formatting do not count.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def digest(path: Path, names: tuple[str, ...]) -> str:
 
 
 def imported_by(script: Path) -> set[Path]:
-    """The project's files that a script uses, directly or through others. Imports by a string are
-    not seen, nor what lies beyond MOST_BYTES of text."""
+    """The project's files that a script uses, as far as imports and MOST_BYTES of text tell."""
     with contextlib.suppress(TargetError):
         return set(_known(script, (ALL,))[0])
     return set()
@@ -124,8 +122,7 @@ def _stamp(path: Path) -> _Stamp:
 def _definitions(path: Path, most: int) -> tuple[_Defined, int]:
     """(Statements of a file of at most so many bytes by the names that they define, its size)."""
     data = read_regular(path, most)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python shows them when it runs the file
+    with warnings.catch_warnings(action="ignore"):  # Python shows them when it runs the file
         tree = ast.parse(data)
     found: _Defined = defaultdict(list, {ON_IMPORT: []})
     for statement in _executed(tree.body):

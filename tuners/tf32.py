@@ -23,8 +23,7 @@ def set_float32(precision: str) -> None:
     'default' cuDNN's operations in TF32, by 'tf32' all of them, by 'fp32' none."""
     matmul_tf32, cudnn_tf32 = _TF32[precision]
     cudnn: Any = torch.backends.cudnn
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch 2.9 announces the end of the old switches
+    with warnings.catch_warnings(action="ignore"):  # torch 2.9 announces the old switches' end
         # 'highest' first: it also takes oneDNN's matmul back from 'medium' or 'high'. Left there,
         # changing matmul.allow_tf32 would make torch.get_float32_matmul_precision() refuse.
         torch.set_float32_matmul_precision("highest")
@@ -50,15 +49,13 @@ class Float32(NamedTuple):
 
     @classmethod
     def now(cls) -> Float32:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             matmul = _unless_refused(torch.get_float32_matmul_precision)
             cudnn = _unless_refused(lambda: torch.backends.cudnn.allow_tf32)
             return cls(matmul, cudnn, tuple(one.fp32_precision for one in _new_switches()))
 
     def put_back(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             if self.matmul is not None:
                 torch.set_float32_matmul_precision(self.matmul)
             if self.cudnn is not None:
