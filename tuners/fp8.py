@@ -1,6 +1,4 @@
-"""Matrix products of large linear layers in fp8, by torchao; weights and gradients stay as they
-are. https://docs.pytorch.org/ao/stable/workflows/training.html
-"""
+"""Matrix products of large linear layers in fp8 (docs.pytorch.org/ao/stable/workflows/training)."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def cores(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
     """Cores that this process may use, by its affinity and the quotas of its control groups."""
     found = [float(affinity())]
     for group in _groups(groups, process, "cpu"):
-        v1 = [*_words(group / "cpu.cfs_quota_us"), *_words(group / "cpu.cfs_period_us")]
-        for quota in (_words(group / "cpu.max"), v1):
+        for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+            quota = " ".join(_text(group / one) for one in names).split()
             if len(quota) == 2 and quota[0].isdigit():  # v2's 'max' is no quota, nor is v1's -1
                 found.append(int(quota[0]) / int(quota[1]))
     return max(1, int(min(found)))
@@ -99,7 +99,7 @@ def reset_peak() -> None:
 
 def resident_bytes(process: int) -> int:
     """Memory of a process, with what it shares with others."""
-    said = _words(_PROC / str(process) / "statm")
+    said = _text(_PROC / str(process) / "statm").split()
     return int(said[1]) * _PAGE if len(said) > 1 else 0
 
 
@@ -147,7 +147,7 @@ def files_read() -> list[str]:
         with contextlib.suppress(OSError):  # closed by now
             there = entry.stat()
             if int(entry.name) > 2 and stat.S_ISREG(there.st_mode) and there.st_size:
-                said = _words(_PROCESS / "fdinfo" / entry.name)
+                said = _text(_PROCESS / "fdinfo" / entry.name).split()
                 flags = int(said[said.index("flags:") + 1], 8) if "flags:" in said else 0
                 if flags & os.O_ACCMODE != os.O_WRONLY and path not in mapped:
                     found.add(path)
@@ -191,10 +191,6 @@ def _field(file: Path, name: str) -> int:
     """The number behind a name in a file of lines 'name number'; 0 if it is not there."""
     said = (line.split() for line in _text(file).splitlines())
     return next((int(words[1]) for words in said if words[:1] == [name] and len(words) > 1), 0)
-
-
-def _words(file: Path) -> list[str]:
-    return _text(file).split()
 
 
 def _text(file: Path) -> str:

@@ -26,8 +26,7 @@ from advisor.tuners.torch_facts import torch
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-COMPUTE, INPUT = "compute", "input"
-"""Stages: a batch that lies on the device; fed by a loader."""
+COMPUTE, INPUT = "compute", "input"  # stages: a batch lies on the device; a loader feeds it
 WORKERS = "num_workers"
 
 
@@ -126,7 +125,6 @@ class Knob:
     dear: Callable[[Value, int], float] | None = None
     """Seconds that a value costs before its first step, by the number of the model's modules, if
     that is many: such values are tried on leaders only."""
-    cached: Collection[Value] = ()  # values that compile code which is cached on disk
     lasting: bool = False
     """The process keeps what it chose under its first value: another value takes a new process."""
     guess: Literal["alone", "leader", ""] = ""  # first tried by itself, on the leader, by neither
@@ -138,8 +136,7 @@ class Knob:
     memory, changes no other numbers, and cannot fail."""
     shown: Callable[[Value], str] | None = None  # default: 'name', 'no name' or 'name=value'
     caveats: Mapping[Value, str] = field(default_factory=dict)  # what no short comparison shows
-    stage: str = COMPUTE
-    """INPUT knobs of a workload are measured last, with a loader of the user's data."""
+    stage: str = COMPUTE  # a workload's INPUT knobs are measured last, with the user's data
     feeds: bool = False
     """Acts on a run's input pipeline: tried if the steps wait for data, and no part of the key."""
     by_rule: bool = False  # if it is offered, its last value is needed, and is taken untried
@@ -273,7 +270,6 @@ def _set_deterministic(value: Value) -> None:
 COMPILE_MODES = ("cudagraphs", BLOCKS, "reduce-overhead", "default")
 """By cost: 3-4 s, less than a whole model, 19-32 s and 15-32 s for ResNet-50 on an H200."""
 COMPILE_MODES_FULL = (*COMPILE_MODES, "max-autotune-no-cudagraphs", "max-autotune")
-"""Autotuning ran over eight minutes on ResNet-50."""
 GRAPHED_MODES = ("cudagraphs", "reduce-overhead", "max-autotune")
 """Those that replay CUDA graphs of the forward and the backward pass."""
 
@@ -439,7 +435,6 @@ KNOBS: tuple[Knob, ...] = (
         values=_compile_modes,
         numerics=True,
         dear=_compile_seconds,
-        cached=COMPILE_MODES_FULL[1:],
         permitted=lambda given, value: value == "none" or given.get("compile", True),
         script=lambda script: Own("default") if script.compiled else None,
         model=_compile,
@@ -653,7 +648,7 @@ def caveats(config: Config) -> list[str]:
 
 def compiles(config: Config) -> bool:
     """Whether a config compiles code that is cached on disk; the backend cudagraphs does not."""
-    return any(value in knob.cached for knob, value in _rows(config))
+    return config.get(COMPILE, "none") not in ("none", "cudagraphs")
 
 
 def code(config: Config) -> Config:

@@ -1,6 +1,4 @@
-"""What a config is worth over a job of a given length: searching, compiling and capturing are paid
-at its first step.
-"""
+"""What a config is worth over a job of a given length, its first step included."""
 
 from __future__ import annotations
 

@@ -35,10 +35,8 @@ _VARIABLES = (
     *("MKL_NUM_THREADS", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA"),
 )
 """They change what torch says."""
-_MOST = 16
-"""Environments that are kept: the newest."""
-_read: dict[str, Any] = {}
-"""What this process has read of torch, by name."""
+_MOST = 16  # environments that are kept: the newest
+_read: dict[str, Any] = {}  # what this process has read of torch, by name
 
 
 def fact(name: str, read: Callable[[], Any]) -> Any:
