@@ -136,8 +136,7 @@ def tune(
         tolerance: distance from strict fp32's loss curve that is always allowed, as a fraction of
             its loss; 0 leaves the comparison out.
         effort: 'quick' (a minute, compiled only what that takes seconds for), 'normal' (five) or
-            'exhaustive' (an hour: also what is known to be bad, as cuDNN off, or takes minutes, as
-            max-autotune).
+            'exhaustive' (an hour: also what takes minutes, as max-autotune).
         budget: wall seconds of all measuring, or '5m'; default: the effort's. The start of the
             first worker and of the model in it is not counted.
         trials: configs visited at most.
@@ -691,7 +690,6 @@ def _facts(seen: Seen, task: Task, environment: Environment) -> Facts:
         parameters=seen.parameters,
         convolves=seen.convolves,
         repeats=seen.repeats,
-        draws=True,  # as some do: nothing that is tried in a run depends on it
         threads=seen.threads,
         device_uuid=device_uuid(seen.device),
         memory_bytes=memory_of(environment.device),
@@ -733,10 +731,8 @@ def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> 
         threads_set=threads_set(),
         dimensions=len(task.shapes[0]),
         convolves=facts.convolves,
-        modules=facts.modules,
         repeats=facts.repeats,
         training=task.mode == "train",
-        draws=facts.draws,
         fp8=facts.wide > 0 and fp8.installed(),
         batches=batches,
         deterministic=task.deterministic,

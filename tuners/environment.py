@@ -15,12 +15,10 @@ from advisor.cache.artifacts import Tools
 from advisor.cache.key import Device, Environment, Software
 from advisor.errors import AdvisorError, UsageError, printable
 from advisor.tuners import host
-from advisor.tuners.lazily import torch
-from advisor.tuners.torch_facts import fact
+from advisor.tuners.torch_facts import fact, torch
 
 _Gpus = list[tuple[Any, Any]]
-"""Devices that CUDA gives this process: NVML's handle of each, and of its card. They are the same,
-unless the device is a MIG slice of the card."""
+"""NVML's handles of devices, and of their cards: the same, unless a device is a MIG slice."""
 
 
 def env_int(variable: str, default: int) -> int:
@@ -39,10 +37,8 @@ def default_device() -> str:
 
 @functools.cache
 def detect(device: str) -> Environment:
-    """The environment of 'cuda', 'cuda:N' or 'cpu'.
-
-    NVML counts devices by PCI address; with different GPUs, CUDA does so only under
-    CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """The environment of 'cuda', 'cuda:N' or 'cpu'. NVML counts devices by PCI address; with
+    different GPUs, CUDA does so only under CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
     Raises:
         UsageError: there is no such device.
@@ -77,11 +73,7 @@ def detect(device: str) -> Environment:
 
 
 def cuda_index(device: str) -> int:
-    """N of 'cuda:N'; 'cuda' is cuda:0.
-
-    Raises:
-        UsageError: the device is neither CUDA nor 'cpu'.
-    """
+    """N of 'cuda:N'; 'cuda' is cuda:0. Raises: UsageError: it is no CUDA device."""
     found = re.fullmatch(r"cuda(?::([0-9]+))?", device)
     if found is None:
         raise UsageError(f"device {device!r}: expected cpu, cuda or cuda:N, e.g. cuda:0")
@@ -90,10 +82,7 @@ def cuda_index(device: str) -> int:
 
 def device_uuid(device: str) -> str:
     """As torch.cuda.get_device_properties(...).uuid has it; '' on a CPU, a MIG slice, or unknown.
-
-    Raises:
-        UsageError: the device is malformed.
-    """
+    Raises: UsageError: the device is malformed."""
     if device == "cpu":
         return ""
     index = cuda_index(device)
@@ -103,13 +92,11 @@ def device_uuid(device: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU that this process could use: its UUID as in CUDA_VISIBLE_DEVICES ('GPU-...', or
-    'MIG-...' of a slice), and the ids of the processes that compute on it, as far as the driver
-    reports them; in a container those of the host, or none."""
+    """A GPU that this process could use."""
 
-    uuid: str
+    uuid: str  # as in CUDA_VISIBLE_DEVICES: 'GPU-...', or 'MIG-...' of a slice
     name: str
-    users: tuple[int, ...]
+    users: tuple[int, ...]  # processes on it that the driver reports; in a container the host's
 
     @property
     def used_by(self) -> str:
@@ -153,41 +140,32 @@ def host_cpu() -> str:
 @functools.cache
 def tools() -> Tools:
     """What compiles in this process."""
+    from importlib.metadata import distributions  # importing Triton takes a second
+
+    triton = [one for name in ("triton", "pytorch-triton") for one in distributions(name=name)]
     return Tools(
         torch=str(torch.__version__),
-        triton=_installed("triton") or _installed("pytorch-triton"),
+        triton=triton[0].version if triton else "",
         python=platform.python_version(),
     )
 
 
-def _installed(package: str) -> str:
-    """Its version, '' if it is not there. Importing Triton takes a second."""
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def cpu_has_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware, and PyTorch's kernels may use it.
+    """Whether the CPU multiplies bfloat16 in hardware, and PyTorch's kernels may use it: where
+    ONEDNN_MAX_CPU_ISA forbids it, recurrent layers raise under bf16 autocast."""
 
-    ONEDNN_MAX_CPU_ISA may forbid it: recurrent layers then raise under bf16 autocast."""
+    def kernels_use_it() -> bool:
+        mkldnn: Any = torch.ops.mkldnn
+        return not torch.backends.mkldnn.is_available() or mkldnn._is_mkldnn_bf16_supported()
+
     in_hardware = re.search(r"\b(avx512_bf16|amx_bf16|bf16|svebf16)\b", host.cpu()) is not None
-    return in_hardware and bool(fact("bf16", _kernels_use_bf16))
-
-
-def _kernels_use_bf16() -> bool:
-    mkldnn: Any = torch.ops.mkldnn
-    return not torch.backends.mkldnn.is_available() or mkldnn._is_mkldnn_bf16_supported()
+    return in_hardware and bool(fact("bf16", kernels_use_it))
 
 
 def bf16_notice(device: str, precisions: tuple[str, ...]) -> str:
     """One line where bf16 is permitted and this CPU has no kernels for it; else ''."""
-    if device != "cpu" or "bf16" not in precisions or cpu_has_bf16():
-        return ""
-    return "bf16 is not tried: this CPU has no bf16 kernels"
+    lacks = device == "cpu" and "bf16" in precisions and not cpu_has_bf16()
+    return "bf16 is not tried: this CPU has no bf16 kernels" if lacks else ""
 
 
 @functools.cache
@@ -264,8 +242,7 @@ def _torch_version() -> str:
 
 
 def _cudnn_version() -> str:
-    # Not torch.backends.cudnn.version(): newer torch reads every GPU's capability in it, through
-    # torch.cuda, which creates a CUDA context.
+    # Not torch.backends.cudnn.version(): newer torch creates a CUDA context in it.
     library: Any = getattr(torch._C, "_cudnn", None)
     return str(library.getVersionInt()) if library is not None else ""
 
@@ -302,11 +279,8 @@ def _built() -> bool:
 
 
 def _visible(nvml: Any) -> _Gpus:
-    """The devices that CUDA gives this process, in its order.
-
-    A process gets either whole cards or a single MIG slice, the first (NVIDIA's MIG user guide,
-    'CUDA Device Enumeration').
-    """
+    """The devices that CUDA gives this process, in its order: either whole cards or a single MIG
+    slice, the first (NVIDIA's MIG user guide, 'CUDA Device Enumeration')."""
     cards = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if asked is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from advisor.errors import AdvisorError
 from advisor.tuners.fingerprint import is_library
-from advisor.tuners.lazily import torch
+from advisor.tuners.torch_facts import torch
 
 _CAUGHT = re.compile(r"Caught \w+ in DataLoader worker process \d+")
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+)', re.MULTILINE)

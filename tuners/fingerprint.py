@@ -20,12 +20,12 @@ import sysconfig
 import textwrap
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache.key import fingerprint
-from advisor.tuners.lazily import torch
+from advisor.tuners.torch_facts import torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,8 +35,8 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 MOST_PIECES = 2_000
 """Classes and functions that are parsed for one digest, at about a millisecond each; of others the
 whole file counts."""
-MOST_VALUE = 10_000
-"""Characters of a constant's repr(); longer ones count by their digest."""
+NOT_COMPUTED = {"annotation", "returns", "ctx", "type_comment", "type_params", "kind"}
+"""Fields of syntax trees that compute nothing, or differ between versions of Python."""
 
 
 def of_model(model: nn.Module) -> str:
@@ -51,8 +51,7 @@ def of_model(model: nn.Module) -> str:
         for name, tensor in named
     ]
     kinds = dict.fromkeys(type(module) for module in model.modules())
-    # A forward may be set on the instance.
-    patched = [vars(module).get("forward") for module in model.modules()]
+    patched = [vars(module).get("forward") for module in model.modules()]  # set on the instance
     functions = [f for f in patched if isinstance(f, types.FunctionType | types.MethodType)]
     return fingerprint([modules, tensors, _code([*kinds, *functions])])
 
@@ -79,8 +78,7 @@ def _hook(hook: Any) -> list[Any]:
 
 
 def _stated(module: nn.Module) -> str:
-    try:
-        # extra_repr() is where a module states its hyperparameters; addresses differ by run.
+    try:  # extra_repr() is where a module states its hyperparameters; addresses differ by run
         return _ADDRESS.sub("0x", module.extra_repr())
     except Exception:  # the user's code: what it would have said is among its attributes
         held = {name: value for name, value in vars(module).items() if name != "training"}
@@ -103,7 +101,7 @@ def _code(pieces: list[Any]) -> list[str]:
             if len(found) >= MOST_PIECES:
                 found.add(_whole_file(piece))
                 continue
-            text, referred = _of_piece(inspect.unwrap(_bare(piece)))
+            text, referred = _of_piece(inspect.unwrap(getattr(piece, "__func__", piece)))
             found.add(text)
             waiting += referred
         except Exception:  # the user's metaclasses and decorators may do anything
@@ -135,20 +133,17 @@ def _of_piece(piece: Any) -> tuple[str, tuple[Any, ...]]:
     if known := _PIECES.get(piece):
         return known
     functions = list(_functions(piece))
-    compiled = {name for function in functions for name in _names(function.__code__)}
+    codes = [code for function in functions for code in _codes(function.__code__)]
+    compiled = {name for code in codes for name in (*code.co_names, *code.co_freevars)}
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(piece)))
-        names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} & compiled
-        parts = {
-            (node.value.id, node.attr)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-        }
+        used = references(tree)
+        names = {word.partition(".")[0] for word in used} & compiled
         changed = {name for n in ast.walk(tree) if isinstance(n, ast.Global) for name in n.names}
         text: object = plain(tree)
     except (OSError, TypeError, SyntaxError, ValueError):  # no source, as in an interpreter
-        names, parts, changed = compiled, set(), set()
-        text = [_compiled(function.__code__) for function in functions]
+        names, used, changed = compiled, set(), set()
+        text = [_compiled(code) for code in codes]
     referred: list[Any] = list(piece.__mro__[1:]) if isinstance(piece, type) else []
     values = []
     for scope in _scopes(functions):
@@ -157,7 +152,8 @@ def _of_piece(piece: Any) -> tuple[str, tuple[Any, ...]]:
             if isinstance(value, type | types.FunctionType):
                 referred.append(value)
             elif isinstance(value, types.ModuleType):
-                inside = (getattr(value, attr, None) for at, attr in parts if at == name)
+                parts = [word.partition(".")[2] for word in used if word.startswith(f"{name}.")]
+                inside = (getattr(value, part, None) for part in parts)
                 referred += [x for x in inside if isinstance(x, type | types.FunctionType)]
             elif _is_plain(value) and name not in changed and not name.startswith("__"):
                 values.append([name, _value(value)])
@@ -184,10 +180,6 @@ def _scopes(functions: list[types.FunctionType]) -> Iterator[dict[str, Any]]:
         yield held
 
 
-NOT_COMPUTED = {"annotation", "returns", "ctx", "type_comment", "type_params", "kind"}
-"""Fields of syntax trees that compute nothing, or differ between versions of Python."""
-
-
 def plain(node: object) -> object:
     """A syntax tree as nested lists: no positions, docstrings, annotations or empty fields."""
     if isinstance(node, list):
@@ -197,31 +189,52 @@ def plain(node: object) -> object:
     found: list[object] = [type(node).__name__]
     for name, value in ast.iter_fields(node):
         if name == "body" and isinstance(value, list):
-            value = [part for part in value if not _is_idle(part)]
+            value = [part for part in value if not is_idle(part)]
         if name not in NOT_COMPUTED and value is not None and value != []:
             found.append([name, plain(value)])
     return found
 
 
-def _is_idle(node: ast.AST) -> bool:
+def is_idle(node: ast.AST) -> bool:
+    """Whether a statement computes nothing, as a docstring."""
     constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     return constant or isinstance(node, ast.Pass)
 
 
-def _compiled(code: types.CodeType) -> list[Any]:
-    """Compiled code without its lines and file, where there is no source."""
-    constants = [
-        _compiled(one) if isinstance(one, types.CodeType) else _value(one)
-        for one in code.co_consts[1:]  # the first is the docstring or None
-    ]
-    return [code.co_code.hex(), list(code.co_names), list(code.co_varnames), constants]
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """As ast.walk, without annotations."""
+    waiting: list[object] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        elif isinstance(node, ast.AST):
+            yield node
+            waiting += [getattr(node, f, None) for f in node._fields if f not in NOT_COMPUTED]
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from (*code.co_names, *code.co_freevars)
+def references(tree: ast.AST) -> set[str]:
+    """The names that code uses: 'a', and of `a.b.c` 'a.b'."""
+    attributes = {
+        node.value: f"{node.value.id}.{node.attr}"
+        for node in nodes(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    return {attributes.get(node, node.id) for node in nodes(tree) if isinstance(node, ast.Name)}
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Compiled code, and that of the functions and classes inside."""
+    yield code
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
-            yield from _names(one)
+            yield from _codes(one)
+
+
+def _compiled(code: types.CodeType) -> list[Any]:
+    """Compiled code without its lines, file and docstring, the first of its constants."""
+    constants = [_value(one) for one in code.co_consts[1:] if not isinstance(one, types.CodeType)]
+    return [code.co_code.hex(), list(code.co_names), list(code.co_varnames), constants]
 
 
 def _is_plain(value: object) -> bool:
@@ -231,8 +244,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _value(value: Any) -> str:
-    text = _ADDRESS.sub("0x", repr(value))
-    return text if len(text) <= MOST_VALUE else hashlib.sha256(text.encode()).hexdigest()
+    return _ADDRESS.sub("0x", repr(value))
 
 
 @functools.cache
@@ -263,13 +275,8 @@ def _is_own(piece: Any) -> bool:
         return False
     file = getattr(sys.modules.get(name), "__file__", None)
     if not file:  # executed without a module
-        functions = _functions(piece if isinstance(piece, type) else _bare(piece))
-        file = next((one.__code__.co_filename for one in functions), "")
+        file = next((one.__code__.co_filename for one in _functions(piece)), "")
     return not is_library(file)
-
-
-def _bare(function: Any) -> Any:
-    return getattr(function, "__func__", function)
 
 
 def family(model: nn.Module) -> str:
@@ -301,7 +308,5 @@ def libraries(model: nn.Module) -> tuple[str, ...]:
     return tuple(sorted(f"{name}=={importlib.metadata.version(name)}" for name in names))
 
 
-@functools.cache
-def _distributions() -> Mapping[str, Sequence[str]]:
-    """By top-level module. This reads the files of all installed packages."""
-    return importlib.metadata.packages_distributions()
+_distributions = functools.cache(importlib.metadata.packages_distributions)
+"""Names by top-level module. This reads the files of all installed packages."""

@@ -1,21 +1,17 @@
-"""Matrix products of large linear layers in fp8, by torchao; weights and gradients stay as they
-are. https://docs.pytorch.org/ao/stable/workflows/training.html
-"""
+"""Matrix products of large linear layers in fp8 (docs.pytorch.org/ao/stable/workflows/training)."""
 
 from __future__ import annotations
 
 import importlib.util
 from typing import TYPE_CHECKING
 
-from advisor.tuners.lazily import torch
+from advisor.tuners.torch_facts import torch
 
 if TYPE_CHECKING:
     from torch import nn
 
-LEAST = 2048
-"""Features from which a layer gains more than casting its operands costs (torchao's tables)."""
-MULTIPLE = 16
-"""Of features, which the matrix units need."""
+LEAST = 2048  # features from which a layer gains more than casting costs (torchao's tables)
+MULTIPLE = 16  # of features, which the matrix units need
 CAPABILITY = (8, 9)
 CAVEAT = (
     "fp8 was compared with fp32 on a few batches only. A long run may converge worse in "
@@ -34,10 +30,8 @@ def lacking(capability: tuple[int, int], wide: int) -> str:
     if not installed():
         return "torchao is not installed: pip install 'advisor[torchao]'"
     if not wide:
-        return (
-            f"no linear layer has {LEAST} features or more on both sides, in multiples of "
-            f"{MULTIPLE}"
-        )
+        sizes = f"{LEAST} features or more on both sides, in multiples of {MULTIPLE}"
+        return f"no linear layer has {sizes}"
     return ""
 
 

@@ -14,8 +14,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-SHARE = 0.95
-"""Of a memory limit that may be used: at the limit itself the kernel kills any process of it."""
+SHARE = 0.95  # of a memory limit that may be used: at the limit the kernel kills any process of it
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _GROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
@@ -35,8 +34,7 @@ def control(option: int, value: int) -> None:
 
 
 def keep_private() -> None:
-    """Keep other processes of this user, but not root's, from reading this one's memory and
-    environment, where tokens are."""
+    """Keep this user's other processes from reading this one's memory and tokens; not root's."""
     control(_PR_SET_DUMPABLE, 0)
 
 
@@ -47,36 +45,34 @@ def affinity() -> int:
 
 
 def cores(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
-    """Cores that this process may use, by its affinity and by the quotas of its control groups (v2
-    or v1)."""
+    """Cores that this process may use, by its affinity and the quotas of its control groups."""
     found = [float(affinity())]
     for group in _groups(groups, process, "cpu"):
-        v1 = [*_words(group / "cpu.cfs_quota_us"), *_words(group / "cpu.cfs_period_us")]
-        for quota in (_words(group / "cpu.max"), v1):
+        for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+            quota = " ".join(_text(group / one) for one in names).split()
             if len(quota) == 2 and quota[0].isdigit():  # v2's 'max' is no quota, nor is v1's -1
                 found.append(int(quota[0]) / int(quota[1]))
     return max(1, int(min(found)))
 
 
 def memory_limit(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
-    """Bytes that may be used: the machine's, or less if a control group says so (v2 or v1)."""
+    """Bytes that may be used: the machine's, or less if a control group says so."""
     limits = [limit for limit, _free in _memory(groups, process)]
     return int(SHARE * min([os.sysconf("SC_PHYS_PAGES") * _PAGE, *limits]))
 
 
 def free_bytes(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
-    """Free memory of the host and of this process's control groups (v2 or v1)."""
+    """Free memory of the host and of this process's control groups."""
     free = [free for _limit, free in _memory(groups, process)]
     return max(0, min([_field(_PROC / "meminfo", "MemAvailable:") * 1024, *free]))
 
 
 def shared_bytes() -> tuple[int, int]:
     """Size of /dev/shm, through which loader workers hand batches over, and how much is free."""
-    try:
+    with contextlib.suppress(OSError):
         there = os.statvfs("/dev/shm")
-    except OSError:
-        return 0, 0
-    return there.f_blocks * there.f_frsize, there.f_bavail * there.f_frsize
+        return there.f_blocks * there.f_frsize, there.f_bavail * there.f_frsize
+    return 0, 0
 
 
 def files_left() -> int:
@@ -86,8 +82,7 @@ def files_left() -> int:
 
 
 def own_bytes() -> int:
-    """Private memory of this process. A fork may need a copy of it, as Python writes to whatever it
-    looks at."""
+    """Private memory of this process, which a fork may copy: Python writes to what it looks at."""
     return _field(_PROCESS / "status", "RssAnon:") * 1024
 
 
@@ -104,7 +99,7 @@ def reset_peak() -> None:
 
 def resident_bytes(process: int) -> int:
     """Memory of a process, with what it shares with others."""
-    said = _words(_PROC / str(process) / "statm")
+    said = _text(_PROC / str(process) / "statm").split()
     return int(said[1]) * _PAGE if len(said) > 1 else 0
 
 
@@ -149,15 +144,13 @@ def files_read() -> list[str]:
     mapped = {line.split(maxsplit=5)[-1] for line in _text(_PROCESS / "maps").splitlines()}
     found = set()
     for entry, path in _descriptors():
-        try:
+        with contextlib.suppress(OSError):  # closed by now
             there = entry.stat()
-        except OSError:
-            continue
-        if int(entry.name) > 2 and stat.S_ISREG(there.st_mode) and there.st_size:
-            said = _words(_PROCESS / "fdinfo" / entry.name)
-            flags = int(said[said.index("flags:") + 1], 8) if "flags:" in said else 0
-            if flags & os.O_ACCMODE != os.O_WRONLY and path not in mapped:
-                found.add(path)
+            if int(entry.name) > 2 and stat.S_ISREG(there.st_mode) and there.st_size:
+                said = _text(_PROCESS / "fdinfo" / entry.name).split()
+                flags = int(said[said.index("flags:") + 1], 8) if "flags:" in said else 0
+                if flags & os.O_ACCMODE != os.O_WRONLY and path not in mapped:
+                    found.add(path)
     return sorted(found)
 
 
@@ -174,8 +167,7 @@ def _descriptors() -> Iterator[tuple[Path, str]]:
 
 
 def _groups(groups: Path, process: Path, controller: str) -> Iterator[Path]:
-    """Folders of a process's control group, and of those around it: v2's, and v1's of a
-    controller."""
+    """Folders of a process's control groups: v2's, and v1's of a controller."""
     for line in _text(process / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
@@ -186,8 +178,7 @@ def _groups(groups: Path, process: Path, controller: str) -> Iterator[Path]:
 
 
 def _memory(groups: Path, process: Path) -> Iterator[tuple[int, int]]:
-    """The limit of each control group of a process, and how much of it is free: inactive file cache
-    too, because the kernel gives it up."""
+    """(Limit, free) of each control group; inactive file cache is free: the kernel gives it up."""
     for group in _groups(groups, process, "memory"):
         for most, now, idle in _MEMORY:
             limit = _text(group / most).strip()
@@ -200,10 +191,6 @@ def _field(file: Path, name: str) -> int:
     """The number behind a name in a file of lines 'name number'; 0 if it is not there."""
     said = (line.split() for line in _text(file).splitlines())
     return next((int(words[1]) for words in said if words[:1] == [name] and len(words) > 1), 0)
-
-
-def _words(file: Path) -> list[str]:
-    return _text(file).split()
 
 
 def _text(file: Path) -> str:

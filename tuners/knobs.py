@@ -1,9 +1,8 @@
 """The table of knobs: for each its values, when it is offered, and how it acts.
 
-A knob acts on the process (`flag`), the model, the batch, the optimizer's or the loader's keyword
-arguments, or the forward pass (`autocast`, `scaled`). To add one, add a row to KNOBS: the space,
-the worker, the records, `advisor show` and a script's `Advice` all read this table. Only
-`advisor/frameworks` names knobs too, where a framework has its own word for one.
+A knob acts on the process (`flag`), the model, the batch, the optimizer's or the loader's
+arguments, or the forward pass (`autocast`, `scaled`). To add one, add a row to KNOBS, and to
+`advisor/frameworks` what frameworks call it.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, USES, Record
 from advisor.cache.task import PERMITTED, PRECISIONS, Task
-from advisor.tuners import fp8, known_wrong
+from advisor.tuners import compiling, fp8
+from advisor.tuners.compiling import BLOCKS
 from advisor.tuners.decisions import COMPILE_S
 from advisor.tuners.environment import threads_set
-from advisor.tuners.lazily import torch
 from advisor.tuners.tf32 import Float32, describe, set_float32
+from advisor.tuners.torch_facts import torch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-COMPUTE, INPUT = "compute", "input"
-"""Stages: a batch that lies on the device; fed by a loader."""
+COMPUTE, INPUT = "compute", "input"  # stages: a batch lies on the device; a loader feeds it
 WORKERS = "num_workers"
 
 
@@ -35,56 +34,33 @@ WORKERS = "num_workers"
 class Situation:
     """What decides which values make sense: the device, the workload, what the user permits."""
 
-    device: str
-    """'cuda' or 'cpu'."""
-    capability: tuple[int, int] = (0, 0)
-    """CUDA compute capability."""
+    device: str  # 'cuda' or 'cpu'
+    capability: tuple[int, int] = (0, 0)  # CUDA compute capability
     cpu_bf16: bool = False
     cores: int = 1
-    threads: int = 1
-    """Torch's own choice of intra-op threads."""
-    threads_set: bool = False
-    """The user has set them."""
-    dimensions: int = 4
-    """Of one batch: 4 is NCHW, 5 is NCDHW."""
+    threads: int = 1  # torch's own choice of intra-op threads
+    threads_set: bool = False  # by the user
+    dimensions: int = 4  # of one batch: 4 is NCHW, 5 is NCDHW
     convolves: bool = True
-    modules: int = 0
-    """In the model."""
-    repeats: bool = False
-    """Most of the model is blocks that repeat."""
+    repeats: bool = False  # most of the model is blocks that repeat
     training: bool = True
-    draws: bool = False
-    """A step draws random numbers."""
-    fp8: bool = False
-    """torchao is installed, and linear layers are large enough for it."""
-    batches: tuple[int, ...] = (1,)
-    """Batch sizes to try, the user's own first."""
+    fp8: bool = False  # torchao is installed, and linear layers are large enough
+    batches: tuple[int, ...] = (1,)  # to try, the user's own first
     deterministic: bool = False
     precisions: tuple[str, ...] = PERMITTED
     full: bool = False
     compiles: bool = False
-    quick: bool = False
-    """Compile only what takes seconds."""
-    step_graph: bool = True
-    """The script can have its whole step captured."""
-    use: str = USES[-1]
-    """The widest use that is looked for; the pilot's for a run that nobody rewrote."""
-    workers: int = 0
-    """Most workers for a running script's loader, or for that of a workload's own data."""
-    loaded: bool = False
-    """A workload has data of its own."""
-    any_order: bool = False
-    """Its batches may come in any order."""
-    by_name: bool = False
-    """Its workers must share memory by name: as open files it would be too many."""
-    mapped: tuple[str, ...] = ()
-    """Knobs that are set by options of a run's command; each value takes a start."""
-    varies: bool = False
-    """Inputs of a running script vary in shape."""
-    own: Config = Config()  # noqa: RUF009 # immutable
-    """What a running script sets itself; its baseline."""
-    kept: tuple[str, ...] = ()
-    """Knobs that stay as the script, or torch, has them."""
+    quick: bool = False  # compile only what takes seconds
+    step_graph: bool = True  # the script can have its whole step captured
+    use: str = USES[-1]  # the widest that is looked for; a run that nobody rewrote has the pilot's
+    workers: int = 0  # most workers for a running script's loader, or for that of a workload's data
+    loaded: bool = False  # a workload has data of its own
+    any_order: bool = False  # its batches may come in any order
+    by_name: bool = False  # its workers share memory by name: it would be too many open files
+    mapped: tuple[str, ...] = ()  # knobs that options of a run's command set; each value is a start
+    varies: bool = False  # inputs of a running script vary in shape
+    own: Config = Config()  # noqa: RUF009 # what a running script sets itself; its baseline
+    kept: tuple[str, ...] = ()  # knobs that stay as the script, or torch, has them
 
 
 SWITCH = (False, True)
@@ -93,16 +69,12 @@ SHARING = ("file_descriptor", "file_system")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """A switch of the process. `set` takes a knob's value; `now` reads the process's state, which
-    other code may have set to no value of the knob: `back` then restores it."""
+    """A switch of the process. `set` takes a knob's value; `now` reads the process's state, and if
+    that may be no value of the knob, `back` restores it."""
 
     set: Callable[[Value], None]
     now: Callable[[], Any]
     back: Callable[[Any], None] | None = None
-
-    def set_back(self, held: Any) -> None:
-        """Restore what `now` once returned."""
-        (self.back or self.set)(held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,14 +83,10 @@ class Loading:
 
     workers: int = 0
     pinned: bool = False
-    ahead: int = 0
-    """Batches that each of its workers prefetches, if these may be replaced."""
-    most: int = 0
-    """Workers that it may be given; 0: its loader is left alone."""
-    room: int = 0
-    """Workers that make sense, whoever starts them."""
-    why: str = ""
-    """Why its loader is left alone, if that is not plain."""
+    ahead: int = 0  # batches that each of its workers prefetches, if these may be replaced
+    most: int = 0  # workers that it may be given; 0: its loader is left alone
+    room: int = 0  # workers that make sense, whoever starts them
+    why: str = ""  # its loader is left alone, if that is not plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,12 +102,11 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """A knob's value that a script has set; None is torch's own. `stays`: the knob is not tuned,
-    `why` if that is not plain."""
+    """A knob's value that a script has set; None is torch's own."""
 
     value: Value
-    stays: bool = True
-    why: str = ""
+    stays: bool = True  # the knob is not tuned
+    why: str = ""  # if that is not plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,69 +115,47 @@ class Knob:
 
     name: str
     summary: str
-    domain: tuple[Value, ...] | range = SWITCH
-    """What a record may hold, all of one type; anything else is refused."""
-    default: Value = False
-    """torch's own; None where the machine or the script decides."""
+    domain: tuple[Value, ...] | range = SWITCH  # what a record may hold, all of one type
+    default: Value = False  # torch's own; None where the machine or the script decides
     values: Callable[[Situation], tuple[Value, ...]]
     """torch's own first; one value: the knob is fixed here; none: it is absent."""
     numerics: bool = False
     """A change is compared with strict fp32; not one to torch's own or `strict`, if it is given."""
-    strict: Value = None
-    """The value in that fp32 reference, if it is not torch's own."""
+    strict: Value = None  # the value in that fp32 reference, if it is not torch's own
     dear: Callable[[Value, int], float] | None = None
     """Seconds that a value costs before its first step, by the number of the model's modules, if
     that is many: such values are tried on leaders only."""
-    frugal: bool = False
-    """Trades speed for memory: tried only where a larger batch does not fit."""
-    cached: Collection[Value] = ()
-    """Values that compile code which is cached on disk."""
     lasting: bool = False
     """The process keeps what it chose under its first value: another value takes a new process."""
-    guess: Literal["alone", "leader", ""] = ""
-    """First tried by itself, on the current leader, or only in the order that the search gives."""
+    guess: Literal["alone", "leader", ""] = ""  # first tried by itself, on the leader, by neither
     conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
     """Values of other knobs with which only this knob's first value is sound."""
-    permitted: Callable[[Mapping[str, Any], Value], bool] | None = None
-    """Whether a task's given fields permit a value; None: always."""
+    permitted: Callable[[Mapping[str, Any], Value], bool] | None = None  # by a task's given fields
     carries: bool = False
     """May be followed unmeasured from a record of another shape or device: it takes no more
     memory, changes no other numbers, and cannot fail."""
-    heavy: Collection[Value] = ()
-    """Values that ask more of a script; of configs that tie, the lightest is advised."""
-    shown: Callable[[Value], str] | None = None
-    """Its name in reports; default: 'name', 'no name' or 'name=value'."""
-    caveats: Mapping[Value, str] = field(default_factory=dict)
-    """What a short comparison cannot show about a value."""
-    stage: str = COMPUTE
-    """INPUT knobs of a workload are measured last, with a loader of the user's data."""
+    shown: Callable[[Value], str] | None = None  # default: 'name', 'no name' or 'name=value'
+    caveats: Mapping[Value, str] = field(default_factory=dict)  # what no short comparison shows
+    stage: str = COMPUTE  # a workload's INPUT knobs are measured last, with the user's data
     feeds: bool = False
     """Acts on a run's input pipeline: tried if the steps wait for data, and no part of the key."""
-    by_rule: bool = False
-    """If it is offered, its last value is needed, and is taken untried."""
+    by_rule: bool = False  # if it is offered, its last value is needed, and is taken untried
     flag: Flag | None = None
     chosen: Callable[[], bool] | None = None
     """Whether the environment has set the flag: it then stays. None: advice sets it anyway."""
-    mapped: str = ""
-    """Its name in `--map`, if an option of a run's script may set it."""
-    script: Callable[[Script], Own | None] | None = None
-    """What a running script has set itself; None for nothing."""
+    mapped: str = ""  # its name in `--map`, if an option of a run's script may set it
+    script: Callable[[Script], Own | None] | None = None  # what a running script has set itself
     layers: Mapping[Value, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)
     """Replaces a model's layers, by value, before it is laid out and compiled."""
-    model: Callable[[nn.Module, Value], nn.Module] | None = None
+    model: Callable[[nn.Module, Value], None] | None = None  # acts in place
     layout: Callable[[Tensor, Value], torch.memory_format | None] | None = None
-    optimizer: Callable[[Value], dict[str, object]] | None = None
-    loader: Callable[[Value], dict[str, object]] | None = None
-    autocast: Mapping[Value, str] = field(default_factory=dict)
-    """The name of autocast's dtype, by value."""
-    scaled: Collection[Value] = ()
-    """Values whose loss takes a GradScaler."""
-    non_blocking: Collection[Value] = ()
-    """Values that copy batches beside the host's work."""
-    captured: Collection[Value] = ()
-    """Values for which `Advice.capture` makes a CUDA graph of the training step."""
-    graphs: Collection[Value] = ()
-    """Values whose forward pass replays CUDA graphs, which must be told where a step begins."""
+    optimizer: bool = False  # True takes the optimizer's fused kernels
+    loader: bool = False  # an argument of DataLoader
+    autocast: Mapping[Value, str] = field(default_factory=dict)  # names of its dtypes
+    scaled: Collection[Value] = ()  # values whose loss takes a GradScaler
+    non_blocking: Collection[Value] = ()  # values that copy batches beside the host's work
+    captured: Collection[Value] = ()  # values for which `Advice.capture` makes a CUDA graph
+    graphs: Collection[Value] = ()  # values whose CUDA graphs must be told where a step begins
 
     def holds(self, value: Value) -> bool:
         """Whether a value is in the domain; True is not 1."""
@@ -220,8 +165,7 @@ class Knob:
         """The least use that can follow a value, by what it acts on."""
         if self.captured:
             return CAPTURE
-        loader = self.loader is not None and not self.feeds
-        if value in self.scaled or value in self.layers or loader:
+        if value in self.scaled or value in self.layers or (self.loader and not self.feeds):
             return LOOP
         acts = self.model or self.optimizer or self.loader or value in self.autocast
         return PILOT if acts else FLAGS
@@ -238,7 +182,6 @@ def _precisions(here: Situation) -> tuple[Value, ...]:
 
 
 AUTOCAST: dict[Value, str] = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
-"""Under fp8 for all but the converted layers."""
 
 
 def _own_precision(script: Script) -> Own | None:
@@ -257,7 +200,7 @@ def _layout(tensor: Tensor) -> torch.memory_format | None:
     return {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
 
 
-def _lay_out_model(model: nn.Module, value: Value) -> nn.Module:
+def _lay_out_model(model: nn.Module, value: Value) -> None:
     # Not model.to(memory_format=...): that raises on a model with both 4-D and 5-D weights.
     # Not contiguous(): it leaves a tensor of one channel as it is, and cuDNN goes by the strides.
     if value:
@@ -266,42 +209,30 @@ def _lay_out_model(model: nn.Module, value: Value) -> nn.Module:
             layout = None if torch.nn.parameter.is_lazy(tensor) else _layout(tensor)
             if layout is not None:
                 tensor.data = tensor.data.to(memory_format=layout)
-    return model
 
 
 def _own_layout(script: Script) -> Own | None:
-    def laid_out(weight: Tensor) -> bool:
+    for weight in script.weights:
         layout = _layout(weight)
         last = layout is not None and weight.is_contiguous(memory_format=layout)
-        return last and not weight.is_contiguous()
-
-    return Own(True) if any(map(laid_out, script.weights)) else None
+        if last and not weight.is_contiguous():
+            return Own(True)
+    return None
 
 
 def _searches(here: Situation) -> tuple[Value, ...]:
     """Tried with --effort exhaustive only: each switch takes a new worker process, and it gave
-    ResNet-50 0.977x and MobileNetV3 0.983x."""
+    ResNet-50 0.977x and MobileNetV3 0.983x. Searching by time is not deterministic, and a running
+    script keeps the algorithms that it has chosen."""
     if here.device != "cuda" or not here.convolves:
         return ()
-    # Searching by time picks differently from run to run, so it is not deterministic. A running
-    # script has chosen its algorithms, and keeps them.
-    fixed = here.deterministic or here.use == PILOT or not here.full
-    return (False,) if fixed else (False, True)
-
-
-def _cudnn(switch: str) -> Flag:
-    return Flag(
-        set=lambda value: setattr(torch.backends.cudnn, switch, bool(value)),
-        now=lambda: getattr(torch.backends.cudnn, switch),
-    )
+    return SWITCH if here.full and not here.deterministic and here.use != PILOT else (False,)
 
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class _Determinism(NamedTuple):
-    """PyTorch's switches for deterministic algorithms."""
-
     algorithms: bool
     warn_only: bool
     cudnn: bool
@@ -336,16 +267,9 @@ def _set_deterministic(value: Value) -> None:
     now._replace(algorithms=on, cudnn=on, workspace=workspace).put()
 
 
-BLOCKS = "blocks"
-"""Mode "default" for each block that a model repeats: one compilation for all of them."""
 COMPILE_MODES = ("cudagraphs", BLOCKS, "reduce-overhead", "default")
 """By cost: 3-4 s, less than a whole model, 19-32 s and 15-32 s for ResNet-50 on an H200."""
 COMPILE_MODES_FULL = (*COMPILE_MODES, "max-autotune-no-cudagraphs", "max-autotune")
-"""Autotuning ran over eight minutes on ResNet-50."""
-WITHOUT_DEFAULT = tuple(mode for mode in ("none", *COMPILE_MODES_FULL) if mode != "default")
-"""Modes in which variants of compiling a whole model by "default" have no effect."""
-SHARES = (1.0, 0.7, 0.5)
-"""Of the activations that a compiled model keeps for its backward pass."""
 GRAPHED_MODES = ("cudagraphs", "reduce-overhead", "max-autotune")
 """Those that replay CUDA graphs of the forward and the backward pass."""
 
@@ -364,60 +288,20 @@ def _compile_modes(here: Situation) -> tuple[Value, ...]:
     return ("none", *modes) if modes else ()
 
 
-def _compiles_whole(here: Situation) -> bool:
-    return "default" in _compile_modes(here)
-
-
 def _compile_seconds(value: Value, modules: int) -> float:
     kind = str(value).removesuffix("-no-cudagraphs")
     seconds, each = COMPILE_S.get("cudagraphs" if kind == BLOCKS else kind, COMPILE_S[""])
     return seconds + each * modules
 
 
-def _compile(model: nn.Module, value: Value) -> nn.Module:
-    # In place, not torch.compile(model): the names in state_dict() stay what they are. Not by the
-    # model's own method: timm's task puts what it compiles in the place of its model.
-    compile_ = torch.nn.Module.compile
-    if value == "cudagraphs":
-        compile_(model, backend="cudagraphs")
-    elif value == BLOCKS:
-        from advisor.tuners.blocks import repeated  # loads torch
-
-        for block in repeated(model):
-            compile_(block, **_by_inductor("default"))
-    elif value != "none":
-        compile_(model, **_by_inductor(str(value)))
-    return model
+def _compile(model: nn.Module, value: Value) -> None:
+    if value != "none":
+        compiling.compile_in_place(model, str(value))
 
 
-def _by_inductor(mode: str) -> dict[str, Any]:
-    """Arguments of torch.compile, which takes either a mode or options."""
-    if options := known_wrong.avoided():
-        return {"options": torch._inductor.list_mode_options(mode) | options}
-    return {"mode": mode}
-
-
-def _compile_dynamic(model: nn.Module, value: Value) -> nn.Module:
-    # Replaces what the knob before it has compiled, in the same mode.
-    if value:
-        torch.nn.Module.compile(model, dynamic=True, **_by_inductor("default"))
-    return model
-
-
-def _shares(here: Situation) -> tuple[Value, ...]:
-    """Offered with other batch sizes than the user's, and if no random numbers are drawn, which
-    cannot be drawn again: see `recomputing`."""
-    free = len(here.batches) > 1 and here.use != PILOT
-    return SHARES if free and here.training and not here.draws and _compiles_whole(here) else ()
-
-
-def _keep_share(model: nn.Module, value: Value) -> nn.Module:
-    # Replaces what the knob before it has compiled, in the same mode.
-    if value != 1.0:
-        from advisor.tuners import recomputing  # loads torch.compile's machinery
-
-        recomputing.keep(model, float(value or 0))
-    return model
+def _compile_dynamic(model: nn.Module, value: Value) -> None:
+    if value:  # in the mode of the knob before it
+        compiling.compile_in_place(model, "default", dynamic=True)
 
 
 def _own_fused(script: Script) -> Own | None:
@@ -476,8 +360,6 @@ KNOBS: tuple[Knob, ...] = (
         ),
         carries=True,
         guess="alone",
-        # fp16 needs a scaler, and can overflow; fp8 needs torchao.
-        heavy=("fp16", "fp8"),
         shown=str,
         script=_own_precision,
         flag=Flag(
@@ -510,7 +392,10 @@ KNOBS: tuple[Knob, ...] = (
         lasting=True,
         guess="leader",
         script=lambda _script: Own(True) if torch.backends.cudnn.benchmark else None,
-        flag=_cudnn("benchmark"),
+        flag=Flag(
+            set=lambda value: setattr(torch.backends.cudnn, "benchmark", bool(value)),
+            now=lambda: torch.backends.cudnn.benchmark,
+        ),
     ),
     Knob(
         name="cudnn_deterministic",
@@ -520,21 +405,13 @@ KNOBS: tuple[Knob, ...] = (
         flag=Flag(set=_set_deterministic, now=_Determinism.now, back=_Determinism.put),
     ),
     Knob(
-        name="cudnn_enabled",
-        summary="cuDNN at all (off is tried with --effort exhaustive only)",
-        default=True,
-        carries=True,
-        values=lambda here: (True, False)[: 1 + here.full] if here.device == "cuda" else (),
-        flag=_cudnn("enabled"),
-    ),
-    Knob(
         name=BATCH,
         summary="samples per step",
         domain=range(1, 2**24 + 1),
         default=None,
         values=lambda here: here.batches,
         mapped="batch",
-        loader=lambda value: {"batch_size": value},
+        loader=True,
     ),
     Knob(
         name="fused_optimizer",
@@ -548,7 +425,7 @@ KNOBS: tuple[Knob, ...] = (
         # ResNet-50's loss became NaN on an H200.
         conflicts={"precision": ("fp16",)},
         script=_own_fused,
-        optimizer=lambda value: {"fused": True} if value else {},
+        optimizer=True,
     ),
     Knob(
         name="compile",
@@ -558,7 +435,6 @@ KNOBS: tuple[Knob, ...] = (
         values=_compile_modes,
         numerics=True,
         dear=_compile_seconds,
-        cached=COMPILE_MODES_FULL[1:],
         permitted=lambda given, value: value == "none" or given.get("compile", True),
         script=lambda script: Own("default") if script.compiled else None,
         model=_compile,
@@ -567,27 +443,13 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="dynamic_shapes",
         summary="compiled for inputs of any length at once, where a run's vary",
-        values=_off_on(lambda here: here.varies and _compiles_whole(here)),
+        values=_off_on(lambda here: here.varies and "default" in _compile_modes(here)),
         numerics=True,
         # Graphs are of one shape each, and what is not compiled has none.
-        conflicts={"compile": WITHOUT_DEFAULT},
+        conflicts={"compile": tuple(m for m in ("none", *COMPILE_MODES_FULL) if m != "default")},
         permitted=lambda given, value: not value or given.get("compile", True),
         script=lambda script: Own(None) if script.compiled else None,
         model=_compile_dynamic,
-    ),
-    Knob(
-        name="activation_memory",
-        summary="share of the activations that a compiled model keeps for its backward pass, which "
-        "computes the others again",
-        domain=SHARES,
-        default=1.0,
-        values=_shares,
-        numerics=True,
-        frugal=True,
-        # Graphs of a forward and a backward pass have memory of their own.
-        conflicts={"compile": WITHOUT_DEFAULT, "dynamic_shapes": (True,)},
-        permitted=lambda given, value: value == 1.0 or given.get("compile", True),
-        model=_keep_share,
     ),
     Knob(
         name="step_graph",
@@ -599,7 +461,7 @@ KNOBS: tuple[Knob, ...] = (
         # from the device, and from a GradScaler whether to step at all.
         conflicts={"compile": GRAPHED_MODES, "fused_optimizer": (True,)},
         permitted=lambda given, value: not value or given.get("step_graph", True),
-        optimizer=lambda value: {"fused": True} if value else {},
+        optimizer=True,
         captured=(True,),
     ),
     Knob(
@@ -632,7 +494,7 @@ KNOBS: tuple[Knob, ...] = (
             stays=not script.loading.most,
             why=script.loading.why,
         ),
-        loader=lambda value: {"num_workers": value},
+        loader=True,
     ),
     Knob(
         name="prefetch_factor",
@@ -648,7 +510,7 @@ KNOBS: tuple[Knob, ...] = (
         script=lambda script: _own_loading(
             script, script.loading.most and script.loading.ahead, stays=False
         ),
-        loader=lambda value: {"prefetch_factor": value},
+        loader=True,
     ),
     Knob(
         name="in_order",
@@ -658,7 +520,7 @@ KNOBS: tuple[Knob, ...] = (
         conflicts={"num_workers": (0, 1)},
         stage=INPUT,
         shown=lambda value: "in_order" if value else "batches in any order",
-        loader=lambda value: {} if value else {"in_order": False},
+        loader=True,
     ),
     Knob(
         name="sharing",
@@ -682,7 +544,7 @@ KNOBS: tuple[Knob, ...] = (
         conflicts={"num_workers": (0,)},
         stage=INPUT,
         by_rule=True,
-        loader=lambda value: {"persistent_workers": bool(value)},
+        loader=True,
     ),
     Knob(
         name="pin_memory",
@@ -695,7 +557,7 @@ KNOBS: tuple[Knob, ...] = (
         stage=INPUT,
         feeds=True,
         script=lambda script: _own_loading(script, script.loading.pinned, stays=True),
-        loader=lambda value: {"pin_memory": bool(value)},
+        loader=True,
         non_blocking=(True,),
     ),
 )
@@ -734,12 +596,6 @@ FORMATS_TRIED: tuple[dict[str, Value], ...] = (
     {"precision": "fp8"},
 )
 """Other precisions and layouts for the leader."""
-FRUGAL: tuple[dict[str, Value], ...] = (
-    {"compile": "default"},  # graphs that a leader replays have memory of their own
-    {"compile": "default", "activation_memory": 0.7},
-    {"compile": "default", "activation_memory": 0.5},
-)
-"""What to try where a larger batch does not fit, the cheapest first."""
 
 BY_NAME = {knob.name: knob for knob in KNOBS}
 FEEDS = tuple(knob.name for knob in KNOBS if knob.feeds)
@@ -770,17 +626,13 @@ def _rows(config: Mapping[str, Value]) -> Iterator[tuple[Knob, Value]]:
 def plain(task: Task, device: str) -> Config:
     """torch's own config for a task on 'cuda:0' or 'cpu', before anything else is known."""
     here = Situation(device=device.partition(":")[0], deterministic=task.deterministic)
-    offered = {knob.name: knob.values(here) for knob in KNOBS if knob.default is not None}
-    known = {name: values[0] for name, values in offered.items() if values}
+    known = {k.name: v[0] for k in KNOBS if k.default is not None and (v := k.values(here))}
     return Config(known).at(task.batch)
 
 
 def use_of(config: Config, default: Config) -> str:
     """The least use that can follow all of a config."""
-    changed = config.changed(default)
-    needed = {knob.needs(value) for knob, value in _rows(changed)}
-    if not BY_NAME.keys() >= changed.keys():
-        needed.add(LOOP)
+    needed = {knob.needs(value) for knob, value in _rows(config.changed(default))}
     return max(needed, key=USES.index, default=FLAGS)
 
 
@@ -796,7 +648,7 @@ def caveats(config: Config) -> list[str]:
 
 def compiles(config: Config) -> bool:
     """Whether a config compiles code that is cached on disk; the backend cudagraphs does not."""
-    return any(value in knob.cached for knob, value in _rows(config))
+    return config.get(COMPILE, "none") not in ("none", "cudagraphs")
 
 
 def code(config: Config) -> Config:
@@ -815,9 +667,8 @@ def doubtful(config: Config, default: Config = TORCH) -> bool:
 
 def strict(default: Config) -> Config:
     """The reference for numbers: `default` in strict fp32."""
-    return default.replace(
-        **{k.name: k.strict for k in KNOBS if k.strict is not None and k.name in default}
-    )
+    known = (knob for knob in KNOBS if knob.strict is not None and knob.name in default)
+    return default.replace(**{knob.name: knob.strict for knob in known})
 
 
 def permits(given: Mapping[str, Any], config: Config) -> bool:
@@ -831,9 +682,11 @@ def workers(config: Mapping[str, Value]) -> int:
 
 
 def burden(config: Config, default: Config) -> int:
-    """How much a config asks of a script: of configs that tie, the lightest is advised."""
+    """How much a config asks of a script: of configs that tie, the lightest is advised. fp16 needs
+    a scaler, and can overflow; fp8 needs torchao."""
     changed = config.changed(default)
-    return len(changed) + sum(value in knob.heavy for knob, value in _rows(changed))
+    more = (value in knob.scaled or value in knob.layers for knob, value in _rows(changed))
+    return len(changed) + sum(more)
 
 
 def described(config: Config, default: Config = TORCH, *, nothing: str = "torch default") -> str:
@@ -859,18 +712,19 @@ def refusal(record: Record) -> str:
     fixed = [record.baseline, *(one.choice for one in record.winners if not one.free)]
     if any(choice.batch != record.batch for choice in fixed):
         return f"batch {record.batch}, and its choices are of another"
-    configs = [choice.config for choice in chosen]
-    configs += [record.input, *(part.knob for part in record.parts)]
-    configs += [trial.config for trial in record.trials]
-    seen = {(name, type(value), value) for config in configs for name, value in config.items()}
+    default = record.baseline.config
+    measured = [*(choice.config for choice in chosen), *(trial.config for trial in record.trials)]
+    others = [record.input, *(part.knob for part in record.parts)]
+    # A knob that is unknown here does not matter if all have it as the baseline has it.
+    needed = {n for one in (*others, *(c.changed(default) for c in measured)) for n in one}
+    seen = {(n, type(v), v) for config in (*measured, *others) for n, v in config.items()}
     for name, _kind, value in sorted(seen, key=repr):
         knob = BY_NAME.get(name)
-        if knob is None:
+        if knob is None and name in needed:
             return f"knob {name[:40]!r} is not known to this version of advisor"
-        if not knob.holds(value):
+        if knob is not None and not knob.holds(value):
             ends = isinstance(knob.domain, range) and f"{knob.domain[0]} to {knob.domain[-1]}"
             return f"{name} {value!r:.60}: expected {ends or ', '.join(map(str, knob.domain))}"
-    default = record.baseline.config
     for one in record.winners:
         if not follows(one.use, one.choice.config, default):
             return f"the winner for {one.use} needs more than that"

@@ -1,8 +1,4 @@
-"""What a config is worth over a job of a given length.
-
-A job of N steps takes `first_step_s + (N - 1) * step_s` seconds: algorithm search, compilation and
-graph capture are paid at the first step, and gain at every other one.
-"""
+"""What a config is worth over a job of a given length, its first step included."""
 
 from __future__ import annotations
 
@@ -30,11 +26,7 @@ class Pace:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
     """How long a job is: `steps` at a batch of `batch`, or `seconds`; the other one is 0. At
-    another batch a job of steps has as many samples.
-
-    Raises:
-        ValueError: not exactly one of the two is above 0.
-    """
+    another batch a job of steps has as many samples."""
 
     batch: int
     steps: int = 0
@@ -44,28 +36,18 @@ class Length:
         if (self.steps > 0) == (self.seconds > 0) or self.batch < 1:
             raise ValueError(f"{self}: expected either steps or seconds, at a batch of at least 1")
 
-    def samples(self, pace: Pace) -> float:
-        """Samples in the job."""
-        if self.steps:
-            return float(self.steps * self.batch)
-        return pace.batch * max(0.0, self.seconds - pace.first_step_s) / pace.step_s
-
-    def time_s(self, pace: Pace) -> float:
-        """Seconds of the job."""
-        if self.steps:
-            return pace.time_s(self.steps * self.batch / pace.batch)
-        return self.seconds
-
     def rate(self, pace: Pace) -> float:
         """Samples per second over the whole job."""
-        return self.samples(pace) / self.time_s(pace)
+        if self.steps:
+            samples = self.steps * self.batch
+            return samples / pace.time_s(samples / pace.batch)
+        steps = max(0.0, self.seconds - pace.first_step_s) / pace.step_s
+        return pace.batch * steps / self.seconds
 
 
 def break_even(paces: Sequence[Pace]) -> list[tuple[int, int]]:
-    """The lower envelope of time over steps: (first step, index of the pace that is fastest then).
-
-    The first pair is from step 1; of equal paces the first counts. All are at one batch.
-    """
+    """Pairs of (a number of steps, index of the pace that takes the least time from it on); the
+    first is from 1. Of equal paces the first counts. All are at one batch."""
     found, start, left = [], 1, list(enumerate(paces))
     while left:
         here, slow = min(left, key=lambda one: (one[1].time_s(start), one[1].step_s))
@@ -84,9 +66,9 @@ def _overtakes(slow: Pace, fast: Pace) -> int:
 def first_step_seen(trials: Sequence[Trial], config: Config, paying: Collection[str]) -> float:
     """Seconds of the first step of a config that starts from empty caches; 0 if not known.
 
-    A trial does not pay again for what an earlier one searched or compiled. So this is the slowest
-    first step among trials of the same batch that pay for nothing else than the config does, by
-    the values of the `paying` knobs. The first trial is torch's default.
+    A trial finds what an earlier one searched or compiled. So this is the slowest first step among
+    trials of the same batch whose `paying` knobs are changed as the config's, or not at all. The
+    first trial is torch's default.
     """
 
     def pays(other: Config) -> set[tuple[str, Value]]:

@@ -9,12 +9,8 @@ from advisor.cache.shown import size
 from advisor.tuners import host
 from advisor.tuners.environment import env_int
 
-MOST = 32
-"""Workers of one process: each is a copy of it."""
-AHEAD = 2
-"""PyTorch's own prefetch_factor."""
-PREFETCHED = AHEAD + 1
-"""Batches of each worker in shared memory: one is on its way."""
+MOST = 32  # workers of one process: each is a copy of it
+AHEAD = 2  # PyTorch's own prefetch_factor
 SHARE = 0.5
 """Of free memory, and of all shared memory, for workers whose batches are not known yet."""
 
@@ -28,7 +24,7 @@ def workers(batch_bytes: int) -> int:
     """How many workers make sense for a running script, of whose process each is a fork."""
     most = min(cores(), MOST)
     fits = SHARE * host.free_bytes() / (_ranks() * max(1, host.own_bytes()))
-    fits = min(fits, times(PREFETCHED * batch_bytes))
+    fits = min(fits, times((AHEAD + 1) * batch_bytes))  # one more is on its way
     # A power of two, because free memory varies from run to run.
     return most if fits >= most else 1 << int(fits).bit_length() >> 1
 
@@ -52,10 +48,8 @@ def has_files(batch: Batch, workers: int, ahead: int) -> bool:
 
 
 def lacking(batch: Batch, workers: int, ahead: int) -> str:
-    """What this host lacks for so many workers with `ahead` batches each; '' for nothing.
-
-    A batch that does not fit into /dev/shm ends its worker by SIGBUS.
-    """
+    """What this host lacks for so many workers with `ahead` batches each; '' for nothing. A batch
+    that does not fit into /dev/shm ends its worker by SIGBUS."""
     there = _ready(workers, ahead)
     _, free = host.shared_bytes()
     if there * batch.bytes > host.SHARE * free / _ranks():

@@ -1,9 +1,8 @@
 """Digest of the source that decides a target's model. It reads files and imports nothing.
 
-A definition counts with all that it refers to by name, transitively, in its own file and in the
-project's files that this one imports, and with what these files run on import. The part behind
-`if __name__ == "__main__":`, comments, docstrings and formatting do not count. The digest may
-cover more than the model's fingerprint: `advisor tune` then finds the model tuned already.
+A definition counts with all that it refers to by name, in its own file and in the project's files
+that this one imports, and with what these files run on import. The part behind
+`if __name__ == "__main__":`, comments, docstrings and formatting do not count.
 """
 
 from __future__ import annotations
@@ -19,23 +18,17 @@ from typing import NamedTuple
 
 from advisor.cache.stores.filesystem import read_regular
 from advisor.errors import TargetError
-from advisor.tuners.fingerprint import NOT_COMPUTED, plain
+from advisor.tuners.fingerprint import is_idle, nodes, plain, references
 
-MOST_BYTES = 2**18
-"""Of all files that are read for one digest: some 7,000 lines."""
-ABOVE = 3
-"""Folders above a file's own in which a module that it imports is looked for."""
+MOST_BYTES = 2**18  # of all files that are read for one digest: some 7,000 lines
+ABOVE = 3  # folders above a file's own in which a module that it imports is looked for
 ALL, ON_IMPORT = "*", ""
 """In place of a name: every definition of a file; statements that do more than define names."""
 _BY_ANY_NAME = {"globals", "vars", "eval", "exec", "sys.modules"}
 """Code that uses one of these may refer to any definition of its file."""
-_NEVER = (
-    *("__name__ == '__main__'", "'__main__' == __name__"),
-    *("TYPE_CHECKING", "typing.TYPE_CHECKING"),
-)
-"""Conditions that do not hold on import."""
-_INVALID = (SyntaxError, ValueError, RecursionError, MemoryError)
-"""What Python raises of a text that is no Python."""
+_MAIN = ("__name__ == '__main__'", "'__main__' == __name__")
+_NEVER = (*_MAIN, "TYPE_CHECKING", "typing.TYPE_CHECKING")  # conditions: not on import
+_INVALID = (SyntaxError, ValueError, RecursionError, MemoryError)  # of a text that is no Python
 
 
 class _Import(NamedTuple):
@@ -55,16 +48,12 @@ _KNOWN: dict[tuple[Path, tuple[str, ...]], tuple[dict[Path, _Stamp], str]] = {}
 
 def digest(path: Path, names: tuple[str, ...]) -> str:
     """64 hex characters over what decides these names of a file; names that it lacks are ignored.
-
-    Raises:
-        TargetError: the file cannot be read.
-    """
+    Raises: TargetError: the file cannot be read."""
     return _known(path, names)[1]
 
 
 def imported_by(script: Path) -> set[Path]:
-    """The project's files that a script uses, directly or through others. Imports by a string are
-    not seen, nor what lies beyond MOST_BYTES of text."""
+    """The project's files that a script uses, as far as imports and MOST_BYTES of text tell."""
     with contextlib.suppress(TargetError):
         return set(_known(script, (ALL,))[0])
     return set()
@@ -131,11 +120,9 @@ def _stamp(path: Path) -> _Stamp:
 
 
 def _definitions(path: Path, most: int) -> tuple[_Defined, int]:
-    """The statements of a file of at most so many bytes by the names that they define, and its
-    size."""
+    """(Statements of a file of at most so many bytes by the names that they define, its size)."""
     data = read_regular(path, most)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python shows them when it runs the file
+    with warnings.catch_warnings(action="ignore"):  # Python shows them when it runs the file
         tree = ast.parse(data)
     found: _Defined = defaultdict(list, {ON_IMPORT: []})
     for statement in _executed(tree.body):
@@ -153,7 +140,7 @@ def _executed(statements: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     for one in statements:
         if isinstance(one, ast.If) and ast.unparse(one.test) in _NEVER:
             yield from _executed(one.orelse)
-        elif not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)):
+        elif not is_idle(one):
             yield one
 
 
@@ -187,28 +174,9 @@ def _parts(one: ast.stmt | _Import) -> tuple[str, list[str], list[_Import]]:
     """What a statement computes, as a digest; the names in it, of `a.b.c` 'a.b'; its imports."""
     if isinstance(one, _Import):
         return repr(one), [], [one]
-    nodes = list(_nodes(one))
-    attributes = {
-        node.value: f"{node.value.id}.{node.attr}"
-        for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    }
-    names = {attributes.get(node, node.id) for node in nodes if isinstance(node, ast.Name)}
-    statements = (node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+    statements = (node for node in nodes(one) if isinstance(node, ast.Import | ast.ImportFrom))
     imports = [what for node in statements for _name, what in _imports(node)]
-    return hashlib.sha256(repr(plain(one)).encode()).hexdigest(), sorted(names), imports
-
-
-def _nodes(one: ast.AST) -> Iterator[ast.AST]:
-    """As ast.walk, without annotations."""
-    waiting: list[object] = [one]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, list):
-            waiting += node
-        elif isinstance(node, ast.AST):
-            yield node
-            waiting += [getattr(node, f, None) for f in node._fields if f not in NOT_COMPUTED]
+    return hashlib.sha256(repr(plain(one)).encode()).hexdigest(), sorted(references(one)), imports
 
 
 def _imported(at: Path, what: _Import, attribute: str) -> Iterator[_Place]:
@@ -226,10 +194,7 @@ def _located(at: Path, module: str, level: int) -> Path | None:
     if module.partition(".")[0] == "torch" and not level:
         return None  # the most frequent by far
     above = at.parents[level - 1 : level] if level else at.parents[: ABOVE + 1]
-    for folder in above:
-        if file := module_file(folder, module):
-            return file
-    return None
+    return next(filter(None, (module_file(folder, module) for folder in above)), None)
 
 
 def module_file(folder: Path, module: str) -> Path | None:

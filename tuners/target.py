@@ -25,13 +25,12 @@ from advisor.errors import TargetError, TargetFailed
 from advisor.tuners import source
 from advisor.tuners.faults import where
 from advisor.tuners.fingerprint import is_library
-from advisor.tuners.lazily import torch
+from advisor.tuners.torch_facts import torch
 
 if TYPE_CHECKING:
     from torch import nn
 
-HOOKS = ("make_batch", "loss")
-"""What a target's file may define beside the model."""
+HOOKS = ("make_batch", "loss")  # what a target's file may define beside the model
 EDITED = "edited since"
 NAMED = ("model", "build_model", "get_model")
 _FORMS = {
@@ -66,10 +65,7 @@ class Spec:
     @property
     def code(self) -> str:
         """Digest of the code that decides the model and its hooks; '' where there is no file.
-
-        Raises:
-            TargetError: it cannot be read.
-        """
+        Raises: TargetError: it cannot be read."""
         return source.digest(Path(self.file), (self.attribute, *HOOKS)) if self.file else ""
 
     def edited(self, code: str) -> str:
@@ -105,8 +101,7 @@ def parse(text: str, *, base: Path | None = None, role: str = "target") -> Spec:
         if attribute and not attribute.isidentifier():
             raise TargetError(f"{refused} {attribute!r} is not a name; write {place}:Net")
         try:
-            path = Path(place).expanduser()
-            path = path if path.is_absolute() else (base or Path.cwd()) / path
+            path = Path(base or "", Path(place).expanduser()).absolute()
         except (OSError, RuntimeError) as exc:  # the current folder is gone, or no such user's home
             raise TargetError(f"{refused} cannot be looked for ({exc})") from exc
         if not path.is_file():
@@ -119,16 +114,13 @@ def parse(text: str, *, base: Path | None = None, role: str = "target") -> Spec:
 
 
 def _source_of(module: str) -> str:
-    """The file of a module of the user's own, here or importable; '' where there is none.
-
-    Nothing is imported: of a dotted name the packages are folders.
-    """
+    """The file of a module of the user's own, here or importable; '' where there is none. Nothing
+    is imported: of a dotted name the packages are folders."""
     folders: list[Path] = []
     with contextlib.suppress(OSError):
         folders.append(Path.cwd())
     with contextlib.suppress(ImportError, ValueError):
-        # This imports nothing of a name without dots.
-        found = importlib.util.find_spec(module.partition(".")[0])
+        found = importlib.util.find_spec(module.partition(".")[0])  # without dots: no import
         inside = [] if found is None else found.submodule_search_locations or [found.origin or ""]
         folders += [Path(one).parent for one in inside]
     files = (source.module_file(folder, module) for folder in folders)
@@ -157,7 +149,7 @@ def load(spec: Spec, arguments: Config) -> Loaded:
         return Loaded(spec=spec, factory=_torchvision(spec.attribute, dict(arguments)))
     module = imported(spec)
     candidates = _candidates(module, arguments)
-    file, attribute = Path(spec.place).name, spec.attribute or next(iter(candidates), "")
+    file, attribute = Path(spec.place).name, spec.attribute or (*candidates, "")[0]
     if not attribute:
         how = f"with {', '.join(arguments)}" if len(arguments) else "without arguments"
         raise TargetError(
@@ -187,11 +179,7 @@ def load(spec: Spec, arguments: Config) -> Loaded:
 
 
 def build(loaded: Loaded) -> nn.Module:
-    """A fresh model.
-
-    Raises:
-        TargetFailed: the factory raised, or what it returned is no nn.Module.
-    """
+    """A fresh model. Raises: TargetFailed: the factory raised, or returned no nn.Module."""
     try:
         model = loaded.factory()
     except Exception as exc:  # the user's code may raise anything; it is reported whole
@@ -214,11 +202,8 @@ def failed(spec: Spec, what: str, exc: BaseException) -> TargetFailed:
 
 
 def imported(spec: Spec) -> ModuleType:
-    """The module that a file or a name is.
-
-    Raises:
-        TargetError: there is none. TargetFailed: its code raised.
-    """
+    """The module that a file or a name is. Raises: TargetError: there is none. TargetFailed: its
+    code raised."""
     path, is_file = Path(spec.place), spec.kind == "file"
     # As `python model.py` does: the file's folder comes first for its own imports.
     folder = str(path.parent if is_file else Path.cwd())
@@ -268,11 +253,9 @@ def _candidates(module: ModuleType, arguments: Config) -> list[str]:
 
 
 def _takes(found: Callable[..., Any], arguments: Config) -> bool:
-    try:
-        inspect.signature(found).bind(**arguments)
-    except (TypeError, ValueError):
-        return False
-    return True
+    with contextlib.suppress(TypeError, ValueError):
+        return inspect.signature(found).bind(**arguments) is not None
+    return False
 
 
 def _torchvision(name: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:

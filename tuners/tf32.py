@@ -1,19 +1,16 @@
 """PyTorch's float32 switches, before and after their interface changed in torch 2.9.
 
-Torch keeps an old and a new set of switches. Where the two disagree, reading an old one, as
-torch.compile does, raises 'mix of the legacy and new APIs' (aten/src/ATen/Context.cpp:
-allowTF32CuDNN, allowTF32CuBLAS, float32MatmulPrecision). So both are set here, to the same state.
+Where the old and the new switches disagree, reading an old one, as torch.compile does, raises
+'mix of the legacy and new APIs' (aten/src/ATen/Context.cpp). So both are set here to one state.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from advisor.tuners.lazily import torch
-
-T = TypeVar("T")
+from advisor.tuners.torch_facts import torch
 
 _TF32 = {"default": (False, True), "tf32": (True, True), "fp32": (False, False)}
 """Whether matrix products, and whether cuDNN's operations, may use TF32."""
@@ -26,15 +23,13 @@ def set_float32(precision: str) -> None:
     'default' cuDNN's operations in TF32, by 'tf32' all of them, by 'fp32' none."""
     matmul_tf32, cudnn_tf32 = _TF32[precision]
     cudnn: Any = torch.backends.cudnn
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch 2.9 announces the end of the old switches
-        # 'highest' first: it also takes oneDNN's matmul back from what 'medium' or 'high' made of
-        # it. Left there, changing matmul.allow_tf32, here or in the user's code, would make
-        # torch.get_float32_matmul_precision() refuse.
+    with warnings.catch_warnings(action="ignore"):  # torch 2.9 announces the old switches' end
+        # 'highest' first: it also takes oneDNN's matmul back from 'medium' or 'high'. Left there,
+        # changing matmul.allow_tf32 would make torch.get_float32_matmul_precision() refuse.
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.allow_tf32 = matmul_tf32
         cudnn.allow_tf32 = cudnn_tf32
-        if not _has_new_switches():
+        if not _new_switches():
             return
         # conv and rnn inherit where the old switch is off: from this one, else from the user's
         # torch.backends.fp32_precision. They do so again after `with torch.backends.cudnn.flags()`.
@@ -46,28 +41,21 @@ def set_float32(precision: str) -> None:
 
 
 class Float32(NamedTuple):
-    """The state of all these switches, which other code may mix as it likes.
+    """The state of all these switches, which other code may mix as it likes."""
 
-    Attributes:
-        matmul, cudnn: the old ones; None where torch refuses to read them.
-        new: those from torch 2.9 on; empty before.
-    """
-
-    matmul: str | None
-    cudnn: bool | None
-    new: tuple[str, ...]
+    matmul: str | None  # an old one; None where torch refuses to read it
+    cudnn: bool | None  # the same
+    new: tuple[str, ...]  # those from torch 2.9 on; empty before
 
     @classmethod
     def now(cls) -> Float32:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             matmul = _unless_refused(torch.get_float32_matmul_precision)
             cudnn = _unless_refused(lambda: torch.backends.cudnn.allow_tf32)
             return cls(matmul, cudnn, tuple(one.fp32_precision for one in _new_switches()))
 
     def put_back(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             if self.matmul is not None:
                 torch.set_float32_matmul_precision(self.matmul)
             if self.cudnn is not None:
@@ -81,7 +69,7 @@ class Float32(NamedTuple):
         return describe()
 
 
-def _unless_refused(read: Callable[[], T]) -> T | None:
+def _unless_refused(read: Callable[[], Any]) -> Any:
     try:
         return read()
     except RuntimeError:  # 'mix of the legacy and new APIs'
@@ -89,10 +77,10 @@ def _unless_refused(read: Callable[[], T]) -> T | None:
 
 
 def _new_switches() -> tuple[Any, ...]:
-    if not _has_new_switches():
-        return ()
     backends: Any = torch.backends
     cudnn = backends.cudnn
+    if not hasattr(cudnn, "fp32_precision"):
+        return ()
     return backends.cuda.matmul, backends.mkldnn.matmul, cudnn, cudnn.conv, cudnn.rnn
 
 
@@ -100,17 +88,8 @@ def describe() -> str:
     """What is set now, as 'matmul=ieee conv=tf32 rnn=tf32'."""
     backends: Any = torch.backends
     matmul, cudnn = backends.cuda.matmul, backends.cudnn
-    if _has_new_switches():
+    if _new_switches():
         found = [one.fp32_precision for one in (matmul, cudnn.conv, cudnn.rnn)]
     else:
         found = ["tf32" if one.allow_tf32 else "ieee" for one in (matmul, cudnn, cudnn)]
     return "matmul={} conv={} rnn={}".format(*found)
-
-
-def allowed() -> bool:
-    """Whether any float32 operation may use TF32."""
-    return "tf32" in describe()
-
-
-def _has_new_switches() -> bool:
-    return hasattr(torch.backends.cudnn, "fp32_precision")

@@ -1,5 +1,5 @@
-"""Facts about torch, cached on disk for commands that need nothing else of it: importing it takes
-seconds. They hold for one torch, one host, and the same environment variables.
+"""torch without importing it, which takes seconds: a stand-in until it is used, and facts about it
+that are cached on disk. They hold for one torch, one host, and the same environment variables.
 """
 
 from __future__ import annotations
@@ -13,21 +13,30 @@ import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from advisor.cache.stores.filesystem import write_whole
 from advisor.tuners import host
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+
+    class _Torch:
+        def __getattr__(self, name: str) -> Any:
+            import torch
+
+            return getattr(torch, name)
+
+    torch = _Torch()
 
 _VARIABLES = (
     *("ATEN_CPU_CAPABILITY", "LD_LIBRARY_PATH", "LD_PRELOAD"),
     *("MKL_NUM_THREADS", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA"),
 )
 """They change what torch says."""
-MOST = 16
-"""Environments that are kept: the newest."""
-
-_read: dict[str, Any] = {}
-"""What this process has read of torch, by name."""
+_MOST = 16  # environments that are kept: the newest
+_read: dict[str, Any] = {}  # what this process has read of torch, by name
 
 
 def fact(name: str, read: Callable[[], Any]) -> Any:
@@ -40,12 +49,14 @@ def fact(name: str, read: Callable[[], Any]) -> Any:
 
 def keep() -> None:
     """Write what this process has read to the cache, if it is new."""
-    states, state = dict(_kept()), _state() if _read else ""
+    if not _read:
+        return
+    states, state = dict(_kept()), _state()
     before = states.pop(state, {})
     states[state] = before | _read
     if states[state] != before:
         with contextlib.suppress(OSError):
-            write_whole(_file(), json.dumps(dict(list(states.items())[-MOST:])).encode())
+            write_whole(_file(), json.dumps(dict(list(states.items())[-_MOST:])).encode())
 
 
 def _file() -> Path:

@@ -487,7 +487,7 @@ def named_batch(asked: Mapping[str, object]) -> int | None:
 def _device(asked: object) -> str:
     """Where training goes on without advice: the device asked for, if PyTorch knows it."""
     from advisor.tuners.environment import default_device
-    from advisor.tuners.lazily import torch
+    from advisor.tuners.torch_facts import torch
 
     if asked is not None and isinstance(asked, str | torch.device):
         with contextlib.suppress(RuntimeError):

@@ -14,9 +14,9 @@ from advisor.cache.record import CAPTURE, LOOP, PILOT, Record
 from advisor.cache.task import Task, checked
 from advisor.errors import UsageError
 from advisor.opening import Cache
-from advisor.tuners.lazily import torch
 from advisor.tuners.length import Length
 from advisor.tuners.search.plan import Plan
+from advisor.tuners.torch_facts import torch
 
 if TYPE_CHECKING:
     from torch import nn

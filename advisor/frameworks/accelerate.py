@@ -62,7 +62,6 @@ FRAMEWORK = Framework(
         "channels_last": rows.channels_last,
         "cudnn_benchmark": rows.cudnn_benchmark,
         "cudnn_deterministic": rows.cudnn_deterministic,
-        "cudnn_enabled": rows.cudnn_enabled,
         BATCH: rows.batch("gradient_accumulation_steps"),
         "fused_optimizer": rows.fused_optimizer,
         "compile": _compile,

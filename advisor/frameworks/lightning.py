@@ -79,7 +79,6 @@ FRAMEWORK = Framework(
         "channels_last": rows.channels_last,
         "cudnn_benchmark": _cudnn_benchmark,
         "cudnn_deterministic": _cudnn_deterministic,
-        "cudnn_enabled": rows.cudnn_enabled,
         BATCH: rows.batch("accumulate_grad_batches"),
         "fused_optimizer": rows.fused_optimizer,
         "compile": rows.compile_in_place,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from advisor.cache.config import Value
 from advisor.frameworks.words import NOTHING, Row, Scene, Words
-from advisor.tuners.known_wrong import avoiding
+from advisor.tuners.compiling import avoiding
 
 _SWITCHES = ("torch.backends.cuda.matmul.allow_tf32", "torch.backends.cudnn.allow_tf32")
 
@@ -64,10 +64,6 @@ def cudnn_deterministic(value: Value, _scene: Scene) -> Words:
             "torch.backends.cudnn.deterministic = True",
         )
     )
-
-
-def cudnn_enabled(value: Value, _scene: Scene) -> Words:
-    return NOTHING if value else Words(flags=("torch.backends.cudnn.enabled = False",))
 
 
 def threads(value: Value, scene: Scene) -> Words:

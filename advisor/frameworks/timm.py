@@ -7,7 +7,7 @@ import json
 from advisor.cache.config import BATCH, Value
 from advisor.frameworks import rows
 from advisor.frameworks.words import NOTHING, Framework, Scene, Words
-from advisor.tuners.known_wrong import avoiding
+from advisor.tuners.compiling import avoiding
 
 _AMP = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -82,7 +82,6 @@ FRAMEWORK = Framework(
         "channels_last": _channels_last,
         "cudnn_benchmark": rows.only(False, True),
         "cudnn_deterministic": rows.only(False),
-        "cudnn_enabled": rows.only(True),
         BATCH: rows.batch("grad_accum_steps", "batch_size"),
         "fused_optimizer": _fused_optimizer,
         "compile": _compile,

@@ -75,7 +75,6 @@ FRAMEWORK = Framework(
         "channels_last": rows.only(False),
         "cudnn_benchmark": rows.cudnn_benchmark,
         "cudnn_deterministic": _cudnn_deterministic,
-        "cudnn_enabled": rows.cudnn_enabled,
         BATCH: _batch,
         "fused_optimizer": _fused_optimizer,
         "compile": _compile,

@@ -539,18 +539,12 @@ class TestCarried:
         assert not akin(query(), None)
 
     def test_what_carries(self) -> None:
-        laid = LAID.replace(cudnn_benchmark=True, cudnn_enabled=False)
+        laid = LAID.replace(cudnn_benchmark=True)
         made = self.record(laid, verified(laid))
         found = carried(made, request(batch=8), query(shapes=((8, 3, 99, 99),)))
         assert found == Answer(
-            config=Config(
-                batch_size=8,
-                channels_last=True,
-                cudnn_enabled=False,
-                pin_memory=True,
-                precision="tf32",
-            ),
-            reason="carried over, not measured: channels_last, no cudnn_enabled, pin_memory, tf32",
+            config=Config(batch_size=8, channels_last=True, pin_memory=True, precision="tf32"),
+            reason="carried over, not measured: channels_last, pin_memory, tf32",
         )
 
     def test_what_does_not(self) -> None:

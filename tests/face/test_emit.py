@@ -125,13 +125,13 @@ def test_the_loops_winner_where_all_of_it_can_be_said() -> None:
 
 
 def test_a_config_is_served_whole_or_not_at_all() -> None:
-    """timm's script cannot do without cuDNN: the next best that was measured is served."""
-    without = BF16.replace(cudnn_enabled=False)
+    """timm's script has no deterministic algorithms: the next best that was measured is served."""
+    without = BF16.replace(cudnn_deterministic=True)
     record = record_of((without, 400.0), (BF16, 300.0), (TF32, 200.0), loop=without)
     found = emitted("timm", record)
     assert found.scene.config == BF16
     assert found.reason == "3.00x torch's default at batch 64, each measured once"
-    assert "#     at your batch, 4.00x: cudnn_enabled=False\n" in text(found)
+    assert "#     at your batch, 4.00x: cudnn_deterministic=True\n" in text(found)
     assert emitted("hf", record).scene.config == without
 
 
@@ -248,7 +248,6 @@ STATES: list[tuple[str, Value]] = [
     *(("precision", one) for one in ("default", "tf32", "fp32", "bf16", "fp16")),
     *(("cudnn_benchmark", one) for one in (False, True)),
     *(("cudnn_deterministic", one) for one in (False, True)),
-    *(("cudnn_enabled", one) for one in (False, True)),
     ("threads", 2),
 ]
 

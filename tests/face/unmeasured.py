@@ -60,7 +60,6 @@ class Describing:
             parameters=parameters,
             convolves=True,
             repeats=False,
-            draws=False,
             threads=own_threads(),
             device_uuid="",
             memory_bytes=0,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from advisor.cache.config import Config, Value
-from advisor.tuners import knobs
+from advisor.tuners import compiling, knobs
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.orders import Comparison, Lap, Order
@@ -250,7 +250,7 @@ class Repeating(nn.Module):
 def test_blocks_that_are_compiled_are_compared_as_they_are(
     broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(knobs, "_by_inductor", lambda _mode: {"backend": "eager"})
+    monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
     guide = Asking({"compile": "blocks"})
     trained(Repeating(broken), guide)
     found = guide.found[0]

@@ -10,10 +10,10 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from advisor.tuners import knobs
+from advisor.tuners import compiling
 from advisor.tuners.act import gate
 from advisor.tuners.act.compiled import graphs_compiled
-from advisor.tuners.blocks import repeated
+from advisor.tuners.compiling import repeated
 from advisor.tuners.knobs import BY_NAME
 
 
@@ -69,7 +69,7 @@ def test_what_is_repeated(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_they_are_compiled_once_and_the_model_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     how: dict[str, Any] = {"backend": "eager"}
-    monkeypatch.setattr(knobs, "_by_inductor", lambda _mode: how)
+    monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: how)
     torch.compiler.reset()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), *(Block(index=at) for at in range(6)), nn.Linear(8, 2))

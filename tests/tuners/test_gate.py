@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from advisor.cache.config import Config
-from advisor.tuners import knobs
+from advisor.tuners import compiling
 from advisor.tuners.act import gate
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import graphs_compiled
@@ -65,7 +65,7 @@ class Backend:
 def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
     torch._dynamo.reset()
     found = Backend()
-    monkeypatch.setattr(knobs, "_by_inductor", lambda _mode: {"backend": found})
+    monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": found})
     return found
 
 

@@ -23,12 +23,10 @@ def test_a_short_job_is_no_place_to_compile() -> None:
     assert break_even([EAGER, COMPILED]) == [(1, 0), (1252, 1)]
 
 
-def test_time_and_samples() -> None:
+def test_samples_a_second() -> None:
     steps = Length(steps=101, batch=64)
-    assert steps.time_s(EAGER) == pytest.approx(0.5 + 100 * 0.030)
-    assert steps.samples(EAGER) == 101 * 64
+    assert steps.rate(EAGER) == pytest.approx(101 * 64 / (0.5 + 100 * 0.030))
     day = Length(seconds=60.5, batch=64)
-    assert day.samples(EAGER) == pytest.approx(64 * 2000)
     assert day.rate(EAGER) == pytest.approx(64 * 2000 / 60.5)
     # Not one step is done before it ends.
     assert Length(seconds=20, batch=64).rate(COMPILED) == 0
@@ -37,10 +35,9 @@ def test_time_and_samples() -> None:
 def test_another_batch_trains_on_as_many_samples() -> None:
     large = Pace(batch=256, first_step_s=0.5, step_s=0.060)
     job = Length(steps=400, batch=64)
-    assert job.samples(large) == job.samples(EAGER)
-    assert job.time_s(large) == pytest.approx(0.5 + 99 * 0.060)
+    assert job.rate(large) == pytest.approx(400 * 64 / (0.5 + 99 * 0.060))
     # Less than one of its steps is still one step.
-    assert Length(steps=1, batch=64).time_s(large) == 0.5
+    assert Length(steps=1, batch=64).rate(large) == 64 / 0.5
 
 
 @pytest.mark.parametrize("wrong", [{}, {"steps": 5, "seconds": 1.0}, {"steps": -1}])

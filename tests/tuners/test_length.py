@@ -33,19 +33,17 @@ def test_no_length(batch: int, given: dict[str, int]) -> None:
 
 def test_steps() -> None:
     job = Length(batch=64, steps=5)
-    assert (job.samples(PLAIN), job.time_s(PLAIN)) == (320.0, 4.0)
     assert job.rate(PLAIN) == 80.0
     # At twice the batch it is half as many steps.
-    assert (job.samples(TWICE), job.time_s(TWICE)) == (320.0, 3.0 + 1.5 * 0.75)
-    assert Length(batch=1, steps=1).time_s(PLAIN) == 2.0
+    assert job.rate(TWICE) == 320.0 / (3.0 + 1.5 * 0.75)
+    assert Length(batch=1, steps=1).rate(PLAIN) == 1 / 2.0
 
 
 def test_seconds() -> None:
     job = Length(batch=64, seconds=10.0)
-    assert (job.samples(PLAIN), job.time_s(PLAIN)) == (64 * 8.0 / 0.5, 10.0)
-    assert job.rate(PLAIN) == 102.4
-    assert job.samples(TWICE) == 128 * 7.0 / 0.75
-    assert Length(batch=64, seconds=1.5).samples(PLAIN) == 0.0
+    assert job.rate(PLAIN) == 64 * 8.0 / 0.5 / 10.0 == 102.4
+    assert job.rate(TWICE) == pytest.approx(128 * 7.0 / 0.75 / 10.0)
+    assert Length(batch=64, seconds=1.5).rate(PLAIN) == 0.0
 
 
 def pace(first_step_s: float, step_s: float) -> Pace:

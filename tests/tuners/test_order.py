@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from advisor.cache.config import Config
-from advisor.tuners.measure.place import Compared
+from advisor.tuners.measure.place import Compared, ConfigFailed
 from advisor.tuners.search.order import Recipe
 from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.space import Space
@@ -190,13 +190,20 @@ def test_larger_batches_from_the_largest_on_then_what_leads_there() -> None:
     assert any(config["compile"] != "none" and config.batch == 256 for config in batches)
 
 
-def test_where_a_larger_batch_does_not_fit_less_memory_is_tried() -> None:
-    place = MadeUp(OF_A_WORKLOAD.default)
-    place.fails[("compile", "default")] = "out_of_memory"
+def test_where_graphs_leave_no_room_for_a_larger_batch_it_is_tried_without() -> None:
+    class Small(MadeUp):
+        def _switch(self, config: Config, deadline_s: float) -> float:
+            if config.batch > 64 and config["compile"] == "reduce-overhead":
+                raise ConfigFailed("out_of_memory", "its pools are full")
+            return super()._switch(config, deadline_s)
+
+    place = Small(OF_A_WORKLOAD.default)
+    faster = {("compile", "reduce-overhead"): 3.0, ("compile", "default"): 2.0}
+    place.gains = place.gains | faster
     heard = Heard()
     tuned(place, OF_A_WORKLOAD, 900.0, heard=heard)
-    frugal = [config for config in heard.configs if config["activation_memory"] != 1.0]
-    assert all(config.batch > 64 for config in frugal)
+    modes = [one.config["compile"] for one in heard.trials if one.origin == "batch"]
+    assert modes[modes.index("reduce-overhead") + 1] == "default"
 
 
 def test_struck_values_are_left_out_of_all_that_follows() -> None:

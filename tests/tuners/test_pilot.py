@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from advisor.cache.config import Config
 from advisor.errors import AdvisorWarning
-from advisor.tuners import knobs
+from advisor.tuners import compiling
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.in_force import IN_FORCE
@@ -496,7 +496,7 @@ class Repeating(nn.Module):
 
 @pytest.fixture
 def compiled_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs, "_by_inductor", lambda _mode: {"backend": "eager"})
+    monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
 
 
 @looks_for_gradients

@@ -102,11 +102,6 @@ def test_all_of_them() -> None:
     assert sum(map(space.is_dear, every)) == 5
 
 
-def test_what_is_frugal_is_tried_where_it_is_asked_for() -> None:
-    space = small(activation_memory=(1.0, 0.5))
-    assert {config["activation_memory"] for config in space.configs(4)} == {1.0}
-
-
 def test_what_is_nearest() -> None:
     space = small()
     near = space.near({"fused_optimizer": True, "precision": "q", "more": 1, "batch_size": 64})

@@ -200,7 +200,7 @@ def test_a_journal_is_gone_on_with(tmp_path: Path) -> None:
 
 def test_near_records_come_first_and_only_what_is_offered_of_them() -> None:
     place, heard = MadeUp(BASE), Heard()
-    record = LEADER.replace(fused_optimizer=True, cudnn_enabled=False)
+    record = LEADER.replace(fused_optimizer=True, threads=2)
     tuned(place, SPACE, 90.0, heard=heard, first=[record])
     assert heard.configs[1] == LEADER.replace(fused_optimizer=True)
     assert heard.trials[1].origin == "near record"

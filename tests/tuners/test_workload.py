@@ -414,5 +414,4 @@ def test_a_fault_under_autocast_is_found(tmp_path: Path) -> None:
 def test_dropout_is_compared_by_draws(tmp_path: Path) -> None:
     source = NET.replace("torch.relu(", "nn.functional.dropout(").replace("(x)))", "(x)), 0.1)")
     made = bench(tmp_path, source, shape=(3,), batch=8)
-    assert describe(made).draws
     assert made.compare(EIGHT, FP32.at(8), 60.0).outcome in ("ok", "unverified")

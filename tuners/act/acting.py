@@ -47,13 +47,11 @@ class Acting:
 
     def optimizer(self) -> dict[str, Any]:
         """Keyword arguments for torch.optim's optimizers."""
-        parts = (knob.optimizer(value) for knob, value in self.rows if knob.optimizer)
-        return {name: value for part in parts for name, value in part.items()}
+        return {"fused": True} if any(k.optimizer and value for k, value in self.rows) else {}
 
     def loader(self) -> dict[str, Any]:
         """Keyword arguments for torch.utils.data.DataLoader."""
-        parts = (knob.loader(value) for knob, value in self.rows if knob.loader)
-        found: dict[str, Any] = {name: value for part in parts for name, value in part.items()}
+        found: dict[str, Any] = {knob.name: value for knob, value in self.rows if knob.loader}
         if found.get(WORKERS) == 0:
             found.pop("prefetch_factor", None)  # which a DataLoader without workers refuses
         return found

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.errors import AdvisorWarning
-from advisor.tuners import fingerprint, known_wrong
+from advisor.tuners import compiling, fingerprint
 from advisor.tuners.act import buckets, gate, ranks
 from advisor.tuners.act.acting import Acting, rows_of
 from advisor.tuners.act.following import PIECES, Following, Served, tell_at_exit
@@ -130,7 +130,7 @@ class Advice:
         for knob, value in acting.rows:
             if knob.model is None or (knob.layout is not None and not _can_lay_out(model)):
                 continue
-            model = knob.model(model, value)
+            knob.model(model, value)
             if knob.layout is not None:
                 buckets.rebuild(model)
         if acting.graphs:
@@ -148,7 +148,7 @@ class Advice:
         """Set all flags of the config, and miss no piece: a framework's loop follows the rest."""
         self._used.update(PIECES)
         if self._acting.compiles:
-            known_wrong.avoid()
+            compiling.avoid()
         self._put(self.config)
 
     def _compare(self, model: nn.Module, record: Record) -> None:

@@ -51,8 +51,8 @@ def _needs(knob: Knob, value: Value) -> set[Piece]:
     acts: dict[Piece, object] = {
         "set_flags": knob.flag,
         "prepare": knob.model or value in knob.layers,
-        "optimizer": knob.optimizer and knob.optimizer(value),
-        "loader": knob.loader and knob.loader(value),
+        "optimizer": knob.optimizer and value,
+        "loader": knob.loader,
         "batches": knob.layout or value in knob.non_blocking,
         "autocast": value in knob.autocast,
         "step": value in knob.scaled,

@@ -44,7 +44,7 @@ class InForce:
                 continue
             del self._put[name]
             if held.stands:
-                held.flag.set_back(held.before)
+                (held.flag.back or held.flag.set)(held.before)
 
     @property
     def config(self) -> Config:

@@ -193,13 +193,12 @@ class Recipe:
                 yield from self._at(batch, best)
 
     def _at(self, batch: int, config: Config) -> Iterator[Config | None]:
-        """A config at another batch; where memory is short with less of it."""
+        """A config at another batch; compiled without CUDA graphs if their pools do not fit."""
         config = config.at(batch)
         yield config
         visit = self._visits.get(config)
         if visit is not None and visit.outcome == "out_of_memory":
-            for changes in knobs.FRUGAL:
-                yield self._on(config, changes)
+            yield self._on(config, knobs.COMPILED[-1])
 
     def _loader(self, least: float = 0.0) -> Iterator[Proposal]:
         """More workers while the leader waits for its data, for `least` of its time or more; fewer

@@ -35,7 +35,7 @@ class Effort(NamedTuple):
 
     budget_s: float
     quick: bool = False  # of torch.compile only what takes seconds
-    full: bool = False  # also what is known to be bad (cuDNN off) or takes minutes (max-autotune)
+    full: bool = False  # also what takes minutes (max-autotune)
 
 
 _EFFORTS = {

@@ -118,9 +118,8 @@ class Space:
         return config if self.holds(config) else None
 
     def configs(self, batch: int, feed: Mapping[str, Value] | None = None) -> Iterator[Config]:
-        """All configs at one batch size with `feed`, and without what trades speed for memory."""
-        held = {n: self.default[n] for n in self.choices if knobs.BY_NAME[n].frugal}
-        held |= {**(feed or {}), BATCH: batch}
+        """All configs at one batch size. `feed`: values of knobs that are fixed."""
+        held = {**(feed or {}), BATCH: batch}
         offered = [(held[n],) if n in held else values for n, values in self.choices.items()]
         for values in itertools.product(*offered):
             config = Config(dict(zip(self.choices, values, strict=True)))

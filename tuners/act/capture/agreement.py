@@ -89,7 +89,7 @@ def nudge(weights: list[Tensor], seed: int) -> list[tuple[Tensor, Tensor]]:
     """Move each number by its last digit that is read (TF32 has fewer), up or down at random: norms
     divide out a common factor. Returns weights, and what to subtract again."""
     nudges = []
-    coarse = tf32.allowed()
+    coarse = "tf32" in tf32.describe()
     for at, weight in enumerate(w.detach() for w in weights if w.is_floating_point()):
         before = weight.clone()
         draw = torch.Generator(weight.device).manual_seed(len(weights) * seed + at)

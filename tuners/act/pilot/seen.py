@@ -17,7 +17,7 @@ from advisor.errors import printable
 from advisor.tuners import fingerprint
 from advisor.tuners.act.pilot.crew import VARIES, Crew, Input, Trained
 from advisor.tuners.act.pilot.switch import replicates
-from advisor.tuners.blocks import repeated
+from advisor.tuners.compiling import repeated
 from advisor.tuners.knobs import FEEDS, KNOBS, Loading, Script, described
 
 MICRO = "micro-batches"

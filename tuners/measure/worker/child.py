@@ -19,7 +19,6 @@ from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, fp8, target
-from advisor.tuners.act.pilot.crew import Drawn
 from advisor.tuners.act.pilot.seen import shown
 from advisor.tuners.faults import of_memory
 from advisor.tuners.knobs import plain
@@ -40,7 +39,7 @@ def describe(bench: Bench) -> Facts:
     wide = sum(map(fp8.gains, built.modules()))
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     bench.reset_peak()
-    workload, drawn = _first_step(bench, built), Drawn()
+    workload = _first_step(bench, built)
     began = time.perf_counter()
     workload.step()
     bench.synchronize()
@@ -49,7 +48,6 @@ def describe(bench: Bench) -> Facts:
         name=loaded.spec.name,
         hooks=hooks,
         code=bench.code,
-        draws=drawn.passed(),
         device_uuid=str(getattr(properties, "uuid", "")),
         memory_bytes=getattr(properties, "total_memory", 0),
         peak_bytes=bench.peak_bytes(),

@@ -38,7 +38,6 @@ class Facts:
     parameters: int
     convolves: bool
     repeats: bool  # whether blocks that it repeats are most of it
-    draws: bool  # whether a step draws random numbers
     threads: int
     device_uuid: str
     memory_bytes: int

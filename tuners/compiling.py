@@ -1,0 +1,102 @@
+"""How torch.compile is called: on a model or its blocks, around known faults of what it makes."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from advisor.tuners.torch_facts import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+BLOCKS = "blocks"
+"""Mode "default" for each block that a model repeats: one compilation for all of them
+(https://docs.pytorch.org/tutorials/recipes/regional_compilation.html)."""
+LEAST = 4
+"""Equal blocks in one container."""
+_VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})(?:\.\d+)?(a|b|rc|\.dev)?")
+
+# Wrong numbers, which a comparison of a few batches of one shape may miss. Gradients of LayerNorms
+# whose scales and shifts are parts of one parameter are never written:
+# https://github.com/pytorch/pytorch/issues/193061. Pull request 193103 mends it, in 2.15.0.
+# In 2.10 also, in bf16, the gradient of a convolution's bias before a sum with one number for each
+# channel: https://github.com/pytorch/pytorch/issues/190796.
+_SINCE, _MENDED = (2, 10), (2, 15)
+_OPTIONS = {"triton.mix_order_reduction": False}
+
+
+def compile_in_place(model: nn.Module, mode: str, **how: Any) -> None:
+    """Compile a model in a mode, by the backend cudagraphs, or its BLOCKS alone; `how`: more
+    arguments of torch.compile. What it was compiled to before is replaced."""
+    # Not torch.compile(model): the names in state_dict() stay what they are. Not by the model's
+    # own method: timm's task puts what it compiles in the place of its model.
+    compile_ = torch.nn.Module.compile
+    if mode == "cudagraphs":
+        compile_(model, backend="cudagraphs")
+    elif mode == BLOCKS:
+        for block in repeated(model):
+            compile_(block, **_by_inductor("default"))
+    else:
+        compile_(model, **_by_inductor(mode), **how)
+
+
+def _by_inductor(mode: str) -> dict[str, Any]:
+    """Arguments of torch.compile, which takes either a mode or options."""
+    if options := avoided():
+        return {"options": torch._inductor.list_mode_options(mode) | options}
+    return {"mode": mode}
+
+
+def avoiding(version: str) -> dict[str, bool]:
+    """Inductor's options that avoid the faults of a release of torch, or of a build before it."""
+    found = _VERSION.match(version)
+    if found is None:
+        return {}
+    release, before = (int(found[1]), int(found[2])), bool(found[3])
+    wrong = _SINCE <= release < _MENDED or (release == _MENDED and before)
+    return dict(_OPTIONS) if wrong else {}
+
+
+def avoided() -> dict[str, bool]:
+    """Those for the torch that is loaded, as far as it knows them: it refuses others."""
+    wanted = avoiding(torch.__version__)
+    known = torch._inductor.list_options() if wanted else []
+    return {name: value for name, value in wanted.items() if name in known}
+
+
+def avoid() -> None:
+    """Set them for all that this process compiles, as where a framework calls the compiler."""
+    for name, value in avoided().items():
+        setattr(torch._inductor.config, name, value)
+
+
+def repeated(model: nn.Module) -> list[nn.Module]:
+    """The outermost repeated modules; none if they are less than half of the model's modules."""
+    found = list(_repeated(model))
+    within = sum(1 for block in found for _ in block.modules())
+    return found if 2 * within >= sum(1 for _ in model.modules()) else []
+
+
+def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+    kinds: dict[Hashable, list[nn.Module]] = defaultdict(list)
+    if isinstance(module, torch.nn.Sequential | torch.nn.ModuleList | torch.nn.ModuleDict):
+        for block in module.children():
+            if any(True for _ in block.children()):  # single layers fuse nothing
+                kinds[_kind(block)].append(block)
+    alike = [block for blocks in kinds.values() if len(blocks) >= LEAST for block in blocks]
+    yield from alike
+    for child in module.children():
+        if child not in alike:
+            yield from _repeated(child)
+
+
+def _kind(block: nn.Module) -> Hashable:
+    """What torch.compile guards on: the code, and floats in attributes, as rates of stochastic
+    depth. Integers are left out: a layer's index is mostly read in inference only."""
+    from advisor.tuners.fingerprint import of_model  # parsers, which a server has no use for
+
+    held = (value for module in block.modules() for value in vars(module).values())
+    return of_model(block), tuple(value for value in held if type(value) is float)
