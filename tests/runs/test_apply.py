@@ -38,6 +38,7 @@ from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.decisions import IN_A_ROW
 from advisor.tuners.environment import detect, tools
 from advisor.tuners.knobs import TORCH, Advised
+from advisor.tuners.tf32 import describe
 from tests.cache.examples import choice, trial
 from tests.runs.forked import left_behind, space_of
 from tests.tuners import test_gate as gated
@@ -277,8 +278,9 @@ def test_every_model_of_a_cross_validation_has_the_advice() -> None:
 @pytest.mark.usefixtures("known")
 def test_another_model_trains_on_as_it_is_with_a_line() -> None:
     advisor.apply()
-    first = Net()
-    trained(first, 24)
+    first, own = Net(), describe()
+    kept = trained(first, 24)
+    advised = describe()
     with pytest.warns(advisor.AdvisorWarning) as said:
         for width in (5, 6):
             model = nn.Linear(3, width)
@@ -290,6 +292,9 @@ def test_another_model_trains_on_as_it_is_with_a_line() -> None:
         f"advisor: {UNADVISED}. Training goes on as it is"
     ]
     assert first.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert describe() == own != advised  # the flags were measured on the first
+    kept.step()
+    assert describe() == advised
 
 
 @pytest.mark.parametrize("turns", [1, 6], ids=["after the first", "in turn with it"])

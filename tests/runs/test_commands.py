@@ -429,7 +429,7 @@ def test_a_command_that_ends_too_soon_has_one_remedy() -> None:
 def test_what_a_script_raises_by_itself_is_no_failure_of_a_config() -> None:
     """Of its own class at once; of PyTorch's where it comes again."""
     run = MadeUpRun(lambda _config, made: raised("ValueError: bad") if made > 60 else None)
-    with pytest.raises(TargetFailed, match=r"fails by itself within \d+ steps \(ValueError: bad\)"):
+    with pytest.raises(TargetFailed, match=r"fails by itself \(ValueError: bad\)"):
         for _ in range(9):
             measured(run, HALF)
     run = MadeUpRun(

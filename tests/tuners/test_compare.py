@@ -171,6 +171,9 @@ class Step:
             raise Overflow("no loss scale")
         if self._fault == "failing":
             raise RuntimeError("no such kernel")
+        if self._fault.startswith("bias "):
+            usual = torch.cat([one.flatten() for one in gradients.values()]).square().mean().sqrt()
+            gradients["0.bias"] = gradients["0.bias"] + float(self._fault[5:]) * usual
         factors = {"layer": 1.1, "scale": 2.0, "not finite": math.inf}
         if factor := factors.get(self._fault):
             matrices = [name for name, weight in self.model.named_parameters() if weight.dim() > 1]
@@ -234,6 +237,15 @@ def test_planted_faults_are_found(kind: str, fault: str, blames: str, said: str)
     found = compared(Step(kind, fault), BOTH)
     assert (found.outcome, found.blames) == ("wrong", blames), found
     assert said in found.reason
+
+
+@pytest.mark.parametrize(("off", "outcome"), [("1e-4", "ok"), ("0.1", "wrong")])
+def test_a_gradient_that_is_nothing_but_rounding_may_be_other_rounding(
+    off: str, outcome: str
+) -> None:
+    """Of a bias before a BatchNorm; `off` is a fraction of the usual gradient."""
+    found = compared(Step("convolutions", f"bias {off}"), COMPILED)
+    assert found.outcome == outcome, found
 
 
 @pytest.mark.parametrize("kind", ["attention", "dropout"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -767,6 +768,19 @@ def test_what_is_called_within_is_no_model_of_its_own(reentrant: bool) -> None:
     assert seen.outer is net
     assert seen.samples == 4
     assert [one.name for one in seen.inputs] == ["x"]
+
+
+def test_the_autocast_of_a_compiled_model_is_seen_and_no_hook_is_warned_of() -> None:
+    net, crew = nn.Sequential(nn.Linear(4, 2)), Crew()
+    model = torch.compile(net, backend="eager")
+    calls = hooks.Calls(crew.saw_call, crew.saw_within)
+    with warnings.catch_warnings(record=True) as warned:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                model(torch.ones(2, 4))
+    calls.remove()
+    assert crew.autocast == torch.bfloat16
+    assert not [one for one in warned if "global hooks" in str(one.message)]
 
 
 @pytest.mark.parametrize("what", ["function", "model"])

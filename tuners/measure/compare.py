@@ -231,7 +231,9 @@ class References:
     def _distances(self, drawn: Draws, share: Tensor, points: slice) -> list[_Figure]:
         """Of tensors from fp32's, at the point where that is least: all must show a fault."""
         apart, share = torch.stack(drawn.apart)[points], share[points]
+        # Where fp32 itself is nothing but rounding, other code may round otherwise.
         alone = limits.STANDARD_ERRORS * limits.ROUNDINGS * share
+        alone = alone.maximum(limits.NEGLIGIBLE * self._reference.usual[points])
         allowed = limits.ROUNDINGS * share + limits.NEGLIGIBLE
         allowed = allowed.where(share <= limits.LOST, alone)
         least = (apart / allowed).argmin(0)

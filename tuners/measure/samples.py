@@ -161,6 +161,7 @@ class Reference:
         rounds: that a comparison takes. One tells all of a model that draws none.
         signal: (point, tensor) squares of fp32's mean gradients.
         rounding: (point, tensor) what rounding alone does to a tensor, as a part of it.
+        usual: (point, tensor) a gradient of the usual size, as a part of it.
     """
 
     def __init__(self, subject: Subject, fp32: Config) -> None:
@@ -200,9 +201,10 @@ class Reference:
         size = torch.stack([self.norms(one) for one in self._firsts])
         gradients = slice(self.outputs, None)
         usual = size[:, gradients].norm(dim=1, keepdim=True) / self.counts[gradients].sum().sqrt()
-        # A tensor below this is nothing.
-        floor = NUDGE * usual * self.counts.sqrt()
+        usual = usual * self.counts.sqrt()
+        floor = NUDGE * usual  # a tensor below this is nothing
         self._size = size.maximum(floor).clamp(min=TINY)
+        self.usual = usual / self._size
         self.rounding = torch.stack(self._noise).maximum(floor) / self._size
 
     def of(self, config: Config) -> Draws:

@@ -125,7 +125,7 @@ class Crew:
 
     def saw_within(self, module: nn.Module) -> None:
         """Any module is about to be called."""
-        kind = next((p.device.type for p in module.parameters(recurse=False)), "")
+        kind = next((p.device.type for p in module.parameters()), "")
         if kind and torch.is_autocast_enabled(kind):
             self.autocast = torch.get_autocast_dtype(kind)
 

@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -66,6 +67,8 @@ class Calls:
                 if len(rest) == 2:
                     called(module, args, rest[0])
 
+        # It tells the user of hooks that are not theirs.
+        warnings.filterwarnings("ignore", ".*when there are global hooks on modules")
         self._before = register_module_forward_pre_hook(enter)
         self._after = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
 

@@ -85,7 +85,7 @@ class Pilot:
         self._at = self._done = self._warm = self._graphs = 0
         self._elsewhere = self._own_peak = 0
         self._began = self._first_s = self._switched = 0.0
-        self._fresh = self._cut = False
+        self._fresh = self._cut = self._aside = False
         self._verdict: Verdict = OK
         self._loaders = Loaders(self._gave_up, override=settings.overrides_loader())
         self._calls = hooks.Calls(
@@ -154,14 +154,17 @@ class Pilot:
         elif (kind := self._crew.kind(optimizer)) == "ours":
             if self._order.steps:
                 self._elsewhere = 0
+            elif self._aside:
+                self._aside = False
+                self._switch.put_flags()
             self._at += 1
             if self._at >= self._period:
                 self._at = 0
                 self._step(self._switch)
         elif kind != "let go" or self._order.steps:
-            self._stepped_elsewhere(kind)
+            self._stepped_elsewhere(self._switch, kind)
 
-    def _stepped_elsewhere(self, kind: str) -> None:
+    def _stepped_elsewhere(self, switch: Switch, kind: str) -> None:
         """An optimizer made a step that was not among the first ones."""
         self._elsewhere += 1
         if self._order.steps:
@@ -173,6 +176,8 @@ class Pilot:
             self._leave()
             self._attach()
         elif self._elsewhere == IN_A_ROW:
+            self._aside = True  # until the advised model steps again
+            switch.release_flags()
             self._guide.failed(Stopped("over", UNADVISED))
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:

@@ -167,7 +167,7 @@ class Switch:
         acting = self._seen[config] = Acting(config, self.own, self._device)
         IN_FORCE.release(self._flags)
         self._flags = Config({knob.name: value for knob, value in acting.rows if knob.flag})
-        IN_FORCE.put(self._flags)
+        self.put_flags()
         self._feed(acting.loader())
         with torch.no_grad():
             self._lay_out(acting)
@@ -181,6 +181,14 @@ class Switch:
         compiles = any(knob.dear for knob, _value in acting.rows)
         self._fallbacks = fallbacks() if compiles else math.inf
         self._make_room()
+
+    def put_flags(self) -> None:
+        """Put the flags of the config that is set in force."""
+        IN_FORCE.put(self._flags)
+
+    def release_flags(self) -> None:
+        """Set them back: another model trains, for which they were not measured."""
+        IN_FORCE.release(self._flags)
 
     def forget(self, config: Config) -> None:
         """Free what only this config has compiled and laid out, unless it is set now."""

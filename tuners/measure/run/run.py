@@ -184,8 +184,7 @@ class Run:
         except Ended as exc:
             self._end(words)
             if exc.code and exc.outcome in ("failed", "crashed"):
-                why = f"within {max(1, made)} steps ({exc}): {MEND}"
-                raise TargetFailed(f"the script fails by itself {why}", "") from exc
+                raise TargetFailed(f"the script fails by itself ({exc}): {MEND}", "") from exc
 
     def _words(self, config: Config) -> tuple[str, ...]:
         return self.command.at(config, self.baseline, self._processes)
