@@ -24,18 +24,17 @@ from torch.utils.checkpoint import checkpoint
 from advisor.cache.config import Config
 from advisor.errors import AdvisorWarning
 from advisor.tuners import compiling
+from advisor.tuners.act import hooks
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import graphs_compiled
+from advisor.tuners.act.hooks import Patch, Steps
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.patch import Patch
-from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Crew, Trained, batch_of, inputs_of, period
 from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.pilot.switch import Switch, _taken_out, callable_module
 from advisor.tuners.act.pilot.trees import mapped
-from advisor.tuners.act.steps import Steps
 from advisor.tuners.faults import of_config, plausible
 from advisor.tuners.knobs import BY_NAME, Loading, Script, Situation
 from advisor.tuners.search.space import Space

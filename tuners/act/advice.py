@@ -19,7 +19,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.errors import AdvisorWarning
 from advisor.tuners import compiling, fingerprint
-from advisor.tuners.act import buckets, gate, ranks
+from advisor.tuners.act import gate, layouts, ranks
 from advisor.tuners.act.acting import Acting, rows_of
 from advisor.tuners.act.following import PIECES, Following, Served, tell_at_exit
 from advisor.tuners.act.in_force import IN_FORCE
@@ -132,7 +132,7 @@ class Advice:
                 continue
             knob.model(model, value)
             if knob.layout is not None:
-                buckets.rebuild(model)
+                layouts.rebuild(model)
         if acting.graphs:
             self._replays.attach(model)
         if self.artifacts is not None:
@@ -327,7 +327,7 @@ class Advice:
 
 
 def _can_lay_out(model: nn.Module) -> bool:
-    can = buckets.can_rebuild(model)
+    can = layouts.can_rebuild(model)
     if not can:
         warnings.warn(
             "advisor: the weights keep their memory format: DistributedDataParallel exchanges "

@@ -20,7 +20,7 @@ from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.shown import size
 from advisor.cache.stores.filesystem import read_regular
 from advisor.errors import RecordDamaged
-from advisor.tuners.act.patch import Patch
+from advisor.tuners.act.hooks import Patch
 from advisor.tuners.decisions import AWAITED_S
 from advisor.tuners.environment import tools
 

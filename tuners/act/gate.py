@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from advisor.tuners.act.compiled import one_size
-from advisor.tuners.act.pilot.hooks import recomputes
+from advisor.tuners.act.hooks import recomputes
 from advisor.tuners.decisions import FREQUENT, LEAST_STEPS
 
 Signature = tuple[Any, ...]

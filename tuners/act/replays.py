@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from advisor.tuners.act.steps import EVERY_STEP
+from advisor.tuners.act.hooks import EVERY_STEP
 from advisor.tuners.decisions import LARGE
 
 

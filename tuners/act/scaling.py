@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from advisor.errors import AdvisorWarning
-from advisor.tuners.act.steps import EVERY_STEP
+from advisor.tuners.act.hooks import EVERY_STEP
 
 _DEPTH = 16
 """Callers looked at: the scaler's step, a schedule's wrapper and the hook's own lie between."""

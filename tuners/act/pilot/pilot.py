@@ -16,12 +16,12 @@ from advisor.cache import settings
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError
 from advisor.tuners import host
+from advisor.tuners.act import hooks
 from advisor.tuners.act.compiled import graphs_compiled
-from advisor.tuners.act.pilot import hooks
+from advisor.tuners.act.hooks import EVERY_STEP
 from advisor.tuners.act.pilot.crew import LET_GO, Crew, Trained
 from advisor.tuners.act.pilot.loaders import Loaders
 from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, Stopped
-from advisor.tuners.act.steps import EVERY_STEP
 from advisor.tuners.decisions import HEADROOM, IN_A_ROW, LOOKED
 from advisor.tuners.faults import failure
 

@@ -15,18 +15,17 @@ from torch import Tensor, nn
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from advisor.cache.config import Config
-from advisor.tuners.act import buckets
+from advisor.tuners.act import hooks, layouts
 from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.artifacts import have_own_keys, have_stable_keys
 from advisor.tuners.act.compiled import CompiledCode, RecompileLimit, fallbacks, free
 from advisor.tuners.act.gate import Gate
+from advisor.tuners.act.hooks import Patch
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.patch import Patch
-from advisor.tuners.act.pilot import hooks
+from advisor.tuners.act.layouts import Storages, strided
 from advisor.tuners.act.pilot.crew import Trained
 from advisor.tuners.act.pilot.trees import mapped
 from advisor.tuners.act.replays import Replays
-from advisor.tuners.act.storages import Storages, strided
 from advisor.tuners.decisions import LEAST_FREE
 from advisor.tuners.faults import of_config
 
@@ -123,7 +122,7 @@ class Switch:
         self._watching = contextlib.ExitStack()  # for what the config that is set raises
         self._attached = contextlib.ExitStack()
         outers = [one.outer for one in trained if not replicates(one.outer)]
-        self._outers = [outer for outer in outers if buckets.can_rebuild(outer)]
+        self._outers = [outer for outer in outers if layouts.can_rebuild(outer)]
         weights = (w for outer in self._outers for w in (*outer.parameters(), *outer.buffers()))
         self._strides = {tensor: tensor.stride() for tensor in weights if tensor.dim() > 3}
         self._storages = Storages()
@@ -262,7 +261,7 @@ class Switch:
         if not changes:
             return
         for outer in self._outers:
-            buckets.rebuild(outer)
+            layouts.rebuild(outer)
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 for name, value in state.items():

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from advisor.cache.config import Config
+from advisor.tuners.act import hooks
 from advisor.tuners.act.acting import Acting
-from advisor.tuners.act.pilot import hooks
 from advisor.tuners.act.pilot.crew import Drawn, Trained
 from advisor.tuners.act.pilot.orders import Comparison
 from advisor.tuners.act.pilot.switch import Call, Switch

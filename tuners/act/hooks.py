@@ -1,4 +1,4 @@
-"""Where the pilot attaches to PyTorch: public hooks, and these private or patched places.
+"""Where advisor attaches to PyTorch: public hooks, and these private or patched places.
 
 - `nn.Module._compiled_call_impl`: the slot through which `Module.compile` replaces a call. Pickles
   and deep copies leave it out, so that no checkpoint or EMA copy holds anything of advisor's.
@@ -20,7 +20,8 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -30,11 +31,92 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from advisor.tuners.act.compiled import graphs_compiled
-from advisor.tuners.act.patch import Patch
 
+Function = Callable[..., Any]
 Remove = Callable[[], None]
+
+
+class Patch:
+    """Replaces a function of an object or a class by what `replacement` makes of it.
+
+    What others put in its place later stays there; a removed patch only calls the original.
+    """
+
+    def __init__(self, owner: Any, name: str, replacement: Callable[[Function], Function]) -> None:
+        self._owner, self._name = owner, name
+        self._inherited = name not in vars(owner)
+        self._original: Function = getattr(owner, name)
+        self._acts = replacement(self._original)
+
+        bound = isinstance(self._original, MethodType)
+
+        @wraps(self._original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._acts(*args[bound:], **kwargs)
+
+        # A bound method stays one: learning rate schedulers look for its function.
+        self._call: Function = MethodType(call, owner) if bound else call
+        setattr(owner, name, self._call)
+
+    def remove(self) -> None:
+        """Put the original back if the replacement still stands."""
+        self._acts = self._original
+        if vars(self._owner).get(self._name) is not self._call:
+            return
+        if self._inherited:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._original)
+
+
+class Steps:
+    """The end of every optimizer's step. One hook serves all who wait for it: PyTorch raises if one
+    comes or goes while it runs them, as when a pilot compiles there."""
+
+    def __init__(self) -> None:
+        self._told: list[Callable[[torch.optim.Optimizer], None]] = []
+        self._handle: RemovableHandle | None = None
+        self._inside = False
+
+    def tell(self, stepped: Callable[[torch.optim.Optimizer], None]) -> Callable[[], None]:
+        """Have it called with the optimizer after each step of any; returns what ends that."""
+        self._told.append(stepped)
+        if self._handle is None:
+            self._handle = register_optimizer_step_post_hook(self._stepped)
+
+        def remove() -> None:
+            if stepped in self._told:
+                self._told.remove(stepped)
+                self._let_go()
+
+        return remove
+
+    def _let_go(self) -> None:
+        if self._inside and not self._told:
+            # At the next call of a module, whose hooks PyTorch runs from a copy.
+            def later(_module: nn.Module, _args: object) -> None:
+                handle.remove()
+                self._let_go()
+
+            handle = register_module_forward_pre_hook(later)
+        elif self._handle is not None and not self._told:
+            self._handle.remove()
+            self._handle = None
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        self._inside = True
+        try:
+            for stepped in tuple(self._told):
+                stepped(optimizer)
+        finally:
+            self._inside = False
+
+
+EVERY_STEP = Steps()
 
 
 class Calls:
