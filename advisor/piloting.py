@@ -9,14 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from advisor.tuners.act.pilot.orders import (
-    ADDRESS,
-    RUN,
-    bringing,
-    checkpoints,
-    from_environment,
-    stopped,
-)
+from advisor.tuners.act.pilot.orders import ADDRESS, RUN, bringing, checkpoints, from_environment
 
 if TYPE_CHECKING:
     from advisor.finding.in_command import InCommand
@@ -87,6 +80,8 @@ class _Later:
 
     def failed(self, exc: BaseException) -> None:
         """As `Guide.failed`: where nobody asked yet, it is only told why nobody will."""
+        from advisor.tuners.faults import stopped
+
         why = stopped(exc)
         said = why in ("unclear", "untrained") or (why == "brief" and self._told["tune_s"])
         if self._made is not None or said:

@@ -6,6 +6,7 @@ import os
 import re
 import traceback
 from pathlib import Path
+from typing import Literal
 
 from advisor.errors import AdvisorError
 from advisor.tuners.fingerprint import is_library
@@ -35,11 +36,30 @@ _HINTS = {
 _LENGTH = 300  # characters of a reason
 
 
+class Stopped(Exception):
+    """Why a pilot goes, or a loader gets no workers, in a person's words.
+
+    Args:
+        why: 'unclear': what trains, or where a step ends; 'over': the model that was found trains
+            no more; 'brief', 'untrained': the process ends after few or no steps of an optimizer,
+            and another process may train; 'unfed': the loader.
+    """
+
+    def __init__(self, why: Literal["unclear", "over", "brief", "untrained", "unfed"], said: str):
+        super().__init__(said)
+        self.why = why
+
+
+def stopped(exc: BaseException) -> str:
+    """Why, if an exception is a Stopped; else ''."""
+    return exc.why if isinstance(exc, Stopped) else ""
+
+
 def failure(exc: BaseException) -> tuple[str, str]:
     """(Outcome, reason): ('failed', 'in a worker: ValueError: no such image (data.py:12)')."""
     first, *more = [line.strip() for line in str(exc).splitlines() if line.strip()] or [""]
     at = f" ({found})" if (found := where(exc)) else ""
-    if isinstance(exc, AdvisorError):
+    if isinstance(exc, AdvisorError | Stopped):
         said = first
     elif _CAUGHT.search(first):
         said = f"in a worker: {[first, *more][-1]}{at}"

@@ -24,10 +24,10 @@ from pathlib import Path
 from advisor.finding.agree import WAIT_S
 from advisor.finding.lookups import tell, warn
 from advisor.finding.piloted import Found, Terms
-from advisor.tuners.act.pilot.orders import ADDRESS, RUN, Lap, Line, Order, stopped
+from advisor.tuners.act.pilot.orders import ADDRESS, RUN, Lap, Line, Order
 from advisor.tuners.act.pilot.seen import Seen
 from advisor.tuners.act.ranks import Group
-from advisor.tuners.faults import failure
+from advisor.tuners.faults import failure, stopped
 
 PATIENCE_S, PATIENCE_RANKS_S = 60.0, 600.0
 """For an answer of the process that searches, its start included; of several ranks one may wait

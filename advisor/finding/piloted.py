@@ -24,9 +24,9 @@ from advisor.printed import tune_again
 from advisor.tuners import knobs
 from advisor.tuners.act.following import claim_for, followed, give_way
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.pilot.orders import Lap, Order, stopped
+from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.faults import failure, plausible
+from advisor.tuners.faults import failure, plausible, stopped
 
 if TYPE_CHECKING:
     pass

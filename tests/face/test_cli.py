@@ -411,7 +411,8 @@ def test_a_sabotaged_model_keeps_torchs_numbers(
     struck = [one for one in record.trials if one.stage == "numerics"]
     assert {one.measurement.outcome for one in struck} == {"wrong"}
     (remark,) = [line for line in done.stdout.splitlines() if ", not advised: " in line]
-    assert "bf16: 2.0" in remark and remark.endswith(struck[0].measurement.reason)
+    assert "bf16: 2.0" in remark and remark.endswith("it does not train like fp32")
+    assert f"bf16: wrong result, {struck[0].measurement.reason}" in done.stdout
 
     with made_up(fast):
         unchecked = advisor(tmp_path, *TUNE, *options, "--no-verify", "--json")

@@ -28,8 +28,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 from advisor.cache import settings
 from advisor.tuners import host, room
 from advisor.tuners.act.hooks import Patch
-from advisor.tuners.act.pilot.orders import Stopped
-from advisor.tuners.faults import failure
+from advisor.tuners.faults import Stopped, failure
 
 if TYPE_CHECKING:
     from advisor.tuners.knobs import Loading

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from advisor.cache.config import Config
 from advisor.cache.domain import Bytes, Count, Share, Span
-from advisor.errors import AdvisorError
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
@@ -100,25 +99,6 @@ class Guide(Protocol):
         """Backward has raised this under an order's config; the script gets it, and may end."""
 
 
-class Stopped(AdvisorError):
-    """Why a pilot goes, or a loader gets no workers, in a person's words.
-
-    Args:
-        why: 'unclear': what trains, or where a step ends; 'over': the model that was found trains
-            no more; 'brief', 'untrained': the process ends after few or no steps of an optimizer,
-            and another process may train; 'unfed': the loader.
-    """
-
-    def __init__(self, why: Literal["unclear", "over", "brief", "untrained", "unfed"], said: str):
-        super().__init__(said)
-        self.why = why
-
-
-def stopped(exc: BaseException) -> str:
-    """Why, if an exception is a Stopped; else ''."""
-    return exc.why if isinstance(exc, Stopped) else ""
-
-
 def checkpoints() -> Path | None:
     """The scratch folder for checkpoints of a run that is tuned; None if they stay in place."""
     address = os.environ.get(ADDRESS)
@@ -179,7 +159,7 @@ class Line:
         return self._ask("lap", lap)
 
     def failed(self, exc: BaseException) -> None:
-        from advisor.tuners.faults import failure, plausible
+        from advisor.tuners.faults import failure, plausible, stopped
 
         why = stopped(exc)
         if why in ("brief", "untrained"):

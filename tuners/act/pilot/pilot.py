@@ -21,9 +21,9 @@ from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.hooks import EVERY_STEP
 from advisor.tuners.act.pilot.crew import LET_GO, Crew, Trained
 from advisor.tuners.act.pilot.loaders import Loaders
-from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order, Stopped
+from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order
 from advisor.tuners.decisions import HEADROOM, IN_A_ROW, LOOKED
-from advisor.tuners.faults import failure
+from advisor.tuners.faults import Stopped, failure
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import Switch
