@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,13 @@ def test_a_folder_does_not_grow(folder: str) -> None:
     files = [one for one in (ROOT / folder).rglob("*.py") if not _is_linked(one)]
     lines = sum(len(one.read_text().splitlines()) for one in files)
     assert lines <= CEILINGS[folder], f"{folder}/ has {lines} lines"
+
+
+def test_constants_that_decide_are_few() -> None:
+    tree = ast.parse((ROOT / "tuners" / "decisions.py").read_text())
+    assigned = [one for node in tree.body if isinstance(node, ast.Assign) for one in node.targets]
+    names = [n.id for one in assigned for n in ast.walk(one) if isinstance(n, ast.Name)]
+    assert len(names) <= 40, names
 
 
 def _is_linked(file: Path) -> bool:

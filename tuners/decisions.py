@@ -119,8 +119,8 @@ times in bf16, twice in fp32. Gradients of deep networks shatter: on an H200 bf1
 fresh FCN-ResNet50's along fp32's; weights rounded to bf16 take about as much from fp32's."""
 NEGLIGIBLE = 1e-2
 """Fraction of a tensor that may always be off: on an H200 an encoder compiled in fp16 had a bias
-0.7% off fp32, eager 0.1%. And fraction of the usual gradient below which a slope may stay
-unknown."""
+0.7% off fp32, eager 0.1%. And fraction of the usual gradient below which a slope may stay unknown,
+and by which a gradient that is nothing but rounding may be other rounding."""
 UPDATE_OFF = 1e-4
 """Fraction of an update by which an optimizer may differ: fused kernels round otherwise. AdamW's
 weight decay is five times that at a weight of 0.05, lr 1e-4."""
