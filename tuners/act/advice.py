@@ -104,13 +104,9 @@ class Advice:
         following.put, following.kept = flags, own
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """The model on the device in the advised memory format, compiled where that pays.
-
-        Warns if the model is not the one that was tuned.
-
-        Raises:
-            RanksDiffer: other ranks of the process group have other advice.
-        """
+        """The model on the device in the advised memory format, compiled where that pays. Warns if
+        it is not the model that was tuned; raises RanksDiffer if other ranks of the process group
+        have other advice."""
         if not self._compared:
             # The batch is each script's own.
             self._compared = ranks.compare(self.config.knobs.digest)

@@ -1,5 +1,5 @@
-"""A training step that is captured on a device and replayed: the batch that it reads, the optimizers
-that it steps, and the state that it leaves behind."""
+"""A training step that is captured on a device and replayed: the batch that it reads, the
+optimizers that it steps, and the state that it leaves behind."""
 
 from __future__ import annotations
 
@@ -219,15 +219,9 @@ class Gradient(NamedTuple):
 
 
 class CapturedGraph:
-    """Replays a captured step. What the capture did to gradients and Python's values is undone.
-
-    Args:
-        recording: replays it; and what the step returned.
-        buffers: the batch that it reads.
-        gradients: weights, with the gradients that the step found.
-        before: all objects that it found.
-        followed: ids of the optimizers' groups whose learning rate it reads at each replay.
-    """
+    """Replays a captured step. What the capture did to gradients and Python's values is undone:
+    the step found these `gradients`, and `before` in all objects. `recording`: its replay, and what
+    it returned; `followed`: ids of the optimizers' groups whose learning rate each replay reads."""
 
     def __init__(
         self,
