@@ -58,7 +58,9 @@ class Advice:
         self.explanation, self.use, self.gains = served.explanation, served.use, served.gains
         self.artifacts: Fetch | None = None
         self._acting = Acting(config, served.default, self.device)
-        self._following = Following(tuple(self._acting.advised), served)
+        # Rows that differ from torch's own wherever that is known beforehand.
+        advised = tuple((knob, value) for knob, value in self._acting.rows if value != knob.default)
+        self._following = Following(advised, served)
         self._used = self._following.used
         self._compared = False
         self._uncaptured = self._acting.captured

@@ -153,12 +153,9 @@ class Visitor:
     def visit(
         self, config: Config, best: float, seconds: float = TURN_S, leave_s: float = 0.0
     ) -> Visit:
-        """Measure a config between blocks of the baseline, of about so many seconds each.
-
-        Args:
-            best: the highest ratio so far; a config that stays clearly below it gets fewer turns.
-            leave_s: of the budget for what follows; two turns are enough if less is left.
-        """
+        """Measure a config between blocks of the baseline, of about so many seconds each. One that
+        stays clearly below `best`, the highest ratio so far, gets fewer turns; two are enough if
+        less than `leave_s` of the budget, for what follows, is left."""
         began, first_s, settle_s = self.clock.now(), 0.0, 0.0
         turns: list[Turn] = []
         outcome, reason = "ok", ""
