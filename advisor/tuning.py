@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from advisor.tuners.measure.run.run import Run
     from advisor.tuners.measure.worker.parent import Worker
     from advisor.tuners.measure.worker.wire import DataFacts, Facts
-    from advisor.tuners.room import Batch
     from advisor.tuners.search.race import Found
     from advisor.tuners.search.space import Space
     from advisor.tuners.search.tuner import Scope, Tuner
@@ -786,10 +785,10 @@ def fed_by(data: DataFacts) -> tuple[int, bool, list[str]]:
             f"{of} an IterableDataset that each worker would read as a whole: one worker at most "
             "is tried. Share it out by torch.utils.data.get_worker_info() to have more"
         )
-    batch, lacking = _batch(data), ""
-    by_name = not room.has_files(batch, most, room.AHEAD)
+    tensors, lacking = data.tensors, ""
+    by_name = not room.has_files(tensors, most)
     if by_name:
-        batch = dataclasses.replace(batch, tensors=0)
+        tensors = 0
         lines.append(
             f"{of} {data.tensors:,} tensors of a batch are files for workers to hand over, more "
             "than this process may open (ulimit -n): they share memory by name, as set_flags() says"
@@ -800,17 +799,11 @@ def fed_by(data: DataFacts) -> tuple[int, bool, list[str]]:
             f"{of} its epoch has {most} batch{'es' * (most != 1)}: {most} "
             f"worker{'s' * (most != 1)} at most, as others would have none"
         )
-    while most and (why := room.lacking(batch, most, room.AHEAD)):
+    while most and (why := room.lacking(data.batch_bytes, tensors, most)):
         most, lacking = most - 1, why
     if lacking:
         lines.append(f"{of} {most} worker{'s' * (most != 1)} at most: {lacking}")
     return most, by_name, lines
-
-
-def _batch(data: DataFacts) -> Batch:
-    from advisor.tuners.room import Batch
-
-    return Batch(bytes=data.batch_bytes, tensors=data.tensors)
 
 
 def _tolerance(task: Task) -> float:

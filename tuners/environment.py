@@ -38,12 +38,8 @@ def default_device() -> str:
 @functools.cache
 def detect(device: str) -> Environment:
     """The environment of 'cuda', 'cuda:N' or 'cpu'. NVML counts devices by PCI address; with
-    different GPUs, CUDA does so only under CUDA_DEVICE_ORDER=PCI_BUS_ID.
-
-    Raises:
-        UsageError: there is no such device.
-        AdvisorError: NVML does not answer.
-    """
+    different GPUs, CUDA does so only under CUDA_DEVICE_ORDER=PCI_BUS_ID. Raises UsageError if there
+    is no such device, AdvisorError if NVML does not answer."""
     if device == "cpu":
         return Environment(
             device=Device(
@@ -230,11 +226,9 @@ def _what_there_is(count: int) -> str:
     if not _built():
         return f"this torch ({_torch_version()}) is built without CUDA; use cpu"
     there = ", ".join(f"cuda:{n}" for n in range(count))
-    return (
-        f"this process sees {count or 'no'} CUDA device{'s' * (count > 1)}"
-        f"{f' ({there}); use one of them or cpu' if count else '; use cpu'}, or check nvidia-smi "
-        "and CUDA_VISIBLE_DEVICES"
-    )
+    few = f"{count} CUDA device{'s' * (count > 1)} ({there}); use one of them or cpu"
+    seen = few if count else "no CUDA device; use cpu"
+    return f"this process sees {seen}, or check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def _torch_version() -> str:

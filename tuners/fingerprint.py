@@ -133,7 +133,7 @@ def _of_piece(piece: Any) -> tuple[str, tuple[Any, ...]]:
     if known := _PIECES.get(piece):
         return known
     functions = list(_functions(piece))
-    codes = [code for function in functions for code in _codes(function.__code__)]
+    codes = [code for function in functions for code in codes_in(function.__code__)]
     compiled = {name for code in codes for name in (*code.co_names, *code.co_freevars)}
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(piece)))
@@ -223,12 +223,12 @@ def references(tree: ast.AST) -> set[str]:
     return {attributes.get(node, node.id) for node in nodes(tree) if isinstance(node, ast.Name)}
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     """Compiled code, and that of the functions and classes inside."""
     yield code
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
-            yield from _codes(one)
+            yield from codes_in(one)
 
 
 def _compiled(code: types.CodeType) -> list[Any]:

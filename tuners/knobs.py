@@ -420,9 +420,7 @@ KNOBS: tuple[Knob, ...] = (
         values=_off_on(lambda here: here.device == "cuda" and here.training),
         numerics=True,
         guess="leader",
-        # A first step that the GradScaler skips leaves fused SGD's momentum uninitialised
-        # (torch/optim/sgd.py, _fused_sgd: empty_like, then the kernel returns on found_inf);
-        # ResNet-50's loss became NaN on an H200.
+        # A step that the GradScaler skips: see `make_momentum`.
         conflicts={"precision": ("fp16",)},
         script=_own_fused,
         optimizer=True,

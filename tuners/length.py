@@ -32,10 +32,6 @@ class Length:
     steps: int = 0
     seconds: float = 0.0
 
-    def __post_init__(self) -> None:
-        if (self.steps > 0) == (self.seconds > 0) or self.batch < 1:
-            raise ValueError(f"{self}: expected either steps or seconds, at a batch of at least 1")
-
     def rate(self, pace: Pace) -> float:
         """Samples per second over the whole job."""
         if self.steps:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from advisor.cache.shown import size
 from advisor.tuners import host
@@ -34,40 +33,33 @@ def times(size: int) -> float:
     return SHARE * host.shared_bytes()[0] / (_ranks() * size) if size else math.inf
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """What a worker hands over at a time: bytes, and tensors, each of them a file."""
-
-    bytes: int = 0
-    tensors: int = 0
+def has_files(tensors: int, workers: int) -> bool:
+    """Whether this process may open the files of so many workers: one for each tensor of a batch
+    that is ready."""
+    return _ready(workers) * tensors <= host.SHARE * host.files_left()
 
 
-def has_files(batch: Batch, workers: int, ahead: int) -> bool:
-    """Whether this process may open the files of so many workers, with `ahead` batches each."""
-    return _ready(workers, ahead) * batch.tensors <= host.SHARE * host.files_left()
-
-
-def lacking(batch: Batch, workers: int, ahead: int) -> str:
-    """What this host lacks for so many workers with `ahead` batches each; '' for nothing. A batch
-    that does not fit into /dev/shm ends its worker by SIGBUS."""
-    there = _ready(workers, ahead)
+def lacking(batch_bytes: int, tensors: int, workers: int) -> str:
+    """What this host lacks for so many workers with such batches; '' for nothing. A batch that does
+    not fit into /dev/shm ends its worker by SIGBUS."""
+    there = _ready(workers)
     _, free = host.shared_bytes()
-    if there * batch.bytes > host.SHARE * free / _ranks():
+    if there * batch_bytes > host.SHARE * free / _ranks():
         return (
-            f"{there} batches of {size(batch.bytes)} do not fit into /dev/shm, of which "
+            f"{there} batches of {size(batch_bytes)} do not fit into /dev/shm, of which "
             f"{size(free)} is free; in a container give more, as docker's --shm-size"
         )
-    if not has_files(batch, workers, ahead):
+    if not has_files(tensors, workers):
         return (
-            f"{there} batches of {batch.tensors:,} tensors are more files than this process may "
+            f"{there} batches of {tensors:,} tensors are more files than this process may "
             'open (ulimit -n); torch.multiprocessing.set_sharing_strategy("file_system") opens '
             "none"
         )
     return ""
 
 
-def _ready(workers: int, ahead: int) -> int:
-    return workers * ahead + 1  # one more is trained on
+def _ready(workers: int) -> int:
+    return workers * AHEAD + 1  # one more is trained on
 
 
 def _ranks() -> int:

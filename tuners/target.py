@@ -82,11 +82,8 @@ def origin_of(path: Path) -> str:
 
 
 def parse(text: str, *, base: Path | None = None, role: str = "target") -> Spec:
-    """Parse a target string; a relative file is looked for in `base` (default: here).
-
-    Raises:
-        TargetError: the string has no known form, or the file is not there.
-    """
+    """Parse a target string; a relative file is looked for in `base` (default: here). Raises
+    TargetError if the string has no known form, or the file is not there."""
     refused = f"{role} {text!r}:"
     forms = f"{', '.join(_FORMS[role][:-1])} or {_FORMS[role][-1]}"
     if text.startswith("torchvision:"):
@@ -139,12 +136,8 @@ class Loaded:
 
 
 def load(spec: Spec, arguments: Config) -> Loaded:
-    """Import the target and find its factory.
-
-    Raises:
-        TargetError: no such attribute, or several candidates.
-        TargetFailed: the user's code raised; `details` is its traceback, cut to their frames.
-    """
+    """Import the target and find its factory. Raises TargetError if there is none or several,
+    TargetFailed if the user's code raised."""
     if spec.kind == "torchvision":
         return Loaded(spec=spec, factory=_torchvision(spec.attribute, dict(arguments)))
     module = imported(spec)

@@ -22,15 +22,6 @@ def test_pace() -> None:
     assert PLAIN.time_s(0) == 2.0
 
 
-@pytest.mark.parametrize(
-    ("batch", "given"),
-    [(64, {}), (64, {"steps": 1, "seconds": 1.0}), (0, {"steps": 1}), (64, {"steps": -1})],
-)
-def test_no_length(batch: int, given: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="expected either steps or seconds, at a batch of at "):
-        Length(batch=batch, **given)
-
-
 def test_steps() -> None:
     job = Length(batch=64, steps=5)
     assert job.rate(PLAIN) == 80.0

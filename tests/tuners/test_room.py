@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from advisor.tuners import host, room
-from advisor.tuners.room import Batch
 
 
 def test_as_many_as_there_are_cores_for_and_as_memory_holds(
@@ -88,20 +87,18 @@ def test_batches_that_do_not_fit_are_refused_before_they_end_a_worker(
 ) -> None:
     """64 MiB of shared memory, as Docker gives to a container."""
     monkeypatch.setattr(host, "shared_bytes", lambda: (2**30, 64 * 2**20))
-    images = Batch(bytes=9 * 2**20, tensors=2)
-    assert room.lacking(images, workers=2, ahead=2) == ""
-    assert room.lacking(images, workers=4, ahead=2) == (
+    assert room.lacking(9 * 2**20, 2, workers=2) == ""
+    assert room.lacking(9 * 2**20, 2, workers=4) == (
         "9 batches of 9 MiB do not fit into /dev/shm, of which 64 MiB is free; in a container "
         "give more, as docker's --shm-size"
     )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert room.lacking(images, workers=2, ahead=2).startswith("5 batches of 9 MiB")
+    assert room.lacking(9 * 2**20, 2, workers=2).startswith("5 batches of 9 MiB")
 
 
 def test_tensors_that_are_more_files_than_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "files_left", lambda: 1000)
-    boxes = Batch(bytes=2**10, tensors=300)
-    assert room.lacking(boxes, workers=1, ahead=2) == ""
-    assert "ulimit -n" in room.lacking(boxes, workers=2, ahead=2)
+    assert room.lacking(2**10, 300, workers=1) == ""
+    assert "ulimit -n" in room.lacking(2**10, 300, workers=2)
     whole, free = host.shared_bytes()
     assert free <= whole

@@ -28,9 +28,8 @@ from advisor.tuners import target
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture import step_graph
 from advisor.tuners.act.capture.agreement import compare_outputs, nudge
-from advisor.tuners.act.capture.captured_graph import RECORDERS
+from advisor.tuners.act.capture.captured_graph import RECORDERS, Optimizers
 from advisor.tuners.act.capture.object_graph import ObjectGraph
-from advisor.tuners.act.capture.optimizers import Optimizers
 from advisor.tuners.act.capture.step_graph import CHECKED, IN_A_ROW, StepGraph
 from advisor.tuners.measure.workload import Workload
 from tests.tuners.aten_recorder import AtenRecorder

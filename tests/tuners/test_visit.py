@@ -51,7 +51,7 @@ def test_a_config_is_measured_between_blocks_of_the_baseline() -> None:
     timed = place.blocks[place.blocks.index(BASE) :]
     assert timed == [BASE, *[HALF, BASE] * len(visit.turns)]
     assert visit.ok and visit.ratio.low < place.speedup(HALF) < visit.ratio.high
-    measured = visit.measurement()
+    measured = visit.measurement(64 * 30)
     assert measured.samples_per_s == pytest.approx(64 * 30 * place.speedup(HALF), rel=0.02)
     assert measured.low <= measured.samples_per_s <= measured.high
     assert measured.first_step_s == visit.first_s == pytest.approx(0.2)
@@ -127,7 +127,7 @@ def test_a_config_that_fails_says_why(outcome: str) -> None:
     one = visitor(place, 60.0)
     visit = one.visit(FAST, best=1.0)
     assert visit.outcome == {"hangs": "timed_out"}.get(outcome, outcome)
-    assert not visit.ok and visit.reason and visit.measurement().reason == visit.reason
+    assert not visit.ok and visit.reason and visit.measurement(1.0).reason == visit.reason
     if outcome != "hangs":
         assert one.visit(HALF, best=1.0).ok
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from advisor.cache.config import BATCH, Config, Value
+from advisor.cache.config import BATCH, Config
 from advisor.tuners.knobs import KNOBS, WORKERS, Knob
 
 
@@ -39,11 +38,6 @@ class Acting:
         self.undoes_autocast = any(own in k.autocast for k, own in undone)
         self.undoes_compile = any(k.dear and own != k.default for k, own in undone)
         self.any_size = any(k.name == "dynamic_shapes" and value for k, value in rows)
-
-    @property
-    def advised(self) -> Iterator[tuple[Knob, Value]]:
-        """The rows that differ from torch's own wherever that is known beforehand."""
-        return ((knob, value) for knob, value in self.rows if value != knob.default)
 
     def optimizer(self) -> dict[str, Any]:
         """Keyword arguments for torch.optim's optimizers."""

@@ -58,7 +58,9 @@ class Advice:
         self.explanation, self.use, self.gains = served.explanation, served.use, served.gains
         self.artifacts: Fetch | None = None
         self._acting = Acting(config, served.default, self.device)
-        self._following = Following(tuple(self._acting.advised), served)
+        # Rows that differ from torch's own wherever that is known beforehand.
+        advised = tuple((knob, value) for knob, value in self._acting.rows if value != knob.default)
+        self._following = Following(advised, served)
         self._used = self._following.used
         self._compared = False
         self._uncaptured = self._acting.captured
@@ -104,13 +106,9 @@ class Advice:
         following.put, following.kept = flags, own
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """The model on the device in the advised memory format, compiled where that pays.
-
-        Warns if the model is not the one that was tuned.
-
-        Raises:
-            RanksDiffer: other ranks of the process group have other advice.
-        """
+        """The model on the device in the advised memory format, compiled where that pays. Warns if
+        it is not the model that was tuned; raises RanksDiffer if other ranks of the process group
+        have other advice."""
         if not self._compared:
             # The batch is each script's own.
             self._compared = ranks.compare(self.config.knobs.digest)

@@ -26,10 +26,8 @@ _MOST_SIGNATURES = 512
 
 
 def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
-    """What torch.compile may compile anew for: structure, tensors' shapes, dtypes, requires_grad.
-
-    Truth values, strings and None count by value, other values by their type.
-    """
+    """What torch.compile may compile anew for: structure, tensors' shapes, dtypes, requires_grad;
+    truth values, strings and None by value, other values by their type."""
     found: list[Any] = []
     _describe(args, found)
     if kwargs:

@@ -41,10 +41,8 @@ Remove = Callable[[], None]
 
 
 class Patch:
-    """Replaces a function of an object or a class by what `replacement` makes of it.
-
-    What others put in its place later stays there; a removed patch only calls the original.
-    """
+    """Replaces a function of an object or a class by what `replacement` makes of it. What others
+    put in its place later stays there; a removed patch only calls the original."""
 
     def __init__(self, owner: Any, name: str, replacement: Callable[[Function], Function]) -> None:
         self._owner, self._name = owner, name

@@ -18,10 +18,8 @@ class Storages:
         self._kept: dict[Hashable, dict[Stride, Tensor]] = {}
 
     def laid_out(self, name: Hashable, tensor: Tensor, stride: Stride) -> Tensor:
-        """The values of a tensor in the storage that is kept for a stride.
-
-        What the tensor has now is kept for its own stride: the script may have replaced it.
-        """
+        """The values of a tensor in the storage that is kept for a stride. What the tensor has now
+        is kept for its own stride: the script may have replaced it."""
         kept = self._kept.setdefault(name, {})
         kept[tensor.stride()] = tensor
         found = kept.get(stride)

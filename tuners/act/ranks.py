@@ -54,10 +54,8 @@ def compare(digest: str) -> bool:
     """Compare this rank's advice with that of the others; whether there is a process group.
 
     Each rank adds its digest to one list and reads it: the later of two that differ sees both. Rank
-    0, with which the store may go, goes on when all have read the list.
-
-    Raises:
-        RanksDiffer: which ranks differ from the most common advice, or rank 0 is gone.
+    0, with which the store may go, goes on when all have read the list. Raises RanksDiffer if some
+    differ from the most common advice, or rank 0 is gone.
     """
     group = Group.current()
     if group is None:

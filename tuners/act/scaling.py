@@ -56,11 +56,9 @@ class Unscaled:
 
 
 def make_momentum(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Before a step: make the momentum that fused SGD would make uninitialised in its first.
-
-    Its kernel writes nothing if a gradient is infinite, and the next step goes on from what was
-    there (torch/optim/sgd.py, _fused_sgd): ResNet-50's loss became NaN on an H200.
-    """
+    """Before a step: make the momentum that fused SGD would make uninitialised in its first. Its
+    kernel writes nothing if a gradient is infinite, and the next step goes on from what was there
+    (torch/optim/sgd.py, _fused_sgd): ResNet-50's loss became NaN on an H200."""
     skipped = getattr(optimizer, "found_inf", None)  # which a GradScaler gives to fused kernels
     if skipped is None or not isinstance(optimizer, torch.optim.SGD):
         return

@@ -146,15 +146,8 @@ class Known(NamedTuple):
 
 
 class Journal:
-    """Asks a study in memory for trials, and appends those that are over to the one on disk.
-
-    Args:
-        saved: the study on disk.
-        notice: called once if that cannot be written any more.
-
-    Attributes:
-        study: in memory; with the trials of earlier runs after `resume`.
-    """
+    """Asks a study in memory for trials, and appends those that are over to `saved`, the one on
+    disk; calls `notice` once if that cannot be written any more."""
 
     def __init__(
         self,
@@ -163,6 +156,7 @@ class Journal:
         sampler: optuna.samplers.BaseSampler | None = None,
         notice: Callable[[str], None] = lambda _text: None,
     ) -> None:
+        # In memory; after `resume` with the trials of earlier runs.
         self.study = optuna.create_study(direction="maximize", sampler=sampler)
         self._saved: optuna.Study | None = saved
         self._space, self._notice = space, notice

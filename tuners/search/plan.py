@@ -92,11 +92,8 @@ class Plan:
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Plan:
-        """A plan from keyword arguments; None means the default.
-
-        Raises:
-            UsageError: a value is outside its domain, or two do not go together.
-        """
+        """A plan from keyword arguments; None means the default. Raises UsageError if a value is
+        outside its domain, or two do not go together."""
         plan = cls(**checked(cls, given))
         if plan.steps is not None and plan.duration_s is not None:
             raise UsageError(

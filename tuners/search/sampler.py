@@ -38,12 +38,8 @@ class GainPerSecond(optuna.samplers.RandomSampler):
     """An Optuna sampler for choices and one value above zero that is to be as high as can be.
 
     Trials that failed say nothing of speed, but how likely others are to run. Before two have run
-    it draws at random.
-
-    Args:
-        seed: of its draws.
-        among: returns the configs that may be proposed now.
-        best: returns the value that an improvement is counted from.
+    it draws at random. `among` returns the configs that may be proposed now, `best` the value that
+    an improvement is counted from.
     """
 
     def __init__(

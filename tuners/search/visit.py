@@ -90,14 +90,14 @@ class Visit:
         """Whether another loader may gain something."""
         return self.waited > GAIN - 1
 
-    def measurement(self, own: float = 0.0) -> Measurement:
+    def measurement(self, own: float) -> Measurement:
         """For a record: scaled to a baseline of `own` samples/s, so that the speeds of two trials
-        have the ratio of their turns; by default not scaled."""
+        have the ratio of their turns."""
         if not self.turns:
             return Measurement(outcome=self.outcome, reason=self.reason)
         blocks = [turn.block for turn in self.turns]
         rates = [block.rate for block in blocks]
-        scale = self.ratio.mean * own / self.rate if own else 1.0
+        scale = self.ratio.mean * own / self.rate
         return Measurement(
             outcome="ok",
             samples_per_s=scale * self.rate,
@@ -136,11 +136,7 @@ class Visitor:
         return list(self._settled)
 
     def begin(self) -> Visit:
-        """Measure the baseline for the first time.
-
-        Raises:
-            ConfigFailed: it does not run. TargetFailed, WorkerError: as `Place.block`.
-        """
+        """Measure the baseline for the first time; raises as `Place.block`."""
         began = self.clock.now()
         first_s, settle_s = self._settle(self.own)
         before, after = self._beside(), self._beside(anew=True)
@@ -157,12 +153,9 @@ class Visitor:
     def visit(
         self, config: Config, best: float, seconds: float = TURN_S, leave_s: float = 0.0
     ) -> Visit:
-        """Measure a config between blocks of the baseline, of about so many seconds each.
-
-        Args:
-            best: the highest ratio so far; a config that stays clearly below it gets fewer turns.
-            leave_s: of the budget for what follows; two turns are enough if less is left.
-        """
+        """Measure a config between blocks of the baseline, of about so many seconds each. One that
+        stays clearly below `best`, the highest ratio so far, gets fewer turns; two are enough if
+        less than `leave_s` of the budget, for what follows, is left."""
         began, first_s, settle_s = self.clock.now(), 0.0, 0.0
         turns: list[Turn] = []
         outcome, reason = "ok", ""
@@ -191,11 +184,7 @@ class Visitor:
         )
 
     def block(self, config: Config, seconds: float = TURN_S) -> Block:
-        """One timed block in which nothing was compiled.
-
-        Raises:
-            ConfigFailed, TargetFailed, WorkerError: as `Place.block`.
-        """
+        """One timed block in which nothing was compiled; raises as `Place.block`."""
         if config not in self._settled:
             self._settle(config)
         for _ in range(SETTLE_BLOCKS):

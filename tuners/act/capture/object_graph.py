@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from advisor.tuners.fingerprint import is_library
+from advisor.tuners.fingerprint import codes_in, is_library
 
 _SCALARS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 _SCALER = ("_scale", "_growth_tracker", "_growth_factor", "_backoff_factor", "_growth_interval")
@@ -133,7 +133,7 @@ class ObjectGraph:
         if _installed(function.__module__):
             return
         read: set[str] = set()
-        for code in _codes(function.__code__):
+        for code in codes_in(function.__code__):
             self._names |= {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
             # Not all of co_names: a loop's global `step` is not the method of an optimizer.
             loads = (one for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL")
@@ -170,7 +170,7 @@ class ObjectGraph:
             self._reads += [
                 (f"{label}.state", partial(getattr, value, "state")),  # loading replaces it
                 (f"{label}.param_groups", partial(len, value.param_groups)),
-                ("where weights lie", partial(_addresses, weights)),
+                ("where weights lie", lambda: array("Q", map(Tensor.data_ptr, weights)).tobytes()),
                 ("which weights train", partial(_train, weights)),
             ]
 
@@ -260,19 +260,8 @@ class ObjectGraph:
         return ""
 
 
-def _addresses(weights: list[Tensor]) -> bytes:
-    return array("Q", map(Tensor.data_ptr, weights)).tobytes()
-
-
 def _train(weights: list[Tensor]) -> bytes:
     return bytes([weight.requires_grad for weight in weights])
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
 
 
 def _kinds(value: object) -> list[type]:

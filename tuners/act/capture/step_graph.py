@@ -18,13 +18,14 @@ from advisor.tuners.act.capture.agreement import compare_outputs, nudge
 from advisor.tuners.act.capture.captured_graph import (
     Buffers,
     CapturedGraph,
+    Optimizers,
     Recorder,
     StateSnapshot,
     detached,
 )
 from advisor.tuners.act.capture.object_graph import ObjectGraph, Values
-from advisor.tuners.act.capture.optimizers import Optimizers
 from advisor.tuners.decisions import CHECKED, CHECKED_AGAIN, IN_A_ROW, LARGE
+from advisor.tuners.faults import of_memory
 
 _MEND = (
     "let it return tensors, and look at them outside: no .item(), .cpu(), print(loss), and no "
@@ -316,20 +317,16 @@ def _memory(
     try:
         yield
     except RuntimeError as exc:
-        if past_repair or not _no_memory(exc):
+        if past_repair or not of_memory(exc):
             raise
         if start is not None:
             start.restore()
         raise _Unfit(f"there is no memory {purpose}") from None
 
 
-def _no_memory(exc: BaseException) -> bool:
-    return isinstance(exc, torch.OutOfMemoryError) or "out of memory" in str(exc).lower()
-
-
 def _why(exc: Exception) -> str:
     said = next(iter(str(exc).strip().splitlines()), "")
-    if _no_memory(exc):
+    if of_memory(exc):
         return "there is no memory to capture it"
     if "captur" in said.lower():
         return f"it does what a CUDA graph cannot hold ({said}); {_MEND}"

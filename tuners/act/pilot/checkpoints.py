@@ -35,8 +35,7 @@ class Redirection:
         self._own = str(folder.parent.resolve())
         self._began = time.time()
         self._patched: list[tuple[Any, str, Any, Any]] = []
-        writes: Act = functools.partial(_rerouted, 1, self._to_write)
-        reads: Act = functools.partial(_rerouted, 0, self._to_read)
+        writes, reads = _rerouting(1, self._to_write), _rerouting(0, self._to_read)
         moves, removes = self._moves, self._removes
         pytorch = {"save": writes, "load": reads}
         safetensors = {"serialize_file": writes, "safe_open": reads}
@@ -54,8 +53,8 @@ class Redirection:
             # It renames and removes by pathlib, which does so by os.
             "torch.distributed.checkpoint.filesystem": {
                 "FileSystem.create_stream": self._streams,
-                "FileSystem.exists": self._looks,
-                "FileSystem.mkdir": self._makes_folder,
+                "FileSystem.exists": _rerouting(1, lambda path: Path(self._to_read(path))),
+                "FileSystem.mkdir": _rerouting(1, lambda path: self._scratch(path) or path),
             },
             **{f"lightning{dot}fabric.utilities.cloud_io": lightning for dot in "._"},
         }
@@ -187,21 +186,19 @@ class Redirection:
             to.parent.mkdir(parents=True, exist_ok=True)
         return plain(files, to or Path(self._to_read(path)), mode)
 
-    def _looks(self, plain: Any, files: Any, path: Any) -> Any:
-        return plain(files, Path(self._to_read(path)))
 
-    def _makes_folder(self, plain: Any, files: Any, path: Any) -> Any:
-        return plain(files, self._scratch(path) or path)
+def _rerouting(at: int, to: Callable[[Any], Any]) -> Act:
+    """Gives a function another path at this position, or as the keyword of that position."""
 
+    def act(plain: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > at:
+            args = (*args[:at], to(args[at]), *args[at + 1 :])
+        for name in ("f", "filename", "path", "path_or_url"):
+            if name in kwargs:
+                kwargs[name] = to(kwargs[name])
+        return plain(*args, **kwargs)
 
-def _rerouted(at: int, to: Callable[[Any], Any], plain: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Give a function another path at this position, or as the keyword of that position."""
-    if len(args) > at:
-        args = (*args[:at], to(args[at]), *args[at + 1 :])
-    for name in ("f", "filename", "path_or_url"):
-        if name in kwargs:
-            kwargs[name] = to(kwargs[name])
-    return plain(*args, **kwargs)
+    return act
 
 
 def _wrapped(act: Act, plain: Callable[..., Any]) -> Callable[..., Any]:

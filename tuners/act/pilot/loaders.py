@@ -63,16 +63,12 @@ class Loaders:
     Args:
         failed: told what ended workers, once the script goes on without them.
         override: whether to take over loaders' own workers too, with their settings until `set`.
-
-    Attributes:
-        waited_s, taken: since `begin_lap`, seconds that the script has waited for batches, and
-            batches that came from workers.
     """
 
     def __init__(self, failed: Callable[[Exception], None], *, override: bool = False) -> None:
         self._failed, self._override = failed, override
-        self.waited_s = 0.0
-        self.taken = self._unfinished_before = 0
+        self.waited_s = 0.0  # that the script has waited for batches since `begin_lap`
+        self.taken = self._unfinished_before = 0  # batches from workers since then
         self._batch_bytes = self._most = 0
         self._looking = True
         self._feeding: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()

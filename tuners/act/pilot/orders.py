@@ -128,11 +128,8 @@ def bringing(injected: Path) -> dict[str, str]:
 
 class Line:
     """A Guide that asks the tuning process; without an answer the script goes on unmodified.
-
-    Args:
-        secret: that both sides know; None if the socket is in a folder of this user's alone.
-        patience_s: how long an answer may take; None: for ever.
-    """
+    `secret`: that both sides know; None if the socket is in a folder of this user's alone.
+    `patience_s`: how long an answer may take; None: for ever."""
 
     def __init__(
         self, address: str, secret: bytes | None, *, patience_s: float | None = None

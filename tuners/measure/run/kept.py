@@ -80,10 +80,7 @@ def _mark(value: object) -> object:
 
 def _numpy() -> object:
     numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    kind, state, *rest = numpy.random.get_state()
-    return kind, state.tobytes(), *rest
+    return numpy and repr(numpy.random.get_state(legacy=False))
 
 
 def hooked(modules: Sequence[nn.Module]) -> bool:
