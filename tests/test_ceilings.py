@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-CEILINGS = {"tuners": 15_510, "cache": 7_600, "advisor": 18_600}
-"""None is raised; what falls below one lowers it. The aim is 14,000, 5,000 and 11,000."""
+CEILINGS = {"tuners": 14_000, "cache": 7_600, "advisor": 18_600}
+"""None is raised; what falls below one lowers it. The aim for the other two is 5,000 and 11,000."""
 
 
 @pytest.mark.parametrize("folder", CEILINGS)
