@@ -40,12 +40,6 @@ def test_another_batch_trains_on_as_many_samples() -> None:
     assert Length(steps=1, batch=64).rate(large) == 64 / 0.5
 
 
-@pytest.mark.parametrize("wrong", [{}, {"steps": 5, "seconds": 1.0}, {"steps": -1}])
-def test_a_job_has_one_length(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="either steps or seconds"):
-        Length(batch=64, **wrong)
-
-
 def test_only_what_is_ever_fastest_counts() -> None:
     never = Pace(batch=64, first_step_s=24.0, step_s=0.029)
     assert break_even([EAGER, never, COMPILED]) == [(1, 0), (1252, 2)]
