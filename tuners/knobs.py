@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 COMPUTE, INPUT = "compute", "input"  # stages: a batch lies on the device; a loader feeds it
-WORKERS = "num_workers"
+WORKERS, THREADS = "num_workers", "threads"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -463,7 +463,7 @@ KNOBS: tuple[Knob, ...] = (
         captured=(True,),
     ),
     Knob(
-        name="threads",
+        name=THREADS,
         summary="CPU threads inside one operation",
         domain=range(1, 2**12 + 1),
         default=None,

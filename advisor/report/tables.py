@@ -171,7 +171,7 @@ def said(record: Record) -> Iterator[str]:
         what = described(advised.config, record.baseline.config, nothing=baseline)
         again = f" {AGAIN}" if gains(record) and made.effort != INTERRUPTED else ""
         yield (
-            f"The fastest turn of {what} in the race was {unsteady:.2f}x its slowest: the host, "
+            f"The fastest turn of {what} was {unsteady:.2f}x its slowest: the host, "
             "which is the limit here, was busy or shared, and the speed-up is known no better than "
             f"its interval says.{again}"
         )

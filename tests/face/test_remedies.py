@@ -74,7 +74,7 @@ def test_a_host_that_was_busy_is_no_remedy_beside_another() -> None:
 
 @pytest.mark.parametrize("other", [tables.AGAIN, "Give a larger --budget."])
 def test_a_budget_that_is_named_is_the_only_remedy(other: str) -> None:
-    named = "not tried for want of time: bf16; --budget 80s has the time for it"
+    named = "not measured for want of time: bf16; --budget 80s has the time for it"
     assert list(one_remedy([f"Could not tell. {other}", named])) == ["Could not tell.", named]
     assert list(one_remedy([f"Could not tell. {other}"])) == [f"Could not tell. {other}"]
 

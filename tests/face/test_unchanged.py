@@ -51,7 +51,7 @@ def test_it_is_not_started(made: Record) -> None:
 
 
 def test_a_larger_budget_goes_on(made: Record) -> None:
-    """`not tried for want of time` names one."""
+    """`not measured for want of time` names one."""
     more = f"{made.provenance.budget_s + 1:g}s"
     assert asked(budget=more).known() is None
 

@@ -143,6 +143,41 @@ def test_lightnings(out: Path) -> None:
     assert users(out) == BEFORE
 
 
+def test_a_trainers_checkpoints_of_transformers_with_all_their_files(out: Path) -> None:
+    transformers = pytest.importorskip(
+        "transformers", reason="NOT CHECKED: transformers is not installed"
+    )
+    folder = out / "trained"
+    (folder / "checkpoint-2").mkdir(parents=True)
+    kept = [folder / "checkpoint-2" / name for name in ("trainer_state.json", "optimizer.pt")]
+    kept += [folder / "config.json", folder / "model.safetensors"]
+    for one in kept:
+        one.write_text("the user's")
+        os.utime(one, (1, 1))
+    before = users(out)
+    config = transformers.GPT2Config(
+        vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0
+    )
+    how = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=4,
+        save_steps=2,
+        save_total_limit=1,
+        per_device_train_batch_size=2,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    sample = {"input_ids": torch.arange(8), "labels": torch.arange(8)}
+    model = transformers.GPT2LMHeadModel(config)
+    trainer = transformers.Trainer(model=model, args=how, train_dataset=[sample] * 8)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    assert users(out) == before
+    assert [one.name for one in folder.iterdir() if one.is_dir()] == ["checkpoint-2"]
+
+
 def test_it_leaves_what_was_patched_after_it(tmp_path: Path) -> None:
     plain, finders = torch.serialization.save, list(sys.meta_path)
     redirection = Redirection(tmp_path / "other" / "checkpoints")

@@ -246,7 +246,7 @@ def test_what_a_short_job_has_no_time_to_compile_is_not_advised(
         (WRONG_CODE, 150.0, "compile=reduce-overhead, bf16: 2.8", "does not train like fp32"),
         (DOUBTED, 150.0, "compile=reduce-overhead, bf16: 2.8", "could not be compared"),
         ({}, 90.0, "compile=cudagraphs: 1.6", "another one is as fast or faster"),
-        ({}, 20.0, "not tried for want of time", "--budget"),
+        ({}, 20.0, "not measured for want of time", "--budget"),
     ],
     ids=["wrong", "unverified", "slower", "no time"],
 )
@@ -282,6 +282,29 @@ def test_a_config_too_noisy_to_tell_does_not_put_out_a_clear_one() -> None:
         found = tuned(Restless(BASE, seed=seed), SPACE, 150.0)
         assert advised(found)["precision"] == "bf16"
         assert speedup(found) > 1.2
+
+
+def test_threads_are_not_advised_by_a_busy_host() -> None:
+    """The load slows the script unless it has one thread."""
+    of = space("cpu", cores=2, threads=2, convolves=False)
+
+    class Busy(MadeUp):
+        def block(self, config: Config, steps: int, **how: Any) -> Block:
+            waits = self.load(self.time) if config["threads"] == 2 else 1.0
+            self.step_s, step_s = self.step_s * waits, self.step_s
+            try:
+                return super().block(config, steps, **how)
+            finally:
+                self.step_s = step_s
+
+    quiet = Busy(of.default, gains={("threads", 1): 0.8})
+    assert advised(tuned(quiet, of, 60.0)) == of.default
+    draw = random.Random(1)
+    busy = Busy(of.default, gains={("threads", 1): 0.8})
+    busy.load = lambda _time: draw.choice([3.0, 4.0, 8.0])
+    found = tuned(busy, of, 60.0)
+    assert advised(found) == of.default
+    assert any("the host is busy" in line for line in found.remarks)
 
 
 def test_a_search_that_the_place_ends_is_not_complete() -> None:

@@ -355,7 +355,7 @@ class Tuner:
         best = self._visits.best(batch=self._space.batch).config
         if dear and not self._space.is_dear(best):
             remedy = self._remedy or self._budget(self._passed_over[dear[0]])
-            yield f"not tried for want of time: {self._named(dear[0])}; {remedy}"
+            yield f"not measured for want of time: {self._named(dear[0])}; {remedy}"
 
     def _budget(self, more_s: float) -> str:
         """The budget that has so many seconds more, rounded up to tens, as it can be typed."""

@@ -1,10 +1,10 @@
 """Checkpoints of a run that is being tuned: written to a scratch folder, and read from there.
 
 What a tuned script saves is worthless, and must not replace what the user has saved before. So
-PyTorch, safetensors, torch.distributed.checkpoint and Lightning write a file to the same path below
-a scratch folder, and look there first when they read; so do `os` and `shutil` with such files. All
-else is untouched: `open`, folders, file objects. Processes of one job share the folder, so its
-content decides, and no table in memory.
+PyTorch, safetensors, torch.distributed.checkpoint, Lightning and transformers' Trainer write a file
+to the same path below a scratch folder, and look there first when they read; so do `os` and
+`shutil` with such files. All else is untouched: `open`, folders, file objects. Processes of one job
+share the folder, so its content decides, and no table in memory.
 """
 
 from __future__ import annotations
@@ -57,6 +57,12 @@ class Redirection:
                 "FileSystem.mkdir": _rerouting(1, lambda path: self._scratch(path) or path),
             },
             **{f"lightning{dot}fabric.utilities.cloud_io": lightning for dot in "._"},
+            # Its checkpoints are folders, with files that it opens itself.
+            "transformers.trainer": {
+                "Trainer._get_output_dir": lambda plain, *a, **kw: self._to_folder(plain(*a, **kw)),
+                "Trainer.save_model": self._saves_model,
+            },
+            "transformers.trainer_callback": {"TrainerState.save_to_json": writes},
         }
 
     def install(self) -> None:
@@ -136,6 +142,21 @@ class Redirection:
         found = self._there(path)
         return path if found is None or found.is_dir() else str(found)
 
+    def _to_folder(self, path: Any) -> Any:
+        """The scratch folder for one of the user's."""
+        if (found := self._scratch(path)) is None:
+            return path
+        found.mkdir(parents=True, exist_ok=True)
+        return str(found)
+
+    def _saves_model(
+        self, plain: Any, trainer: Any, output_dir: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Save a model; over the user's own in a scratch folder, also what it opens by itself."""
+        output_dir = trainer.args.output_dir if output_dir is None else output_dir
+        to = self._to_folder(output_dir) if self._is_users(output_dir) else output_dir
+        return plain(trainer, to, *args, **kwargs)
+
     def _is_users(self, path: Any) -> bool:
         """Whether a file, or one below a folder, is a checkpoint from before this process."""
         below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
@@ -193,7 +214,7 @@ def _rerouting(at: int, to: Callable[[Any], Any]) -> Act:
     def act(plain: Any, /, *args: Any, **kwargs: Any) -> Any:
         if len(args) > at:
             args = (*args[:at], to(args[at]), *args[at + 1 :])
-        for name in ("f", "filename", "path", "path_or_url"):
+        for name in ("f", "filename", "path", "path_or_url", "json_path"):
             if name in kwargs:
                 kwargs[name] = to(kwargs[name])
         return plain(*args, **kwargs)
