@@ -13,7 +13,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import RACED, Choice, Trial, Winner
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.decisions import CLEARLY, GAIN, LOOKS, NOTABLE, TELLS, TURN_S
+from advisor.tuners.decisions import CLEARLY, GAIN, HOPELESS, LOOKS, NOTABLE, TELLS, TURN_S
 from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.search.ratio import LEVEL, UNMEASURED, Noise, Ratio, paired
 from advisor.tuners.search.space import Space
@@ -296,6 +296,8 @@ def _why_not(visits: Visits, visit: Visit, ratio: Ratio) -> str:
         return "it does not train like fp32" if wrong else "it could not be compared with fp32"
     if compared is None and visits.is_doubtful(visit.config) and visits.leads(visit):
         return "it was not compared with fp32"
+    if ratio.high == math.inf and score(visit) >= HOPELESS * score(visits.best()):
+        return "one turn does not tell"
     if ratio.high < math.inf and not ratio.faster:
         return "too noisy to tell" if ratio.low <= 1 else "too noisy to tell how much it gains"
     return "another one is as fast or faster"
