@@ -315,7 +315,9 @@ class _Tuning(ABC):
             self._progress.notice(f"tuned without --map {', '.join(sorted(more))}; goes on with it")
             return _Before()
         if not suffices(known.provenance.effort, plan.effort):
-            self._progress.notice(f"tuned {known.provenance.how}; goes on with {plan.effort}")
+            self._progress.notice(
+                f"tuned {known.provenance.how}; goes on with --effort {plan.effort}"
+            )
         elif larger(plan, known.provenance):
             budgets = known.provenance.budget_s, plan.seconds
             self._progress.notice("tuned with --budget {:g}s; goes on with {:g}s".format(*budgets))

@@ -120,7 +120,7 @@ def _raced(record: Record, choice: Choice, limits: Limits, *, free: bool) -> Ans
 
 
 def _no_gain(record: Record) -> str:
-    return "nothing measured is clearly faster" if record.compares else "nothing else was raced"
+    return "nothing measured is clearly faster" if record.compares else "nothing else was measured"
 
 
 def _at(use: str) -> int:

@@ -117,7 +117,7 @@ def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
         assert "In your script" not in first.stdout, "there is nothing to follow yet"
         assert "nothing else raced" in " ".join(advisor(here, "show").stdout.split())
         advice = package.lookup("model.py:Net", device="cpu", strict=True)
-        assert "torch's default: nothing else was raced" in advice.served.reason
+        assert "torch's default: nothing else was measured" in advice.served.reason
         again = advisor(here, *TUNE, *only, "--budget", "3s", "--json", "--for", "https://x")
         assert (again.returncode, json.loads(again.stdout)["status"]) == (3, "unfinished")
         assert "continues after 1 visits" in again.stderr
@@ -147,7 +147,7 @@ def test_an_interrupted_tuning_keeps_its_best_and_goes_on(here: Path) -> None:
     with made_up(gains):
         again = advisor(here, *TUNE, *only)
         assert again.returncode == 0
-        assert "tuned until it was cut short; goes on with normal" in again.stderr
+        assert "tuned until it was cut short; goes on with --effort normal" in again.stderr
         assert "visits of an earlier run" in again.stderr
         found = package.lookup("model.py:Net", device="cpu", strict=True)
         assert best.config["channels_last"] and best.config["compile"] == "none"

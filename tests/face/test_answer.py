@@ -134,7 +134,7 @@ class TestRaced:
         assert found.flags == BASE
 
     def test_nobody_is_told_that_it_won_where_nothing_was_raced(self) -> None:
-        alone = "torch's default: nothing else was raced"
+        alone = "torch's default: nothing else was measured"
         for asked in ({}, {"steps": 100}, {"seconds": 60.0}, {"steps": 100, "free": True}):
             assert answer(record(), request(**asked)).reason == alone
 

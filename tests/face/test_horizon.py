@@ -281,6 +281,6 @@ def test_more_effort_goes_on_and_less_does_not(
     less = tune("quick", 6.0, 300)
     assert less.known and less.record == first and said == []
     more = tune("exhaustive", 3.0, None).record
-    assert said[0] == "tuned with --effort normal; goes on with exhaustive"
+    assert said[0] == "tuned with --effort normal; goes on with --effort exhaustive"
     assert (more.provenance.effort, more.provenance.steps) == ("exhaustive", 0)
     assert "--effort exhaustive" in tune_again(more)

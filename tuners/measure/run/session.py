@@ -273,7 +273,7 @@ class Flight:
             return Ended("crashed", GONE if len(self._pipes) == 1 else several)
         code, last = self.command.obituary()
         ended, note = f"ended with {how(code)}", self.command.note
-        printed = f": {last}" if last else ""
+        printed = f": {last}" if last and code else ""  # the last words of a failure say why
         if self._pipes:
             return Ended("crashed", f"the command {ended}{printed}", code, own=code > 0)
         mend = MEND if code else "give a command that trains for longer"
