@@ -186,8 +186,10 @@ class Switch:
         IN_FORCE.put(self._flags)
 
     def release_flags(self) -> None:
-        """Set them back: another model trains, for which they were not measured."""
-        IN_FORCE.release(self._flags)
+        """Set them back: another model trains, for which they were not measured. Code that was
+        compiled under them would be compiled again without."""
+        if not self._seen[self.config].compiles:
+            IN_FORCE.release(self._flags)
 
     def forget(self, config: Config) -> None:
         """Free what only this config has compiled and laid out, unless it is set now."""
