@@ -106,7 +106,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
     made.insert("cache/task.py", "\n    @classmethod\n    def of(", FIELD)
     for file in ("advisor/tuning.py", "advisor/finding/lookups.py"):
         made.insert(file, "    vocab: int | None = None,\n", "    flavour: str | None = None,\n")
-    made.insert("tuners/knobs.py", '    Knob(\n        name=THREADS,', KNOB)
+    made.insert("tuners/knobs.py", "    Knob(\n        name=THREADS,", KNOB)
     yield made
     made.end()
 
