@@ -248,7 +248,7 @@ REFUSED = {
     "no torch": (
         "print(5)",
         "no process of the command has imported torch; it ended with exit "
-        "code 0: 5. What it printed is in",
+        "code 0. What it printed is in",
     ),
     "reads": ("input()", "it ended with exit code 1: EOFError"),
     "no code": (
