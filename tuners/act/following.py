@@ -30,7 +30,7 @@ PIECES: tuple[Piece, ...] = get_args(Piece)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """Where a config comes from, and what is known of it; by default it is yet to be measured."""
+    """The origin of a config, and the facts known about it. The defaults fit an unmeasured one."""
 
     # 'exact', 'stale' (measured under another driver or version), 'nearest' (taken from a similar
     # record), 'miss' or 'disabled'.

@@ -10,7 +10,7 @@
 - `torch.autograd.backward`, which `Tensor.backward` calls, while a config is set or compared: no
   hook is told which loss it begins at, or what it raises.
 - `torch._C._current_graph_task_id`, as in PyTorch's own checkpoint: whether backward runs.
-- `step` of an optimizer with other kernels than the script's: no hook is told that it raises.
+- `step` of an optimizer with other kernels than the script's: no hook reports its exceptions.
 - `sys.excepthook`: why a script ends.
 - `_global_forward_hooks_with_kwargs`: what a global hook leaves there when it is removed.
 """

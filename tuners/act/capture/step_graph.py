@@ -55,7 +55,7 @@ class StepGraph:
         example: a batch on the device, as those to come.
         models: those that the step trains.
         scaler: of the loss, if the step's own code does not hold it.
-        failed: is told why the step is not replayed.
+        failed: called with the reason if the step is not replayed.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ Parts = dict[nn.Module, Callable[..., Any]]  # the compiled calls of modules wit
 
 class Call:
     """Replaces the call of a trained model: counts it, and makes training calls through `act`.
-    Evaluation stays the script's own. `struck`, if any, is told what only `act` raises."""
+    Evaluation stays the script's own. `struck`, if any, gets exceptions that only `act` raises."""
 
     def __init__(self, one: Trained, seat: nn.Module) -> None:
         self.one, self.seat = one, seat
