@@ -115,6 +115,7 @@ class Step:
 
     Attributes:
         made: passes, by config.
+        other_masks: whether a seed gives other dropout masks in bf16, as on a GPU.
     """
 
     def __init__(self, kind: str, fault: str = "", backend: str = "aot_eager") -> None:
@@ -127,6 +128,7 @@ class Step:
         if kind != "recurrent":  # which dynamo does not trace by itself
             self._compiled = torch.compile(self.model, backend=backend)
         self.made: dict[Config, int] = {}
+        self.other_masks = False
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
         self.made[config] = self.made.get(config, 0) + 1
@@ -136,6 +138,8 @@ class Step:
                 weight.copy_(kept)
         move(list(weights.values()), point)
         torch.manual_seed(seed)
+        if self.other_masks and config["precision"] == "bf16":
+            torch.rand(1)
         inputs, labels = self._batches[point % POINTS]
         compiled = config["compile"] != "none"
         with torch.autocast("cpu", torch.bfloat16, enabled=config["precision"] == "bf16"):
@@ -212,6 +216,17 @@ def test_what_is_right_passes(kind: str, config: Config) -> None:
 def test_other_masks_of_compiled_code_pass() -> None:
     found = compared(Step("layers", backend="inductor"), BOTH)
     assert found.ok, found
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [("", "ok"), ("layer", "wrong")])
+@pytest.mark.parametrize("kind", ["layers", "dropout"])
+def test_other_masks_in_another_number_format_hide_no_fault(
+    kind: str, fault: str, outcome: str
+) -> None:
+    step = Step(kind, fault)
+    step.other_masks = True
+    found = compared(step, BOTH)
+    assert found.outcome == outcome, found
 
 
 @pytest.mark.parametrize(

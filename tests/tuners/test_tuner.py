@@ -18,7 +18,7 @@ from advisor.tuners.measure.place import UNVERIFIED, Block, Compared
 from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.order import Recipe
 from advisor.tuners.search.plan import Clock, Progress
-from advisor.tuners.search.tuner import tuned_loader
+from advisor.tuners.search.tuner import NUMERICS, tuned_loader
 from tests.builders import GAINS, Heard, MadeUp, advised, space, speedup, tuned
 
 SPACE = space()
@@ -398,6 +398,20 @@ def test_nothing_is_compared_where_numbers_do_not_matter() -> None:
     place = MadeUp(BASE)
     found = tuned(place, SPACE, 90.0, compares=False)
     assert place.compared == [] and near_best(place, advised(found), LEADER)
+
+
+def test_a_comparison_is_kept_for_every_loader_of_its_code() -> None:
+    """A record says so of each config, and of the winner above all."""
+    of = space(workers=8)
+    place = MadeUp(of.default)
+    place.waits_s = lambda config: 1 / (20 * max(1, knobs.workers(config)))
+    found = tuned(place, of, 200.0)
+    compared = [trial.config for trial in found.trials if trial.stage == NUMERICS]
+    assert len({knobs.workers(config) for config in compared}) > 1
+    codes = {config.without(*knobs.FEEDS) for config in compared}
+    visited = {trial.config for trial in found.trials if trial.stage != NUMERICS}
+    assert {one for one in visited if one.without(*knobs.FEEDS) in codes} <= set(compared)
+    assert len(place.compared) == len(codes)
 
 
 def test_the_sampler_goes_on_where_the_recipe_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,7 @@ class Draws:
         self._reference = reference
         self.count = 0
         self.apart: list[Tensor] = []  # by point: how far its first pass is from fp32's
+        self.shift = torch.zeros(())  # (tensor) how far its means are from fp32's
         self._before: dict[int, Tensor] = {}
         self._along: list[Tensor] = []
         self._spreads: list[Tensor] = []
@@ -198,6 +199,7 @@ class Reference:
             self.own.add(vector, loss, vector)
         self.signal = torch.stack([self.dots(*self._halves(point)) for point in range(POINTS)])
         self._formats.clear()  # which were compared with fewer
+        self._shares.clear()
         size = torch.stack([self.norms(one) for one in self._firsts])
         gradients = slice(self.outputs, None)
         usual = size[:, gradients].norm(dim=1, keepdim=True) / self.counts[gradients].sum().sqrt()
@@ -222,14 +224,23 @@ class Reference:
         seeds = range(count, 2 * count)
         if first or not self.draws:
             seeds = range(self._own_seed(0), self._own_seed(POINTS))
+        sums = torch.zeros_like(self._sums)
         for number, seed in enumerate(seeds):
             point = number % POINTS
             vector, loss = self.sample(config, point + offset, seed)
             even, odd = self._halves(point)
             drawn.add(vector, loss, (even + odd) / 2)
+            if self.draws:
+                sums[point, number // POINTS % 2] += vector
             if number < POINTS:
                 apart = self.norms(vector - self._firsts[point])
                 drawn.apart.append(apart / self._size[point])
+        if self.draws and not first:
+            # The product of two halves: what the draws differ by has no part in it.
+            halves = (sums - self._sums) / (self.rounds / 2)
+            squares = torch.stack([self.dots(*halves[point]) for point in range(POINTS)]).sum(0)
+            signal = self.signal.sum(0).clamp(min=TINY)
+            drawn.shift = (squares.clamp(min=0) / signal).sqrt()
         return drawn
 
     def share(self, plain: Config) -> Tensor:
@@ -238,7 +249,10 @@ class Reference:
             share = self.rounding
             if plain != self.fp32:
                 drawn = self.draw(plain, first=True) if self.draws else self.of(plain)
-                share = share.maximum(torch.stack(drawn.apart))
+                apart = torch.stack(drawn.apart)
+                if self.draws:  # equal seeds may be other masks in another format
+                    apart = apart.minimum(self.of(plain).shift)
+                share = share.maximum(apart)
             usual = share.median(dim=1, keepdim=True).values.clamp(max=LOST)
             self._shares[plain] = share.maximum(usual)
         return self._shares[plain]

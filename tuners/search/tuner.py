@@ -245,10 +245,11 @@ class Tuner:
         leave_s = self._costs.comparison_s(config) + self._costs.race_s([config], PAIRS)
         visit = self._visitor.visit(config, best, proposal.turn_s, leave_s)
         self._visits.add(visit)
+        known = self._visits.compared(config) is not None  # as code: with another loader
         asks = self._visits.leads(visit) or (
             proposal.compares and self._costs.comparison_s(config) <= self.clock.left_s
         )
-        if visit.ok and asks and self._visits.is_doubtful(config):
+        if visit.ok and (known or asks) and self._visits.is_doubtful(config):
             visit = dataclasses.replace(visit, seconds=visit.seconds + self._compare(config))
         self._told(asked, visit, proposal.origin)
         self._learn(visit)
