@@ -9,6 +9,7 @@ A change begins by locking the job's row, and looks at the state that it leaves.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -90,6 +91,26 @@ def submit(session: Session, asked: Asked, by: Caller) -> Submitted:
             return Submitted(job=found, new=False)
         raise
     return Submitted(job=job, new=True)
+
+
+def measure_again(session: Session, record: str, by: Caller) -> Submitted:
+    """Queue the job that found a record once more: the same code, on the record's device.
+
+    Args:
+        record: its id, as people type it.
+
+    Raises:
+        UsageError: no job whose token still holds found it, or this token has too many jobs.
+        NoCode: the job's code is not here any more.
+    """
+    found = (Job.record == record, Token.revoked.is_(None))
+    query = select(Job).join(Token, Job.token == Token.id).where(*found)
+    job = session.scalar(query.order_by(Job.id.desc()).limit(1))
+    if job is None:
+        raise UsageError(f"record {record}: no job here can measure it again; submit its command")
+    asked = Asked.of(json.loads(job.asked))
+    gpu = records.device_of(session, record) if asked.gpus else ""
+    return submit(session, dataclasses.replace(asked, gpu=gpu, force=True), by)
 
 
 def _same(session: Session, asked: Asked) -> Job | None:

@@ -374,9 +374,17 @@ def count(session: Session) -> int:
 
 def known(session: Session, id: str) -> bool:
     """Whether there is a record of this id, as people type it."""
+    return session.scalar(select(Item.key).where(*_of_id(id)).limit(1)) is not None
+
+
+def device_of(session: Session, id: str) -> str:
+    """The device that a record was measured on; '' where there is none of this id."""
+    return session.scalar(select(Item.device).where(*_of_id(id)).limit(1)) or ""
+
+
+def _of_id(id: str) -> list[ColumnElement[bool]]:
     key, _at, batch = id.partition("@")
-    where = (Item.fields != "", Item.id == key, Item.batch == int(batch or 0))
-    return session.scalar(select(Item.key).where(*where).limit(1)) is not None
+    return [Item.fields != "", Item.id == key, Item.batch == int(batch or 0)]
 
 
 def any_there(session: Session) -> bool:

@@ -20,6 +20,7 @@ from advisor.service.app import application
 from advisor.service.job_pages import job_pages
 from advisor.service.limits import Guesses, Rate, Rates
 from advisor.service.pages import site
+from advisor.service.record_forms import record_forms
 from advisor.service.routes import admin, attempts, health, jobs, records
 from tests.service.serving import Served, serving, statements, token, wait_until
 
@@ -32,7 +33,7 @@ OPEN = {
 """Routes that anybody may ask."""
 PAGES = {
     route.path  # type: ignore[attr-defined]
-    for route in (*site.routes, *job_pages.routes)
+    for route in (*site.routes, *job_pages.routes, *record_forms.routes)
 }
 """Routes that ask for a session, and send who has none to the login."""
 READING = {("POST", "/api/records")}
@@ -41,6 +42,8 @@ SUBMITTING = {
     *(("PUT", "/api/archives/{digest}"), ("POST", "/api/jobs")),
     ("POST", "/api/jobs/{number}/cancel"),
     ("POST", "/jobs/{number}/cancel"),
+    ("POST", "/api/records/{record}/measure"),
+    ("POST", "/records/{record}/measure"),
 }
 """Routes that write, and no records."""
 WORKING = {("GET", path) for path in ("/api/archives/{digest}", "/api/attempt")} | {
@@ -67,7 +70,12 @@ def routes(served: Served) -> list[tuple[str, str]]:
 def filled(path: str) -> str:
     """A path with something for each of its parameters."""
     key = "record/" + "/".join(["ab" * 6] * 4) + "/64/2.0.0." + "ab" * 6
-    known = {"{number}": "1", "{key:path}": key, "{key}": "ab" * 6 + "@64"}
+    known = {
+        "{number}": "1",
+        "{key:path}": key,
+        "{key}": "ab" * 6 + "@64",
+        "{record}": "ab" * 6 + "@64",
+    }
     known |= {"{label}": "-".join(["ab" * 6, "ab" * 6, "64", "ab" * 6]) + "." + "ab" * 6}
     known |= {"{digest}": "ab" * 32, "{name}": "ab@1", "{file}": "icon.svg"}
     return re.sub(r"\{.*?\}", lambda one: known[one[0]], path)
