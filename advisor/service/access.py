@@ -69,6 +69,11 @@ class Service:
     retuning: Retuning = field(default_factory=Retuning)
     loops: list[Loop] = field(default_factory=list)
 
+    @property
+    def troubles(self) -> list[str]:
+        """What is wrong with the server's threads, for people, as a banner on its pages."""
+        return [loop.trouble for loop in self.loops if loop.trouble]
+
     def address(self, request: Request) -> str:
         """Of the client: of a proxy's list the last, which alone it saw itself."""
         forwarded = request.headers.get("x-forwarded-for", "") if self.behind_proxy else ""

@@ -403,7 +403,7 @@ def revoke(
     here: Here, caller: Admin, _form: OwnForm, number: Annotated[int, Path(ge=1, lt=2**31)]
 ) -> Response:
     with here.database.writing() as session:
-        tokens.revoke(session, number, caller)
+        jobs.revoke_token(session, number, caller)
     return RedirectResponse("/tokens", 303)
 
 

@@ -123,17 +123,6 @@ def note_use(session: Session, caller: Caller) -> None:
         token.used = time.time()
 
 
-def revoke(session: Session, number: int, by: Caller) -> bool:
-    """Make a token hold no more, at once; whether there is one."""
-    token = session.get(schema.Token, number)
-    if token is None:
-        return False
-    if token.revoked is None:
-        token.revoked = time.time()
-        note(session, by, "token revoked", f"{token.id} {token.name} ({token.role})")
-    return True
-
-
 def listed(session: Session) -> Sequence[schema.Token]:
     """All but the server's own and those that were lent to attempts, the newest first."""
     lent = exists().where(schema.Attempt.token == schema.Token.id)

@@ -15,6 +15,7 @@ from sqlalchemy import select
 from advisor.errors import UsageError
 from advisor.jobs.token import PREFIX, digest, made
 from advisor.service import database, schema, tokens
+from advisor.service import jobs as jobs_of
 from advisor.service.access import COOKIE
 from advisor.service.app import application
 from advisor.service.job_pages import job_pages
@@ -88,7 +89,7 @@ def test_every_route_asks_for_a_token(served: Served) -> None:
     gone = token(served.database, "admin")
     with served.database.writing() as session:
         caller = tokens.find(session, gone, "")
-        assert caller is not None and tokens.revoke(session, caller.token, caller)
+        assert caller is not None and jobs_of.revoke_token(session, caller.token, caller)
     late = token(served.database, "admin", expires=time.time() + 0.2)
     time.sleep(0.3)
     served.service.guesses = Guesses(Rate(a_second=1e6, at_once=1e6))
@@ -309,7 +310,7 @@ def test_a_session_is_its_tokens(served: Served) -> None:
         cookie = tokens.log_in(session, caller)
         assert tokens.logged_in(session, cookie, "") == caller
         assert tokens.logged_in(session, text, "") is None
-        tokens.revoke(session, caller.token, caller)
+        jobs_of.revoke_token(session, caller.token, caller)
         assert tokens.logged_in(session, cookie, "") is None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import delete
 
-from advisor.service import tokens
+from advisor.service import jobs, tokens
 from advisor.service.schema import Archive, Job
 from tests.cache.examples import record
 from tests.service.serving import Answer, Served
@@ -59,7 +59,7 @@ def test_what_cannot_be_measured_again_says_why(served: Served) -> None:
     assert again(served).status == 428
     with served.database.writing() as session:
         owner = session.get_one(Job, job).token
-        tokens.revoke(session, owner, tokens.Caller(owner, "x", "admin"))
+        jobs.revoke_token(session, owner, tokens.Caller(owner, "x", "admin"))
     assert again(served, "admin").status == 422
     page = Browser(served, "admin").post(f"/records/{RECORD}/measure", {}, Accept="text/html")
     assert page.status == 422 and b"submit its command" in page.data

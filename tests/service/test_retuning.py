@@ -12,7 +12,7 @@ from sqlalchemy import delete, func, select, update
 
 from advisor.cache.codec import to_plain
 from advisor.cache.key import Key, fields
-from advisor.service import retuning, tokens, upkeep
+from advisor.service import jobs, retuning, tokens, upkeep
 from advisor.service.database import Database
 from advisor.service.retuning import DAY_S, RESTS_S, Retuning
 from advisor.service.schema import Archive, Attempt, Item, Job, Lookup
@@ -169,7 +169,7 @@ def test_what_cannot_be_measured_again_says_why(served: Served) -> None:
     assert said[0] in Browser(served, "read").get("/").data.decode()
     with served.database.writing() as session:
         owner = session.get_one(Job, job).token
-        tokens.revoke(session, owner, tokens.itself(session))
+        jobs.revoke_token(session, owner, tokens.itself(session))
     assert whys(served)[record(key=OTHER).id] == f"the token that asked for job {job} was revoked"
     assert retune(served, minutes=0) == []
     assert "--retune 0" in Browser(served, "read").get("/").data.decode()
