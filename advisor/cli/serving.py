@@ -48,9 +48,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "--executor",
     "executors",
     multiple=True,
-    default=("local",),
     metavar="local|ray-jobs:http://HOST|none",
-    help="What tunes what is submitted; repeat for several.  [default: local, this machine]",
+    help="What tunes what is submitted; repeat for several.  [default: local, this machine; none "
+    "where others can reach the server]",
 )
 @click.option(
     "--url", default="", help="Where workers find this server  [default: where it listens]"

@@ -27,7 +27,7 @@ from advisor.service import tokens
 from advisor.service.access import Service
 from advisor.service.app import application
 from advisor.service.database import DAY_S, Database
-from advisor.service.executors.schemes import open_executors
+from advisor.service.executors.schemes import LOCAL, NONE, open_executors
 from advisor.service.reconcile import Reconciler
 from advisor.service.retuning import Retuning
 from advisor.service.upkeep import upkeep
@@ -130,6 +130,11 @@ class Where:
             )
 
     @property
+    def executors(self) -> tuple[str, ...]:
+        """Those of a server for which none is named: submitted code runs as the server's user."""
+        return (NONE,) if self.behind_proxy or self.host not in LOOPBACK else (LOCAL,)
+
+    @property
     def tls(self) -> bool:
         return self.tls_cert is not None
 
@@ -146,7 +151,7 @@ def serve(
 
     Args:
         say: told once, with the address, and the first admin's token where it was made now.
-        executors: what starts jobs, as `open_executors` takes them.
+        executors: what starts jobs, as `open_executors` takes them; by default see `Where`.
         retune: GPU minutes a day in which stale records that are in use are measured again.
 
     Raises:
@@ -161,7 +166,7 @@ def serve(
 
     _allow_connections()
     context = _context(where)
-    starters = open_executors(executors, database.url)
+    starters = open_executors(executors or where.executors, database.url)
     listening = _listening(where)
     try:
         database.start(first)
