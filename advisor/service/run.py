@@ -29,7 +29,6 @@ from advisor.service.app import application
 from advisor.service.database import DAY_S, Database
 from advisor.service.executors.schemes import LOCAL, NONE, open_executors
 from advisor.service.reconcile import Reconciler
-from advisor.service.retuning import Retuning
 from advisor.service.upkeep import upkeep
 from advisor.tuners.host import keep_private
 
@@ -145,14 +144,12 @@ def serve(
     version: str,
     say: Callable[[str, str | None], None],
     executors: Sequence[str] = (),
-    retune: int = 0,
 ) -> None:
     """Serve until a signal says stop; requests that are being answered are answered first.
 
     Args:
         say: told once, with the address, and the first admin's token where it was made now.
         executors: what starts jobs, as `open_executors` takes them; by default see `Where`.
-        retune: GPU minutes a day in which stale records that are in use are measured again.
 
     Raises:
         UsageError: the address cannot be had, the certificate not be used, or an executor is none.
@@ -176,7 +173,6 @@ def serve(
             reader,
             behind_proxy=where.behind_proxy,
             tls=where.tls,
-            retuning=Retuning(starters, retune),
         )
         config = uvicorn.Config(
             application(service, version),

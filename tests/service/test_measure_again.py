@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
 import pytest
-from sqlalchemy import delete
+from sqlalchemy import delete, func, select, update
 
-from advisor.service import jobs, tokens
-from advisor.service.schema import Archive, Job
+from advisor.service import jobs, tokens, upkeep
+from advisor.service.schema import Archive, Item, Job
 from tests.cache.examples import record
 from tests.service.serving import Answer, Served
 from tests.service.test_jobs import CODE, DIGEST, RECORD, claimed, ended, submit, told
@@ -19,10 +20,11 @@ from tests.service.test_records import named, put
 H200 = "NVIDIA H200"
 
 
-def found(served: Served, **asked: Any) -> int:
+def found(served: Served, archive: str = DIGEST, **asked: Any) -> int:
     """A job that found the record."""
-    served.ask("PUT", f"/api/archives/{DIGEST}", "submit", CODE)
-    number: int = submit(served, archive=DIGEST, **asked).json["id"]
+    if archive == DIGEST:
+        served.ask("PUT", f"/api/archives/{DIGEST}", "submit", CODE)
+    number: int = submit(served, archive=archive, **asked).json["id"]
     gpus = asked.get("gpus", 1)
     one = claimed(served, H200 if gpus else "", gpus)
     assert one is not None
@@ -64,3 +66,26 @@ def test_what_cannot_be_measured_again_says_why(served: Served) -> None:
     page = Browser(served, "admin").post(f"/records/{RECORD}/measure", {}, Accept="text/html")
     assert page.status == 422 and b"submit its command" in page.data
     assert told(served, job)["state"] == "done"
+
+
+def test_code_is_kept_as_long_as_its_record(served: Served) -> None:
+    for seed, code in enumerate((CODE, CODE + b"more")):
+        digest = served_archive(served, code)
+        job = found(served, digest, options={"seed": seed})
+    with served.database.writing() as session:
+        session.execute(update(Archive).values(used=0.0))
+    upkeep.tidy(served.service)
+    with served.database.reading() as session:
+        assert list(session.scalars(select(Archive.digest))) == [digest]
+        assert session.get_one(Job, job).archive == digest
+    with served.database.writing() as session:
+        session.execute(delete(Item))
+    upkeep.tidy(served.service)
+    with served.database.reading() as session:
+        assert session.scalar(select(func.count(Archive.digest))) == 0
+
+
+def served_archive(served: Served, code: bytes) -> str:
+    digest = hashlib.sha256(code).hexdigest()
+    assert served.ask("PUT", f"/api/archives/{digest}", "submit", code).status == 201
+    return digest
