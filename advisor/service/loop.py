@@ -54,7 +54,7 @@ class Loop:
     @property
     def pause_s(self) -> float:
         """Until the next turn."""
-        backoff = self._every_s * 2 ** min(self._failures, 20)
+        backoff = self._every_s * 2.0 ** min(self._failures, 20)
         return max(self._every_s, min(backoff, MAX_PAUSE_S))
 
     @property
