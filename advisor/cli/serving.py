@@ -48,27 +48,19 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "--executor",
     "executors",
     multiple=True,
-    default=("local",),
     metavar="local|ray-jobs:http://HOST|none",
-    help="What tunes what is submitted; repeat for several.  [default: local, this machine]",
+    help="What tunes what is submitted; repeat for several.  [default: local, this machine; none "
+    "where others can reach the server]",
 )
 @click.option(
     "--url", default="", help="Where workers find this server  [default: where it listens]"
 )
-@click.option(
-    "--retune",
-    type=click.IntRange(0, 10**6),
-    default=60,
-    metavar="MINUTES",
-    help="GPU minutes a day in which stale records that are in use are measured again; 0: none.  "
-    "[default: 60]",
-)
-def serve(database: str | None, executors: tuple[str, ...], retune: int, **where: Any) -> None:
+def serve(database: str | None, executors: tuple[str, ...], **where: Any) -> None:
     """Serve records to a team over HTTP, and tune what it submits, until SIGTERM or Ctrl-C."""
     from advisor import __version__
 
     run = _run()
-    run.serve(_opened(database), run.Where(**where), __version__, _say, executors, retune)
+    run.serve(_opened(database), run.Where(**where), __version__, _say, executors)
 
 
 def _say(address: str, token: str | None) -> None:

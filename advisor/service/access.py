@@ -24,7 +24,6 @@ from advisor.service.limits import Guesses, Rate, Rates, bearer
 from advisor.service.lookups import Lookups
 from advisor.service.loop import Loop
 from advisor.service.metrics import Metrics
-from advisor.service.retuning import Retuning
 from advisor.service.schema import Attempt
 from advisor.service.tokens import Caller
 
@@ -51,7 +50,6 @@ class Service:
         stopping: it answers what it is asked, and no more.
         streams: how many look at a job as it goes on.
         lookups: those that are not in the database yet.
-        retuning: what has stale records measured again.
         loops: what else the server does, in threads of their own.
     """
 
@@ -66,8 +64,12 @@ class Service:
     stopping: threading.Event = field(default_factory=threading.Event)
     streams: int = 0
     lookups: Lookups = field(default_factory=Lookups)
-    retuning: Retuning = field(default_factory=Retuning)
     loops: list[Loop] = field(default_factory=list)
+
+    @property
+    def troubles(self) -> list[str]:
+        """What is wrong with the server's threads, for people, as a banner on its pages."""
+        return [loop.trouble for loop in self.loops if loop.trouble]
 
     def address(self, request: Request) -> str:
         """Of the client: of a proxy's list the last, which alone it saw itself."""

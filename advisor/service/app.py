@@ -17,6 +17,7 @@ from advisor.service.job_pages import job_pages
 from advisor.service.limits import Bodies, Headers
 from advisor.service.metrics import Measured
 from advisor.service.pages import shown, site
+from advisor.service.record_forms import record_forms
 from advisor.service.routes import api
 
 _log = logging.getLogger("advisor")
@@ -34,6 +35,7 @@ def application(service: Service, version: str) -> FastAPI:
     app.include_router(api)
     app.include_router(site)
     app.include_router(job_pages)
+    app.include_router(record_forms)
     app.add_exception_handler(HTTPException, _told)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(RecordDamaged, _refused)

@@ -9,8 +9,10 @@ A change begins by locking the job's row, and looks at the state that it leaves.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +62,7 @@ def submit(session: Session, asked: Asked, by: Caller) -> Submitted:
     Raises:
         NoCode: its archive is not here. UsageError: this token has too many jobs.
     """
+    _check_token(session, by)
     if found := _same(session, asked):
         return Submitted(job=found, new=False)
     at = now(session)
@@ -90,6 +93,33 @@ def submit(session: Session, asked: Asked, by: Caller) -> Submitted:
             return Submitted(job=found, new=False)
         raise
     return Submitted(job=job, new=True)
+
+
+def _check_token(session: Session, by: Caller) -> None:
+    """Refuse a token that was revoked since the request began; none is revoked before this ends."""
+    query = select(Token.revoked).where(Token.id == by.token).with_for_update(read=True)
+    if session.scalar(query) is not None:
+        raise UsageError("the token was revoked")
+
+
+def measure_again(session: Session, record: str, by: Caller) -> Submitted:
+    """Queue the job that found a record once more: the same code, on the record's device.
+
+    Args:
+        record: its id, as people type it.
+
+    Raises:
+        UsageError: no job whose token still holds found it, or this token has too many jobs.
+        NoCode: the job's code is not here any more.
+    """
+    found = (Job.record == record, Token.revoked.is_(None))
+    query = select(Job).join(Token, Job.token == Token.id).where(*found)
+    job = session.scalar(query.order_by(Job.id.desc()).limit(1))
+    if job is None:
+        raise UsageError(f"record {record}: no job here can measure it again; submit its command")
+    asked = Asked.of(json.loads(job.asked))
+    gpu = records.device_of(session, record) if asked.gpus else ""
+    return submit(session, dataclasses.replace(asked, gpu=gpu, force=True), by)
 
 
 def _same(session: Session, asked: Asked) -> Job | None:
@@ -132,6 +162,27 @@ def cancel(session: Session, number: int, by: Caller) -> str | None:
     if job.state in LIVE:
         change(session, job, "cancelled", f"by {by.name}", by)
     return job.state
+
+
+def revoke_token(session: Session, number: int, by: Caller) -> bool:
+    """End a token at once, and cancel its jobs; their attempts' tokens end too.
+
+    Returns:
+        Whether there is such a token.
+    """
+    token = session.get(Token, number, with_for_update=True)
+    if token is None:
+        return False
+    if token.revoked is None:
+        token.revoked = time.time()
+        note(session, by, "token revoked", f"{token.id} {token.name} ({token.role})")
+        theirs = select(Job).where(Job.token == number, Job.state.in_(LIVE)).order_by(Job.id)
+        for job in session.scalars(theirs.with_for_update()):
+            change(session, job, "cancelled", "the token that asked for it was revoked", by)
+    attempts = select(Attempt.token).join(Job, Attempt.job == Job.id).where(Job.token == number)
+    lent = update(Token).where(Token.id.in_(attempts), Token.revoked.is_(None))
+    session.execute(lent.values(revoked=time.time()))
+    return True
 
 
 def because(session: Session, which: Iterable[ColumnElement[bool]], reason: str) -> None:

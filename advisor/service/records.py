@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, Row, Select, bindparam, func, select, union_all
+from sqlalchemy import ColumnElement, Row, Select, Subquery, bindparam, func, select, union_all
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, defer
 
@@ -374,9 +374,17 @@ def count(session: Session) -> int:
 
 def known(session: Session, id: str) -> bool:
     """Whether there is a record of this id, as people type it."""
+    return session.scalar(select(Item.key).where(*_of_id(id)).limit(1)) is not None
+
+
+def device_of(session: Session, id: str) -> str:
+    """The device that a record was measured on; '' where there is none of this id."""
+    return session.scalar(select(Item.device).where(*_of_id(id)).limit(1)) or ""
+
+
+def _of_id(id: str) -> list[ColumnElement[bool]]:
     key, _at, batch = id.partition("@")
-    where = (Item.fields != "", Item.id == key, Item.batch == int(batch or 0))
-    return session.scalar(select(Item.key).where(*where).limit(1)) is not None
+    return [Item.fields != "", Item.id == key, Item.batch == int(batch or 0)]
 
 
 def any_there(session: Session) -> bool:
@@ -394,34 +402,35 @@ class Line:
     created: float
 
 
+def newest_versions() -> Subquery:
+    """The newest version of each record, one row a record: keys of `items`."""
+    order = func.row_number().over(
+        partition_by=Item.place, order_by=(Item.created.desc(), Item.key)
+    )
+    versions = select(Item.key, order.label("version")).where(Item.fields != "").subquery()
+    return select(versions.c.key).where(versions.c.version == 1).subquery()
+
+
 def newest(session: Session, most: int, skip: int = 0) -> list[Line]:
     """Each record once, the newest first."""
-    last = (
-        select(Item.place, func.max(Item.created).label("created"))
-        .where(Item.fields != "")
-        .group_by(Item.place)
-        .subquery()
-    )
+    last = newest_versions()
     query = (
         select(Item.id, Item.batch, Item.called, Item.device, Item.speedup, Item.created)
-        .join(last, (Item.place == last.c.place) & (Item.created == last.c.created))
+        .join(last, Item.key == last.c.key)
         .order_by(Item.created.desc(), Item.key)
         .offset(skip)
         .limit(most)
     )
-    found: dict[str, Line] = {}
-    for id, batch, called, device, speedup, created in session.execute(query):
-        one = f"{id}@{batch}"
-        found.setdefault(
-            one, Line(id=one, target=called, device=device, speedup=speedup, created=created)
-        )
-    return list(found.values())
+    return [
+        Line(id=f"{id}@{batch}", target=called, device=device, speedup=speedup, created=created)
+        for id, batch, called, device, speedup, created in session.execute(query)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """What is known of a kind of device: how many records, and their least, mean and largest
-    speed-up."""
+    """The records of one kind of device: how many, and their least, mean and largest speed-up.
+    Of each record the newest version counts."""
 
     device: str
     records: int
@@ -433,7 +442,8 @@ class Fleet:
 
 def fleet(session: Session) -> list[Fleet]:
     """Each kind of device, the one with the most records first."""
-    number = func.count(Item.place.distinct())
+    last = newest_versions()
+    number = func.count(Item.key)
     query = (
         select(
             Item.device,
@@ -443,13 +453,13 @@ def fleet(session: Session) -> list[Fleet]:
             func.max(Item.speedup),
             func.max(Item.created),
         )
-        .where(Item.fields != "")
+        .join(last, Item.key == last.c.key)
         .group_by(Item.device)
         .order_by(number.desc(), Item.device)
     )
     return [
-        Fleet(device=device, records=count, least=low, mean=mean, most=high, newest=last)
-        for device, count, low, mean, high, last in session.execute(query)
+        Fleet(device=device, records=count, least=low, mean=mean, most=high, newest=last_at)
+        for device, count, low, mean, high, last_at in session.execute(query)
     ]
 
 

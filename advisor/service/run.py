@@ -27,9 +27,8 @@ from advisor.service import tokens
 from advisor.service.access import Service
 from advisor.service.app import application
 from advisor.service.database import DAY_S, Database
-from advisor.service.executors.schemes import open_executors
+from advisor.service.executors.schemes import LOCAL, NONE, open_executors
 from advisor.service.reconcile import Reconciler
-from advisor.service.retuning import Retuning
 from advisor.service.upkeep import upkeep
 from advisor.tuners.host import keep_private
 
@@ -130,6 +129,11 @@ class Where:
             )
 
     @property
+    def executors(self) -> tuple[str, ...]:
+        """Those of a server for which none is named: submitted code runs as the server's user."""
+        return (NONE,) if self.behind_proxy or self.host not in LOOPBACK else (LOCAL,)
+
+    @property
     def tls(self) -> bool:
         return self.tls_cert is not None
 
@@ -140,14 +144,12 @@ def serve(
     version: str,
     say: Callable[[str, str | None], None],
     executors: Sequence[str] = (),
-    retune: int = 0,
 ) -> None:
     """Serve until a signal says stop; requests that are being answered are answered first.
 
     Args:
         say: told once, with the address, and the first admin's token where it was made now.
-        executors: what starts jobs, as `open_executors` takes them.
-        retune: GPU minutes a day in which stale records that are in use are measured again.
+        executors: what starts jobs, as `open_executors` takes them; by default see `Where`.
 
     Raises:
         UsageError: the address cannot be had, the certificate not be used, or an executor is none.
@@ -161,7 +163,7 @@ def serve(
 
     _allow_connections()
     context = _context(where)
-    starters = open_executors(executors, database.url)
+    starters = open_executors(executors or where.executors, database.url)
     listening = _listening(where)
     try:
         database.start(first)
@@ -171,7 +173,6 @@ def serve(
             reader,
             behind_proxy=where.behind_proxy,
             tls=where.tls,
-            retuning=Retuning(starters, retune),
         )
         config = uvicorn.Config(
             application(service, version),

@@ -121,7 +121,7 @@ def fresh(served: Served) -> None:
                 session.execute(table.delete())
     served.tokens = {role: token(database, role) for role in tokens.ROLES}
     began = Service(database, service.reader)
-    for name in ("reads", "writes", "guesses", "behind_proxy", "lookups", "retuning", "loops"):
+    for name in ("reads", "writes", "guesses", "behind_proxy", "lookups", "loops"):
         setattr(service, name, getattr(began, name))
 
 

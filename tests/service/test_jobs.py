@@ -20,7 +20,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from advisor.cache.codec import to_plain
 from advisor.cache.key import fields
-from advisor.jobs.asked import is_meant
+from advisor.errors import UsageError
+from advisor.jobs.asked import Asked, is_meant
 from advisor.jobs.parcel import MOST_PACKED
 from advisor.jobs.token import digest, made
 from advisor.service import access, attempts, jobs, limits, schema, tokens, upkeep
@@ -316,6 +317,39 @@ def test_what_cannot_be_placed_waits_and_says_why(served: Served) -> None:
         session.execute(update(schema.Job).values(due=0.0))
     again = claimed(served)
     assert again is not None and again.job == one.job and again.number == 1
+
+
+def test_a_revoked_token_leaves_no_jobs(served: Served) -> None:
+    """Neither queued nor running, nor a record: another's job goes on."""
+    made_token = served.ask("POST", "/api/tokens", "admin", {"name": "gone", "role": "submit"}).json
+    served.tokens["gone"] = made_token["token"]
+    running = submit(served, "gone").json["id"]
+    one = claimed(served)
+    assert one is not None and one.job == running
+    queued = submit(served, "gone", options={"seed": 1}).json["id"]
+    others = submit(served, options={"seed": 2}).json["id"]
+    assert served.ask("DELETE", f"/api/tokens/{made_token['id']}", "admin").status == 200
+    for number in (running, queued):
+        found = told(served, number)
+        assert (found["state"], found["reason"]) == (
+            "cancelled",
+            "the token that asked for it was revoked",
+        )
+    assert put(served, *named(record()), one.external).status == 401
+    assert served.ask("POST", "/api/attempt/beat", one.external, {}).status == 401
+    (seen,) = of(served, attempts.running)
+    assert seen.unwanted  # the reconciler stops it
+    other = claimed(served)
+    assert other is not None and other.job == others
+
+
+def test_a_token_that_was_revoked_meanwhile_asks_for_nothing(served: Served) -> None:
+    with served.database.writing() as session:
+        caller = tokens.find(session, served.tokens["submit"], "")
+        assert caller is not None
+        jobs.revoke_token(session, caller.token, caller)
+    with served.database.writing() as session, pytest.raises(UsageError, match="revoked"):
+        jobs.submit(session, Asked(command=("python", "train.py")), caller)
 
 
 def test_what_another_version_took_holds_nobody_up(served: Served) -> None:

@@ -20,7 +20,7 @@ from advisor.cache.reader import Reader
 from advisor.cache.seal import UNSEALED
 from advisor.errors import StoreError
 from advisor.opening import refusal
-from advisor.service import attempts, coverage, jobs, migrations, records, retuning, tokens
+from advisor.service import attempts, coverage, jobs, migrations, records, tokens
 from advisor.service.database import Database
 from advisor.service.schema import Base, Item
 from tests.cache.examples import KEY, record
@@ -81,9 +81,6 @@ INDEXES: list[tuple[str, Callable[[Session], object]]] = [
     ("attempts_of_state", attempts.running),
     ("attempts_of_started", coverage.spent),
     ("jobs_of_record", lambda session: jobs.finder(session, "ab" * 6 + "@64")),
-    ("jobs_of_record", lambda session: retuning._makers(session, ["ab" * 6 + "@64"])),
-    ("jobs_of_token", retuning.lately),
-    ("jobs_of_token", retuning.used),
 ]
 
 

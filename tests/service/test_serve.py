@@ -365,6 +365,12 @@ def test_where_it_may_listen(tmp_path: Path, lite: str, capsys: pytest.CaptureFi
     assert "--tls-cert 'x': No such file" in said[1]
 
 
+def test_submitted_code_runs_here_by_default_only_if_nobody_else_gets_in() -> None:
+    assert Where().executors == Where(host="::1").executors == ("local",)
+    assert Where(host="0.0.0.0", behind_proxy=True).executors == ("none",)
+    assert Where(behind_proxy=True).executors == ("none",)  # the proxy lets others in
+
+
 def test_an_answer_waits_for_no_acknowledgement() -> None:
     """Its head and its body are two packets: the second one waited 40 ms for a client's word."""
     with (
