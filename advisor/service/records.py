@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session, defer
 
 from advisor.cache.codec import to_plain
 from advisor.cache.exchange import sound, sound_mark
-from advisor.cache.key import as_fields, fields, terms_of
+from advisor.cache.key import as_fields, completed, fields, terms_of
 from advisor.cache.match import Kind, Standing, compared, kind_of, relation, standing
 from advisor.cache.name import Mark, command_part
 from advisor.cache.reader import Reader
@@ -265,7 +265,7 @@ def _newest(
 @functools.lru_cache(maxsize=_MOST_KNOWN)
 def _fields(known: str) -> Mapping[str, Any]:
     """A record's fields, from their JSON, which is read once."""
-    return as_fields(json.loads(known))
+    return completed(as_fields(json.loads(known)))
 
 
 def data_of(session: Session, keys: Iterable[str]) -> dict[str, bytes]:
