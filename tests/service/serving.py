@@ -126,8 +126,10 @@ def fresh(served: Served) -> None:
 
 
 @contextlib.contextmanager
-def serving(url: str, seal: Seal = UNSEALED, as_it_is: bool = False) -> Iterator[Served]:
-    """With nothing in its database, or as it is, which must be there."""
+def serving(
+    url: str, seal: Seal = UNSEALED, as_it_is: bool = False, **tls: str
+) -> Iterator[Served]:
+    """With nothing in its database, or as it is, which must be there; `tls`: as uvicorn's."""
     database = Database(url)
     began: list[object] = []
     database.start(began.append)
@@ -141,6 +143,8 @@ def serving(url: str, seal: Seal = UNSEALED, as_it_is: bool = False) -> Iterator
         lifespan="off",
         proxy_headers=False,
         http="h11",
+        ssl_certfile=tls.get("ssl_certfile"),
+        ssl_keyfile=tls.get("ssl_keyfile"),
     )
     server = Server(config, service.stopping)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import hashlib
 import itertools
 import json
 import random
 import re
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from sqlalchemy import select, update
-from starlette.types import Message, Receive, Scope, Send
 
 from advisor.cache.codec import to_plain
 from advisor.cache.key import fields
 from advisor.errors import UsageError
 from advisor.jobs.asked import Asked, is_meant
-from advisor.jobs.parcel import MOST_PACKED
 from advisor.jobs.token import digest, made
 from advisor.service import access, attempts, jobs, limits, schema, tokens, upkeep
 from advisor.service.attempts import Claimed
@@ -530,63 +526,15 @@ def test_archives_are_bounded_and_what_they_say(
     assert served.ask("PUT", "/api/attempt/studies/x", "submit", study).status == 413
 
 
-def test_large_bodies_are_few_and_not_waited_for(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = f"/api/archives/{DIGEST}"
-    monkeypatch.setattr(limits, "LARGE_S", 0.1)
-    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
-        head = f"PUT {place} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n"
-        token = served.tokens["submit"]
-        client.sendall(f"{head}Authorization: Bearer {token}\r\n\r\nab".encode())
-        assert client.recv(2**12).startswith(b"HTTP/1.1 408")
-    monkeypatch.setattr(limits, "LARGE_S", 60)
+def test_large_bodies_are_few(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, large = f"/api/archives/{DIGEST}", b"x" * 2**21
     monkeypatch.setattr(limits, "MOST_LARGE", 0)
-    assert served.ask("PUT", place, "submit", CODE).status == 503
-    assert served.ask("PUT", place, "", CODE).status == 401  # who has no token takes no room
-    monkeypatch.setattr(limits, "MOST_LARGE", 1)
+    refused = served.ask("PUT", place, "submit", large)
+    assert (refused.status, refused.headers["retry-after"]) == (503, "1")
     assert served.ask("PUT", place, "submit", CODE).status == 201
-
-
-def test_slow_uploads_of_one_token_leave_room_for_others() -> None:
-    """Two bodies of one token are awaited, then a third comes, and one of another token."""
-    said: list[int] = []
-
-    async def ask(token: str, receive: Receive) -> None:
-        async def send(message: Message) -> None:
-            said.extend([message["status"]] if "status" in message else [])
-
-        headers = [(b"authorization", f"Bearer {token}".encode())]
-        path = f"/api/archives/{DIGEST}"
-        scope = {"type": "http", "method": "PUT", "path": path, "headers": headers}
-        await bodies(scope, receive, send)
-
-    async def answered(_scope: Scope, _receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 201, "headers": []})
-
-    async def whole() -> Message:
-        return {"type": "http.request", "body": CODE}
-
-    async def upload() -> None:
-        come = asyncio.Event()
-
-        async def slow() -> Message:
-            await come.wait()
-            return await whole()
-
-        waiting = [asyncio.create_task(ask("one", slow)) for _ in range(limits.MOST_OF_ONE)]
-        while bodies._large["one"] < limits.MOST_OF_ONE:
-            await asyncio.sleep(0)
-        await ask("one", whole)
-        await ask("another", whole)
-        come.set()
-        await asyncio.gather(*waiting)
-        await ask("one", whole)
-
-    bodies = limits.Bodies(answered, lambda _request: MOST_PACKED)
-    asyncio.run(upload())
-    assert said == [503, 201, 201, 201, 201]
-    assert not bodies._large
+    monkeypatch.setattr(limits, "MOST_LARGE", 1)
+    for _ in range(2):
+        assert served.ask("PUT", place, "submit", large).status == 422  # not of this digest
 
 
 def test_what_is_old_goes(served: Served) -> None:
