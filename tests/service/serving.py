@@ -117,8 +117,7 @@ def fresh(served: Served) -> None:
     database, service = served.database, served.service
     with database.writing() as session:
         for table in reversed(schema.Base.metadata.sorted_tables):
-            if table.name != schema.Schema.__tablename__:
-                session.execute(table.delete())
+            session.execute(table.delete())
     served.tokens = {role: token(database, role) for role in tokens.ROLES}
     began = Service(database, service.reader)
     for name in ("reads", "writes", "guesses", "behind_proxy", "lookups", "loops"):

@@ -20,7 +20,7 @@ from advisor.cache.key import fields
 from advisor.errors import UsageError
 from advisor.jobs.asked import Asked, is_meant
 from advisor.jobs.token import digest, made
-from advisor.service import access, attempts, jobs, limits, schema, tokens, upkeep
+from advisor.service import access, attempts, jobs, limits, quotas, schema, tokens, upkeep
 from advisor.service.attempts import Claimed
 from advisor.service.executors import Room
 from tests.cache.examples import KEY, changed, record
@@ -125,7 +125,7 @@ def test_the_same_twice_is_one_job(served: Served) -> None:
     assert submit(served, gpus=2).json["new"]
     one = claimed(served)
     assert one is not None and submit(served, force=True).json["id"] == one.job
-    put(served, *named(record()))
+    put(served, *named(record()), one.external)
     ended(served, one, state="done", record=RECORD)
     assert submit(served).json["state"] == "done"
     assert submit(served, force=True).json["new"]
@@ -140,7 +140,7 @@ def test_the_same_twice_is_one_job(served: Served) -> None:
 def test_what_was_done_and_is_gone_is_done_again(served: Served) -> None:
     one = started(served)
     key, data = named(record())
-    put(served, key, data)
+    put(served, key, data, one.external)
     ended(served, one, state="done", record=RECORD)
     assert not submit(served).json["new"]
     served.ask("DELETE", f"/api/records/{key}", "admin")
@@ -230,6 +230,16 @@ def of(served: Served, change: Callable[..., Any], *what: Any) -> Any:
 )
 def test_a_kind_of_gpu_is_meant_by_its_whole_name(gpu: str, name: str, meant: bool) -> None:
     assert is_meant(gpu, name) is meant
+
+
+def test_an_attempt_is_done_with_a_record_of_its_own(served: Served) -> None:
+    """Not with any record that is here: the job would name what others measured."""
+    put(served, *named(record()))
+    one = started(served)
+    refused = ended(served, one, state="done", record=RECORD)
+    assert refused.status == 422 and "did not put it here" in refused.json["detail"]
+    put(served, *named(record(created=1.7e9 + 5)), one.external)
+    assert ended(served, one, state="done", record=RECORD).status == 200
 
 
 def test_what_is_lost_is_tried_again_and_not_for_ever(served: Served) -> None:
@@ -565,6 +575,56 @@ def test_what_is_old_goes(served: Served) -> None:
         assert list(session.scalars(select(schema.Session.digest))) == [lasting]
 
 
+def test_attempts_go_and_what_they_did_stays(served: Served) -> None:
+    old, new = started(served), started(served, gpus=2)
+    trial = {"number": 0, "what": "tf32"}
+    for number, one in enumerate((old, new)):
+        served.ask("POST", "/api/attempt/beat", one.external, {"trials": [trial]})
+        put(served, *named(record(created=1.7e9 + number)), one.external)
+        ended(served, one, state="done", record=RECORD)
+    with served.database.writing() as session:
+        over = update(schema.Job).where(schema.Job.id == old.job)
+        session.execute(over.values(changed=schema.Job.changed - jobs.ATTEMPTS_KEPT_S - 1))
+        audited = update(schema.Event).where(schema.Event.action == "token made")
+        session.execute(audited.values(at=schema.Event.at - tokens.AUDIT_KEPT_S - 1))
+    upkeep.tidy(served.service)
+    assert (told(served, old.job)["attempts"], told(served, old.job)["trials"]) == ([], [])
+    assert told(served, old.job)["record"] == RECORD
+    assert len(told(served, new.job)["trials"]) == 1
+    events = served.ask("GET", "/api/audit", "admin").json["events"]
+    puts = [event["by"] for event in events if event["action"] == "put"]
+    assert puts == [new.external, "a submit"]
+    assert not [event for event in events if event["action"] == "token made"]
+    with served.database.reading() as session:
+        names = session.scalars(select(schema.Token.name)).all()
+        owners = select(schema.Token.name).join(schema.Item, schema.Item.token == schema.Token.id)
+        kept = session.scalars(owners.order_by(schema.Item.created)).all()
+    assert old.external not in names and new.external in names
+    assert kept == ["a submit", new.external]
+
+
+def test_a_token_keeps_so_much(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what attempts at its jobs put here; another token has its own quota."""
+    key, data = named(record())
+    quotas_of = {schema.Archive: len(CODE), schema.Artifacts: 5, schema.Item: len(data) + 9}
+    monkeypatch.setattr(quotas, "QUOTAS", quotas_of)
+    assert served.ask("PUT", f"/api/archives/{DIGEST}", "submit", CODE).status == 201
+    assert served.ask("PUT", f"/api/archives/{DIGEST}", "submit", CODE).status == 200
+    more = gzip.compress(b"more")
+    place = f"/api/archives/{hashlib.sha256(more).hexdigest()}"
+    refused = served.ask("PUT", place, "submit", more)
+    assert refused.status == 422 and "archives: this token keeps" in refused.json["detail"]
+    assert served.ask("PUT", place, "admin", more).status == 201
+    first, second = started(served), started(served, gpus=2)
+    assert put(served, key, data, first.external).status == 201
+    again = named(record(created=1.7e9 + 5))
+    assert put(served, *again, second.external).status == 422
+    assert put(served, *again).status == 201
+    name = f"/api/artifacts/{'-'.join(['ab' * 6, 'cd' * 6, '1', 'ef' * 6])}.{'09' * 6}"
+    for text, status in ((b"12345", 201), (b"123", 200), (b"123456", 422), (b"54321", 200)):
+        assert served.ask("PUT", name, "worker", text).status == status
+
+
 def test_lookups_are_counted(served: Served) -> None:
     for key in (KEY, changed(KEY, "software.driver", "590.2")):
         put(served, *named(record(key=key)))
@@ -645,9 +705,9 @@ def test_the_same_at_once_is_one_job(served: Served) -> None:
 
 def test_a_job_is_finished_once(served: Served) -> None:
     """By its worker that says it twice, a reconciler that gave it up, and who cancels it."""
-    put(served, *named(record()))
     for turn in range(6):
         one = started(served, options={"seed": turn})
+        put(served, *named(record(created=1.7e9 + turn)), one.external)
         does: list[Callable[[], Any]] = [
             lambda one=one: ended(served, one, state="done", record=RECORD).status,  # type: ignore[misc]
             lambda one=one: ended(served, one, state="failed").status,  # type: ignore[misc]
