@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import os
 import shlex
@@ -228,13 +229,22 @@ def _candidates(typed: str, file: str) -> Iterator[Path]:
         top = Path.cwd()
     except OSError:
         return
+    for folder in _folders_below(top):
+        yield folder / file
+
+
+@functools.lru_cache(maxsize=1)
+def _folders_below(top: Path) -> tuple[Path, ...]:
+    """Some folders below one, walked once for all records of a list."""
+    found = []
     for seen, (folder, below, _files) in enumerate(os.walk(top)):
-        depth = len(Path(folder).relative_to(top).parts)
+        place = Path(folder).relative_to(top)
         below[:] = [name for name in sorted(below) if not name.startswith(".")]
-        if depth >= DEEPEST or seen >= MOST_FOLDERS:
+        if len(place.parts) >= DEEPEST or seen >= MOST_FOLDERS:
             below.clear()
-        if depth:
-            yield (Path(folder) / file).relative_to(top)
+        if place.parts:
+            found.append(place)
+    return tuple(found)
 
 
 def staleness(record: Record) -> tuple[Difference, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
@@ -28,8 +27,6 @@ def _database_option(command: Command) -> Command:
     )(command)
 
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
-
 
 @click.command()
 @click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="  [default: 127.0.0.1]")
@@ -37,8 +34,6 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "--port", type=click.IntRange(0, 65535), default=8765, help="0: any.  [default: 8765]"
 )
 @_database_option
-@click.option("--tls-cert", type=_FILE, metavar="FILE", help="Certificates, as PEM.")
-@click.option("--tls-key", type=_FILE, metavar="FILE", help="Their key, as PEM.")
 @click.option(
     "--behind-proxy",
     is_flag=True,

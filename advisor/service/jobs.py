@@ -27,7 +27,18 @@ from advisor.jobs.asked import Asked
 from advisor.jobs.states import LIVE, STATES, WAITING
 from advisor.service import archives, records
 from advisor.service.database import DAY_S, now
-from advisor.service.schema import Attempt, Job, Log, Study, Token, Trial
+from advisor.service.schema import (
+    Artifacts,
+    Attempt,
+    Event,
+    Item,
+    Job,
+    Log,
+    Study,
+    Token,
+    Trial,
+)
+from advisor.service.schema import Session as Browser
 from advisor.service.tokens import Caller, note
 
 MOST_LIVE = 200
@@ -40,8 +51,10 @@ MOST_LOG = 4 * 2**20
 MOST_TEXT = 2**19
 """Characters of a log in one answer."""
 _MOST_PIECES = 2000
-LOG_KEPT_S, STUDIES_KEPT_S = 30 * DAY_S, DAY_S
-"""Since a job was over."""
+LOG_KEPT_S, STUDIES_KEPT_S, ATTEMPTS_KEPT_S = 30 * DAY_S, DAY_S, 90 * DAY_S
+"""Since a job was over; attempts with their trials and tokens."""
+_MOST_REMOVED = 1000
+"""Attempts at once."""
 _REASON = 500
 _STEERS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 """What steers a terminal, as colours and titles do."""
@@ -298,11 +311,30 @@ def log(session: Session, number: int, after: int) -> Text | None:
 
 
 def tidy(session: Session) -> None:
-    """Remove what a job that is over needs no more: its search's files, and later its log."""
+    """Remove what nobody needs of a job that is over: the files of its search, later its log, and
+    then its attempts."""
     at = now(session)
     for kept_s, table in ((STUDIES_KEPT_S, Study), (LOG_KEPT_S, Log)):
         over = select(Job.id).where(Job.state.not_in(LIVE), Job.changed < at - kept_s)
         session.execute(delete(table).where(table.job.in_(over)))
+    _remove_attempts(session, at - ATTEMPTS_KEPT_S)
+
+
+def _remove_attempts(session: Session, before: float) -> None:
+    """Remove old attempts, their trials and their tokens. What these tokens did and put here is
+    from now on of the token that asked for the job."""
+    ended = (Job.state.not_in(LIVE), Job.changed < before)
+    old = select(Attempt).join(Job, Attempt.job == Job.id).where(*ended).limit(_MOST_REMOVED)
+    attempts = session.scalars(old).all()
+    lent = [one.token for one in attempts]
+    for table in (Item, Artifacts, Event):
+        owner = select(Job.token).join(Attempt, Attempt.job == Job.id)
+        owners = owner.where(Attempt.token == table.token).scalar_subquery()
+        session.execute(update(table).where(table.token.in_(lent)).values(token=owners))
+    session.execute(delete(Browser).where(Browser.token.in_(lent)))
+    session.execute(delete(Trial).where(Trial.attempt.in_([one.id for one in attempts])))
+    session.execute(delete(Attempt).where(Attempt.token.in_(lent)))
+    session.execute(delete(Token).where(Token.id.in_(lent)))
 
 
 def finder(session: Session, record: str) -> int | None:

@@ -24,6 +24,7 @@ from advisor.cache.name import Mark, command_part
 from advisor.cache.reader import Reader
 from advisor.cache.stores import Shelf, Store
 from advisor.errors import RecordDamaged, StoreError
+from advisor.service import quotas
 from advisor.service.schema import Item
 from advisor.service.tokens import Caller, note
 
@@ -303,11 +304,13 @@ def put(session: Session, reader: Reader, key: str, data: bytes, by: Caller) -> 
 
     Raises:
         RecordDamaged: it is none that may be used, or not what its key says.
+        UsageError: it is beyond the token's quota.
     """
     item = item_of(reader, key, data)
     item.token, item.stored = by.token, time.time()
     there = data_of(session, [key])
     if not there:
+        quotas.check(session, Item, by, item.size)
         try:
             with session.begin_nested():
                 session.add(item)
@@ -372,9 +375,10 @@ def count(session: Session) -> int:
     return session.scalar(select(func.count()).where(Item.terms != "")) or 0
 
 
-def known(session: Session, id: str) -> bool:
-    """Whether there is a record of this id, as people type it."""
-    return session.scalar(select(Item.key).where(*_of_id(id)).limit(1)) is not None
+def known(session: Session, id: str, token: int | None = None) -> bool:
+    """Whether there is a record of this id, as people type it; of this token, if one is given."""
+    where = _of_id(id) if token is None else [*_of_id(id), Item.token == token]
+    return session.scalar(select(Item.key).where(*where).limit(1)) is not None
 
 
 def device_of(session: Session, id: str) -> str:

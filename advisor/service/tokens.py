@@ -18,6 +18,7 @@ from advisor.service import schema
 from advisor.service.roles import ROLES
 
 SESSION_S = 12 * 3600.0
+AUDIT_KEPT_S = 400 * 86_400.0
 _USE_NOTED_S = 60.0
 NAME = r"^[\w.@+-][\w .@+-]{0,63}$"
 NEVER = 1e11
@@ -136,8 +137,9 @@ def log_out(session: Session, cookie: str) -> None:
 
 
 def tidy(session: Session) -> None:
-    """Forget sessions that are over."""
+    """Remove sessions that are over, and old lines of the audit log."""
     session.execute(delete(schema.Session).where(schema.Session.expires < time.time()))
+    session.execute(delete(schema.Event).where(schema.Event.at < time.time() - AUDIT_KEPT_S))
 
 
 def form_key(cookie: str) -> str:

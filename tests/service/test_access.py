@@ -43,7 +43,7 @@ SUBMITTING = {
     *(("PUT", "/api/archives/{digest}"), ("POST", "/api/jobs")),
     ("POST", "/api/jobs/{number}/cancel"),
     ("POST", "/jobs/{number}/cancel"),
-    ("POST", "/api/records/{record}/measure"),
+    ("POST", "/api/measure/{record}"),
     ("POST", "/records/{record}/measure"),
 }
 """Routes that write, and no records."""

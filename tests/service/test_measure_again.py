@@ -34,7 +34,7 @@ def found(served: Served, archive: str = DIGEST, **asked: Any) -> int:
 
 
 def again(served: Served, role: str = "submit") -> Answer:
-    return served.ask("POST", f"/api/records/{RECORD}/measure", role)
+    return served.ask("POST", f"/api/measure/{RECORD}", role)
 
 
 @pytest.mark.parametrize(("gpus", "gpu"), [(1, H200), (0, "")])

@@ -96,7 +96,7 @@ def submit(
 
 
 @api.post(
-    "/api/records/{record}/measure",
+    "/api/measure/{record}",
     summary="Measure a record again, as the job that found it did",
     status_code=201,
     responses=BEFORE | refusals(NEEDS_CODE),
