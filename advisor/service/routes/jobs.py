@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Response
 from pydantic import TypeAdapter
 
-from advisor.cache.stores.link import BYTES
+from advisor.cache.stores.http_client import BYTES
 from advisor.errors import UsageError
 from advisor.jobs.asked import Asked
 from advisor.jobs.parcel import NEEDS_CODE
