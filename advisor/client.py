@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from advisor.cache.stores.link import BYTES, JSON, Link
+from advisor.cache.stores.http_client import BYTES, JSON, HttpClient
 from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, printable
 from advisor.jobs.asked import Asked, where
 from advisor.jobs.parcel import NEEDS_CODE, Parcel
@@ -147,12 +147,12 @@ class Client:
     def __init__(self, url: str, token: str | None = None) -> None:
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"server {url[:80]!r}: expected http[s]://HOST[:PORT]")
-        self._link = Link(url, token=token or "", called="server")
-        self._link.patience_s = max(self._link.patience_s, PATIENCE_S)
+        self._http = HttpClient(url, token=token or "", called="server")
+        self._patience_s = max(self._http.given.seconds("timeout", 0.0), PATIENCE_S)
 
     @property
     def url(self) -> str:
-        return self._link.url
+        return self._http.url
 
     def page(self, id: int) -> str:
         """Where a browser sees a job as it goes on."""
@@ -203,8 +203,8 @@ class Client:
             self._send(submission.parcel)
             status, data = self._posted(body)
         if status == NEEDS_CODE:
-            raise UsageError(f"server {self.url}: {self._link.detail(data)}")
-        return self._job(self._link.read_json(data))
+            raise UsageError(f"server {self.url}: {self._http.detail(data)}")
+        return self._job(self._http.read_json(data))
 
     def jobs(self, states: Sequence[str] = (), most: int = 50) -> list[Job]:
         """The newest jobs, of these states alone where some are given."""
@@ -219,7 +219,7 @@ class Client:
             said = self._said("GET", f"/api/jobs?{urlencode(asked)}")
             page = said.get("jobs")
             if not isinstance(page, list):
-                raise self._link.foreign("no jobs in its answer")
+                raise self._http.foreign("no jobs in its answer")
             found += [self._job(one) for one in page]
             if not said.get("more") or not page:
                 break
@@ -255,7 +255,7 @@ class Client:
             begun, seen = True, time.monotonic()
             text, behind = said.get("text"), said.get("next")
             if not isinstance(text, str) or type(behind) is not int or behind < after:
-                raise self._link.foreign("no log in its answer")
+                raise self._http.foreign("no log in its answer")
             if text:
                 yield _lines(text)
             ended = bool(said.get("ended")) or not (follow or text)
@@ -273,7 +273,7 @@ class Client:
         said = self._said("POST", f"/api/jobs/{id:d}/cancel")
         state = said.get("state")
         if state not in STATES:
-            raise self._link.foreign("no state in its answer")
+            raise self._http.foreign("no state in its answer")
         return str(state)
 
     def _posted(self, body: bytes) -> tuple[int, bytes]:
@@ -290,17 +290,19 @@ class Client:
         )
 
     def _said(self, method: str, path: str) -> dict[str, Any]:
-        return self._link.read_json(self._asked(method, path)[1])
+        return self._http.read_json(self._asked(method, path)[1])
 
     def _asked(
         self, method: str, path: str, accepts: Collection[int] = (), **how: Any
     ) -> tuple[int, bytes]:
         try:
-            status, _headers, data = self._link.ask(method, path, accepts=(404, *accepts), **how)
+            status, _headers, data = self._http.request(
+                method, path, accepts=(404, *accepts), **{"patience_s": self._patience_s} | how
+            )
         except RecordDamaged as exc:  # of what was asked, and not of a record
             raise UsageError(str(exc)) from exc
         if status == 404:
-            why = self._link.detail(data)
+            why = self._http.detail(data)
             if why in ("", "Not Found"):
                 raise StoreError(
                     f"server {self.url}: has no jobs; it is older than this advisor, or of another "
@@ -315,7 +317,7 @@ class Client:
                 return Job.of(plain)
         except ValueError:
             pass
-        raise self._link.foreign("what it tells is no job")
+        raise self._http.foreign("what it tells is no job")
 
 
 def _lines(text: str) -> str:

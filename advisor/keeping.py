@@ -39,7 +39,7 @@ def check_writable(records: Records, progress: Progress) -> None:
         try:
             store.check_writable()
         except StoreDamaged as exc:
-            aside = store.set_aside()
+            aside = store.quarantine()
             progress.notice(
                 f"the store was damaged ({exc}); it is now in {aside}, a new one is begun"
             )

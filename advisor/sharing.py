@@ -131,7 +131,7 @@ def gc(kinds: Sequence[str] = GC_KINDS, *, cache: Cache = None) -> tuple[Records
         try:
             listed = exchange.waste(records, store)
             idle = exchange.idle(records, store)
-            left = exchange.leavings(store)
+            left = store.leftovers()
         except StoreError as exc:
             failed.append(exc)
             continue
@@ -179,8 +179,7 @@ def remove_artifacts(going: Iterable[tuple[Store, Label]]) -> list[str]:
     stuck = []
     for store, label in going:
         try:
-            if store.shelf is not None:
-                store.shelf.delete(label.text)
+            store.delete(label.key)
         except StoreError as exc:
             stuck.append(f"{label.record_id}: {exc}")
     return stuck

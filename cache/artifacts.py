@@ -2,10 +2,10 @@
 its first step in seconds.
 
 Artifacts are code: PyTorch unpickles them, and runs what it finds. So they are no part of a record,
-and nothing that a record says leads to them. They lie on a store's shelf under a name that only the
-owner of a key can make; of what lies there not a byte is read as anything before one of the
-reader's own keys has proved who wrote all of it; and then it must have been made for this very
-record and config, on this very device and software.
+and nothing that a record says leads to them. They are blobs of a store, under a key that only the
+owner of a signing key can make. Nothing in them is parsed before one of the reader's own keys has
+proved who wrote all of it. Then it must have been made for this very record and config, on this
+very device and software.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.record import Record
 from advisor.cache.seal import ARTIFACTS, UNSEALED, Seal
-from advisor.cache.stores import Remote, Store
+from advisor.cache.stores import BLOBS, Remote, Store
 from advisor.errors import RecordDamaged, RecordNewer, StoreError
 
 _ANY = b"advisor artifacts "
@@ -41,7 +41,7 @@ ANOTHERS = "signed with another's key"
 Kind = Literal["superseded", "damaged", "oversized"]
 """Why artifacts may go, in one word."""
 LABEL = r"([0-9a-f]{12})-([0-9a-f]{12})-([1-9][0-9]{0,9})-([0-9a-f]{12})\.([0-9a-f]{12})"
-"""The names on a shelf, as a regular expression; see `Label`."""
+"""Of `Label.text`, as a regular expression."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +116,13 @@ def compiled_of(record: Record, config: Config) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """MODEL-ID-BATCH-CONFIG.TAG: what some artifacts are for, each part but the batch 12 hex
-    characters. `trusted`: one of the reader's keys made the tag."""
+    """The key of some artifacts, which says what they are for.
+
+    Attributes:
+        text: MODEL-ID-BATCH-CONFIG.TAG, each part but the batch 12 hex characters; the key without
+            BLOBS.
+        trusted: one of the reader's keys made the tag.
+    """
 
     text: str
     record: str
@@ -126,13 +131,18 @@ class Label:
 
     @classmethod
     def parse(cls, text: str, seal: Seal = UNSEALED) -> Label | None:
-        """The label that a name on a shelf is; None where it is none."""
+        """None if the text is no label."""
         found = re.fullmatch(LABEL, text)
         if not found:
             return None
         model, id, batch, config, tag = found.groups()
         trusted = seal.tagged(text[: -len(tag) - 1], tag)
         return cls(text, f"{model}/{id}/{batch}", config, trusted)
+
+    @property
+    def key(self) -> str:
+        """What a store has them under."""
+        return BLOBS + self.text
 
     @property
     def record_id(self) -> str:
@@ -142,19 +152,19 @@ class Label:
 
 
 def sealed(data: bytes, purpose: Purpose, seal: Seal) -> bytes:
-    """Artifacts as a shelf keeps them, signed with the seal's key."""
+    """Artifacts as a store keeps them, signed with the seal's key."""
     packed = {"purpose": to_plain(purpose), "data": zlib.compress(data, _LEVEL)}
     body: bytes = msgpack.packb(packed)
     return _START + seal.mac(body, ARTIFACTS) + body
 
 
 def is_signed(sealed: bytes, seal: Seal) -> bool:
-    """Whether one of the seal's keys signed all of what a shelf keeps."""
+    """Whether one of the seal's keys signed all of a blob."""
     return seal.made(sealed[len(_START) : _BODY], sealed[_BODY:], ARTIFACTS)
 
 
 def opened(sealed: bytes, purpose: Purpose, seal: Seal) -> bytes:
-    """The artifacts in what a shelf keeps, if they may be loaded for a purpose.
+    """The artifacts in a blob, if they may be loaded for a purpose.
 
     Raises:
         RecordDamaged: why they may not.
@@ -173,7 +183,7 @@ def opened(sealed: bytes, purpose: Purpose, seal: Seal) -> bytes:
 
 
 def check(sealed: bytes, label: Label, seal: Seal) -> None:
-    """That what a shelf keeps under a label is whole, signed and for what that says.
+    """Check that a blob is whole, signed, and what its label says.
 
     Raises:
         RecordDamaged: it is not.
@@ -232,21 +242,20 @@ class Artifacts:
         return "" if self._seal.signs else self._given.exposed or "no key signs it"
 
     def keep(self, data: bytes, purpose: Purpose, store: Store) -> int:
-        """Put artifacts on a store's shelf: their size there, packed.
+        """Put artifacts into a store: their size there, packed.
 
-        0 where none are kept: the store has no shelf, there is no key to sign with that is nobody
-        else's, or they are larger than is permitted.
+        0 if none are kept: the store takes no blobs, there is no key to sign with that is nobody
+        else's, or they are larger than permitted.
 
         Raises:
             StoreError: the store cannot be written.
         """
-        shelf = store.shelf
-        if shelf is None or not self._seal.signs or not self._most:
+        if not store.takes_blobs or not self._seal.signs or not self._most:
             return 0
         packed = sealed(data, purpose, self._seal)
         if len(packed) > self._most:
             return 0
-        shelf.put(f"{purpose.label}.{self._seal.tag(purpose.label)}", packed)
+        store.put(f"{BLOBS}{purpose.label}.{self._seal.tag(purpose.label)}", packed)
         return len(packed)
 
     def find(self, purpose: Purpose) -> Found | None:
@@ -257,16 +266,16 @@ class Artifacts:
             StoreError: there may be some; why they cannot be had. RecordDamaged: or may not.
         """
         failed: list[StoreError] = []
-        for number, store, name in self._places(purpose):
+        for number, store, key in self._places(purpose):
             try:
-                packed = store.shelf.get(name, self._most) if store.shelf else None
+                packed = store.get(key, self._most)
                 if packed is None:
                     continue
                 data = opened(packed, purpose, self._seal)
             except StoreError as exc:
                 failed.append(exc)
                 continue
-            self._copy(name, packed, self._stores[:number])
+            self._copy(key, packed, self._stores[:number])
             return Found(data=data, size=len(packed), store=store.url)
         if failed:
             raise failed[0]
@@ -293,24 +302,26 @@ class Artifacts:
         if self._most:
             for number, store in enumerate(self._stores):
                 for tag in self._seal.tags(purpose.label):
-                    yield number, store, f"{purpose.label}.{tag}"
+                    yield number, store, f"{BLOBS}{purpose.label}.{tag}"
 
     @staticmethod
-    def _copy(name: str, packed: bytes, before: Iterable[Store]) -> None:
+    def _copy(key: str, packed: bytes, before: Iterable[Store]) -> None:
         for store in before:
-            if store.shelf is not None and not isinstance(store, Remote):
+            if store.takes_blobs and not isinstance(store, Remote):
                 with contextlib.suppress(StoreError):
-                    store.shelf.put(name, packed)
+                    store.put(key, packed)
                     return
 
     def on(self, store: Store, start: str = "") -> dict[Label, int]:
-        """What is on a store's shelf, with its size in bytes; of labels that begin so.
+        """What a store has, with its size in bytes; of labels that begin so.
 
         Raises:
             StoreError: the store cannot be read.
         """
-        sizes = {} if store.shelf is None else store.shelf.sizes(start)
-        found = ((Label.parse(text, self._seal), size) for text, size in sizes.items())
+        sizes = store.sizes(BLOBS + start)
+        found = (
+            (Label.parse(key.removeprefix(BLOBS), self._seal), size) for key, size in sizes.items()
+        )
         return {label: size for label, size in found if label}
 
     def listed(self, places: Collection[str]) -> Iterator[tuple[Store, Label, int]]:
@@ -323,8 +334,8 @@ class Artifacts:
                         yield store, label, size
 
     def fault(self, store: Store, label: Label) -> str:
-        """Why what a store's shelf has under a label is loaded nowhere by this reader; '' where it
-        may be, by what it is for."""
+        """Why this reader never loads what a store has under a label; '' if it may be loaded for
+        its purpose."""
         if not label.trusted:
             return self._why_not(label)
         if not self._most:
@@ -345,7 +356,7 @@ class Artifacts:
     def sound(
         self, store: Store, places: Collection[str]
     ) -> Iterator[tuple[Label, bytes | RecordDamaged]]:
-        """What a store's shelf has of some records under the reader's or their team's tags, or why
+        """What a store has of some records under the reader's or their team's tags, or why
         that is refused.
 
         Raises:
@@ -362,30 +373,29 @@ class Artifacts:
                         yield label, packed
 
     def _checked(self, store: Store, label: Label) -> bytes | None:
-        """What a store's shelf has under a label, None where it has gone.
+        """What a store has under a label, None if it is gone.
 
         Raises:
             RecordDamaged: it is refused. StoreError: the store cannot be read.
         """
-        packed = None if store.shelf is None else store.shelf.get(label.text, self._most)
+        packed = store.get(label.key, self._most)
         if packed is not None:
             check(packed, label, self._seal)
         return packed
 
     def has(self, store: Store, label: Label, packed: bytes) -> bool:
-        """Whether a store's shelf has just this under a label.
+        """Whether a store has just this under a label.
 
         Raises:
             StoreError: the store cannot be read.
         """
-        assert store.shelf is not None
         try:
-            return store.shelf.get(label.text, len(packed)) == packed
+            return store.get(label.key, len(packed)) == packed
         except RecordDamaged:  # larger
             return False
 
     def idle(self, store: Store, advised: Mapping[str, Collection[str]]) -> Iterator[Idle]:
-        """What of a store's shelf, and of the reader's or their team's, is good for nothing.
+        """What a store has of the reader's or their team's that is good for nothing.
 
         Args:
             advised: by each record's place, the configs that it advises, as `compiled_of`; none of

@@ -16,8 +16,8 @@ from typing import Generic, TypeVar
 
 from advisor.cache.reader import Held, Listing, Marks, united
 from advisor.cache.records import Records
-from advisor.cache.stores import Keeping, Remote, Store
-from advisor.cache.stores.patience import within
+from advisor.cache.stores import Remote, Store
+from advisor.cache.stores.timeout import run_with_timeout
 from advisor.errors import AdvisorError, StoreError
 
 _log = logging.getLogger("advisor")
@@ -73,17 +73,8 @@ def ask(
     Each store has half of the time that is left, the last one all; a remote store is waited for no
     longer than its patience either, and what it then says too late is kept locally for the next
     run. What is found behind the first store is copied into those before it, by rank 0 alone.
-    Nothing stays open.
     """
-    try:
-        return _asked(records, read, choose, time.monotonic() + deadline_s)
-    finally:
-        for store in records.stores:
-            if isinstance(store, Keeping):
-                store.let_go()
-
-
-def _asked(records: Records, read: Read, choose: Choose[C], until: float) -> Said[C]:
+    until = time.monotonic() + deadline_s
     said: Said[C] = Said()
     marks: Marks = {}
     behind: list[Store] = []
@@ -128,13 +119,13 @@ def _one(
 ) -> Listing:
     """What a store has. Of a remote one's patience, importing its client is no part."""
     if not isinstance(store, Remote):
-        return within(seconds, read, store.url)
+        return run_with_timeout(seconds, read, store.url)
     began = time.monotonic()
     patience = min(seconds, store.patience_s)
-    within(patience, store.reach, store.url, lambda _done: None)
+    run_with_timeout(patience, store.check_reachable, store.url, lambda _done: None)
     left = patience - (time.monotonic() - began)
-    within(seconds, store.load, store.url, lambda _done: None)
-    return within(max(left, patience / 4), read, store.url, late)
+    run_with_timeout(seconds, store.load, store.url, lambda _done: None)
+    return run_with_timeout(max(left, patience / 4), read, store.url, late)
 
 
 def _writes() -> bool:
@@ -163,6 +154,6 @@ def _write_back(records: Records, one: Held, stores: Sequence[Store], until: flo
             if isinstance(store, Remote):
                 seconds = min(seconds, store.patience_s)
             copy = functools.partial(records.copy, one, store)
-            within(seconds, copy, store.url, lambda _done: None)
+            run_with_timeout(seconds, copy, store.url, lambda _done: None)
         except StoreError as exc:  # read-only, or away: it stays where it is
             _log.debug("not copied: %s", exc)

@@ -22,9 +22,7 @@ from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.shown import size
 from advisor.cache.stores import Store
-from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.pack import read, write
-from advisor.cache.stores.shelf import FolderShelf
 from advisor.errors import RecordDamaged, StoreError, Unauthorized
 
 Outcome = Literal["added", "updated", "older", "marked", "known", "refused"]
@@ -146,19 +144,19 @@ def carry_artifacts(
     Raises:
         StoreError: one of the stores cannot be read or written.
     """
-    if store.shelf is None:
+    if not store.takes_blobs:
         return
-    there = store.shelf.sizes()
+    there = store.sizes()
     for label, packed in records.artifacts.sound(source, places):
         if isinstance(packed, RecordDamaged):
             yield Carried(name=label.text, outcome="refused", reason=str(packed))
             continue
-        outcome: Outcome = "updated" if label.text in there else "added"
-        if there.get(label.text) == len(packed) and records.artifacts.has(store, label, packed):
+        outcome: Outcome = "updated" if label.key in there else "added"
+        if there.get(label.key) == len(packed) and records.artifacts.has(store, label, packed):
             outcome = "known"
         try:
             if outcome != "known":
-                store.shelf.put(label.text, packed)
+                store.put(label.key, packed)
         except (Unauthorized, RecordDamaged) as exc:  # another's on a server, or too large for it
             yield Carried(name=label.text, outcome="refused", reason=str(exc))
             continue
@@ -256,14 +254,14 @@ def waste(records: Records, store: Store) -> list[Waste]:
 
 
 def idle(records: Records, store: Store) -> list[Idle]:
-    """Artifacts on a store's shelf that no record there leads to any more, of what the reader or
-    their team signed.
+    """Artifacts in a store that no record there leads to any more, of what the reader or their team
+    signed.
 
     Raises:
         StoreError: the store cannot be read.
     """
     advised: dict[str, set[str]] = {name.place: set() for name in records.names(store)}
-    if store.shelf is not None and store.shelf.sizes():
+    if store.sizes():
         for one in records.look_into(store).held:
             configs = (winner.choice.config for winner in one.record.winners)
             advised[one.name.place] |= {compiled_of(one.record, config) for config in configs}
@@ -293,10 +291,3 @@ def _outlived(counting: Iterable[tuple[Name, Record]]) -> Iterator[Waste]:
 
 def _driver(record: Record) -> str:
     return record.key.environment.software.driver
-
-
-def leavings(store: Store) -> list[Path]:
-    """What killed writers left in a folder of files."""
-    shelf = store.shelf
-    found = store.leavings() if isinstance(store, DirStore) else []
-    return [*found, *(shelf.leavings() if isinstance(shelf, FolderShelf) else ())]

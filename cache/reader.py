@@ -31,7 +31,7 @@ from advisor.cache.name import (
 from advisor.cache.record import Record, Target
 from advisor.cache.seal import UNSEALED, Seal
 from advisor.cache.stores import Narrowing, Store
-from advisor.cache.stores.patience import go_on
+from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged, StoreError
 
 Check = Callable[[Record], str]
@@ -261,7 +261,7 @@ class Reader:
         places: dict[str, list[Name]] = {}
         for number, text in enumerate(texts):
             if not number % 256:
-                go_on()
+                check_deadline()
             name = Name.parse(text, self._seal)
             if name is not None and (wanted is None or name.place in wanted):
                 places.setdefault(name.place, []).append(name)
@@ -357,7 +357,7 @@ class _Look:
                     break  # versions behind the one that counts are not looked at
 
     def _sound(self, name: Name) -> tuple[Record, bool] | None:
-        go_on()
+        check_deadline()
         if name.text not in self._fetched:
             self._fetched.update(self._store.get_many([name.text]))
         data = self._fetched.get(name.text)

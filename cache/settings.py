@@ -21,6 +21,11 @@ _MENTIONED = re.compile(rb"tool\s*\.\s*advisor|^\s*advisor\b", re.MULTILINE)
 _BETWEEN = re.compile(r",\s*(?=[A-Za-z][A-Za-z0-9+.-]+:|[/~.])")
 
 
+class ProjectUrl(str):
+    """A store's URL from a project's pyproject.toml, which somebody else may have written: no
+    secret of the user's environment is sent there."""
+
+
 Cache = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 """A store's URL or folder, several, or None for what the environment or the project says."""
 
@@ -56,6 +61,8 @@ def _urls_in(one: object) -> list[str]:
         return [found]
     if not isinstance(one, str):
         raise UsageError(f"cache {one!r}: expected a folder or a store's URL")
+    if isinstance(one, ProjectUrl):
+        return [one]
     return _BETWEEN.split(one.strip())
 
 
@@ -118,10 +125,12 @@ def _of_project() -> tuple[str, ...]:
     if not isinstance(listed, list) or not all(isinstance(url, str) and url for url in listed):
         raise UsageError(f"{file}: [tool.advisor] cache: expected a store URL or a list of them")
     return tuple(
-        re.sub(
-            r"^((?:disk|dir|pack):)?(\.{1,2}(?=/|$).*|[^:/~.][^:]*)$",
-            lambda found: f"{found[1] or ''}{file.parent / found[2]}",
-            url,
+        ProjectUrl(
+            re.sub(
+                r"^((?:disk|dir|pack):)?(\.{1,2}(?=/|$).*|[^:/~.][^:]*)$",
+                lambda found: f"{found[1] or ''}{file.parent / found[2]}",
+                url,
+            )
         )
         for one in listed
         for url in _BETWEEN.split(one)

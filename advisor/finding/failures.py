@@ -12,7 +12,7 @@ from advisor.cache.config import Config
 from advisor.cache.key import fingerprint
 from advisor.cache.record import Record
 from advisor.cache.stores.filesystem import make_folder, read_regular
-from advisor.cache.stores.patience import within
+from advisor.cache.stores.timeout import run_with_timeout
 from advisor.cache.task import Task
 from advisor.errors import StoreError, UsageError, printable
 from advisor.opening import Cache, open_records
@@ -38,7 +38,7 @@ class Failures:
             file.write_text(why)
 
         with contextlib.suppress(OSError, StoreError, UsageError):
-            within(KEEP_S, write, "failures")
+            run_with_timeout(KEEP_S, write, "failures")
             return True
         return False
 
@@ -51,7 +51,7 @@ class Failures:
             return said if file.stat().st_mtime > record.provenance.created else ""
 
         with contextlib.suppress(OSError, StoreError, UsageError):
-            return printable(within(LOOK_S, read, "failures"))
+            return printable(run_with_timeout(LOOK_S, read, "failures"))
         return ""
 
     def _file(self, config: Config) -> Path:

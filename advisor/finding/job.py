@@ -21,7 +21,7 @@ from advisor.cache.match import Query
 from advisor.cache.record import Record
 from advisor.cache.settings import server_url
 from advisor.cache.stores.filesystem import make_folder
-from advisor.cache.stores.patience import within
+from advisor.cache.stores.timeout import run_with_timeout
 from advisor.cache.stores.url import without_password
 from advisor.cache.task import Task, changed
 from advisor.errors import AdvisorError, UsageError
@@ -109,7 +109,7 @@ class _Sending:
     def run(self) -> None:
         """Say in the log what came of it."""
         try:
-            _log.info("%s", within(DEADLINE_S, self._send, "job"))
+            _log.info("%s", run_with_timeout(DEADLINE_S, self._send, "job"))
         except AdvisorError as exc:
             _log.warning("no tuning is asked for: %s", exc)
 

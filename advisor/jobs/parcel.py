@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from advisor.cache.shown import size
-from advisor.cache.stores.patience import go_on
+from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import StoreError, UsageError, printable
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def _walked(root: Path, left_out: dict[str, str]) -> Iterator[str]:
     """The files of a folder that git does not know; nothing is looked for in what is ignored."""
     default, own = _spec(DEFAULTS.split()), _own(root)
     for place, folders, files in os.walk(root, onerror=_raise):
-        go_on()
+        check_deadline()
         below = PurePosixPath(Path(place).relative_to(root).as_posix())
         for name in list(folders):
             path = str(below / name)

@@ -36,7 +36,7 @@ from advisor.cache.shown import speedup
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.filesystem import beside, make_folder, read_regular, remove_folder
 from advisor.cache.stores.http import HttpStore
-from advisor.cache.stores.link import BYTES, JSON
+from advisor.cache.stores.http_client import BYTES, JSON, HttpClient
 from advisor.errors import AdvisorError, RecordDamaged, StoreError, UsageError, printable
 from advisor.jobs import parcel, token
 from advisor.jobs.asked import Asked
@@ -101,9 +101,9 @@ class AttemptClient:
 
     def __init__(self, url: str, start_token: str) -> None:
         self._own = token.made()
-        self._start, self.store = HttpStore(url, token=start_token), HttpStore(url, token=self._own)
-        for one in (self._start, self.store):
-            one.patience_s = max(PATIENCE_S, one.patience_s)
+        self._start = HttpClient(url, token=start_token)
+        self.store = HttpStore(url, token=self._own)
+        self.store.patience_s = max(PATIENCE_S, self.store.patience_s)
 
     def begin(self) -> None:
         """Exchange the start token for this worker's own. Again it makes no difference."""
@@ -133,7 +133,7 @@ class AttemptClient:
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         sent = None if body is None else json.dumps(body).encode()
-        return self.store.read_json(self._said(method, path, sent, JSON if sent else ""))
+        return self.store.client.read_json(self._said(method, path, sent, JSON if sent else ""))
 
     def _said(
         self,
@@ -141,11 +141,12 @@ class AttemptClient:
         path: str,
         body: bytes | None = None,
         kind: str = "",
-        by: HttpStore | None = None,
+        by: HttpClient | None = None,
     ) -> bytes:
-        status, _headers, data = (by or self.store).ask(
+        status, _headers, data = (by or self.store.client).request(
             method,
             path,
+            patience_s=self.store.patience_s,
             body=body,
             kind=kind,
             # On one that broke it would be said again.
@@ -153,9 +154,9 @@ class AttemptClient:
             accepts=(*_OVER, *_REFUSALS),
         )
         if status in _OVER:
-            raise Dismissed(self.store.detail(data))
+            raise Dismissed(self.store.client.detail(data))
         if status in _REFUSALS:
-            raise Refused(self.store.detail(data))
+            raise Refused(self.store.client.detail(data))
         return data
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from sqlalchemy import ColumnElement, Row, Select, Subquery, bindparam, func, select, union_all
@@ -22,7 +21,7 @@ from advisor.cache.key import as_fields, completed, fields, terms_of
 from advisor.cache.match import Kind, Standing, compared, kind_of, relation, standing
 from advisor.cache.name import Mark, command_part
 from advisor.cache.reader import Reader
-from advisor.cache.stores import Shelf, Store
+from advisor.cache.stores.store import MAX_BYTES, Store
 from advisor.errors import RecordDamaged, StoreError
 from advisor.service import quotas
 from advisor.service.schema import Item
@@ -495,12 +494,11 @@ def near(session: Session, question: Question, most: int = MOST_PLACES) -> list[
     return list(found.values())
 
 
-class Kept:
+class Kept(Store):
     """What answers a question, as a store to read: so that the cache says which version counts."""
 
     url = "this server"
-    studies: Path | None = None
-    shelf: Shelf | None = None
+    takes_blobs = False
 
     def __init__(self, session: Session, question: Question) -> None:
         self._session, self._question = session, question
@@ -508,11 +506,11 @@ class Kept:
     def keys(self) -> list[str]:
         return sorted(look(self._session, self._question).sizes)
 
-    def get(self, key: str) -> bytes | None:
-        return self.get_many([key]).get(key)
+    def get(self, key: str, most: int = MAX_BYTES) -> bytes | None:
+        return data_of(self._session, [key]).get(key)
 
-    def get_many(self, keys: Iterable[str]) -> dict[str, bytes]:
-        return data_of(self._session, keys)
+    def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
+        return {**data_of(self._session, keys)}
 
     def put(self, key: str, data: bytes) -> None:
         self.check_writable()
@@ -523,13 +521,3 @@ class Kept:
 
     def check_writable(self) -> None:
         raise StoreError(f"{self.url}: only read here")
-
-    def health(self) -> str:
-        return "ok, read-only"
-
-    def set_aside(self) -> Path:
-        raise StoreError(f"{self.url}: only read here")
-
-
-def _proof(store: Kept) -> Store:
-    return store

@@ -1,4 +1,4 @@
-"""Places that keep bytes under names: the protocol, and how URLs become stores."""
+"""Stores of records, and how URLs become stores."""
 
 from __future__ import annotations
 
@@ -7,116 +7,21 @@ import importlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import cast
 
 from advisor.cache.settings import Cache, cache_urls
 from advisor.cache.stores.filesystem import network
 from advisor.cache.stores.filesystem import place as local
-from advisor.cache.stores.patience import go_on
+from advisor.cache.stores.store import BLOBS as BLOBS
+from advisor.cache.stores.store import Narrowing as Narrowing
+from advisor.cache.stores.store import Remote as Remote
+from advisor.cache.stores.store import Store as Store
 from advisor.cache.stores.url import without_password
-from advisor.errors import RecordDamaged, StoreError, UsageError
+from advisor.errors import StoreError, UsageError
 
-
-class Shelf(Protocol):
-    """Bytes of many MiB under the names that `artifacts.Label` gives, beside a store's records.
-
-    Reading creates nothing; a write is whole or absent. Every method raises StoreError where the
-    shelf cannot be reached, read or written now.
-    """
-
-    def sizes(self, start: str = "") -> Mapping[str, int]:
-        """Bytes of each thing, by its name, of names that begin so."""
-
-    def get(self, name: str, most: int) -> bytes | None:
-        """What was put, or None. Raises RecordDamaged where it is larger than `most` bytes."""
-
-    def put(self, name: str, data: bytes) -> None:
-        """Keep data under a name, in place of what is there."""
-
-    def delete(self, name: str) -> bool:
-        """Remove what has a name; whether it was there."""
-
-
-class Store(Protocol):
-    """Bytes under text keys. Reading creates nothing; a write is whole or absent.
-
-    Every method but `health` raises StoreDamaged for a corrupt store, and StoreError for one that
-    cannot be reached, read or written now.
-    """
-
-    @property
-    def url(self) -> str:
-        """What `open_store` takes to open it again, without passwords."""
-
-    @property
-    def studies(self) -> Path | None:
-        """A local folder for the studies that belong to it; it may not exist yet."""
-
-    @property
-    def shelf(self) -> Shelf | None:
-        """Where artifacts lie beside its records; None where there is no place for them."""
-
-    def keys(self) -> list[str]:
-        """All keys, sorted; none where there is no store yet."""
-
-    def get(self, key: str) -> bytes | None:
-        """What was put, or None. Raises RecordDamaged where it is not what a store puts."""
-
-    def get_many(self, keys: Iterable[str]) -> Mapping[str, bytes | RecordDamaged]:
-        """The same for several, in one exchange where the store has one; without what is absent."""
-
-    def put(self, key: str, data: bytes) -> None:
-        """Keep data under key, in place of what is there."""
-
-    def delete(self, key: str) -> bool:
-        """Remove a key; whether it was there."""
-
-    def check_writable(self) -> None:
-        """Raise where `put` would; nothing is made where there is no store yet."""
-
-    def health(self) -> str:
-        """'ok', 'ok, read-only', 'empty', 'damaged: ...' or 'unusable: ...'."""
-
-    def set_aside(self) -> Path:
-        """Move the damaged store away; where it is now."""
-
-
-@runtime_checkable
-class Keeping(Store, Protocol):
-    """A store that keeps files open for its next reader."""
-
-    def let_go(self) -> None:
-        """Close them: a script's process is as it was, and may fork."""
-
-
-@runtime_checkable
-class Remote(Store, Protocol):
-    """A store at the other end of a network, which may not answer.
-
-    `patience_s`: seconds that a reader waits for it, all in all.
-    """
-
-    patience_s: float
-
-    def reach(self) -> None:
-        """Raise StoreError where nobody answers, before anything is spent on asking."""
-
-    def load(self) -> None:
-        """Import what asking needs: this machine's own cost, and not the remote's."""
-
-
-@runtime_checkable
-class Narrowing(Remote, Protocol):
-    """A remote store that knows its records: what one look needs comes in one exchange."""
-
-    def narrowed(self, question: Mapping[str, Any]) -> list[str]:
-        """The keys of what is asked for, of many those of the nearest, and of the marks on it;
-        `get_many` of these asks nobody again. The question is `reader.Sought.question`."""
-
-
-_FSSPEC = "advisor.cache.stores.files:FileSystemStore"
+_FSSPEC = "advisor.cache.stores.files:FilesStore"
 
 SCHEMES: dict[str, tuple[str, str]] = {
     "disk": ("advisor.cache.stores.disk:DiskStore", "pip install diskcache"),
@@ -187,7 +92,7 @@ def open_store(url: str | None = None) -> Store:
         place = re.sub(r"^//(?=/)", "", place)
         where, hint = SCHEMES[scheme or _kind_of(local(place))]
     else:
-        place = scheme + url[len(scheme) :]
+        place = type(url)(scheme + url[len(scheme) :])  # a project's URL stays one
     module, _, name = where.partition(":")
     try:
         return cast(Store, getattr(importlib.import_module(module), name)(place))
@@ -211,37 +116,6 @@ def _kind_of(path: Path) -> str:
             )
     except OSError:
         return "disk"
-
-
-def one_by_one(
-    get: Callable[[str], bytes | None], keys: Iterable[str]
-) -> dict[str, bytes | RecordDamaged]:
-    """`Store.get_many` for a store that has no exchange of its own for several."""
-    found: dict[str, bytes | RecordDamaged] = {}
-    for key in keys:
-        go_on()
-        try:
-            data = get(key)
-        except RecordDamaged as exc:
-            found[key] = exc
-        else:
-            if data is not None:
-                found[key] = data
-    return found
-
-
-def by_many(
-    get_many: Callable[[Iterable[str]], Mapping[str, bytes | RecordDamaged]], key: str
-) -> bytes | None:
-    """`Store.get` for a store that has an exchange of its own for several.
-
-    Raises:
-        RecordDamaged: what is there is too large, or no plain file.
-    """
-    found = get_many([key]).get(key)
-    if isinstance(found, RecordDamaged):
-        raise found
-    return found
 
 
 def note_on(store: Store) -> str:

@@ -1,128 +1,136 @@
-"""A folder with one msgpack file per record: no locks, no database, readable where it lies.
+"""A folder with one file per record: no locks, no database, readable where it lies.
 
-What a store on a network file system needs, and what ships inside an image or a repository.
+For network file systems, container images and repositories.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from advisor.cache.codec import MAX_BYTES
-from advisor.cache.name import file_of, keys_of
-from advisor.cache.stores import one_by_one
 from advisor.cache.stores.filesystem import (
     abandoned,
-    existing,
+    check_folder,
     place,
     read_regular,
     write_whole,
 )
-from advisor.cache.stores.patience import go_on
-from advisor.cache.stores.shelf import ARTIFACTS, FolderShelf
+from advisor.cache.stores.store import BLOBS, MAX_BYTES, Store, blob_key, is_blob
+from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged, StoreError
 
-if TYPE_CHECKING:
-    from advisor.cache.stores import Shelf, Store
-
+SUFFIX = ".msgpack"
+_RECORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./]{0,200}")
 _SETTLED_S = 2.0
-"""Age from which a folder's time tells its next change apart: FAT counts in 2 s, others finer."""
-_REMEDY = "point --cache or ADVISOR_CACHE to another folder"
+"""A folder whose time stamp is older has not changed since it was listed. FAT counts in 2 s."""
 
 
-class DirStore:
-    """The files lie directly in the folder; studies/ is for the studies beside them."""
+def file_of(key: str) -> str:
+    """The path of a key's file below the store's folder.
+
+    Raises:
+        RecordDamaged: it could lie outside the folder, or be hidden in it.
+    """
+    if is_blob(key):
+        return key
+    if not _RECORD.fullmatch(key) or ".." in key:
+        raise RecordDamaged(f"key {key!r}: no name of a record")
+    return key.replace("/", "-") + SUFFIX
+
+
+def keys_of(files: Iterable[str]) -> list[str]:
+    """The sorted keys of the records among these files of a store's folder."""
+    return sorted(
+        name.removesuffix(SUFFIX).replace("-", "/")
+        for name in files
+        if name.endswith(SUFFIX) and not name.startswith(".")
+    )
+
+
+class DirStore(Store):
+    """dir:FOLDER. Records lie in the folder itself, blobs in its folder artifacts/."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = place(path)
-
-    @property
-    def url(self) -> str:
-        return f"dir:{self.path}"
-
-    @property
-    def studies(self) -> Path:
-        return self.path / "studies"
-
-    @property
-    def shelf(self) -> Shelf:
-        return FolderShelf(self.path / ARTIFACTS)
+        self.url = f"dir:{self.path}"
+        self.studies = self.path / "studies"
 
     def keys(self) -> list[str]:
-        try:
-            now = self.path.stat()
-            changed = now.st_ino, now.st_mtime_ns, now.st_ctime_ns
-            settled = max(now.st_mtime, now.st_ctime) < time.time() - _SETTLED_S
-            list_it = _listed if settled else _listed.__wrapped__
-            return list(list_it(self.path, changed))
-        except FileNotFoundError:
-            return []
-        except OSError as exc:
-            raise self._mapped(exc) from exc
+        with self._errors():
+            try:
+                now = self.path.stat()
+                changed = now.st_ino, now.st_mtime_ns, now.st_ctime_ns
+                settled = max(now.st_mtime, now.st_ctime) < time.time() - _SETTLED_S
+                list_it = _listed if settled else _listed.__wrapped__
+                return list(list_it(self.path, changed))
+            except FileNotFoundError:
+                return []
 
-    def get(self, key: str) -> bytes | None:
+    def sizes(self, start: str = BLOBS) -> dict[str, int]:
+        with self._errors():
+            try:
+                with os.scandir(self.path / BLOBS) as entries:
+                    return {
+                        key: one.stat().st_size
+                        for one in entries
+                        if (key := blob_key(one.name, start)) and one.is_file()
+                    }
+            except FileNotFoundError:
+                return {}
+
+    def get(self, key: str, most: int = MAX_BYTES) -> bytes | None:
         try:
-            return read_regular(self._file(key), MAX_BYTES)
+            return read_regular(self.path / file_of(key), most)
         except FileNotFoundError:
             return None
         except OSError as exc:
-            if exc.errno == errno.ESTALE:  # removed on another NFS client while it was read
+            if exc.errno == errno.ESTALE:  # another NFS client removed it meanwhile
                 return None
+            if is_blob(key) and exc.errno != errno.EFBIG:
+                raise self.error(exc) from exc
             raise RecordDamaged(f"{key}: {exc.strerror}; refused") from exc
 
-    def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
-        return one_by_one(self.get, keys)
-
     def put(self, key: str, data: bytes) -> None:
-        try:
-            write_whole(self._file(key), data)
-        except OSError as exc:
-            raise self._mapped(exc) from exc
+        with self._errors():
+            write_whole(self.path / file_of(key), data)
 
     def delete(self, key: str) -> bool:
-        try:
-            self._file(key).unlink()
-        except FileNotFoundError:
-            return False
-        except OSError as exc:
-            raise StoreError(f"cache {self.path}: {self._file(key).name}: {exc.strerror}") from exc
-        return True
+        with self._errors():
+            try:
+                (self.path / file_of(key)).unlink()
+            except FileNotFoundError:
+                return False
+            return True
 
-    def leavings(self) -> list[Path]:
-        """What writers that were killed left behind."""
-        try:
-            return abandoned(self.path)
-        except OSError as exc:
-            raise self._mapped(exc) from exc
+    def leftovers(self) -> list[Path]:
+        with self._errors():
+            return [*abandoned(self.path), *abandoned(self.path / BLOBS)]
 
     def check_writable(self) -> None:
-        there = existing(self.path)
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            why = "cannot be written" if there.is_dir() else "is not a folder"
-            raise StoreError(f"cache {self.path}: {there} {why}; {_REMEDY}")
+        check_folder(self.path, self.path)
 
-    def health(self) -> str:
+    def is_read_only(self) -> bool:
+        return not os.access(self.path, os.W_OK)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
         try:
-            keys = self.keys()
-        except StoreError as exc:
-            return f"unusable: {exc}"
-        if not keys:
-            return "empty"
-        return "ok" if os.access(self.path, os.W_OK) else "ok, read-only"
+            yield
+        except OSError as exc:
+            raise self.error(exc) from exc
 
-    def set_aside(self) -> Path:
-        raise StoreError(f"cache {self.path}: each record is a file of its own; remove what is bad")
-
-    def _file(self, key: str) -> Path:
-        return self.path / file_of(key)
-
-    def _mapped(self, exc: OSError) -> StoreError:
-        return StoreError(f"cache {self.path}: {exc.strerror or exc}; {_REMEDY}")
+    def error(self, exc: OSError) -> StoreError:
+        """What a fault of the file system is raised as."""
+        why = exc.strerror or str(exc)
+        return StoreError(
+            f"cache {self.path}: {why}; point --cache or ADVISOR_CACHE to another folder"
+        )
 
 
 @functools.lru_cache(maxsize=4)
@@ -133,9 +141,5 @@ def _listed(folder: Path, _changed: tuple[int, ...]) -> tuple[str, ...]:
         for entry in entries:
             names.append(entry.name)
             if not len(names) % 1024:
-                go_on()
+                check_deadline()
     return tuple(keys_of(names))
-
-
-def _proof(store: DirStore) -> Store:
-    return store

@@ -3,7 +3,7 @@
 diskcache writes; a read-only connection of our own reads, because opening a diskcache writes, is
 slow, fails in a read-only folder, and unpickles whatever a row says is a pickle (CVE-2025-69872).
 
-A database is a program: views, triggers and computed columns run when it is asked. Only the tables
+A database is a program: views, triggers and computed columns run when it is read. Only the tables
 and triggers that diskcache makes are accepted, every statement has a time limit, and no value is
 fetched that is larger than a record can be.
 """
@@ -18,19 +18,15 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from advisor.cache.codec import MAX_BYTES
-from advisor.cache.stores import one_by_one
-from advisor.cache.stores.filesystem import existing, make_folder, place
-from advisor.cache.stores.patience import left
-from advisor.cache.stores.shelf import ARTIFACTS, FolderShelf
+from advisor.cache.stores.dir import DirStore
+from advisor.cache.stores.filesystem import check_folder, make_folder, place
+from advisor.cache.stores.store import BLOBS, MAX_BYTES, Store, is_blob
+from advisor.cache.stores.timeout import check_deadline, time_left
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
-
-if TYPE_CHECKING:
-    from advisor.cache.stores import Keeping, Shelf
 
 _DATABASE = "cache.db"  # diskcache's name
 _RAW = 1  # diskcache's number for a value that stands in the row as it is
@@ -52,59 +48,53 @@ _CORRUPT = {
     sqlite3.SQLITE_MISMATCH,
     None,  # raised by Python: a text that is no UTF-8
 }
+Rows = list[tuple[Any, ...]]
 
 
-class DiskStore:
-    """A folder: records/ is the database, studies/ and artifacts/ lie beside it."""
+class DiskStore(Store):
+    """disk:FOLDER. The database is in its folder records/; blobs lie as in `DirStore`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = place(path)
+        self.url = f"disk:{self.path}"
+        self.studies = self.path / "studies"
+        self._blobs = DirStore(self.path)
         self._records = self.path / "records"
         self._database = self._records / _DATABASE
-
-    @property
-    def url(self) -> str:
-        return f"disk:{self.path}"
-
-    @property
-    def studies(self) -> Path:
-        return self.path / "studies"
-
-    @property
-    def shelf(self) -> Shelf:
-        return FolderShelf(self.path / ARTIFACTS)
 
     def keys(self) -> list[str]:
         sql = "SELECT key FROM Cache WHERE raw = 1 AND typeof(key) = 'text' ORDER BY key"
         return [key for (key,) in self._select(sql)]
 
-    def get(self, key: str) -> bytes | None:
-        rows = self._select(
-            "SELECT mode, CASE WHEN length(value) <= ? THEN value END FROM Cache "
-            "WHERE key = ? AND raw = 1 LIMIT 1",
-            MAX_BYTES,
-            key,
-        )
-        if not rows:
-            return None
-        ((mode, value),) = rows
-        if value is None:
-            raise RecordDamaged(f"{key}: nothing, or larger than {MAX_BYTES} bytes; refused")
-        if mode != _RAW or type(value) is not bytes:
-            raise RecordDamaged(
-                f"{key}: refused, because advisor stores only bytes and this is not"
-            )
-        return value
+    def sizes(self, start: str = BLOBS) -> dict[str, int]:
+        return self._blobs.sizes(start)
+
+    def get(self, key: str, most: int = MAX_BYTES) -> bytes | None:
+        if is_blob(key):
+            return self._blobs.get(key, most)
+        found = self.get_many([key]).get(key)
+        if isinstance(found, RecordDamaged):
+            raise found
+        return found
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
-        return one_by_one(self.get, keys)
+        sql = (
+            "SELECT key, mode, CASE WHEN length(value) <= ? THEN value END FROM Cache "
+            "WHERE key = ? AND raw = 1 LIMIT 1"
+        )
+        rows = self._select(sql, *((MAX_BYTES, key) for key in keys))
+        return {key: _sound(key, mode, value) for key, mode, value in rows}
 
     def put(self, key: str, data: bytes) -> None:
+        if is_blob(key):
+            return self._blobs.put(key, data)
         with self._writing() as cache:
             cache.set(key, data)
 
     def delete(self, key: str) -> bool:
-        if not self._select("SELECT 1 FROM Cache WHERE key = ? AND raw = 1", key):
+        if is_blob(key):
+            return self._blobs.delete(key)
+        if not self._select("SELECT 1 FROM Cache WHERE key = ? AND raw = 1", (key,)):
             return False
         with self._writing() as cache:
             return bool(cache.delete(key))
@@ -114,41 +104,28 @@ class DiskStore:
         if problem:
             raise self._damaged(problem)
         try:
-            if self._database.exists():
-                with self._writing():
-                    return
-            # Nothing is made yet: a command that is refused later leaves nothing behind.
-            there = existing(self._records)
+            there = self._database.exists()
         except OSError as exc:
             raise self._mapped(exc) from exc
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            why = "cannot be written" if there.is_dir() else "is not a folder"
-            raise StoreError(f"cache {self.path}: {there} {why}; {_REMEDY}")
+        if not there:
+            # Nothing is made yet: a command that is refused later leaves nothing behind.
+            return check_folder(self.path, self._records)
+        with self._writing():
+            pass
+
+    def is_read_only(self) -> bool:
+        return not all(os.access(path, os.W_OK) for path in (self._records, self._database))
 
     def health(self) -> str:
-        try:
-            problem = self._problem()
-            if problem:
+        with contextlib.suppress(StoreError):  # what is wrong is found again below
+            if problem := self._problem():
                 return f"damaged: {problem}"
             sql = "SELECT count(*) FROM Cache WHERE raw != 1 OR mode != 1 OR typeof(key) != 'text'"
-            foreign = sum(count for (count,) in self._select(sql))
-            if foreign:
+            if foreign := sum(count for (count,) in self._select(sql)):
                 return f"damaged: {foreign} rows that advisor did not write; they are ignored"
-            if not self.keys():
-                return "empty"
-        except StoreDamaged as exc:
-            return f"damaged: {exc.__cause__ or exc}"
-        except StoreError as exc:
-            return f"unusable: {exc}"
-        writable = all(os.access(p, os.W_OK) for p in (self._records, self._database))
-        return "ok" if writable else "ok, read-only"
+        return super().health()
 
-    def let_go(self) -> None:
-        _GATE.at_once(lambda: _KEPT.pop(self._database, None))
-
-    def set_aside(self) -> Path:
-        with _GATE:
-            _KEPT.pop(self._database, None)
+    def quarantine(self) -> Path:
         stem = f"records.damaged-{time.strftime('%Y%m%d-%H%M%S')}"
         aside = self.path / stem
         number = 1
@@ -162,43 +139,40 @@ class DiskStore:
                 f"cache {self.path}: cannot move the damaged store aside ({exc}); {_REMEDY}"
             ) from exc
 
+    def leftovers(self) -> list[Path]:
+        return self._blobs.leftovers()
+
     def _problem(self) -> str:
         """What is wrong with the database, or ''."""
         rows = self._select("PRAGMA quick_check(1)")
         return str(rows[0][0]).splitlines()[-1] if rows and rows[0][0] != "ok" else ""
 
-    def _select(self, sql: str, *values: str | int) -> list[tuple[Any, ...]]:
+    def _select(self, sql: str, *values: tuple[str | int, ...]) -> Rows:
+        """The rows of a statement, run with each of these values, on one connection."""
+        found: Rows = []
         try:
-            with _GATE:
-                reader = self._taken()
-                if reader is None:
-                    return []
-                found = reader.rows(sql, values)
-                if left(1.0) > 0:  # else nobody waits any more, nor tells it to let go
-                    _keep(reader)
-                return found
+            with _GATE, contextlib.closing(self._reader()) as reader:
+                for number, one in enumerate(values or ((),)):
+                    if number:
+                        check_deadline()
+                    found += reader.rows(sql, one)
+        except FileNotFoundError:
+            return []
         except sqlite3.OperationalError as exc:
             if str(exc).startswith("no such table"):
                 return []  # another process is just creating it
             raise self._mapped(exc) from exc
         except (sqlite3.Error, OSError) as exc:
             raise self._mapped(exc) from exc
+        return found
 
-    def _taken(self) -> _Reader | None:
-        """A connection to the database that is there now, which is kept no more; None where there
-        is no database."""
-        kept = _KEPT.pop(self._database, None)
-        try:
-            status = self._database.stat()
-        except FileNotFoundError:
-            return None
-        if not stat.S_ISREG(status.st_mode):
+    def _reader(self) -> _Reader:
+        """Raises FileNotFoundError if there is no database."""
+        if not stat.S_ISREG(self._database.stat().st_mode):
             raise self._damaged("not a regular file")
-        identity = (os.getpid(), status.st_dev, status.st_ino)
-        if kept is not None and kept.sees(identity):
-            return kept
-        reader = _Reader(self._database, identity)
+        reader = _Reader(self._database)
         if reader.planted:
+            reader.close()
             raise self._damaged(reader.planted)
         return reader
 
@@ -223,10 +197,11 @@ class DiskStore:
         cache = None
         try:
             make_folder(self._records)
-            self._taken()  # refuses what would run when something is written
+            with contextlib.suppress(FileNotFoundError):
+                self._reader().close()  # refuses what would run when something is written
             cache = diskcache.Cache(
                 str(self._records),
-                timeout=left(_WRITING_S),
+                timeout=time_left(_WRITING_S),
                 disk=_bytes_disk(),
                 eviction_policy="none",
                 cull_limit=0,
@@ -253,7 +228,7 @@ class DiskStore:
 
     def _mapped(self, exc: sqlite3.Error | OSError) -> StoreError:
         if isinstance(exc, OSError):
-            return StoreError(f"cache {self.path}: {exc.strerror or exc}; {_REMEDY}")
+            return self._blobs.error(exc)
         code = _code(exc)
         if code in _CORRUPT:
             return self._damaged(str(exc))
@@ -262,6 +237,14 @@ class DiskStore:
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return StoreError(f"cache {self.path}: locked by another process; try again")
         return StoreError(f"cache {self.path}: {exc}; {_REMEDY}")
+
+
+def _sound(key: str, mode: object, value: object) -> bytes | RecordDamaged:
+    if value is None:
+        return RecordDamaged(f"{key}: nothing, or larger than {MAX_BYTES} bytes; refused")
+    if mode != _RAW or not isinstance(value, bytes):
+        return RecordDamaged(f"{key}: refused, because advisor stores only bytes and this is not")
+    return value
 
 
 def _code(exc: sqlite3.Error) -> int | None:
@@ -285,19 +268,11 @@ class _Gate:
             )
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(timeout=left(_BUSY_S)):
+        if not self._lock.acquire(timeout=time_left(_BUSY_S)):
             raise StoreError("cache: another thread is still reading; try again")
 
     def __exit__(self, *_exc: object) -> None:
         self._lock.release()
-
-    def at_once(self, act: Callable[[], object]) -> None:
-        """Act, unless another thread is at it."""
-        if self._lock.acquire(blocking=False):
-            try:
-                act()
-            finally:
-                self._lock.release()
 
     def _close(self) -> None:
         self._held = self._lock.acquire(timeout=_FORKING_S)
@@ -314,108 +289,68 @@ _GATE = _Gate()
 
 
 class _Reader:
-    """A read-only connection.
+    """A read-only connection. `planted`: what is in the database, would run and was not made by
+    diskcache, or ''."""
 
-    Attributes:
-        identity: the process that opened it, and which file it opened.
-        frozen: it sees the file as it was when opened.
-        planted: what is in the database, would run and was not put there by diskcache, or ''.
-    """
-
-    def __init__(self, database: Path, identity: tuple[int, int, int]) -> None:
-        self.database = database
-        self.identity = identity
-        self.frozen = False
+    def __init__(self, database: Path) -> None:
         self._until = [0.0]  # in a list that the handler holds: it must not hold the reader
-        self.connection = self._connect(database, "mode=ro")
+        self._connect(database, "mode=ro")
         try:
             self.planted = self._planted()
         except sqlite3.OperationalError as exc:
-            if os.access(database.parent, os.W_OK) and _code(exc) == sqlite3.SQLITE_READONLY:
-                # Its first writer was killed: what that left is undone by opening it to write.
-                self.connection.close()
-                self.connection = self._connect(database, "mode=rw")
+            self.close()
+            if os.access(database.parent, os.W_OK):
+                if _code(exc) != sqlite3.SQLITE_READONLY:
+                    raise
+                # Its first writer was killed: opening it to write undoes what that left.
+                self._connect(database, "mode=rw")
                 self.planted = self._planted()
-                self.connection.execute("PRAGMA query_only = 1")
+                self._connection.execute("PRAGMA query_only = 1")
                 return
             # SQLite keeps its lock files beside the database, which a read-only folder forbids.
             log = database.with_name(f"{_DATABASE}-wal")
-            if os.access(database.parent, os.W_OK):
-                raise
             if log.exists() and log.stat().st_size > 0:
                 raise StoreError(
                     f"cache {database.parent.parent}: its last writer was cut off and the folder "
                     "is read-only; run `advisor show` once where it can be written"
                 ) from None
-            self.connection.close()
-            self.connection = self._connect(database, "mode=ro&immutable=1")
+            self._connect(database, "mode=ro&immutable=1")
             self.planted = self._planted()
-            self.frozen = True
+        except BaseException:
+            self.close()
+            raise
 
-    def sees(self, identity: tuple[int, int, int]) -> bool:
-        """Whether it is this process's, of this very file, and of tables that were looked at."""
-        return self.identity == identity and not self.frozen and self._schema() == self._looked_at
-
-    def _schema(self) -> int:
-        """A number that changes with what is made in the database."""
-        ((number,),) = self.rows("PRAGMA schema_version", ())
-        return int(number)
-
-    def rows(self, sql: str, values: Sequence[str | int]) -> list[tuple[Any, ...]]:
-        """What a statement gives, within the time that is left to whoever asks."""
-        seconds = left(_BUSY_S)
+    def rows(self, sql: str, values: Sequence[str | int] = ()) -> Rows:
+        """What a statement gives, before this thread's deadline."""
+        seconds = time_left(_BUSY_S)
         self._until[0] = time.monotonic() + seconds
-        self.connection.execute(f"PRAGMA busy_timeout = {int(seconds * 1e3)}")
-        return self.connection.execute(sql, values).fetchall()
+        self._connection.execute(f"PRAGMA busy_timeout = {int(seconds * 1e3)}")
+        return self._connection.execute(sql, values).fetchall()
+
+    def close(self) -> None:
+        self._connection.close()
 
     def _planted(self) -> str:
-        self._looked_at = self._schema()
         listed = self.rows(
-            "SELECT type, substr(name, 1, 40), substr(sql, 1, 1000) FROM sqlite_master", ()
+            "SELECT type, substr(name, 1, 40), substr(sql, 1, 1000) FROM sqlite_master"
         )
         for kind, name, sql in listed:
             if sql is not None and not _OF_DISKCACHE.fullmatch(" ".join(sql.split())):
                 return f"a {kind} {name!r} that advisor did not make"
-        columns = self.rows("SELECT hidden FROM pragma_table_xinfo('Cache')", ())
+        columns = self.rows("SELECT hidden FROM pragma_table_xinfo('Cache')")
         return "a computed column" if any(hidden for (hidden,) in columns) else ""
 
-    def _connect(self, database: Path, how: str) -> sqlite3.Connection:
-        connection = sqlite3.connect(
+    def _connect(self, database: Path, how: str) -> None:
+        self._connection = sqlite3.connect(
             f"{database.as_uri()}?{how}",
             uri=True,
-            timeout=0,  # said for each statement
+            timeout=0,  # set for each statement
             isolation_level=None,
-            check_same_thread=False,  # one at a time, through the gate
         )
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
+        self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
         until = self._until
-        connection.set_progress_handler(lambda: time.monotonic() > until[0], _STEPS)
-        return connection
+        self._connection.set_progress_handler(lambda: time.monotonic() > until[0], _STEPS)
 
-    def __del__(self) -> None:
-        connection = getattr(self, "connection", None)
-        if connection is None:
-            return
-        if self.identity[0] == os.getpid():
-            connection.close()
-        else:
-            _INHERITED.append(connection)
-
-
-_KEPT: dict[Path, _Reader] = {}
-"""Connections that worked, for the next statement: to open one takes as long as all the rest of a
-lookup that was made before."""
-_MOST_KEPT = 4
-
-
-def _keep(reader: _Reader) -> None:
-    _KEPT[reader.database] = reader
-    if len(_KEPT) > _MOST_KEPT:
-        del _KEPT[next(iter(_KEPT))]
-
-
-_INHERITED: list[sqlite3.Connection] = []
-"""Connections of a parent process: SQLite forbids to use or close them after a fork."""
 
 _OF_DISKCACHE = re.compile(
     r"CREATE TABLE (Settings|Cache) ?\(.*"
@@ -458,7 +393,3 @@ def _bytes_disk() -> type[Any]:
             """No value is in a file; a row that says otherwise is not obeyed."""
 
     return BytesDisk
-
-
-def _proof(store: DiskStore) -> Keeping:
-    return store

@@ -111,9 +111,18 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
-    return next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
+def check_folder(store: Path, folder: Path) -> None:
+    """Check that files can be put into a folder of a store, which may not exist yet.
+
+    Raises:
+        StoreError: they cannot.
+    """
+    there = next((one for one in (folder, *folder.parents) if os.path.lexists(one)), folder)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "cannot be written" if there.is_dir() else "is not a folder"
+        raise StoreError(
+            f"cache {store}: {there} {why}; point --cache or ADVISOR_CACHE to another folder"
+        )
 
 
 def open_regular(path: Path) -> BinaryIO:

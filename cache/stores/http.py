@@ -8,24 +8,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote, urlencode
 
 import msgpack
 
-from advisor.cache.codec import MAX_BYTES
 from advisor.cache.name import MARKS, PREFIX
-from advisor.cache.stores import by_many
-from advisor.cache.stores.link import BYTES, JSON, Link
-from advisor.cache.stores.patience import go_on
-from advisor.cache.stores.shelf import ARTIFACTS, is_plain, plain, too_large
+from advisor.cache.stores.http_client import BYTES, JSON, Answer, HttpClient
+from advisor.cache.stores.store import (
+    BLOBS,
+    MAX_BYTES,
+    Narrowing,
+    Remote,
+    blob_key,
+    bounded,
+    is_blob,
+)
+from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged, StoreError
 
-if TYPE_CHECKING:
-    from advisor.cache.stores import Narrowing, Shelf
-
-_ARTIFACTS = f"/api/{ARTIFACTS}"
+PATIENCE_S = 0.25
+"""What a server may cost `apply`, unless its URL says ?timeout=: TLS alone is three round trips."""
 _REFUSAL = 2**12
 """Bytes that a refusal may have."""
 MOST = 64
@@ -33,15 +36,18 @@ MOST = 64
 _KEY = re.compile(rf"(?:{PREFIX}|{MARKS})[0-9a-fs./]{{1,200}}")
 
 
-class HttpStore(Link):
-    """http[s]://HOST[:PORT][/PATH][?timeout=250ms&insecure=1], as `Link` takes it."""
-
-    studies: Path | None = None
+class HttpStore(Remote):
+    """A URL as `HttpClient` takes it."""
 
     def __init__(self, url: str, *, token: str = "") -> None:
-        super().__init__(url, token=token)
+        self.client = HttpClient(url, token=token)
+        super().__init__(self.client.given, PATIENCE_S)
+        self.address = self.client.address
         self._came: dict[str, bytes] = {}
         self._looks: dict[str, tuple[str, list[str]]] = {}
+
+    def load(self) -> None:
+        self.client.load()
 
     def narrowed(self, question: Mapping[str, Any]) -> list[str]:
         asked = urlencode(
@@ -49,37 +55,54 @@ class HttpStore(Link):
         )
         etag, keys = self._looks.get(asked, ("", []))
         headers = {"If-None-Match": etag} if etag else {}
-        status, headers, data = self.ask("GET", f"/api/lookup?{asked}", headers=headers)
-        if status == 304:
+        answer = self._request("GET", f"/api/lookup?{asked}", headers=headers)
+        if answer.status == 304:
             return keys
-        items = self._unpacked(data).get("items")
-        if not isinstance(items, list):
-            raise self.foreign("no items in its answer")
-        pairs = [self._item(one) for one in items]
+        pairs = self._items(answer.data)
         self._came = {key: data for key, data in pairs if data}
         keys = [key for key, _data in pairs]
-        self._looks = {asked: (headers.get("etag", ""), keys)}
+        self._looks = {asked: (answer.headers.get("etag", ""), keys)}
         return keys
 
     def keys(self) -> list[str]:
         found: list[str] = []
         while True:
-            go_on()
+            check_deadline()
             after = found[-1] if found else ""
-            _status, _headers, data = self.ask("GET", f"/api/records?after={quote(after, '')}")
-            answer = self.read_json(data)
+            answer = self._json(f"/api/records?after={quote(after, '')}")
             keys = answer.get("keys")
             if not isinstance(keys, list):
-                raise self.foreign("no keys in its answer")
+                raise self.client.foreign("no keys in its answer")
             page = [self._key(key) for key in keys]
             if page and page[0] <= after:
-                raise self.foreign("its pages go round in a circle")
+                raise self.client.foreign("its pages go round in a circle")
             found += page
             if not answer.get("more") or not page:
                 return found
 
-    def get(self, key: str) -> bytes | None:
-        return by_many(self.get_many, key)
+    def sizes(self, start: str = BLOBS) -> dict[str, int]:
+        found: dict[str, int] = {}
+        while True:
+            check_deadline()
+            query = {"after": max(found, default=""), "start": start.removeprefix(BLOBS)}
+            answer = self._json(f"/api/artifacts?{urlencode(query)}")
+            page = answer.get("sizes")
+            if not isinstance(page, dict) or not all(type(size) is int for size in page.values()):
+                raise self.client.foreign("no sizes in its answer")
+            if any(name <= query["after"] or not blob_key(name, BLOBS) for name in page):
+                raise self.client.foreign("it names artifacts that are none")
+            found |= page
+            if not answer.get("more") or not page:
+                return {key: size for name, size in found.items() if (key := blob_key(name, start))}
+
+    def get(self, key: str, most: int = MAX_BYTES) -> bytes | None:
+        if is_blob(key):
+            answer = self._request("GET", f"/api/{key}", accepts=(404,), most=most + _REFUSAL)
+            return None if answer.status == 404 else bounded(key, answer.data, most)
+        found = self.get_many([key]).get(key)
+        if isinstance(found, RecordDamaged):
+            raise found
+        return found
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
         wanted = [key for key in keys if _KEY.fullmatch(key)]
@@ -87,33 +110,24 @@ class HttpStore(Link):
         found: dict[str, bytes | RecordDamaged] = {k: came[k] for k in wanted if k in came}
         asked = [key for key in wanted if key not in found]
         while asked:
-            go_on()
+            check_deadline()
             body = json.dumps({"keys": asked[:MOST]}).encode()
-            _status, _headers, data = self.ask("POST", "/api/records", body=body, kind=JSON)
-            items = self._unpacked(data).get("items")
-            if not isinstance(items, list):
-                raise self.foreign("no items in its answer")
-            said = dict(self._item(one) for one in items)
+            answer = self._request("POST", "/api/records", body=body, kind=JSON)
+            said = dict(self._items(answer.data))
             if not said.keys() & {*asked[:MOST]}:
-                raise self.foreign("it answers to something else")
+                raise self.client.foreign("it answers to something else")
             found |= {key: data for key, data in said.items() if data and key in asked}
             asked = [key for key in asked if key not in said]
         return found
 
     def put(self, key: str, data: bytes) -> None:
-        self.ask("PUT", f"/api/records/{quote(key)}", body=data, kind=BYTES)
+        self._request("PUT", self._place(key), body=data, kind=BYTES)
 
     def delete(self, key: str) -> bool:
-        if not _KEY.fullmatch(key):
+        if not is_blob(key) and not _KEY.fullmatch(key):
             return False
-        path = f"/api/records/{quote(key)}"
-        status, _headers, _data = self.ask("DELETE", path, accepts=(404,))
         self._came, self._looks = {}, {}
-        return status != 404
-
-    @property
-    def shelf(self) -> Shelf:
-        return HttpShelf(self)
+        return self._request("DELETE", self._place(key), accepts=(404,)).status != 404
 
     def check_writable(self) -> None:
         if not self._self()["writes"]:
@@ -128,16 +142,24 @@ class HttpStore(Link):
             return "empty"
         return "ok" if said["writes"] else "ok, read-only"
 
-    def set_aside(self) -> Path:
-        raise StoreError(f"cache {self.url}: a remote store is not moved aside; ask who runs it")
-
     def _self(self) -> dict[str, Any]:
-        found = self.read_json(self.ask("GET", "/api/self")[2])
+        found = self._json("/api/self")
         if not {"writes", "records"} <= found.keys():
-            raise self.foreign("it does not say what the token may do")
+            raise self.client.foreign("it does not say what the token may do")
         return found
 
-    def _unpacked(self, data: bytes) -> dict[str, Any]:
+    def _request(self, method: str, path: str, **how: Any) -> Answer:
+        return self.client.request(method, path, patience_s=self.patience_s, **how)
+
+    def _json(self, path: str) -> dict[str, Any]:
+        return self.client.read_json(self._request("GET", path).data)
+
+    @staticmethod
+    def _place(key: str) -> str:
+        return f"/api/{key}" if is_blob(key) else f"/api/records/{quote(key)}"
+
+    def _items(self, data: bytes) -> list[tuple[str, bytes]]:
+        """Keys with their bytes; b'' for one that is gone, or comes in a later answer."""
         try:
             found = msgpack.unpackb(
                 data,
@@ -150,68 +172,24 @@ class HttpStore(Link):
                 max_ext_len=0,
             )
         except Exception as exc:  # msgpack raises more kinds than it documents
-            raise self.foreign("its answer is no msgpack") from exc
-        if not isinstance(found, dict):
-            raise self.foreign("its answer is no map")
-        return found
-
-    def _key(self, value: object) -> str:
-        if not isinstance(value, str) or not _KEY.fullmatch(value):
-            raise self.foreign(f"it names a record {str(value)[:60]!r}")
-        return value
+            raise self.client.foreign("its answer is no msgpack") from exc
+        items = found.get("items") if isinstance(found, dict) else None
+        if not isinstance(items, list):
+            raise self.client.foreign("no items in its answer")
+        return [self._item(one) for one in items]
 
     def _item(self, value: object) -> tuple[str, bytes]:
-        """A key and its bytes; none where it is gone, or did not come along."""
         if isinstance(value, list) and len(value) == 2:
             key, data = value
             if data is None or isinstance(data, bytes):
                 return self._key(key), data or b""
-        raise self.foreign("its items are no records")
+        raise self.client.foreign("its items are no records")
+
+    def _key(self, value: object) -> str:
+        if not isinstance(value, str) or not _KEY.fullmatch(value):
+            raise self.client.foreign(f"it names a record {str(value)[:60]!r}")
+        return value
 
 
-class HttpShelf:
-    """What a server keeps beside its records."""
-
-    def __init__(self, store: HttpStore) -> None:
-        self._store = store
-
-    def sizes(self, start: str = "") -> dict[str, int]:
-        found: dict[str, int] = {}
-        while True:
-            after = max(found, default="")
-            asked = urlencode({"after": after, "start": start} if start else {"after": after})
-            status, _headers, data = self._store.ask("GET", f"{_ARTIFACTS}?{asked}", accepts=(404,))
-            if status == 404:  # a server from before there were any
-                return found
-            answer = self._store.read_json(data)
-            page = answer.get("sizes")
-            if not isinstance(page, dict) or not all(type(n) is int for n in page.values()):
-                raise self._store.foreign("no sizes in its answer")
-            if any(not is_plain(name) or name <= after for name in page):
-                raise self._store.foreign("it names artifacts that are none")
-            found |= page
-            if not answer.get("more") or not page:
-                # One from before it could be asked so says all.
-                return {name: n for name, n in found.items() if name.startswith(start)}
-
-    def get(self, name: str, most: int) -> bytes | None:
-        status, _headers, data = self._store.ask(
-            "GET", f"{_ARTIFACTS}/{plain(name)}", accepts=(404,), most=most + _REFUSAL
-        )
-        if status == 404:
-            return None
-        if len(data) > most:
-            raise too_large(name, most)
-        return data
-
-    def put(self, name: str, data: bytes) -> None:
-        self._store.ask("PUT", f"{_ARTIFACTS}/{plain(name)}", body=data, kind=BYTES)
-
-    def delete(self, name: str) -> bool:
-        path = f"{_ARTIFACTS}/{plain(name)}"
-        status, _headers, _data = self._store.ask("DELETE", path, accepts=(404,))
-        return status != 404
-
-
-def _proof(store: HttpStore) -> Narrowing:
+def _fits(store: HttpStore) -> Narrowing:
     return store

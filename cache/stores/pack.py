@@ -15,15 +15,11 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from advisor.cache.codec import MAX_BYTES
-from advisor.cache.stores import by_many, one_by_one
 from advisor.cache.stores.filesystem import open_regular, place
+from advisor.cache.stores.store import MAX_BYTES, Store
+from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
-
-if TYPE_CHECKING:
-    from advisor.cache.stores import Shelf, Store
 
 FORMAT = 2
 HEADER = "advisor-pack.json"
@@ -47,20 +43,16 @@ _FAULTS = (
 """What zipfile raises for a file that is none, or one that it cannot read."""
 
 
-class PackStore:
+class PackStore(Store):
     """pack:FILE."""
 
-    studies: Path | None = None
-    shelf: Shelf | None = None
+    takes_blobs = False
 
     def __init__(self, path: str | Path) -> None:
         self.path = place(path)
+        self.url = f"pack:{self.path}"
         self._stamp: tuple[int, int] | None = None
         self._names: list[str] = []
-
-    @property
-    def url(self) -> str:
-        return f"pack:{self.path}"
 
     def keys(self) -> list[str]:
         try:
@@ -74,37 +66,32 @@ class PackStore:
             self._stamp = stamp
         return list(self._names)
 
-    def get(self, key: str) -> bytes | None:
-        return by_many(self.get_many, key)
+    def get(self, key: str, most: int = MAX_BYTES) -> bytes | None:
+        found = self.get_many([key]).get(key)
+        if isinstance(found, RecordDamaged):
+            raise found
+        return found
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
         there = {*keys} & {*self.keys()}
         if not there:
             return {}
         with self._opened() as pack:
-            return one_by_one(lambda key: _member(pack, pack.getinfo(key)), sorted(there))
+            return {key: _sound(pack, pack.getinfo(key)) for key in sorted(there)}
 
     def put(self, key: str, data: bytes) -> None:
         raise StoreError(f"cache {self.url}: a pack is read-only; `advisor export` writes one")
 
     def delete(self, key: str) -> bool:
-        if key not in self.keys():
-            return False
-        raise StoreError(f"cache {self.url}: a pack is read-only; `advisor export` writes one")
+        if key in self.keys():
+            self.check_writable()
+        return False
 
     def check_writable(self) -> None:
         self.put("", b"")
 
-    def health(self) -> str:
-        try:
-            return "ok, read-only" if self.keys() else "empty"
-        except StoreDamaged as exc:
-            return f"damaged: {exc}"
-        except StoreError as exc:
-            return f"unusable: {exc}"
-
-    def set_aside(self) -> Path:
-        raise StoreError(f"cache {self.url}: a pack is read-only")
+    def is_read_only(self) -> bool:
+        return True
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[_Pack]:
@@ -136,12 +123,8 @@ def read(path: Path) -> Iterator[tuple[str, bytes | RecordDamaged]]:
     """
     with contextlib.closing(_open(path)) as pack:
         for info in pack.infolist():
-            if info.filename == HEADER:
-                continue
-            try:
-                yield info.filename, _member(pack, info)
-            except RecordDamaged as exc:
-                yield info.filename, exc
+            if info.filename != HEADER:
+                yield info.filename, _sound(pack, info)
 
 
 def _open(path: Path) -> _Pack:
@@ -155,9 +138,8 @@ def _open(path: Path) -> _Pack:
         _kind, _disk, _first, here, count, listing, _start, comment = _END.unpack(
             tail[-_END.size :]
         )
-        if max(here, count) > MAX_RECORDS + 1 or listing > _MOST_LISTING or comment:
-            raise StoreDamaged(f"{path}: no pack of advisor's: too many members", path)
-        if tail[: -_END.size].startswith(_MORE):
+        many = max(here, count) > MAX_RECORDS + 1 or listing > _MOST_LISTING
+        if many or comment or tail.startswith(_MORE):
             raise StoreDamaged(f"{path}: no pack of advisor's: too many members", path)
         pack = _Pack(file)
         header = json.loads(_member(pack, pack.getinfo(HEADER)))
@@ -174,6 +156,14 @@ def _open(path: Path) -> _Pack:
     except BaseException:
         file.close()
         raise
+
+
+def _sound(pack: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes | RecordDamaged:
+    check_deadline()
+    try:
+        return _member(pack, info)
+    except RecordDamaged as exc:
+        return exc
 
 
 def _member(pack: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
@@ -221,7 +211,3 @@ def write(path: Path, records: Iterable[tuple[str, bytes]]) -> int:
             f"pack {path}: more than {MAX_RECORDS} records or 2 GiB; narrow it"
         ) from exc
     return count
-
-
-def _proof(store: PackStore) -> Store:
-    return store

@@ -1,59 +1,54 @@
-"""A team's Redis: one string a record, and a sorted set of their names.
+"""A team's Redis: one string per key, and sorted sets of the keys of records and of blobs.
 
-The names are an index, so that looking up does not scan a server that others use too; the score of
-a name is when its record expires.
+The sets are indexes, so that a lookup does not scan a server that others use too. The score of a
+key is when it expires.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import time
-from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit, urlunsplit
 
-from advisor.cache.codec import MAX_BYTES
-from advisor.cache.stores import by_many
-from advisor.cache.stores.shelf import ARTIFACTS, plain, too_large
+from advisor.cache.settings import ProjectUrl
+from advisor.cache.stores.store import BLOBS, MAX_BYTES, Remote, bounded, is_blob
 from advisor.cache.stores.url import PATIENCE_S, RemoteUrl
 from advisor.errors import RecordDamaged, StoreError, UsageError
 
 if TYPE_CHECKING:
     import redis
 
-    from advisor.cache.stores import Remote, Shelf
+T = TypeVar("T")
 
 _OWN = ("prefix", "ttl", "timeout")
 _LASTING = "+inf"
 
 
-class RedisStore:
+class RedisStore(Remote):
     """redis[s]://[USER:PASSWORD@]HOST[:PORT][/DATABASE][?prefix=advisor&ttl=90d&timeout=50ms].
 
     Other options go to redis-py, e.g. ssl_ca_certs=FILE. User and password may be in
-    $ADVISOR_REDIS_USERNAME and $ADVISOR_REDIS_PASSWORD instead.
+    $ADVISOR_REDIS_USERNAME and $ADVISOR_REDIS_PASSWORD instead, which are not sent to a
+    `ProjectUrl`.
     """
-
-    studies: Path | None = None
 
     def __init__(self, url: str) -> None:
         # Not imported yet: that takes longer than to learn that the server is down.
         if importlib.util.find_spec("redis") is None:
             raise ModuleNotFoundError("the Python package redis is not installed")
         given = RemoteUrl.parse(url, _OWN)
-        self.url = given.shown
-        self.patience_s = given.seconds("timeout", PATIENCE_S)
+        super().__init__(given, PATIENCE_S)
+        self.address = given.address(6379)
         self._ttl_s = given.seconds("ttl", 0.0)
         prefix = given.options.get("prefix", "advisor")
         if not prefix or set(prefix) & set("{}*?[]"):
             raise UsageError(f"cache URL {self.url!r}: prefix={prefix}: expected a plain name")
         # In braces: a cluster then keeps all of it on one node, as the transactions need.
-        self.prefix = f"{{{prefix}}}:"
-        self._address = given.address(6379)
-        self._bare = _with_login(given.bare)
+        self._prefix = f"{{{prefix}}}:"
+        self._bare = given.bare if isinstance(url, ProjectUrl) else _with_login(given.bare)
         database = urlsplit(given.bare).path.strip("/")
         if database and not database.isdecimal():
             raise UsageError(f"cache URL {self.url!r}: database {database!r}: expected a number")
@@ -61,92 +56,89 @@ class RedisStore:
         self._pid = 0
         self._waits_s = 0.0
 
-    def reach(self) -> None:
-        try:
-            socket.create_connection(self._address, timeout=self.patience_s).close()
-        except OSError as exc:
-            raise StoreError(f"cache {self.url}: {exc.strerror or exc}") from exc
-
     def load(self) -> None:
         import redis.retry  # noqa: F401 # only to have it in memory
 
     def keys(self) -> list[str]:
-        return self.named(self._index)
+        return self._indexed("names")
 
-    def named(self, index: str) -> list[str]:
-        """The keys that an index names and that have not expired, sorted."""
-        now = time.time()
-        found = self.do(lambda r: r.zrangebyscore(index, now, _LASTING))
-        return sorted(_text(name) for name in found)
+    def sizes(self, start: str = BLOBS) -> dict[str, int]:
+        keys = [key for key in self._indexed("artifacts") if key.startswith(start)]
+        sizes = self._read_each("strlen", {key: () for key in keys})
+        return {
+            key: size for key, size in zip(keys, sizes, strict=True) if type(size) is int and size
+        }
 
-    def get(self, key: str) -> bytes | None:
-        return by_many(self.get_many, key)
+    def get(self, key: str, most: int = MAX_BYTES) -> bytes | None:
+        is_blob(key)
+        (part,) = self._read_each("getrange", {key: (0, most)})
+        return bounded(key, _string(key, part), most) or None
 
     def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
         wanted = list(keys)
-        if not wanted:
-            return {}
         # Not MGET: what somebody planted may be of any size, and is not worth fetching whole.
-        parts = self.do(
-            lambda r: _run(
-                r.pipeline(transaction=False),
-                [("getrange", self.prefix + key, 0, MAX_BYTES) for key in wanted],
-                raises=False,
-            )
-        )
+        parts = self._read_each("getrange", {key: (0, MAX_BYTES) for key in wanted})
         found: dict[str, bytes | RecordDamaged] = {}
         for key, part in zip(wanted, parts, strict=True):
-            if isinstance(part, bytes):
-                if part:
-                    found[key] = part
-            else:
-                found[key] = RecordDamaged(f"{key}: no string in Redis ({part}); refused")
+            try:
+                if data := _string(key, part):
+                    found[key] = data
+            except RecordDamaged as exc:
+                found[key] = exc
         return found
 
-    @property
-    def shelf(self) -> Shelf:
-        return RedisShelf(self)
-
     def put(self, key: str, data: bytes) -> None:
-        self.keep(self._index, key, data)
-
-    def keep(self, index: str, key: str, data: bytes) -> None:
-        """Keep data under a key that an index names, as long as the URL says."""
+        index = self._index(key)
         ends = f"{time.time() + self._ttl_s}" if self._ttl_s else _LASTING
         expires: tuple[Any, ...] = ("PX", int(self._ttl_s * 1000)) if self._ttl_s else ()
-        commands = [
-            ("execute_command", "SET", self.prefix + key, data, *expires),
-            ("execute_command", "ZADD", index, ends, key),
-            ("zremrangebyscore", index, "-inf", f"({time.time()}"),
-        ]
-        self.do(lambda r: _run(r.pipeline(transaction=True), commands))
+
+        def act(r: Any) -> None:
+            pipeline = r.pipeline(transaction=True)
+            pipeline.execute_command("SET", self._prefix + key, data, *expires)
+            pipeline.execute_command("ZADD", index, ends, key)
+            pipeline.zremrangebyscore(index, "-inf", f"({time.time()}")
+            pipeline.execute()
+
+        self._do(act)
 
     def delete(self, key: str) -> bool:
-        return self.remove(self._index, key)
+        index = self._index(key)
 
-    def remove(self, index: str, key: str) -> bool:
-        """Remove what is under a key that an index names; whether it was there."""
-        commands = [("delete", self.prefix + key), ("zrem", index, key)]
-        return any(self.do(lambda r: _run(r.pipeline(transaction=True), commands)))
+        def act(r: Any) -> bool:
+            pipeline = r.pipeline(transaction=True)
+            pipeline.delete(self._prefix + key)
+            pipeline.zrem(index, key)
+            return any(pipeline.execute())
+
+        return self._do(act)
 
     def check_writable(self) -> None:
-        # Nothing is stored: a name that is not there is taken out.
-        self.do(lambda r: r.zrem(self._index, ""))
+        # Nothing is stored: a key that is not there is removed.
+        self._do(lambda r: r.zrem(f"{self._prefix}names", ""))
 
-    def health(self) -> str:
-        try:
-            return "ok" if self.keys() else "empty"
-        except StoreError as exc:
-            return f"unusable: {exc}"
+    def _index(self, key: str) -> str:
+        """The name of the sorted set that a key is in."""
+        return self._prefix + ("artifacts" if is_blob(key) else "names")
 
-    def set_aside(self) -> Path:
-        raise StoreError(f"cache {self.url}: a remote store is not moved aside; ask who runs it")
+    def _indexed(self, index: str) -> list[str]:
+        """The sorted keys in an index that have not expired."""
+        now = time.time()
+        found = self._do(lambda r: r.zrangebyscore(self._prefix + index, now, _LASTING))
+        return sorted(key.decode("utf-8", "replace") for key in found)
 
-    @property
-    def _index(self) -> str:
-        return f"{self.prefix}names"
+    def _read_each(self, command: str, keys: Mapping[str, tuple[int, ...]]) -> list[Any]:
+        """What a command says of each key, given some more arguments; an error where it fails."""
 
-    def do(self, act: Any) -> Any:
+        def act(r: Any) -> list[Any]:
+            pipeline = r.pipeline(transaction=False)
+            for key, arguments in keys.items():
+                getattr(pipeline, command)(self._prefix + key, *arguments)
+            found: list[Any] = pipeline.execute(raise_on_error=False)
+            return found
+
+        return self._do(act) if keys else []
+
+    def _do(self, act: Callable[[Any], T]) -> T:
         """What act(client) returns.
 
         Raises:
@@ -187,45 +179,10 @@ class RedisStore:
         return self._client
 
 
-class RedisShelf:
-    """One string each, and a sorted set of their names beside that of the records."""
-
-    def __init__(self, store: RedisStore) -> None:
-        self._store = store
-        self._prefix = f"{store.prefix}{ARTIFACTS}/"
-        self._index = f"{store.prefix}{ARTIFACTS}"
-
-    def sizes(self, start: str = "") -> dict[str, int]:
-        named = (name.removeprefix(f"{ARTIFACTS}/") for name in self._store.named(self._index))
-        names = [name for name in named if name.startswith(start)]
-        commands = [("strlen", self._prefix + name) for name in names]
-        if not names:
-            return {}
-        sizes = self._store.do(lambda r: _run(r.pipeline(transaction=False), commands))
-        return {name: int(size) for name, size in zip(names, sizes, strict=True) if size}
-
-    def get(self, name: str, most: int) -> bytes | None:
-        found = self._store.do(lambda r: r.getrange(self._prefix + plain(name), 0, most))
-        if len(found) > most:
-            raise too_large(name, most)
-        return bytes(found) or None
-
-    def put(self, name: str, data: bytes) -> None:
-        self._store.keep(self._index, f"{ARTIFACTS}/{plain(name)}", data)
-
-    def delete(self, name: str) -> bool:
-        return self._store.remove(self._index, f"{ARTIFACTS}/{plain(name)}")
-
-
-def _run(pipeline: Any, commands: list[tuple[Any, ...]], *, raises: bool = True) -> list[Any]:
-    for name, *arguments in commands:
-        getattr(pipeline, name)(*arguments)
-    found: list[Any] = pipeline.execute(raise_on_error=raises)
-    return found
-
-
-def _text(name: object) -> str:
-    return name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name)
+def _string(key: str, part: object) -> bytes:
+    if not isinstance(part, bytes):
+        raise RecordDamaged(f"{key}: no string in Redis ({part}); refused")
+    return part
 
 
 def _with_login(url: str) -> str:
@@ -237,7 +194,3 @@ def _with_login(url: str) -> str:
     return urlunsplit(
         parts._replace(netloc=f"{quote(user, safe='')}:{quote(password, safe='')}@{parts.netloc}")
     )
-
-
-def _proof(store: RedisStore) -> Remote:
-    return store

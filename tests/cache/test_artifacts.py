@@ -14,7 +14,7 @@ from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.seal import UNSEALED, Seal
 from advisor.cache.settings import max_artifacts
-from advisor.cache.stores import Shelf, Store, open_store
+from advisor.cache.stores import BLOBS, Store, open_store
 from advisor.cache.stores.pack import PackStore
 from advisor.errors import RecordDamaged, UsageError
 from tests.cache.examples import DEFAULT, ENVIRONMENT, record
@@ -33,17 +33,16 @@ def store(tmp_path: Path) -> Store:
     return open_store(f"dir:{tmp_path}/store")
 
 
-def shelf(store: Store) -> Shelf:
-    assert store.shelf is not None
-    return store.shelf
-
-
 def artifacts(*stores: Store, seal: Seal = MINE, most: int = 2**20) -> Artifacts:
     return Artifacts(stores, seal, most)
 
 
 def text(purpose: Purpose, seal: Seal) -> str:
     return f"{purpose.label}.{seal.tag(purpose.label)}"
+
+
+def key(purpose: Purpose, seal: Seal) -> str:
+    return BLOBS + text(purpose, seal)
 
 
 def test_what_was_kept_is_found(store: Store) -> None:
@@ -83,11 +82,11 @@ def test_what_was_changed_is_refused_before_it_is_read(at: int) -> None:
 @pytest.mark.parametrize("seal", [UNSEALED, THEIRS, Seal(b"a secret of another team")])
 def test_nobody_plants_them(store: Store, seal: Seal) -> None:
     """A name can be copied from a listing, and what is signed from one place to another."""
-    shelf(store).put(text(PURPOSE, MINE), sealed(DATA, PURPOSE, seal))
+    store.put(key(PURPOSE, MINE), sealed(DATA, PURPOSE, seal))
     with pytest.raises(RecordDamaged, match="not signed by you or your team"):
         artifacts(store).find(PURPOSE)
     other = replace(PURPOSE, config="ab" * 6)
-    shelf(store).put(text(PURPOSE, MINE), sealed(DATA, other, MINE))
+    store.put(key(PURPOSE, MINE), sealed(DATA, other, MINE))
     with pytest.raises(RecordDamaged, match="made for config"):
         artifacts(store).find(PURPOSE)
 
@@ -104,7 +103,7 @@ def test_what_is_too_large_or_unsigned_is_not_kept(store: Store, tmp_path: Path)
     assert artifacts(store, most=0).keep(DATA, PURPOSE, store) == 0
     assert artifacts(store, seal=UNSEALED).keep(DATA, PURPOSE, store) == 0
     assert artifacts(store).keep(DATA, PURPOSE, PackStore(tmp_path / "pack")) == 0
-    assert shelf(store).sizes() == {}
+    assert store.sizes() == {}
     artifacts(store).keep(DATA, PURPOSE, store)
     with pytest.raises(RecordDamaged, match="larger than 10 bytes"):
         artifacts(store, most=10).find(PURPOSE)
@@ -120,7 +119,7 @@ def test_stores_are_looked_through_in_order_and_the_first_keeps_it(
 ) -> None:
     first = open_store(f"disk:{tmp_path}/first")
     artifacts(store).keep(DATA, PURPOSE, store)
-    shelf(first).put(text(PURPOSE, MINE), b"rubbish")
+    first.put(key(PURPOSE, MINE), b"rubbish")
     found = artifacts(first, store).find(PURPOSE)
     assert found is not None and found.store == store.url
     again = artifacts(first, store).find(PURPOSE)
@@ -212,7 +211,7 @@ def test_what_is_damaged_is_told_and_tidied(store: Store, data: bytes, reason: s
     found = artifacts(store)
     ((there, label, _size),) = found.listed({purpose.record})
     assert found.fault(there, label) == ""
-    shelf(store).put(label.text, data)
+    store.put(label.key, data)
     assert found.fault(there, label) == reason
     (one,) = exchange.idle(Records(store, seal=MINE), store)
     assert (one.label, one.kind, one.reason) == (label, "damaged", reason)
@@ -222,7 +221,7 @@ def test_what_is_not_ones_own_to_judge_is_told_and_stays(store: Store) -> None:
     """Of another key, of a later version of advisor, of a key that others may have."""
     purpose = put(store, RECORD)
     artifacts(store, seal=THEIRS).keep(DATA, purpose, store)
-    shelf(store).put(text(purpose, MINE), b"advisor artifacts 2\n" + GOOD)
+    store.put(key(purpose, MINE), b"advisor artifacts 2\n" + GOOD)
     found = artifacts(store)
     faults = {
         label.text: found.fault(at, label) for at, label, _n in found.listed({purpose.record})
@@ -247,8 +246,8 @@ def test_only_what_one_signed_is_carried(
     purpose = put(store, RECORD)
     artifacts(store, seal=THEIRS).keep(DATA, purpose, store)
     changed, moved = (replace(purpose, config=one * 6) for one in ("ab", "cd"))
-    shelf(store).put(text(changed, MINE), b"changed since")
-    shelf(store).put(text(moved, MINE), sealed(DATA, purpose, MINE))
+    store.put(key(changed, MINE), b"changed since")
+    store.put(key(moved, MINE), sealed(DATA, purpose, MINE))
     there = open_store(f"dir:{tmp_path}/there")
     records = Records([store, there], seal=MINE)
     for outcome in ("added", "known"):
@@ -278,11 +277,11 @@ def test_a_damaged_copy_is_mended(store: Store, tmp_path: Path, other: str) -> N
     name, good = text(purpose, MINE), sealed(DATA, purpose, MINE)
     records = Records([store, there], seal=MINE)
     for damaged in (good[:-1] + bytes([good[-1] ^ 1]), good[:-1], good + b"more"):
-        shelf(there).put(name, damaged)
+        there.put(BLOBS + name, damaged)
         for outcome in ("updated", "known"):
             (one,) = exchange.carry_artifacts(records, store, there, {place_of(RECORD)})
             assert (one.name, one.outcome) == (name, outcome)
-        assert shelf(there).get(name, 2**20) == good
+        assert there.get(BLOBS + name, 2**20) == good
 
 
 def test_how_the_input_comes_is_not_compiled() -> None:

@@ -18,9 +18,9 @@ from advisor.cache.asking import MOST_TOLD, Chosen, Said, ask
 from advisor.cache.name import Name
 from advisor.cache.reader import Held, Listing, Marks, Sought
 from advisor.cache.records import Records
-from advisor.cache.stores import Store, open_store
+from advisor.cache.stores import Remote, Store, open_store
 from advisor.cache.stores.dir import DirStore
-from advisor.cache.stores.patience import go_on, left, within
+from advisor.cache.stores.timeout import check_deadline, run_with_timeout, time_left
 from advisor.errors import RecordDamaged, StoreError
 from tests.cache.examples import KEY, changed, record
 
@@ -77,7 +77,7 @@ class Endless(DirStore):
         while True:
             self.reads += 1
             time.sleep(0.01)
-            go_on()
+            check_deadline()
 
 
 def test_the_first_that_has_it_is_the_last_asked(stores: list[Store]) -> None:
@@ -159,16 +159,15 @@ def test_what_nobody_waits_for_ends(tmp_path: Path) -> None:
 
 
 def test_time_is_told_to_those_who_ask() -> None:
-    assert left(5.0) == 5.0
-    assert within(10.0, lambda: left(60.0), "x") <= 10.0
+    assert time_left(5.0) == 5.0
+    assert run_with_timeout(10.0, lambda: time_left(60.0), "x") <= 10.0
     with pytest.raises(StoreError, match="no answer"):
-        within(0.01, lambda: time.sleep(0.2), "x")
+        run_with_timeout(0.01, lambda: time.sleep(0.2), "x")
 
 
-def test_one_thread_acts_until_it_hangs() -> None:
-    assert within(60.0, threading.get_ident, "x") == within(60.0, threading.get_ident, "x")
+def test_one_that_hangs_leaves_the_others_alone() -> None:
     with pytest.raises(ZeroDivisionError):
-        within(60.0, lambda: 1 // 0, "x")
+        run_with_timeout(60.0, lambda: 1 // 0, "x")
     held, release = [], threading.Event()
 
     def hang() -> None:
@@ -176,23 +175,23 @@ def test_one_thread_acts_until_it_hangs() -> None:
         release.wait(60)
 
     with pytest.raises(StoreError, match="no answer"):
-        within(0.01, hang, "x")
+        run_with_timeout(0.01, hang, "x")
     (stuck,) = held
     for _ in range(2):
-        assert within(60.0, threading.get_ident, "x") != stuck.ident
-    assert left(5.0) == 5.0 and within(60.0, lambda: left(99.0), "x") <= 60.0
+        assert run_with_timeout(60.0, threading.get_ident, "x") != stuck.ident
+    assert time_left(5.0) == 5.0
+    assert run_with_timeout(60.0, lambda: time_left(99.0), "x") <= 60.0
     release.set()
     stuck.join(60)
-    assert not stuck.is_alive()  # nothing more is expected of it
+    assert not stuck.is_alive()
 
 
-def test_a_process_that_forks_has_no_idle_thread() -> None:
-    kept = within(60.0, threading.current_thread, "x")
-    assert kept.is_alive()
+def test_no_thread_is_left_for_a_fork() -> None:
+    used = run_with_timeout(60.0, threading.current_thread, "x")
+    assert not used.is_alive()
     child = os.fork()
     if child == 0:
-        os._exit(0 if within(60.0, lambda: threading.active_count(), "x") == 2 else 3)
-    assert not kept.is_alive()
+        os._exit(0 if run_with_timeout(60.0, threading.active_count, "x") == 2 else 3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -215,10 +214,8 @@ def test_an_exclusive_lock_is_a_miss(tmp_path: Path) -> None:
 def test_what_is_late_from_far_is_kept_near(
     stores: list[Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Far(Slow):
-        patience_s = 0.02
-
-        def reach(self) -> None: ...
+    class Far(Slow, Remote):
+        patience_s, address = 0.02, None
 
         def load(self) -> None: ...
 

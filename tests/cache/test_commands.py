@@ -13,6 +13,7 @@ from advisor.cache.artifacts import Purpose, Tools
 from advisor.cache.codec import encode
 from advisor.cache.name import Name
 from advisor.cache.record import Record
+from advisor.cache.stores import BLOBS
 from advisor.cli import cli
 from advisor.errors import UsageError
 from advisor.opening import open_records
@@ -94,8 +95,7 @@ def test_artifacts_are_shown_carried_tidied_and_forgotten(url: str, tmp_path: Pa
     fits = Purpose.of(GOOD, GOOD.winner("loop").config, ENVIRONMENT, tools)
     for purpose in (fits, replace(fits, config="ab" * 6)):
         records.artifacts.keep(b"code", purpose, store)
-    assert store.shelf is not None
-    size = store.shelf.sizes()
+    size = store.sizes()
     said = json.loads(run("show", GOOD.id, "--cache", url, "--json"))["artifacts"]
     assert sorted(one["uses"] for one in said)[0] == [] and "loop" in str(said)
     assert "for nothing that is advised, in dir:" in run("show", GOOD.id, "--cache", url)
@@ -109,29 +109,28 @@ def test_artifacts_are_shown_carried_tidied_and_forgotten(url: str, tmp_path: Pa
     gone = json.loads(run("gc", "--cache", url, "--yes", "--json"))
     total = {"store": url, "number": 2, "bytes": two, "foreign": 0}
     assert gone["artifacts"] == [total] and not gone["stuck"]
-    (name,) = store.shelf.sizes()
-    assert name.startswith(fits.label) and gone["records"][0]["name"] in size
+    (name,) = store.sizes()
+    assert fits.label in name and BLOBS + gone["records"][0]["name"] in size
     said_of = run("sync", url, f"dir:{tmp_path}/other")
     assert f"added    {GOOD.id}  {two // 2} B of artifacts" in said_of
     run("forget", SMALL.id, "--cache", url)
-    assert [*store.shelf.sizes()] == [name]
+    assert [*store.sizes()] == [name]
     said_of = run("forget", GOOD.id, "--cache", url)
     what = f"1 version, {two // 2} B of artifacts"
     assert said_of == f"forgetting {GOOD.id} model.py:Net ({what})\n"
-    assert store.shelf.sizes() == {}
+    assert store.sizes() == {}
 
 
 def test_artifacts_that_are_refused_are_shown_as_such(url: str) -> None:
     keep(url, GOOD)
     records = open_records(url)
     (store,) = records.stores
-    assert store.shelf is not None
     tools = Tools(torch="2.11.0", triton="3.6.0", python="3.11.7")
     fits = Purpose.of(GOOD, GOOD.winner("loop").config, ENVIRONMENT, tools)
     records.artifacts.keep(b"code", fits, store)
-    (name,) = store.shelf.sizes()
-    store.shelf.put(name, b"\0" * 1000)
-    store.shelf.put(f"{fits.label}.{'ab' * 6}", b"code")
+    (name,) = store.sizes()
+    store.put(name, b"\0" * 1000)
+    store.put(f"{BLOBS}{fits.label}.{'ab' * 6}", b"code")
     said = run("show", GOOD.id, "--cache", url)
     assert said.count("  artifacts       ") == 2
     for why in ("none that this version reads", "signed with another's key"):
@@ -144,7 +143,7 @@ def test_artifacts_that_are_refused_are_shown_as_such(url: str) -> None:
         f"artifacts  2, 1004 B, 1 signed with another's key  ({url})",
         f"removing  {GOOD.id}  damaged: 1000 B of artifacts: none that this version reads  ({url})",
     ]
-    assert [*store.shelf.sizes()] == [f"{fits.label}.{'ab' * 6}"]
+    assert [*store.sizes()] == [f"{BLOBS}{fits.label}.{'ab' * 6}"]
     gone = json.loads(run("forget", GOOD.id, "--cache", url, "--json"))
     assert gone == {"forgotten": [GOOD.id], "damaged": 0, "artifacts_bytes": 4}
 

@@ -310,7 +310,7 @@ def test_a_killed_writer_s_leavings_are_tidied(tmp_path: Path) -> None:
         path.touch()
     os.utime(old, (0, 0))
     assert store.keys() == ["a"]
-    assert [path.name for path in exchange.leavings(store)] == [old.name]
+    assert [path.name for path in store.leftovers()] == [old.name]
     assert fresh.exists()
 
 

@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from advisor.cache.records import Records
-from advisor.cache.stores import open_store
+from advisor.cache.stores import open_store, open_stores
 from advisor.errors import RecordDamaged, StoreError, UsageError
 from tests.cache import servers
 from tests.cache.examples import record
@@ -92,6 +92,31 @@ def test_a_user_with_a_password(redis_port: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("ADVISOR_REDIS_USERNAME", "tuner")
     monkeypatch.setenv("ADVISOR_REDIS_PASSWORD", "s3cret/word")
     assert open_store(f"redis://{place}").health() in ("ok", "empty")
+
+
+def test_a_project_s_server_is_not_sent_the_user_s_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ADVISOR_CACHE")
+    monkeypatch.setenv("ADVISOR_REDIS_PASSWORD", "s3cret")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"redis://127.0.0.1:{server.getsockname()[1]}?timeout=20s"
+        (tmp_path / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{url}"\n')
+        seen: list[bytes] = []
+
+        def answer() -> None:
+            for _ in range(2):
+                connection, _address = server.accept()
+                with connection:
+                    seen.append(connection.recv(2**16))
+                    connection.sendall(b"-ERR no\r\n" * 8)
+
+        threading.Thread(target=answer, daemon=True).start()
+        for stores in (open_stores(), open_stores(url)):
+            with pytest.raises(StoreError):
+                stores[0].keys()
+    assert [b"s3cret" in one for one in seen] == [False, True]
 
 
 def test_tls(tmp_path: Path) -> None:

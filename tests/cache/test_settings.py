@@ -15,7 +15,7 @@ from advisor.cache.records import Records
 from advisor.cache.settings import cache_urls, on_miss
 from advisor.cache.stores import note_on, open_store, open_stores
 from advisor.cache.stores.filesystem import network
-from advisor.cache.stores.patience import within
+from advisor.cache.stores.timeout import run_with_timeout
 from advisor.cache.stores.url import RemoteUrl, without_password
 from advisor.errors import StoreError, UsageError
 
@@ -221,9 +221,9 @@ def test_what_is_not_installed_is_one_clear_line(monkeypatch: pytest.MonkeyPatch
 
 
 def test_waiting_ends() -> None:
-    assert within(5.0, lambda: 1, "x", lambda _late: None) == 1
+    assert run_with_timeout(5.0, lambda: 1, "x", lambda _late: None) == 1
     with pytest.raises(StoreError, match="gone"):
-        within(5.0, lambda: _fail(), "x", lambda _late: None)
+        run_with_timeout(5.0, lambda: _fail(), "x", lambda _late: None)
     came: list[int] = []
     release = threading.Event()
 
@@ -233,7 +233,7 @@ def test_waiting_ends() -> None:
 
     began = time.monotonic()
     with pytest.raises(StoreError, match="no answer within 20 ms"):
-        within(0.02, slow, "x", came.append)
+        run_with_timeout(0.02, slow, "x", came.append)
     assert time.monotonic() - began < 5
     release.set()
     while not came:

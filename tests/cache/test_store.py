@@ -23,13 +23,12 @@ from advisor.cache.reader import Sought
 from advisor.cache.records import Records
 from advisor.cache.stores import Store, open_store
 from advisor.cache.stores import dir as dir_module
-from advisor.cache.stores import disk as disk_module
 from advisor.cache.stores.disk import DiskStore
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError, UsageError
 from tests.cache import servers
 from tests.cache.examples import KEY, changed, record
 
-LABEL = f"{'ab' * 6}-{'cd' * 6}-64-{'ef' * 6}.{'09' * 6}"
+BLOB = f"artifacts/{'ab' * 6}-{'cd' * 6}-64-{'ef' * 6}.{'09' * 6}"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -54,7 +53,7 @@ class TestContract:
         return open_store(url)
 
     @pytest.fixture
-    def has_set_aside(self, url: str) -> bool:
+    def has_quarantine(self, url: str) -> bool:
         return url.startswith("disk:")
 
     def test_reading_creates_nothing(self, store: Store, tmp_path: Path) -> None:
@@ -79,23 +78,23 @@ class TestContract:
         assert store.keys() == ["a"]
         assert store.health() == "ok"
 
-    def test_shelf(self, store: Store, url: str, tmp_path: Path) -> None:
-        """Artifacts lie beside the records, and are none of them."""
-        assert store.shelf is not None
-        assert store.shelf.sizes() == {} and store.shelf.get(LABEL, 10) is None
-        assert not store.shelf.delete(LABEL) and list(tmp_path.iterdir()) == []
-        store.shelf.put(LABEL, b"before")
-        store.shelf.put(LABEL, b"\0" * 2**21)
-        shelf = open_store(url).shelf
-        assert shelf is not None
-        assert shelf.sizes() == {LABEL: 2**21} and store.keys() == []
-        assert shelf.sizes(LABEL[:-12]) == {LABEL: 2**21} and shelf.sizes(f"0{LABEL[:-12]}") == {}
-        assert shelf.get(LABEL, 2**21) == b"\0" * 2**21
+    def test_blobs(self, store: Store, url: str, tmp_path: Path) -> None:
+        """They lie beside the records, and are none of them."""
+        assert store.takes_blobs and store.sizes() == {} and store.get(BLOB) is None
+        assert not store.delete(BLOB) and list(tmp_path.iterdir()) == []
+        store.put(BLOB, b"before")
+        store.put(BLOB, b"\0" * 2**21)
+        again = open_store(url)
+        assert again.sizes() == {BLOB: 2**21} and again.keys() == []
+        assert again.sizes(BLOB[:-12]) == {BLOB: 2**21}
+        assert again.sizes(f"artifacts/0{BLOB[10:-12]}") == {}
+        assert again.get(BLOB, 2**21) == b"\0" * 2**21
         with pytest.raises(StoreError, match="larger than"):
-            shelf.get(LABEL, 2**21 - 1)
-        with pytest.raises(StoreError, match="no name"):
-            shelf.put("../elsewhere", b"")
-        assert shelf.delete(LABEL) and not shelf.delete(LABEL) and shelf.sizes() == {}
+            again.get(BLOB, 2**21 - 1)
+        for act in (store.get, store.delete, lambda key: store.put(key, b"")):
+            with pytest.raises(StoreError, match="no name"):
+                act("artifacts/../elsewhere")
+        assert again.delete(BLOB) and not again.delete(BLOB) and again.sizes() == {}
 
     def test_url_opens_it_again(self, store: Store) -> None:
         store.put("a", b"1")
@@ -110,14 +109,14 @@ class TestContract:
         store.check_writable()
         assert store.health() == "empty"
 
-    def test_set_aside(self, store: Store, has_set_aside: bool) -> None:
-        if not has_set_aside:
+    def test_quarantine(self, store: Store, has_quarantine: bool) -> None:
+        if not has_quarantine:
             with pytest.raises(StoreError):
-                store.set_aside()
+                store.quarantine()
             return
         for value in (b"1", b"2"):
             store.put("a", value)
-            assert store.set_aside().exists()
+            assert store.quarantine().exists()
             assert store.keys() == []
         store.put("a", b"3")
         assert store.get("a") == b"3"
@@ -288,7 +287,7 @@ def test_a_corrupt_file(disk: DiskStore, how: str) -> None:
     assert caught.value.path == store.path / "records"
     assert "\n" not in str(caught.value)
     assert store.health().startswith("damaged: ")
-    aside = store.set_aside()
+    aside = store.quarantine()
     assert (aside / "cache.db").read_bytes() == broken
     store.check_writable()
     store.put("a", b"1")
@@ -365,7 +364,7 @@ def test_a_read_only_store_is_read(disk: DiskStore) -> None:
         assert disk.keys() == ["a"]
         assert disk.get("a") == b"1"
         assert disk.health() == "ok, read-only"
-        for act in (lambda: disk.put("b", b"2"), disk.check_writable, disk.set_aside):
+        for act in (lambda: disk.put("b", b"2"), disk.check_writable, disk.quarantine):
             with pytest.raises(StoreError, match="ADVISOR_CACHE") as caught:
                 act()
             assert not isinstance(caught.value, StoreDamaged)
@@ -444,15 +443,6 @@ def test_nothing_is_left_in_the_log(disk: DiskStore) -> None:
     log = database(disk).with_name("cache.db-wal")
     assert not log.exists() or not log.stat().st_size
     reading.close()
-
-
-def test_few_connections_are_kept(disk: DiskStore) -> None:
-    stores = [DiskStore(disk.path.with_name(str(n))) for n in range(3 * disk_module._MOST_KEPT)]
-    for store in stores:
-        store.put("a", b"1")
-        assert store.keys() == ["a"]
-    assert len(disk_module._KEPT) <= disk_module._MOST_KEPT
-    assert stores[0].get("a") == b"1"
 
 
 def start(code: str, *arguments: str) -> subprocess.Popen[str]:

@@ -19,7 +19,7 @@ import advisor
 from advisor.cache.artifacts import Found, Purpose
 from advisor.cache.record import FLAGS, USES, Record, Winner
 from advisor.cache.records import Records
-from advisor.cache.stores import Shelf
+from advisor.cache.stores import Store
 from advisor.errors import StoreError
 from advisor.opening import open_records
 from advisor.tuners.act import artifacts as acting
@@ -102,13 +102,13 @@ def purpose(record: Record) -> Purpose:
     return Purpose.of(record, COMPILED, detect("cpu"), tools())
 
 
-def keep(data: bytes, what: Purpose) -> tuple[Shelf, str]:
+def keep(data: bytes, what: Purpose) -> tuple[Store, str]:
     """Where it is kept, and as what."""
     records: Records = open_records(None)
     (store,) = records.stores
-    assert records.artifacts.keep(data, what, store) and store.shelf is not None
-    (name,) = store.shelf.sizes()
-    return store.shelf, name
+    assert records.artifacts.keep(data, what, store)
+    (key,) = store.sizes()
+    return store, key
 
 
 def test_a_fresh_process_finds_what_the_worker_compiled(record: Record, tmp_path: Path) -> None:
@@ -134,10 +134,10 @@ def test_a_fresh_process_finds_what_the_worker_compiled(record: Record, tmp_path
     assert "of artifacts loaded from disk:" in said[-1]
 
 
-def spoil(shelf: Shelf, name: str) -> None:
-    data = bytearray(shelf.get(name, 2**20) or b"")
+def spoil(store: Store, key: str) -> None:
+    data = bytearray(store.get(key) or b"")
     data[-1] ^= 1
-    shelf.put(name, bytes(data))
+    store.put(key, bytes(data))
 
 
 @pytest.mark.parametrize(
@@ -166,10 +166,10 @@ def test_what_another_signed_is_refused_in_one_line(
     record: Record, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its name alone tells, as another key makes another."""
-    shelf, name = keep(b"no pickle", purpose(record))
-    data = shelf.get(name, 2**20)
-    assert data is not None and shelf.delete(name)
-    shelf.put(f"{name[:-12]}{'ab' * 6}", data)
+    store, key = keep(b"no pickle", purpose(record))
+    data = store.get(key)
+    assert data is not None and store.delete(key)
+    store.put(f"{key[:-12]}{'ab' * 6}", data)
     advice = advisor.lookup("model.py:Net", shape=SHAPE)
     assert advice.artifacts is not None
     advice.artifacts.load()

@@ -212,9 +212,9 @@ def test_artifacts_are_loaded_before_the_advice_is_in_force(
     records = open_records(None)
     store = records.put(found)
     purpose = Purpose.of(found, found.winner("pilot").config, detect("cpu"), tools())
-    assert records.artifacts.keep(b"no pickle", purpose, store) and store.shelf is not None
-    (name,) = store.shelf.sizes()
-    store.shelf.put(name, b"rubbish")
+    assert records.artifacts.keep(b"no pickle", purpose, store)
+    (key,) = store.sizes()
+    store.put(key, b"rubbish")
     with caplog.at_level("INFO", "advisor"):
         order = Found(["python", "train.py"], Terms()).known(guide.seen)
     assert order is not None and order.config["compile"] == "default"

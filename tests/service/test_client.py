@@ -107,13 +107,13 @@ def test_code_that_is_there_is_not_sent_again(
     client: Client, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[str] = []
-    exchange = client._link._exchange
+    exchange = client._http._exchange
 
     def told(method: str, path: str, *more: Any) -> Any:
         sent.append(method)
         return exchange(method, path, *more)
 
-    monkeypatch.setattr(client._link, "_exchange", told)
+    monkeypatch.setattr(client._http, "_exchange", told)
     for gpu, methods in (("A", ["POST", "PUT", "POST"]), ("A", ["POST"]), ("B", ["POST"])):
         client.submit(command=["python", "train.py"], gpu=gpu)
         assert sent == methods
@@ -325,7 +325,13 @@ def test_the_server_may_be_named(team: Served, project: Path) -> None:
     assert f"advisor logs -f 1 --server {plain}\n" in found.stdout
     assert advisor(project, "jobs", ADVISOR_CACHE=f"dir:store,{team.url}").returncode == 0
     (project / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{team.url}"\n')
-    assert told(advisor(project, "jobs", "--json", ADVISOR_CACHE=""))["jobs"][0]["id"] == 1
+    refused = advisor(project, "jobs", "--json", ADVISOR_CACHE="")
+    assert refused.returncode == 1 and "add 'http://127.0.0.1:" in refused.stderr
+    tokens = project / "tokens"
+    tokens.touch(0o600)
+    tokens.write_text(f"{plain} {team.tokens['submit']}\n")
+    named = {"ADVISOR_CACHE": "", "ADVISOR_TOKEN_FILE": str(tokens)}
+    assert told(advisor(project, "jobs", "--json", **named))["jobs"][0]["id"] == 1
 
 
 @pytest.mark.parametrize(

@@ -29,14 +29,17 @@ from advisor.cache.reader import Now, Sought
 from advisor.cache.record import Record, Target
 from advisor.cache.records import Records
 from advisor.cache.seal import Seal
+from advisor.cache.settings import cache_urls, server_url
 from advisor.cache.stores import Narrowing, Store, open_store
 from advisor.cache.stores import http as http_module
 from advisor.cache.stores.http import HttpStore
-from advisor.cache.stores.link import MOST_ANSWER
+from advisor.cache.stores.http_client import MOST_ANSWER, HttpClient
 from advisor.cache.task import PERMITTED
 from advisor.cli import main
+from advisor.client import Client
 from advisor.errors import RecordDamaged, StoreError, UsageError
 from advisor.finding.meant import matched
+from advisor.opening import open_records
 from advisor.service import access
 from advisor.service import records as kept
 from tests.cache import servers, test_store
@@ -58,13 +61,13 @@ def token(served: Served, monkeypatch: pytest.MonkeyPatch) -> str:
 def asked(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is asked of the server, as it is asked."""
     seen: list[str] = []
-    exchange = HttpStore._exchange
+    exchange = HttpClient._exchange
 
-    def told(self: HttpStore, method: str, path: str, *more: Any) -> Any:
+    def told(self: HttpClient, method: str, path: str, *more: Any) -> Any:
         seen.append(f"{method} {path.partition('?')[0]}")
         return exchange(self, method, path, *more)
 
-    monkeypatch.setattr(HttpStore, "_exchange", told)
+    monkeypatch.setattr(HttpClient, "_exchange", told)
     return seen
 
 
@@ -230,13 +233,21 @@ def test_of_many_a_server_has_what_a_folder_has(
             assert asked == ["GET /api/lookup"]
 
 
-def test_what_did_not_change_does_not_come_again(served: Served, token: str) -> None:
+def test_what_did_not_change_does_not_come_again(
+    served: Served, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store(served.url)
     assert isinstance(store, HttpStore)
     Records(store).put(record())
     sent: list[int] = []
-    ask = store.ask
-    store.ask = lambda *a, **k: sent.append((said := ask(*a, **k))[0]) or said  # type: ignore[method-assign,func-returns-value]
+    request = store.client.request
+
+    def told(*given: Any, **more: Any) -> Any:
+        answer = request(*given, **more)
+        sent.append(answer.status)
+        return answer
+
+    monkeypatch.setattr(store.client, "request", told)
     for _ in range(2):
         assert [one.record for one in Records(store).held(Sought(model=KEY.model))] == [record()]
     assert sent == [200, 304]
@@ -322,7 +333,7 @@ def test_urls() -> None:
     assert open_store("http://advisor.team?insecure=1").url == "http://advisor.team?insecure=1"
     store = open_store("https://advisor.team/below?timeout=2s")
     assert isinstance(store, HttpStore)
-    assert (store.patience_s, store.origin) == (2.0, "https://advisor.team")
+    assert (store.patience_s, store.client.origin) == (2.0, "https://advisor.team")
     assert isinstance(open_store("http://[::1]:8765"), HttpStore)
 
 
@@ -415,16 +426,16 @@ def test_artifacts_are_mended_by_their_owner_alone(
     tools = Tools(torch="2.11.0", triton="3.6.0", python="3.11.7")
     purpose = Purpose.of(record(), record().winner("loop").config, ENVIRONMENT, tools)
     size = records.artifacts.keep(random.Random(0).randbytes(2**21), purpose, here)
-    assert here.shelf is not None and there.shelf is not None
-    (name,) = here.shelf.sizes()
+    (key,) = here.sizes()
+    name = key.removeprefix("artifacts/")
 
     def carried() -> tuple[str, str]:
         (one,) = carry_artifacts(records, here, there, {purpose.record})
         return one.outcome, one.reason
 
-    there.shelf.put(name, b"\0" * size)
+    there.put(key, b"\0" * size)
     assert carried() == ("updated", "") and carried() == ("known", "")
-    assert there.shelf.get(name, size) == here.shelf.get(name, size)
+    assert there.get(key, size) == here.get(key, size)
     served.ask("DELETE", f"/api/artifacts/{name}", "admin")
     served.ask("PUT", f"/api/artifacts/{name}", "admin", b"\0" * size)
     outcome, reason = carried()
@@ -442,7 +453,6 @@ def test_the_commands(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """sync, show, export, gc, forget, against a server, as anybody types them."""
-    from advisor.opening import open_records
 
     def said(*words: str) -> str:
         capsys.readouterr()
@@ -593,3 +603,75 @@ def test_any_number_of_files_beside_a_script_is_looked_up(served: Served, token:
     records.put(one)
     origins = frozenset(f"{number:016x}" for number in range(2500)) | {one.target.origin}
     assert [held.record for held in records.held(Sought(origins=origins))] == [one]
+
+
+@pytest.fixture
+def listener() -> Iterator[tuple[str, list[str]]]:
+    """A server that nobody should trust: its URL, and the tokens that it was sent."""
+    seen: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers.get("Authorization", "none"))
+            self.send_response(401)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", seen
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_project_s_server_is_not_sent_the_user_s_token(
+    listener: tuple[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, seen = listener
+    (tmp_path / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{url}?timeout=5s"\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ADVISOR_CACHE")
+    monkeypatch.setenv("ADVISOR_TOKEN", "adv_" + "x" * 43)
+    named = cache_urls()
+    for act in (
+        lambda: open_records(None).all(),
+        lambda: open_records(named).all(),
+        lambda: open_records(list(named), fallback=True).stores[0].keys(),
+        lambda: open_store(named[0]).keys(),
+        lambda: Client(server_url()).jobs(),
+    ):
+        with pytest.raises(StoreError, match=r"not sent to a server that only pyproject\.toml"):
+            act()
+    assert len(seen) == 5 and set(seen) == {"none"}
+    assert main(["show"]) == 0 and main(["jobs"]) == 1
+    assert len(seen) == 7 and set(seen) == {"none"}
+    own = Path(os.environ["XDG_DATA_HOME"]) / "advisor" / "tokens"
+    own.parent.mkdir(parents=True, exist_ok=True)
+    own.touch(0o600)
+    own.write_text(f"{url} {'y' * 40}\n")  # the user's own word for this server
+    with pytest.raises(StoreError, match="set ADVISOR_TOKEN to one of"):
+        open_records(None).all()
+    assert seen.pop() == f"Bearer {'y' * 40}"
+    with pytest.raises(StoreError):
+        open_records(url).all()
+    monkeypatch.setenv("ADVISOR_CACHE", url)
+    with pytest.raises(StoreError):
+        open_records(None).all()
+    assert seen[7:] == [f"Bearer adv_{'x' * 43}"] * 2
+
+
+def test_a_project_does_not_allow_plain_http(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "http://advisor.team?insecure=1"
+    (tmp_path / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{url}"\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ADVISOR_CACHE")
+    for act in (lambda: open_records(None), lambda: Client(server_url())):
+        with pytest.raises(UsageError, match=r"pyproject\.toml may not say insecure=1") as caught:
+            act()
+        assert "\n" not in str(caught.value)
+    assert open_records(url).stores[0].url == url
+    monkeypatch.setenv("ADVISOR_CACHE", url)
+    assert open_records(None).stores[0].url == url

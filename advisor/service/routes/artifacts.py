@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, HTTPException, Path, Query, Response
 
 from advisor.cache.artifacts import LABEL
-from advisor.cache.stores.link import BYTES
+from advisor.cache.stores.http_client import BYTES
 from advisor.service import artifacts
 from advisor.service.access import Here, Reads, Works
 from advisor.service.routes.parsing import (

@@ -8,7 +8,7 @@ from fastapi import APIRouter, HTTPException, Path, Response
 from pydantic import AfterValidator, Field
 
 from advisor.cache.domain import line
-from advisor.cache.stores.link import BYTES
+from advisor.cache.stores.http_client import BYTES
 from advisor.jobs.bounds import MOST_TRIALS
 from advisor.service import attempts
 from advisor.service.access import Here, Own, Starts

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Res
 from pydantic import TypeAdapter
 from sqlalchemy.orm import Session
 
-from advisor.cache.stores.link import BYTES
+from advisor.cache.stores.http_client import BYTES
 from advisor.errors import UsageError
 from advisor.jobs.asked import Asked
 from advisor.jobs.parcel import NEEDS_CODE

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import Depends, HTTPException, Path, Request
 from pydantic import BaseModel, ConfigDict
 
-from advisor.cache.stores.link import BYTES
+from advisor.cache.stores.http_client import BYTES
 
 Responses = dict[int | str, dict[str, Any]]
 SENDS_BYTES: dict[str, Any] = {"requestBody": {"required": True, "content": {BYTES: {}}}}
