@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
+import advisor as package
 from advisor.cache.config import Config
 from advisor.errors import TargetFailed, WorkerError
 from advisor.opening import open_records
@@ -647,13 +648,43 @@ while True:
 
 
 def test_workers_are_tried_for_a_script_that_waits_for_its_data(folder: Path) -> None:
-    words = ("--no-compile", "--precisions", "default", "--budget", "20s", "--trials", "2")
-    done = advisor(folder, "tune", *words, "--json", "--", *script(WAITS))
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout)["record"]
-    tried = [trial["config"]["num_workers"] for trial in record["trials"]]
-    assert record["baseline"]["config"]["num_workers"] == tried[0] == 0
-    assert max(tried) > 0
+    events: list[Mapping[str, Any]] = []
+    found = package.tune(
+        script(WAITS),
+        permit=package.Permit(compile=False, precisions="default"),
+        budget=package.Budget(time="20s", trials=2),
+        on_event=events.append,
+    )
+    record = found.record
+    assert record.key.task.command == tuple(script(WAITS))
+    tried = [trial.config["num_workers"] for trial in record.trials]
+    assert record.baseline.config["num_workers"] == tried[0] == 0
+    assert max(int(str(number)) for number in tried) > 0
+    trials = [event for event in events if event["event"] == "trial"]
+    assert [event["config"]["num_workers"] for event in trials] == tried[: len(trials)]
+    assert package.Store().records() == [record]
+
+
+@pytest.mark.parametrize(
+    ("what", "asked", "said"),
+    [
+        ([], {}, r"\[\]: expected a target, or a command as \['python', 'train.py'\]"),
+        (3, {}, "3: expected a target, or a command"),
+        (["python", 3], {}, "expected a target, or a command"),
+        (package.Model(), {"shape": "4x3"}, "target None: expected its name, as model.py:Net"),
+        (["python", "x.py"], {"shape": "4x3"}, "--shape: a run shows it itself; leave it out"),
+        (
+            ["python", "x.py"],
+            {"permit": package.Permit(step_graph=False)},
+            "--no-step-graph: a run",
+        ),
+        (["no-such-program"], {}, "command 'no-such-program': no such program"),
+        (["python", "x.py"], {"budget": package.Budget(length="soon")}, "duration 'soon'"),
+    ],
+)
+def test_a_call_that_starts_nothing(what: Any, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(package.UsageError, match=said):
+        package.tune(what, **asked)
 
 
 def test_the_loader_of_a_workload_is_no_scripts_own(folder: Path) -> None:
