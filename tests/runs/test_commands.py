@@ -215,6 +215,37 @@ def test_a_process_without_torch_loads_nothing_more() -> None:
     assert more == {"sitecustomize"}
 
 
+THREADS = """
+import importlib, sys, threading, types
+from concurrent.futures import ThreadPoolExecutor
+
+both = threading.Barrier(2, timeout=30)
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            both.wait()
+
+sys.modules["advisor.piloting"] = types.SimpleNamespace(attach=lambda: print("attached"))
+sys.meta_path.insert(1, Slow())
+(finder,) = (one for one in sys.meta_path if type(one).__name__ == "_Finder")
+with ThreadPoolExecutor(2) as pool:
+    specs = list(pool.map(finder.find_spec, ["torch", "torch"]))
+assert all(specs)
+with ThreadPoolExecutor(2) as pool:
+    list(pool.map(lambda spec: spec.loader.exec_module(types.ModuleType("torch")), specs))
+sys.meta_path.remove(next(one for one in sys.meta_path if isinstance(one, Slow)))
+import torch
+"""
+
+
+def test_two_threads_may_import_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "torch.py").touch()
+    monkeypatch.setenv("PYTHONPATH", f"{INJECTED}{os.pathsep}{folder}", prepend=os.pathsep)
+    done = subprocess.run(script(THREADS), capture_output=True, text=True, timeout=60)
+    assert (done.stderr, done.stdout) == ("", "attached\n")
+
+
 def test_what_is_printed_without_end_is_cut_off() -> None:
     endless = "while True: print('x' * 2**21, flush=True)"
     log = Path("log")
