@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from advisor.arguments import Permit
 from advisor.cache import settings
 from advisor.cache.config import BATCH
 from advisor.cache.match import Difference, compare
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from advisor.finding.request import Request
 
+_PERMITTED = [field.name for field in dataclasses.fields(Permit)]
 DEEPEST = 3
 """Folders below this one in which a target's file is looked for."""
 MOST_FOLDERS = 500
@@ -55,11 +57,24 @@ def _applies(record: Record, task: Task, cache: Cache, *, free: bool = False) ->
     if task.command:
         words = [*_options(record, free=free), *_overriding(record), *_elsewhere(cache)]
         return shlex.join(["advisor", "run", *words, "--", *task.command])
-    given = [_python_text(task.target), *python(task)]
+    of_model, permitted = [], []
+    shape = ""
+    for said in python(task):
+        name = said.partition("=")[0]
+        if name == "shape":
+            shape = said
+        elif name in _PERMITTED:
+            permitted.append(said)
+        else:
+            of_model.append(said.removeprefix("model_"))
+    target = _python_text(task.target)
+    given = [f"advisor.Model({', '.join([target, *of_model])})" if of_model else target, shape]
+    if permitted:
+        given.append(f"permit=advisor.Permit({', '.join(permitted)})")
     if cache is not None and _urls(cache) != _urls(None):
         urls = _urls(cache)
-        given.append(f"cache={_python_text(urls[0]) if len(urls) == 1 else list(urls)}")
-    return f"advice = advisor.apply({', '.join(given)})"
+        given.append(f"store={_python_text(urls[0]) if len(urls) == 1 else list(urls)}")
+    return f"advice = advisor.apply({', '.join(filter(None, given))})"
 
 
 def _options(record: Record, *, free: bool) -> list[str]:
