@@ -179,17 +179,7 @@ class Attempting:
     attempt: Attempt
 
 
-def _not_over(request: Request, here: Here, bearer: _Bearer) -> None:
-    """Tell a worker whose attempt was ended that it was, and not that it has no token."""
-    if bearer is None:
-        return
-    here.hear(bearer.credentials, here.address(request))
-    with here.database.reading() as session:
-        if attempts.over(session, bearer.credentials):
-            raise HTTPException(409, "this attempt is over")
-
-
-def own(here: Here, _over: Annotated[None, Depends(_not_over)], caller: Works) -> Attempting:
+def own(here: Here, caller: Works) -> Attempting:
     """A dependency: the attempt that this token was made for."""
     with here.database.reading() as session:
         attempt = attempts.of_token(session, caller.token)

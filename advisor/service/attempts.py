@@ -16,7 +16,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
-from advisor.jobs.asked import Asked, is_meant
+from advisor.jobs.spec import JobSpec, is_meant
 from advisor.jobs.states import WAITING
 from advisor.jobs.token import digest, made
 from advisor.service import jobs, records, tokens
@@ -56,7 +56,7 @@ class Claimed:
     job: int
     number: int
     external: str
-    asked: Asked
+    asked: JobSpec
     token: str
 
 
@@ -69,7 +69,7 @@ def claim(session: Session, executor: str, room: Room) -> Claimed | None:
     at = now(session)
     while (job := _first(session, room, at)) is not None:
         try:
-            asked = Asked.of(json.loads(job.asked))
+            asked = JobSpec.of(json.loads(job.asked))
         except UsageError as exc:  # another version of advisor took it
             jobs.change(session, job, "failed", f"this server cannot read it: {exc}", None)
         else:
@@ -94,7 +94,7 @@ def _first(session: Session, room: Room, at: float) -> Job | None:
     return job
 
 
-def _claimed(session: Session, job: Job, asked: Asked, executor: str) -> Claimed:
+def _claimed(session: Session, job: Job, asked: JobSpec, executor: str) -> Claimed:
     """Another attempt at a job that is locked."""
     job.attempts += 1
     # Another database may count its jobs on the same executor, or have done so before.
@@ -262,13 +262,6 @@ def begin(session: Session, attempt: int, own: bytes, address: str) -> Exchange:
         one.reason = f"its start token was used a second time, from {address}"
         note(session, by, "attempt begun twice", one.external)
     return "taken"
-
-
-def over(session: Session, text: str) -> bool:
-    """Whether this is the token of an attempt that was ended."""
-    query = select(Attempt.state).join(Token, Attempt.token == Token.id)
-    state = session.scalar(query.where(Token.digest == digest(text)))
-    return state not in (None, "running")
 
 
 def told(session: Session, attempt: Attempt) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from advisor.cache.shown import times
-from advisor.jobs.asked import where
+from advisor.jobs.spec import where
 from advisor.jobs.states import LIVE, STATES
 from advisor.report.data import Table, Timeline, Tried
 from advisor.report.text import cut, rate

@@ -9,7 +9,6 @@ A change begins by locking the job's row, and looks at the state that it leaves.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import time
@@ -17,13 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
 from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from advisor.cache.domain import line
 from advisor.errors import UsageError
-from advisor.jobs.asked import Asked
+from advisor.jobs.spec import JobSpec
 from advisor.jobs.states import LIVE, STATES, WAITING
 from advisor.service import archives, records
 from advisor.service.database import DAY_S, now
@@ -68,7 +68,7 @@ class Submitted:
     new: bool
 
 
-def submit(session: Session, asked: Asked, by: Caller) -> Submitted:
+def submit(session: Session, asked: JobSpec, by: Caller) -> Submitted:
     """Queue a tuning, or find the live one that is the same, or the done one that need not be
     done again.
 
@@ -130,12 +130,12 @@ def measure_again(session: Session, record: str, by: Caller) -> Submitted:
     job = session.scalar(query.order_by(Job.id.desc()).limit(1))
     if job is None:
         raise UsageError(f"record {record}: no job here can measure it again; submit its command")
-    asked = Asked.of(json.loads(job.asked))
+    asked = JobSpec.of(json.loads(job.asked))
     gpu = records.device_of(session, record) if asked.gpus else ""
-    return submit(session, dataclasses.replace(asked, gpu=gpu, force=True), by)
+    return submit(session, structs.replace(asked, gpu=gpu, force=True), by)
 
 
-def _same(session: Session, asked: Asked) -> Job | None:
+def _same(session: Session, asked: JobSpec) -> Job | None:
     """The job that makes another one needless."""
     query = select(Job).where(Job.key == asked.key).order_by(Job.id.desc())
     if live := session.scalar(query.where(Job.state.in_(LIVE))):

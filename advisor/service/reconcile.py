@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from advisor.errors import StoreError
-from advisor.jobs.asked import is_meant
+from advisor.jobs.spec import is_meant
 from advisor.service import attempts, jobs
 from advisor.service.attempts import LEASE_S, Claimed, Running
 from advisor.service.database import Database

@@ -304,7 +304,7 @@ def test_what_is_covered_and_what_is_saved(served: Served) -> None:
     assert (stale.record, stale.lookups) == (record().id, 2)
     text = Browser(served, "read").get("/?hours=30").data.decode()
     assert "<b>50%</b> of 8 lookups" in text and "<b>20</b> GPU hours saved" in text
-    assert "Asked for, and not here" in text and "Stale, and in use" in text
+    assert "JobSpec for, and not here" in text and "Stale, and in use" in text
     assert Browser(served, "read").get("/?hours=nan").status == 422
 
 

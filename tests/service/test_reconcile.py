@@ -13,7 +13,7 @@ from sqlalchemy import select, update
 
 from advisor.cache.reader import Reader
 from advisor.cache.seal import UNSEALED
-from advisor.jobs.asked import Asked
+from advisor.jobs.spec import JobSpec
 from advisor.opening import refusal
 from advisor.service import attempts, jobs
 from advisor.service.access import Service
@@ -116,7 +116,7 @@ class Team:
 
     def submit(self, *words: str, **asked: Any) -> int:
         with self.database.writing() as session:
-            wanted = Asked(command=("python", *(words or ("train.py",))), **asked)
+            wanted = JobSpec(command=("python", *(words or ("train.py",))), **asked)
             return jobs.submit(session, wanted, self.me).job.id
 
     def job(self, number: int) -> tuple[str, str]:
