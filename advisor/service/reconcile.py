@@ -71,8 +71,7 @@ class Reconciler:
         try:
             rooms = [room for executor in self._executors for room in self._turned(executor)]
             self._lose_silent()
-            if self._executors:
-                self._tell(rooms)
+            self._tell(rooms)
         except StoreError:
             self._since = self._now()
             raise

@@ -410,6 +410,12 @@ def test_a_loop_goes_on_after_an_unforeseen_exception() -> None:
     loop.close()
 
 
+def test_a_server_without_executors_says_why_nothing_starts(team: Team) -> None:
+    number = team.submit()
+    Reconciler(team.database, [], HERE).turn()
+    assert team.job(number) == ("queued", "no executor has a GPU; there are: none now")
+
+
 def test_several_servers_start_each_job_once(new_postgresql: str) -> None:
     team = Team(new_postgresql)
     made = Made(gpus=40)
