@@ -27,7 +27,6 @@ def _database_option(command: Command) -> Command:
     )(command)
 
 
-
 @click.command()
 @click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="  [default: 127.0.0.1]")
 @click.option(
