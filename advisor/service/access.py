@@ -23,6 +23,7 @@ from advisor.service.database import Database
 from advisor.service.limits import Guesses, Rate, Rates, bearer
 from advisor.service.lookups import Lookups
 from advisor.service.loop import Loop
+from advisor.service.machines import Machines
 from advisor.service.metrics import Metrics
 from advisor.service.schema import Attempt
 from advisor.service.tokens import Caller
@@ -47,9 +48,9 @@ class Service:
         reader: decides which records are valid, and whose signatures are required.
         behind_proxy: only a proxy connects, and names the client.
         stopping: set when the server stops; requests that have come are answered.
-        streams: open streams of job pages.
         lookups: counts that are not in the database yet.
         loops: the server's threads.
+        machines: what jobs can be started on.
     """
 
     database: Database
@@ -60,9 +61,9 @@ class Service:
     writes: Rates = field(default_factory=lambda: Rates(WRITES))
     guesses: Guesses = field(default_factory=lambda: Guesses(GUESSES))
     stopping: threading.Event = field(default_factory=threading.Event)
-    streams: int = 0
     lookups: Lookups = field(default_factory=Lookups)
     loops: list[Loop] = field(default_factory=list)
+    machines: Machines = field(default_factory=Machines)
 
     @property
     def troubles(self) -> list[str]:

@@ -13,20 +13,24 @@ from typing import Any, Literal, NamedTuple
 
 from sqlalchemy import ColumnElement, Row, Subquery, func, select
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session, defer
+from sqlalchemy.orm import Session
 
 from advisor.cache.codec import to_plain
 from advisor.cache.exchange import sound, sound_mark
 from advisor.cache.key import as_fields, fields, terms_of
-from advisor.cache.match import Kind, Standing, compared, kind_of, relation, standing
+from advisor.cache.match import Kind, Standing, kind_of, relation, standing
 from advisor.cache.name import Mark, command_part
 from advisor.cache.reader import Reader
+from advisor.cache.record import Record
 from advisor.cache.stores import Shelf, Store
 from advisor.errors import RecordDamaged, StoreError
+from advisor.finding.answer import unverified
 from advisor.service import quotas
 from advisor.service.schema import Item
 from advisor.service.tokens import Caller, note
 
+TRUSTS = ("verified", "unverified", "stale")
+"""Compared with fp32, or nothing in it changes numbers; not compared; found to hold no longer."""
 MOST_PLACES = 32
 """Records of one answer, in all their versions."""
 MOST_NEAREST = 8
@@ -323,8 +327,23 @@ def item_of(reader: Reader, key: str, data: bytes) -> Item:
         fields=json.dumps(known),
         terms=terms_of(known),
         speedup=record.winner(record.use).speedup,
+        trust=trust_of(record),
+        framework=framework_of(record),
         created=record.provenance.created,
     )
+
+
+def trust_of(record: Record) -> str:
+    """Whether a record's speed-up can be trusted: one of TRUSTS."""
+    if record.stale:
+        return "stale"
+    return "unverified" if unverified(record, record.winner(record.use).config) else "verified"
+
+
+def framework_of(record: Record) -> str:
+    """The libraries that a record's model is built of, without their versions."""
+    names = dict.fromkeys(name.partition("==")[0] for name in record.key.libraries)
+    return ", ".join(names) or "torch"
 
 
 def delete(session: Session, key: str, by: Caller) -> bool | None:
@@ -364,17 +383,6 @@ def any_there(session: Session) -> bool:
     return session.scalar(select(Item.key).limit(1)) is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """A record in a list: its newest version. `id` as people type it."""
-
-    id: str
-    target: str
-    device: str
-    speedup: float
-    created: float
-
-
 def newest_versions() -> Subquery:
     """The newest version of each record, one row a record: keys of `items`."""
     order = func.row_number().over(
@@ -382,86 +390,6 @@ def newest_versions() -> Subquery:
     )
     versions = select(Item.key, order.label("version")).where(Item.fields != "").subquery()
     return select(versions.c.key).where(versions.c.version == 1).subquery()
-
-
-def newest(session: Session, most: int, skip: int = 0) -> list[Line]:
-    """Each record once, the newest first."""
-    last = newest_versions()
-    query = (
-        select(Item.id, Item.batch, Item.called, Item.device, Item.speedup, Item.created)
-        .join(last, Item.key == last.c.key)
-        .order_by(Item.created.desc(), Item.key)
-        .offset(skip)
-        .limit(most)
-    )
-    return [
-        Line(id=f"{id}@{batch}", target=called, device=device, speedup=speedup, created=created)
-        for id, batch, called, device, speedup, created in session.execute(query)
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
-    """The records of one kind of device: how many, and their least, mean and largest speed-up.
-    Of each record the newest version counts."""
-
-    device: str
-    records: int
-    least: float
-    mean: float
-    most: float
-    newest: float
-
-
-def fleet(session: Session) -> list[Fleet]:
-    """Each kind of device, the one with the most records first."""
-    last = newest_versions()
-    number = func.count(Item.key)
-    query = (
-        select(
-            Item.device,
-            number,
-            func.min(Item.speedup),
-            func.avg(Item.speedup),
-            func.max(Item.speedup),
-            func.max(Item.created),
-        )
-        .join(last, Item.key == last.c.key)
-        .group_by(Item.device)
-        .order_by(number.desc(), Item.device)
-    )
-    return [
-        Fleet(device=device, records=count, least=low, mean=mean, most=high, newest=last_at)
-        for device, count, low, mean, high, last_at in session.execute(query)
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Near:
-    """A record beside what was asked for: how it matches, and where it differs."""
-
-    line: Line
-    kind: Kind
-    differs: tuple[str, ...]
-
-
-def near(session: Session, question: Question, most: int = MOST_PLACES) -> list[Near]:
-    """What a lookup would be told, the nearest first."""
-    places: dict[str, None] = {}
-    for _standing, _fits, alike in _ordered(session, question):
-        if len(places) < most:
-            places |= dict.fromkeys(alike())
-    order = {place: number for number, place in enumerate([*places][:most])}
-    query = select(Item).options(defer(Item.data)).where(Item.place.in_(order), Item.fields != "")
-    found: dict[str, Near] = {}
-    for one in sorted(session.scalars(query), key=lambda one: (order[one.place], -one.created)):
-        kind, differs = compared(question.wanted, _fields(one.fields))
-        id = f"{one.id}@{one.batch}"
-        line = Line(
-            id=id, target=one.called, device=one.device, speedup=one.speedup, created=one.created
-        )
-        found.setdefault(one.place, Near(line=line, kind=kind, differs=tuple(map(str, differs))))
-    return list(found.values())
 
 
 class Kept:

@@ -188,7 +188,6 @@ class Attempt(Base):
     __table_args__ = (
         Index("attempts_of_job", "job", "number", unique=True),
         Index("attempts_of_state", "state", "executor"),
-        Index("attempts_of_started", "started"),
         Index("attempts_of_start", "start", unique=True),
     )
 
