@@ -366,34 +366,3 @@ def test_headers(served: Served) -> None:
         assert said["content-security-policy"].startswith("default-src 'none'")
         assert said["x-content-type-options"] == "nosniff" and said["cache-control"] == "no-store"
         assert "server" not in said or said["server"] == "uvicorn"
-
-
-def test_of_a_record_the_newest_version_counts_and_each_is_reached(served: Served) -> None:
-    """Versions of one second, too, of which a page held both, and what was left out no page."""
-    older, other = record(created=1.7e9), changed(KEY, "model", "cd" * 32)
-    slower = replace(
-        older, winners=tuple(replace(one, choice=older.baseline) for one in older.winners)
-    )
-    newest = replace(slower, provenance=replace(slower.provenance, created=1.7e9 + 5))
-    for one in (older, slower, newest, record(key=other, created=1.6e9)):
-        assert put(served, *named(one)).status == 201
-    with served.database.reading() as session:
-        (device,) = records.fleet(session)
-        pages = [records.newest(session, 1, skip) for skip in range(3)]
-        (line,) = records.newest(session, 10)[:1]
-    assert (device.records, device.mean, line.speedup) == (2, 1.25, 1.0)
-    assert [[one.id for one in page] for page in pages] == [
-        [older.id],
-        [record(key=other).id],
-        [],
-    ]
-
-
-def test_versions_of_one_second_are_one_line(served: Served) -> None:
-    older, other = record(), changed(KEY, "model", "cd" * 32)
-    again = replace(older, provenance=replace(older.provenance, seconds=9.0))
-    for one in (older, again, record(key=other, created=1.6e9)):
-        assert put(served, *named(one)).status == 201
-    with served.database.reading() as session:
-        pages = [records.newest(session, 1, skip) for skip in range(3)]
-    assert [len(page) for page in pages] == [1, 1, 0]
