@@ -15,8 +15,10 @@ import msgpack
 import pytest
 from sqlalchemy import text
 
+from advisor.cache import key as key_of
+from advisor.cache import match
 from advisor.cache.codec import decode, encode, reason_of, to_plain
-from advisor.cache.key import fields
+from advisor.cache.key import PLACE, fields
 from advisor.cache.match import Query
 from advisor.cache.name import Mark, Name, command_part, target_part
 from advisor.cache.record import Record
@@ -273,6 +275,22 @@ def test_kin_is_asked_for_with_all_fields(served: Served) -> None:
         whole | {"shapes": 3},
     ):
         assert look(served, family="", wanted=json.dumps(wrong)).status == 422, wrong
+
+
+def test_records_from_before_a_field_was_added_are_found(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a client that knows the field, and by one that does not."""
+    put(served, *named(record()))
+    older = to_plain(fields(KEY))
+    for module in (key_of, match):
+        monkeypatch.setattr(module, "PLACE", (*PLACE, "flavour"))
+    monkeypatch.setitem(key_of.ADDED, "flavour", "plain")
+    records._fields.cache_clear()
+    for wanted in (older, older | {"flavour": "plain"}):
+        assert len(items(look(served, model=KEY.model, wanted=json.dumps(wanted)))) == 1
+        assert len(items(look(served, family="", wanted=json.dumps(wanted)))) == 1
+    records._fields.cache_clear()
 
 
 def test_of_too_many_bytes_the_keys_are_told(
