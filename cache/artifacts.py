@@ -41,7 +41,7 @@ ANOTHERS = "signed with another's key"
 Kind = Literal["superseded", "damaged", "oversized"]
 """Why artifacts may go, in one word."""
 LABEL = r"([0-9a-f]{12})-([0-9a-f]{12})-([1-9][0-9]{0,9})-([0-9a-f]{12})\.([0-9a-f]{12})"
-"""Of `Label.text`, as a regular expression."""
+"""Of `Label.name`, as a regular expression."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,30 +119,29 @@ class Label:
     """The key of some artifacts, which says what they are for.
 
     Attributes:
-        text: MODEL-ID-BATCH-CONFIG.TAG, each part but the batch 12 hex characters; the key without
-            BLOBS.
+        name: MODEL-ID-BATCH-CONFIG.TAG, each part but the batch 12 hex characters.
         trusted: one of the reader's keys made the tag.
     """
 
-    text: str
+    name: str
     record: str
     config: str
     trusted: bool
 
     @classmethod
-    def parse(cls, text: str, seal: Seal = UNSEALED) -> Label | None:
-        """None if the text is no label."""
-        found = re.fullmatch(LABEL, text)
+    def parse(cls, name: str, seal: Seal = UNSEALED) -> Label | None:
+        """None if the name is none of a label."""
+        found = re.fullmatch(LABEL, name)
         if not found:
             return None
         model, id, batch, config, tag = found.groups()
-        trusted = seal.tagged(text[: -len(tag) - 1], tag)
-        return cls(text, f"{model}/{id}/{batch}", config, trusted)
+        trusted = seal.tagged(name[: -len(tag) - 1], tag)
+        return cls(name, f"{model}/{id}/{batch}", config, trusted)
 
     @property
-    def key(self) -> str:
-        """What a store has them under."""
-        return BLOBS + self.text
+    def text(self) -> str:
+        """The key that a store has them under."""
+        return BLOBS + self.name
 
     @property
     def record_id(self) -> str:
@@ -188,7 +187,7 @@ def check(sealed: bytes, label: Label, seal: Seal) -> None:
     Raises:
         RecordDamaged: it is not.
     """
-    if not label.text.startswith(f"{_unsealed(sealed, seal)[0].label}."):
+    if not label.name.startswith(f"{_unsealed(sealed, seal)[0].label}."):
         raise RecordDamaged("artifacts: made for another record or config; refused")
 
 
@@ -350,7 +349,7 @@ class Artifacts:
 
     def _why_not(self, label: Label) -> str:
         """Of what none of the keys that count for code has tagged."""
-        given = Label.parse(label.text, self._given)
+        given = Label.parse(label.name, self._given)
         return self._given.exposed if given and given.trusted else ANOTHERS
 
     def sound(
@@ -378,7 +377,7 @@ class Artifacts:
         Raises:
             RecordDamaged: it is refused. StoreError: the store cannot be read.
         """
-        packed = store.get(label.key, self._most)
+        packed = store.get(label.text, self._most)
         if packed is not None:
             check(packed, label, self._seal)
         return packed
@@ -390,12 +389,14 @@ class Artifacts:
             StoreError: the store cannot be read.
         """
         try:
-            return store.get(label.key, len(packed)) == packed
+            return store.get(label.text, len(packed)) == packed
         except RecordDamaged:  # larger
             return False
 
-    def idle(self, store: Store, advised: Mapping[str, Collection[str]]) -> Iterator[Idle]:
-        """What a store has of the reader's or their team's that is good for nothing.
+    def useless(
+        self, store: Store, label: Label, size: int, advised: Mapping[str, Collection[str]]
+    ) -> tuple[Kind, str] | None:
+        """Why what a store has under a label may go; None if it may not.
 
         Args:
             advised: by each record's place, the configs that it advises, as `compiled_of`; none of
@@ -404,14 +405,6 @@ class Artifacts:
         Raises:
             StoreError: the store cannot be read.
         """
-        for label, size in self.on(store).items():
-            if label.trusted and (found := self._useless(store, label, size, advised)):
-                kind, reason = found
-                yield Idle(store=store, label=label, size=size, kind=kind, reason=reason)
-
-    def _useless(
-        self, store: Store, label: Label, size: int, advised: Mapping[str, Collection[str]]
-    ) -> tuple[Kind, str] | None:
         if label.record not in advised:
             return "superseded", "their record is gone"
         if size > self._most:
@@ -426,17 +419,6 @@ class Artifacts:
         except RecordDamaged as exc:
             return "damaged", _bare(exc)
         return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Idle:
-    """Artifacts that may go, and why."""
-
-    store: Store
-    label: Label
-    size: int
-    kind: Kind
-    reason: str
 
 
 def _bare(exc: RecordDamaged) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from advisor.cache.artifacts import Artifacts
+from advisor.cache.artifacts import Artifacts, Label
 from advisor.cache.codec import encode, opened, reason_of
 from advisor.cache.key import Key
 from advisor.cache.match import Kin, kin
@@ -293,7 +293,7 @@ class Records(Reader):
             found += [(store, name) for name in names if name.place == place]
         return found
 
-    def remove(self, versions: Iterable[tuple[Store, Name | Mark]]) -> int:
+    def remove(self, versions: Iterable[tuple[Store, Name | Mark | Label]]) -> int:
         """Remove exactly these; how many were there. `stuck` has a line for each that stays."""
         count = 0
         self.stuck = []
@@ -303,14 +303,6 @@ class Records(Reader):
             except StoreError as exc:
                 self.stuck.append(f"{name.record_id}: {exc}")
         return count
-
-    def delete(self, record: Record) -> bool:
-        """Remove every version of a record from every store that can be read; whether it was there.
-
-        Raises:
-            StoreError: a store that has it cannot be written.
-        """
-        return any([store.delete(name.text) for store, name in self.versions(record)])
 
 
 def _record_id(place: str) -> str:

@@ -108,7 +108,7 @@ def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> Non
             what = f"{shelf.number}, {size(shelf.size)}{foreign}"
             click.echo(f"artifacts  {what}  ({shelf.store.url})")
         for one in going:
-            click.echo(f"{said}  {one.what}  {one.reason}  ({one.store.url})")
+            click.echo(f"{said}  {one.id}  {one.reason}  ({one.store.url})")
     stuck = sharing.remove(records, going) if remove else []
     for line in stuck:
         click.echo(f"advisor: {line}; it stays", err=True)
@@ -116,7 +116,7 @@ def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> Non
         rows = [
             {
                 "store": one.store.url,
-                "name": _name_of(one),
+                "name": one.what.text if isinstance(one.what, Name | Mark) else one.what.name,
                 "reason": one.reason,
             }
             for one in going
@@ -137,8 +137,3 @@ def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> Non
     elif not remove:
         click.echo("nothing was removed; to remove, add --yes")
     click.get_current_context().exit(FAILED if stuck else DONE)
-
-
-def _name_of(going: sharing.Going) -> str:
-    named = going.waste.name if going.waste else going.artifacts
-    return named.text if named else going.what

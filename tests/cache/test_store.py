@@ -150,8 +150,8 @@ class TestContract:
             records.get("000000000000")
         assert [held.record for held in records.newest(1)] == [named] and records.left == 1
         assert len(records.newest(2)) == 2 and records.left == 0
-        assert records.delete(two)
-        assert not records.delete(two)
+        assert records.remove(records.versions(two)) == 1
+        assert records.versions(two) == []
         assert len(records.all()) == 1
 
     def test_a_prefix_of_several_is_refused(self, store: Store) -> None:

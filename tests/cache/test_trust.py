@@ -10,6 +10,7 @@ import pytest
 
 from advisor.cache import exchange
 from advisor.cache.codec import encode
+from advisor.cache.garbage import garbage
 from advisor.cache.name import Name
 from advisor.cache.reader import Sought
 from advisor.cache.record import Record, Target
@@ -236,7 +237,7 @@ def test_where_no_key_can_be_kept_records_are(
 
 
 def reasons(records: Records, store: Store) -> dict[str, str]:
-    return {one.name.text: one.reason for one in exchange.waste(records, store)}
+    return {one.what.text: one.reason for one in garbage(records, store)}  # type: ignore[union-attr]
 
 
 def test_what_may_go_is_what_one_wrote_oneself(store: Store) -> None:
