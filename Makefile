@@ -32,6 +32,7 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict -p advisor
 	$(BIN)/lint-imports
+	$(BIN)/python tests/ceilings.py
 
 ## Do the tests notice? A sample of MUTANTS mutants, 0 for all of them (hours): tests/mutants.md.
 mutants: $(MUT)

@@ -1,8 +1,9 @@
 """Find the fastest safe way to train a model on this GPU once; start every later run with it.
 
+    advisor.tune("model.py:Net", shape=(64, 3, 256, 256))  # or tune(["python", "train.py"])
     advice = advisor.apply("model.py:Net", shape=(64, 3, 256, 256))
 
-See `apply` for the rest of the loop, and `advisor tune --help` for the measuring.
+See `apply` for the rest of the loop.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from advisor.arguments import Budget, Model, Permit
     from advisor.errors import (
         AdvisorError,
         AdvisorWarning,
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from advisor.finding.lookups import apply, lookup
     from advisor.frameworks import accelerate, hf, lightning
     from advisor.remeasuring import explain, verify
-    from advisor.sharing import export, gc, import_, sync
+    from advisor.store import Store
     from advisor.tuners.act.advice import Advice
     from advisor.tuning import tune
 
@@ -40,11 +42,15 @@ __all__ = [
     "Advice",
     "AdvisorError",
     "AdvisorWarning",
+    "Budget",
     "Busy",
+    "Model",
     "NoRecord",
+    "Permit",
     "RanksDiffer",
     "RecordDamaged",
     "RecordNewer",
+    "Store",
     "StoreDamaged",
     "StoreError",
     "TargetError",
@@ -56,28 +62,24 @@ __all__ = [
     "accelerate",
     "apply",
     "explain",
-    "export",
-    "gc",
     "hf",
-    "import_",
     "lightning",
     "lookup",
     "release",
-    "sync",
     "tune",
     "verify",
 ]
 
 _HOMES = {
     "Advice": "advisor.tuners.act.advice",
+    "Budget": "advisor.arguments",
+    "Model": "advisor.arguments",
+    "Permit": "advisor.arguments",
+    "Store": "advisor.store",
     "apply": "advisor.finding.lookups",
     "explain": "advisor.remeasuring",
-    "export": "advisor.sharing",
-    "gc": "advisor.sharing",
-    "import_": "advisor.sharing",
     "lookup": "advisor.finding.lookups",
     "release": "advisor.finding.inside",
-    "sync": "advisor.sharing",
     "tune": "advisor.tuning",
     "verify": "advisor.remeasuring",
 }

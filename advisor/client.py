@@ -6,7 +6,7 @@
         print(text, end="")
     print(client.job(job.id).record)
 
-Records are looked up with `advisor.lookup(..., cache=url)`, and listed by `advisor show`.
+Records are looked up with `advisor.lookup(..., store=url)`, and listed by `advisor show`.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Client:
                 1, or 0 with device='cpu'.
             env: 'pip' and 'container' of Ray's runtime environment; default: the worker's own.
             force: measure again although it is tuned.
-            options: as `advisor.tune` takes them; of a command the permissions, and how much.
+            options: those of `advisor tune` by keyword; of a command the permissions and how much.
 
         Raises:
             UsageError: an argument is wrong, or the code is too much to travel.

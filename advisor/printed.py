@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import os
 import shlex
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from advisor.arguments import Permit
 from advisor.cache import settings
 from advisor.cache.config import BATCH
 from advisor.cache.match import Difference, compare
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from advisor.finding.request import Request
 
+_PERMITTED = [field.name for field in dataclasses.fields(Permit)]
 DEEPEST = 3
 """Folders below this one in which a target's file is looked for."""
 MOST_FOLDERS = 500
@@ -54,11 +57,24 @@ def _applies(record: Record, task: Task, cache: Cache, *, free: bool = False) ->
     if task.command:
         words = [*_options(record, free=free), *_overriding(record), *_elsewhere(cache)]
         return shlex.join(["advisor", "run", *words, "--", *task.command])
-    given = [_python_text(task.target), *python(task)]
+    of_model, permitted = [], []
+    shape = ""
+    for said in python(task):
+        name = said.partition("=")[0]
+        if name == "shape":
+            shape = said
+        elif name in _PERMITTED:
+            permitted.append(said)
+        else:
+            of_model.append(said.removeprefix("model_"))
+    target = _python_text(task.target)
+    given = [f"advisor.Model({', '.join([target, *of_model])})" if of_model else target, shape]
+    if permitted:
+        given.append(f"permit=advisor.Permit({', '.join(permitted)})")
     if cache is not None and _urls(cache) != _urls(None):
         urls = _urls(cache)
-        given.append(f"cache={_python_text(urls[0]) if len(urls) == 1 else list(urls)}")
-    return f"advice = advisor.apply({', '.join(given)})"
+        given.append(f"store={_python_text(urls[0]) if len(urls) == 1 else list(urls)}")
+    return f"advice = advisor.apply({', '.join(filter(None, given))})"
 
 
 def _options(record: Record, *, free: bool) -> list[str]:
@@ -228,13 +244,22 @@ def _candidates(typed: str, file: str) -> Iterator[Path]:
         top = Path.cwd()
     except OSError:
         return
+    for folder in _folders_below(top):
+        yield folder / file
+
+
+@functools.lru_cache(maxsize=1)
+def _folders_below(top: Path) -> tuple[Path, ...]:
+    """Some folders below one, walked once for all records of a list."""
+    found = []
     for seen, (folder, below, _files) in enumerate(os.walk(top)):
-        depth = len(Path(folder).relative_to(top).parts)
+        place = Path(folder).relative_to(top)
         below[:] = [name for name in sorted(below) if not name.startswith(".")]
-        if depth >= DEEPEST or seen >= MOST_FOLDERS:
+        if len(place.parts) >= DEEPEST or seen >= MOST_FOLDERS:
             below.clear()
-        if depth:
-            yield (Path(folder) / file).relative_to(top)
+        if place.parts:
+            found.append(place)
+    return tuple(found)
 
 
 def staleness(record: Record) -> tuple[Difference, ...]:

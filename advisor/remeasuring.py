@@ -9,8 +9,9 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from advisor.arguments import Model, OnEvent, split, urls_of
 from advisor.cache.config import Config, Value
 from advisor.cache.kinds import Seconds
 from advisor.cache.match import Difference, compare
@@ -24,17 +25,20 @@ from advisor.cache.record import (
     Trial,
 )
 from advisor.cache.records import Records
+from advisor.cache.settings import Cache
 from advisor.cache.shown import speedup, tells, times
-from advisor.cache.task import Task, checked, permitted
+from advisor.cache.task import Task, checked, permissions, permitted
 from advisor.errors import TargetError, UsageError, WorkerError
+from advisor.events import progress_of
 from advisor.finding.lookups import set_up_logging
 from advisor.keeping import lock_names, measuring
-from advisor.opening import Cache, open_records
+from advisor.opening import open_records
 from advisor.printed import about, reach, tune_again
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Progress
 from advisor.tuning import begun, key_of, memory_of
 
 if TYPE_CHECKING:
+    from advisor.store import Store
     from advisor.tuners.act.pilot.seen import Seen
     from advisor.tuners.measure.place import ConfigFailed, Place
     from advisor.tuners.measure.worker.wire import Costs
@@ -112,15 +116,12 @@ class Verified:
 
 def explain(
     key: str,
+    what: str | Model | Sequence[str] | None = None,
     *,
-    target: str | None = None,
-    command: Sequence[str] = (),
-    options: Mapping[str, Value] | None = None,
-    data: str = "",
-    data_args: Mapping[str, Value] | None = None,
+    map: Mapping[str, str] | None = None,
     budget: float | str = EXPLAIN,
-    cache: Cache = None,
-    progress: Progress | None = None,
+    store: Store | Cache = None,
+    on_event: OnEvent | None = None,
 ) -> Explained:
     """Measure what each knob of a record's advice contributes, and keep it in the record.
 
@@ -130,12 +131,13 @@ def explain(
 
     Args:
         key: of the record, 'ae1bff61eea5@64', or the start of it.
-        target: where the record's target is now; default: its file, if it is under this folder.
-        command: of the record of a run, as `advisor tune -- COMMAND` took it: nothing that a
-            record names is started. `options` of it as `advisor tune --map` takes them.
-        data: of a record with a loader, as `advisor tune --data` took it: what a sample costs is
-            told then. `data_args`: its keyword arguments.
+        what: of the record of a run, its command, as `advisor.tune` took it: nothing that a record
+            names is started. Of a target, where that is now; default: its file, if it is under this
+            folder. With the `data` of an `advisor.Model` also what a sample costs.
+        map: options of the command, as `Permit.map`.
         budget: wall seconds, or '40s', of all measuring; the first start is not counted.
+        store: an `advisor.Store`, a store's URL, or several.
+        on_event: called with each 'notice' and 'warning', as by `advisor.tune`.
 
     Raises:
         UsageError: no record has this key, it is not of this device, or its target or its command
@@ -143,11 +145,8 @@ def explain(
         WorkerError: it cannot be measured. Busy: it is being measured. StoreError.
     """
     budget_s = Seconds().checked("budget", budget)
-    records = _records(cache)
-    record = records.get(key)
-    _refuse(record, about("explain", record, cache), target, command)
-    task = _loaded(record, data, data_args)
-    subject = _Subject(records, record, target, command, options, progress or Progress(), task)
+    subject = _subject("explain", key, what, map, store, on_event)
+    record, task = subject.record, subject.task
     with subject.measured(budget_s, kept_s=min(SIMPLER_S, SIMPLER * budget_s)) as again:
         costs = again.costs(min(COSTS_S, COSTS * budget_s)) if task.data else None
         parts = again.parts(loaded=bool(task.data))
@@ -155,19 +154,18 @@ def explain(
         explained = dataclasses.replace(record, parts=tuple(parts))
         simpler, dropped = again.simplified(explained, idle)
         revised = dataclasses.replace(simpler, revised=time.time())
-        records.put(revised, revises=record)
+        subject.records.put(revised, revises=record)
         return Explained(record=revised, dropped=dropped, costs=costs)
 
 
 def verify(
     key: str,
+    what: str | Model | Sequence[str] | None = None,
     *,
-    target: str | None = None,
-    command: Sequence[str] = (),
-    options: Mapping[str, Value] | None = None,
+    map: Mapping[str, str] | None = None,
     budget: float | str = VERIFY,
-    cache: Cache = None,
-    progress: Progress | None = None,
+    store: Store | Cache = None,
+    on_event: OnEvent | None = None,
 ) -> Verified:
     """Measure the baseline and the advice again; a record that no longer holds is marked stale.
 
@@ -176,16 +174,13 @@ def verify(
     there is taken away then. Where the intervals are too wide to say, or the baseline has become
     slower by the same factor, as on a busy host, nothing is changed.
 
-    Args and errors as `explain`.
+    Args and errors as `explain`; no loader is measured.
     """
     from advisor.tuners.search.ratio import paired
 
     budget_s = Seconds().checked("budget", budget)
-    records = _records(cache)
-    record = records.get(key)
-    _refuse(record, about("verify", record, cache), target, command)
-    task = _loaded(record, "", None)
-    subject = _Subject(records, record, target, command, options, progress or Progress(), task)
+    subject = _subject("verify", key, what, map, store, on_event)
+    record = subject.record
     with subject.measured(budget_s) as again:
         base, advised = record.baseline.config, record.winner(record.use).config
         winners = {use: record.winner(use).config for use in _uses(record)}
@@ -202,7 +197,7 @@ def verify(
             reason += f"; measure on a quieter machine, or with more than {budget_s:g}s"
         if verdict != UNTOLD and reason != record.stale:
             revised = dataclasses.replace(record, stale=reason, revised=time.time())
-            records.put(revised, revises=record)
+            subject.records.put(revised, revises=record)
             record = revised
         return Verified(
             record=record,
@@ -513,7 +508,7 @@ def _parts(
             )
 
 
-def _loaded(record: Record, data: str, data_args: Mapping[str, Value] | None) -> Task:
+def _loaded(record: Record, model: Model) -> Task:
     """The record's task with the data that is named, and none that only the record names.
 
     Raises:
@@ -522,11 +517,11 @@ def _loaded(record: Record, data: str, data_args: Mapping[str, Value] | None) ->
     from advisor.tuners.target import parse
 
     task = record.key.task
-    if data and task.command:
+    if model.data and task.command:
         raise UsageError(f"data: record {record.id} is of a run, which has its own; leave it out")
-    given = checked(Task, {"data": data, "data_args": data_args})
-    if given.get("data"):
-        parse(data, role="data")
+    given = checked(Task, {"data": model.data, "data_args": model.data_args})
+    if model.data:
+        parse(model.data, role="data")
     return dataclasses.replace(task, **{"data": "", "data_args": Config(), **given})
 
 
@@ -535,13 +530,6 @@ def _differs(record: Record) -> tuple[str, ...]:
 
     here = dataclasses.replace(record.key, environment=detect(_device(record)))
     return tuple(map(str, compare(here, record.key)[1]))
-
-
-def _records(cache: Cache) -> Records:
-    set_up_logging()
-    records = open_records(cache, fallback=True)
-    records.first_writable()
-    return records
 
 
 def _device(record: Record) -> str:
@@ -618,6 +606,33 @@ def _refuse_fed_otherwise(record: Record, seen: Seen, mapped: Sequence[str]) -> 
             f"record {record.id} is of another run than this: it has {described(feeds, Config())}, "
             f"which this one is not given ({why})"
         )
+
+
+def _subject(
+    verb: str,
+    key: str,
+    what: str | Model | Sequence[str] | None,
+    map: Mapping[str, str] | None,
+    store: Store | Cache,
+    on_event: OnEvent | None,
+) -> _Subject:
+    """The record of a key and what is run for it. Raises as `explain`."""
+    set_up_logging()
+    (model, command), cache = split(what), urls_of(store)
+    records = open_records(cache, fallback=True)
+    records.first_writable()
+    record = records.get(key)
+    target = cast(str | None, model.target)
+    _refuse(record, about(verb, record, cache), target, command)
+    return _Subject(
+        records=records,
+        record=record,
+        target=target,
+        command=command,
+        options=permissions({"map": map}).get("map"),
+        progress=progress_of(on_event),
+        task=_loaded(record, model),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,9 @@ from advisor.opening import Cache, open_records
 
 GC_KINDS = "superseded", "stale", "damaged", "oversized"
 """Why `gc` takes what it takes, in one word; only artifacts are damaged or oversized."""
+
+Wanted = Callable[[Record], bool]
+"""Which records to take; `Only` is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,7 @@ def _names(key: str, record: Record) -> bool:
     return record.key.id.startswith(start) and batch in ("", str(record.batch))
 
 
-def export(file: Path, only: Only, *, cache: Cache = None) -> tuple[int, list[str]]:
+def export(file: Path, only: Wanted, *, cache: Cache = None) -> tuple[int, list[str]]:
     """Write the records that count into a pack: how many, and a line for each that is not sound.
 
     Raises:
@@ -60,7 +63,7 @@ def export(file: Path, only: Only, *, cache: Cache = None) -> tuple[int, list[st
     return count, [*records.unreachable, *damaged]
 
 
-def import_(file: Path, only: Only, *, cache: Cache = None) -> tuple[str, Iterator[Carried]]:
+def import_(file: Path, only: Wanted, *, cache: Cache = None) -> tuple[str, Iterator[Carried]]:
     """Take a pack's records into the first store that can be written: which one that is, and what
     became of each.
 
@@ -74,7 +77,7 @@ def import_(file: Path, only: Only, *, cache: Cache = None) -> tuple[str, Iterat
     return store.url, exchange.unpack(file, records, store, only)
 
 
-def sync(source: str, target: str, only: Only) -> Iterator[Carried]:
+def sync(source: str, target: str, only: Wanted) -> Iterator[Carried]:
     """Put every version of what one store has into another, and its artifacts as far as you or your
     team signed them; what became of each.
 
@@ -99,9 +102,6 @@ def sync(source: str, target: str, only: Only) -> Iterator[Carried]:
             places.add(name.place)
         yield carried
     yield from exchange.carry_artifacts(records, here, there, places)
-
-
-Going = Garbage
 
 
 def gc(kinds: Sequence[str] = GC_KINDS, *, cache: Cache = None) -> tuple[Records, list[Garbage]]:

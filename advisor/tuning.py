@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import advisor
+from advisor.arguments import Budget, Model, OnEvent, Permit, split, urls_of
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
@@ -23,8 +24,9 @@ from advisor.cache.record import INTERRUPTED, LOOP, PILOT, WITHIN, Provenance, R
 from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
 from advisor.cache.stores.filesystem import make_folder
-from advisor.cache.task import Task, rows
+from advisor.cache.task import Task, permissions
 from advisor.errors import StoreError, UsageError
+from advisor.events import progress_of
 from advisor.finding.horizon import length_of
 from advisor.finding.lookups import set_up_logging
 from advisor.keeping import (
@@ -42,6 +44,7 @@ from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
 from advisor.unchanged import Asked, larger
 
 if TYPE_CHECKING:
+    from advisor.store import Store
     from advisor.tuners.act.pilot.seen import Seen
     from advisor.tuners.knobs import Situation
     from advisor.tuners.measure.place import Place
@@ -82,91 +85,59 @@ class Tuned:
 
 
 def tune(
-    target: str,
-    shape: Shape | Sequence[Shape],
+    what: str | Model | Sequence[str],
     *,
-    dtype: str | None = None,
-    vocab: int | None = None,
-    mode: str | None = None,
-    device: str | None = None,
-    optimizer: str | None = None,
-    model_args: Mapping[str, Value] | None = None,
-    data: str | None = None,
-    data_args: Mapping[str, Value] | None = None,
-    any_order: bool | None = None,
-    precisions: Sequence[str] | str | None = None,
-    deterministic: bool | None = None,
-    max_memory: int | str | None = None,
-    batches: Sequence[int] | None = None,
-    compile: bool | None = None,
-    step_graph: bool | None = None,
-    tolerance: float | None = None,
-    effort: str | None = None,
-    budget: float | str | None = None,
-    trials: int | None = None,
-    steps: int | None = None,
-    duration: float | str | None = None,
-    seed: int | None = None,
-    force: bool | None = None,
-    cache: Cache = None,
-    progress: Progress | None = None,
+    shape: Shape | Sequence[Shape] | None = None,
+    permit: Permit = Permit(),
+    budget: Budget = Budget(),
+    store: Store | Cache = None,
+    on_event: OnEvent | None = None,
 ) -> Tuned:
-    """Measure, choose and remember; goes on where an interrupted call of the same kind stopped.
+    """Find the fastest safe config by measuring, and remember it.
+
+    A call that was interrupted is continued by the same call.
+
+        advisor.tune(["torchrun", "--nproc-per-node", "4", "train.py"])
+        advisor.tune(advisor.Model("gpt.py:GPT", dtype="int64", vocab=50257), shape="8x1024")
 
     Args:
-        target: model.py, model.py:Net, package.module:factory or torchvision:NAME.
-        shape: of one batch; the first number is the user's batch. A list of two to eight for a job
-            whose inputs alternate between them: they are measured as one mix, at these batches.
-        dtype: of the input, default 'float32'. `vocab` bounds integer inputs.
-        mode: 'train' or 'infer'.
-        device: 'cuda:0' or 'cpu'; default: the first CUDA device, else the CPU.
-        optimizer: 'sgd' or 'adamw', for mode 'train'.
-        model_args: keyword arguments of the factory.
-        data: what it trains on, as data.py:make_dataset, package.module:function or
-            torchvision:FakeData, and its keyword arguments: its loader is tuned with the step.
-        any_order: whether batches of the data may come as their workers finish them.
-        precisions: those permitted; default: default, tf32, bf16, fp16.
-        deterministic: only deterministic configs.
-        max_memory: bytes or '40GiB': the limit within which configs must run.
-        batches: batch sizes to try beside the user's, [] for none; default: its doublings.
-        compile: whether torch.compile may be tried on the leaders.
-        step_graph: whether one CUDA graph over the whole step may, for scripts that use
-            advice.capture.
-        tolerance: distance from strict fp32's loss curve that is always allowed, as a fraction of
-            its loss; 0 leaves the comparison out.
-        effort: 'quick' (a minute, compiled only what that takes seconds for), 'normal' (five) or
-            'exhaustive' (an hour: also what takes minutes, as max-autotune).
-        budget: wall seconds of all measuring, or '5m'; default: the effort's. The start of the
-            first worker and of the model in it is not counted.
-        trials: configs visited at most.
-        steps: of the job that the advice is for, at the user's batch; `duration`: its seconds, or
-            '2h', instead. What is paid before the first step is counted in. Default: the steady
-            state.
-        seed: of all randomness.
-        force: measure again although the key is tuned.
-        cache: store URL, or several: the record goes to the first that can be written. Default:
-            $ADVISOR_CACHE, else [tool.advisor] cache in pyproject.toml, else the user's folder.
+        what: a command as a list of its words, which is started once and unmodified; or a target:
+            model.py, model.py:Net, package.module:factory, torchvision:NAME, or an
+            `advisor.Model` of one that also says how it is trained.
+        shape: of one batch of a target; the first number is your batch. A list of two to eight for
+            a job whose inputs alternate between them: they are measured as one mix. A command
+            shows its shapes itself.
+        permit: what may be changed.
+        budget: how much is measured.
+        store: an `advisor.Store`, a store's URL, or several: the record goes to the first that can
+            be written. Default: $ADVISOR_CACHE, else [tool.advisor] cache in pyproject.toml, else
+            the user's cache folder.
+        on_event: called in this thread with a dictionary for each event. Its 'event' is 'trial'
+            (with `number`, `config`, `outcome`, `samples_per_s`, `ratio` to the baseline with its
+            95% interval `low` to `high`, the `best` config so far, and `left_s` of the budget), or
+            'phase', 'notice' or 'warning' (with `text`).
 
     Raises:
-        UsageError: an argument is wrong. TargetFailed: the user's code raised.
-        WorkerError: torch's default cannot be measured. StoreError: the store cannot be written.
+        UsageError: an argument is wrong, or there is no such program.
+        TargetFailed: the user's code raised, or no training step was seen in the command.
+        WorkerError: the baseline cannot be measured. StoreError: the store cannot be written.
         Busy: another process measures the same, or on this device.
     """
-    given = dict(locals())
-    task_keywords = {row.keyword for row in rows(Task).values() if row.given} - {"target"}
-    plan_keywords = {row.keyword for row in rows(Plan).values()}
-    return measured(
-        Task.of(target, {name: given[name] for name in task_keywords}),
-        Plan.of({name: given[name] for name in plan_keywords}),
-        cache=cache,
-        progress=progress,
-    )
+    plan, cache, progress = Plan.of(budget.given), urls_of(store), progress_of(on_event)
+    model, command = split(what)
+    if command:
+        permitted = permissions({"shape": shape} | permit.given)
+        return measured_run(command, permitted, plan, cache=cache, progress=progress)
+    if model.target is None:
+        raise UsageError("target None: expected its name, as model.py:Net")
+    task = Task.of(str(model.target), {"shape": shape} | model.given | permit.given)
+    return measured(task, plan, cache=cache, progress=progress)
 
 
 def measured(
     task: Task, plan: Plan, *, cache: Cache = None, progress: Progress | None = None
 ) -> Tuned:
-    """As `tune`, from a task and a plan that were checked."""
+    """As `tune` of a target, from a task and a plan that were checked."""
     set_up_logging()
     # What can be refused without torch, which takes seconds to import, is refused before.
     records = open_records(cache, fallback=True)
@@ -184,16 +155,10 @@ def measured_run(
     progress: Progress | None = None,
     show: Callable[[str], None] | None = None,
 ) -> Tuned:
-    """Measure a command as it is, with a pilot inside; else as `tune`.
+    """As `tune` of a command, from permissions and a plan that were checked.
 
     Args:
-        command: its words, as ['torchrun', '--nproc-per-node', '4', 'train.py'].
-        permitted: fields of a Task by name, checked: precisions, tolerance, map and their like.
         show: called with what the command prints, as it comes, from another thread.
-
-    Raises:
-        UsageError: there is no such program. TargetFailed: no training step was seen in it, or it
-        failed by itself. The others as `tune`.
     """
     set_up_logging()
     records = open_records(cache, fallback=True)

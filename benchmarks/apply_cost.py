@@ -23,8 +23,8 @@ from typing import Any
 
 import record as results
 
+from advisor import Store
 from advisor.errors import StoreError
-from advisor.sharing import Only, sync
 
 PROBE = """
 import json, sys, time
@@ -43,12 +43,12 @@ shape = tuple(map(int, shape.split("x")))
 print("ready", flush=True)
 sys.stdin.readline()
 t2, c2 = time.perf_counter(), time.process_time()
-advice = advisor.lookup(target, shape=shape, cache=cache)
+advice = advisor.lookup(target, shape=shape, store=cache)
 t3, c3 = time.perf_counter(), time.process_time()
 later = []
 for _ in range(50):
     s = time.perf_counter()
-    advisor.lookup(target, shape=shape, cache=cache)
+    advisor.lookup(target, shape=shape, store=cache)
     later.append(time.perf_counter() - s)
 said = advice.explanation.stores
 print(json.dumps({
@@ -121,7 +121,7 @@ def main() -> None:
         filled = store == given.stores[0]
         if not filled:
             try:
-                filled = bool(list(sync(given.stores[0], store, Only())))
+                filled = bool(Store(given.stores[0]).sync(store))
             except StoreError as exc:
                 print(f"{store}: not filled: {exc}", file=sys.stderr)
         seen = {

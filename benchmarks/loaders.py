@@ -47,7 +47,7 @@ WARM = 3
 HANGS_S = 300.0
 """Beyond its budget, a case that is given up."""
 GROUP = Path("/sys/fs/cgroup/advisor-loaders")
-QUICK = {"compile": False, "step_graph": False, "batches": [], "tolerance": 0.0}
+QUICK = advisor.Permit(compile=False, step_graph=False, batches=[], tolerance=0.0)
 TRIALS = 2
 """Of the step: torch's default and the best guess. It is the loader that is looked at."""
 
@@ -134,13 +134,19 @@ def speed(take: Callable[[], object], batch: int, loader: DataLoader[Any] | None
 def measured(case: Case, arguments: dict[str, Any], budget_s: float) -> dict[str, Any]:
     """Tune the case and hold its loader against the others."""
     data = str(HERE / "targets" / case.data)
-    task = {"shape": case.shape, "dtype": case.dtype, "device": DEVICE, **QUICK}
-    if case.dtype != "float32":
-        task["vocab"] = 30000
+    model_of = advisor.Model(
+        case.target,
+        dtype=case.dtype,
+        vocab=None if case.dtype == "float32" else 30000,
+        device=DEVICE,
+        data=data,
+        data_args=arguments,
+    )
     with tempfile.TemporaryDirectory() as store:
-        given = {"data": data, "data_args": arguments, "budget": budget_s, "trials": TRIALS}
-        found = advisor.tune(case.target, **task, **given, cache=store).record
-        advice = advisor.lookup(case.target, **task, cache=store)
+        given: dict[str, Any] = {"shape": case.shape, "permit": QUICK, "store": store}
+        budget = advisor.Budget(time=budget_s, trials=TRIALS)
+        found = advisor.tune(model_of, budget=budget, **given).record
+        advice = advisor.lookup(model_of, **given)
     batch = case.shape[0]
     model = advice.prepare(build(load(parse(case.target), found.key.task.model_args)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, **advice.optimizer)

@@ -89,11 +89,10 @@ def look_up(
         if changed is not None:
             open_records(f"dir:{folder}").put(changed)
             advice = advisor.lookup(
-                given.target,
+                advisor.Model(given.target, optimizer="sgd"),
                 shape=given.shape,
-                cache=f"dir:{folder}",
+                store=f"dir:{folder}",
                 on_miss=on_miss,
-                optimizer="sgd",
             )
         else:
             advice = advisor.lookup(given.target, shape=given.shape)

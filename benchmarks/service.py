@@ -233,7 +233,7 @@ class Bench:
             for turn in ("first", "again"):
                 together.wait()
                 began = time.perf_counter()
-                status = advisor.lookup(TARGET, shape=SHAPE, device="cpu").status
+                status = advisor.lookup(advisor.Model(TARGET, device="cpu"), shape=SHAPE).status
                 said.put((turn, time.perf_counter() - began, status))
 
         for processes in (1, most):

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from advisor import lookup, tune
+from advisor import Budget, Model, lookup, tune
 from advisor.client import Client, Job
 
 ADVISOR = [sys.executable, "-m", "advisor"]
@@ -89,7 +89,9 @@ def main() -> None:
             asked = [client.submit(t, shape=s, budget=args.budget, **where) for t, s in pairs]
             jobs = list(pool.map(lambda job: watched(client, job), asked))
             cache = f"{address}?timeout=10s"
-            there = [lookup(t, shape=_shape(s), device=args.device, cache=cache) for t, s in pairs]
+            there = [
+                lookup(Model(t, device=args.device), shape=_shape(s), store=cache) for t, s in pairs
+            ]
         finally:
             server.terminate()
             server.wait()
@@ -100,9 +102,8 @@ def main() -> None:
             target, shape = pairs[number]
             device = "cpu" if args.device == "cpu" else f"cuda:{number}"
             cache = str(Path(name) / f"hand{number}")
-            return tune(
-                target, _shape(shape), device=device, budget=args.budget, cache=cache
-            ).record
+            model, budget = Model(target, device=device), Budget(time=args.budget)
+            return tune(model, shape=_shape(shape), budget=budget, store=cache).record
 
         if args.alone:
             hands = []

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import hashlib
-import math
+import re
 import reprlib
-import types
-import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgpack
+import msgspec
 
 from advisor.cache.config import Config
-from advisor.cache.domain import LONGEST, Domain, is_line, line
+from advisor.cache.domain import LONGEST, is_line, line
 from advisor.cache.record import Record
 from advisor.cache.seal import UNSEALED, Seal
-from advisor.cache.task import Row, rows
-from advisor.cache.turns import contradiction
+from advisor.cache.stores.store import MAX_BYTES as MAX_BYTES
+from advisor.cache.turns import check_consistency
 from advisor.errors import RecordDamaged, RecordNewer, UsageError
 
 FORMAT = 3
+"""Of what is written. A field that is added needs no other format: older records mean its default,
+and older versions ignore it."""
+OLDEST = 3
+"""The oldest format that is read."""
 
-MAX_BYTES = 2**20
-"""Of one encoded record. Real ones take 20-200 KB; small objects grow thirtyfold when decoded."""
 MAX_PARTS = 2**16
 """Lists and maps in one record."""
 MAX_TRIALS = 2**11 - 1
@@ -37,8 +38,18 @@ _LIMITS = {
     "max_ext_len": 0,
 }
 
+_LINE = f"one line of at most {LONGEST} printable characters"
+_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a map",
+}
+"""Types as msgspec names them, for people."""
+
 T = TypeVar("T")
-_Read = Callable[[Any], Any]
 
 
 def encode(record: Record, seal: Seal = UNSEALED, *, revises: bytes = b"") -> bytes:
@@ -54,11 +65,11 @@ def encode(record: Record, seal: Seal = UNSEALED, *, revises: bytes = b"") -> by
     Raises:
         RecordDamaged: `decode` would refuse it, e.g. for a number that is not finite.
     """
-    unknown = _plain_in(_payload(_envelope(revises))) if revises else None
+    old = _plain_in(_payload(_envelope(revises))) if revises else {}
+    known = plain(from_plain(Record, old)) if revises else {}
     for fitting in _smaller(record):
         content = plain(fitting)
-        if unknown is not None:
-            _carry(Record, unknown, content)
+        _carry(old, known, content)
         payload = _packed(content)
         if len(payload) <= MAX_BYTES - 2**10:
             break
@@ -83,8 +94,7 @@ def opened(data: bytes, seal: Seal = UNSEALED) -> tuple[Record, bool]:
     """As `decode`, and whether one of the seal's keys signed it."""
     payload, signed = content(data, seal)
     record = from_plain(Record, _plain_in(payload))
-    if found := contradiction(record):
-        raise RecordDamaged(f"record: {found}; refused")
+    check_consistency(record)
     return record, signed
 
 
@@ -143,9 +153,9 @@ def _envelope(data: bytes) -> dict[str, Any]:
             f"record: format {found['format']} is newer than {FORMAT}, which this version reads; "
             "upgrade advisor"
         )
-    if found["format"] < FORMAT:
+    if found["format"] < OLDEST:
         raise RecordDamaged(
-            f"record: format {found['format']} is no longer read, {FORMAT} is; tune again"
+            f"record: format {found['format']} is no longer read, {OLDEST} is; tune again"
         )
     return found
 
@@ -221,28 +231,21 @@ def _smaller(record: Record) -> Iterator[Record]:
     yield dataclasses.replace(record, trials=())
 
 
-def _carry(cls: Any, old: Any, new: dict[str, Any]) -> None:
-    """Take over from `old` plain data of a dataclass what its fields do not name, all the way in.
+def _carry(old: Any, known: Any, new: Any) -> None:
+    """Take over from `old` plain data what is not in `known`, as this version reads it.
 
-    Members of a tuple are paired by place, and only where they are otherwise the same.
+    Members of a list are paired by place, and only where they are otherwise the same.
     """
-    if not isinstance(old, dict):
-        return
-    hints = typing.get_type_hints(cls)
-    for name, value in old.items():
-        if name not in hints:
-            new[name] = value
-            continue
-        for inner in (hints[name], *typing.get_args(hints[name])):
-            if not dataclasses.is_dataclass(inner) or new[name] is None:
-                continue
-            if isinstance(new[name], dict):
-                _carry(inner, value, new[name])
-            elif isinstance(value, list):
-                for before, after in zip(value, new[name], strict=False):
-                    kind: Any = inner
-                    if to_plain(from_plain(kind, before)) == after:
-                        _carry(inner, before, after)
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name, value in old.items():
+            if name not in known:
+                new[name] = value
+            elif name in new:
+                _carry(value, known[name], new[name])
+    elif isinstance(old, list) and isinstance(new, list):
+        for before, read, after in zip(old, known, new, strict=False):
+            if read == after:
+                _carry(before, read, after)
 
 
 def plain(record: Record) -> dict[str, Any]:
@@ -262,186 +265,73 @@ def to_plain(value: object) -> Any:
     if isinstance(value, tuple):
         return [to_plain(part) for part in value]
     cls: Any = type(value)
-    return {name: to_plain(getattr(value, name)) for name in _names(cls)}
+    return {name: to_plain(getattr(value, name)) for name in cls.__dataclass_fields__}
 
 
 def from_plain(cls: type[T], data: object) -> T:
     """The inverse of `to_plain` for a dataclass `cls`.
 
+    Fields that are missing get their default; those that `cls` does not have are ignored.
+
     Raises:
         RecordDamaged: data is not what cls needs; says which field is wrong.
     """
-    hint: Any = cls
+    what = cls.__name__.lower()
+    for place, text in _texts(data):
+        if not is_line(text):
+            raise _unexpected(what + _path(place), _LINE, text)
     try:
-        found: T = _reader(hint)(data)
-    except _Wrong as exc:
-        where = ".".join([cls.__name__.lower(), *reversed(exc.path)])
-        raise RecordDamaged(f"{where}: {exc.reason}") from None
-    return found
+        return msgspec.convert(data, cls, dec_hook=_config)
+    except msgspec.ValidationError as exc:
+        raise _refused(what, str(exc), data) from None
 
 
-class _Wrong(Exception):
-    """Something in the data is wrong; `path` grows from the inside outward."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        self.path: list[str] = []
-
-
-def _unexpected(wanted: str, value: object) -> _Wrong:
-    return _Wrong(f"expected {wanted}, got {reprlib.repr(value)[:40]}")
-
-
-@functools.cache
-def _names(cls: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(cls))
-
-
-@functools.cache
-def _reader(hint: Any) -> _Read:
-    """The function that checks and builds a value of this type hint."""
-    if hint in _SCALARS:
-        return _SCALARS[hint]
-    if typing.get_origin(hint) is typing.Annotated:
-        inner, domain = typing.get_args(hint)
-        return _within(_reader(inner), domain)
-    if dataclasses.is_dataclass(hint):
-        return _dataclass_reader(typing.cast(type, hint))
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple and arguments[1:] == (...,):
-        return _tuple_reader(_reader(arguments[0]))
-    if origin is types.UnionType and len(arguments) == 2 and arguments[1] is types.NoneType:
-        return _optional_reader(_reader(arguments[0]))
-    raise TypeError(f"no reader for {hint}")
-
-
-def _within(read: _Read, domain: Domain) -> _Read:
-    holds = domain.holds
-
-    def checked(value: Any) -> Any:
-        found = read(value)
-        if not holds(found):
-            raise _unexpected(domain.says, value)
-        return found
-
-    return checked
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise _unexpected("text", value)
-    if not (value.isprintable() and len(value) <= LONGEST):
-        raise _unexpected(f"one line of at most {LONGEST} printable characters", value)
-    return value
-
-
-def _integer(value: Any) -> int:
-    if type(value) is not int:
-        raise _unexpected("an integer", value)
-    return value
-
-
-def _number(value: Any) -> float:
-    if type(value) is float and -math.inf < value < math.inf:
-        return value
-    if type(value) is int and abs(value) < 2**64:
-        return float(value)
-    raise _unexpected("a finite number", value)
-
-
-def _truth(value: Any) -> bool:
-    if type(value) is not bool:
-        raise _unexpected("true or false", value)
-    return value
-
-
-def _config(value: Any) -> Config:
-    if type(value) is not dict:
-        raise _unexpected("a config", value)
+def _config(_cls: type, value: object) -> Config:
+    """The one type of a field that msgspec does not know."""
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a config, got {reprlib.repr(value)}")
     try:
-        texts = [*value, *(part for part in value.values() if type(part) is str)]
-        if not is_line("".join(texts)):
-            for text in texts:
-                _text(text)
         return Config(value)
-    except (TypeError, UsageError) as exc:
-        raise _Wrong(line(str(exc))[:200]) from None
+    except UsageError as exc:
+        raise ValueError(str(exc)) from None
 
 
-_SCALARS: dict[Any, _Read] = {
-    str: _text,
-    int: _integer,
-    float: _number,
-    bool: _truth,
-    Config: _config,
-}
+def _texts(data: object) -> Iterator[tuple[Any, str]]:
+    """Every text in plain data, and its place: a pair of the place around it and a name."""
+    left: list[tuple[Any, Any]] = [((), data)] if isinstance(data, dict | list) else []
+    while left:
+        place, value = left.pop()
+        if isinstance(value, dict):
+            yield place, "".join(map(str, value))
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(part, str):
+                yield (place, name), part
+            elif isinstance(part, dict | list):
+                left.append(((place, name), part))
 
 
-def _optional_reader(read: _Read) -> _Read:
-    return lambda value: None if value is None else read(value)
+def _path(place: Any) -> str:
+    parts = []
+    while place:
+        place, part = place
+        parts.append(f"[{part}]" if isinstance(part, int) else f".{part}")
+    return line("".join(reversed(parts)))[:200]
 
 
-def _tuple_reader(read: _Read) -> _Read:
-    def parts(value: Any) -> tuple[Any, ...]:
-        if type(value) is not list:
-            raise _unexpected("a list", value)
-        found = []
-        try:
-            for part in value:
-                found.append(read(part))
-        except _Wrong as exc:
-            exc.path.append(str(len(found)))
-            raise
-        return tuple(found)
-
-    return parts
-
-
-def _row_reader(row: Row, hint: Any) -> _Read:
-    """Of a task's field: its kind knows the domain."""
-    read = _reader(hint)
-
-    def checked(value: Any) -> Any:
-        found = read(value)
-        try:
-            if found != row.default and row.kind.checked(row.keyword, found) != found:
-                raise _unexpected(f"what {row.keyword} may be", value)
-        except UsageError as exc:
-            if found not in row.switches.values():
-                raise _Wrong(line(str(exc))[:200]) from None
-        return found
-
-    return checked
+def _refused(what: str, said: str, data: Any) -> RecordDamaged:
+    """What msgspec said of data: 'Expected `int` >= 1 - at `$.baseline.batch`' and the like."""
+    reason, _, path = said.rpartition(" - at `$") if " - at `$" in said else (said, "", "")
+    path = path.removesuffix("`")
+    if not reason.startswith("Expected"):
+        return RecordDamaged(f"{what}{path}: {line(reason)[:200]}")
+    with contextlib.suppress(LookupError, TypeError):
+        for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+            data = data[name or int(index)]
+    wanted = reason.removeprefix("Expected ").partition(", got ")[0]
+    for name, plainly in _TYPES.items():
+        wanted = wanted.replace(f"`{name}`", plainly)
+    return _unexpected(what + path, wanted, data)
 
 
-def _dataclass_reader(cls: type) -> _Read:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    known = rows(cls)
-    readers = [
-        (name, _row_reader(known[name], hints[name]) if name in known else _reader(hints[name]))
-        for name in _names(cls)
-    ]
-    optional = {f.name for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
-
-    def build(value: Any) -> Any:
-        if type(value) is not dict:
-            raise _unexpected("a map", value)
-        found: dict[str, Any] = {}
-        for name, read in readers:
-            try:
-                found[name] = read(value[name])
-            except KeyError:
-                if name not in optional:
-                    raise _Wrong(f"{name} is missing") from None
-            except _Wrong as exc:
-                exc.path.append(name)
-                raise
-        try:
-            return cls(**found)
-        except ValueError as exc:
-            raise _Wrong(str(exc)) from None
-
-    return build
-
-
-_reader(Record)  # made with the import, and not in the first lookup
+def _unexpected(where: str, wanted: str, value: object) -> RecordDamaged:
+    return RecordDamaged(f"{where}: expected {wanted}, got {reprlib.repr(value)[:40]}")

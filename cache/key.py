@@ -72,7 +72,7 @@ class Key:
 
     @property
     def digest(self) -> str:
-        """64 hex characters over every field that `fields` names."""
+        """64 hex characters over what `fields` names; see `FIRST` for what is left out."""
         return _digest(self)
 
     @property
@@ -103,6 +103,25 @@ VARIANT = (
 )
 """Fields whose difference makes a record stale: compatible."""
 
+FIRST = {
+    *("model", "hooks", "libraries", "threads", "shapes", "dtype", "vocab", "mode", "optimizer"),
+    *("precisions", "deterministic", "max_memory", "batches", "compile", "step_graph"),
+    *("tolerance", "processes", "others", "script"),
+    *("device.kind", "device.name", "device.capability", "device.multiprocessors"),
+    *("device.memory_gib", "device.mig", "software.driver", "software.cuda", "software.cudnn"),
+    *("software.torch", "software.power_limit_w", "software.clock_cap_mhz"),
+}
+"""Fields that every stored key has, and that its digest counts at any value. Never add to it: a
+field that came later is left out of the digest at its default, so that older keys stay the same."""
+
+ADDED = {
+    prefix + field.name: field.default
+    for prefix, cls in (("", Task), ("", Key), ("device.", Device), ("software.", Software))
+    for field in dataclasses.fields(cls)
+    if prefix + field.name in {*PLACE, *VARIANT} - FIRST
+}
+"""Fields that came later, with the defaults that older keys mean."""
+
 Field = Value | tuple[str, ...] | tuple[int, ...]
 
 
@@ -120,14 +139,19 @@ def fields(key: Key) -> dict[str, Any]:
 
 
 def terms_of(known: Mapping[str, Any]) -> str:
-    """A digest of all fields but the model: keys with the same are as near to any other, as far as
-    the model is not asked for."""
-    return fingerprint({name: value for name, value in known.items() if name != "model"})[:16]
+    """A digest of all fields but the model, for grouping keys that are equally near to any other
+    apart from the model."""
+    return _digest_of({name: value for name, value in known.items() if name != "model"})[:16]
 
 
 def as_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of which this is plain data, where tuples became lists."""
     return {name: _tuples(value) for name, value in plain.items()}
+
+
+def completed(known: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a whole key that an older version may have written."""
+    return {**ADDED, **known}
 
 
 def are_whole(known: Mapping[str, Any]) -> bool:
@@ -148,7 +172,15 @@ def _tuples(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _digest(key: Key) -> str:
-    return fingerprint(fields(key))
+    return _digest_of(fields(key))
+
+
+def _digest_of(known: Mapping[str, Any]) -> str:
+    """Fields that came later count only if they differ from their default."""
+    known = as_fields(known)
+    return fingerprint(
+        {name: v for name, v in known.items() if name not in ADDED or v != ADDED[name]}
+    )
 
 
 def fingerprint(parts: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from advisor.cache.config import Config, Value
 from advisor.errors import UsageError
@@ -16,46 +16,35 @@ MOST_SHAPES = 8
 MOST_LISTED = 64
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
-class Kind(Protocol[T_co]):
-    """`metavar`: what stands for a value in help; `repeats`: the option may be given again."""
+class Kind(Generic[T]):
+    """How one kind of value is checked and written.
 
-    metavar: str
-    repeats: bool
+    `metavar`: what stands for a value in help; `repeats`: the option may be given again.
+    """
 
-    def checked(self, what: str, value: object) -> T_co:
+    metavar = "TEXT"
+    repeats = False
+
+    def checked(self, what: str, value: object) -> T:
         """The value in its own form, from that form or from text.
 
         Raises:
             UsageError: it is outside the domain; names `what`, the value and what is allowed.
         """
-
-    def asked(self, what: str, value: object) -> T_co:
-        """The same of what a person gives, which may be less than what is seen in a run."""
-
-    def texts(self, value: Any) -> list[str]:
-        """As the option takes it: one text, or one for each time that it is given."""
-
-    def literal(self, value: Any) -> str:
-        """As Python takes it."""
-
-
-class _Plain(Generic[T]):
-    metavar = "TEXT"
-    repeats = False
-
-    def checked(self, what: str, value: object) -> T:
         raise NotImplementedError
 
     def asked(self, what: str, value: object) -> T:
+        """The same of what a person gives, which may be less than what is seen in a run."""
         return self.checked(what, value)
 
-    def texts(self, value: T) -> list[str]:
+    def texts(self, value: Any) -> list[str]:
+        """As the option takes it: one text, or one for each time that it is given."""
         return [str(value)]
 
-    def literal(self, value: T) -> str:
+    def literal(self, value: Any) -> str:
+        """As Python takes it."""
         return _quoted(value)
 
 
@@ -67,7 +56,7 @@ def _quoted(value: object) -> str:
     return text
 
 
-class Text(_Plain[str]):
+class Text(Kind[str]):
     """One line of printable characters."""
 
     def checked(self, what: str, value: object) -> str:
@@ -76,7 +65,7 @@ class Text(_Plain[str]):
         return value
 
 
-class Choice(_Plain[str]):
+class Choice(Kind[str]):
     """One of some names."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -102,14 +91,14 @@ class Known(Choice):
         return super().checked(what, value)
 
 
-class Line(_Plain[str]):
+class Line(Text):
     """One line of printable characters, or none."""
 
     def checked(self, what: str, value: object) -> str:
-        return "" if value == "" else Text().checked(what, value)
+        return "" if value == "" else super().checked(what, value)
 
 
-class Words(_Plain["tuple[str, ...]"]):
+class Words(Kind["tuple[str, ...]"]):
     """The words of a command."""
 
     repeats = True
@@ -126,7 +115,7 @@ class Words(_Plain["tuple[str, ...]"]):
         return repr(tuple(value))
 
 
-class Several(Choice):
+class MultiChoice(Choice):
     """Some of some names, in their own order; as text with commas between."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -137,7 +126,7 @@ class Several(Choice):
         listed = value.split(",") if isinstance(value, str) else value
         if not isinstance(listed, Sequence) or not listed:
             raise UsageError(f"{what} {value!r}: expected some of {', '.join(self.names)}")
-        taken = {super(Several, self).checked(what, _stripped(name)) for name in listed}
+        taken = {super(MultiChoice, self).checked(what, _stripped(name)) for name in listed}
         return tuple(name for name in self.names if name in taken)
 
     def texts(self, value: Any) -> list[str]:
@@ -151,7 +140,7 @@ def _stripped(name: object) -> object:
     return name.strip() if isinstance(name, str) else name
 
 
-class Switch(_Plain[bool]):
+class Switch(Kind[bool]):
     """On or off."""
 
     metavar = ""
@@ -162,7 +151,7 @@ class Switch(_Plain[bool]):
         return value
 
 
-class Whole(_Plain[int]):
+class Whole(Kind[int]):
     """A whole number."""
 
     metavar = "N"
@@ -171,18 +160,16 @@ class Whole(_Plain[int]):
         self.least = least
 
     def checked(self, what: str, value: object) -> int:
-        number = value
-        if isinstance(value, str):
-            try:
-                number = int(value)
-            except ValueError:
-                number = None
+        try:
+            number = int(value) if isinstance(value, str) else value
+        except ValueError:
+            number = None
         if type(number) is not int or not self.least <= number <= MOST:
             raise UsageError(f"{what} {value!r}: expected a number from {self.least} to {MOST}")
         return number
 
 
-class Fraction(_Plain[float]):
+class Fraction(Kind[float]):
     """A number from 0 to below 1."""
 
     metavar = "FRACTION"
@@ -197,7 +184,7 @@ class Fraction(_Plain[float]):
         return number
 
 
-class Device(_Plain[str]):
+class Device(Kind[str]):
     """'cpu', 'cuda' or 'cuda:N'; '' where nothing is said."""
 
     metavar = "cuda:N|cpu"
@@ -211,7 +198,7 @@ class Device(_Plain[str]):
         return name
 
 
-class Numbers(_Plain["tuple[int, ...] | None"]):
+class Numbers(Kind["tuple[int, ...] | None"]):
     """Whole numbers from 1, sorted; as text with commas between."""
 
     metavar = "16,32,64"
@@ -229,7 +216,7 @@ class Numbers(_Plain["tuple[int, ...] | None"]):
         return str(list(value))
 
 
-class Bytes(_Plain[int]):
+class Bytes(Kind[int]):
     """'20GiB', '512MB' or a number of bytes; 0 is no limit."""
 
     metavar = "SIZE"
@@ -258,7 +245,7 @@ class Bytes(_Plain[int]):
         return f'"{self.texts(value)[0]}"'
 
 
-class Seconds(_Plain["float | None"]):
+class Seconds(Kind["float | None"]):
     """A time above zero: seconds, or '90s', '5m', '1h30m'."""
 
     metavar = "TIME"
@@ -284,7 +271,7 @@ Shape = Sequence[int] | str
 """(64, 3, 256, 256) or '64x3x256x256': a batch and a sample."""
 
 
-class Shapes(_Plain["tuple[tuple[int, ...], ...]"]):
+class Shapes(Kind["tuple[tuple[int, ...], ...]"]):
     """One shape, or two to eight that a job's inputs alternate between, the largest first."""
 
     metavar = "BATCHxSAMPLE"
@@ -333,7 +320,7 @@ def _no_shape(value: object) -> UsageError:
     )
 
 
-class _Pairs(_Plain[Config]):
+class _Pairs(Kind[Config]):
     """Values by name, as a mapping or as texts 'NAME=VALUE'."""
 
     metavar = "NAME=VALUE"

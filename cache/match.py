@@ -17,7 +17,7 @@ from advisor.cache.task import Task, rows
 
 Kind = Literal["exact", "compatible", "miss"]
 
-NARROWING = tuple(name for name, row in rows(Task).items() if row.narrows)
+NARROWING = tuple(name for name, row in rows(Task).items() if row.is_constraint)
 """Permissions: a record of more than is asked for can answer, from its trials."""
 SIZES = ("shapes", "others")
 """Fields with the sizes of a run's inputs."""

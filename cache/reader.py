@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +137,14 @@ class Sought:
         )
 
     @property
+    def questions(self) -> Iterator[dict[str, Any]]:
+        """As `question`, each of as many origins as one request holds."""
+        origins = sorted(self.origins or ())
+        for start in range(0, max(len(origins), 1), ORIGINS_AT_ONCE):
+            some = frozenset(origins[start : start + ORIGINS_AT_ONCE])
+            yield dataclasses.replace(self, origins=some or self.origins).question
+
+    @property
     def question(self) -> dict[str, Any]:
         """The same as plain data, for a store that narrows."""
         asked: dict[str, Any] = {
@@ -194,6 +203,8 @@ class Sought:
 
 
 EVERYTHING = Sought()
+ORIGINS_AT_ONCE = 1000
+"""A server takes no more; a script's folder may hold more Python files."""
 AT_ONCE = 64
 """Records fetched from a store in one exchange."""
 
@@ -219,7 +230,8 @@ class Reader:
         if sought.origins == frozenset():
             texts = []
         elif sought.narrows and isinstance(store, Narrowing):
-            texts = store.narrowed(sought.question)
+            asked = map(store.narrowed, sought.questions)
+            texts = [*dict.fromkeys(itertools.chain.from_iterable(asked))]
         else:
             texts = store.keys()
         marks = {} if marks is None else marks

@@ -4,45 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from advisor.cache.config import Config
 from advisor.cache.domain import (
     Bytes,
     Count,
     Hex,
-    Moment,
-    MomentOr0,
     Positive,
     Rate,
     RateOr0,
+    Ratio,
+    RatioBound,
+    Seconds,
     Share,
-    Span,
     StudyName,
-    Times,
-    TimesBound,
 )
 from advisor.cache.key import Key
 
 OUTCOMES = ("ok", "out_of_memory", "timed_out", "crashed", "failed", "wrong")
 """'failed': the user's code raised; 'wrong': the numbers differ too much from fp32."""
-
 STAGES = ("compute", "input", "loader", "numerics")
-
 EFFORTS = ("quick", "normal", "exhaustive")
 """Names of efforts, the least first; a record of more effort is preferred."""
 WITHIN, INTERRUPTED = "within", "interrupted"
-"""The efforts of what was tuned within a run that went on, and of what Ctrl-C ended: less than
-any."""
-
+"""Efforts below any of EFFORTS: tuned inside a run that went on, and ended by Ctrl-C."""
 USES = ("flags", "pilot", "loop", "capture")
-"""What a script lets advice do, the least first; what one can follow the next can too."""
+"""What a script lets advice do, the least first; each can also follow those before it."""
 FLAGS, PILOT, LOOP, CAPTURE = USES
 RACED = USES
 """Uses for which the race names a winner: all."""
-
-
 BUSY = 0.9
-"""Of a step's time: what the device works in, at least, where the host is not the limit."""
+"""If the device works for less of a step's time than this, the host is the limit."""
+
+
+def _one_of(names: Sequence[str]) -> Meta:
+    return Meta(pattern=f"^({'|'.join(names)})$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,24 +63,20 @@ class Measurement:
         warm_s: seconds until the steps of a run settled, its first aside: each turn begins with it.
     """
 
-    outcome: str
+    outcome: Annotated[str, _one_of(OUTCOMES)]
     reason: str = ""
     samples_per_s: RateOr0 = 0.0
     low: RateOr0 = 0.0
     high: RateOr0 = 0.0
-    step_s: Span = 0.0
-    gpu_s: Span = 0.0
+    step_s: Seconds = 0.0
+    gpu_s: Seconds = 0.0
     busy: Share = 0.0
-    first_step_s: Span = 0.0
+    first_step_s: Seconds = 0.0
     peak_bytes: Bytes = 0
     steps: Count = 0
-    blocks: tuple[Span, ...] = ()
+    blocks: tuple[Seconds, ...] = ()
     waited: Share = 0.0
-    warm_s: Span = 0.0
-
-    def __post_init__(self) -> None:
-        if self.outcome not in OUTCOMES:
-            raise ValueError(f"outcome {self.outcome!r}: expected one of {', '.join(OUTCOMES)}")
+    warm_s: Seconds = 0.0
 
     @property
     def ok(self) -> bool:
@@ -106,13 +101,9 @@ class Trial:
     number: Count
     config: Config
     measurement: Measurement
-    stage: str
+    stage: Annotated[str, _one_of(STAGES)]
     origin: str
-    seconds: Span
-
-    def __post_init__(self) -> None:
-        if self.stage not in STAGES:
-            raise ValueError(f"stage {self.stage!r}: expected one of {', '.join(STAGES)}")
+    seconds: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,13 +118,13 @@ class Choice:
     samples_per_s: Rate
     low: Rate
     high: Rate
-    speedup: Times
-    speedup_low: TimesBound
-    speedup_high: TimesBound
+    speedup: Ratio
+    speedup_low: RatioBound
+    speedup_high: RatioBound
     peak_bytes: Bytes
     rounds: tuple[Rate, ...] = ()
-    first_step_s: Span = 0.0
-    loaded_step_s: Span = 0.0
+    first_step_s: Seconds = 0.0
+    loaded_step_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +133,9 @@ class Part:
     default, with its 95% interval. `knob`: its name and value; `stage`: where it was measured."""
 
     knob: Config
-    ratio: Times
-    low: TimesBound
-    high: TimesBound
+    ratio: Ratio
+    low: RatioBound
+    high: RatioBound
     stage: str = "compute"
 
 
@@ -152,13 +143,9 @@ class Part:
 class Winner:
     """The choice for a use, at the user's batch or with the batch `free`."""
 
-    use: str
+    use: Annotated[str, _one_of(USES)]
     free: bool
     choice: Choice
-
-    def __post_init__(self) -> None:
-        if self.use not in USES:
-            raise ValueError(f"use {self.use!r}: expected one of {', '.join(USES)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,20 +166,20 @@ class Provenance:
     steady state.
     """
 
-    created: Moment
-    seconds: Span
+    created: float
+    seconds: Seconds
     trials: Count
     advisor: str
     device_uuid: str
     host_cpu: str
     seed: int
     study: StudyName
-    budget_s: Span
+    budget_s: Seconds
     modules: Count
     parameters: Count
     effort: str = "normal"
     steps: Count = 0
-    duration_s: Span = 0.0
+    duration_s: Seconds = 0.0
 
     @property
     def how(self) -> str:
@@ -231,7 +218,7 @@ class Record:
     parts: tuple[Part, ...] = ()
     stale: str = ""
     family: Hex = ""
-    revised: MomentOr0 = 0.0
+    revised: float = 0.0
 
     def __post_init__(self) -> None:
         there = {(one.use, one.free) for one in self.winners}

@@ -14,6 +14,8 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
+
 from advisor.cache import kinds
 from advisor.cache.config import Config
 from advisor.errors import UsageError
@@ -37,8 +39,7 @@ DERIVED = "derived"
 """Of an option: made of the keyword."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class FieldSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of one field.
 
     Attributes:
@@ -49,7 +50,7 @@ class Row:
         switches: options that take no value, and what each sets.
         decides: a difference makes another key, hence another record.
         asked: a lookup may ask for it. Left out, any value does, and the default is preferred.
-        narrows: a permission: a record of more than is asked for can answer, from its trials.
+        is_constraint: a permission: a record of more can answer, from its trials.
         printed: stands in the lines printed for copying where it is not the default.
         shown: by a run's own first steps, where there is a command: not asked for and not printed.
         given: by who tunes a target; what is not, only a run has.
@@ -59,10 +60,10 @@ class Row:
     help: str
     keyword: str = ""
     option: str = DERIVED
-    switches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    switches: Mapping[str, Any] = {}
     decides: bool = True
     asked: bool = True
-    narrows: bool = False
+    is_constraint: bool = False
     printed: bool = True
     shown: bool = False
     given: bool = True
@@ -74,7 +75,7 @@ class Row:
 def row(kind: kinds.Kind[Any], help: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
     """A dataclass field with its row."""
     return dataclasses.field(
-        default=default, metadata={_KEY: Row(kind=kind, help=help, default=default, **more)}
+        default=default, metadata={_KEY: FieldSpec(kind=kind, help=help, default=default, **more)}
     )
 
 
@@ -85,7 +86,7 @@ def seen(kind: kinds.Kind[Any], help: str, default: Any, **more: Any) -> Any:
 
 
 @functools.cache
-def rows(cls: Hashable) -> dict[str, Row]:
+def rows(cls: Hashable) -> dict[str, FieldSpec]:
     """The rows of a dataclass by field, in its order; fields without one are left out."""
     found = {}
     for field in dataclasses.fields(cast(Any, cls)):
@@ -94,7 +95,7 @@ def rows(cls: Hashable) -> dict[str, Row]:
             option = known.option
             if option == DERIVED:
                 option = "--" + keyword.replace("_", "-")
-            found[field.name] = dataclasses.replace(
+            found[field.name] = msgspec.structs.replace(
                 known, name=field.name, keyword=keyword, option=option
             )
     return found
@@ -169,10 +170,10 @@ class Task:
         shown=True,
     )
     precisions: tuple[str, ...] = row(
-        kinds.Several(PRECISIONS),
+        kinds.MultiChoice(PRECISIONS),
         "Number formats that are permitted; strict fp32 only if named.",
         PERMITTED,
-        narrows=True,
+        is_constraint=True,
     )
     deterministic: bool = row(
         kinds.Switch(),
@@ -182,7 +183,7 @@ class Task:
         switches={"--deterministic": True},
     )
     max_memory: int = row(
-        kinds.Bytes(), "Configs must run within this, e.g. 40GiB.", 0, narrows=True
+        kinds.Bytes(), "Configs must run within this, e.g. 40GiB.", 0, is_constraint=True
     )
     batches: tuple[int, ...] | None = row(
         kinds.Numbers(),
@@ -190,7 +191,7 @@ class Task:
         None,
         switches={"--fixed-batch": ()},
         switched="No other batch size than yours.",
-        narrows=True,
+        is_constraint=True,
         shown=True,
     )
     compile: bool = row(
@@ -206,7 +207,7 @@ class Task:
         True,
         option="",
         switches={"--no-step-graph": False},
-        narrows=True,
+        is_constraint=True,
         shown=True,
     )
     tolerance: float = row(
@@ -215,7 +216,7 @@ class Task:
         TOLERANCE,
         switches={"--no-verify": 0.0},
         switched="Leave the comparison with strict fp32 out.",
-        narrows=True,
+        is_constraint=True,
     )
     map: Config = row(  # noqa: RUF009 # a row is no default
         kinds.Options(MAPPED),
@@ -352,7 +353,7 @@ def permissions(given: Mapping[str, object]) -> dict[str, Any]:
     return found
 
 
-def changed(value: Any) -> Iterator[tuple[Row, Any]]:
+def changed(value: Any) -> Iterator[tuple[FieldSpec, Any]]:
     """The rows of a Task, or of what else has rows, that are printed and not the default."""
     run = bool(getattr(value, "command", ()))
     for name, one in rows(cast(Hashable, type(value))).items():

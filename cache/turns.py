@@ -6,7 +6,9 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 
+from advisor.cache.domain import FIRST, is_moment
 from advisor.cache.record import Choice, Record
+from advisor.errors import RecordDamaged
 
 ROUNDING = 1e-6
 """By which a number and the same computed anew may differ, as a part of it."""
@@ -24,12 +26,21 @@ def inner(logs: Sequence[float]) -> list[float]:
     return ordered[out : len(ordered) - out]
 
 
-def contradiction(record: Record) -> str:
-    """Where a record says something else than its own measurements; '' where it does not."""
-    return next(_contradictions(record), "")
+def check_consistency(record: Record) -> None:
+    """Refuse a record whose claims differ from its own measurements.
+
+    Raises:
+        RecordDamaged: says which claim.
+    """
+    if found := next(_contradictions(record), ""):
+        raise RecordDamaged(f"record: {found}; refused")
 
 
 def _contradictions(record: Record) -> Iterator[str]:
+    made = {"provenance.created": record.provenance.created, "revised": record.revised or FIRST}
+    for name, seconds in made.items():
+        if not is_moment(seconds):
+            yield f"{name} {seconds:g}: expected a time from 2020 until now"
     for trial in record.trials:
         measured = trial.measurement
         if measured.ok and trial.stage != "numerics" and not measured.samples_per_s:

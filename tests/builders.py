@@ -6,12 +6,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import optuna
 
+from advisor.arguments import Model, Permit
 from advisor.cache.config import Config
 from advisor.cache.record import Record, Trial
 from advisor.cache.task import Task
@@ -236,3 +237,16 @@ def advised(found: Found, use: str = "pilot", *, free: bool = False) -> Config:
 def speedup(found: Found, use: str = "pilot") -> float:
     """That its advice promises."""
     return next(w.choice.speedup for w in found.winners if (w.use, w.free) == (use, False))
+
+
+def lookup_arguments(target: Any = None, **given: Any) -> dict[str, Any]:
+    """The arguments of `advisor.lookup` that have what is given by keyword where it belongs."""
+    model = {field.name for field in fields(Model)}
+    permit = {field.name for field in fields(Permit)}
+    named = {"model_args": "args", "steps": "length", "duration": "length", "cache": "store"}
+    given = {named.get(name, name): value for name, value in given.items()}
+    described = {name: given.pop(name) for name in [*given] if name in model}
+    permitted = {name: given.pop(name) for name in [*given] if name in permit}
+    if "permit" not in given:
+        given["permit"] = Permit(**permitted)
+    return {"target": Model(target, **described), **given}

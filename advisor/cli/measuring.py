@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from advisor.arguments import Model
 from advisor.cache.codec import to_plain
 from advisor.cache.record import Record
 from advisor.cache.shown import speedup
@@ -38,7 +39,7 @@ from advisor.cli.options import (
 )
 from advisor.errors import UsageError
 from advisor.tuners.act.pilot.orders import KEEP_CHECKPOINTS
-from advisor.tuners.search.plan import ENOUGH, EXPLAIN, VERIFY, Plan, Progress
+from advisor.tuners.search.plan import ENOUGH, EXPLAIN, VERIFY, Plan
 
 if TYPE_CHECKING:
     from advisor.tuning import Tuned
@@ -197,11 +198,22 @@ target_option = click.option(
 )
 
 
-def _said(budget_s: float) -> Progress:
-    """What must be said of a command before it is started."""
-    from advisor.report.progress import Shown
+def _meant(ctx: click.Context, model: Model) -> Model | Sequence[str]:
+    """What is run: the command after --, else the model.
 
-    return Shown(console(stderr=True), budget_s=budget_s)
+    Raises:
+        UsageError: both are given.
+    """
+    command: Sequence[str] = ctx.meta[COMMAND]
+    if command and (model.target or model.data):
+        raise UsageError("give --target and --data, or your command after --, one of them")
+    return command or model
+
+
+def _say(event: Mapping[str, Any]) -> None:
+    """Show on stderr what must be said before a command is started."""
+    line = f"advisor: {event['text']}"
+    console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _budget(default: str) -> Callable[[Command], Command]:
@@ -256,16 +268,14 @@ def explain(
 
     if plot is not None:
         charts.check(plot)
+    arguments = checked(Task, {"data_args": data_args or None}).get("data_args")
     found = remeasuring.explain(
         key,
-        target=target,
-        command=ctx.meta[COMMAND],
-        options=mapped(map),
-        data=data or "",
-        data_args=checked(Task, {"data_args": data_args})["data_args"] if data_args else None,
+        _meant(ctx, Model(target, data=data, data_args=arguments)),
+        map=mapped(map),
         budget=budget,
-        cache=cache,
-        progress=_said(budget),
+        store=cache,
+        on_event=_say,
     )
     if plot is not None and found.record.parts:
         charts.parts(found.record, plot)
@@ -327,12 +337,11 @@ def verify(
 
     found = remeasuring.verify(
         key,
-        target=target,
-        command=ctx.meta[COMMAND],
-        options=mapped(map),
+        _meant(ctx, Model(target)),
+        map=mapped(map),
         budget=budget,
-        cache=cache,
-        progress=_said(budget),
+        store=cache,
+        on_event=_say,
     )
     record = found.record
     if as_json:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from advisor.cache.kinds import Choice, Seconds, Several
-from advisor.cache.task import Row, Task, permissions, rows
+from advisor.cache.kinds import Choice, MultiChoice, Seconds
+from advisor.cache.task import FieldSpec, Task, permissions, rows
 from advisor.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def row_options(cls: type, *, asked: bool = False) -> Callable[[Command], Comman
     return decorate
 
 
-def _valued(row: Row, *, default: bool) -> Callable[[Command], Command]:
-    plain = isinstance(row.kind, Choice) and not isinstance(row.kind, Several)
+def _valued(row: FieldSpec, *, default: bool) -> Callable[[Command], Command]:
+    plain = isinstance(row.kind, Choice) and not isinstance(row.kind, MultiChoice)
     shown = ""
     if default and row.default not in (None, "", 0, ()) and not row.kind.repeats:
         shown = f"  [default: {row.kind.texts(row.default)[0]}]" if row.default else ""

@@ -55,7 +55,7 @@ MOST = 200
 )
 @cache_option
 @json_option
-def show(key: str | None, most: int, cache: str | None, as_json: bool) -> None:
+def show(key: str | None, most: int, cache: str | None, as_json: bool) -> int:
     """List what is tuned, or show the record KEY whole."""
     from advisor.printed import staleness
     from advisor.report import data, tables
@@ -68,7 +68,7 @@ def show(key: str | None, most: int, cache: str | None, as_json: bool) -> None:
             click.echo(json.dumps(data.as_data(held.record, cache) | more))
         else:
             _show(held, cache, _artifacts(records, held.record))
-        return
+        return DONE
     newest = records.newest(most)
     older = records.left + len(newest[most:])
     found = [(one, staleness(one.record)) for one in newest[:most]]
@@ -81,6 +81,9 @@ def show(key: str | None, most: int, cache: str | None, as_json: bool) -> None:
             for one, differs in found
         ]
         click.echo(json.dumps({"records": rows, "damaged": records.damaged, "older": older}))
+    elif not found and records.damaged:
+        click.echo("No record can be read")
+        return FAILED
     elif not found and records.unreachable:
         click.echo("Nothing is tuned in what could be read")
     elif not found:
@@ -89,6 +92,7 @@ def show(key: str | None, most: int, cache: str | None, as_json: bool) -> None:
         console().print(tables.listing(found))
         if older:
             click.echo(f"and {older:,} older; to list them: --most {len(found) + older}")
+    return DONE
 
 
 def _artifacts(records: Records, record: Record) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
@@ -28,17 +27,12 @@ def _database_option(command: Command) -> Command:
     )(command)
 
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
-
-
 @click.command()
 @click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="  [default: 127.0.0.1]")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8765, help="0: any.  [default: 8765]"
 )
 @_database_option
-@click.option("--tls-cert", type=_FILE, metavar="FILE", help="Certificates, as PEM.")
-@click.option("--tls-key", type=_FILE, metavar="FILE", help="Their key, as PEM.")
 @click.option(
     "--behind-proxy",
     is_flag=True,
@@ -48,27 +42,19 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "--executor",
     "executors",
     multiple=True,
-    default=("local",),
     metavar="local|ray-jobs:http://HOST|none",
-    help="What tunes what is submitted; repeat for several.  [default: local, this machine]",
+    help="What tunes what is submitted; repeat for several.  [default: local, this machine; none "
+    "where others can reach the server]",
 )
 @click.option(
     "--url", default="", help="Where workers find this server  [default: where it listens]"
 )
-@click.option(
-    "--retune",
-    type=click.IntRange(0, 10**6),
-    default=60,
-    metavar="MINUTES",
-    help="GPU minutes a day in which stale records that are in use are measured again; 0: none.  "
-    "[default: 60]",
-)
-def serve(database: str | None, executors: tuple[str, ...], retune: int, **where: Any) -> None:
+def serve(database: str | None, executors: tuple[str, ...], **where: Any) -> None:
     """Serve records to a team over HTTP, and tune what it submits, until SIGTERM or Ctrl-C."""
     from advisor import __version__
 
     run = _run()
-    run.serve(_opened(database), run.Where(**where), __version__, _say, executors, retune)
+    run.serve(_opened(database), run.Where(**where), __version__, _say, executors)
 
 
 def _say(address: str, token: str | None) -> None:

@@ -41,7 +41,7 @@ def applied(asked: Mapping[str, Any], *, tune: float | str | None, strict: bool)
     """
     advice = looked_up_by(_OfScript(None, asked), asked, strict=strict)
     advice.set_flags()
-    if settings.disabled() or asked["mode"] == "infer":
+    if settings.disabled() or asked.get("mode") == "infer":
         return advice
     try:
         IN_CHARGE.bring(_guide(asked, tune, strict), None if tune is None else _watch())
@@ -54,9 +54,9 @@ def applied(asked: Mapping[str, Any], *, tune: float | str | None, strict: bool)
 
 def _guide(asked: Mapping[str, Any], tune: float | str | None, strict: bool) -> Found:
     terms = Terms(
-        given=permissions({name: asked[name] for name in PERMISSIONS}),
-        cache=asked["cache"],
-        on_miss=asked["on_miss"],
+        given=permissions({name: asked.get(name) for name in PERMISSIONS}),
+        cache=asked.get("cache"),
+        on_miss=asked.get("on_miss"),
         strict=strict,
         folder=folder(),
     )

@@ -13,13 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from advisor.arguments import Model, Permit, length_given, urls_of
 from advisor.cache import settings
 from advisor.cache.asking import Said
-from advisor.cache.config import Config, Value
+from advisor.cache.config import Config
 from advisor.cache.explanation import Explanation, Seen
 from advisor.cache.kinds import Seconds, Shape
 from advisor.cache.match import Match, Query
 from advisor.cache.seal import UNSIGNED
+from advisor.cache.task import Task, rows
 from advisor.errors import AdvisorError, AdvisorWarning, NoRecord, UsageError, printable
 from advisor.finding.agree import decided_by_first
 from advisor.finding.answer import Answer, akin, carried
@@ -35,9 +37,9 @@ from advisor.tuners.act.ranks import Group
 from advisor.tuners.target import EDITED
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
+    from advisor.store import Store
     from advisor.tuners.act.advice import Advice
 
 IN_HAND = "give the model itself: advisor.apply(model)"
@@ -48,27 +50,14 @@ _log = logging.getLogger("advisor")
 
 
 def apply(
-    target: str | nn.Module | None = None,
+    target: str | nn.Module | Model | None = None,
     *,
     shape: Shape | Sequence[Shape] | None = None,
     batch: int | str | None = None,
     capture: bool = False,
-    dtype: str | torch.dtype | None = None,
-    vocab: int | None = None,
-    mode: str | None = None,
-    device: str | torch.device | None = None,
-    optimizer: str | None = None,
-    model_args: Mapping[str, Value] | None = None,
-    deterministic: bool | None = None,
-    precisions: Sequence[str] | str | None = None,
-    max_memory: int | str | None = None,
-    batches: Sequence[int] | None = None,
-    compile: bool | None = None,
-    step_graph: bool | None = None,
-    tolerance: float | None = None,
-    steps: int | None = None,
-    duration: float | str | None = None,
-    cache: Cache = None,
+    permit: Permit = Permit(),
+    length: int | str | None = None,
+    store: Store | Cache = None,
     on_miss: str | None = None,
     tune: float | str | None = None,
     strict: bool = False,
@@ -79,50 +68,42 @@ def apply(
     AdvisorWarning says why. Creates no CUDA context and starts no process.
 
     Args:
-        target: as given to `advisor tune`, or the model itself; None for what was tuned for the
-            run of this script, which counts first, or for a model of the script or of a module
-            that it imports from beside it, or from around the package that it lies in.
+        target: as given to `advisor tune`, the model itself, or an `advisor.Model` that also says
+            how it is trained; None for what was tuned for the run of this script, which counts
+            first, or for a model of the script or of a module that it imports from beside it, or
+            from around the package that it lies in.
         shape: of one batch, (64, 3, 256, 256) or '64x3x256x256'; its first number is the batch.
             A list of shapes for a job that was tuned for a mix of them.
         batch: another batch size than shape's, or 'free' for the best one that was found
             (`advice.batch_size` says which).
         capture: the script gives its step to `advice.capture`: one CUDA graph over the whole step
             may be advised too. Without it what is best without is served.
-        dtype: of the input, e.g. 'int64'; `vocab` bounds integer inputs.
-        mode: 'train' (the default) or 'infer'.
-        device: 'cuda:0', 'cpu', ...; default: this rank's CUDA device, else the CPU.
-        optimizer: 'sgd' or 'adamw'.
-        model_args: what `--model-arg` gave.
-        deterministic: only deterministic configs; implied where the process already asks
-            PyTorch for deterministic algorithms.
-        precisions: only these precisions.
-        max_memory: bytes, or '20GiB': only configs whose measured peak is at most this.
-        batches, compile, step_graph, tolerance: what was permitted when it was tuned, as
-            `advisor.tune` takes it. Of all that is left out, whatever was tuned will do.
-        steps: how many steps this job has, at its batch: the best over that job, with what is
-            paid before the first step counted in. `duration` is how long it runs instead:
-            seconds, or '2h'. Default: what the record was tuned for.
-        cache: store URL, or several, looked up in order; default: $ADVISOR_CACHE, else
-            [tool.advisor] cache in pyproject.toml, else the user's cache folder.
+        permit: only configs that keep to it. Of what it leaves out, whatever was tuned will do;
+            `deterministic` is implied where the process already asks PyTorch for it.
+        length: of this job: its steps at its batch, as 500, or its time, as '2h': the best over
+            that job, with what is paid before the first step counted in. Default: what the record
+            was tuned for.
+        store: an `advisor.Store`, a store's URL, or several, looked up in order; default:
+            $ADVISOR_CACHE, else [tool.advisor] cache in pyproject.toml, else the user's cache
+            folder.
         on_miss: 'default' (torch's defaults), 'nearest' (what is safe to carry over from the
             nearest record: same target, other shape or device) or 'request' (torch's defaults, and
             a tuning is asked for at the first server among the stores, with the code sent along,
             in a thread that nothing waits for). Default: $ADVISOR_ON_MISS, else [tool.advisor]
             on-miss.
-        tune: without a target alone: where nothing is known of the run so many seconds, or '10m',
-            of its first time are spent on trying configs at its step boundaries; it trains on in
-            each of them, then with the best, which is remembered. A config that fails costs nothing
-            but its step, and none is tried with little memory free. What changes numerics, as bf16
-            does, is tried where `precisions` permits it, and followed although it could not be held
-            against fp32: that takes runs from the start, as `advisor tune -- COMMAND` makes.
+        tune: without a target alone: seconds, or '10m', of a run of which nothing is known. In this
+            time configs are tried at step boundaries; the run trains in each of them, goes on with
+            the best, and remembers it. A config that fails costs only its step, and none is tried
+            with little memory free. What changes numerics, as bf16 does, is tried where
+            `permit.precisions` names it, and used although it could not be compared with fp32.
         strict: raise instead of warning.
 
     Without a target a pilot is attached too, unless the script was started by `advisor run` or
     `advisor tune`, which bring one. At the first steps of training it looks up what `advisor tune
-    -- COMMAND` found for this very model, and puts it in force in the running script, in the place
-    of the flags; `precisions`, `deterministic`, `max_memory`, `tolerance`, `compile`, `cache`,
-    `on_miss` and `strict` hold for that too. It stays away from a script that follows the advice
-    by itself, with `prepare` and the like. `advisor.release()` takes it away.
+    -- COMMAND` found for this very model, and applies it in the running script, in the place of the
+    flags; `permit`, `store`, `on_miss` and `strict` hold for that too. It stays away from a script
+    that follows the advice by itself, with `prepare` and the like. `advisor.release()` takes it
+    away.
 
     In an initialised torch.distributed process group, rank 0 looks up for all ranks; every rank
     must call this then.
@@ -131,7 +112,7 @@ def apply(
         AdvisorError: with strict=True, why there is no advice.
     """
     given = dict(locals())
-    asked = {name: given[name] for name in given.keys() - {"target", "tune", "strict"}}
+    target, asked = _asked(**{name: given[name] for name in given.keys() - {"tune", "strict"}})
     if target is None:
         from advisor.finding.inside import applied
 
@@ -143,27 +124,14 @@ def apply(
 
 
 def lookup(
-    target: str | nn.Module | None = None,
+    target: str | nn.Module | Model | None = None,
     *,
     shape: Shape | Sequence[Shape] | None = None,
     batch: int | str | None = None,
     capture: bool = False,
-    dtype: str | torch.dtype | None = None,
-    vocab: int | None = None,
-    mode: str | None = None,
-    device: str | torch.device | None = None,
-    optimizer: str | None = None,
-    model_args: Mapping[str, Value] | None = None,
-    deterministic: bool | None = None,
-    precisions: Sequence[str] | str | None = None,
-    max_memory: int | str | None = None,
-    batches: Sequence[int] | None = None,
-    compile: bool | None = None,
-    step_graph: bool | None = None,
-    tolerance: float | None = None,
-    steps: int | None = None,
-    duration: float | str | None = None,
-    cache: Cache = None,
+    permit: Permit = Permit(),
+    length: int | str | None = None,
+    store: Store | Cache = None,
     on_miss: str | None = None,
     strict: bool = False,
 ) -> Advice:
@@ -172,34 +140,43 @@ def lookup(
     `lookup(...).explanation` says what was looked for, what was found, and in which fields every
     other record of the target differs.
     """
-    asked = {name: value for name, value in locals().items() if name not in ("target", "strict")}
+    given = dict(locals())
+    target, asked = _asked(**{name: given[name] for name in given.keys() - {"strict"}})
     return looked_up_by(Lookup(target, asked), asked, strict=strict)
 
 
-def looked_up(target: str | nn.Module | None, asked: Mapping[str, Any], *, fits: Fits) -> Advice:
+def _asked(
+    target: str | nn.Module | Model | None,
+    permit: Permit = Permit(),
+    length: int | str | None = None,
+    store: Store | Cache = None,
+    **own: Any,
+) -> tuple[str | nn.Module | None, dict[str, Any]]:
+    """The target, and all else that `lookup` was given as `Request.of` takes it."""
+    model = Model.of(target)
+    described = model.given | permit.given
+    asked = {row.keyword for row in rows(Task).values() if row.asked}
+    described = {name: value for name, value in described.items() if name in asked}
+    return model.target, own | described | length_given(length) | {"cache": urls_of(store)}
+
+
+def looked_up(target: Any, asked: Mapping[str, Any], *, fits: Fits) -> Advice:
     """As `lookup` of these keyword arguments, of the configs that fit alone.
 
     Raises:
         TypeError: `lookup` has no such argument.
         AdvisorError: with strict=True, why there is no advice.
     """
-    whole = _whole(target, asked)
-    strict = bool(whole.pop("strict"))
-    whole["fits"] = fits
-    return looked_up_by(Lookup(target, whole), whole, strict=strict)
-
-
-def _whole(target: str | nn.Module | None, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a `lookup`, all of them."""
-    bound = inspect.signature(lookup).bind(target, **asked)
-    bound.apply_defaults()
-    return {name: value for name, value in bound.arguments.items() if name != "target"}
+    given = inspect.signature(lookup).bind(target, **asked).arguments
+    strict = bool(given.pop("strict", False))
+    target, own = _asked(**given, fits=fits)
+    return looked_up_by(Lookup(target, own), own, strict=strict)
 
 
 def looked_up_by(here: Lookup, asked: Mapping[str, object], *, strict: bool) -> Advice:
     """What a lookup finds, where advice is not switched off; see `served`."""
     set_up_logging()
-    device = _device(asked["device"])
+    device = _device(asked.get("device"))
     batch = named_batch(asked)
     if settings.disabled():
         return _disabled(device, batch).advice()
@@ -207,10 +184,12 @@ def looked_up_by(here: Lookup, asked: Mapping[str, object], *, strict: bool) -> 
 
 
 def offered(target: str, asked: Mapping[str, Any]) -> Offer:
-    """What `lookup` of these keyword arguments would find; torch is not loaded for it, and nothing
-    is warned of where that is nothing."""
-    asked = {name: value for name, value in _whole(target, asked).items() if name != "strict"}
-    device, batch = _device(asked["device"]), named_batch(asked)
+    """What a lookup would find, without a warning where that is nothing. Torch is not loaded.
+
+    Args:
+        asked: as `Request.of` takes it.
+    """
+    device, batch = _device(asked.get("device")), named_batch(asked)
     if settings.disabled():
         return _disabled(device, batch)
     here = Lookup(target, asked)

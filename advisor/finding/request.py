@@ -60,7 +60,8 @@ class Request:
 
     @classmethod
     def of(cls, target: object, asked: Mapping[str, Any]) -> Request:
-        """A request from the keyword arguments of `lookup`, and `fits`.
+        """A request from fields of a Task by keyword, and `batch`, `capture`, `steps`, `duration`,
+        `cache`, `on_miss` and `fits`; all may be left out.
 
         Raises:
             UsageError: one is wrong.
@@ -68,10 +69,9 @@ class Request:
         from advisor.tuners.environment import default_device
 
         own = dict(asked)
-        batch, capture, cache = own.pop("batch"), own.pop("capture"), own.pop("cache")
-        steps, duration = own.pop("steps"), own.pop("duration")
-        fits = own.pop("fits", anything)
-        on_miss = own.pop("on_miss")
+        batch, capture, cache = (own.pop(name, None) for name in ("batch", "capture", "cache"))
+        length = {name: own.pop(name, None) for name in ("steps", "duration")}
+        fits, on_miss = own.pop("fits", anything), own.pop("on_miss", None)
         if not isinstance(target, str | None) and not isinstance(target, torch.nn.Module):
             raise UsageError(f"target {target!r}: expected a target's name or an nn.Module")
         if on_miss is not None:
@@ -80,7 +80,7 @@ class Request:
         named = known_batch(given, batch)
         if batch not in (None, "free") and named is None:
             raise UsageError(f"batch {batch!r}: expected a number of at least 1, or 'free'")
-        plan = Plan.of({"steps": steps, "duration": duration})
+        plan = Plan.of(length)
         if given.get("mode") == "infer":
             given.pop("optimizer", None)
         if given.get("deterministic") is None and _is_deterministic():

@@ -25,26 +25,32 @@ def _own() -> None:
 
 
 class _Finder:
-    """Waits for torch, and attaches the pilot once it is loaded."""
+    """Waits for torch, and attaches the pilot once it is loaded.
+
+    It stays in sys.meta_path, and does nothing from then on: while one thread changes that list,
+    another one's import may skip a finder.
+    """
+
+    def __init__(self) -> None:
+        self._waits = [True]
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
-        if name != "torch":
+        if name != "torch" or not self._waits:
             return None
-        import importlib.util
-
-        # It stays until torch is loaded: many only look whether there is a torch to load.
-        sys.meta_path.remove(self)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            sys.meta_path.insert(0, self)
+        spec = None
+        for finder in [one for one in sys.meta_path if one is not self]:
+            if (find := getattr(finder, "find_spec", None)) and (spec := find(name, path, target)):
+                break
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module
 
         def loaded(module):  # type: ignore[no-untyped-def]
             load(module)
-            sys.meta_path.remove(self)
+            try:
+                self._waits.pop()
+            except IndexError:  # another thread was first
+                return
             _attach()
 
         spec.loader.exec_module = loaded  # type: ignore[method-assign]

@@ -24,7 +24,6 @@ from advisor.service.limits import Guesses, Rate, Rates, bearer
 from advisor.service.lookups import Lookups
 from advisor.service.loop import Loop
 from advisor.service.metrics import Metrics
-from advisor.service.retuning import Retuning
 from advisor.service.schema import Attempt
 from advisor.service.tokens import Caller
 
@@ -47,18 +46,15 @@ class Service:
     Attributes:
         reader: what a record may be, and whose signatures are asked for.
         behind_proxy: the one who connects is a proxy, and says who the client is.
-        tls: the server itself speaks it.
         stopping: it answers what it is asked, and no more.
         streams: how many look at a job as it goes on.
         lookups: those that are not in the database yet.
-        retuning: what has stale records measured again.
         loops: what else the server does, in threads of their own.
     """
 
     database: Database
     reader: Reader
     behind_proxy: bool = False
-    tls: bool = False
     metrics: Metrics = field(default_factory=Metrics)
     reads: Rates = field(default_factory=lambda: Rates(READS))
     writes: Rates = field(default_factory=lambda: Rates(WRITES))
@@ -66,8 +62,12 @@ class Service:
     stopping: threading.Event = field(default_factory=threading.Event)
     streams: int = 0
     lookups: Lookups = field(default_factory=Lookups)
-    retuning: Retuning = field(default_factory=Retuning)
     loops: list[Loop] = field(default_factory=list)
+
+    @property
+    def troubles(self) -> list[str]:
+        """What is wrong with the server's threads, for people, as a banner on its pages."""
+        return [loop.trouble for loop in self.loops if loop.trouble]
 
     def address(self, request: Request) -> str:
         """Of the client: of a proxy's list the last, which alone it saw itself."""
@@ -76,9 +76,8 @@ class Service:
         return (told or (request.client.host if request.client else ""))[:64]
 
     def encrypted(self, request: Request) -> bool:
-        """Whether a cookie is to be sent over TLS alone."""
-        proto = request.headers.get("x-forwarded-proto", "") if self.behind_proxy else ""
-        return self.tls or proto == "https"
+        """Whether the client speaks TLS, to the proxy."""
+        return self.behind_proxy and request.headers.get("x-forwarded-proto", "") == "https"
 
     def admit(self, token: str, address: str) -> Caller:
         """Who has this token.
@@ -104,19 +103,23 @@ class Service:
         return unknown() if self.guesses.wrong(token, address) else _busy(_GUESSED)
 
     def most(self, request: Request) -> int:
-        """Bytes that the body of a request may have: many from nobody but who may send them."""
-        role, most = ("submit", MOST_PACKED)
-        if request.url.path.startswith("/api/attempt/"):
-            role, most = ("worker", MOST_STUDY)
-        elif request.url.path.startswith("/api/artifacts/"):
-            role, most = ("worker", MAX_ARTIFACTS)
+        """Bytes that a request may send in its body.
+
+        Raises:
+            HTTPException: it has no valid token. StoreError: the database does not answer.
+        """
         if not (token := bearer(request)):
-            return MAX_BYTES
-        try:
-            caller = self.admit(token, self.address(request))
-        except (StoreError, HTTPException):  # the route says so
-            return MAX_BYTES
-        return most if caller.may(role) else MAX_BYTES
+            raise unknown("a token is asked for, as Authorization: Bearer TOKEN")
+        caller = self.admit(token, self.address(request))
+        large = {
+            "/api/archives/": ("submit", MOST_PACKED),
+            "/api/artifacts/": ("worker", MAX_ARTIFACTS),
+            "/api/attempt/studies/": ("worker", MOST_STUDY),
+        }
+        for start, (role, most) in large.items():
+            if request.url.path.startswith(start) and caller.may(role):
+                return most
+        return MAX_BYTES
 
     def note(self, caller: Caller) -> None:
         """Note that a token is in use, where the database takes it: no answer waits for that."""

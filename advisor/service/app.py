@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import ClientDisconnect
 
 from advisor.errors import RecordDamaged, StoreError, UsageError, printable
 from advisor.service.access import Service
@@ -17,6 +18,7 @@ from advisor.service.job_pages import job_pages
 from advisor.service.limits import Bodies, Headers
 from advisor.service.metrics import Measured
 from advisor.service.pages import shown, site
+from advisor.service.record_forms import record_forms
 from advisor.service.routes import api
 
 _log = logging.getLogger("advisor")
@@ -34,15 +36,17 @@ def application(service: Service, version: str) -> FastAPI:
     app.include_router(api)
     app.include_router(site)
     app.include_router(job_pages)
+    app.include_router(record_forms)
     app.add_exception_handler(HTTPException, _told)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(RecordDamaged, _refused)
     app.add_exception_handler(UsageError, _refused)
     app.add_exception_handler(StoreError, _away)
+    app.add_exception_handler(ClientDisconnect, _disconnected)
     # The last one added is the first to see a request.
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=3)
     app.add_middleware(Bodies, most=service.most)
-    app.add_middleware(Headers, lasting=service.tls)
+    app.add_middleware(Headers)
     app.add_middleware(Measured, metrics=service.metrics)
     app.openapi()  # made once, and not in the first request
     return app
@@ -85,6 +89,10 @@ def _invalid(request: Request, exc: Exception) -> Response:
 
 def _refused(request: Request, exc: Exception) -> Response:
     return _refusal(request, 422, printable(str(exc))[:500])
+
+
+def _disconnected(_request: Request, _exc: Exception) -> Response:
+    return Response(status_code=400)  # which nobody reads
 
 
 def _away(request: Request, exc: Exception) -> Response:

@@ -8,6 +8,7 @@ from sqlalchemy import delete, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
+from advisor.service import quotas
 from advisor.service.database import DAY_S, now
 from advisor.service.schema import Archive, Attempt, Item, Job
 from advisor.service.tokens import Caller, note
@@ -25,7 +26,7 @@ def keep(session: Session, digest: str, data: bytes, by: Caller) -> bool:
     """Keep an archive; whether it is new.
 
     Raises:
-        UsageError: it is none, or not the one that the digest is of.
+        UsageError: it is none, not the one that the digest is of, or beyond the token's quota.
     """
     if hashlib.sha256(data).hexdigest() != digest:
         raise UsageError("archive: is not what its digest says; send it again")
@@ -34,6 +35,7 @@ def keep(session: Session, digest: str, data: bytes, by: Caller) -> bool:
     at = now(session)
     if use(session, digest, at):
         return False
+    quotas.check(session, Archive, by, len(data))
     archive = Archive(digest=digest, size=len(data), data=data, token=by.token, created=at, used=at)
     session.add(archive)
     note(session, by, "archive kept", f"{digest} {len(data)} bytes")

@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from advisor.cache.artifacts import Label
 from advisor.errors import UsageError
+from advisor.service import quotas
 from advisor.service.database import DAY_S
 from advisor.service.schema import Artifacts, Item
 from advisor.service.tokens import Caller, note
@@ -42,7 +43,7 @@ def put(session: Session, name: str, data: bytes, by: Caller) -> bool | None:
     not theirs to remove.
 
     Raises:
-        UsageError: the name is none.
+        UsageError: the name is none, or they are beyond the token's quota.
     """
     label = Label.parse(name)
     if label is None:
@@ -50,6 +51,7 @@ def put(session: Session, name: str, data: bytes, by: Caller) -> bool | None:
     there = session.get(Artifacts, name)
     if there is not None and not by.owns(there.token):
         return None
+    quotas.check(session, Artifacts, by, len(data) - (there.size if there else 0))
     kept = there or Artifacts(name=name, place=label.record)
     kept.data, kept.size, kept.token, kept.stored = data, len(data), by.token, time.time()
     session.add(kept)

@@ -332,15 +332,15 @@ def end(session: Session, attempt: int, state: End, reason: str, record: str, by
     """What a worker says last; whether nobody had ended it before.
 
     Raises:
-        UsageError: it is done, and its record is not here.
+        UsageError: it is done, and it put no such record here.
     """
     found = _locked(session, attempt)
     if found is None:
         return False
     job, one = found
     if state == "done" and job.state == "running":
-        if not records.known(session, record):
-            raise UsageError(f"record {record[:40]!r}: is not here; put it here first")
+        if not records.known(session, record, one.token):
+            raise UsageError(f"record {record[:40]!r}: this attempt did not put it here")
         job.record = record
     _ended(session, job, one, state, reason, by)
     if job.state == "preempted" and not _began(one):

@@ -18,7 +18,6 @@ from sqlalchemy.sql.expression import FunctionElement
 from advisor.cache.stores.filesystem import make_folder, network
 from advisor.errors import StoreError, UsageError
 from advisor.service import migrations
-from advisor.service.schema import Schema
 
 WAITS_S = 10
 """For a lock, a statement or a connection."""
@@ -96,9 +95,8 @@ class Database:
                     f"{int(migrations.LAST)}, which this version knows; upgrade advisor"
                 )
             if there < migrations.LAST:
-                migrations.upgrade(connection, there)
+                migrations.upgrade(connection)
             if not there:
-                session.add(Schema(id=1, version=int(migrations.LAST)))
                 first(session)
 
     @contextlib.contextmanager
@@ -124,7 +122,7 @@ class Database:
     def check(self) -> None:
         """Raise StoreError where the database does not answer."""
         with self.reading() as session:
-            session.execute(select(Schema.version))
+            session.execute(text("SELECT version_num FROM alembic_version"))
 
     def close(self) -> None:
         self._engine.dispose()

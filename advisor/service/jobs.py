@@ -9,8 +9,10 @@ A change begins by locking the job's row, and looks at the state that it leaves.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +27,18 @@ from advisor.jobs.asked import Asked
 from advisor.jobs.states import LIVE, STATES, WAITING
 from advisor.service import archives, records
 from advisor.service.database import DAY_S, now
-from advisor.service.schema import Attempt, Job, Log, Study, Token, Trial
+from advisor.service.schema import (
+    Artifacts,
+    Attempt,
+    Event,
+    Item,
+    Job,
+    Log,
+    Study,
+    Token,
+    Trial,
+)
+from advisor.service.schema import Session as Browser
 from advisor.service.tokens import Caller, note
 
 MOST_LIVE = 200
@@ -38,8 +51,10 @@ MOST_LOG = 4 * 2**20
 MOST_TEXT = 2**19
 """Characters of a log in one answer."""
 _MOST_PIECES = 2000
-LOG_KEPT_S, STUDIES_KEPT_S = 30 * DAY_S, DAY_S
-"""Since a job was over."""
+LOG_KEPT_S, STUDIES_KEPT_S, ATTEMPTS_KEPT_S = 30 * DAY_S, DAY_S, 90 * DAY_S
+"""Since a job was over; attempts with their trials and tokens."""
+_MOST_REMOVED = 1000
+"""Attempts at once."""
 _REASON = 500
 _STEERS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 """What steers a terminal, as colours and titles do."""
@@ -60,6 +75,7 @@ def submit(session: Session, asked: Asked, by: Caller) -> Submitted:
     Raises:
         NoCode: its archive is not here. UsageError: this token has too many jobs.
     """
+    _check_token(session, by)
     if found := _same(session, asked):
         return Submitted(job=found, new=False)
     at = now(session)
@@ -90,6 +106,33 @@ def submit(session: Session, asked: Asked, by: Caller) -> Submitted:
             return Submitted(job=found, new=False)
         raise
     return Submitted(job=job, new=True)
+
+
+def _check_token(session: Session, by: Caller) -> None:
+    """Refuse a token that was revoked since the request began; none is revoked before this ends."""
+    query = select(Token.revoked).where(Token.id == by.token).with_for_update(read=True)
+    if session.scalar(query) is not None:
+        raise UsageError("the token was revoked")
+
+
+def measure_again(session: Session, record: str, by: Caller) -> Submitted:
+    """Queue the job that found a record once more: the same code, on the record's device.
+
+    Args:
+        record: its id, as people type it.
+
+    Raises:
+        UsageError: no job whose token still holds found it, or this token has too many jobs.
+        NoCode: the job's code is not here any more.
+    """
+    found = (Job.record == record, Token.revoked.is_(None))
+    query = select(Job).join(Token, Job.token == Token.id).where(*found)
+    job = session.scalar(query.order_by(Job.id.desc()).limit(1))
+    if job is None:
+        raise UsageError(f"record {record}: no job here can measure it again; submit its command")
+    asked = Asked.of(json.loads(job.asked))
+    gpu = records.device_of(session, record) if asked.gpus else ""
+    return submit(session, dataclasses.replace(asked, gpu=gpu, force=True), by)
 
 
 def _same(session: Session, asked: Asked) -> Job | None:
@@ -132,6 +175,27 @@ def cancel(session: Session, number: int, by: Caller) -> str | None:
     if job.state in LIVE:
         change(session, job, "cancelled", f"by {by.name}", by)
     return job.state
+
+
+def revoke_token(session: Session, number: int, by: Caller) -> bool:
+    """End a token at once, and cancel its jobs; their attempts' tokens end too.
+
+    Returns:
+        Whether there is such a token.
+    """
+    token = session.get(Token, number, with_for_update=True)
+    if token is None:
+        return False
+    if token.revoked is None:
+        token.revoked = time.time()
+        note(session, by, "token revoked", f"{token.id} {token.name} ({token.role})")
+        theirs = select(Job).where(Job.token == number, Job.state.in_(LIVE)).order_by(Job.id)
+        for job in session.scalars(theirs.with_for_update()):
+            change(session, job, "cancelled", "the token that asked for it was revoked", by)
+    attempts = select(Attempt.token).join(Job, Attempt.job == Job.id).where(Job.token == number)
+    lent = update(Token).where(Token.id.in_(attempts), Token.revoked.is_(None))
+    session.execute(lent.values(revoked=time.time()))
+    return True
 
 
 def because(session: Session, which: Iterable[ColumnElement[bool]], reason: str) -> None:
@@ -247,11 +311,30 @@ def log(session: Session, number: int, after: int) -> Text | None:
 
 
 def tidy(session: Session) -> None:
-    """Remove what a job that is over needs no more: its search's files, and later its log."""
+    """Remove what nobody needs of a job that is over: the files of its search, later its log, and
+    then its attempts."""
     at = now(session)
     for kept_s, table in ((STUDIES_KEPT_S, Study), (LOG_KEPT_S, Log)):
         over = select(Job.id).where(Job.state.not_in(LIVE), Job.changed < at - kept_s)
         session.execute(delete(table).where(table.job.in_(over)))
+    _remove_attempts(session, at - ATTEMPTS_KEPT_S)
+
+
+def _remove_attempts(session: Session, before: float) -> None:
+    """Remove old attempts, their trials and their tokens. What these tokens did and put here is
+    from now on of the token that asked for the job."""
+    ended = (Job.state.not_in(LIVE), Job.changed < before)
+    old = select(Attempt).join(Job, Attempt.job == Job.id).where(*ended).limit(_MOST_REMOVED)
+    attempts = session.scalars(old).all()
+    lent = [one.token for one in attempts]
+    for table in (Item, Artifacts, Event):
+        owner = select(Job.token).join(Attempt, Attempt.job == Job.id)
+        owners = owner.where(Attempt.token == table.token).scalar_subquery()
+        session.execute(update(table).where(table.token.in_(lent)).values(token=owners))
+    session.execute(delete(Browser).where(Browser.token.in_(lent)))
+    session.execute(delete(Trial).where(Trial.attempt.in_([one.id for one in attempts])))
+    session.execute(delete(Attempt).where(Attempt.token.in_(lent)))
+    session.execute(delete(Token).where(Token.id.in_(lent)))
 
 
 def finder(session: Session, record: str) -> int | None:

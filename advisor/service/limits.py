@@ -1,31 +1,30 @@
-"""What holds for every request, whoever sends it: size, time, how often; and what every answer
-says to a browser."""
+"""What holds for every request, whoever sends it: the size of its body, how often; and the headers
+of every answer. Slow clients are the proxy's."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from advisor.cache.codec import MAX_BYTES
+from advisor.errors import StoreError
 from advisor.jobs.token import digest
 
-BODY_S, LARGE_S = 10.0, 60.0
-"""For a whole body to come; for one of LARGE."""
-LARGE = ("/api/archives/", "/api/artifacts/", "/api/attempt/studies/")
-"""Where a body may be larger than others, from whoever has a token that may send it."""
-MOST_LARGE, MOST_OF_ONE = 4, 2
-"""Such bodies at once, each in memory: of all, and of one token, which leaves room for others."""
+MAX_UNTRUSTED = 2**14
+"""Bytes of a body that is read without a valid token, as of a login."""
+MOST_LARGE = 4
+"""Bodies of more than MAX_BYTES at once, each in memory."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; img-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -35,62 +34,70 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-_LASTING = "max-age=31536000"
 _MOST_KNOWN = 10_000
 
 
 class Bodies:
-    """Reads a body whole before anything is done for it, and refuses one that is too large or slow:
-    a thread and a connection to the database wait for no client."""
+    """Refuses a body before it is read: of a request without a valid token, or one that is larger
+    than its token may send. uvicorn discards what comes of it."""
 
     def __init__(self, app: ASGIApp, most: Callable[[Request], int]) -> None:
-        """`most`: bytes that the body of a request may have, which goes to one of LARGE."""
+        """`most`: bytes that a request's token may send; raises HTTPException for no valid one."""
         self._app, self._most = app, most
-        self._large: Counter[str] = Counter()
+        self._large = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        size = _declared(scope) if scope["type"] == "http" else 0
+        if size is not None and size <= MAX_UNTRUSTED:
             await self._app(scope, receive, send)
             return
-        if not scope["path"].startswith(LARGE) or scope["method"] != "PUT":
-            await self._bounded(scope, receive, send, MAX_BYTES, BODY_S)
-            return
-        request = Request(scope)
-        most = await run_in_threadpool(self._most, request)
-        if most <= MAX_BYTES:
-            await self._bounded(scope, receive, send, MAX_BYTES, BODY_S)
-            return
-        token = bearer(request)
-        if self._large.total() >= MOST_LARGE or self._large[token] >= MOST_OF_ONE:
-            refusal = _refuse(503, "too many large bodies at once", {"Retry-After": "1"})
-            await refusal(scope, receive, send)
-            return
-        self._large[token] += 1
         try:
-            await self._bounded(scope, receive, send, most, LARGE_S)
+            most = await run_in_threadpool(self._most, Request(scope))
+            if size is not None and size > most:
+                raise _too_large(most)
+            large = most > MAX_BYTES and (size is None or size > MAX_BYTES)
+            if large and self._large >= MOST_LARGE:
+                raise HTTPException(503, "too many large bodies at once", {"Retry-After": "1"})
+        except (HTTPException, StoreError) as exc:
+            await _refusal(exc)(scope, receive, send)
+            return
+        self._large += large
+        try:
+            await self._app(scope, _bounded(receive, most), send)
         finally:
-            self._large -= Counter((token,))  # without those that have none
+            self._large -= large
 
-    async def _bounded(
-        self, scope: Scope, receive: Receive, send: Send, most: int, within_s: float
-    ) -> None:
-        try:
-            body = await asyncio.wait_for(_whole(receive, most), within_s)
-        except TimeoutError:
-            refusal = _refuse(408, f"the body took longer than {within_s:.0f} s")
-            await refusal(scope, receive, send)
-            return
-        except ValueError:
-            await _refuse(413, f"the body is larger than {most} bytes")(scope, receive, send)
-            return
-        if body is None:  # hung up
-            return
-        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def read() -> Message:
-            return unread.pop() if unread else await receive()
+def _declared(scope: Scope) -> int | None:
+    """The bytes of a request's body; None where it comes in chunks, of which none says how many."""
+    headers = dict(scope["headers"])
+    if b"transfer-encoding" in headers:
+        return None
+    return int(headers.get(b"content-length", b"0"))
 
-        await self._app(scope, read, send)
+
+def _bounded(receive: Receive, most: int) -> Receive:
+    size = 0
+
+    async def read() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > most:
+            raise _too_large(most)
+        return message
+
+    return read
+
+
+def _too_large(most: int) -> HTTPException:
+    return HTTPException(413, f"the body is larger than {most} bytes")
+
+
+def _refusal(exc: HTTPException | StoreError) -> JSONResponse:
+    if isinstance(exc, StoreError):
+        exc = HTTPException(503, "the server's database does not answer", {"Retry-After": "1"})
+    return JSONResponse({"detail": exc.detail}, exc.status_code, exc.headers)
 
 
 def bearer(request: Request) -> str:
@@ -98,44 +105,22 @@ def bearer(request: Request) -> str:
     return request.headers.get("authorization", "").partition(" ")[2].strip()
 
 
-async def _whole(receive: Receive, most: int) -> bytes | None:
-    """A body; None where the client hangs up. Raises ValueError where it is too large."""
-    parts, size = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > most:
-            raise ValueError
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
-def _refuse(status: int, why: str, more: Mapping[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"detail": why}, status, headers={"Connection": "close", **(more or {})})
-
-
 class Headers:
-    """Adds what every answer says to a browser; nothing is kept there but what says otherwise."""
+    """Adds HEADERS to every answer, and that nothing is cached unless the answer says otherwise."""
 
-    def __init__(self, app: ASGIApp, lasting: bool) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._all: Mapping[str, str] = HEADERS
-        if lasting:
-            self._all = {**HEADERS, "Strict-Transport-Security": _LASTING}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def say(message: Message) -> None:
+        async def add(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in self._all.items():
+                for name, value in HEADERS.items():
                     headers.setdefault(name, value)
                 headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
-        await self._app(scope, receive, say)
+        await self._app(scope, receive, add)
 
 
 @dataclass(frozen=True, slots=True)

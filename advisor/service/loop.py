@@ -1,4 +1,4 @@
-"""What a server does again and again beside answering, in a thread of its own."""
+"""What a server does again and again beside answering requests, each in a thread."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from collections.abc import Callable
 
 from advisor.errors import StoreError
 
-PERIODS, LEAST_S = 5, 120.0
-"""After so many periods, and not before so long, a loop is late: an executor may take its time to
-say that it is away."""
+LATE_PERIODS, LATE_S = 5, 120.0
+"""A loop is late after this many periods, but not before this many seconds."""
+MAX_PAUSE_S = 300.0
+"""The longest pause after failures; each failure in a row doubles it."""
 _log = logging.getLogger("advisor")
 
 
 class Loop:
-    """A database that is away it survives; an error that nobody foresaw ends it, and is seen.
+    """Repeats a function. An exception is logged, and the next turn comes after a longer pause.
 
     Args:
         name: for people.
-        every_s: its period, which begins when a turn is done.
-        turn: may raise StoreError, which is told once as long as it stays the same.
+        every_s: the pause between two turns.
+        turn: may raise StoreError, which is logged once as long as it stays the same.
         now: a clock in seconds.
     """
 
@@ -36,44 +37,55 @@ class Loop:
         self.name, self._every_s, self._turn, self._now = name, every_s, turn, now
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._came = now()
-        self._told = ""
+        self._last_turn = now()
+        self._store_error = ""
+        self._failure, self._failures = "", 0
 
     def start(self) -> None:
-        self._came = self._now()
+        self._last_turn = self._now()
         self._thread.start()
 
     def close(self) -> None:
-        """The turn that it is in is its last."""
+        """Wait for the current turn, and start no other."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
 
     @property
+    def pause_s(self) -> float:
+        """Until the next turn."""
+        backoff = self._every_s * 2.0 ** min(self._failures, 20)
+        return max(self._every_s, min(backoff, MAX_PAUSE_S))
+
+    @property
     def trouble(self) -> str:
-        """Why nobody should rely on it, for people; '' where it comes round."""
+        """What is wrong with it, for people; '' for nothing."""
         if self._closing.is_set():
             return ""
-        if not self._thread.is_alive():
-            return f"the {self.name} has ended; the server's log says why"
-        late_s = self._now() - self._came
-        if late_s > max(PERIODS * self._every_s, LEAST_S):
+        if self._failure:
+            return f"the {self.name} failed ({self._failure}); see the server's log"
+        late_s = self._now() - self._last_turn
+        if late_s > max(LATE_PERIODS * self._every_s, LATE_S):
             return f"the {self.name} has not come round for {late_s:.0f} s"
         return ""
 
     def once(self) -> None:
-        """One turn."""
-        told = ""
+        """One turn; no exception leaves it."""
+        store_error = failure = ""
         try:
             self._turn()
         except StoreError as exc:
-            told = str(exc)
-            if told != self._told:
-                _log.warning("%s: %s", self.name, told)
-        self._told = told
-        self._came = self._now()
+            store_error = str(exc)
+            if store_error != self._store_error:
+                _log.warning("%s: %s", self.name, store_error)
+        except Exception as exc:
+            failure = type(exc).__name__
+            _log.exception("the %s failed", self.name)
+        self._store_error, self._failure = store_error, failure
+        self._failures = self._failures + 1 if failure else 0
+        self._last_turn = self._now()
 
     def _run(self) -> None:
         while not self._closing.is_set():
             self.once()
-            self._closing.wait(self._every_s)
+            self._closing.wait(self.pause_s)

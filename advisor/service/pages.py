@@ -26,7 +26,7 @@ from advisor.report.data import Comparison, Estimate, Table
 from advisor.report.html import pages as rendering
 from advisor.report.html import template
 from advisor.report.sections import report
-from advisor.service import coverage, jobs, records, retuning, tokens
+from advisor.service import coverage, jobs, records, tokens
 from advisor.service.access import COOKIE, Here, Service, service_of
 from advisor.service.coverage import Covered
 from advisor.service.database import DAY_S
@@ -224,9 +224,7 @@ def fleet(
             "saved": coverage.saved(session),
             "spent": coverage.spent(session),
             "missed": coverage.missed(session),
-            "outdated": here.retuning.stale(session, _MOST_STALE),
-            "retuned": retuning.lately(session),
-            "used": retuning.used(session),
+            "outdated": coverage.outdated(session, _MOST_STALE),
         }
         found = records.newest(session, ON_A_PAGE + 1, page * ON_A_PAGE)
     return shown(
@@ -235,7 +233,6 @@ def fleet(
         caller,
         **what,
         days=coverage.DAYS,
-        budget=here.retuning.minutes,
         hours=hours,
         lines=found[:ON_A_PAGE],
         page=page,
@@ -403,7 +400,7 @@ def revoke(
     here: Here, caller: Admin, _form: OwnForm, number: Annotated[int, Path(ge=1, lt=2**31)]
 ) -> Response:
     with here.database.writing() as session:
-        tokens.revoke(session, number, caller)
+        jobs.revoke_token(session, number, caller)
     return RedirectResponse("/tokens", 303)
 
 

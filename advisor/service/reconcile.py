@@ -161,7 +161,7 @@ class Reconciler:
         """Whether something was started in a room.
 
         Raises:
-            ExecutorAway: it does not answer; it is as if nothing had been claimed.
+            ExecutorAway: it does not answer. As with any other exception, nothing stays claimed.
         """
         if room.gpu and not room.gpus:
             return False
@@ -171,15 +171,20 @@ class Reconciler:
             return False
         try:
             device = executor.start(self._start_of(claimed))
-        except (Unplaceable, ExecutorAway) as exc:
-            with self._database.writing() as session:
-                attempts.put_back(session, claimed.attempt, str(exc))
-            if isinstance(exc, ExecutorAway):
-                raise
+        except Unplaceable as exc:
+            self._put_back(claimed, str(exc))
             return False
+        except Exception as exc:
+            reason = str(exc) if isinstance(exc, ExecutorAway) else _unforeseen(executor, exc)
+            self._put_back(claimed, reason)
+            raise
         with self._database.writing() as session:
             attempts.placed(session, claimed.attempt, device)
         return True
+
+    def _put_back(self, claimed: Claimed, reason: str) -> None:
+        with self._database.writing() as session:
+            attempts.put_back(session, claimed.attempt, reason)
 
     def _start_of(self, claimed: Claimed) -> Start:
         return Start(
@@ -198,6 +203,10 @@ class Reconciler:
             if reason and reason != before and (better or not before):
                 with self._database.writing() as session:
                     jobs.because(session, [Job.id == number], reason)
+
+
+def _unforeseen(executor: Executor, exc: Exception) -> str:
+    return f"executor {executor.name} failed ({type(exc).__name__}); see the server's log"
 
 
 def why_waits(job: Job, rooms: Sequence[Room]) -> tuple[str, bool]:

@@ -11,18 +11,19 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, Row, Select, bindparam, func, select, union_all
+from sqlalchemy import ColumnElement, Row, Select, Subquery, bindparam, func, select, union_all
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, defer
 
 from advisor.cache.codec import to_plain
 from advisor.cache.exchange import sound, sound_mark
-from advisor.cache.key import as_fields, fields, terms_of
+from advisor.cache.key import as_fields, completed, fields, terms_of
 from advisor.cache.match import Kind, Standing, compared, kind_of, relation, standing
 from advisor.cache.name import Mark, command_part
 from advisor.cache.reader import Reader
 from advisor.cache.stores.store import MAX_BYTES, Store
 from advisor.errors import RecordDamaged, StoreError
+from advisor.service import quotas
 from advisor.service.schema import Item
 from advisor.service.tokens import Caller, note
 
@@ -264,7 +265,7 @@ def _newest(
 @functools.lru_cache(maxsize=_MOST_KNOWN)
 def _fields(known: str) -> Mapping[str, Any]:
     """A record's fields, from their JSON, which is read once."""
-    return as_fields(json.loads(known))
+    return completed(as_fields(json.loads(known)))
 
 
 def data_of(session: Session, keys: Iterable[str]) -> dict[str, bytes]:
@@ -302,11 +303,13 @@ def put(session: Session, reader: Reader, key: str, data: bytes, by: Caller) -> 
 
     Raises:
         RecordDamaged: it is none that may be used, or not what its key says.
+        UsageError: it is beyond the token's quota.
     """
     item = item_of(reader, key, data)
     item.token, item.stored = by.token, time.time()
     there = data_of(session, [key])
     if not there:
+        quotas.check(session, Item, by, item.size)
         try:
             with session.begin_nested():
                 session.add(item)
@@ -371,11 +374,20 @@ def count(session: Session) -> int:
     return session.scalar(select(func.count()).where(Item.terms != "")) or 0
 
 
-def known(session: Session, id: str) -> bool:
-    """Whether there is a record of this id, as people type it."""
-    key, _at, batch = id.partition("@")
-    where = (Item.fields != "", Item.id == key, Item.batch == int(batch or 0))
+def known(session: Session, id: str, token: int | None = None) -> bool:
+    """Whether there is a record of this id, as people type it; of this token, if one is given."""
+    where = _of_id(id) if token is None else [*_of_id(id), Item.token == token]
     return session.scalar(select(Item.key).where(*where).limit(1)) is not None
+
+
+def device_of(session: Session, id: str) -> str:
+    """The device that a record was measured on; '' where there is none of this id."""
+    return session.scalar(select(Item.device).where(*_of_id(id)).limit(1)) or ""
+
+
+def _of_id(id: str) -> list[ColumnElement[bool]]:
+    key, _at, batch = id.partition("@")
+    return [Item.fields != "", Item.id == key, Item.batch == int(batch or 0)]
 
 
 def any_there(session: Session) -> bool:
@@ -393,34 +405,35 @@ class Line:
     created: float
 
 
+def newest_versions() -> Subquery:
+    """The newest version of each record, one row a record: keys of `items`."""
+    order = func.row_number().over(
+        partition_by=Item.place, order_by=(Item.created.desc(), Item.key)
+    )
+    versions = select(Item.key, order.label("version")).where(Item.fields != "").subquery()
+    return select(versions.c.key).where(versions.c.version == 1).subquery()
+
+
 def newest(session: Session, most: int, skip: int = 0) -> list[Line]:
     """Each record once, the newest first."""
-    last = (
-        select(Item.place, func.max(Item.created).label("created"))
-        .where(Item.fields != "")
-        .group_by(Item.place)
-        .subquery()
-    )
+    last = newest_versions()
     query = (
         select(Item.id, Item.batch, Item.called, Item.device, Item.speedup, Item.created)
-        .join(last, (Item.place == last.c.place) & (Item.created == last.c.created))
+        .join(last, Item.key == last.c.key)
         .order_by(Item.created.desc(), Item.key)
         .offset(skip)
         .limit(most)
     )
-    found: dict[str, Line] = {}
-    for id, batch, called, device, speedup, created in session.execute(query):
-        one = f"{id}@{batch}"
-        found.setdefault(
-            one, Line(id=one, target=called, device=device, speedup=speedup, created=created)
-        )
-    return list(found.values())
+    return [
+        Line(id=f"{id}@{batch}", target=called, device=device, speedup=speedup, created=created)
+        for id, batch, called, device, speedup, created in session.execute(query)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """What is known of a kind of device: how many records, and their least, mean and largest
-    speed-up."""
+    """The records of one kind of device: how many, and their least, mean and largest speed-up.
+    Of each record the newest version counts."""
 
     device: str
     records: int
@@ -432,7 +445,8 @@ class Fleet:
 
 def fleet(session: Session) -> list[Fleet]:
     """Each kind of device, the one with the most records first."""
-    number = func.count(Item.place.distinct())
+    last = newest_versions()
+    number = func.count(Item.key)
     query = (
         select(
             Item.device,
@@ -442,13 +456,13 @@ def fleet(session: Session) -> list[Fleet]:
             func.max(Item.speedup),
             func.max(Item.created),
         )
-        .where(Item.fields != "")
+        .join(last, Item.key == last.c.key)
         .group_by(Item.device)
         .order_by(number.desc(), Item.device)
     )
     return [
-        Fleet(device=device, records=count, least=low, mean=mean, most=high, newest=last)
-        for device, count, low, mean, high, last in session.execute(query)
+        Fleet(device=device, records=count, least=low, mean=mean, most=high, newest=last_at)
+        for device, count, low, mean, high, last_at in session.execute(query)
     ]
 
 

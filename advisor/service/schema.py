@@ -19,15 +19,6 @@ class Base(DeclarativeBase):
     """Every table."""
 
 
-class Schema(Base):
-    """One row, for servers from before there were migrations: a version that they refuse."""
-
-    __tablename__ = "schema"
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-    version: Mapped[int]
-
-
 class Item(Base):
     """A version of a record, or a mark on one, under the key that a store has it by.
 
@@ -35,6 +26,7 @@ class Item(Base):
         place: what all versions of one record have in common; see `cache.name.Name`.
         called: the target's name; `file` that of its file or module.
         speedup: of the loop's winner. All from `target` to `created` is empty of marks.
+        trust: one of `records.TRUSTS`; `framework`: the libraries that the model's classes are of.
         code: of the target, as `cache.record.Target` has it; `family` as the record has it;
             `command` as `command_part`.
         device: its name; `fields` every field of the record's key, as JSON; `terms` their digest,
@@ -47,6 +39,7 @@ class Item(Base):
     __table_args__ = (
         *(Index(f"items_of_{one}", *of, "terms", "created") for one, of in NARROWED.items()),
         Index("items_of_id", "id", "batch"),
+        Index("items_of_token", "token", "size"),
     )
 
     key: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
@@ -65,6 +58,8 @@ class Item(Base):
     fields: Mapped[str] = mapped_column(default="")
     terms: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
     speedup: Mapped[float] = mapped_column(default=0.0)
+    trust: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
+    framework: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
     created: Mapped[float] = mapped_column(default=0.0)
     stored: Mapped[float]
     size: Mapped[int]
@@ -82,6 +77,7 @@ class Artifacts(Base):
     """
 
     __tablename__ = "artifacts"
+    __table_args__ = (Index("artifacts_of_token", "token", "size"),)
 
     name: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
     place: Mapped[str] = mapped_column(_Bytewise)
@@ -117,7 +113,7 @@ class Session(Base):
 
 
 class Event(Base):
-    """A line of the audit log: who wrote what, from where, when. Nothing changes or removes one."""
+    """A line of the audit log: who wrote what, from where, when."""
 
     __tablename__ = "events"
 
@@ -183,9 +179,9 @@ class Attempt(Base):
         external: its id at the executor, known before it is started.
         device: what it was given, for people.
         beat: when it was last heard of; all times are of the database's clock.
-        token: its own, which holds no more when it ends.
-        start: the digest of its start token, of which executors know; None of one that was started
-            before there were any. `begun`: when that was exchanged.
+        token: its own, which is revoked when it ends.
+        start: the digest of its start token, of which executors know; `begun`: when that was
+            exchanged.
     """
 
     __tablename__ = "attempts"
@@ -208,7 +204,7 @@ class Attempt(Base):
     beat: Mapped[float]
     ended: Mapped[float | None]
     token: Mapped[int] = mapped_column(ForeignKey("tokens.id"), unique=True)
-    start: Mapped[bytes | None]
+    start: Mapped[bytes]
     begun: Mapped[float | None]
 
 
@@ -263,6 +259,7 @@ class Archive(Base):
     """Code, as it was sent; `used`: when a job last asked for it, by the database's clock."""
 
     __tablename__ = "archives"
+    __table_args__ = (Index("archives_of_token", "token", "size"),)
 
     digest: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
     size: Mapped[int]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 import secrets
@@ -11,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import delete, exists, select
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
@@ -20,8 +18,7 @@ from advisor.service import schema
 from advisor.service.roles import ROLES
 
 SESSION_S = 12 * 3600.0
-ITSELF = b"the server itself"
-"""In the place of the digest of a token that nobody has."""
+AUDIT_KEPT_S = 400 * 86_400.0
 _USE_NOTED_S = 60.0
 NAME = r"^[\w.@+-][\w .@+-]{0,63}$"
 NEVER = 1e11
@@ -87,19 +84,6 @@ def given(session: Session, token: schema.Token, own: bytes) -> None:
     token.digest = own
 
 
-def itself(session: Session) -> Caller:
-    """The server, which asks for something by itself: one of them at a time, until what it does is
-    kept. Its name is none that a person's token may have."""
-    query = select(schema.Token).where(schema.Token.digest == ITSELF).with_for_update()
-    token = session.scalar(query)
-    if token is None:
-        made = schema.Token(digest=ITSELF, name="(server)", role="submit", created=time.time())
-        with contextlib.suppress(IntegrityError), session.begin_nested():  # another was first
-            session.add(made)
-        token = session.scalars(query).one()
-    return Caller(token.id, token.name, token.role)
-
-
 def _add(session: Session, name: str, role: str, expires: float | None) -> tuple[schema.Token, str]:
     text = made()
     token = schema.Token(
@@ -123,21 +107,10 @@ def note_use(session: Session, caller: Caller) -> None:
         token.used = time.time()
 
 
-def revoke(session: Session, number: int, by: Caller) -> bool:
-    """Make a token hold no more, at once; whether there is one."""
-    token = session.get(schema.Token, number)
-    if token is None:
-        return False
-    if token.revoked is None:
-        token.revoked = time.time()
-        note(session, by, "token revoked", f"{token.id} {token.name} ({token.role})")
-    return True
-
-
 def listed(session: Session) -> Sequence[schema.Token]:
-    """All but the server's own and those that were lent to attempts, the newest first."""
+    """All but those that were lent to attempts, the newest first."""
     lent = exists().where(schema.Attempt.token == schema.Token.id)
-    query = select(schema.Token).where(~lent, schema.Token.digest != ITSELF)
+    query = select(schema.Token).where(~lent)
     return session.scalars(query.order_by(schema.Token.id.desc())).all()
 
 
@@ -164,8 +137,9 @@ def log_out(session: Session, cookie: str) -> None:
 
 
 def tidy(session: Session) -> None:
-    """Forget sessions that are over."""
+    """Remove sessions that are over, and old lines of the audit log."""
     session.execute(delete(schema.Session).where(schema.Session.expires < time.time()))
+    session.execute(delete(schema.Event).where(schema.Event.at < time.time() - AUDIT_KEPT_S))
 
 
 def form_key(cookie: str) -> str:

@@ -1,13 +1,10 @@
-"""What a server does beside answering: it writes what was counted, removes what is old, and has
-measured again what is stale."""
+"""What a server does beside answering: it writes the counts of lookups, and removes what is old."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from advisor.jobs.states import LIVE
 from advisor.service import archives, artifacts, jobs, lookups, tokens
@@ -15,15 +12,22 @@ from advisor.service.access import Service
 from advisor.service.loop import Loop
 
 EVERY_S = 30.0
-TIDIES_S, RETUNES_S = 3600.0, 600.0
-
-Chore = Callable[[Service], None]
+TIDIES_S = 3600.0
 
 
 @contextlib.contextmanager
 def upkeep(service: Service) -> Iterator[None]:
-    """From now on until it is left, and a last time then."""
-    loop = Loop("upkeep", EVERY_S, functools.partial(_turn, service, {}))
+    """Repeat it until the block ends, and write the counts a last time then."""
+    tidied = -TIDIES_S
+
+    def turn() -> None:
+        nonlocal tidied
+        service.lookups.flush(service.database)
+        if time.monotonic() - tidied > TIDIES_S and not service.stopping.is_set():
+            tidy(service)
+            tidied = time.monotonic()
+
+    loop = Loop("upkeep", EVERY_S, turn)
     loop.start()
     service.loops.append(loop)
     try:
@@ -34,16 +38,6 @@ def upkeep(service: Service) -> Iterator[None]:
         loop.once()
 
 
-def _turn(service: Service, done: dict[Chore, float]) -> None:
-    """Do what is due; `done`: each chore's last time."""
-    service.lookups.flush(service.database)
-    for chore, every_s in ((tidy, TIDIES_S), (retune, RETUNES_S)):
-        due = time.monotonic() - done.get(chore, -math.inf) > every_s
-        if due and not service.stopping.is_set():
-            chore(service)
-            done[chore] = time.monotonic()
-
-
 def tidy(service: Service) -> None:
     """Remove what is old and nobody needs."""
     with service.database.writing() as session:
@@ -52,8 +46,3 @@ def tidy(service: Service) -> None:
         archives.tidy(session, LIVE)
         artifacts.tidy(session)
         lookups.tidy(session)
-
-
-def retune(service: Service) -> None:
-    """Have stale records that are in use measured again."""
-    service.retuning.turn(service.database)

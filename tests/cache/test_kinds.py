@@ -12,7 +12,7 @@ from advisor.cache.config import Config
 from advisor.errors import UsageError
 
 CHOICE = kinds.Choice(("sgd", "adamw"))
-SEVERAL = kinds.Several(("default", "tf32", "bf16"))
+MULTI = kinds.MultiChoice(("default", "tf32", "bf16"))
 MOST = 2**31 - 1
 
 DEVICES = "expected cpu, cuda or cuda:N, e.g. cuda:0"
@@ -25,8 +25,8 @@ ONE_DEVICE = "tune measures on one device; give one, as cuda:0"
         (kinds.Text(), "a b", "a b"),
         (CHOICE, "sgd", "sgd"),
         (kinds.Choice(("float32",)), "torch.float32", "float32"),
-        (SEVERAL, "bf16, default,bf16", ("default", "bf16")),
-        (SEVERAL, ["bf16"], ("bf16",)),
+        (MULTI, "bf16, default,bf16", ("default", "bf16")),
+        (MULTI, ["bf16"], ("bf16",)),
         (kinds.Switch(), False, False),
         (kinds.Whole(), 1, 1),
         (kinds.Whole(), "12", 12),
@@ -97,9 +97,9 @@ NO_SHAPE = f": expected a batch and a sample, each number from 1 to {MOST}, e.g.
         (kinds.Text(), "a\n", "it 'a\\n': expected text on one line"),
         (kinds.Text(), 1, "it 1: expected text on one line"),
         (CHOICE, "adam", "it 'adam': expected one of sgd, adamw"),
-        (SEVERAL, "int8", "it 'int8': expected one of default, tf32, bf16"),
-        (SEVERAL, (), "it (): expected some of default, tf32, bf16"),
-        (SEVERAL, 3, "it 3: expected some of default, tf32, bf16"),
+        (MULTI, "int8", "it 'int8': expected one of default, tf32, bf16"),
+        (MULTI, (), "it (): expected some of default, tf32, bf16"),
+        (MULTI, 3, "it 3: expected some of default, tf32, bf16"),
         (kinds.Switch(), 1, "it 1: expected True or False"),
         (kinds.Whole(), 0, f"it 0: expected a number from 1 to {MOST}"),
         (kinds.Whole(), MOST + 1, f"it {MOST + 1}: expected a number from 1 to {MOST}"),
@@ -189,7 +189,7 @@ def test_refused(kind: kinds.Kind[Any], given: object, said: str) -> None:
         (kinds.Text(), "a\\b", ["a\\b"], "'a\\\\b'"),
         (kinds.Text(), "it's", ["it's"], '"it\'s"'),
         (CHOICE, "sgd", ["sgd"], '"sgd"'),
-        (SEVERAL, ("tf32", "bf16"), ["tf32,bf16"], '["tf32", "bf16"]'),
+        (MULTI, ("tf32", "bf16"), ["tf32,bf16"], '["tf32", "bf16"]'),
         (kinds.Switch(), True, ["True"], "True"),
         (kinds.Whole(), 7, ["7"], "7"),
         (kinds.Fraction(), 0.25, ["0.25"], "0.25"),
@@ -216,7 +216,7 @@ def test_written(kind: kinds.Kind[Any], held: object, texts: list[str], literal:
 
 
 def test_what_stands_for_a_value_in_help() -> None:
-    every = (kinds.Text(), CHOICE, SEVERAL, kinds.Switch(), kinds.Whole(), kinds.Shapes())
+    every = (kinds.Text(), CHOICE, MULTI, kinds.Switch(), kinds.Whole(), kinds.Shapes())
     assert [kind.metavar for kind in every] == [
         *("TEXT", "sgd|adamw", "LIST", "", "N", "BATCHxSAMPLE")
     ]

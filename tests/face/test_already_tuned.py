@@ -20,6 +20,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.cache.task import Task
 from advisor.tuners.measure.place import Block
+from tests.builders import lookup_arguments
 from tests.cache import examples
 from tests.face.commands import MODEL, SHAPE, advisor
 from tests.face.test_apply import here, remember
@@ -96,7 +97,9 @@ def test_a_narrow_record_hides_no_wider_one(here: Path, narrow: tuple[str, ...])
     assert wide.id != later.id
 
     def served(**asked: Any) -> Record | None:
-        return package.lookup("model.py:Net", device="cpu", strict=True, **asked).record
+        return package.lookup(
+            **lookup_arguments("model.py:Net", device="cpu", strict=True, **asked)
+        ).record
 
     assert served() == wide
     assert served(precisions=list(narrow)) == later
@@ -116,7 +119,7 @@ def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
         )
         assert "In your script" not in first.stdout, "there is nothing to follow yet"
         assert "nothing else raced" in " ".join(advisor(here, "show").stdout.split())
-        advice = package.lookup("model.py:Net", device="cpu", strict=True)
+        advice = package.lookup(package.Model("model.py:Net", device="cpu"), strict=True)
         assert "torch's default: nothing else was measured" in advice.served.reason
         again = advisor(here, *TUNE, *only, "--budget", "3s", "--json", "--for", "https://x")
         assert (again.returncode, json.loads(again.stdout)["status"]) == (3, "unfinished")
@@ -143,13 +146,13 @@ def test_an_interrupted_tuning_keeps_its_best_and_goes_on(here: Path) -> None:
         stopped = advisor(here, *TUNE, *only)
     assert stopped.returncode == 130, stopped.stderr
     assert "Interrupted: the best so far is kept; the same command continues." in stopped.stdout
-    best = package.lookup("model.py:Net", device="cpu", strict=True)
+    best = package.lookup(package.Model("model.py:Net", device="cpu"), strict=True)
     with made_up(gains):
         again = advisor(here, *TUNE, *only)
         assert again.returncode == 0
         assert "tuned until it was cut short; goes on with --effort normal" in again.stderr
         assert "visits of an earlier run" in again.stderr
-        found = package.lookup("model.py:Net", device="cpu", strict=True)
+        found = package.lookup(package.Model("model.py:Net", device="cpu"), strict=True)
         assert best.config["channels_last"] and best.config["compile"] == "none"
         assert found.config["channels_last"] and found.config["compile"] != "none"
         assert advisor(here, *TUNE, *only).stdout.startswith("Already tuned, ")
@@ -202,7 +205,7 @@ class TestCodeThatChanged:
         (here / "model.py").write_text(after)
         asked = {"shape": SHAPE, "device": "cpu"}
         with pytest.warns(package.AdvisorWarning) as seen:
-            advice = package.lookup("model.py:Net", **asked)  # type: ignore[arg-type]
+            advice = package.lookup(**lookup_arguments("model.py:Net", **asked))  # type: ignore[arg-type]
         assert (advice.status, len(seen)) == ("miss", 1)
         said = "the code of model.py:Net has changed since it was tuned; run: advisor tune"
         assert said in str(seen[0].message)
@@ -211,7 +214,7 @@ class TestCodeThatChanged:
         assert "code as tuned -> edited since" in advisor(here, "show", "--json").stdout
         status, second = tuned(here)
         assert status == "tuned" and second != first
-        found = package.lookup("model.py:Net", strict=True, **asked)  # type: ignore[arg-type]
+        found = package.lookup(**lookup_arguments("model.py:Net", strict=True, **asked))  # type: ignore[arg-type]
         assert found.record is not None and found.record.id == second
         for command in ("verify", "explain"):
             done = advisor(here, command, first, "--budget", "3s")
@@ -231,7 +234,9 @@ class TestCodeThatChanged:
             "        return self.head(\n            self.conv(x).mean((2, 3)),\n        )",
         )
         (here / "model.py").write_text(f"# A model.\n\n\n{formatted}")
-        assert package.lookup("model.py", device="cpu", strict=True).status == "exact"
+        assert (
+            package.lookup(package.Model("model.py", device="cpu"), strict=True).status == "exact"
+        )
         assert tuned(here) == ("known", first)
 
     def test_more_than_the_model_was_edited(self, here: Path, unmeasured: list[Task]) -> None:
@@ -240,11 +245,11 @@ class TestCodeThatChanged:
         for text in (MODEL + "print('made')\n", MODEL, MODEL + "print('made')\n"):
             (here / "model.py").write_text(text)
             with pytest.warns(package.AdvisorWarning, match="code of model.py:Net has changed"):
-                assert package.lookup("model.py:Net", device="cpu").status == "miss"
+                assert package.lookup(package.Model("model.py:Net", device="cpu")).status == "miss"
             done = advisor(here, *TUNE)
             assert done.stdout.startswith("Already tuned, ")
             assert "what was edited in model.py:Net computes the same" in done.stderr
-            advice = package.lookup("model.py:Net", device="cpu", strict=True)
+            advice = package.lookup(package.Model("model.py:Net", device="cpu"), strict=True)
             assert advice.record is not None and advice.record.id == first
             assert "edited" not in advisor(here, *TUNE).stderr
         assert len(unmeasured) == 1
@@ -260,16 +265,16 @@ class TestNames:
         asked = {"shape": (4, 3, 8, 8), "device": "cpu"}
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(moved)
-            found = package.lookup("model.py:Net", strict=True, **asked)  # type: ignore[arg-type]
+            found = package.lookup(**lookup_arguments("model.py:Net", strict=True, **asked))  # type: ignore[arg-type]
             assert (found.status, found.record and found.record.id) == ("exact", first)
             with (moved / "model.py").open("a") as file:
                 file.write("print('made')\n")
             with pytest.warns(package.AdvisorWarning, match="file another of this name"):
-                assert package.lookup("model.py:Net", **asked).status == "miss"  # type: ignore[arg-type]
+                assert package.lookup(**lookup_arguments("model.py:Net", **asked)).status == "miss"  # type: ignore[arg-type]
             done = advisor(moved, *TUNE)
             assert done.stdout.startswith("Already tuned, ")
             assert "now known as model.py:Net too" in done.stderr
-            found = package.lookup("model.py:Net", strict=True, **asked)  # type: ignore[arg-type]
+            found = package.lookup(**lookup_arguments("model.py:Net", strict=True, **asked))  # type: ignore[arg-type]
             assert (found.status, found.record and found.record.id) == ("exact", first)
         assert len(unmeasured) == 1
 
@@ -279,7 +284,7 @@ class TestNames:
         done = advisor(here, *("tune", "other.py"), *TUNE[2:], "--json")
         assert json.loads(done.stdout)["status"] == "known" and len(unmeasured) == 1
         for name in ("model.py:Net", "other.py:Net", "other.py"):
-            advice = package.lookup(name, shape=SHAPE, device="cpu", strict=True)
+            advice = package.lookup(package.Model(name, device="cpu"), shape=SHAPE, strict=True)
             assert advice.record is not None and advice.record.id == first
         # It is one record, whatever it is called.
         assert len(json.loads(advisor(here, "show", "--json").stdout)["records"]) == 1
@@ -294,7 +299,7 @@ class TestNames:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(project)
             with pytest.warns(package.AdvisorWarning, match="advisor tune model.py:Net"):
-                advice = package.lookup("model.py:Net", shape=SHAPE, device="cpu")
+                advice = package.lookup(package.Model("model.py:Net", device="cpu"), shape=SHAPE)
         assert advice.status == "miss"
 
 

@@ -29,6 +29,7 @@ from advisor.finding.answer import answer
 from advisor.tuners import fingerprint, target
 from advisor.tuners.environment import detect, own_threads
 from advisor.tuners.knobs import KNOBS, TORCH
+from tests.builders import lookup_arguments
 from tests.cache import examples
 from tests.face.commands import MODEL, script
 
@@ -153,7 +154,7 @@ def runs_as(patch: pytest.MonkeyPatch, file: Path) -> None:
 def told(**arguments: Any) -> tuple[advisor.Advice, str]:
     """What lookup gives on the CPU, and its one warning."""
     with pytest.warns(advisor.AdvisorWarning) as seen:
-        advice = advisor.lookup(device="cpu", **arguments)
+        advice = advisor.lookup(**lookup_arguments(device="cpu", **arguments))
     assert len(seen) == 1
     assert seen[0].filename == __file__, "the warning names another line than the user's"
     return advice, str(seen[0].message)
@@ -172,7 +173,7 @@ def told(**arguments: Any) -> tuple[advisor.Advice, str]:
 )
 def test_found(record: Record, here: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any) -> None:
     runs_as(monkeypatch, here / "train.py")
-    advice = advisor.lookup(device="cpu", **arguments)
+    advice = advisor.lookup(**lookup_arguments(device="cpu", **arguments))
     assert (advice.status, advice.config) == ("exact", FAST)
     assert advice.record is not None and advice.record.id == record.id
     assert "1.50x" in advice.served.reason and "not in force yet" in advice.reason
@@ -188,7 +189,7 @@ def test_every_knob_can_be_read_by_its_name(
     asked = {"mode": "infer"} if status == "miss" else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", advisor.AdvisorWarning)
-        advice = advisor.lookup("model.py:Net", device="cpu", **asked)  # type: ignore[arg-type]
+        advice = advisor.lookup(**lookup_arguments("model.py:Net", device="cpu", **asked))  # type: ignore[arg-type]
     assert advice.status == status
     for knob in KNOBS:
         assert getattr(advice.config, knob.name) == advice.config.get(knob.name, knob.default)
@@ -208,18 +209,18 @@ def test_a_lookup_answers_once(record: Record, monkeypatch: pytest.MonkeyPatch) 
         return answer(*asked)
 
     monkeypatch.setattr("advisor.finding.find.answer", counted)
-    assert advisor.lookup("model.py:Net", device="cpu").config == FAST
+    assert advisor.lookup(advisor.Model("model.py:Net", device="cpu")).config == FAST
     assert len(made) == 1
 
 
 def test_a_script_that_prepares_nothing_gets_what_won_among_flags(record: Record) -> None:
-    advice = advisor.lookup("model.py:Net", device="cpu")
+    advice = advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
     assert (advice.config, advice.served.flags) == (FAST, ALONE)
 
 
 def test_found_by_the_model_itself(record: Record) -> None:
-    assert advisor.lookup(net(), device="cpu").config == FAST
-    assert advisor.lookup(nn.DataParallel(net()), device="cpu").status == "exact"
+    assert advisor.lookup(advisor.Model(net(), device="cpu")).config == FAST
+    assert advisor.lookup(advisor.Model(nn.DataParallel(net()), device="cpu")).status == "exact"
     _, said = told(target=nn.Linear(2, 2))
     assert "this Linear was not tuned" in said
 
@@ -230,13 +231,13 @@ def test_found_beside_the_script_from_another_folder(
     runs_as(monkeypatch, here / "train.py")
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")
-    assert advisor.lookup("model.py:Net", device="cpu").status == "exact"
+    assert advisor.lookup(advisor.Model("model.py:Net", device="cpu")).status == "exact"
 
 
 def test_another_file_of_the_name_is_not_the_one_that_was_tuned(record: Record, here: Path) -> None:
     (here / "copy").mkdir()
     (here / "model.py").rename(here / "copy" / "model.py")
-    assert advisor.lookup("copy/model.py:Net", device="cpu").status == "exact"
+    assert advisor.lookup(advisor.Model("copy/model.py:Net", device="cpu")).status == "exact"
     with (here / "copy" / "model.py").open("a") as file:
         file.write("print('another')\n")
     advice, said = told(target="copy/model.py:Net")
@@ -244,7 +245,9 @@ def test_another_file_of_the_name_is_not_the_one_that_was_tuned(record: Record, 
     assert "file another of this name -> this one" in said
     assert "run: advisor tune copy/model.py:Net --shape 4x3x8x8" in said
     # The model itself is what it was.
-    assert advisor.lookup(net_of("copy/model.py:Net"), device="cpu").status == "exact"
+    assert (
+        advisor.lookup(advisor.Model(net_of("copy/model.py:Net"), device="cpu")).status == "exact"
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,7 +266,7 @@ def test_another_file_of_the_name_is_not_the_one_that_was_tuned(record: Record, 
 def test_miss(record: Record, arguments: Any, says: str) -> None:
     flags = (torch.get_num_threads(), torch.get_float32_matmul_precision())
     with pytest.warns(advisor.AdvisorWarning) as seen:
-        advice = advisor.apply("model.py:Net", device="cpu", **arguments)
+        advice = advisor.apply(**lookup_arguments("model.py:Net", device="cpu", **arguments))
     assert len(seen) == 1
     assert seen[0].filename == __file__
     assert says in str(seen[0].message)
@@ -275,7 +278,7 @@ def test_miss(record: Record, arguments: Any, says: str) -> None:
     )
     assert flags == (torch.get_num_threads(), torch.get_float32_matmul_precision())
     with pytest.raises(advisor.NoRecord):
-        advisor.apply("model.py:Net", device="cpu", strict=True, **arguments)
+        advisor.apply(**lookup_arguments("model.py:Net", device="cpu", strict=True, **arguments))
 
 
 @pytest.mark.parametrize(
@@ -300,22 +303,29 @@ def test_miss(record: Record, arguments: Any, says: str) -> None:
 def test_wrong_arguments_break_no_run(record: Record, arguments: Any, says: str) -> None:
     arguments = {"target": "model.py:Net", "device": "cpu"} | arguments
     with pytest.warns(advisor.AdvisorWarning) as seen:
-        advice = advisor.apply(**arguments)
+        advice = advisor.apply(**lookup_arguments(**arguments))
     assert says in str(seen[0].message)
     assert (advice.status, advice.device.type, len(seen)) == ("miss", "cpu", 1)
     advice.prepare(net())
     with pytest.raises(advisor.AdvisorError):
-        advisor.apply(**arguments, strict=True)
+        advisor.apply(**lookup_arguments(**arguments, strict=True))
 
 
 def test_arguments_as_scripts_have_them(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "")
     for shape in ("4x3x8x8", [4, 3, 8, 8], torch.Size([4, 3, 8, 8])):
         advice = advisor.lookup(
-            "model.py", shape=shape, dtype=torch.float32, device=torch.device("cpu"), strict=True
+            advisor.Model("model.py", dtype=torch.float32, device=torch.device("cpu")),
+            shape=shape,
+            strict=True,
         )
         assert (advice.status, advice.batch_size) == ("exact", 4)
-    assert advisor.lookup("model.py", precisions="bf16", device="cpu").config == FAST
+    assert (
+        advisor.lookup(
+            advisor.Model("model.py", device="cpu"), permit=advisor.Permit(precisions="bf16")
+        ).config
+        == FAST
+    )
 
 
 def test_nothing_tuned_at_all(here: Path) -> None:
@@ -339,23 +349,23 @@ def test_stale(here: Path, field: str, value: str) -> None:
     assert "advisor tune model.py:Net --shape 4x3x8x8" in said
     fresh = remember()
     assert fresh.id != record.id
-    assert advisor.lookup("model.py:Net", device="cpu").status == "exact"
+    assert advisor.lookup(advisor.Model("model.py:Net", device="cpu")).status == "exact"
 
 
 def test_disabled(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADVISOR_DISABLE", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        advice = advisor.apply("model.py:Net", shape=(4, 3, 8, 8), device="cpu")
+        advice = advisor.apply(advisor.Model("model.py:Net", device="cpu"), shape=(4, 3, 8, 8))
     assert (advice.status, advice.config, advice.batch_size) == ("disabled", Config(), 4)
     assert torch.get_num_threads() == THREADS
 
 
 def test_apply_sets_what_lookup_leaves(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
-    advisor.lookup("model.py:Net", device="cpu")
+    advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
     assert torch.get_num_threads() == THREADS
-    advisor.apply("model.py:Net", device="cpu")
+    advisor.apply(advisor.Model("model.py:Net", device="cpu"))
     assert torch.get_num_threads() == OTHER
 
 
@@ -373,7 +383,7 @@ def test_apply_sets_what_lookup_leaves(record: Record, monkeypatch: pytest.Monke
     ],
 )
 def test_answered_from_the_record(record: Record, arguments: Any, config: Config) -> None:
-    advice = advisor.lookup("model.py:Net", device="cpu", **arguments)
+    advice = advisor.lookup(**lookup_arguments("model.py:Net", device="cpu", **arguments))
     assert (advice.status, advice.config) == ("exact", config)
     assert advice.batch_size == config["batch_size"]
     assert advice.loader["batch_size"] == config["batch_size"]
@@ -384,39 +394,42 @@ def test_several_that_fit_are_listed(record: Record) -> None:
     _, said = told(target="model.py:Net")
     assert "several records fit" in said
     assert "3x8x8" in said and "3x16x16" in said
-    assert advisor.lookup("model.py:Net", shape=(4, 3, 8, 8), device="cpu").status == "exact"
+    assert (
+        advisor.lookup(advisor.Model("model.py:Net", device="cpu"), shape=(4, 3, 8, 8)).status
+        == "exact"
+    )
 
 
 def test_determinism_is_never_undone(record: Record) -> None:
     torch.use_deterministic_algorithms(True)
     with pytest.warns(advisor.AdvisorWarning, match="deterministic"):
-        advice = advisor.apply("model.py:Net", device="cpu")
+        advice = advisor.apply(advisor.Model("model.py:Net", device="cpu"))
     assert advice.status == "miss"
     assert torch.are_deterministic_algorithms_enabled()
     kept = remember(deterministic=True)
-    found = advisor.lookup("model.py:Net", device="cpu")
+    found = advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
     assert found.record is not None and found.record.id == kept.id
     torch.use_deterministic_algorithms(False)
     # Not asked for: the record without it comes first, though the other is as new.
-    found = advisor.lookup("model.py:Net", device="cpu")
+    found = advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
     assert found.record is not None and found.record.id == record.id
 
 
 def test_a_job_of_several_processes(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    advice = advisor.lookup("model.py:Net", device="cpu")
+    advice = advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
     assert (advice.status, advice.config) == ("exact", FAST)
     assert "this job has 4" in advice.served.reason
     monkeypatch.setenv("RANK", "3")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert advisor.lookup("nothing.py:Net", device="cpu").status == "miss"
+        assert advisor.lookup(advisor.Model("nothing.py:Net", device="cpu")).status == "miss"
 
 
 def test_torchrun(record: Record, here: Path) -> None:
     (here / "train.py").write_text(
         "import os, advisor\n"
-        "a = advisor.apply('model.py:Net', shape=(4, 3, 8, 8), device='cpu')\n"
+        "a = advisor.apply(advisor.Model('model.py:Net', device='cpu'), shape=(4, 3, 8, 8))\n"
         "open('rank' + os.environ['RANK'], 'w').write(f'{a.status} {a.config!r}')\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
@@ -426,7 +439,7 @@ def test_torchrun(record: Record, here: Path) -> None:
 
 
 def test_a_changed_model_is_noticed(record: Record) -> None:
-    advice = advisor.lookup("model.py:Net", device="cpu")
+    advice = advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         advice.prepare(net())
@@ -437,7 +450,7 @@ def test_a_changed_model_is_noticed(record: Record) -> None:
 
 
 def test_log(record: Record, here: Path) -> None:
-    source = "import advisor\nadvisor.apply('model.py:Net', device='cpu')\n"
+    source = "import advisor\nadvisor.apply(advisor.Model('model.py:Net', device='cpu'))\n"
     ran = script(here, source, ADVISOR_LOG="info")
     assert f"advisor INFO record {record.id} (exact)" in ran.stderr
     # What was advised and never took effect is said, once, and nothing else.
@@ -450,7 +463,7 @@ def test_beside_a_users_own_cache_and_tuners(record: Record, here: Path) -> None
         (here / f"{name}.py").write_text(f"MINE = '{name}'\n")
     source = (
         "import cache, tuners, config, record, target, model, advisor\n"
-        "advice = advisor.lookup(device='cpu')\n"
+        "advice = advisor.lookup(advisor.Model(device='cpu'))\n"
         "print(cache.MINE, tuners.MINE, advice.status)\n"
     )
     ran = script(here, source, process=True)
@@ -495,7 +508,7 @@ def test_a_damaged_store_costs_a_warning(
     assert (advice.status, advice.config) == ("miss", TORCH)
     assert contents(own_surroundings) == before
     with pytest.raises(advisor.AdvisorError):
-        advisor.lookup("model.py:Net", device="cpu", strict=True)
+        advisor.lookup(advisor.Model("model.py:Net", device="cpu"), strict=True)
 
 
 def test_a_planted_pickle_is_refused(record: Record, here: Path, own_surroundings: Path) -> None:
@@ -528,22 +541,18 @@ def test_an_unusable_cache_costs_a_warning(
 def test_tune_moves_a_damaged_store_aside(
     record: Record, own_surroundings: Path, unmeasured: list[Task]
 ) -> None:
-    from advisor.tuners.search.plan import Progress
-
-    class Heard(Progress):
-        said = ""
-
-        def notice(self, text: str) -> None:
-            self.said += text
-
+    said: list[str] = []
     corrupt(own_surroundings)
-    heard = Heard()
-    found = advisor.tune("model.py:Net", (4, 3, 8, 8), device="cpu", progress=heard)
+    found = advisor.tune(
+        advisor.Model("model.py:Net", device="cpu"),
+        shape=(4, 3, 8, 8),
+        on_event=lambda event: said.append(event["text"]),
+    )
     assert not found.known and len(unmeasured) == 1
     (aside,) = own_surroundings.glob("records.damaged-*")
-    assert str(aside) in heard.said
+    assert str(aside) in said[0]
     assert (aside / "cache.db").read_bytes().startswith(b"no database")
-    advice = advisor.lookup("model.py:Net", device="cpu")
+    advice = advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
     assert advice.record is not None and advice.record.id == found.record.id
 
 
@@ -563,7 +572,7 @@ def test_examples_train_without_a_record(name: str, here: Path) -> None:
 
 
 def test_logging_is_left_alone(record: Record) -> None:
-    advisor.lookup("model.py:Net", device="cpu")
+    advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
     assert logging.getLogger("advisor").handlers == []
 
 
@@ -575,13 +584,13 @@ def test_only_what_was_compared_with_fp32_is_served(here: Path) -> None:
     def served(*checks: Trial) -> advisor.Advice:
         changed = replace(record, trials=(*trials, risky, *checks), revised=time.time())
         Records(open_store(None)).put(changed)
-        return advisor.lookup("model.py:Net", batch=8, device="cpu")
+        return advisor.lookup(advisor.Model("model.py:Net", device="cpu"), batch=8)
 
     assert served(compared(FAST)).config == FAST.at(8)  # of the knobs that were compared
     assert served().config == DEFAULT.at(8)
     assert served(compared(FAST, "wrong", "the loss is nan")).config == DEFAULT.at(8)
     # A winner that was never compared is served as what it is.
-    unsure = advisor.lookup("model.py:Net", device="cpu")
+    unsure = advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
     assert unsure.config == FAST
     doubt = "; not verified against fp32: the loss is nan"
     assert doubt in unsure.served.reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cache.task import Task
 from advisor.opening import open_records
-from advisor.printed import script_line
+from advisor.printed import reach, script_line
 from advisor.report import tables
 from advisor.tuners.environment import detect
 from advisor.tuners.measure.place import Compared
 from advisor.tuners.measure.worker import parent
+from advisor.tuners.target import origin_of
 from tests.cache import examples
 from tests.face.commands import (
     MODEL,
@@ -277,6 +279,21 @@ def test_show(tuned: Path, first: dict[str, Any]) -> None:
     assert rows["damaged"] == []
 
 
+def test_a_list_walks_the_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each record: of 200 records each looked into 500 folders."""
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "model.py").write_text("class Net: ...")
+    monkeypatch.chdir(tmp_path)
+    walks: list[Path] = []
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", lambda top: walks.append(top) or walk(top))
+    one = examples.record()
+    near = replace(one.target, origin=origin_of(tmp_path / "below" / "model.py"))
+    found = [reach(one), reach(replace(one, target=near)), reach(one)]
+    assert found == ["model.py:Net", "below/model.py:Net", "model.py:Net"]
+    assert walks == [tmp_path]
+
+
 def test_a_narrow_terminal_shows_the_config_whole() -> None:
     fast = examples.DEFAULT.replace(precision="bf16", channels_last=True)
     record = examples.record()
@@ -303,7 +320,7 @@ def test_forget(tuned: Path, own_surroundings: Path, first: dict[str, Any]) -> N
     assert list(store.studies.glob("*.journal")) == []
     assert advisor(tuned, "forget", key).returncode == 2
     listed = advisor(tuned, "show")
-    assert "Nothing is tuned yet" in listed.stdout
+    assert (listed.stdout, listed.returncode) == ("No record can be read\n", 1)
     assert examples.record().id in listed.stderr  # which one cannot be read
     all_of_it = advisor(tuned, "forget", "--all")
     assert all_of_it.stdout == (

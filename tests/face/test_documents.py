@@ -30,7 +30,7 @@ SOURCES = "".join(
 )
 _CONTEXT = click.Context(cli)
 OFFERED = {name: cli.get_command(_CONTEXT, name) for name in cli.list_commands(_CONTEXT)}
-MOST_LINES = 160
+MOST_LINES = 100
 INTERNAL = ("ADVISOR_COMPLETE", "ADVISOR_PILOT", "ADVISOR_RUN")
 """How the names begin of variables that advisor sets for what it starts itself."""
 
@@ -127,13 +127,6 @@ def test_commands_that_are_shown_are_commands(page: str, line: str) -> None:
     check_words(shlex.split(line, comments=True))
 
 
-def test_the_readme_shows_a_session_of_an_ordinary_script() -> None:
-    ran = [line for line in shown(README) if re.match(r"(advisor|python) .*examples/", line)]
-    assert [line.split(" ")[0] for line in ran] == ["advisor", "python"]
-    script = ROOT / ran[0].partition("-- python ")[2].split(" ")[0]
-    assert not re.search(r"^(import|from) advisor", script.read_text(), re.MULTILINE)
-
-
 def test_make_demo_runs_commands_that_there_are() -> None:
     lines = subprocess.run(
         ["make", "-n", "--no-print-directory", "-o", ".venv/.installed", "demo"],
@@ -197,15 +190,14 @@ def test_links_between_pages_resolve(page: str, link: str) -> None:
     assert not anchor or anchor in headings(target)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/uses.md"])
-def test_the_code_in_the_pages_runs(page: str) -> None:
+def test_the_code_of_the_loop_runs() -> None:
     import torch
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/uses.md").read_text(), re.DOTALL)
     assert len(blocks) > 1
-    code = "\n".join(blocks).replace("(64, 3, 256, 256)", "(4, 8)")
+    code = "\n".join(blocks)
     names = {
         "advisor": advisor,
         "torch": torch,

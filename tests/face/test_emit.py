@@ -43,6 +43,7 @@ from advisor.tuners import fingerprint, target, tf32
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.environment import detect, own_threads
 from advisor.tuners.knobs import BY_NAME, KNOBS, TORCH
+from tests.builders import lookup_arguments
 from tests.cache import examples
 from tests.face.commands import MODEL, advisor
 
@@ -604,35 +605,44 @@ def test_arguments_are_of_what_they_can_express_whole(
     """The loop's winner needs a line on the model: the next best that was measured is served."""
     monkeypatch.delenv("OMP_NUM_THREADS")  # whoever set them keeps them
     remember()
-    assert package.hf.arguments("model.py:Net", **ASKED) == {
+    assert package.hf.arguments(**lookup_arguments("model.py:Net", **ASKED)) == {
         "use_cpu": True,
         "bf16": True,
         "per_device_train_batch_size": 4,
     }
-    assert package.lightning.arguments("model.py:Net", **ASKED) == {
+    assert package.lightning.arguments(**lookup_arguments("model.py:Net", **ASKED)) == {
         "accelerator": "cpu",
         "precision": "bf16-mixed",
     }
     asked = {**ASKED, "precisions": ["default"]}
-    assert package.accelerate.arguments("model.py:Net", **asked) == {"cpu": True}
+    assert package.accelerate.arguments(**lookup_arguments("model.py:Net", **asked)) == {
+        "cpu": True
+    }
     assert torch.get_num_threads() == own_threads() + 1
 
 
 def test_arguments_keep_the_batch_by_accumulation(here: Path) -> None:
     remember()
-    found = package.hf.arguments("model.py:Net", **{**ASKED, "batch": "free"})
+    found = package.hf.arguments(**lookup_arguments("model.py:Net", **{**ASKED, "batch": "free"}))
     assert found["per_device_train_batch_size"] == found["gradient_accumulation_steps"] == 2
     with pytest.raises(UsageError, match="leaves the loader to the script"):
-        package.accelerate.arguments("model.py:Net", **{**ASKED, "batch": "free"})
+        package.accelerate.arguments(
+            **lookup_arguments("model.py:Net", **{**ASKED, "batch": "free"})
+        )
 
 
 def test_arguments_break_nothing(here: Path) -> None:
     before = state()
     with pytest.warns(AdvisorWarning, match="advisor tune"):
-        assert package.hf.arguments("model.py:Net", shape=(4, 3, 9, 9), device="cpu") == {}
+        assert (
+            package.hf.arguments(package.Model("model.py:Net", device="cpu"), shape=(4, 3, 9, 9))
+            == {}
+        )
     assert state() == before
     with pytest.raises(NoRecord):
-        package.hf.arguments("model.py:Net", shape=(4, 3, 9, 9), device="cpu", strict=True)
+        package.hf.arguments(
+            package.Model("model.py:Net", device="cpu"), shape=(4, 3, 9, 9), strict=True
+        )
     with pytest.raises(TypeError, match="flavour"):
         package.hf.arguments("model.py:Net", flavour="sour")
 
@@ -678,7 +688,7 @@ def test_the_callback_lays_out_the_part_that_was_tuned(here: Path) -> None:
         )
         trainer.fit(Lit(part), torch.utils.data.DataLoader(torch.randn(8, 3, 8, 8), batch_size=4))
 
-    advised = package.lightning.callback("model.py:Net", **ASKED)
+    advised = package.lightning.callback(**lookup_arguments("model.py:Net", **ASKED))
     assert advised.advice.config.channels_last is True
     part = net()
     fit(part)

@@ -13,17 +13,8 @@ from advisor.frameworks import hf
 from advisor.frameworks.words import Scene
 from advisor.report import tables
 from advisor.tuners import fp8
-from advisor.tuners.search.plan import Progress
 from tests.cache import examples
 from tests.face.commands import MODEL, SHAPE
-
-
-class Heard(Progress):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def notice(self, text: str) -> None:
-        self.said.append(text)
 
 
 @pytest.mark.parametrize(
@@ -38,13 +29,22 @@ def test_tuning_says_why_it_is_not_tried(
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
-    heard = Heard()
-    where = {"device": "cpu", "mode": mode, "cache": str(tmp_path / "store")}
-    advisor.tune("model.py", SHAPE, precisions="default,fp8", progress=heard, **where)
-    assert f"fp8 is not tried: {why}" in heard.said
-    heard.said.clear()
-    advisor.tune("model.py", SHAPE, progress=heard, **where)
-    assert not any("fp8 is not tried" in line for line in heard.said)
+    model = advisor.Model("model.py", device="cpu", mode=mode)
+
+    def said(permit: advisor.Permit) -> list[str]:
+        heard: list[str] = []
+        store = advisor.Store(tmp_path / "store")
+        advisor.tune(
+            model,
+            shape=SHAPE,
+            permit=permit,
+            store=store,
+            on_event=lambda event: heard.append(event["text"]),
+        )
+        return heard
+
+    assert f"fp8 is not tried: {why}" in said(advisor.Permit(precisions="default,fp8"))
+    assert not any("fp8 is not tried" in line for line in said(advisor.Permit()))
 
 
 def test_a_record_with_it_says_its_caveat_and_is_no_frameworks() -> None:

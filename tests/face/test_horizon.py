@@ -18,8 +18,9 @@ from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.finding.answer import break_even
 from advisor.printed import tune_again
-from advisor.tuners.search.plan import Progress, suffices
+from advisor.tuners.search.plan import suffices
 from advisor.tuning import Tuned
+from tests.builders import lookup_arguments
 from tests.cache import examples
 from tests.face.commands import MODEL, SHAPE
 from tests.face.commands import advisor as command
@@ -96,7 +97,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
 
 
 def served(**asked: object) -> advisor.Advice:
-    return advisor.lookup("model.py:Net", device="cpu", strict=True, **asked)  # type: ignore[arg-type]
+    return advisor.lookup(**lookup_arguments("model.py:Net", device="cpu", strict=True, **asked))  # type: ignore[arg-type]
 
 
 def test_the_length_of_the_job_decides(record: Record) -> None:
@@ -256,22 +257,13 @@ def test_more_effort_goes_on_and_less_does_not(
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
 
-    class Heard(Progress):
-        def notice(self, text: str) -> None:
-            said.append(text)
-
-    def tune(effort: str, budget: float, steps: int | None) -> Tuned:
+    def tune(effort: str, seconds: float, steps: int | None) -> Tuned:
         return advisor.tune(
-            "model.py",
-            SHAPE,
-            device="cpu",
-            effort=effort,
-            budget=budget,
-            steps=steps,
-            batches=[],
-            compile=False,
-            tolerance=0,
-            progress=Heard(),
+            advisor.Model("model.py", device="cpu"),
+            shape=SHAPE,
+            permit=advisor.Permit(batches=[], compile=False, tolerance=0),
+            budget=advisor.Budget(effort=effort, time=seconds, length=steps),
+            on_event=lambda event: said.append(event.get("text", "")),
         )
 
     first = tune("normal", 6.0, 300).record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,21 +106,26 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
     """With a field and a knob more."""
     made = Copy(tmp_path_factory.mktemp("copy"))
     made.insert("cache/task.py", "\n    @classmethod\n    def of(", FIELD)
-    for file in ("advisor/tuning.py", "advisor/finding/lookups.py"):
-        made.insert(file, "    vocab: int | None = None,\n", "    flavour: str | None = None,\n")
+    vocab = "    vocab: int | None = None\n"
+    made.insert("advisor/arguments.py", vocab, "    flavour: str | None = None\n")
     made.insert("tuners/knobs.py", "    Knob(\n        name=THREADS,", KNOB)
     yield made
     made.end()
 
 
-def test_the_public_signatures_have_every_row() -> None:
-    asked = {row.keyword for row in rows(Task).values() if row.asked}
-    planned = {row.keyword for row in rows(Plan).values()}
-    every = {row.keyword for row in rows(Task).values() if row.given}
-    assert every | planned <= set(inspect.signature(advisor.tune).parameters)
-    for function in (advisor.apply, advisor.lookup):
-        assert asked <= set(inspect.signature(function).parameters)
+def keywords(cls: Any, **more: object) -> set[str]:
+    """Of a Task or a Plan, those that an argument of the public functions has fields for."""
+    names = {one.name for one in dataclasses.fields(cls)}
+    return {*cls(**dict.fromkeys(names, "some") | more).given}
+
+
+def test_the_public_arguments_have_every_row() -> None:
+    every = {row.keyword for row in rows(Task).values() if row.given or row.keyword == "map"}
+    assert keywords(advisor.Model) | keywords(advisor.Permit) == every - {"target", "shape"}
+    planned = keywords(advisor.Budget) | keywords(advisor.Budget, length=3)
+    assert planned == {row.keyword for row in rows(Plan).values()}
     applied = dict(inspect.signature(advisor.apply).parameters)
+    assert len(applied) <= 10
     del applied["tune"]  # which a lookup has no run for
     assert applied == dict(inspect.signature(advisor.lookup).parameters)
 
@@ -143,7 +150,7 @@ def test_a_field_of_the_task(copy: Copy) -> None:
         f"import sys, advisor\n{line}\nprint(advice.record.id)\n"
         "print(advisor.lookup('model.py:Net', shape='4x3x8x8').record.id)\n"
         "sys.stderr = sys.stdout\n"
-        "advisor.lookup('model.py:Net', shape='4x3x9x9', flavour='sour')"
+        "advisor.lookup(advisor.Model('model.py:Net', flavour='sour'), shape='4x3x9x9')"
     )
     assert told.split()[:2] == [sour["record"]["id"], plain["record"]["id"]]
     assert "--flavour sour" in told

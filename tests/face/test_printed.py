@@ -19,6 +19,7 @@ import advisor as package
 from advisor.cache.task import Task
 from advisor.opening import open_records
 from advisor.tuners import environment
+from tests.builders import lookup_arguments
 from tests.face.commands import MODEL, SHAPE, advisor, script
 from tests.face.test_apply import net_of
 
@@ -95,6 +96,7 @@ def pasted(line: str) -> Any:
 
 class Unset:
     apply = staticmethod(package.lookup)
+    Model, Permit = package.Model, package.Permit
 
 
 def typed(folder: Path, line: str) -> Any:
@@ -116,7 +118,7 @@ def command_in(said: str) -> str:
 def missed(target: str, **asked: Any) -> str:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        advice = package.lookup(target, **asked)
+        advice = package.lookup(**lookup_arguments(target, **asked))
     assert advice.status == "miss"
     return str(seen[-1].message)
 
@@ -187,8 +189,11 @@ def test_the_command_that_ends_a_miss(here: Path, target: str, asked: dict[str, 
     found = typed(here, command)
     assert found["status"] == "tuned"
     if target.endswith(".py"):  # what a file has is known once it was tuned
-        assert package.lookup(target, strict=True, **asked).record.id == found["record"]["id"]  # type: ignore[union-attr]
-    advice = package.lookup(target, strict=True, **asked)
+        assert (
+            package.lookup(**lookup_arguments(target, strict=True, **asked)).record.id
+            == found["record"]["id"]
+        )  # type: ignore[union-attr]
+    advice = package.lookup(**lookup_arguments(target, strict=True, **asked))
     assert (advice.status, advice.record.id) == ("exact", found["record"]["id"])  # type: ignore[union-attr]
 
 
@@ -209,14 +214,16 @@ def test_the_command_for_a_model_in_hand(here: Path) -> None:
         here,
         "import advisor\n"
         "from examples.x import Net\n"
-        "advisor.lookup(Net(), shape=(4, 3, 8, 8), device='cpu')\n",
+        "advisor.lookup(advisor.Model(Net(), device='cpu'), shape=(4, 3, 8, 8))\n",
     )
     command = command_in(ran.stderr.splitlines()[0])
     assert command == "advisor tune examples/x.py:Net --shape 4x3x8x8"
     # Net takes arguments, and those that it was built with are not to be seen.
     assert "; run, with --model-arg for what it was built with: advisor tune" in ran.stderr
     found = typed(here, command)
-    advice = package.lookup(net_of("examples/x.py:Net"), shape=(4, 3, 8, 8), device="cpu")
+    advice = package.lookup(
+        package.Model(net_of("examples/x.py:Net"), device="cpu"), shape=(4, 3, 8, 8)
+    )
     assert advice.record is not None and advice.record.id == found["record"]["id"]
 
 
@@ -232,8 +239,8 @@ def test_no_command_is_printed_that_does_not_work(here: Path) -> None:
         "from torch import nn\n"
         f"{MODEL}\n"
         "for model in wanting.Net(3), factory.make()(), nn.Linear(3, 3), Net():\n"
-        "    advisor.lookup(model, shape=(4, 3), device='cpu')\n"
-        "advisor.lookup(shape=(4, 3), device='cpu')\n",
+        "    advisor.lookup(advisor.Model(model, device='cpu'), shape=(4, 3))\n"
+        "advisor.lookup(advisor.Model(device='cpu'), shape=(4, 3))\n",
     )
     said = re.findall("AdvisorWarning: (.*)", ran.stderr)
     assert len(said) == 5, ran.stderr
@@ -250,7 +257,7 @@ def test_the_script_s_own_class_is_named_where_importing_it_does_not_train(here:
         here,
         f"import advisor\n{MODEL}\n"
         "if __name__ == '__main__':\n"
-        "    advisor.lookup(Net(), shape=(4, 3, 8, 8), device='cpu')\n",
+        "    advisor.lookup(advisor.Model(Net(), device='cpu'), shape=(4, 3, 8, 8))\n",
     )
     command = command_in(ran.stderr.splitlines()[0])
     assert command == "advisor tune train.py:Net --shape 4x3x8x8"
@@ -271,14 +278,14 @@ def test_a_store_elsewhere_stands_in_the_command(here: Path, stores: str) -> Non
     cache = stores.split(",")
     command = command_in(missed("model.py", shape=(4, 3, 8, 8), cache=cache))
     found = typed(here, command)["record"]
-    advice = package.lookup("model.py", shape=(4, 3, 8, 8), strict=True, cache=cache[0])
+    advice = package.lookup("model.py", shape=(4, 3, 8, 8), strict=True, store=cache[0])
     assert advice.record is not None and advice.record.id == found["id"]
     assert open_records(None).all() == []
     records = open_records(cache[0])
     (held,) = records.all()
     records.put(replace(held, stale="it is slower", revised=time.time()), revises=held)
     with pytest.warns(package.AdvisorWarning) as seen:
-        assert package.lookup("model.py:Net", cache=cache).status == "stale"
+        assert package.lookup("model.py:Net", store=cache).status == "stale"
     assert typed(here, command_in(str(seen[0].message)))["status"] == "tuned"
     assert [one.stale for one in open_records(cache[0]).all()] == [""]
 

@@ -157,7 +157,9 @@ def test_a_record_that_no_longer_holds_is_stale_until_it_is_tuned_again(tuned: P
     assert "stale" in advisor(tuned, "show").stdout
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        advice = package.lookup(str(tuned / "model.py"), shape=(4, 3, 8, 8), device="cpu")
+        advice = package.lookup(
+            package.Model(str(tuned / "model.py"), device="cpu"), shape=(4, 3, 8, 8)
+        )
     assert advice.status == "stale" and held()[1].stale in str(seen[0].message)
     done = advisor(tuned, *TUNE, *TRIALS, "--budget", "5s")
     assert "marked stale" in done.stderr and "Already tuned" not in done.stdout

@@ -100,7 +100,7 @@ def test_what_a_terminal_obeys_is_never_shown(here: Path, text: str) -> None:
 def test_a_warning_is_one_line_of_text(here: Path, odd: str) -> None:
     """Whatever the path that it names: a file's name may hold all of it."""
     with pytest.warns(package.AdvisorWarning) as seen:
-        package.lookup(f"a{odd}b.py:Net", device="cpu")
+        package.lookup(package.Model(f"a{odd}b.py:Net", device="cpu"))
     (said,) = [str(one.message) for one in seen]
     assert "there is no file" in said and said.isprintable()
 

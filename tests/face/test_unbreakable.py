@@ -21,6 +21,7 @@ import advisor
 from advisor.cache import asking
 from advisor.cache.stores.dir import DirStore
 from advisor.tuners.knobs import TORCH
+from tests.builders import lookup_arguments
 from tests.face.commands import script
 from tests.face.test_apply import here, record, remember
 
@@ -48,7 +49,7 @@ def unharmed(target: object = "model.py:Net", **asked: Any) -> str:
     asked = {"device": "cpu", **asked}
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        advice = advisor.apply(target, **asked)  # type: ignore[arg-type]
+        advice = advisor.apply(**lookup_arguments(target, **asked))  # type: ignore[arg-type]
     assert (advice.status, advice.config) == ("miss", TORCH)
     assert process() == before
     model = advice.prepare(nn.Linear(2, 2))
@@ -64,7 +65,7 @@ def unharmed(target: object = "model.py:Net", **asked: Any) -> str:
 
 def strictly(target: object = "model.py:Net", **asked: Any) -> None:
     with pytest.raises(advisor.AdvisorError):
-        advisor.lookup(target, **{"device": "cpu", "strict": True, **asked})
+        advisor.lookup(**lookup_arguments(target, **{"device": "cpu", "strict": True, **asked}))
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_where_the_current_folder_is_gone(here: Path, monkeypatch: pytest.Monkey
         for script in (None, "<stdin>", __file__):
             monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=script))
             with pytest.warns(advisor.AdvisorWarning, match="nothing was tuned for"):
-                advisor.lookup(device="cpu")
+                advisor.lookup(advisor.Model(device="cpu"))
     finally:
         os.chdir(here)
 
@@ -109,7 +110,9 @@ def test_where_the_current_folder_is_gone(here: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("given", [Path("store"), ["store"], (Path("store"),)])
 def test_a_store_given_as_a_path(record: Any, own_surroundings: Path, given: Any) -> None:
     Path("store").symlink_to(own_surroundings)
-    assert advisor.lookup("model.py:Net", device="cpu", cache=given).status == "exact"
+    assert (
+        advisor.lookup(advisor.Model("model.py:Net", device="cpu"), store=given).status == "exact"
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,7 @@ def test_odd_variables(
     before = process()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        advice = advisor.apply("model.py:Net", device="cpu")
+        advice = advisor.apply(advisor.Model("model.py:Net", device="cpu"))
         advisor.apply("model.py:Net", capture=True)
     # A rank other than the first leaves the saying to that one.
     assert advice.status == "miss" and len(seen) == (0 if variable == "RANK" else 2)
@@ -221,7 +224,7 @@ def test_odd_models(here: Path, make: Callable[[], nn.Module]) -> None:
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_odd_models_are_prepared(record: Any, make: Callable[[], nn.Module]) -> None:
     with pytest.warns(advisor.AdvisorWarning, match=r"is not the one tuned|cannot be compared"):
-        advisor.lookup("model.py:Net", device="cpu").prepare(make())
+        advisor.lookup(advisor.Model("model.py:Net", device="cpu")).prepare(make())
 
 
 @pytest.mark.parametrize(
@@ -298,7 +301,7 @@ def test_the_catch_all_says_where_it_went_wrong(
     assert logged.exc_info is not None and logged.exc_info[0] is ZeroDivisionError
     assert "broken" in caplog.text  # the traceback
     with pytest.raises(ZeroDivisionError):
-        advisor.apply("model.py:Net", device="cpu", strict=True)
+        advisor.apply(advisor.Model("model.py:Net", device="cpu"), strict=True)
 
 
 @pytest.mark.parametrize(
@@ -311,17 +314,17 @@ def test_the_catch_all_says_where_it_went_wrong(
 )
 def test_a_time_to_tune_beside_a_target_is_refused(here: Path, tune: Any, why: str) -> None:
     with pytest.warns(advisor.AdvisorWarning) as warned:
-        advice = advisor.apply("model.py:Net", device="cpu", tune=tune)
+        advice = advisor.apply(advisor.Model("model.py:Net", device="cpu"), tune=tune)
     (one,) = warned
     assert str(one.message).startswith(f"advisor: {why}")
     assert advice.status == "miss"
     with pytest.raises(advisor.UsageError, match="tune"):
-        advisor.apply("model.py:Net", device="cpu", tune=tune, strict=True)
+        advisor.apply(advisor.Model("model.py:Net", device="cpu"), tune=tune, strict=True)
 
 
 def test_a_miss_has_a_config(here: Path) -> None:
     with pytest.warns(advisor.AdvisorWarning):
-        advice = advisor.apply("model.py:Net", shape=(4, 3, 8, 8), device="cpu")
+        advice = advisor.apply(advisor.Model("model.py:Net", device="cpu"), shape=(4, 3, 8, 8))
     assert (advice.config.precision, advice.config["precision"]) == ("default", "default")
     assert (advice.config.channels_last, advice.config.compile) == (False, "none")
     assert "precision='default'" in repr(advice.config)
@@ -352,7 +355,8 @@ def test_an_advice_that_is_the_default_changes_nothing_at_all(here: Path) -> Non
         "        torch.set_float32_matmul_precision('medium')\n"
         "        cudnn.benchmark, cudnn.enabled, cudnn.allow_tf32 = True, False, False\n"
         "    before = now()\n"
-        "    advice = advisor.apply('model.py:Net', shape=(4, 3, 8, 8), device='cpu')\n"
+        "    net = advisor.Model('model.py:Net', device='cpu')\n"
+        "    advice = advisor.apply(net, shape=(4, 3, 8, 8))\n"
         "    assert advice.status == 'exact', advice.reason\n"
         "    assert now() == before, (before, now())\n"
         "print('unchanged')\n",

@@ -21,6 +21,7 @@ from advisor.errors import NoRecord
 from advisor.opening import open_records
 from advisor.tuners import target
 from advisor.tuners.environment import detect, own_threads
+from tests.builders import lookup_arguments
 from tests.cache.examples import KEY, changed, choice, record
 from tests.face.commands import MODEL, advisor
 
@@ -69,7 +70,7 @@ def look_up(**given: object) -> tuple[package.Advice, str]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         asked = {"shape": (4, 3, 8, 8), "device": "cpu"} | given
-        advice = package.lookup("model.py:Net", **asked)  # type: ignore[arg-type]
+        advice = package.lookup(**lookup_arguments("model.py:Net", **asked))  # type: ignore[arg-type]
     assert len(seen) <= 1, [str(one.message) for one in seen]
     return advice, "".join(str(one.message) for one in seen)
 

@@ -70,7 +70,7 @@ def _apply(folder: Path, url: str) -> Callable[[], tuple[int, str]]:
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
             patch.chdir(folder)
             warnings.simplefilter("always")
-            package.lookup("model.py:Net", shape=SHAPE, device="cpu", cache=url)
+            package.lookup(package.Model("model.py:Net", device="cpu"), shape=SHAPE, store=url)
         return 0, "\n".join(str(one.message) for one in seen)
 
     return act

@@ -407,7 +407,7 @@ def test_what_ends_a_script_names_the_advice_and_the_next_start_does_without(
 
 @pytest.mark.usefixtures("known")
 def test_what_is_not_permitted_is_not_served() -> None:
-    advice = advisor.apply(precisions=["default"])
+    advice = advisor.apply(permit=advisor.Permit(precisions=["default"]))
     net = Net()
     trained(net)
     assert "the script as it is" in advice.report()
@@ -499,7 +499,7 @@ def test_no_pilot(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.warns(advisor.AdvisorWarning, match="tune"):
             advisor.apply(tune="soon")
     else:
-        advisor.apply(mode="infer" if how == "infer" else None)
+        advisor.apply(advisor.Model(mode="infer" if how == "infer" else None))
     assert left_behind() == []
 
 

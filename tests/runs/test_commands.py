@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
+import advisor as package
 from advisor.cache.config import Config
 from advisor.errors import TargetFailed, WorkerError
 from advisor.opening import open_records
@@ -212,6 +213,37 @@ def test_a_process_without_torch_loads_nothing_more() -> None:
     bare = {"importlib", "importlib._bootstrap", "importlib._bootstrap_external"}
     more = loaded(str(INJECTED)) - loaded("") - bare - {"importlib.machinery"}
     assert more == {"sitecustomize"}
+
+
+THREADS = """
+import importlib, sys, threading, types
+from concurrent.futures import ThreadPoolExecutor
+
+both = threading.Barrier(2, timeout=30)
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            both.wait()
+
+sys.modules["advisor.piloting"] = types.SimpleNamespace(attach=lambda: print("attached"))
+sys.meta_path.insert(1, Slow())
+(finder,) = (one for one in sys.meta_path if type(one).__name__ == "_Finder")
+with ThreadPoolExecutor(2) as pool:
+    specs = list(pool.map(finder.find_spec, ["torch", "torch"]))
+assert all(specs)
+with ThreadPoolExecutor(2) as pool:
+    list(pool.map(lambda spec: spec.loader.exec_module(types.ModuleType("torch")), specs))
+sys.meta_path.remove(next(one for one in sys.meta_path if isinstance(one, Slow)))
+import torch
+"""
+
+
+def test_two_threads_may_import_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "torch.py").touch()
+    monkeypatch.setenv("PYTHONPATH", f"{INJECTED}{os.pathsep}{folder}", prepend=os.pathsep)
+    done = subprocess.run(script(THREADS), capture_output=True, text=True, timeout=60)
+    assert (done.stderr, done.stdout) == ("", "attached\n")
 
 
 def test_what_is_printed_without_end_is_cut_off() -> None:
@@ -647,13 +679,43 @@ while True:
 
 
 def test_workers_are_tried_for_a_script_that_waits_for_its_data(folder: Path) -> None:
-    words = ("--no-compile", "--precisions", "default", "--budget", "20s", "--trials", "2")
-    done = advisor(folder, "tune", *words, "--json", "--", *script(WAITS))
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout)["record"]
-    tried = [trial["config"]["num_workers"] for trial in record["trials"]]
-    assert record["baseline"]["config"]["num_workers"] == tried[0] == 0
-    assert max(tried) > 0
+    events: list[Mapping[str, Any]] = []
+    found = package.tune(
+        script(WAITS),
+        permit=package.Permit(compile=False, precisions="default"),
+        budget=package.Budget(time="20s", trials=2),
+        on_event=events.append,
+    )
+    record = found.record
+    assert record.key.task.command == tuple(script(WAITS))
+    tried = [trial.config["num_workers"] for trial in record.trials]
+    assert record.baseline.config["num_workers"] == tried[0] == 0
+    assert max(int(str(number)) for number in tried) > 0
+    trials = [event for event in events if event["event"] == "trial"]
+    assert [event["config"]["num_workers"] for event in trials] == tried[: len(trials)]
+    assert package.Store().records() == [record]
+
+
+@pytest.mark.parametrize(
+    ("what", "asked", "said"),
+    [
+        ([], {}, r"\[\]: expected a target, or a command as \['python', 'train.py'\]"),
+        (3, {}, "3: expected a target, or a command"),
+        (["python", 3], {}, "expected a target, or a command"),
+        (package.Model(), {"shape": "4x3"}, "target None: expected its name, as model.py:Net"),
+        (["python", "x.py"], {"shape": "4x3"}, "--shape: a run shows it itself; leave it out"),
+        (
+            ["python", "x.py"],
+            {"permit": package.Permit(step_graph=False)},
+            "--no-step-graph: a run",
+        ),
+        (["no-such-program"], {}, "command 'no-such-program': no such program"),
+        (["python", "x.py"], {"budget": package.Budget(length="soon")}, "duration 'soon'"),
+    ],
+)
+def test_a_call_that_starts_nothing(what: Any, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(package.UsageError, match=said):
+        package.tune(what, **asked)
 
 
 def test_the_loader_of_a_workload_is_no_scripts_own(folder: Path) -> None:

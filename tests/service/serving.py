@@ -117,17 +117,18 @@ def fresh(served: Served) -> None:
     database, service = served.database, served.service
     with database.writing() as session:
         for table in reversed(schema.Base.metadata.sorted_tables):
-            if table.name != schema.Schema.__tablename__:
-                session.execute(table.delete())
+            session.execute(table.delete())
     served.tokens = {role: token(database, role) for role in tokens.ROLES}
     began = Service(database, service.reader)
-    for name in ("reads", "writes", "guesses", "behind_proxy", "lookups", "retuning", "loops"):
+    for name in ("reads", "writes", "guesses", "behind_proxy", "lookups", "loops"):
         setattr(service, name, getattr(began, name))
 
 
 @contextlib.contextmanager
-def serving(url: str, seal: Seal = UNSEALED, as_it_is: bool = False) -> Iterator[Served]:
-    """With nothing in its database, or as it is, which must be there."""
+def serving(
+    url: str, seal: Seal = UNSEALED, as_it_is: bool = False, **tls: str
+) -> Iterator[Served]:
+    """With nothing in its database, or as it is, which must be there; `tls`: as uvicorn's."""
     database = Database(url)
     began: list[object] = []
     database.start(began.append)
@@ -141,6 +142,8 @@ def serving(url: str, seal: Seal = UNSEALED, as_it_is: bool = False) -> Iterator
         lifespan="off",
         proxy_headers=False,
         http="h11",
+        ssl_certfile=tls.get("ssl_certfile"),
+        ssl_keyfile=tls.get("ssl_keyfile"),
     )
     server = Server(config, service.stopping)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -15,11 +15,13 @@ from sqlalchemy import select
 from advisor.errors import UsageError
 from advisor.jobs.token import PREFIX, digest, made
 from advisor.service import database, schema, tokens
+from advisor.service import jobs as jobs_of
 from advisor.service.access import COOKIE
 from advisor.service.app import application
 from advisor.service.job_pages import job_pages
 from advisor.service.limits import Guesses, Rate, Rates
 from advisor.service.pages import site
+from advisor.service.record_forms import record_forms
 from advisor.service.routes import admin, attempts, health, jobs, records
 from tests.service.serving import Served, serving, statements, token, wait_until
 
@@ -32,7 +34,7 @@ OPEN = {
 """Routes that anybody may ask."""
 PAGES = {
     route.path  # type: ignore[attr-defined]
-    for route in (*site.routes, *job_pages.routes)
+    for route in (*site.routes, *job_pages.routes, *record_forms.routes)
 }
 """Routes that ask for a session, and send who has none to the login."""
 READING = {("POST", "/api/records")}
@@ -41,6 +43,8 @@ SUBMITTING = {
     *(("PUT", "/api/archives/{digest}"), ("POST", "/api/jobs")),
     ("POST", "/api/jobs/{number}/cancel"),
     ("POST", "/jobs/{number}/cancel"),
+    ("POST", "/api/measure/{record}"),
+    ("POST", "/records/{record}/measure"),
 }
 """Routes that write, and no records."""
 WORKING = {("GET", path) for path in ("/api/archives/{digest}", "/api/attempt")} | {
@@ -67,7 +71,12 @@ def routes(served: Served) -> list[tuple[str, str]]:
 def filled(path: str) -> str:
     """A path with something for each of its parameters."""
     key = "record/" + "/".join(["ab" * 6] * 4) + "/64/2.0.0." + "ab" * 6
-    known = {"{number}": "1", "{key:path}": key, "{key}": "ab" * 6 + "@64"}
+    known = {
+        "{number}": "1",
+        "{key:path}": key,
+        "{key}": "ab" * 6 + "@64",
+        "{record}": "ab" * 6 + "@64",
+    }
     known |= {"{label}": "-".join(["ab" * 6, "ab" * 6, "64", "ab" * 6]) + "." + "ab" * 6}
     known |= {"{digest}": "ab" * 32, "{name}": "ab@1", "{file}": "icon.svg"}
     return re.sub(r"\{.*?\}", lambda one: known[one[0]], path)
@@ -80,7 +89,7 @@ def test_every_route_asks_for_a_token(served: Served) -> None:
     gone = token(served.database, "admin")
     with served.database.writing() as session:
         caller = tokens.find(session, gone, "")
-        assert caller is not None and tokens.revoke(session, caller.token, caller)
+        assert caller is not None and jobs_of.revoke_token(session, caller.token, caller)
     late = token(served.database, "admin", expires=time.time() + 0.2)
     time.sleep(0.3)
     served.service.guesses = Guesses(Rate(a_second=1e6, at_once=1e6))
@@ -301,7 +310,7 @@ def test_a_session_is_its_tokens(served: Served) -> None:
         cookie = tokens.log_in(session, caller)
         assert tokens.logged_in(session, cookie, "") == caller
         assert tokens.logged_in(session, text, "") is None
-        tokens.revoke(session, caller.token, caller)
+        jobs_of.revoke_token(session, caller.token, caller)
         assert tokens.logged_in(session, cookie, "") is None
 
 

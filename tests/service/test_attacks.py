@@ -18,7 +18,6 @@ from urllib.parse import quote, urlencode
 
 import pytest
 
-from advisor.service import run
 from advisor.service.limits import Guesses, Rate
 from tests.service.serving import Served, fresh, wait_until
 from tests.service.test_access import filled
@@ -98,27 +97,6 @@ def injected(
 
 
 ASKED = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
-
-
-@pytest.mark.parametrize(
-    ("said", "answered"),
-    [(b"", False), (ASKED[:30], False), (ASKED + ASKED[:30], True), (ASKED * 200, True)],
-    ids=["silent", "half a head", "half a second head", "does not read"],
-)
-def test_who_says_half_or_does_not_listen_is_dropped(
-    running_lite: Served, monkeypatch: pytest.MonkeyPatch, said: bytes, answered: bool
-) -> None:
-    """Of those that uvicorn would wait for, 2,000 kept everybody else out."""
-    connections = running_lite.server.server_state.connections
-    wait_until(lambda: not connections)
-    with socket.create_connection(("127.0.0.1", running_lite.port), timeout=60) as client:
-        client.sendall(said)
-        wait_until(lambda: len(connections) == 1)
-        monkeypatch.setattr(run, "_STUCK_S", 0.5)
-        wait_until(lambda: not connections)
-        if answered:
-            assert client.recv(16).startswith(b"HTTP/1.1 200")
-    assert running_lite.ask("GET", "/healthz").status == 200
 
 
 def test_a_server_outlives_broken_clients(lite: str) -> None:

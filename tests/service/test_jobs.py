@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import hashlib
 import itertools
 import json
 import random
 import re
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from sqlalchemy import select, update
-from starlette.types import Message, Receive, Scope, Send
 
 from advisor.cache.codec import to_plain
 from advisor.cache.key import fields
-from advisor.jobs.asked import is_meant
-from advisor.jobs.parcel import MOST_PACKED
+from advisor.errors import UsageError
+from advisor.jobs.asked import Asked, is_meant
 from advisor.jobs.token import digest, made
-from advisor.service import access, attempts, jobs, limits, schema, tokens, upkeep
+from advisor.service import access, attempts, jobs, limits, quotas, schema, tokens, upkeep
 from advisor.service.attempts import Claimed
 from advisor.service.executors import Room
 from tests.cache.examples import KEY, changed, record
@@ -128,7 +125,7 @@ def test_the_same_twice_is_one_job(served: Served) -> None:
     assert submit(served, gpus=2).json["new"]
     one = claimed(served)
     assert one is not None and submit(served, force=True).json["id"] == one.job
-    put(served, *named(record()))
+    put(served, *named(record()), one.external)
     ended(served, one, state="done", record=RECORD)
     assert submit(served).json["state"] == "done"
     assert submit(served, force=True).json["new"]
@@ -143,7 +140,7 @@ def test_the_same_twice_is_one_job(served: Served) -> None:
 def test_what_was_done_and_is_gone_is_done_again(served: Served) -> None:
     one = started(served)
     key, data = named(record())
-    put(served, key, data)
+    put(served, key, data, one.external)
     ended(served, one, state="done", record=RECORD)
     assert not submit(served).json["new"]
     served.ask("DELETE", f"/api/records/{key}", "admin")
@@ -235,6 +232,16 @@ def test_a_kind_of_gpu_is_meant_by_its_whole_name(gpu: str, name: str, meant: bo
     assert is_meant(gpu, name) is meant
 
 
+def test_an_attempt_is_done_with_a_record_of_its_own(served: Served) -> None:
+    """Not with any record that is here: the job would name what others measured."""
+    put(served, *named(record()))
+    one = started(served)
+    refused = ended(served, one, state="done", record=RECORD)
+    assert refused.status == 422 and "did not put it here" in refused.json["detail"]
+    put(served, *named(record(created=1.7e9 + 5)), one.external)
+    assert ended(served, one, state="done", record=RECORD).status == 200
+
+
 def test_what_is_lost_is_tried_again_and_not_for_ever(served: Served) -> None:
     one = started(served)
     served.ask("PUT", "/api/attempt/studies/x", one.external, b"half")
@@ -316,6 +323,39 @@ def test_what_cannot_be_placed_waits_and_says_why(served: Served) -> None:
         session.execute(update(schema.Job).values(due=0.0))
     again = claimed(served)
     assert again is not None and again.job == one.job and again.number == 1
+
+
+def test_a_revoked_token_leaves_no_jobs(served: Served) -> None:
+    """Neither queued nor running, nor a record: another's job goes on."""
+    made_token = served.ask("POST", "/api/tokens", "admin", {"name": "gone", "role": "submit"}).json
+    served.tokens["gone"] = made_token["token"]
+    running = submit(served, "gone").json["id"]
+    one = claimed(served)
+    assert one is not None and one.job == running
+    queued = submit(served, "gone", options={"seed": 1}).json["id"]
+    others = submit(served, options={"seed": 2}).json["id"]
+    assert served.ask("DELETE", f"/api/tokens/{made_token['id']}", "admin").status == 200
+    for number in (running, queued):
+        found = told(served, number)
+        assert (found["state"], found["reason"]) == (
+            "cancelled",
+            "the token that asked for it was revoked",
+        )
+    assert put(served, *named(record()), one.external).status == 401
+    assert served.ask("POST", "/api/attempt/beat", one.external, {}).status == 401
+    (seen,) = of(served, attempts.running)
+    assert seen.unwanted  # the reconciler stops it
+    other = claimed(served)
+    assert other is not None and other.job == others
+
+
+def test_a_token_that_was_revoked_meanwhile_asks_for_nothing(served: Served) -> None:
+    with served.database.writing() as session:
+        caller = tokens.find(session, served.tokens["submit"], "")
+        assert caller is not None
+        jobs.revoke_token(session, caller.token, caller)
+    with served.database.writing() as session, pytest.raises(UsageError, match="revoked"):
+        jobs.submit(session, Asked(command=("python", "train.py")), caller)
 
 
 def test_what_another_version_took_holds_nobody_up(served: Served) -> None:
@@ -496,63 +536,15 @@ def test_archives_are_bounded_and_what_they_say(
     assert served.ask("PUT", "/api/attempt/studies/x", "submit", study).status == 413
 
 
-def test_large_bodies_are_few_and_not_waited_for(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = f"/api/archives/{DIGEST}"
-    monkeypatch.setattr(limits, "LARGE_S", 0.1)
-    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
-        head = f"PUT {place} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n"
-        token = served.tokens["submit"]
-        client.sendall(f"{head}Authorization: Bearer {token}\r\n\r\nab".encode())
-        assert client.recv(2**12).startswith(b"HTTP/1.1 408")
-    monkeypatch.setattr(limits, "LARGE_S", 60)
+def test_large_bodies_are_few(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, large = f"/api/archives/{DIGEST}", b"x" * 2**21
     monkeypatch.setattr(limits, "MOST_LARGE", 0)
-    assert served.ask("PUT", place, "submit", CODE).status == 503
-    assert served.ask("PUT", place, "", CODE).status == 401  # who has no token takes no room
-    monkeypatch.setattr(limits, "MOST_LARGE", 1)
+    refused = served.ask("PUT", place, "submit", large)
+    assert (refused.status, refused.headers["retry-after"]) == (503, "1")
     assert served.ask("PUT", place, "submit", CODE).status == 201
-
-
-def test_slow_uploads_of_one_token_leave_room_for_others() -> None:
-    """Two bodies of one token are awaited, then a third comes, and one of another token."""
-    said: list[int] = []
-
-    async def ask(token: str, receive: Receive) -> None:
-        async def send(message: Message) -> None:
-            said.extend([message["status"]] if "status" in message else [])
-
-        headers = [(b"authorization", f"Bearer {token}".encode())]
-        path = f"/api/archives/{DIGEST}"
-        scope = {"type": "http", "method": "PUT", "path": path, "headers": headers}
-        await bodies(scope, receive, send)
-
-    async def answered(_scope: Scope, _receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 201, "headers": []})
-
-    async def whole() -> Message:
-        return {"type": "http.request", "body": CODE}
-
-    async def upload() -> None:
-        come = asyncio.Event()
-
-        async def slow() -> Message:
-            await come.wait()
-            return await whole()
-
-        waiting = [asyncio.create_task(ask("one", slow)) for _ in range(limits.MOST_OF_ONE)]
-        while bodies._large["one"] < limits.MOST_OF_ONE:
-            await asyncio.sleep(0)
-        await ask("one", whole)
-        await ask("another", whole)
-        come.set()
-        await asyncio.gather(*waiting)
-        await ask("one", whole)
-
-    bodies = limits.Bodies(answered, lambda _request: MOST_PACKED)
-    asyncio.run(upload())
-    assert said == [503, 201, 201, 201, 201]
-    assert not bodies._large
+    monkeypatch.setattr(limits, "MOST_LARGE", 1)
+    for _ in range(2):
+        assert served.ask("PUT", place, "submit", large).status == 422  # not of this digest
 
 
 def test_what_is_old_goes(served: Served) -> None:
@@ -581,6 +573,56 @@ def test_what_is_old_goes(served: Served) -> None:
     with served.database.reading() as session:
         assert list(session.scalars(select(schema.Study.job))) == [live.job]
         assert list(session.scalars(select(schema.Session.digest))) == [lasting]
+
+
+def test_attempts_go_and_what_they_did_stays(served: Served) -> None:
+    old, new = started(served), started(served, gpus=2)
+    trial = {"number": 0, "what": "tf32"}
+    for number, one in enumerate((old, new)):
+        served.ask("POST", "/api/attempt/beat", one.external, {"trials": [trial]})
+        put(served, *named(record(created=1.7e9 + number)), one.external)
+        ended(served, one, state="done", record=RECORD)
+    with served.database.writing() as session:
+        over = update(schema.Job).where(schema.Job.id == old.job)
+        session.execute(over.values(changed=schema.Job.changed - jobs.ATTEMPTS_KEPT_S - 1))
+        audited = update(schema.Event).where(schema.Event.action == "token made")
+        session.execute(audited.values(at=schema.Event.at - tokens.AUDIT_KEPT_S - 1))
+    upkeep.tidy(served.service)
+    assert (told(served, old.job)["attempts"], told(served, old.job)["trials"]) == ([], [])
+    assert told(served, old.job)["record"] == RECORD
+    assert len(told(served, new.job)["trials"]) == 1
+    events = served.ask("GET", "/api/audit", "admin").json["events"]
+    puts = [event["by"] for event in events if event["action"] == "put"]
+    assert puts == [new.external, "a submit"]
+    assert not [event for event in events if event["action"] == "token made"]
+    with served.database.reading() as session:
+        names = session.scalars(select(schema.Token.name)).all()
+        owners = select(schema.Token.name).join(schema.Item, schema.Item.token == schema.Token.id)
+        kept = session.scalars(owners.order_by(schema.Item.created)).all()
+    assert old.external not in names and new.external in names
+    assert kept == ["a submit", new.external]
+
+
+def test_a_token_keeps_so_much(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what attempts at its jobs put here; another token has its own quota."""
+    key, data = named(record())
+    quotas_of = {schema.Archive: len(CODE), schema.Artifacts: 5, schema.Item: len(data) + 9}
+    monkeypatch.setattr(quotas, "QUOTAS", quotas_of)
+    assert served.ask("PUT", f"/api/archives/{DIGEST}", "submit", CODE).status == 201
+    assert served.ask("PUT", f"/api/archives/{DIGEST}", "submit", CODE).status == 200
+    more = gzip.compress(b"more")
+    place = f"/api/archives/{hashlib.sha256(more).hexdigest()}"
+    refused = served.ask("PUT", place, "submit", more)
+    assert refused.status == 422 and "archives: this token keeps" in refused.json["detail"]
+    assert served.ask("PUT", place, "admin", more).status == 201
+    first, second = started(served), started(served, gpus=2)
+    assert put(served, key, data, first.external).status == 201
+    again = named(record(created=1.7e9 + 5))
+    assert put(served, *again, second.external).status == 422
+    assert put(served, *again).status == 201
+    name = f"/api/artifacts/{'-'.join(['ab' * 6, 'cd' * 6, '1', 'ef' * 6])}.{'09' * 6}"
+    for text, status in ((b"12345", 201), (b"123", 200), (b"123456", 422), (b"54321", 200)):
+        assert served.ask("PUT", name, "worker", text).status == status
 
 
 def test_lookups_are_counted(served: Served) -> None:
@@ -663,9 +705,9 @@ def test_the_same_at_once_is_one_job(served: Served) -> None:
 
 def test_a_job_is_finished_once(served: Served) -> None:
     """By its worker that says it twice, a reconciler that gave it up, and who cancels it."""
-    put(served, *named(record()))
     for turn in range(6):
         one = started(served, options={"seed": turn})
+        put(served, *named(record(created=1.7e9 + turn)), one.external)
         does: list[Callable[[], Any]] = [
             lambda one=one: ended(served, one, state="done", record=RECORD).status,  # type: ignore[misc]
             lambda one=one: ended(served, one, state="failed").status,  # type: ignore[misc]

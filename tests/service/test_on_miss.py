@@ -18,6 +18,7 @@ from advisor.errors import AdvisorWarning
 from advisor.finding import job as filing
 from advisor.finding.job import THREAD
 from advisor.opening import open_records
+from tests.builders import lookup_arguments
 from tests.cache import servers
 from tests.face import test_why
 from tests.face.commands import MODEL
@@ -50,7 +51,7 @@ def waited() -> None:
 def missed(target: Any = "model.py:Net", **asked: Any) -> str:
     """The warning of a lookup that finds nothing, once what it asks for is through."""
     with pytest.warns(AdvisorWarning) as warned:
-        advice = advisor.lookup(target, **({"shape": SHAPE} | asked))
+        advice = advisor.lookup(**lookup_arguments(target, **{"shape": SHAPE} | asked))
     assert advice.status == "miss" and len(warned) == 1
     waited()
     return str(warned[0].message)
@@ -136,7 +137,7 @@ def test_what_is_not_asked_for(
         monkeypatch.setenv(name, value)
     if variables.get("RANK"):  # rank 0 speaks for all
         with pytest.MonkeyPatch.context():
-            advice = advisor.lookup("model.py:Net", shape=SHAPE, **given)
+            advice = advisor.lookup(**lookup_arguments("model.py:Net", shape=SHAPE, **given))
         assert says in advice.reason
     else:
         said = missed(**given)
@@ -232,7 +233,7 @@ def test_a_run_is_asked_for_from_inside(
     monkeypatch.setattr(sys, "orig_argv", ["python3", "train.py"])
     with pytest.warns(AdvisorWarning, match="a tuning is asked for at"):
         try:
-            advisor.apply(precisions=["default", "tf32"])
+            advisor.apply(permit=advisor.Permit(precisions=["default", "tf32"]))
             monkeypatch.chdir("/")
             trained(Net())
         finally:

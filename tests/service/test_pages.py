@@ -158,7 +158,7 @@ def test_a_page_needs_a_session_that_holds(served: Served) -> None:
     with served.database.writing() as session:
         caller = tokens.find(session, gone, "")
         assert caller is not None
-        tokens.revoke(session, caller.token, caller)
+        jobs.revoke_token(session, caller.token, caller)
     assert last.get("/").status == 303
     assert Browser(served, "worker").get("/audit").status == 403
 

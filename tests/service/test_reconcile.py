@@ -20,12 +20,13 @@ from advisor.service.access import Service
 from advisor.service.attempts import LEASE_S, MOST_LOST, PATIENCE_S
 from advisor.service.database import Database
 from advisor.service.executors import Executor, ExecutorAway, Room, Start, Status, Unplaceable
-from advisor.service.loop import PERIODS, Loop
-from advisor.service.reconcile import SILENT_S, Reconciler
-from advisor.service.routes.health import readyz
+from advisor.service.loop import LATE_PERIODS, Loop
+from advisor.service.reconcile import EVERY_S, SILENT_S, Reconciler
+from advisor.service.routes.health import healthz, readyz
 from advisor.service.schema import Attempt, Job
 from advisor.service.tokens import Caller, make
 from tests.cache.servers import free_port
+from tests.service.serving import wait_until
 
 HERE = "http://127.0.0.1:1"
 
@@ -355,35 +356,58 @@ def test_a_database_that_is_away_is_told_once_and_asked_again(
         one.close()
 
 
-def test_a_loop_that_does_not_come_round_is_seen(
-    team: Team, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stumbles() -> None:
-        raise LookupError("nobody foresaw it")
-
-    def stays() -> None:
-        hung.wait()
-
-    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+def test_a_loop_that_does_not_come_round_is_seen(team: Team) -> None:
     clock, hung = Clock(), threading.Event()
-    gone = Loop("upkeep", 0.01, stumbles)
-    slow = Loop("reconciler", 30.0, stays, now=clock)
-    for one in (gone, slow):
-        one.start()
-    gone._thread.join()
+    slow = Loop("reconciler", 30.0, lambda: bool(hung.wait()) or None, now=clock)
+    slow.start()
     app = Service(team.database, Reader(UNSEALED, refusal), loops=[slow])
-    assert readyz(app) == {"status": "ok"}
-    clock.now += PERIODS * 30.0 + 1
-    app.loops.append(gone)
-    with pytest.raises(HTTPException) as caught:
-        readyz(app)
+    assert healthz(app) == readyz(app) == {"status": "ok"}
+    clock.now += LATE_PERIODS * 30.0 + 1
+    for route in (healthz, readyz):
+        with pytest.raises(HTTPException) as caught:
+            route(app)
+        assert caught.value.status_code == 503
+        assert caught.value.detail == "the reconciler has not come round for 151 s"
     hung.set()
     slow.close()
-    assert (caught.value.status_code, slow.trouble) == (503, "")
-    assert caught.value.detail == (
-        "the reconciler has not come round for 151 s; the upkeep has ended; "
-        "the server's log says why"
-    )
+    assert slow.trouble == ""
+
+
+def test_an_unforeseen_exception_ends_no_loop(
+    team: Team, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Made()
+    reconciler = Reconciler(team.database, [made], HERE)
+    app = Service(team.database, Reader(UNSEALED, refusal), loops=[reconciler.loop])
+    number = team.submit(gpus=0)
+    with monkeypatch.context() as broken:
+        broken.setattr(made, "start", lambda _start: {}["nobody foresaw it"])
+        reconciler.loop.once()
+    with pytest.raises(HTTPException) as caught:
+        healthz(app)
+    assert caught.value.status_code == 503
+    assert caught.value.detail == "the reconciler failed (KeyError); see the server's log"
+    assert "nobody foresaw it" in caplog.text and reconciler.loop.pause_s > EVERY_S
+    assert team.job(number) == ("queued", "executor made failed (KeyError); see the server's log")
+    with team.database.writing() as session:
+        session.execute(update(Job).values(due=0.0))
+    reconciler.loop.once()
+    assert (team.job(number)[0], app.troubles) == ("running", [])
+    assert healthz(app) == {"status": "ok"}
+
+
+def test_a_loop_goes_on_after_an_unforeseen_exception() -> None:
+    turns: list[int] = []
+
+    def stumbles() -> None:
+        turns.append(1)
+        raise LookupError("nobody foresaw it")
+
+    loop = Loop("upkeep", 0.001, stumbles)
+    loop.start()
+    wait_until(lambda: len(turns) > 3)
+    assert loop.trouble == "the upkeep failed (LookupError); see the server's log"
+    loop.close()
 
 
 def test_several_servers_start_each_job_once(new_postgresql: str) -> None:

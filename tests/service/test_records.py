@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import random
@@ -15,7 +14,6 @@ from urllib.parse import quote, urlencode
 import msgpack
 import pytest
 from sqlalchemy import text
-from starlette.types import Message
 
 from advisor.cache.codec import decode, encode, reason_of, to_plain
 from advisor.cache.key import fields
@@ -23,7 +21,7 @@ from advisor.cache.match import Query
 from advisor.cache.name import Mark, Name, command_part, target_part
 from advisor.cache.record import Record
 from advisor.cache.seal import UNSEALED, Seal
-from advisor.service import limits, records
+from advisor.service import records
 from tests.cache.examples import ENVIRONMENT, KEY, changed, record
 from tests.cache.mutations import corpus, mutated
 from tests.service.serving import Answer, Served, serving
@@ -310,19 +308,20 @@ def test_bodies_are_bounded(served: Served) -> None:
     assert served.ask("POST", "/api/records", "read", b"[" * 10_000).status == 422
 
 
-def test_a_slow_body_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BODY_S", 0.2)
+HEAD = "PUT /api/records/record/0 HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize("token", ["", "adv_guessed", "worker"])
+@pytest.mark.parametrize("body", ["Content-Length: 1048577", "Transfer-Encoding: chunked"])
+def test_a_large_body_is_refused_before_it_comes(served: Served, token: str, body: str) -> None:
+    """Of whoever has no valid token: many of them filled the server's memory."""
+    known = served.tokens.get(token, token)
     with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
-        client.sendall(b"PUT /api/records/x HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nab")
-        assert client.recv(2**12).startswith(b"HTTP/1.1 408")
-
-
-def test_a_body_in_pieces_is_bounded_too() -> None:
-    async def endless() -> Message:
-        return {"type": "http.request", "body": b"x" * 2**16, "more_body": True}
-
-    with pytest.raises(ValueError):
-        asyncio.run(limits._whole(endless, 2**20))
+        client.sendall(f"{HEAD}{body}\r\nAuthorization: Bearer {known}\r\n\r\n".encode())
+        if token == "worker" and "chunked" in body:
+            client.sendall(b"100001\r\n" + b"x" * 0x100001 + b"\r\n0\r\n\r\n")
+        said = client.recv(2**12)
+        assert said.startswith(b"HTTP/1.1 413" if token == "worker" else b"HTTP/1.1 401"), said
 
 
 def test_many_at_once_put_the_same(served: Served) -> None:
@@ -367,3 +366,34 @@ def test_headers(served: Served) -> None:
         assert said["content-security-policy"].startswith("default-src 'none'")
         assert said["x-content-type-options"] == "nosniff" and said["cache-control"] == "no-store"
         assert "server" not in said or said["server"] == "uvicorn"
+
+
+def test_of_a_record_the_newest_version_counts_and_each_is_reached(served: Served) -> None:
+    """Versions of one second, too, of which a page held both, and what was left out no page."""
+    older, other = record(created=1.7e9), changed(KEY, "model", "cd" * 32)
+    slower = replace(
+        older, winners=tuple(replace(one, choice=older.baseline) for one in older.winners)
+    )
+    newest = replace(slower, provenance=replace(slower.provenance, created=1.7e9 + 5))
+    for one in (older, slower, newest, record(key=other, created=1.6e9)):
+        assert put(served, *named(one)).status == 201
+    with served.database.reading() as session:
+        (device,) = records.fleet(session)
+        pages = [records.newest(session, 1, skip) for skip in range(3)]
+        (line,) = records.newest(session, 10)[:1]
+    assert (device.records, device.mean, line.speedup) == (2, 1.25, 1.0)
+    assert [[one.id for one in page] for page in pages] == [
+        [older.id],
+        [record(key=other).id],
+        [],
+    ]
+
+
+def test_versions_of_one_second_are_one_line(served: Served) -> None:
+    older, other = record(), changed(KEY, "model", "cd" * 32)
+    again = replace(older, provenance=replace(older.provenance, seconds=9.0))
+    for one in (older, again, record(key=other, created=1.6e9)):
+        assert put(served, *named(one)).status == 201
+    with served.database.reading() as session:
+        pages = [records.newest(session, 1, skip) for skip in range(3)]
+    assert [len(page) for page in pages] == [1, 1, 0]

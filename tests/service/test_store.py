@@ -596,6 +596,15 @@ def test_nothing_secret_is_logged(
     assert token not in caplog.text and token not in repr(vars(store))
 
 
+def test_any_number_of_files_beside_a_script_is_looked_up(served: Served, token: str) -> None:
+    """In parts: a server takes 1,000 origins, and a head so many bytes."""
+    one = record()
+    records = Records(open_store(served.url))
+    records.put(one)
+    origins = frozenset(f"{number:016x}" for number in range(2500)) | {one.target.origin}
+    assert [held.record for held in records.held(Sought(origins=origins))] == [one]
+
+
 @pytest.fixture
 def listener() -> Iterator[tuple[str, list[str]]]:
     """A server that nobody should trust: its URL, and the tokens that it was sent."""

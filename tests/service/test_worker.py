@@ -233,7 +233,10 @@ def test_a_model_is_tuned_and_found_by_others(
     assert (advice.status, advice.record.id) == ("exact", job["record"])
     (tmp_path / "model.py").write_text(LAYERED.replace("0.015", "0.020"))
     with pytest.warns(package.AdvisorWarning, match="file another of this name"):
-        assert package.lookup("model.py:Net", shape=SHAPE, device="cpu").status == "miss"
+        assert (
+            package.lookup(package.Model("model.py:Net", device="cpu"), shape=SHAPE).status
+            == "miss"
+        )
     assert gone(*team.workers) and list(team.places) == []
 
 

@@ -41,8 +41,8 @@ def train(how: str, env: Mapping[str, str], folder: Path) -> None:
         slow_to_read()
     try:
         if how == "strict":
-            advisor.apply("nothing.py:Net", shape=(4, 8), device="cpu", strict=True)
-        advice = advisor.lookup("model.py:Net", shape=(4 + rank, 8), device="cpu")
+            advisor.apply(advisor.Model("nothing.py:Net", device="cpu"), shape=(4, 8), strict=True)
+        advice = advisor.lookup(advisor.Model("model.py:Net", device="cpu"), shape=(4 + rank, 8))
         if how == "before":
             dist.init_process_group("gloo")
         if how == "late" and rank > 0:

@@ -1,4 +1,4 @@
-"""How a database of each version before becomes one of this version, by Alembic: a file a step.
+"""How an older database becomes one of this version, by Alembic: one file a step.
 
 What a step makes and what `schema` says are the same: a test compares them.
 """
@@ -10,23 +10,21 @@ from pathlib import Path
 
 from sqlalchemy import Connection, inspect, text
 
-LAST = "0006"
+LAST = "0001"
 """The last step's revision. Each is a number, the one before it plus one."""
-_BEFORE_ALEMBIC = "0001"
 _ONE_AT_A_TIME = threading.Lock()
 """Alembic's `op` and `context` are the module's own, whichever thread sets them."""
 
 
 def revision_of(connection: Connection) -> str:
     """Of a database; '' where nothing is in it."""
-    tables = set(inspect(connection).get_table_names())
-    if "alembic_version" in tables:
-        return str(connection.scalar(text("SELECT version_num FROM alembic_version")))
-    return _BEFORE_ALEMBIC if "schema" in tables else ""
+    if not inspect(connection).has_table("alembic_version"):
+        return ""
+    return str(connection.scalar(text("SELECT version_num FROM alembic_version")))
 
 
-def upgrade(connection: Connection, revision: str) -> None:
-    """Take the steps that a database of this revision lacks, in the connection's transaction."""
+def upgrade(connection: Connection) -> None:
+    """Take the steps that a database lacks, in the connection's transaction."""
     from alembic import command  # not asked for where there is nothing to do
     from alembic.config import Config
 
@@ -34,6 +32,4 @@ def upgrade(connection: Connection, revision: str) -> None:
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     with _ONE_AT_A_TIME:
-        if revision == _BEFORE_ALEMBIC:
-            command.stamp(config, revision)
         command.upgrade(config, LAST)

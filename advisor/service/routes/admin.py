@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, HTTPException, Query
 from pydantic import Field
 
-from advisor.service import tokens
+from advisor.service import jobs, tokens
 from advisor.service.access import Administers, Here
 from advisor.service.roles import Role
 from advisor.service.routes.parsing import Number, Strict, refusals
@@ -49,7 +49,7 @@ def make(here: Here, caller: Administers, asked: NewToken) -> dict[str, Any]:
 @api.delete("/api/tokens/{number}", summary="Make a token hold no more", responses=refusals(404))
 def revoke(here: Here, caller: Administers, number: Number) -> dict[str, bool]:
     with here.database.writing() as session:
-        if not tokens.revoke(session, number, caller):
+        if not jobs.revoke_token(session, number, caller):
             raise HTTPException(404, "there is no such token")
     return {"revoked": True}
 

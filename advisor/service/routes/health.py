@@ -11,17 +11,17 @@ from advisor.service.routes.parsing import TOKENED, answers
 api = APIRouter(tags=["health"])
 
 
-@api.get("/healthz", summary="Whether the server runs")
-def healthz() -> dict[str, str]:
+@api.get("/healthz", summary="Whether the server and its threads run")
+def healthz(here: Here) -> dict[str, str]:
+    if here.troubles:
+        raise HTTPException(503, "; ".join(here.troubles))
     return {"status": "ok"}
 
 
-@api.get("/readyz", summary="Whether its database answers too, and its threads come round")
+@api.get("/readyz", summary="Whether its database answers too")
 def readyz(here: Here) -> dict[str, str]:
     here.database.check()
-    if trouble := "; ".join(filter(None, (loop.trouble for loop in here.loops))):
-        raise HTTPException(503, trouble)
-    return {"status": "ok"}
+    return healthz(here)
 
 
 @api.get(

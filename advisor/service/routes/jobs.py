@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Response
 from pydantic import TypeAdapter
+from sqlalchemy.orm import Session
 
 from advisor.cache.stores.http_client import BYTES
 from advisor.errors import UsageError
@@ -14,12 +16,13 @@ from advisor.jobs.asked import Asked
 from advisor.jobs.parcel import NEEDS_CODE
 from advisor.jobs.states import State
 from advisor.service import archives, jobs
-from advisor.service.access import Here, Reads, Submits, Works, forbidding
+from advisor.service.access import Here, Reads, Service, Submits, Works, forbidding
 from advisor.service.routes.parsing import (
     KEPT,
     SENDS_BYTES,
     Body,
     Number,
+    RecordId,
     Responses,
     answers,
     refusals,
@@ -89,9 +92,27 @@ async def _asked(request: Request) -> Asked:
 def submit(
     here: Here, caller: Submits, asked: Annotated[Asked, Depends(_asked)], response: Response
 ) -> dict[str, Any]:
+    return _submitted(here, response, lambda session: jobs.submit(session, asked, caller))
+
+
+@api.post(
+    "/api/measure/{record}",
+    summary="Measure a record again, as the job that found it did",
+    status_code=201,
+    responses=BEFORE | refusals(NEEDS_CODE),
+)
+def measure_again(
+    here: Here, caller: Submits, record: RecordId, response: Response
+) -> dict[str, Any]:
+    return _submitted(here, response, lambda session: jobs.measure_again(session, record, caller))
+
+
+def _submitted(
+    here: Service, response: Response, submit: Callable[[Session], jobs.Submitted]
+) -> dict[str, Any]:
     try:
         with here.database.writing() as session:
-            found = jobs.submit(session, asked, caller)
+            found = submit(session)
             said = jobs.answered(session, found)
     except archives.NoCode as exc:
         raise HTTPException(NEEDS_CODE, str(exc)) from exc

@@ -55,6 +55,7 @@ ANOTHERS = "another token put it there; an admin may remove it"
 KEPT: Responses = {201: {"model": dict[str, str], "description": "It was not here before."}}
 
 Number = Annotated[int, Path(ge=1, lt=2**31)]
+RecordId = Annotated[str, Path(pattern=r"^[0-9a-f]{12}@[1-9][0-9]{0,9}$")]
 
 
 class Strict(BaseModel):

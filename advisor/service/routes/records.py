@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Res
 from pydantic import Field, StringConstraints
 
 from advisor.cache.domain import LONGEST, is_line
-from advisor.cache.key import are_whole, as_fields
+from advisor.cache.key import are_whole, as_fields, completed
 from advisor.service import records
 from advisor.service.access import Here, Reads, Works
 from advisor.service.records import Question
@@ -77,6 +77,8 @@ async def _question(asked: Annotated[Looked, Query()]) -> Question:
     if not isinstance(stated, dict):
         raise HTTPException(422, "wanted: expected a map in JSON")
     wanted = as_fields(stated)
+    if asked.family is not None:
+        wanted = completed(wanted)
     device = wanted.get("device.name", "")
     if not all(isinstance(text, str) and is_line(text) for text in (asked.file, device)):
         raise HTTPException(422, "file, device.name: expected a line of printable text")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from advisor.cache.config import Config
-from advisor.cache.domain import Bytes, Count, Share, Span
+from advisor.cache.domain import Bytes, Count, Seconds, Share
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.seen import Seen
@@ -36,8 +36,8 @@ class Comparison:
     fp32: Config
     plain: Config
     candidate: Config
-    tolerance: Span
-    left_s: Span
+    tolerance: Seconds
+    left_s: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,9 @@ class Lap:
 
     steps: Count = 0
     samples: Count = 0  # of this process
-    seconds: Span = 0.0  # wall clock, including the device's work
-    first_s: Span = 0.0  # of the untimed steps, if the order switched to another config
-    waited_s: Span = 0.0  # for data
+    seconds: Seconds = 0.0  # wall clock, including the device's work
+    first_s: Seconds = 0.0  # of the untimed steps, if the order switched to another config
+    waited_s: Seconds = 0.0  # for data
     peak_bytes: Bytes = 0
     compiled: Count = 0  # graphs that torch.compile made
     borrowed: Share = 0.0  # of the batches of a loader's workers: these have not replaced them
