@@ -135,7 +135,7 @@ def remove(records: Records, going: Sequence[Garbage]) -> list[str]:
         try:
             one.remove()
         except (StoreError, OSError) as exc:
-            records.stuck.append(f"{one.id}: {exc}")
+            records.stuck.append(f"{one.what}: {exc}")
     return records.stuck
 
 

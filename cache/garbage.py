@@ -30,7 +30,7 @@ class Garbage:
     """
 
     store: Store
-    what: Name | Mark | Label | Path
+    named: Name | Mark | Label | Path
     reason: str
 
     @property
@@ -38,16 +38,16 @@ class Garbage:
         return self.reason.partition(":")[0]
 
     @property
-    def id(self) -> str:
-        """The record's, or the file's name."""
-        return self.what.name if isinstance(self.what, Path) else self.what.record_id
+    def what(self) -> str:
+        """The id of the record, or the name of the file."""
+        return self.named.name if isinstance(self.named, Path) else self.named.record_id
 
     def remove(self) -> None:
         """Raises StoreError or OSError if it cannot be removed."""
-        if isinstance(self.what, Path):
-            self.what.unlink(missing_ok=True)
+        if isinstance(self.named, Path):
+            self.named.unlink(missing_ok=True)
         else:
-            self.store.delete(self.what.text)
+            self.store.delete(self.named.text)
 
 
 LEFT = "left by a writer that was killed"
@@ -62,7 +62,7 @@ def garbage(records: Records, store: Store) -> list[Garbage]:
     return [
         *_versions(records, store),
         *_artifacts(records, store),
-        *(Garbage(store=store, what=path, reason=LEFT) for path in store.leftovers()),
+        *(Garbage(store=store, named=path, reason=LEFT) for path in store.leftovers()),
     ]
 
 
@@ -77,7 +77,7 @@ def _versions(records: Records, store: Store) -> Iterator[Garbage]:
     for text in texts:
         mark = records.parse_mark(text) if text.startswith(MARKS) else None
         if mark and (newest[mark.version_of][0] != mark or mark.version_of not in versions):
-            yield Garbage(store=store, what=mark, reason="superseded")
+            yield Garbage(store=store, named=mark, reason="superseded")
     counting: list[tuple[Name, Record]] = []
     groups: dict[tuple[str, str, str], list[Name]] = {}
     for name in names:
@@ -87,7 +87,7 @@ def _versions(records: Records, store: Store) -> Iterator[Garbage]:
         for name in ranked(group, stale_of(group, newest)):
             if first is not None:
                 if name.version.effort <= first.version.effort:
-                    yield Garbage(store=store, what=name, reason="superseded")
+                    yield Garbage(store=store, named=name, reason="superseded")
                 continue
             with contextlib.suppress(RecordDamaged):  # not for this version to judge
                 data = store.get_many([name.text]).get(name.text)
@@ -95,7 +95,7 @@ def _versions(records: Records, store: Store) -> Iterator[Garbage]:
                     counting.append((name, records.read(name, data)))
                     first = name
     for name, change in _outlived(counting):
-        yield Garbage(store=store, what=name, reason=f"stale: {change} on the same GPU since")
+        yield Garbage(store=store, named=name, reason=f"stale: {change} on the same GPU since")
 
 
 def _outlived(counting: Iterable[tuple[Name, Record]]) -> Iterator[tuple[Name, str]]:
@@ -137,4 +137,4 @@ def _artifacts(records: Records, store: Store) -> Iterator[Garbage]:
         if found := artifacts.useless(store, label, bytes_, advised):
             kind, why = found
             reason = f"{kind}: {size(bytes_)} of artifacts: {why}"
-            yield Garbage(store=store, what=label, reason=reason)
+            yield Garbage(store=store, named=label, reason=reason)

@@ -108,7 +108,7 @@ def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> Non
             what = f"{shelf.number}, {size(shelf.size)}{foreign}"
             click.echo(f"artifacts  {what}  ({shelf.store.url})")
         for one in going:
-            click.echo(f"{said}  {one.id}  {one.reason}  ({one.store.url})")
+            click.echo(f"{said}  {one.what}  {one.reason}  ({one.store.url})")
     stuck = sharing.remove(records, going) if remove else []
     for line in stuck:
         click.echo(f"advisor: {line}; it stays", err=True)
@@ -116,7 +116,7 @@ def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> Non
         rows = [
             {
                 "store": one.store.url,
-                "name": one.what.text if isinstance(one.what, Name | Mark) else one.what.name,
+                "name": one.named.text if isinstance(one.named, Name | Mark) else one.named.name,
                 "reason": one.reason,
             }
             for one in going

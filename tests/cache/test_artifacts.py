@@ -177,7 +177,7 @@ def test_gc_takes_what_no_record_leads_to(store: Store) -> None:
     for one in (replace(gone, record=f"{'ab' * 6}/{'cd' * 6}/1"), other):
         artifacts(store).keep(DATA, one, store)
     artifacts(store, seal=THEIRS).keep(DATA, other, store)
-    found = {one.what.name: one.reason for one in garbage(records, store)}  # type: ignore[union-attr]
+    found = {one.named.name: one.reason for one in garbage(records, store)}  # type: ignore[union-attr]
     said = sorted(reason.rpartition(": ")[2] for reason in found.values())
     assert said == ["their config is advised no more", "their record is gone"]
     assert text(other, MINE) in found and text(other, THEIRS) not in found
@@ -216,7 +216,7 @@ def test_what_is_damaged_is_told_and_tidied(store: Store, data: bytes, reason: s
     store.put(label.text, data)
     assert found.fault(there, label) == reason
     (one,) = garbage(Records(store, seal=MINE), store)
-    assert (one.what, one.kind) == (label, "damaged") and one.reason.endswith(f": {reason}")
+    assert (one.named, one.kind) == (label, "damaged") and one.reason.endswith(f": {reason}")
 
 
 def test_what_is_not_ones_own_to_judge_is_told_and_stays(store: Store) -> None:

@@ -237,7 +237,7 @@ def test_where_no_key_can_be_kept_records_are(
 
 
 def reasons(records: Records, store: Store) -> dict[str, str]:
-    return {one.what.text: one.reason for one in garbage(records, store)}  # type: ignore[union-attr]
+    return {one.named.text: one.reason for one in garbage(records, store)}  # type: ignore[union-attr]
 
 
 def test_what_may_go_is_what_one_wrote_oneself(store: Store) -> None:
