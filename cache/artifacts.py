@@ -236,6 +236,11 @@ class Artifacts:
         self._seal = seal.for_code
 
     @property
+    def loads(self) -> bool:
+        """Whether any may be kept or loaded."""
+        return self._most > 0
+
+    @property
     def unsigned(self) -> str:
         """Why none are signed; '' where they are."""
         return "" if self._seal.signs else self._given.exposed or "no key signs it"
@@ -340,7 +345,7 @@ class Artifacts:
         if not self._most:
             return "none are loaded (ADVISOR_MAX_ARTIFACTS)"
         try:
-            self._checked(store, label)
+            self.checked(store, label)
         except RecordDamaged as exc:
             return _bare(exc)
         except StoreError as exc:
@@ -352,26 +357,7 @@ class Artifacts:
         given = Label.parse(label.name, self._given)
         return self._given.exposed if given and given.trusted else ANOTHERS
 
-    def sound(
-        self, store: Store, places: Collection[str]
-    ) -> Iterator[tuple[Label, bytes | RecordDamaged]]:
-        """What a store has of some records under the reader's or their team's tags, or why
-        that is refused.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
-        for label in self.on(store) if self._most else ():
-            if label.trusted and label.record in places:
-                try:
-                    packed = self._checked(store, label)
-                except RecordDamaged as exc:
-                    yield label, exc
-                else:
-                    if packed is not None:
-                        yield label, packed
-
-    def _checked(self, store: Store, label: Label) -> bytes | None:
+    def checked(self, store: Store, label: Label) -> bytes | None:
         """What a store has under a label, None if it is gone.
 
         Raises:
@@ -381,17 +367,6 @@ class Artifacts:
         if packed is not None:
             check(packed, label, self._seal)
         return packed
-
-    def has(self, store: Store, label: Label, packed: bytes) -> bool:
-        """Whether a store has just this under a label.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
-        try:
-            return store.get(label.text, len(packed)) == packed
-        except RecordDamaged:  # larger
-            return False
 
     def useless(
         self, store: Store, label: Label, size: int, advised: Mapping[str, Collection[str]]
@@ -413,7 +388,7 @@ class Artifacts:
         if configs and label.config not in configs:
             return "superseded", "their config is advised no more"
         try:
-            self._checked(store, label)
+            self.checked(store, label)
         except RecordNewer:  # not for this version to judge
             return None
         except RecordDamaged as exc:

@@ -133,18 +133,25 @@ def carry_artifacts(
     Raises:
         StoreError: one of the stores cannot be read or written.
     """
-    if not store.takes_blobs:
+    artifacts = records.artifacts
+    if not store.takes_blobs or not artifacts.loads:
         return
     there = store.sizes()
-    for label, packed in records.artifacts.sound(source, places):
-        if isinstance(packed, RecordDamaged):
-            yield Carried(name=label.name, outcome="refused", reason=str(packed))
+    for label in artifacts.on(source):
+        if not label.trusted or label.record not in places:
             continue
-        outcome: Outcome = "updated" if label.text in there else "added"
-        if there.get(label.text) == len(packed) and records.artifacts.has(store, label, packed):
-            outcome = "known"
         try:
-            if outcome != "known":
+            packed = artifacts.checked(source, label)
+            if packed is None:
+                continue
+            outcome: Outcome = "updated" if label.text in there else "added"
+            # Of the same size it may still be damaged.
+            if (
+                there.get(label.text) == len(packed)
+                and store.get(label.text, len(packed)) == packed
+            ):
+                outcome = "known"
+            else:
                 store.put(label.text, packed)
         except (Unauthorized, RecordDamaged) as exc:  # another's on a server, or too large for it
             yield Carried(name=label.name, outcome="refused", reason=str(exc))

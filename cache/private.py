@@ -14,7 +14,7 @@ _MOST_LINKS = 40
 """On the way to a file, as Linux has it."""
 
 
-def exposed(path: Path, descriptor: int, group_reads: bool = False) -> str:
+def insecure_reason(path: Path, descriptor: int, group_reads: bool = False) -> str:
     """Through what another user, root aside, may know what is in an open file, or have put it
     there; '' where none may.
 

@@ -19,7 +19,7 @@ import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from advisor.cache.private import exposed
+from advisor.cache.private import insecure_reason
 from advisor.cache.stores.filesystem import make_folder, open_regular
 from advisor.errors import UsageError
 
@@ -171,7 +171,7 @@ def own_folder() -> Path | None:
 def _read(path: Path, group_reads: bool = False) -> tuple[bytes, str]:
     """What is in a file, and through what another user may have it, or have put it there."""
     with open_regular(path) as file:
-        why = exposed(path, file.fileno(), group_reads)
+        why = insecure_reason(path, file.fileno(), group_reads)
         if why:
             _tell_once(str(path), why)
         return file.read(_MOST_BYTES), why
