@@ -113,18 +113,8 @@ def gc(kinds: Sequence[str] = GC_KINDS, *, cache: Cache = None) -> tuple[Records
         StoreError: no store can be read.
     """
     records = open_records(cache)
-    found: list[Garbage] = []
-    failed: list[StoreError] = []
-    for store in records.stores:
-        try:
-            there = garbage(records, store)
-        except StoreError as exc:
-            failed.append(exc)
-        else:
-            found += [one for one in there if one.kind in (*kinds, LEFT)]
-    if failed and len(failed) == len(records.stores):
-        raise failed[0]
-    records.unreachable = [str(exc) for exc in failed]
+    there = records.of_each(lambda store: garbage(records, store))
+    found = [one for _store, going in there for one in going if one.kind in (*kinds, LEFT)]
     return records, found
 
 

@@ -309,6 +309,16 @@ def test_what_a_mark_is_on_is_gone(store: Store) -> None:
     assert list(reasons(records, store).values()) == ["superseded"]
 
 
+def test_marks_of_others_are_named_with_their_record(store: Store) -> None:
+    """So that forgetting a record leaves nothing of it."""
+    put_raw(store, made(), THEIRS)
+    records = Records(store, seal=MINE)
+    (seen,) = records.all()
+    records.put(replace(seen, stale="slower now", revised=1.71e9), revises=seen)
+    stranger = Records(store, seal=THEIRS)
+    assert stranger.remove(stranger.named(seen.id)) == 2 and store.keys() == []
+
+
 def test_one_id_names_one_record(store: Store) -> None:
     records = Records(store, seal=MINE)
     small = made(key=changed(KEY, "shapes", ((8, 3, 256, 256),)))
