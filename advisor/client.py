@@ -11,14 +11,15 @@ Records are looked up with `advisor.lookup(..., store=url)`, and listed by `advi
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlencode
+
+import msgspec
 
 from advisor.cache.stores.http_client import BYTES, JSON, HttpClient
 from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, printable
@@ -26,6 +27,8 @@ from advisor.jobs.parcel import NEEDS_CODE, Parcel
 from advisor.jobs.spec import JobSpec, where
 from advisor.jobs.states import LIVE, STATES
 from advisor.jobs.submission import Submission
+
+T = TypeVar("T")
 
 PATIENCE_S, SENDING_S = 10.0, 300.0
 """For one answer; for an archive to be sent."""
@@ -78,58 +81,33 @@ class Job:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Job:
-        """Raises ValueError where it is none."""
-        found = {}
-        for one in dataclasses.fields(cls):
-            if (value := plain.get(one.name)) is None:
-                continue
-            found[one.name] = _TAKEN[str(one.type)](value)
-        if not {"id", "state", "what"} <= found.keys():
-            raise ValueError("no job")
-        return cls(**found)
+        """Raises msgspec.ValidationError if it is none."""
+        given = {name: value for name, value in plain.items() if value is not None}
+        return msgspec.convert(_harmless(given), cls)
 
 
-def _int(value: object) -> int:
-    if type(value) is not int:
-        raise ValueError("no number")
-    return value
+def _harmless(value: Any) -> Any:
+    """Plain data whose texts steer no terminal."""
+    if isinstance(value, dict):
+        return {_harmless(name): _harmless(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_harmless(one) for one in value]
+    return printable(value) if isinstance(value, str) else value
 
 
-def _bool(value: object) -> bool:
-    if type(value) is not bool:
-        raise ValueError("neither true nor false")
-    return value
+class _Jobs(msgspec.Struct):
+    jobs: list[dict[str, Any]]
+    more: bool = False
 
 
-def _float(value: object) -> float:
-    if not isinstance(value, int | float):
-        raise ValueError("no number")
-    return float(value)
+class _Log(msgspec.Struct):
+    text: str
+    next: int
+    ended: bool = False
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError("no text")
-    return printable(value)
-
-
-def _maps(value: object) -> tuple[Mapping[str, Any], ...]:
-    """Each of plain values, their texts harmless."""
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise ValueError("no list of maps")
-    return tuple(
-        {_text(k): printable(v) if isinstance(v, str) else v for k, v in one.items()}
-        for one in value
-    )
-
-
-_TAKEN: Mapping[str, Any] = {
-    "int": _int,
-    "bool": _bool,
-    "float": _float,
-    "str": _text,
-    "tuple[Mapping[str, Any], ...]": _maps,
-}
+class _State(msgspec.Struct):
+    state: str
 
 
 class Client:
@@ -204,7 +182,7 @@ class Client:
             status, data = self._posted(body)
         if status == NEEDS_CODE:
             raise UsageError(f"server {self.url}: {self._http.detail(data)}")
-        return self._job(self._http.read_json(data))
+        return self._job(self._http.decoded(data, dict[str, Any]))
 
     def jobs(self, states: Sequence[str] = (), most: int = 50) -> list[Job]:
         """The newest jobs, of these states alone where some are given."""
@@ -216,12 +194,9 @@ class Client:
             asked.append(("most", min(_MOST_PAGE, most - len(found))))
             if found:
                 asked.append(("before", found[-1].id))
-            said = self._said("GET", f"/api/jobs?{urlencode(asked)}")
-            page = said.get("jobs")
-            if not isinstance(page, list):
-                raise self._http.foreign("no jobs in its answer")
-            found += [self._job(one) for one in page]
-            if not said.get("more") or not page:
+            page = self._said(_Jobs, "GET", f"/api/jobs?{urlencode(asked)}")
+            found += [self._job(one) for one in page.jobs]
+            if not page.more or not page.jobs:
                 break
         return found
 
@@ -231,7 +206,7 @@ class Client:
         Raises:
             UsageError: there is none.
         """
-        return self._job(self._said("GET", f"/api/jobs/{id:d}"))
+        return self._job(self._said(dict[str, Any], "GET", f"/api/jobs/{id:d}"))
 
     def log(self, id: int, *, follow: bool = False, poll_s: float = POLL_S) -> Iterator[str]:
         """What a job has printed, in pieces; with `follow` also what it prints until it is over. A
@@ -244,7 +219,7 @@ class Client:
         ended = begun = False
         while not ended:
             try:
-                said = self._said("GET", f"/api/jobs/{id:d}/log?after={after}")
+                said = self._said(_Log, "GET", f"/api/jobs/{id:d}/log?after={after}")
             except Unauthorized:
                 raise
             except StoreError:
@@ -253,15 +228,14 @@ class Client:
                 time.sleep(poll_s)
                 continue
             begun, seen = True, time.monotonic()
-            text, behind = said.get("text"), said.get("next")
-            if not isinstance(text, str) or type(behind) is not int or behind < after:
-                raise self._http.foreign("no log in its answer")
-            if text:
-                yield _lines(text)
-            ended = bool(said.get("ended")) or not (follow or text)
-            if not text and not ended:
+            if said.next < after:
+                raise self._http.foreign("its log goes back")
+            if said.text:
+                yield _lines(said.text)
+            ended = said.ended or not (follow or said.text)
+            if not said.text and not ended:
                 time.sleep(poll_s)
-            after = behind
+            after = said.next
 
     def cancel(self, id: int) -> str:
         """End a job, or forget it where it waits; the state that it has now, another than
@@ -270,11 +244,10 @@ class Client:
         Raises:
             UsageError: there is no such job.
         """
-        said = self._said("POST", f"/api/jobs/{id:d}/cancel")
-        state = said.get("state")
+        state = self._said(_State, "POST", f"/api/jobs/{id:d}/cancel").state
         if state not in STATES:
-            raise self._http.foreign("no state in its answer")
-        return str(state)
+            raise self._http.foreign("it names no state of a job")
+        return state
 
     def _posted(self, body: bytes) -> tuple[int, bytes]:
         accepts = (NEEDS_CODE,)
@@ -289,8 +262,8 @@ class Client:
             patience_s=SENDING_S,
         )
 
-    def _said(self, method: str, path: str) -> dict[str, Any]:
-        return self._http.read_json(self._asked(method, path)[1])
+    def _said(self, kind: type[T], method: str, path: str) -> T:
+        return self._http.decoded(self._asked(method, path)[1], kind)
 
     def _asked(
         self, method: str, path: str, accepts: Collection[int] = (), **how: Any
@@ -311,13 +284,11 @@ class Client:
             raise UsageError(f"server {self.url}: {why}; to see them: advisor jobs")
         return status, data
 
-    def _job(self, plain: object) -> Job:
+    def _job(self, plain: Mapping[str, Any]) -> Job:
         try:
-            if isinstance(plain, dict):
-                return Job.of(plain)
-        except ValueError:
-            pass
-        raise self._http.foreign("what it tells is no job")
+            return Job.of(plain)
+        except msgspec.ValidationError as exc:
+            raise self._http.foreign(f"what it tells is no job: {exc}") from exc
 
 
 def _lines(text: str) -> str:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from advisor.cache import exchange
-from advisor.cache.artifacts import Label
-from advisor.cache.exchange import Carried, Waste
+from advisor.cache.exchange import Carried
+from advisor.cache.garbage import LEFT, Garbage, garbage
 from advisor.cache.name import Name
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.settings import cache_urls
-from advisor.cache.shown import size
 from advisor.cache.stores import Store
 from advisor.errors import NoRecord, StoreError, UsageError
 from advisor.opening import Cache, open_records
@@ -105,22 +104,8 @@ def sync(source: str, target: str, only: Wanted) -> Iterator[Carried]:
     yield from exchange.carry_artifacts(records, here, there, places)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Going:
-    """What `gc` would take from a store: a record's version, a mark, artifacts, or a file left
-    behind."""
-
-    store: Store
-    what: str
-    reason: str
-    waste: Waste | None = None
-    artifacts: Label | None = None
-    file: Path | None = None
-
-
-def gc(kinds: Sequence[str] = GC_KINDS, *, cache: Cache = None) -> tuple[Records, list[Going]]:
-    """What may go from each store, as `exchange.waste` and `exchange.idle` have it. Nothing is
-    removed yet; `remove` does.
+def gc(kinds: Sequence[str] = GC_KINDS, *, cache: Cache = None) -> tuple[Records, list[Garbage]]:
+    """What may go from each store. Nothing is removed yet; `remove` does.
 
     Stores that cannot be read are in the records' `unreachable`.
 
@@ -128,64 +113,20 @@ def gc(kinds: Sequence[str] = GC_KINDS, *, cache: Cache = None) -> tuple[Records
         StoreError: no store can be read.
     """
     records = open_records(cache)
-    found: list[Going] = []
-    failed: list[StoreError] = []
-    for store in records.stores:
-        try:
-            listed = exchange.waste(records, store)
-            idle = exchange.idle(records, store)
-            left = store.leftovers()
-        except StoreError as exc:
-            failed.append(exc)
-            continue
-        found += [
-            Going(store=store, what=one.name.record_id, reason=one.reason, waste=one)
-            for one in listed
-            if one.reason.partition(":")[0] in kinds
-        ]
-        found += [
-            Going(
-                store=store,
-                what=one.label.record_id,
-                reason=f"{one.kind}: {size(one.size)} of artifacts: {one.reason}",
-                artifacts=one.label,
-            )
-            for one in idle
-            if one.kind in kinds
-        ]
-        found += [
-            Going(store=store, what=path.name, reason="left by a writer that was killed", file=path)
-            for path in left
-        ]
-    if failed and len(failed) == len(records.stores):
-        raise failed[0]
-    records.unreachable = [str(exc) for exc in failed]
+    there = records.of_each(lambda store: garbage(records, store))
+    found = [one for _store, going in there for one in going if one.kind in (*kinds, LEFT)]
     return records, found
 
 
-def remove(records: Records, going: Sequence[Going]) -> list[str]:
-    """Remove exactly these; a line for each that stays."""
-    records.remove((one.store, one.waste.name) for one in going if one.waste)
-    stuck = list(records.stuck)
-    stuck += remove_artifacts((one.store, one.artifacts) for one in going if one.artifacts)
+def remove(records: Records, going: Sequence[Garbage]) -> list[str]:
+    """Remove exactly these; a line for each that stays, as in `records.stuck`."""
+    records.stuck = []
     for one in going:
-        if one.file is not None:
-            try:
-                one.file.unlink(missing_ok=True)
-            except OSError as exc:
-                stuck.append(f"{one.file}: {exc.strerror or exc}")
-    return stuck
-
-
-def remove_artifacts(going: Iterable[tuple[Store, Label]]) -> list[str]:
-    """Remove exactly these; a line for each that stays."""
-    stuck = []
-    for store, label in going:
         try:
-            store.delete(label.key)
-        except StoreError as exc:
-            stuck.append(f"{label.record_id}: {exc}")
-    return stuck
+            one.remove()
+        except (StoreError, OSError) as exc:
+            records.stuck.append(f"{one.what}: {exc}")
+    return records.stuck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

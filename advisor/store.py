@@ -12,8 +12,8 @@ from advisor.cache.settings import Cache, cache_urls
 
 if TYPE_CHECKING:
     from advisor.cache.exchange import Carried
+    from advisor.cache.garbage import Garbage
     from advisor.cache.record import Record
-    from advisor.sharing import Going
 
 Wanted = Callable[["Record"], bool]
 
@@ -92,7 +92,7 @@ class Store:
         target = other if isinstance(other, Store) else Store(other)
         return list(sharing.sync(self._single(), target._single(), only))
 
-    def prune(self, *, dry_run: bool = True) -> list[Going]:
+    def prune(self, *, dry_run: bool = True) -> list[Garbage]:
         """List what may go of what you measured: superseded and stale records, unused artifacts,
         files of writers that were killed. With `dry_run=False` remove it.
 

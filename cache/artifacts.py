@@ -41,7 +41,7 @@ ANOTHERS = "signed with another's key"
 Kind = Literal["superseded", "damaged", "oversized"]
 """Why artifacts may go, in one word."""
 LABEL = r"([0-9a-f]{12})-([0-9a-f]{12})-([1-9][0-9]{0,9})-([0-9a-f]{12})\.([0-9a-f]{12})"
-"""Of `Label.text`, as a regular expression."""
+"""Of `Label.name`, as a regular expression."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,30 +119,29 @@ class Label:
     """The key of some artifacts, which says what they are for.
 
     Attributes:
-        text: MODEL-ID-BATCH-CONFIG.TAG, each part but the batch 12 hex characters; the key without
-            BLOBS.
+        name: MODEL-ID-BATCH-CONFIG.TAG, each part but the batch 12 hex characters.
         trusted: one of the reader's keys made the tag.
     """
 
-    text: str
+    name: str
     record: str
     config: str
     trusted: bool
 
     @classmethod
-    def parse(cls, text: str, seal: Seal = UNSEALED) -> Label | None:
-        """None if the text is no label."""
-        found = re.fullmatch(LABEL, text)
+    def parse(cls, name: str, seal: Seal = UNSEALED) -> Label | None:
+        """None if the name is none of a label."""
+        found = re.fullmatch(LABEL, name)
         if not found:
             return None
         model, id, batch, config, tag = found.groups()
-        trusted = seal.tagged(text[: -len(tag) - 1], tag)
-        return cls(text, f"{model}/{id}/{batch}", config, trusted)
+        trusted = seal.tagged(name[: -len(tag) - 1], tag)
+        return cls(name, f"{model}/{id}/{batch}", config, trusted)
 
     @property
-    def key(self) -> str:
-        """What a store has them under."""
-        return BLOBS + self.text
+    def text(self) -> str:
+        """The key that a store has them under."""
+        return BLOBS + self.name
 
     @property
     def record_id(self) -> str:
@@ -188,7 +187,7 @@ def check(sealed: bytes, label: Label, seal: Seal) -> None:
     Raises:
         RecordDamaged: it is not.
     """
-    if not label.text.startswith(f"{_unsealed(sealed, seal)[0].label}."):
+    if not label.name.startswith(f"{_unsealed(sealed, seal)[0].label}."):
         raise RecordDamaged("artifacts: made for another record or config; refused")
 
 
@@ -235,6 +234,11 @@ class Artifacts:
     def __init__(self, stores: Sequence[Store], seal: Seal, most: int) -> None:
         self._stores, self._given, self._most = stores, seal, most
         self._seal = seal.for_code
+
+    @property
+    def loads(self) -> bool:
+        """Whether any may be kept or loaded."""
+        return self._most > 0
 
     @property
     def unsigned(self) -> str:
@@ -341,7 +345,7 @@ class Artifacts:
         if not self._most:
             return "none are loaded (ADVISOR_MAX_ARTIFACTS)"
         try:
-            self._checked(store, label)
+            self.checked(store, label)
         except RecordDamaged as exc:
             return _bare(exc)
         except StoreError as exc:
@@ -350,52 +354,24 @@ class Artifacts:
 
     def _why_not(self, label: Label) -> str:
         """Of what none of the keys that count for code has tagged."""
-        given = Label.parse(label.text, self._given)
+        given = Label.parse(label.name, self._given)
         return self._given.exposed if given and given.trusted else ANOTHERS
 
-    def sound(
-        self, store: Store, places: Collection[str]
-    ) -> Iterator[tuple[Label, bytes | RecordDamaged]]:
-        """What a store has of some records under the reader's or their team's tags, or why
-        that is refused.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
-        for label in self.on(store) if self._most else ():
-            if label.trusted and label.record in places:
-                try:
-                    packed = self._checked(store, label)
-                except RecordDamaged as exc:
-                    yield label, exc
-                else:
-                    if packed is not None:
-                        yield label, packed
-
-    def _checked(self, store: Store, label: Label) -> bytes | None:
+    def checked(self, store: Store, label: Label) -> bytes | None:
         """What a store has under a label, None if it is gone.
 
         Raises:
             RecordDamaged: it is refused. StoreError: the store cannot be read.
         """
-        packed = store.get(label.key, self._most)
+        packed = store.get(label.text, self._most)
         if packed is not None:
             check(packed, label, self._seal)
         return packed
 
-    def has(self, store: Store, label: Label, packed: bytes) -> bool:
-        """Whether a store has just this under a label.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
-        try:
-            return store.get(label.key, len(packed)) == packed
-        except RecordDamaged:  # larger
-            return False
-
-    def idle(self, store: Store, advised: Mapping[str, Collection[str]]) -> Iterator[Idle]:
-        """What a store has of the reader's or their team's that is good for nothing.
+    def useless(
+        self, store: Store, label: Label, size: int, advised: Mapping[str, Collection[str]]
+    ) -> tuple[Kind, str] | None:
+        """Why what a store has under a label may go; None if it may not.
 
         Args:
             advised: by each record's place, the configs that it advises, as `compiled_of`; none of
@@ -404,14 +380,6 @@ class Artifacts:
         Raises:
             StoreError: the store cannot be read.
         """
-        for label, size in self.on(store).items():
-            if label.trusted and (found := self._useless(store, label, size, advised)):
-                kind, reason = found
-                yield Idle(store=store, label=label, size=size, kind=kind, reason=reason)
-
-    def _useless(
-        self, store: Store, label: Label, size: int, advised: Mapping[str, Collection[str]]
-    ) -> tuple[Kind, str] | None:
         if label.record not in advised:
             return "superseded", "their record is gone"
         if size > self._most:
@@ -420,23 +388,12 @@ class Artifacts:
         if configs and label.config not in configs:
             return "superseded", "their config is advised no more"
         try:
-            self._checked(store, label)
+            self.checked(store, label)
         except RecordNewer:  # not for this version to judge
             return None
         except RecordDamaged as exc:
             return "damaged", _bare(exc)
         return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Idle:
-    """Artifacts that may go, and why."""
-
-    store: Store
-    label: Label
-    size: int
-    kind: Kind
-    reason: str
 
 
 def _bare(exc: RecordDamaged) -> str:

@@ -17,6 +17,7 @@ from advisor.cache.config import Config
 from advisor.cache.domain import LONGEST, is_line, line
 from advisor.cache.record import Record
 from advisor.cache.seal import UNSEALED, Seal
+from advisor.cache.stores.store import MAX_BYTES as MAX_BYTES
 from advisor.cache.turns import check_consistency
 from advisor.errors import RecordDamaged, RecordNewer, UsageError
 
@@ -26,8 +27,6 @@ and older versions ignore it."""
 OLDEST = 3
 """The oldest format that is read."""
 
-MAX_BYTES = 2**20
-"""Of one encoded record. Real ones take 20-200 KB; small objects grow thirtyfold when decoded."""
 MAX_PARTS = 2**16
 """Lists and maps in one record."""
 MAX_TRIALS = 2**11 - 1

@@ -1,4 +1,4 @@
-"""Records from store to store, into packs and out of them, and what may be thrown away.
+"""Records from store to store, into packs and out of them.
 
 Encoded records travel as they are, so that nothing a newer version wrote into them is lost, and
 each signature stays its owner's.
@@ -6,18 +6,15 @@ each signature stays its owner's.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from advisor.cache.artifacts import Idle, compiled_of
 from advisor.cache.codec import content
-from advisor.cache.match import place_of
-from advisor.cache.name import MARKS, Mark, Name, ranked
-from advisor.cache.reader import AT_ONCE, Marks, Reader, stale_of
+from advisor.cache.name import Mark, Name, ranked
+from advisor.cache.reader import AT_ONCE, Reader
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.shown import size
@@ -38,14 +35,6 @@ class Carried:
     outcome: Outcome
     target: str = ""
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waste:
-    """What may go, and why."""
-
-    name: Name | Mark
-    reason: str
 
 
 def carry(
@@ -144,23 +133,30 @@ def carry_artifacts(
     Raises:
         StoreError: one of the stores cannot be read or written.
     """
-    if not store.takes_blobs:
+    artifacts = records.artifacts
+    if not store.takes_blobs or not artifacts.loads:
         return
     there = store.sizes()
-    for label, packed in records.artifacts.sound(source, places):
-        if isinstance(packed, RecordDamaged):
-            yield Carried(name=label.text, outcome="refused", reason=str(packed))
+    for label in artifacts.on(source):
+        if not label.trusted or label.record not in places:
             continue
-        outcome: Outcome = "updated" if label.key in there else "added"
-        if there.get(label.key) == len(packed) and records.artifacts.has(store, label, packed):
-            outcome = "known"
         try:
-            if outcome != "known":
-                store.put(label.key, packed)
+            packed = artifacts.checked(source, label)
+            if packed is None:
+                continue
+            outcome: Outcome = "updated" if label.text in there else "added"
+            # Of the same size it may still be damaged.
+            if (
+                there.get(label.text) == len(packed)
+                and store.get(label.text, len(packed)) == packed
+            ):
+                outcome = "known"
+            else:
+                store.put(label.text, packed)
         except (Unauthorized, RecordDamaged) as exc:  # another's on a server, or too large for it
-            yield Carried(name=label.text, outcome="refused", reason=str(exc))
+            yield Carried(name=label.name, outcome="refused", reason=str(exc))
             continue
-        yield Carried(name=label.text, outcome=outcome, target=f"{size(len(packed))} of artifacts")
+        yield Carried(name=label.name, outcome=outcome, target=f"{size(len(packed))} of artifacts")
 
 
 def contents(store: Store) -> Iterator[tuple[str, bytes | RecordDamaged]]:
@@ -208,86 +204,3 @@ def unpack(
         yield from carry(read(path), records, store, wanted)
     except OSError as exc:
         raise StoreError(f"pack {path}: {exc.strerror or exc}") from exc
-
-
-def waste(records: Records, store: Store) -> list[Waste]:
-    """What a store can do without, of what the reader or their team signed.
-
-    That is: versions behind one of at least their effort under the same target's name; marks that
-    others came after, or whose version is gone; and a record that its GPU has outlived, where the
-    same GPU was measured later under another driver, again for this task with at least the effort.
-    Whatever others wrote, and what is the only record for its environment, stays.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
-    texts = store.keys()
-    names = [name for text in texts if (name := records.parse(text)) and name.trusted]
-    marks = [
-        mark for text in texts if text.startswith(MARKS) and (mark := records.parse_mark(text))
-    ]
-    newest: Marks = {}
-    records.mark(newest, store, texts)
-    versions = {(name.place, name.version.digest) for text in texts if (name := Name.parse(text))}
-    found = [
-        Waste(name=mark, reason="superseded")
-        for mark in marks
-        if newest[mark.version_of][0] != mark or mark.version_of not in versions
-    ]
-    counting: list[tuple[Name, Record]] = []
-    groups: dict[tuple[str, str, str], list[Name]] = {}
-    for name in names:
-        groups.setdefault((name.place, *name.called), []).append(name)
-    for group in groups.values():
-        first: Name | None = None
-        for name in ranked(group, stale_of(group, newest)):
-            if first is not None:
-                if name.version.effort <= first.version.effort:
-                    found.append(Waste(name=name, reason="superseded"))
-                continue
-            with contextlib.suppress(RecordDamaged):  # not for this version to judge
-                data = store.get_many([name.text]).get(name.text)
-                if data is not None:
-                    counting.append((name, records.read(name, data)))
-                    first = name
-    return [*found, *_outlived(counting)]
-
-
-def idle(records: Records, store: Store) -> list[Idle]:
-    """Artifacts in a store that no record there leads to any more, of what the reader or their team
-    signed.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
-    advised: dict[str, set[str]] = {name.place: set() for name in records.names(store)}
-    if store.sizes():
-        for one in records.look_into(store).held:
-            configs = (winner.choice.config for winner in one.record.winners)
-            advised[one.name.place] |= {compiled_of(one.record, config) for config in configs}
-    return list(records.artifacts.idle(store, advised))
-
-
-def _outlived(counting: Iterable[tuple[Name, Record]]) -> Iterator[Waste]:
-    """Records of a GPU that runs under another driver by now, and was measured again."""
-    machines: dict[str, list[tuple[Name, Record]]] = {}
-    for name, record in counting:
-        if record.provenance.device_uuid:  # else nobody knows which machine it was
-            machines.setdefault(record.provenance.device_uuid, []).append((name, record))
-    for there in machines.values():
-        _name, last = max(there, key=lambda pair: pair[1].provenance.created)
-        now = _driver(last)
-        again = {
-            (place_of(record.key), record.batch): name.version.effort
-            for name, record in there
-            if _driver(record) == now and not record.stale
-        }
-        for name, record in there:
-            task = place_of(record.key), record.batch
-            if _driver(record) != now and again.get(task, -1) >= name.version.effort:
-                change = f"driver {_driver(record)} -> {now}"
-                yield Waste(name=name, reason=f"stale: {change} on the same GPU since")
-
-
-def _driver(record: Record) -> str:
-    return record.key.environment.software.driver

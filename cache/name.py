@@ -1,18 +1,17 @@
-"""The name of a record in a store: what it is of, and which of several versions counts.
+"""The name of a record in a store, which says what it is of and which version counts.
 
-Records are never changed in place: a record that is measured, explained or verified again is put
-beside the one before it. So a store is a set that only grows until `advisor gc`, two stores are
-merged by uniting them, in any order and as often as one likes, and no writer can undo another's
-write. Which version of a record counts is told by the names alone.
+Records are never changed in place. A new measurement, explanation or verification is a new version
+beside the old one. So a store only grows until `advisor gc`, stores can be merged in any order, and
+no writer can undo another's write. The names alone decide which version counts.
 
-What counts is not the clock or the claim of whoever wrote it. A name ends in a tag that only the
-owner of a key can make (see `seal`), and the reader's own keys decide: first what the reader or
-their team measured, then what others did; among each what is not marked stale, then what had more
-effort, then the newer. So two readers may prefer different versions, and each sees their own work;
-nobody can hide another's, whatever dates, efforts or marks they write.
+Neither the clock nor the writer's claims decide. A name ends in a tag that only the owner of a
+signing key can make (see `seal`), and the reader's own keys come first: what the reader or their
+team measured counts before what others did. Within each, what is not stale comes first, then more
+effort, then the newer. So two readers may prefer different versions, and nobody can hide another's
+work, whatever dates, efforts or marks they write.
 
-A version that somebody else measured is marked stale by a small item of its own, signed by who
-found it, which counts for them and their team.
+To mark somebody else's version stale, a small signed item of its own is put beside it. It counts
+for whoever signed it and their team.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from advisor.cache.domain import is_moment
 from advisor.cache.key import fingerprint
 from advisor.cache.record import EFFORTS, Record, Target
 from advisor.cache.seal import UNSEALED, Seal
-from advisor.errors import RecordDamaged
 
 PREFIX = "record/"
 MARKS = "mark/"
@@ -38,7 +36,7 @@ _NAME = re.compile(
     rf"([0-9])(s?)\.([0-9a-f]{{14}})\.([0-9a-f]{{14}})\.{_PART}{_TAG}"
 )
 TARGET, ORIGIN = slice(20, 32), slice(33, 45)
-"""Where a name has the digests of its target and origin: thousands are told apart by these."""
+"""Where a name has the digests of its target and origin, to filter thousands of names fast."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _MARK = re.compile(
     rf"{MARKS}{_PART}/{_PART}/{_BATCH}/{_PART}/([sf])\.([0-9a-f]{{14}})\.{_PART}{_TAG}"
@@ -47,8 +45,7 @@ _MARK = re.compile(
 
 @dataclass(frozen=True, slots=True, order=True)
 class Version:
-    """`effort`: from 1 on, 0 where it is none that is known. Times in microseconds; `digest` of the
-    bytes."""
+    """`effort`: from 1, or 0 for an unknown one. Times in microseconds; `digest` of the bytes."""
 
     effort: int
     stale: bool
@@ -81,12 +78,12 @@ class Name:
 
     @property
     def place(self) -> str:
-        """What all versions of one record have in common, under whatever target's name."""
+        """The same for all versions of a record, whatever name its target has."""
         return f"{self.model}/{self.id}/{self.batch}"
 
     @property
     def called(self) -> tuple[str, str]:
-        """Target and origin: a record has as many names as it was tuned under."""
+        """Target and origin: a record that was tuned under several has a name for each."""
         return self.target, self.origin
 
     @property
@@ -96,14 +93,14 @@ class Name:
 
     @property
     def untagged(self) -> str:
-        """What a tag is made of."""
+        """The part of the name that its tag signs."""
         place = f"{PREFIX}{self.model}/{self.target}/{self.origin}/{self.id}/{self.batch}"
         v = self.version
         return f"{place}/{v.effort}{'s' * v.stale}.{v.created:014x}.{v.revised:014x}.{v.digest}"
 
     @classmethod
     def parse(cls, text: str, seal: Seal = UNSEALED) -> Name | None:
-        """The name in a store's key; None where it is none."""
+        """The name that a store's key is; None if it is none."""
         found = _NAME.fullmatch(text)
         if not found:
             return None
@@ -116,7 +113,7 @@ class Name:
 
     @classmethod
     def of(cls, record: Record, data: bytes, seal: Seal = UNSEALED) -> Name:
-        """The name of a record whose encoded bytes these are, tagged where the seal has a key."""
+        """The name of a record with these encoded bytes, tagged if the seal has a key."""
         made = record.provenance
         version = Version(
             EFFORTS.index(made.effort) + 1 if made.effort in EFFORTS else 0,
@@ -138,8 +135,8 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """mark/MODEL/ID/BATCH/DIGEST/s.TIME.DIGEST[.TAG]: that the version with the first digest is
-    stale, or with f for s that it is not, whatever it says itself."""
+    """mark/MODEL/ID/BATCH/DIGEST/s.TIME.DIGEST[.TAG]: says that the version with the first digest
+    is stale, or with f for s that it is not, whatever the version itself says."""
 
     text: str
     place: str
@@ -162,7 +159,7 @@ class Mark:
 
     @classmethod
     def parse(cls, text: str, seal: Seal = UNSEALED) -> Mark | None:
-        """The mark whose name a store's key is; None where it is none."""
+        """The mark that a store's key is; None if it is none."""
         found = _MARK.fullmatch(text)
         if not found:
             return None
@@ -172,7 +169,7 @@ class Mark:
 
     @classmethod
     def on(cls, name: Name, stale: bool, seconds: float, data: bytes, seal: Seal) -> Mark:
-        """The mark on a version, whose encoded reason these bytes are."""
+        """A mark on a version; `data`: its encoded reason."""
         made, digest = _microseconds(seconds), _digest(data)
         bare = f"{MARKS}{name.place}/{name.version.digest}/{'fs'[stale]}.{made:014x}.{digest}"
         text = _tagged(bare, seal)
@@ -198,8 +195,8 @@ def target_part(name: str) -> str:
 
 
 def command_part(command: Sequence[str]) -> str:
-    """The digest of a command's words without numbers and the options that are given them, as
-    '--epochs 90' and '--lr=0.1'; '' of no command."""
+    """The digest of a command's words without its numbers and their options, such as '--epochs 90'
+    and '--lr=0.1'; '' for no command."""
     found: list[str] = []
     for word in command:
         _option, equals, text = word.partition("=")
@@ -215,13 +212,12 @@ def _microseconds(seconds: float) -> int:
 
 
 def ranked(names: Iterable[Name], stale: Mapping[str, bool] | None = None) -> list[Name]:
-    """Versions of one record, the one that counts first; see the head of this file.
+    """Versions of one record, the one that counts first; the head of this file has the order.
 
-    Of what was made of the same measurement, the last revision by the reader's own side counts, or
-    where all are of others, theirs.
+    Of several revisions of one measurement, the reader's own last one counts, or else the last.
 
     Args:
-        stale: of some versions by their name's text, what is known beyond the name: from a mark.
+        stale: by the text of a name, what a mark says of it.
     """
     known = stale or {}
 
@@ -250,27 +246,3 @@ def _side(name: Name) -> tuple[bool, bool]:
 
 def _no(value: bool) -> bool:
     return not value
-
-
-SUFFIX = ".msgpack"
-_FILED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./]{0,200}")
-
-
-def file_of(key: str) -> str:
-    """The name of a file that holds what a store has under this key.
-
-    Raises:
-        RecordDamaged: it could lie outside the store's folder, or be hidden in it.
-    """
-    if not _FILED.fullmatch(key) or ".." in key:
-        raise RecordDamaged(f"key {key!r}: no name of a record")
-    return key.replace("/", "-") + SUFFIX
-
-
-def keys_of(files: Iterable[str]) -> list[str]:
-    """The keys, sorted, that the files of a folder hold; others, as what is being written, none."""
-    return sorted(
-        name.removesuffix(SUFFIX).replace("-", "/")
-        for name in files
-        if name.endswith(SUFFIX) and not name.startswith(".")
-    )

@@ -1,6 +1,4 @@
-"""Whether a file is its reader's alone: who else could read it, write it or put another in its
-place. The model is StrictModes of sshd_config(5).
-"""
+"""Whether another user could read, change or replace a file, as StrictModes of sshd_config(5)."""
 
 from __future__ import annotations
 
@@ -14,9 +12,8 @@ _MOST_LINKS = 40
 """On the way to a file, as Linux has it."""
 
 
-def exposed(path: Path, descriptor: int, group_reads: bool = False) -> str:
-    """Through what another user, root aside, may know what is in an open file, or have put it
-    there; '' where none may.
+def insecure_reason(path: Path, descriptor: int, group_reads: bool = False) -> str:
+    """How another user except root could have read or set an open file; '' if none could.
 
     Args:
         path: what was opened.
@@ -41,7 +38,7 @@ def exposed(path: Path, descriptor: int, group_reads: bool = False) -> str:
 
 
 def _fault(step: Path, found: os.stat_result) -> str:
-    """What of one step lets another user lead it elsewhere."""
+    """How another user could replace one step of the path; '' if none could."""
     if found.st_uid not in (0, os.geteuid()):
         return f"{step} is another user's ({found.st_uid})"
     if stat.S_ISLNK(found.st_mode):
@@ -54,14 +51,13 @@ def _fault(step: Path, found: os.stat_result) -> str:
 
 
 def _bears(mode: int, writers: int, gid: int) -> bool:
-    """Whether a folder's steps are safe from those who can write it: in a sticky one nobody renames
-    what is another's, and a private group has nobody else in it."""
+    """Whether what lies in a folder is safe although others can write the folder: it is sticky, or
+    its group has no other member."""
     return bool(mode & stat.S_ISVTX) or (writers == stat.S_IWGRP and _of_oneself(gid))
 
 
 def _of_oneself(gid: int) -> bool:
-    """Whether a group is the user's private one, which many systems make for each and have the
-    umask let it write."""
+    """Whether a group is the user's private one, as many systems make it for each user."""
     import grp
     import pwd
 
@@ -73,8 +69,7 @@ def _of_oneself(gid: int) -> bool:
 
 
 def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """All that leads to a file, from the root on, with the links and what they lead through; the
-    file itself is the last.
+    """Each folder and link on the path to a file, from the root on; the file itself is the last.
 
     Raises:
         OSError: a step cannot be read, or the links go round in a circle.

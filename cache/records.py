@@ -6,10 +6,11 @@ import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from advisor.cache.artifacts import Artifacts
+from advisor.cache.artifacts import Artifacts, Label, place_of
 from advisor.cache.codec import encode, opened, reason_of
 from advisor.cache.key import Key
 from advisor.cache.match import Kin, kin
@@ -31,6 +32,8 @@ from advisor.cache.settings import max_artifacts
 from advisor.cache.stores import Remote, Store, studies_of
 from advisor.cache.stores.filesystem import beside
 from advisor.errors import RecordDamaged, StoreError, UsageError
+
+T = TypeVar("T")
 
 MOST_STRANGERS = 256
 """Records of other models that are read from a store to see whether they are akin."""
@@ -94,25 +97,37 @@ class Records(Reader):
         Raises:
             StoreError: no store can be read.
         """
-        self.damaged, self.unreachable = [], []
+        self.damaged = []
         left: set[str] = set()
         found: list[Held] = []
-        failed: StoreError | None = None
         marks: Marks = {}
-        for store in self.stores:
-            try:
-                listing = self.look_into(store, sought, marks)
-            except StoreError as exc:
-                failed = failed or exc
-                self.unreachable.append(str(exc))
-                continue
+        for _store, listing in self.of_each(lambda store: self.look_into(store, sought, marks)):
             self.damaged += listing.damaged
             found += listing.held
             left |= listing.left
         self.left = len(left - {one.name.place for one in found})
-        if failed is not None and len(self.unreachable) == len(self.stores):
-            raise failed
         return united(found)
+
+    def of_each(
+        self, ask: Callable[[Store], T], *, needs_one: bool = True
+    ) -> Iterator[tuple[Store, T]]:
+        """What ask(store) returns for each store that can be asked; the others are `unreachable`.
+
+        Raises:
+            StoreError: none can be asked, and one is needed; what the first one says.
+        """
+        self.unreachable = []
+        failed: list[StoreError] = []
+        for store in self.stores:
+            try:
+                said = ask(store)
+            except StoreError as exc:
+                failed.append(exc)
+                self.unreachable.append(str(exc))
+            else:
+                yield store, said
+        if needs_one and failed and len(failed) == len(self.stores):
+            raise failed[0]
 
     def all(self, sought: Sought = EVERYTHING) -> list[Record]:
         """What can be read, each record once, under the target's name of what counts."""
@@ -163,16 +178,10 @@ class Records(Reader):
             UsageError: no record is named so, or several are.
         """
         key, batch = ("", None) if id_prefix is None else _id(id_prefix)
-        self.unreachable = []
         found: list[tuple[Store, Name | Mark]] = []
-        for store in self.stores:
-            try:
-                texts = store.keys()
-            except StoreError as exc:
-                self.unreachable.append(str(exc))
-                continue
+        for store, texts in self.of_each(lambda store: store.keys(), needs_one=False):
             for text in texts:
-                one = Name.parse(text, self._seal) or Mark.parse(text, self._seal)
+                one = self.parse(text) or Mark.parse(text, self._seal)
                 if one is None:
                     continue
                 id, _, at = one.record_id.partition("@")
@@ -213,18 +222,8 @@ class Records(Reader):
         return self._put(name.text, data)
 
     def _put(self, text: str, data: bytes) -> Store:
-        self.unreachable = []
-        failed: StoreError | None = None
-        for store in self.stores:
-            try:
-                store.put(text, data)
-            except StoreError as exc:
-                failed = failed or exc
-                self.unreachable.append(str(exc))
-            else:
-                return store
-        assert failed is not None
-        raise failed
+        """Keep data in the first store that takes it, which is returned."""
+        return next(store for store, _ in self.of_each(lambda store: store.put(text, data)))
 
     def _held_as(self, record: Record) -> Held | None:
         with contextlib.suppress(StoreError):
@@ -281,19 +280,11 @@ class Records(Reader):
 
     def versions(self, record: Record) -> list[tuple[Store, Name]]:
         """Every version of a record in every store that can be read; `unreachable`: the others."""
-        found = []
-        self.unreachable = []
-        place = f"{record.key.model[:12]}/{record.key.id}/{record.batch}"
-        for store in self.stores:
-            try:
-                names = self.names(store)
-            except StoreError as exc:
-                self.unreachable.append(str(exc))
-                continue
-            found += [(store, name) for name in names if name.place == place]
-        return found
+        place = place_of(record)
+        listed = self.of_each(self.names, needs_one=False)
+        return [(store, name) for store, names in listed for name in names if name.place == place]
 
-    def remove(self, versions: Iterable[tuple[Store, Name | Mark]]) -> int:
+    def remove(self, versions: Iterable[tuple[Store, Name | Mark | Label]]) -> int:
         """Remove exactly these; how many were there. `stuck` has a line for each that stays."""
         count = 0
         self.stuck = []
@@ -303,14 +294,6 @@ class Records(Reader):
             except StoreError as exc:
                 self.stuck.append(f"{name.record_id}: {exc}")
         return count
-
-    def delete(self, record: Record) -> bool:
-        """Remove every version of a record from every store that can be read; whether it was there.
-
-        Raises:
-            StoreError: a store that has it cannot be written.
-        """
-        return any([store.delete(name.text) for store, name in self.versions(record)])
 
 
 def _record_id(place: str) -> str:

@@ -1,9 +1,9 @@
-"""Signatures of records: whose word counts when several have written of the same thing.
+"""Signatures of records, which decide whose record counts if several people wrote one.
 
-Two keys sign. Each user has one of their own, made at the first write: 32 random bytes that only
-they can read, in $XDG_DATA_HOME/advisor/key. A team may share a secret: it is preferred then, and
-what any of the team measured counts for all of them. What neither signed, anybody who can write to
-a store may have made up: it is served where nothing better is there, and decides over nothing.
+Two keys sign. Each user has their own, made at the first write: 32 random bytes that only they can
+read, in $XDG_DATA_HOME/advisor/key. A team may share a secret, which then signs instead, so that
+the work of one counts for all. What neither key signed may be made up by anybody who can write to
+the store. It is served only if there is nothing better.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from advisor.cache.private import exposed
+from advisor.cache.private import insecure_reason
 from advisor.cache.stores.filesystem import make_folder, open_regular
 from advisor.errors import UsageError
 
 _log = logging.getLogger("advisor")
 
 UNSIGNED = "unsigned"
-"""What is said, wherever it is shown or served, of a record that no key of the reader signed."""
+"""How a record is called that no key of the reader signed."""
 LEAST = 16
 """Characters of a secret: a shorter one can be guessed from one signed record."""
 RECORD, ARTIFACTS = b"advisor record\n", b"advisor artifacts\n"
-"""What a signature is of: one of the one kind is none of the other."""
+"""What a signature is of: a signed record is no signed code."""
 _NAME = b"advisor name\n"
 _REMEDY = "run: chmod 600 it, and chmod go-w the folders above it"
 _OWN_BYTES = 32
@@ -39,15 +39,15 @@ _MOST_BYTES = 2**12
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The keys that sign, and whether what they did not sign is refused.
+    """The keys that sign, and whether unsigned records are refused.
 
     Attributes:
         secret: the team's, empty for none.
-        own: this user's, empty where none was made yet.
+        own: this user's, empty if none was made yet.
         required: only records signed with one of them are accepted.
         own_file: where `ready` keeps the user's own; None for nowhere.
-        secret_exposed: through what another user may have the secret, or have set it; '' where none
-            may. `own_exposed`: of the user's own.
+        secret_exposed: how another user could read or set the secret; '' if none could.
+            `own_exposed`: the same for the user's own.
     """
 
     secret: bytes = field(default=b"", repr=False)
@@ -59,8 +59,7 @@ class Seal:
 
     @property
     def for_code(self) -> Seal:
-        """With only those keys that no other user may have: what a key signed is run as its
-        reader."""
+        """Only the keys that no other user can have, because code that they sign is run."""
         return dataclasses.replace(
             self,
             secret=b"" if self.secret_exposed else self.secret,
@@ -69,7 +68,7 @@ class Seal:
 
     @property
     def exposed(self) -> str:
-        """Why one of the keys is none for code; '' where each is."""
+        """Why one of the keys may not sign code; '' if all may."""
         return self.secret_exposed or self.own_exposed
 
     @property
@@ -90,7 +89,7 @@ class Seal:
         )
 
     def tag(self, name: str) -> str:
-        """12 hex characters that show, in a listing, that the keys' owner gave this name."""
+        """12 hex characters that prove in a listing that the key's owner made this name."""
         return _tag(self.signs, name)
 
     def tags(self, name: str) -> tuple[str, ...]:
@@ -102,7 +101,7 @@ class Seal:
         return any(hmac.compare_digest(tag, one) for one in self.tags(name))
 
     def ready(self) -> Seal:
-        """With a key to sign with, made now where there is none; as it is where that fails."""
+        """The same with a key to sign with, which is made if there is none, and if it can be."""
         if self.signs or self.own_file is None:
             return self
         try:
@@ -114,10 +113,10 @@ class Seal:
 
     @classmethod
     def from_environment(cls) -> Seal:
-        """$ADVISOR_SECRET, or what is in the file $ADVISOR_SECRET_FILE; $ADVISOR_SIGNED_ONLY; the
-        user's own key where one was made. A file that is not one's own alone is told in the log.
+        """$ADVISOR_SECRET or the file $ADVISOR_SECRET_FILE, $ADVISOR_SIGNED_ONLY, and the user's
+        own key if it was made. A key file that others can read or replace is logged.
 
-        The group of the secret's file may read it: who shares it is the team.
+        The group of the secret's file may read it: that is the team.
 
         Raises:
             UsageError: the secret is too short, its file cannot be read, or one is missing.
@@ -161,17 +160,16 @@ def _tag(key: bytes, name: str) -> str:
 
 
 def own_folder() -> Path | None:
-    """For what is the user's own and no cache, as the XDG base directories have it; None for a user
-    without a home."""
+    """The user's folder for data that is no cache ($XDG_DATA_HOME); None without a home."""
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     path = Path(os.path.expanduser(data))  # noqa: PTH111 # Path's raises for a user without an entry
     return path / "advisor" if path.is_absolute() else None
 
 
 def _read(path: Path, group_reads: bool = False) -> tuple[bytes, str]:
-    """What is in a file, and through what another user may have it, or have put it there."""
+    """What is in a file, and how another user could have read or set it."""
     with open_regular(path) as file:
-        why = exposed(path, file.fileno(), group_reads)
+        why = insecure_reason(path, file.fileno(), group_reads)
         if why:
             _tell_once(str(path), why)
         return file.read(_MOST_BYTES), why
@@ -183,7 +181,7 @@ def _tell_once(path: str, why: str) -> None:
 
 
 def _made(path: Path) -> tuple[bytes, str]:
-    """A new key in its file; another process's where that was first. As `_read`."""
+    """A new key in its file, or the one that another process has just made; as `_read`."""
     make_folder(path.parent)
     temporary = path.with_name(f".key-{secrets.token_hex(8)}")
     try:

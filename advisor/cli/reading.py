@@ -39,7 +39,6 @@ from advisor.cli.options import (
 )
 from advisor.errors import AdvisorWarning, StoreError, UsageError
 from advisor.opening import open_records
-from advisor.sharing import remove_artifacts
 
 MOST = 200
 """Records that are read for a list."""
@@ -306,10 +305,9 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
             click.echo(f"forgetting {id} {what} ({count})")
     for record in readable.values():
         forget_studies(records, record)
-    records.remove(going)
-    without = remove_artifacts([(store, label) for store, label, _size in kept])
+    records.remove([*going, *((store, label) for store, label, _size in kept)])
     stuck = [f"{line}; nothing was removed there" for line in away]
-    stuck += [f"{line}; it stays" for line in [*records.stuck, *without]]
+    stuck += [f"{line}; it stays" for line in records.stuck]
     for line in stuck:
         click.echo(f"advisor: {line}", err=True)
     if as_json:

@@ -116,7 +116,7 @@ def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> Non
         rows = [
             {
                 "store": one.store.url,
-                "name": _name_of(one),
+                "name": one.named.text if isinstance(one.named, Name | Mark) else one.named.name,
                 "reason": one.reason,
             }
             for one in going
@@ -137,8 +137,3 @@ def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> Non
     elif not remove:
         click.echo("nothing was removed; to remove, add --yes")
     click.get_current_context().exit(FAILED if stuck else DONE)
-
-
-def _name_of(going: sharing.Going) -> str:
-    named = going.waste.name if going.waste else going.artifacts
-    return named.text if named else going.what

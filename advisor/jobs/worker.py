@@ -133,7 +133,9 @@ class AttemptClient:
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         sent = None if body is None else json.dumps(body).encode()
-        return self.store.client.read_json(self._said(method, path, sent, JSON if sent else ""))
+        return self.store.client.decoded(
+            self._said(method, path, sent, JSON if sent else ""), dict[str, Any]
+        )
 
     def _said(
         self,

@@ -17,9 +17,9 @@ from advisor.errors import StoreError, UsageError
 
 MOUNTS = Path("/proc/self/mounts")
 WRITING = ".writing-"
-"""How the name of a file begins that is being written."""
+"""How the names of unfinished files begin."""
 _ABANDONED_S = 3600.0
-"""Age from which such a file's writer is dead: a write takes milliseconds."""
+"""The writer of such an old file is dead: a write takes milliseconds."""
 _NETWORK = re.compile(
     r"nfs\d?|lustre|gpfs|cifs|smb\w*|beegfs(_nodev)?|ceph|glusterfs|afs|9p|panfs|wekafs|orangefs"
     r"|pvfs2|ocfs2|gfs2?|virtiofs|fuse(\..+)?"
@@ -56,7 +56,7 @@ def network(path: Path, mounts: Path = MOUNTS) -> str:
 
 
 def make_folder(path: Path) -> None:
-    """A folder and those above it that are missing, for their owner alone.
+    """Make a folder and the missing ones above it, for their owner alone.
 
     Raises:
         OSError: one cannot be made.
@@ -67,7 +67,7 @@ def make_folder(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Put a file, whole or not at all, in a folder that is made where it is missing.
+    """Write a file atomically; its folder is made if it is missing.
 
     Raises:
         OSError: it cannot be written.
@@ -90,7 +90,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def abandoned(folder: Path) -> list[Path]:
-    """What writers that were killed left in a folder.
+    """Unfinished files of killed writers in a folder.
 
     Raises:
         OSError: it cannot be read.
@@ -100,8 +100,7 @@ def abandoned(folder: Path) -> list[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder with all that is in it, whatever rights who made that has left; what cannot
-    be removed stays."""
+    """Remove a folder and all that is in it, read-only folders included, as far as possible."""
     for root, folders, _files in os.walk(path):
         for name in folders:
             folder = Path(root, name)
@@ -126,7 +125,7 @@ def check_folder(store: Path, folder: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file to read; not a pipe or a device, which a reader would wait for.
+    """Open a file to read; no pipe or device, which could block.
 
     Raises:
         OSError: it cannot be opened, or is no regular file.
@@ -139,7 +138,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """What is in a file, of which nothing is read where it is larger than `most` bytes.
+    """The content of a file of at most `most` bytes.
 
     Raises:
         OSError: it cannot be read, is no regular file, or is larger.
@@ -153,7 +152,7 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def place(path: str | Path) -> Path:
-    """A path as a store keeps it: absolute, '~' being the user's home.
+    """The absolute path; '~' is the user's home.
 
     Raises:
         UsageError: there is no such home, or no current folder that it could be relative to.
@@ -165,11 +164,11 @@ def place(path: str | Path) -> Path:
 
 
 def beside(folder: Path, name: str) -> Path:
-    """Where a file of this name lies in a folder of studies, which may not exist yet.
+    """The path of a file in a folder of studies, which may not exist yet.
 
     Raises:
         UsageError: the name is no plain one. StoreError: the folder or the file is a link, which
-            somebody else may have laid to lead elsewhere.
+            may lead anywhere.
     """
     if not _PLAIN.fullmatch(name):
         raise UsageError(f"study {name[:80]!r}: no name of a study")

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
-import msgpack
+import msgspec
 
 from advisor.cache.name import MARKS, PREFIX
 from advisor.cache.stores.http_client import BYTES, JSON, Answer, HttpClient
@@ -27,6 +27,8 @@ from advisor.cache.stores.store import (
 from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged, StoreError
 
+T = TypeVar("T")
+
 PATIENCE_S = 0.25
 """What a server may cost `apply`, unless its URL says ?timeout=: TLS alone is three round trips."""
 _REFUSAL = 2**12
@@ -34,6 +36,27 @@ _REFUSAL = 2**12
 MOST = 64
 """Records asked for in one request."""
 _KEY = re.compile(rf"(?:{PREFIX}|{MARKS})[0-9a-fs./]{{1,200}}")
+
+
+class _Keys(msgspec.Struct):
+    keys: list[str]
+    more: bool = False
+
+
+class _Sizes(msgspec.Struct):
+    sizes: dict[str, int]
+    more: bool = False
+
+
+class _Rights(msgspec.Struct):
+    """Whether the token may write, and whether there are records."""
+
+    writes: bool
+    records: bool
+
+
+class _Items(msgspec.Struct):
+    items: list[tuple[str, bytes | None]]
 
 
 class HttpStore(Remote):
@@ -69,15 +92,12 @@ class HttpStore(Remote):
         while True:
             check_deadline()
             after = found[-1] if found else ""
-            answer = self._json(f"/api/records?after={quote(after, '')}")
-            keys = answer.get("keys")
-            if not isinstance(keys, list):
-                raise self.client.foreign("no keys in its answer")
-            page = [self._key(key) for key in keys]
-            if page and page[0] <= after:
+            page = self._get(_Keys, f"/api/records?after={quote(after, '')}")
+            keys = [self._checked(key) for key in page.keys]
+            if keys and keys[0] <= after:
                 raise self.client.foreign("its pages go round in a circle")
-            found += page
-            if not answer.get("more") or not page:
+            found += keys
+            if not page.more or not keys:
                 return found
 
     def sizes(self, start: str = BLOBS) -> dict[str, int]:
@@ -85,14 +105,11 @@ class HttpStore(Remote):
         while True:
             check_deadline()
             query = {"after": max(found, default=""), "start": start.removeprefix(BLOBS)}
-            answer = self._json(f"/api/artifacts?{urlencode(query)}")
-            page = answer.get("sizes")
-            if not isinstance(page, dict) or not all(type(size) is int for size in page.values()):
-                raise self.client.foreign("no sizes in its answer")
-            if any(name <= query["after"] or not blob_key(name, BLOBS) for name in page):
+            page = self._get(_Sizes, f"/api/artifacts?{urlencode(query)}")
+            if any(name <= query["after"] or not blob_key(name, BLOBS) for name in page.sizes):
                 raise self.client.foreign("it names artifacts that are none")
-            found |= page
-            if not answer.get("more") or not page:
+            found |= page.sizes
+            if not page.more or not page.sizes:
                 return {key: size for name, size in found.items() if (key := blob_key(name, start))}
 
     def get(self, key: str, most: int = MAX_BYTES) -> bytes | None:
@@ -130,29 +147,23 @@ class HttpStore(Remote):
         return self._request("DELETE", self._place(key), accepts=(404,)).status != 404
 
     def check_writable(self) -> None:
-        if not self._self()["writes"]:
+        if not self._get(_Rights, "/api/self").writes:
             raise StoreError(f"cache {self.url}: this token may read and not write")
 
     def health(self) -> str:
         try:
-            said = self._self()
+            said = self._get(_Rights, "/api/self")
         except StoreError as exc:
             return f"unusable: {exc}"
-        if not said["records"]:
+        if not said.records:
             return "empty"
-        return "ok" if said["writes"] else "ok, read-only"
-
-    def _self(self) -> dict[str, Any]:
-        found = self._json("/api/self")
-        if not {"writes", "records"} <= found.keys():
-            raise self.client.foreign("it does not say what the token may do")
-        return found
+        return "ok" if said.writes else "ok, read-only"
 
     def _request(self, method: str, path: str, **how: Any) -> Answer:
         return self.client.request(method, path, patience_s=self.patience_s, **how)
 
-    def _json(self, path: str) -> dict[str, Any]:
-        return self.client.read_json(self._request("GET", path).data)
+    def _get(self, kind: type[T], path: str) -> T:
+        return self.client.decoded(self._request("GET", path).data, kind)
 
     @staticmethod
     def _place(key: str) -> str:
@@ -160,35 +171,13 @@ class HttpStore(Remote):
 
     def _items(self, data: bytes) -> list[tuple[str, bytes]]:
         """Keys with their bytes; b'' for one that is gone, or comes in a later answer."""
-        try:
-            found = msgpack.unpackb(
-                data,
-                raw=False,
-                strict_map_key=True,
-                max_str_len=2**10,
-                max_bin_len=MAX_BYTES,
-                max_array_len=2**16,
-                max_map_len=2**4,
-                max_ext_len=0,
-            )
-        except Exception as exc:  # msgpack raises more kinds than it documents
-            raise self.client.foreign("its answer is no msgpack") from exc
-        items = found.get("items") if isinstance(found, dict) else None
-        if not isinstance(items, list):
-            raise self.client.foreign("no items in its answer")
-        return [self._item(one) for one in items]
+        items = self.client.decoded(data, _Items, packed=True).items
+        return [(self._checked(key), found or b"") for key, found in items]
 
-    def _item(self, value: object) -> tuple[str, bytes]:
-        if isinstance(value, list) and len(value) == 2:
-            key, data = value
-            if data is None or isinstance(data, bytes):
-                return self._key(key), data or b""
-        raise self.client.foreign("its items are no records")
-
-    def _key(self, value: object) -> str:
-        if not isinstance(value, str) or not _KEY.fullmatch(value):
-            raise self.client.foreign(f"it names a record {str(value)[:60]!r}")
-        return value
+    def _checked(self, key: str) -> str:
+        if not _KEY.fullmatch(key):
+            raise self.client.foreign(f"it names a record {key[:60]!r}")
+        return key
 
 
 def _fits(store: HttpStore) -> Narrowing:

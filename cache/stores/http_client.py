@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -11,8 +10,10 @@ import weakref
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
+
+import msgspec
 
 from advisor.cache.seal import own_folder
 from advisor.cache.settings import ProjectUrl
@@ -23,6 +24,8 @@ from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, 
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection
+
+T = TypeVar("T")
 
 MOST_ANSWER = 36 * 2**20
 """Bytes of one answer, unpacked."""
@@ -230,24 +233,23 @@ class HttpClient:
             return StoreError(f"{self._shown}: sends on to {where}; name that server itself")
         return RecordDamaged(what) if status in (409, 413, 422) else StoreError(what)
 
-    def read_json(self, data: bytes) -> dict[str, Any]:
-        """The map in an answer.
+    def decoded(self, data: bytes, kind: type[T], *, packed: bool = False) -> T:
+        """What an answer holds, as JSON or packed as msgpack.
 
         Raises:
-            StoreError: there is none.
+            StoreError: it is nothing of this kind.
         """
+        decode = msgspec.msgpack.decode if packed else msgspec.json.decode
         try:
-            found = json.loads(data)
-        except (ValueError, RecursionError) as exc:
-            raise self.foreign("its answer is no JSON") from exc
-        if not isinstance(found, dict):
-            raise self.foreign("its answer is no map")
-        return found
+            return decode(data, type=kind)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+            raise self.foreign(printable(str(exc))[:200]) from exc
 
     def detail(self, data: bytes) -> str:
         """Why a server refuses, on one line; '' if its answer does not say."""
         try:
-            return printable(str(self.read_json(data).get("detail", "")))[:300]
+            said = self.decoded(data, dict[str, Any])
+            return printable(str(said.get("detail", "")))[:300]
         except StoreError:
             return ""
 

@@ -1,7 +1,7 @@
-"""Packs: many records in one file, to be carried elsewhere; as a store, read-only.
+"""Packs: many records in one file, to carry elsewhere; as a store, a pack is read-only.
 
-A zip file with one member a record, under the record's name, and one that says what it is. Each
-record carries its own checksum, and its own signature where it was signed.
+A pack is a zip file with one member for each record, and a header. Each record has its own
+checksum, and its own signature if it was signed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 FORMAT = 2
 HEADER = "advisor-pack.json"
 MAX_RECORDS = 2**16 - 2
-"""What a zip file holds without its extension for more, which is not accepted."""
+"""More need an extension of the zip format, which is not accepted."""
 _MOST_LISTING = 400 * MAX_RECORDS
-"""Bytes of the list of members, which is read whole."""
+"""Bytes of the list of members."""
 _END = struct.Struct("<4s4H2LH")
 _MORE = b"PK\x06\x07"
 _FAULTS = (
@@ -40,7 +40,7 @@ _FAULTS = (
     ValueError,
     OverflowError,
 )
-"""What zipfile raises for a file that is none, or one that it cannot read."""
+"""What zipfile raises for a damaged file, or one that is no zip file."""
 
 
 class PackStore(Store):
@@ -106,7 +106,7 @@ class PackStore(Store):
 
 
 class _Pack(zipfile.ZipFile):
-    """One that closes the file that it was given."""
+    """A zip file that closes the file object that it was given."""
 
     def close(self) -> None:
         file = self.fp
@@ -116,10 +116,10 @@ class _Pack(zipfile.ZipFile):
 
 
 def read(path: Path) -> Iterator[tuple[str, bytes | RecordDamaged]]:
-    """Each record of a pack, not decoded: its name, and its bytes or what is wrong with them.
+    """The name and the encoded bytes of each record in a pack, or what is wrong with them.
 
     Raises:
-        StoreDamaged: it is no pack, or was cut. OSError.
+        StoreDamaged: it is no pack, or was cut off. OSError.
     """
     with contextlib.closing(_open(path)) as pack:
         for info in pack.infolist():
@@ -167,7 +167,11 @@ def _sound(pack: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes | RecordDamage
 
 
 def _member(pack: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    """What is in a member, never more than a record may be."""
+    """The content of a member, of at most MAX_BYTES.
+
+    Raises:
+        RecordDamaged: it is larger or damaged.
+    """
     name = info.filename[:80]
     if info.file_size > MAX_BYTES or info.compress_size > MAX_BYTES:
         raise RecordDamaged(f"{name}: larger than {MAX_BYTES} bytes; refused")
@@ -184,7 +188,7 @@ def _member(pack: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
 
 
 def write(path: Path, records: Iterable[tuple[str, bytes]]) -> int:
-    """Write a pack, whole or not at all; how many records are in it.
+    """Write a pack atomically; how many records are in it.
 
     Raises:
         StoreError: the file cannot be written.

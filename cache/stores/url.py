@@ -1,4 +1,4 @@
-"""What is common to the URLs of remote stores: options, passwords, patience."""
+"""URLs of remote stores: their options and passwords."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from advisor.errors import UsageError
 
 PATIENCE_S = 0.05
-"""What a remote store may cost `apply`, unless its URL says ?timeout=."""
+"""How long `apply` waits for a remote store, unless its URL says ?timeout=."""
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _HARMLESS = ("prefix", "ttl", "timeout", "endpoint", "db", "insecure")
-"""Options whose values are shown; of any other the value may be a secret, whatever it is called."""
+"""Options whose values are shown; any other value may be a secret."""
 _OPTION = re.compile(r"([?&;])([^=&;?#]*)=([^&;#]*)")
 _FORM = (
     "expected SCHEME://[USER:PASSWORD@]HOST[:PORT]/PLACE[?OPTION=VALUE&...]; write / ? # @ in a "
@@ -43,10 +43,10 @@ class RemoteUrl:
 
     @classmethod
     def parse(cls, url: str, own: tuple[str, ...]) -> RemoteUrl:
-        """Take the options named in `own` out of a URL's query.
+        """Split the options named in `own` from a URL.
 
         Raises:
-            UsageError: an option is given twice, or the URL is none.
+            UsageError: an option is given twice, or the URL is malformed.
         """
         place, _, query = url.partition("?")
         try:
@@ -68,7 +68,7 @@ class RemoteUrl:
         """A time such as 50ms, 2s or 30d.
 
         Raises:
-            UsageError: it is none.
+            UsageError: it is no time.
         """
         text = self.options.get(option)
         if text is None:
@@ -82,14 +82,14 @@ class RemoteUrl:
 
 
 def without_password(url: str) -> str:
-    """A URL as it may be shown, even where it is malformed: who logs in is left out, and so are
-    the values of all options but those that are known to hold no secret."""
+    """A URL as it may be shown, even if it is malformed: without user and password, and without the
+    values of options that may be secret."""
     place, mark, query = url.partition("?")
     query = _OPTION.sub(_option, f"{mark}{query.partition('#')[0]}") if mark else ""
     place = re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*:/*).*@", r"\1", place)
-    if "@" in query:  # a password that was not written as one may hold '?'
+    if "@" in query:  # a password that is not percent-encoded may hold '?'
         place, query = re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*:/*).*", r"\1***", place), ""
-    # What is behind a colon and no port may be a password that was not written as one.
+    # What follows a colon and is no port may be a password.
     place = re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*://[^/:]*):(?!\d*(?:/|$)).*", r"\1:***", place)
     return place.partition("#")[0] + query
 

@@ -10,6 +10,7 @@ import pytest
 from advisor.cache import exchange
 from advisor.cache.artifacts import Artifacts, Label, Purpose, Tools, opened, place_of, sealed
 from advisor.cache.config import Config
+from advisor.cache.garbage import garbage
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.seal import UNSEALED, Seal
@@ -171,13 +172,14 @@ def put(store: Store, one: Record, seal: Seal = MINE) -> Purpose:
 def test_gc_takes_what_no_record_leads_to(store: Store) -> None:
     purpose = put(store, RECORD)
     records = Records(store, seal=MINE)
-    assert exchange.idle(records, store) == []
+    assert garbage(records, store) == []
     gone, other = replace(purpose, record="ab/cd/1"), replace(purpose, config="ab" * 6)
     for one in (replace(gone, record=f"{'ab' * 6}/{'cd' * 6}/1"), other):
         artifacts(store).keep(DATA, one, store)
     artifacts(store, seal=THEIRS).keep(DATA, other, store)
-    found = {one.label.text: one.reason for one in exchange.idle(records, store)}
-    assert sorted(found.values()) == ["their config is advised no more", "their record is gone"]
+    found = {one.named.name: one.reason for one in garbage(records, store)}  # type: ignore[union-attr]
+    said = sorted(reason.rpartition(": ")[2] for reason in found.values())
+    assert said == ["their config is advised no more", "their record is gone"]
     assert text(other, MINE) in found and text(other, THEIRS) not in found
 
 
@@ -186,9 +188,9 @@ def test_gc_takes_what_is_larger_than_permitted(
 ) -> None:
     put(store, RECORD)
     monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "10B")
-    (one,) = exchange.idle(Records(store, seal=MINE), store)
+    (one,) = garbage(Records(store, seal=MINE), store)
     assert one.kind == "oversized"
-    assert one.reason == "larger than 10 bytes (ADVISOR_MAX_ARTIFACTS)"
+    assert one.reason.endswith("of artifacts: larger than 10 bytes (ADVISOR_MAX_ARTIFACTS)")
 
 
 GOOD = sealed(DATA, PURPOSE, MINE)
@@ -211,10 +213,10 @@ def test_what_is_damaged_is_told_and_tidied(store: Store, data: bytes, reason: s
     found = artifacts(store)
     ((there, label, _size),) = found.listed({purpose.record})
     assert found.fault(there, label) == ""
-    store.put(label.key, data)
+    store.put(label.text, data)
     assert found.fault(there, label) == reason
-    (one,) = exchange.idle(Records(store, seal=MINE), store)
-    assert (one.label, one.kind, one.reason) == (label, "damaged", reason)
+    (one,) = garbage(Records(store, seal=MINE), store)
+    assert (one.named, one.kind) == (label, "damaged") and one.reason.endswith(f": {reason}")
 
 
 def test_what_is_not_ones_own_to_judge_is_told_and_stays(store: Store) -> None:
@@ -224,13 +226,13 @@ def test_what_is_not_ones_own_to_judge_is_told_and_stays(store: Store) -> None:
     store.put(key(purpose, MINE), b"advisor artifacts 2\n" + GOOD)
     found = artifacts(store)
     faults = {
-        label.text: found.fault(at, label) for at, label, _n in found.listed({purpose.record})
+        label.name: found.fault(at, label) for at, label, _n in found.listed({purpose.record})
     }
     assert faults == {
         text(purpose, MINE): "none that this version reads",
         text(purpose, THEIRS): "signed with another's key",
     }
-    assert exchange.idle(Records(store, seal=MINE), store) == []
+    assert garbage(Records(store, seal=MINE), store) == []
     shown = replace(MINE, own_exposed="others can read /key (mode 644)")
     label = Label.parse(text(purpose, MINE), shown.for_code)
     assert label is not None

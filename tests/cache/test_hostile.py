@@ -10,6 +10,7 @@ import pytest
 
 from advisor.cache import exchange
 from advisor.cache.asking import Chosen, ask
+from advisor.cache.garbage import garbage
 from advisor.cache.reader import Sought
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store, open_stores
@@ -75,7 +76,7 @@ def test_commands_on_it_end_with_one_line_and_take_nothing(
     for act in (
         records.all,
         lambda: records.health(store),
-        lambda: exchange.waste(records, store),
+        lambda: garbage(records, store),
         lambda: list(exchange.carry(exchange.contents(store), Records(target), target)),
         lambda: records.put(record(created=1.71e9)),
         lambda: records.studies,

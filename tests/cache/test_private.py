@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.cache.private import exposed
+from advisor.cache.private import insecure_reason
 from advisor.cache.seal import Seal
 
 ANOTHER = 65534
@@ -25,7 +25,7 @@ def file(tmp_path: Path) -> Path:
 
 def fault(file: Path, group_reads: bool = False) -> str:
     with file.open("rb") as opened:
-        return exposed(file, opened.fileno(), group_reads)
+        return insecure_reason(file, opened.fileno(), group_reads)
 
 
 def be_anothers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,14 +97,14 @@ def test_what_was_put_in_its_place_meanwhile(file: Path) -> None:
     with file.open("rb") as opened:
         file.unlink()
         file.touch(0o600)
-        assert exposed(file, opened.fileno()) == f"{file} was replaced while it was read"
+        assert insecure_reason(file, opened.fileno()) == f"{file} was replaced while it was read"
 
 
 def test_links_in_a_circle(file: Path, tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with file.open("rb") as opened:
-        assert "a: " in exposed(tmp_path / "a", opened.fileno())
+        assert "a: " in insecure_reason(tmp_path / "a", opened.fileno())
 
 
 def test_a_seal_knows_which_of_its_keys_others_may_have(

@@ -132,7 +132,7 @@ class TestSeveral:
         both = Records(stores)
         assert both.all() == [VERSIONS[1]]
         assert both.get(VERSIONS[0].id[:5]) == VERSIONS[1]
-        assert both.delete(VERSIONS[1])
+        assert both.remove(both.versions(VERSIONS[1])) == 2
         assert both.all() == []
 
     def test_one_that_is_away_is_told(self, stores: list[Store]) -> None:

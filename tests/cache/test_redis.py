@@ -34,6 +34,18 @@ def test_records_expire(redis_port: int) -> None:
     assert lasting.keys() == ["record/lasting"]
 
 
+def test_where_keys_lie(redis_port: int) -> None:
+    """Stores that people have stay readable."""
+    prefix, blob = uuid.uuid4().hex, f"artifacts/{'ab' * 6}-{'cd' * 6}-64-{'ef' * 6}.{'09' * 6}"
+    store = open_store(f"redis://127.0.0.1:{redis_port}?prefix={prefix}&timeout=20s")
+    with redis.Redis(port=redis_port) as client:
+        for index, key in (("names", "record/a"), ("artifacts", blob)):
+            client.set(f"{{{prefix}}}:{key}", "12345")
+            client.zadd(f"{{{prefix}}}:{index}", {key: "+inf"})
+    assert (store.keys(), store.get("record/a")) == (["record/a"], b"12345")
+    assert (store.sizes(), store.get(blob)) == ({blob: 5}, b"12345")
+
+
 def test_prefixes_keep_apart(redis_port: int) -> None:
     one, other = (
         open_store(f"redis://127.0.0.1:{redis_port}?prefix={uuid.uuid4().hex}&timeout=20s")

@@ -10,6 +10,7 @@ import pytest
 
 from advisor.cache import exchange
 from advisor.cache.codec import encode
+from advisor.cache.garbage import garbage
 from advisor.cache.name import Name
 from advisor.cache.reader import Sought
 from advisor.cache.record import Record, Target
@@ -236,7 +237,7 @@ def test_where_no_key_can_be_kept_records_are(
 
 
 def reasons(records: Records, store: Store) -> dict[str, str]:
-    return {one.name.text: one.reason for one in exchange.waste(records, store)}
+    return {one.named.text: one.reason for one in garbage(records, store)}  # type: ignore[union-attr]
 
 
 def test_what_may_go_is_what_one_wrote_oneself(store: Store) -> None:
@@ -306,6 +307,16 @@ def test_what_a_mark_is_on_is_gone(store: Store) -> None:
     assert reasons(records, store) == {}
     store.delete(name.text)
     assert list(reasons(records, store).values()) == ["superseded"]
+
+
+def test_marks_of_others_are_named_with_their_record(store: Store) -> None:
+    """So that forgetting a record leaves nothing of it."""
+    put_raw(store, made(), THEIRS)
+    records = Records(store, seal=MINE)
+    (seen,) = records.all()
+    records.put(replace(seen, stale="slower now", revised=1.71e9), revises=seen)
+    stranger = Records(store, seal=THEIRS)
+    assert stranger.remove(stranger.named(seen.id)) == 2 and store.keys() == []
 
 
 def test_one_id_names_one_record(store: Store) -> None:

@@ -482,7 +482,7 @@ class TestNothingARecordNamesIsRun:
         target = replace(record.target, **{k: v for k, v in changes.items() if k != "model_args"})  # type: ignore[arg-type]
         task = replace(record.key.task, target=target.name, model_args=arguments)
         planted = replace(record, target=target, key=replace(record.key, task=task))
-        records.delete(record)
+        records.remove(records.versions(record))
         records.put(planted)
         done = advisor(tuned, command, planted.id, "--budget", "3s")
         assert (done.returncode, done.stdout) == (2, "")
