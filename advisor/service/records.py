@@ -26,6 +26,7 @@ from advisor.cache.stores import Shelf, Store
 from advisor.errors import RecordDamaged, StoreError
 from advisor.service.schema import Item
 from advisor.service.tokens import Caller, note
+from advisor.tuners.doubt import doubtful
 
 MOST_PLACES = 32
 """Records of one answer, in all their versions."""
@@ -350,7 +351,7 @@ def item_of(reader: Reader, key: str, data: bytes) -> Item:
         device=record.key.environment.device.name,
         fields=json.dumps(known),
         terms=terms_of(known),
-        speedup=record.winner(record.use).speedup,
+        speedup=0.0 if doubtful(record) else record.winner(record.use).speedup,
         created=record.provenance.created,
     )
 
@@ -434,13 +435,14 @@ class Fleet:
 def fleet(session: Session) -> list[Fleet]:
     """Each kind of device, the one with the most records first."""
     number = func.count(Item.place.distinct())
+    known = func.nullif(Item.speedup, 0.0)  # not where it is doubtful
     query = (
         select(
             Item.device,
             number,
-            func.min(Item.speedup),
-            func.avg(Item.speedup),
-            func.max(Item.speedup),
+            func.min(known),
+            func.avg(known),
+            func.max(known),
             func.max(Item.created),
         )
         .where(Item.fields != "")
@@ -448,7 +450,14 @@ def fleet(session: Session) -> list[Fleet]:
         .order_by(number.desc(), Item.device)
     )
     return [
-        Fleet(device=device, records=count, least=low, mean=mean, most=high, newest=last)
+        Fleet(
+            device=device,
+            records=count,
+            least=low or 0.0,
+            mean=mean or 0.0,
+            most=high or 0.0,
+            newest=last,
+        )
         for device, count, low, mean, high, last in session.execute(query)
     ]
 
