@@ -33,7 +33,7 @@ from advisor.events import progress_of
 from advisor.finding.lookups import set_up_logging
 from advisor.keeping import lock_names, measuring
 from advisor.opening import open_records
-from advisor.printed import about, reach, tune_again
+from advisor.printed import about, is_copy, reach, tune_again
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Progress
 from advisor.tuning import begun, key_of, memory_of
 
@@ -538,8 +538,12 @@ def _device(record: Record) -> str:
     return "cpu" if record.key.environment.device.kind == "cpu" else default_device()
 
 
-def _target(record: Record, named: str | None) -> str:
+def _target(record: Record, named: str | None, *, trusted: bool) -> str:
     """What is run: what the user names, else what the record is of where that is plainly meant.
+
+    Args:
+        trusted: the user or their team signed the record. Only then a file with the same name and
+            code stands for one of another folder, as a server's worker has it.
 
     Raises:
         UsageError: a record alone never has anything imported or built.
@@ -554,8 +558,11 @@ def _target(record: Record, named: str | None) -> str:
     spec = None
     with contextlib.suppress(UsageError):
         spec = parse(here)
+    tuned = record.target
     mine = spec is not None and (
-        spec.kind == "torchvision" or (spec.kind == "file" and spec.origin == record.target.origin)
+        spec.kind == "torchvision"
+        or (spec.kind == "file" and spec.origin == tuned.origin)
+        or (spec.kind == "file" and trusted and is_copy(spec, tuned))
     )
     if mine and not task.model_args:
         return here
@@ -621,12 +628,14 @@ def _subject(
     (model, command), cache = split(what), urls_of(store)
     records = open_records(cache, fallback=True)
     records.first_writable()
-    record = records.get(key)
+    held = records.one(key)
+    record, trusted = held.record, held.trusted
     target = cast(str | None, model.target)
     _refuse(record, about(verb, record, cache), target, command)
     return _Subject(
         records=records,
         record=record,
+        trusted=trusted,
         target=target,
         command=command,
         options=permissions({"map": map}).get("map"),
@@ -642,6 +651,7 @@ class _Subject:
 
     records: Records
     record: Record
+    trusted: bool
     target: str | None
     command: Sequence[str]
     options: Mapping[str, Value] | None
@@ -658,7 +668,7 @@ class _Subject:
         from advisor.tuners.search.plan import Clock
 
         record = self.record
-        what = self.command or [_target(record, self.target)]
+        what = self.command or [_target(record, self.target, trusted=self.trusted)]
         running = self._run() if self.command else self._worker()
         devices = lock_names(None if self.command else _device(record))
         with measuring(self.records, what, devices), running as place:
@@ -694,7 +704,7 @@ class _Subject:
         from advisor.tuners.measure.worker.wire import CHANGED, Job
 
         record, device = self.record, _device(self.record)
-        name = _target(record, self.target)
+        name = _target(record, self.target, trusted=self.trusted)
         task = dataclasses.replace(self.task, target=name, device=device)
         known = record.key.model, record.key.hooks
         job = Job(task=task, device=device, seed=record.provenance.seed, known=known)

@@ -243,7 +243,9 @@ def lookup_arguments(target: Any = None, **given: Any) -> dict[str, Any]:
     """The arguments of `advisor.lookup` that have what is given by keyword where it belongs."""
     model = {field.name for field in fields(Model)}
     permit = {field.name for field in fields(Permit)}
-    named = {"model_args": "args", "steps": "length", "duration": "length", "cache": "store"}
+    if "duration" in given:
+        given["length"] = str(given.pop("duration"))
+    named = {"model_args": "args", "steps": "length", "cache": "store"}
     given = {named.get(name, name): value for name, value in given.items()}
     described = {name: given.pop(name) for name in [*given] if name in model}
     permitted = {name: given.pop(name) for name in [*given] if name in permit}

@@ -16,6 +16,7 @@ from advisor.errors import NoRecord
 from advisor.finding import horizon
 from advisor.finding.request import Fits, Request, anything
 from advisor.tuners import knobs
+from advisor.tuners.doubt import without_doubtful
 from advisor.tuners.length import Length
 
 NOISE = 1.03
@@ -81,9 +82,15 @@ def answer(record: Record, request: Request) -> Answer:
     """
     limits = Limits.of(request, record)
     length = request.length(record.batch)
+    sober = without_doubtful(record)
     if length is not None:
-        return _over(record, limits, length, free=request.free)
-    return _steady(record, limits, free=request.free)
+        answered = _over(sober, limits, length, free=request.free)
+    else:
+        answered = _steady(sober, limits, free=request.free)
+    if sober is record:
+        return answered
+    reason = f"{answered.reason}; the host was too busy to tell what else gains"
+    return dataclasses.replace(answered, reason=reason)
 
 
 def _steady(record: Record, limits: Limits, *, free: bool) -> Answer:

@@ -27,9 +27,11 @@ from advisor.finding.answer import unverified
 from advisor.service import quotas
 from advisor.service.schema import Item
 from advisor.service.tokens import Caller, note
+from advisor.tuners.doubt import doubtful
 
-TRUSTS = ("verified", "unverified", "stale")
-"""Compared with fp32, or nothing in it changes numbers; not compared; found to hold no longer."""
+TRUSTS = ("verified", "unverified", "doubtful", "stale")
+"""Compared with fp32, or nothing in it changes numbers; not compared; measured on a host too busy
+to tell; found to hold no longer."""
 MOST_PLACES = 32
 """Records of one answer, in all their versions."""
 MOST_NEAREST = 8
@@ -336,6 +338,8 @@ def trust_of(record: Record) -> str:
     """Whether a record's speed-up can be trusted: one of TRUSTS."""
     if record.stale:
         return "stale"
+    if doubtful(record):
+        return "doubtful"
     return "unverified" if unverified(record, record.winner(record.use).config) else "verified"
 
 

@@ -14,6 +14,7 @@ from advisor.cache.record import RACED, Choice, Trial, Winner
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.decisions import CLEARLY, GAIN, HOPELESS, LOOKS, NOTABLE, TELLS, TURN_S
+from advisor.tuners.doubt import is_doubtful
 from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.search.ratio import LEVEL, UNMEASURED, Noise, Ratio, paired
 from advisor.tuners.search.space import Space
@@ -198,7 +199,7 @@ def _better(space: Space, choices: dict[Config, Choice], use: str) -> list[Choic
     found = []
     own = choices[space.default]
     for choice in choices.values():
-        if _by_load(choice.config, own.config, own.rounds):
+        if is_doubtful(choice, own):
             continue
         ratio = Ratio(mean=choice.speedup, low=choice.speedup_low, high=choice.speedup_high)
         fed = knobs.workers(choice.config) > knobs.workers(space.default)
@@ -206,13 +207,6 @@ def _better(space: Space, choices: dict[Config, Choice], use: str) -> list[Choic
         if faster and knobs.follows(use, choice.config, space.default):
             found.append(choice)
     return found
-
-
-def _by_load(config: Config, own: Config, rates: Sequence[float]) -> bool:
-    """Whether a config may gain only as long as a host is busy: with fewer threads than the
-    baseline's it waits less for other jobs (4.59x beside one, 0.80x without)."""
-    fewer = config.get(knobs.THREADS) != own.get(knobs.THREADS)
-    return fewer and max(rates) > TELLS * min(rates)
 
 
 def _lightest(space: Space, choices: Sequence[Choice]) -> Choice:
@@ -270,14 +264,16 @@ def gains(
     """A line for each config that seemed to gain and is not advised, by the turns that the choice
     was made from; and a line if the loader limits the best, or your script."""
     own = visits.baseline.config
+    baseline = choice_of(own, rates[own], rates[own], {})
     seemed = [v for v in visits.values() if v.ok and v.ratio.mean >= NOTABLE]
     for visit in sorted(seemed, key=lambda one: -one.ratio.mean):
         if (config := visit.config) not in chosen and config != own:
             raced = len(rates.get(config, ())) > 1
             ratio = paired(rates[config], rates[own], noise) if raced else visit.ratio
             why = _why_not(visits, visit, ratio)
-            if _by_load(config, own, rates[own]):
-                why = "the host is busy, and other threads may gain only as long as it is"
+            turns = rates.get(config, rates[own])
+            if is_doubtful(choice_of(config, turns, rates[own], {}, noise), baseline):
+                why = "doubtful: the host is busy, and it may gain only as long as it is"
             yield f"{named(config)}: {shown(ratio)}, not advised: {why}"
     clear = (one for one in visits.ranked() if one.fed_ratio(noise).faster)
     best = next(clear, visits.baseline)
