@@ -35,7 +35,7 @@ from advisor.tuners.search.plan import EXPLAIN, VERIFY, Progress
 from advisor.tuning import begun, key_of, memory_of
 
 if TYPE_CHECKING:
-    from advisor.tuners.act.pilot.seen import Seen
+    from advisor.tuners.act.pilot.script_facts import ScriptFacts
     from advisor.tuners.measure.place import ConfigFailed, Place
     from advisor.tuners.measure.worker.wire import Costs
     from advisor.tuners.search.plan import Clock
@@ -603,7 +603,7 @@ def _refuse(record: Record, line: str, target: str | None, command: Sequence[str
         )
 
 
-def _refuse_fed_otherwise(record: Record, seen: Seen, mapped: Sequence[str]) -> None:
+def _refuse_fed_otherwise(record: Record, seen: ScriptFacts, mapped: Sequence[str]) -> None:
     """Refuse a run whose loader, no part of its key, cannot work as the record's did.
 
     Raises:

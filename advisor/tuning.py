@@ -36,13 +36,13 @@ from advisor.keeping import (
     measuring,
 )
 from advisor.opening import Cache, open_records
-from advisor.tuners.act.pilot.orders import KEEP_CHECKPOINTS
+from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.scratch import Scratch
 from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
 from advisor.unchanged import Asked, larger
 
 if TYPE_CHECKING:
-    from advisor.tuners.act.pilot.seen import Seen
+    from advisor.tuners.act.pilot.script_facts import ScriptFacts
     from advisor.tuners.knobs import Situation
     from advisor.tuners.measure.place import Place
     from advisor.tuners.measure.run.run import Run
@@ -663,7 +663,7 @@ def begun(
     return Run(command, injected=INJECTED, log=log, show=show, options=options)
 
 
-def key_of(seen: Seen, command: Sequence[str], permitted: Mapping[str, Any]) -> Key:
+def key_of(seen: ScriptFacts, command: Sequence[str], permitted: Mapping[str, Any]) -> Key:
     """The key of a run, by what is seen of it and what its user permits."""
     from advisor.tuners.environment import detect
 
@@ -676,7 +676,7 @@ def key_of(seen: Seen, command: Sequence[str], permitted: Mapping[str, Any]) -> 
     )
 
 
-def _facts(seen: Seen, task: Task, environment: Environment) -> Facts:
+def _facts(seen: ScriptFacts, task: Task, environment: Environment) -> Facts:
     from advisor.tuners.environment import device_uuid
     from advisor.tuners.measure.worker.wire import Facts
 

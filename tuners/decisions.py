@@ -137,10 +137,10 @@ STARTS = 3
 starts in a row that end within a block, after which the command counts as too short."""
 
 # Looking at a run ------------------------------------------------------------------------------
-LEAST_STEPS = 4
+MIN_OBSERVED_STEPS = 4
 """Optimizer steps before advisor decides which of them make one step of the script; calls
 of a kind before it counts as frequent."""
-LOOKED = 128
+MAX_OBSERVED_STEPS = 128
 """Optimizer steps after which a run is left alone if they cannot be told apart, or, in a trial, if
 none was of the model that trained: a step of the script has at most half as many. An optimizer that
 made none of them, such as a generator's, is waited for as long."""

@@ -83,7 +83,9 @@ class Loading:
 
     workers: int = 0
     pinned: bool = False
-    ahead: int = 0  # batches that each of its workers prefetches, if these may be replaced
+    prefetch_factor: int = (
+        0  # batches that each of its workers prefetches, if these may be replaced
+    )
     most: int = 0  # workers that it may be given; 0: its loader is left alone
     room: int = 0  # workers that make sense, whoever starts them
     why: str = ""  # its loader is left alone, if that is not plain
@@ -506,7 +508,7 @@ KNOBS: tuple[Knob, ...] = (
         shown=lambda value: f"{value} batches ahead",
         feeds=True,
         script=lambda script: _own_loading(
-            script, script.loading.most and script.loading.ahead, stays=False
+            script, script.loading.most and script.loading.prefetch_factor, stays=False
         ),
         loader=True,
     ),

@@ -42,8 +42,6 @@ _FORMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A parsed target string."""
-
     kind: str  # 'file', 'module' or 'torchvision'
     place: str  # absolute path, module name, or ''
     attribute: str  # '' if the file's only model is meant

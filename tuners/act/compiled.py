@@ -45,7 +45,6 @@ class RecompileLimit:
         self._own: int | None = None
 
     def raise_it(self) -> None:
-        """Raise the limit, once."""
         if self._own is None:
             self._own = torch._dynamo.config.recompile_limit
             torch._dynamo.config.recompile_limit = max(_RECOMPILATIONS, self._own)

@@ -25,13 +25,13 @@ class Block:
     gpu_s: float = 0.0  # of `seconds`, by the device's clock; 0 if that is not known
     peak_bytes: int = 0  # of device memory since the config was switched to
     compiled: int = 0  # graphs that torch.compile made within the timed steps
-    borrowed: float = 0.0  # share of batches that were ready, and that workers did not replace
-    ahead: int = 0  # batches that the loader's workers may have ready
+    drained_share: float = 0.0  # share of batches that were ready, and that workers did not replace
+    prefetched: int = 0  # batches that the loader's workers may have ready
 
     @property
     def outruns_loader(self) -> bool:
         """Whether its steps take batches faster than the loader makes them."""
-        return self.borrowed > 0 or self.waited_s > (GAIN - 1) * self.seconds
+        return self.drained_share > 0 or self.waited_s > (GAIN - 1) * self.seconds
 
     @property
     def step_s(self) -> float:
@@ -40,7 +40,7 @@ class Block:
     @property
     def rate(self) -> float:
         """Sustained samples per second: without borrowed batches."""
-        return self.samples * max(1 - self.borrowed, LEAST) / self.seconds
+        return self.samples * max(1 - self.drained_share, LEAST) / self.seconds
 
     @property
     def fed_rate(self) -> float:

@@ -22,7 +22,7 @@ from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture.step_graph import StepGraph
-from advisor.tuners.decisions import LOOKED, POINTS
+from advisor.tuners.decisions import MAX_OBSERVED_STEPS, POINTS
 from advisor.tuners.measure.samples import (
     Named,
     Overflow,
@@ -156,7 +156,6 @@ class Workload:
         return other
 
     def step(self) -> None:
-        """One step; raises RuntimeError if it cannot be captured as the config asks."""
         step: Callable[[Any], Any] = self._step
         losses: list[Tensor] = []
         for _ in range(self._passes):
@@ -177,7 +176,7 @@ class Workload:
 
     def start(self) -> None:
         """Take the first step; if it is captured, all until its first replay. Raises as `step`."""
-        for _ in range(LOOKED):
+        for _ in range(MAX_OBSERVED_STEPS):
             self.step()
             if not isinstance(self._step, StepGraph) or self._step.ready:
                 return

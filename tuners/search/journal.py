@@ -165,7 +165,6 @@ class Journal:
         }
 
     def resume(self) -> list[Known]:
-        """The trials of earlier runs."""
         frozen = self._saved.get_trials(deepcopy=False) if self._saved else []
         found = [one for one in map(self._of, frozen) if one is not None]
         for one in found:

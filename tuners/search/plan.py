@@ -109,7 +109,6 @@ class Plan:
 
     @property
     def much(self) -> Effort:
-        """What the effort means."""
         return _EFFORTS[self.effort]
 
     @property
@@ -118,7 +117,6 @@ class Plan:
         return self.much.budget_s if self.budget_s is None else self.budget_s
 
     def length(self, batch: int) -> Length | None:
-        """Of the job, at this batch; None for the steady state."""
         if self.steps is None and self.duration_s is None:
             return None
         return Length(batch=batch, steps=self.steps or 0, seconds=self.duration_s or 0.0)
@@ -141,12 +139,10 @@ class Clock:
 
     @property
     def spent_s(self) -> float:
-        """Seconds since it began."""
         return self.now() - self._began
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left of the budget, at least 0."""
         return max(0.0, self.budget_s - self._reserve_s - self.spent_s)
 
     def release(self) -> None:

@@ -237,7 +237,6 @@ def choice_of(
     peaks: dict[Config, int],
     noise: Noise = UNMEASURED,
 ) -> Choice:
-    """A config's turns against the baseline's."""
     ratio = LEVEL if seen is reference else paired(seen, reference, noise)
     return Choice(
         config=config,
@@ -289,7 +288,6 @@ def gains(
 
 
 def _why_not(visits: Visits, visit: Visit, ratio: Ratio) -> str:
-    """Why a config that seemed to gain is not advised."""
     compared = visits.compared(visit.config)
     if compared is not None and not compared.ok:
         wrong = compared.outcome == "wrong"

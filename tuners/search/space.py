@@ -46,12 +46,10 @@ class Space:
 
     @property
     def batch(self) -> int:
-        """The user's batch size."""
         return self.batches[0]
 
     @property
     def is_choice(self) -> bool:
-        """Whether there is anything beside the baseline."""
         return any(len(values) > 1 for values in self.choices.values())
 
     @property
@@ -127,7 +125,6 @@ class Space:
                 yield config
 
     def is_dear(self, config: Config) -> bool:
-        """Whether a config needs many seconds before its first step."""
         return bool(self.dear_in(config))
 
     def dear_in(self, values: Mapping[str, Value]) -> set[tuple[str, Value]]:

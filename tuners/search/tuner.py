@@ -36,8 +36,6 @@ NUMERICS = "numerics"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """What a search may do."""
-
     compares: bool = True  # with strict fp32, and advises only configs that pass
     baseline: str = "torch's default"  # its name in messages
     trials: int | None = None  # visits at most

@@ -54,7 +54,6 @@ class Visit:
 
     @property
     def ok(self) -> bool:
-        """Whether it ran, and was measured."""
         return self.outcome == "ok"
 
     @property
@@ -65,7 +64,6 @@ class Visit:
         return self.fed_ratio().mean
 
     def fed_ratio(self, noise: Noise = UNMEASURED) -> Ratio:
-        """`fed` with its interval."""
         return ratio_of([math.log(turn.fed) for turn in self.turns], noise)
 
     @property
@@ -132,7 +130,6 @@ class Visitor:
 
     @property
     def built(self) -> list[Config]:
-        """Configs that are built."""
         return list(self._settled)
 
     def begin(self) -> Visit:
@@ -195,13 +192,11 @@ class Visitor:
         return block
 
     def compare(self, config: Config) -> Compared:
-        """Compare the code that was timed with strict fp32."""
         self._tell(config, COMPARING)
         self._last = self._current = None
         return self._place.compare(config, deadline_s=self.clock.deadline_s)
 
     def forget(self, config: Config) -> None:
-        """Free what was built for a config."""
         if self._settled.pop(config, None) is not None:
             self._place.forget(config)
 
@@ -258,7 +253,7 @@ class Visitor:
         block = self._place.block(config, steps, warm=warm, deadline_s=self.clock.deadline_s)
         self._current = config
         most = turn_steps(block.step_s, SLOW_TURN_S)
-        self._outrun[config] = min(block.ahead, most) if block.outruns_loader else 0
+        self._outrun[config] = min(block.prefetched, most) if block.outruns_loader else 0
         return block
 
     def _enough(self, turns: list[Turn], best: float, timed_from: float, leave_s: float) -> bool:

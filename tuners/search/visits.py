@@ -56,14 +56,12 @@ class Visits(dict[Config, Visit]):
         """How the next configs load their data."""
 
     def add(self, visit: Visit) -> None:
-        """Remember a visit."""
         self[visit.config] = visit
         if visit.turns:
             self.codes.add(knobs.code(visit.config))
 
     @property
     def baseline(self) -> Visit:
-        """That of the baseline."""
         return self[self._space.default]
 
     # What is struck out -------------------------------------------------------------------------
@@ -83,7 +81,6 @@ class Visits(dict[Config, Visit]):
         return Config(dict(found))
 
     def allowed(self, config: Config) -> bool:
-        """Whether none of its values is struck out."""
         return self.struck.isdisjoint(config.items())
 
     # What was compared --------------------------------------------------------------------------
@@ -109,16 +106,13 @@ class Visits(dict[Config, Visit]):
             }
 
     def is_wrong(self, config: Config) -> bool:
-        """Whether a comparison has found it wrong."""
         compared = self.compared(config)
         return compared is not None and compared.outcome == "wrong"
 
     def is_doubtful(self, config: Config) -> bool:
-        """Whether a config must be compared with fp32."""
         return self._compares and _doubtful(config, self._space.default)
 
     def is_safe(self, config: Config) -> bool:
-        """Whether it is known to be right."""
         compared = self.compared(config)
         return not self.is_doubtful(config) or (compared is not None and compared.ok)
 
@@ -177,7 +171,6 @@ class Visits(dict[Config, Visit]):
         return min(near, default=self._space.batch)
 
     def _value(self, visit: Visit) -> float:
-        """The speed-up over the job."""
         own = self.baseline
         rate = self.over_job(own.config, own.rate)
         ours = self.over_job(visit.config, score(visit) * own.rate)

@@ -27,7 +27,7 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import CompiledCode, RecompileLimit, free, graphs_compiled
 from advisor.tuners.act.following import Served
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.pilot.crew import Drawn
+from advisor.tuners.act.pilot.loop_observer import RngState
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.faults import failure
 from advisor.tuners.knobs import INPUT, KNOBS, TORCH
@@ -115,9 +115,9 @@ class Bench:
 
         def compared() -> Compared:
             if fp32 not in self._references:
-                workload, drawn = self._workload(fp32), Drawn()
+                workload, rng = self._workload(fp32), RngState()
                 workload.step()
-                self._subject.draws = drawn.passed()
+                self._subject.draws = rng.has_advanced()
                 made = References(self._subject, fp32, tolerance=self._task.tolerance)
                 self._references = {fp32: made}
             references = self._references[fp32]

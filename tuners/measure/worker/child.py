@@ -19,7 +19,7 @@ from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, fp8, target
-from advisor.tuners.act.pilot.seen import shown
+from advisor.tuners.act.pilot.script_facts import model_facts
 from advisor.tuners.faults import of_memory
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.place import ConfigFailed
@@ -33,7 +33,7 @@ def describe(bench: Bench) -> Facts:
     is not the job's, TargetFailed if the user's code raised, ConfigFailed if memory runs out."""
     loaded, device = bench.loaded, bench.device
     built = bench.new_model()
-    known = shown([built])  # before any knob touches the model, as in a script
+    known = model_facts([built])  # before any knob touches the model, as in a script
     hooks = fingerprint.of_hooks(loaded.make_batch, loaded.loss)
     recognise(bench.job, loaded.spec.name, known["model"], hooks)
     wide = sum(map(fp8.gains, built.modules()))
