@@ -39,7 +39,7 @@ NOTABLE = 1.1
 """A ratio that visits show reliably: they are within 5% of the race. Two blocks that differ by less
 are settled, configs further behind the leader are not raced, and a config that seemed to gain as
 much and is not advised has a line that says why."""
-TELLS = 2.0
+RESOLVABLE = 2.0
 """An interval that reaches beyond so many times its mean is too noisy: beside another tuning one
 network seemed to gain 42 times (19.8-89.0), and 1.0 times on a quiet host. In 300 simulated tunings
 under a load that comes and goes no advice was off by more than 1.3 times. More workers are advised

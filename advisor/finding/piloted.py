@@ -26,7 +26,7 @@ from advisor.tuners.act.following import claim_for, followed, give_way
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
-from advisor.tuners.faults import failure, plausible, stopped
+from advisor.tuners.faults import failure, may_be_config_error, stopped
 
 if TYPE_CHECKING:
     pass
@@ -166,14 +166,14 @@ class Found:
     def script_failed(self, exc: BaseException, order: BlockRequest) -> None:
         """As `Guide.script_failed`; of what was lost in backward all is said."""
         said = any(note.startswith(NOTED) for note in getattr(exc, "__notes__", ()))
-        if plausible(exc) and not said:
+        if may_be_config_error(exc) and not said:
             warn(f"the script ended {self._blamed(exc, order)}")
 
     def config_dropped(self, exc: BaseException) -> None:
         """As `Guide.config_dropped`; what a loader is not given is left out of what is in force."""
         if stopped(exc) == "unfed":
             config, own = self._order.config, self._order.own
-            left = config.changed(own).only(*knobs.FEEDS)
+            left = config.changed(own).only(*knobs.INPUT_PIPELINE)
             self._say_left(left, str(exc))
             fed = config.replace(**own.only(*left))
             self.stays(fed, own, _without(left, self._reason, alone=fed == own))
@@ -191,7 +191,7 @@ class Found:
         """What is said of a config under which a script failed; advice that may be why is kept as
         failed."""
         said = f"under advice, which may be why: {knobs.described(order.config, order.own)}"
-        if plausible(exc) and not order.steps:
+        if may_be_config_error(exc) and not order.steps:
             assert self._seen is not None
             task = self._seen.task(self._command, self._terms.given)
             failures = Failures(self._terms.cache, self._seen.model, task)
@@ -237,7 +237,7 @@ def _followed(record: Record, advised: Config, seen: ScriptFacts) -> tuple[Confi
 
 def _left_out(record: Record, advised: Config, config: Config) -> Config:
     """What is advised for the loader and no part of the config that a run comes to."""
-    feeds = advised.changed(record.baseline.config).only(*knobs.FEEDS)
+    feeds = advised.changed(record.baseline.config).only(*knobs.INPUT_PIPELINE)
     return Config({name: value for name, value in feeds.items() if config.get(name) != value})
 
 

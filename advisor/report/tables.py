@@ -18,8 +18,8 @@ from advisor.printed import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Table
 from advisor.report.text import age, duration, outcome, rate, ratio, ratios, spread
-from advisor.tuners.decisions import NOTABLE, TELLS
-from advisor.tuners.knobs import FEEDS, caveats, described
+from advisor.tuners.decisions import NOTABLE, RESOLVABLE
+from advisor.tuners.knobs import INPUT_PIPELINE, caveats, described
 
 WAITED = 0.1
 """Share of the time that a run waits for its data from which that is worth a word."""
@@ -108,7 +108,7 @@ def undecided(record: Record) -> bool:
         if one.measurement.ok and config != default and config not in wrong
     }
     own = record.baseline
-    restless = own.high > TELLS * own.low
+    restless = own.high > RESOLVABLE * own.low
     return timed_out or restless or any(one >= NOTABLE for one in most.values())
 
 
@@ -176,7 +176,7 @@ def said(record: Record) -> Iterator[str]:
             f"its interval says.{again}"
         )
     if (waited := waits(record)) >= WAITED:
-        tried = set(FEEDS) & set(record.baseline.config)
+        tried = set(INPUT_PIPELINE) & set(record.baseline.config)
         mend = "" if tried or not record.compares else _MORE_WORKERS
         yield f"As it is, it waits for its data {waited:.0%} of the time{mend}."
 

@@ -26,7 +26,7 @@ from advisor.tuners import knobs
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
-from advisor.tuners.knobs import Situation
+from advisor.tuners.knobs import SearchContext
 from advisor.tuners.measure.run.calls import KeptCalls
 from advisor.tuners.measure.run.run import comparison
 from advisor.tuners.search.space import Space
@@ -45,7 +45,7 @@ FORKS.set_forkserver_preload([__name__])
 def space_of(seen: ScriptFacts) -> Space:
     """What may be tuned in a script on this CPU."""
     return Space.of(
-        Situation(
+        SearchContext(
             device="cpu",
             cpu_bf16=True,
             dimensions=len(seen.shape),
@@ -79,7 +79,7 @@ class There:
         offered = {name: v for name, v in self.values.items() if space.offers(name, v)}
         there = BlockRequest(config=own.replace(**offered), steps=2, own=own)
         between = [BlockRequest(config=own, steps=2), there, BlockRequest(config=own, steps=2)]
-        if self.values.keys() <= set(knobs.FEEDS):
+        if self.values.keys() <= set(knobs.INPUT_PIPELINE):
             half = there.config.replace(precision="bf16")
             asked = comparison(half, own, TOLERANCE, COMPARES_S)
             between = [BlockRequest(config=own, steps=1, compare=asked)]

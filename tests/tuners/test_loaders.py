@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from advisor.tuners import host
 from advisor.tuners.act.pilot import loaders
 from advisor.tuners.act.pilot.loaders import Loaders
-from advisor.tuners.knobs import Loading
+from advisor.tuners.knobs import LoaderFacts
 
 
 class Numbered(Dataset[tuple[Tensor, int]]):
@@ -66,7 +66,7 @@ def fed(failures: list[Exception]) -> Iterator[Loaders]:
     assert DataLoader.__iter__.__module__ == DataLoader.__module__
 
 
-def looked_at(fed: Loaders, loader: DataLoader[Any]) -> Loading:
+def looked_at(fed: Loaders, loader: DataLoader[Any]) -> LoaderFacts:
     """After two batches of an epoch that a step was made with."""
     for number, _batch in enumerate(loader):
         if number:
@@ -255,15 +255,17 @@ def test_workers_fetch_as_far_ahead_as_is_told_and_fits(
 @pytest.mark.parametrize(
     ("loader", "expected"),
     [
-        (lambda: DataLoader(Numbered(), num_workers=1), Loading(workers=1, room=2)),
+        (lambda: DataLoader(Numbered(), num_workers=1), LoaderFacts(workers=1, room=2)),
         (
             lambda: DataLoader(Streamed()),
-            Loading(room=2, why="the loader: of an IterableDataset every worker would read all"),
+            LoaderFacts(
+                room=2, why="the loader: of an IterableDataset every worker would read all"
+            ),
         ),
     ],
 )
 def test_what_is_left_alone(
-    fed: Loaders, loader: Callable[[], DataLoader[Any]], expected: Loading
+    fed: Loaders, loader: Callable[[], DataLoader[Any]], expected: LoaderFacts
 ) -> None:
     one = loader()
     plain = [str(batch) for batch in one]
@@ -297,7 +299,7 @@ def test_workers_of_the_scripts_own_give_way_within_an_epoch_where_they_may(
         if number in (2, 4):
             taking.set({"num_workers": 2} if number == 2 else {})
 
-    assert looked_at(taking, loader) == Loading(workers=1, prefetch_factor=3, most=2, room=2)
+    assert looked_at(taking, loader) == LoaderFacts(workers=1, prefetch_factor=3, most=2, room=2)
     samples, workers = epoch(loader, at)
     assert sorted(itertools.chain(*samples)) == list(range(24)) and all(workers)
     assert seen[1] == 1 and seen[2] == 2 and seen[4] == 1
@@ -358,7 +360,7 @@ def test_it_may_be_asked_to_leave_loaders_alone(
 ) -> None:
     monkeypatch.setenv("ADVISOR_KEEP_LOADER", "1")
     why = "the loader: ADVISOR_KEEP_LOADER is set"
-    assert looked_at(fed, DataLoader(Numbered())) == Loading(room=2, why=why)
+    assert looked_at(fed, DataLoader(Numbered())) == LoaderFacts(room=2, why=why)
 
 
 def test_files_that_are_read_by_position(tmp_path: Path) -> None:

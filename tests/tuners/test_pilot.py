@@ -41,8 +41,8 @@ from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.pilot.switch import ConfigSwitch, _detach_regions, callable_module
 from advisor.tuners.act.pilot.trees import map_tensors
-from advisor.tuners.faults import of_config, plausible
-from advisor.tuners.knobs import BY_NAME, Loading, Script, Situation
+from advisor.tuners.faults import is_config_error, may_be_config_error
+from advisor.tuners.knobs import BY_NAME, LoaderFacts, ScriptSettings, SearchContext
 from advisor.tuners.search.space import Space
 from tests.runs.forked import left_behind
 
@@ -263,13 +263,13 @@ def test_what_a_config_may_be_why_of() -> None:
 
     compiling = torch._dynamo.exc.InternalTorchDynamoError("in the compiler")
     for exc in (compiling, torch.OutOfMemoryError("no memory left")):
-        assert of_config(exc)
-        assert plausible(exc)
+        assert is_config_error(exc)
+        assert may_be_config_error(exc)
     for exc in (RuntimeError("view size"), NotImplementedError("on this device")):
-        assert not of_config(exc)
-        assert plausible(exc)
+        assert not is_config_error(exc)
+        assert may_be_config_error(exc)
     for exc in (ValueError("bad batch"), Own("the same")):
-        assert not plausible(exc)
+        assert not may_be_config_error(exc)
 
 
 def test_evaluation_is_left_to_the_script(
@@ -582,12 +582,12 @@ def seen(net: nn.Module, *optimizers: torch.optim.Optimizer) -> ScriptFacts:
         observer.on_call(net, (x,), {})
         for optimizer in optimizers:
             observer.on_step(optimizer)
-    return ScriptFacts.of(observer, Loading())
+    return ScriptFacts.of(observer, LoaderFacts())
 
 
 def space_of(one: ScriptFacts) -> Space:
     return Space.of(
-        Situation(
+        SearchContext(
             device="cuda",
             capability=(9, 0),
             batches=(4,),
@@ -631,7 +631,7 @@ def test_a_job_of_replicas_is_told_what_is_tuned_whole() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(4):
         observer.on_step(optimizer)
-    one = ScriptFacts.of(observer, Loading())
+    one = ScriptFacts.of(observer, LoaderFacts())
     (line,) = one.lines()
     assert line.endswith("under torchrun and DistributedDataParallel is faster, and tuned whole")
     assert {"channels_last", "compile", "fused_optimizer"} <= set(one.kept)
@@ -654,7 +654,7 @@ def test_inputs_of_many_lengths_are_one_job_however_long_the_first_is() -> None:
             x = torch.zeros(4, length, dtype=torch.int64)
             observer.on_call(net, (x,), {"mask": x > 0})
             observer.on_step(optimizer)
-        return ScriptFacts.of(observer, Loading())
+        return ScriptFacts.of(observer, LoaderFacts())
 
     one, other, fixed = of(5, 5, 7, 5), of(8, 6, 6, 6), of(5, 5, 5, 5)
     assert (one.shape, one.others, one.varies) == (other.shape, other.others, True)
@@ -666,11 +666,11 @@ def test_inputs_of_many_lengths_are_one_job_however_long_the_first_is() -> None:
 def test_a_script_with_half_weights_keeps_them() -> None:
     own = BY_NAME["precision"].script
     assert own is not None
-    found = own(Script(weights=[torch.zeros(1, dtype=torch.bfloat16)]))
+    found = own(ScriptSettings(weights=[torch.zeros(1, dtype=torch.bfloat16)]))
     assert found is not None
-    assert (found.value, found.stays) == ("bf16", True)
-    assert own(Script(weights=[torch.zeros(1)])) is None
-    found = own(Script(weights=[torch.zeros(1)], autocast=torch.float16))
+    assert (found.value, found.locked) == ("bf16", True)
+    assert own(ScriptSettings(weights=[torch.zeros(1)])) is None
+    found = own(ScriptSettings(weights=[torch.zeros(1)], autocast=torch.float16))
     assert found is not None
     assert found.value == "fp16"
 
@@ -934,7 +934,7 @@ def test_sparse_gradients_have_no_fused_kernels() -> None:
         net(x := torch.zeros(4, dtype=torch.int64)).sum().backward()
         observer.on_call(net, (x,), {})
         observer.on_step(optimizer)
-    assert space_of(ScriptFacts.of(observer, Loading())).choices["fused_optimizer"] == (False,)
+    assert space_of(ScriptFacts.of(observer, LoaderFacts())).choices["fused_optimizer"] == (False,)
     switch = switch_of(TrainedModel(net, net), optimizer)
     switch.set(OWN.replace(fused_optimizer=True))
     optimizer.step()

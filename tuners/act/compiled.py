@@ -22,7 +22,6 @@ def graphs_compiled() -> int:
 
 
 def fallbacks() -> int:
-    """Functions that torch.compile gave up at its limit of compilations, which it only logs."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     given_up = dynamo.counters["unimplemented"] if dynamo is not None else {}
     return sum(n for why, n in given_up.items() if why.startswith("Dynamo recompile limit"))

@@ -10,7 +10,7 @@ from advisor.cache.config import Config
 from advisor.tuners.decisions import GAIN
 
 UNVERIFIED = "unverified"  # what a comparison is that could not tell
-LEAST = 1e-3  # share of a block's samples, or time, that counts at least: rates have logarithms
+MIN_SHARE = 1e-3  # share of a block's samples, or time, that counts at least: rates have logarithms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +40,12 @@ class Block:
     @property
     def rate(self) -> float:
         """Sustained samples per second: without borrowed batches."""
-        return self.samples * max(1 - self.drained_share, LEAST) / self.seconds
+        return self.samples * max(1 - self.drained_share, MIN_SHARE) / self.seconds
 
     @property
     def fed_rate(self) -> float:
         """Samples per second if no step had waited for its data."""
-        return self.samples / max(self.seconds - self.waited_s, LEAST * self.seconds)
+        return self.samples / max(self.seconds - self.waited_s, MIN_SHARE * self.seconds)
 
 
 @dataclass(frozen=True, slots=True)

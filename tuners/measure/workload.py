@@ -55,7 +55,6 @@ class _Step:
     outputs: list[Tensor] = field(default_factory=list)  # samples, of the last step with `keeps`
 
     def train(self, batch: Any) -> Tensor:
-        """Forward, backward and optimizer step; the loss."""
         inputs, target = batch
         with self.advice.autocast():
             output = self.forward(inputs)
@@ -166,7 +165,6 @@ class Workload:
             self.loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
     def observed_step(self) -> list[Tensor]:
-        """Take a step; samples of the model's outputs, valid until the next one."""
         before, self._own.keeps = self._own.keeps, True
         try:
             self.step()
@@ -175,7 +173,6 @@ class Workload:
         return self._own.outputs
 
     def start(self) -> None:
-        """Take the first step; if it is captured, all until its first replay. Raises as `step`."""
         for _ in range(MAX_OBSERVED_STEPS):
             self.step()
             if not isinstance(self._step, StepGraph) or self._step.ready:

@@ -24,15 +24,13 @@ if TYPE_CHECKING:
     from advisor.tuners.search.ratio import Ratio
     from advisor.tuners.search.space import Space
 
-LEAST_S = 3.0  # smaller budgets are refused: a race of two configs takes two seconds
-MOST_S = 30 * 86400.0
+MIN_BUDGET_S = 3.0  # smaller budgets are refused: a race of two configs takes two seconds
+MAX_BUDGET_S = 30 * 86400.0
 ENOUGH = "has the time for it"  # of a budget that is named as a remedy
 EXPLAIN, VERIFY = "1m", "30s"  # budgets of these commands
 
 
 class Effort(NamedTuple):
-    """What a name of EFFORTS stands for."""
-
     budget_s: float
     quick: bool = False  # of torch.compile only what takes seconds
     full: bool = False  # also what takes minutes (max-autotune)
@@ -100,9 +98,9 @@ class Plan:
                 f"steps {plan.steps} and duration {plan.duration_s:g}s: a job has one length; "
                 "give one of them"
             )
-        if not LEAST_S <= plan.seconds <= MOST_S:
+        if not MIN_BUDGET_S <= plan.seconds <= MAX_BUDGET_S:
             raise UsageError(
-                f"budget {plan.seconds:g}s: expected from {LEAST_S:g}s, which is the shortest "
+                f"budget {plan.seconds:g}s: expected from {MIN_BUDGET_S:g}s, which is the shortest "
                 "race, to 30 days; give at least 30s"
             )
         return plan
@@ -113,7 +111,6 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """The budget, given or the effort's."""
         return self.much.budget_s if self.budget_s is None else self.budget_s
 
     def length(self, batch: int) -> Length | None:

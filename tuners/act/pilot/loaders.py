@@ -26,12 +26,12 @@ from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from advisor.cache import settings
-from advisor.tuners import host, room
+from advisor.tuners import host, worker_limits
 from advisor.tuners.act.hooks import Patch
 from advisor.tuners.faults import Stopped, failure
 
 if TYPE_CHECKING:
-    from advisor.tuners.knobs import Loading
+    from advisor.tuners.knobs import LoaderFacts
 
 _NO_BATCH = object()
 BATCH_TIMEOUT_S = 60.0  # a worker may hang on a lock that was held when it was forked
@@ -87,20 +87,20 @@ class Loaders:
         self._call_sites.clear()
         self._observed = None
 
-    def seen(self) -> Loading:
+    def seen(self) -> LoaderFacts:
         """What has fed the steps. Ends looking at it."""
-        from advisor.tuners.knobs import Loading
+        from advisor.tuners.knobs import LoaderFacts
 
         self._looking = False
         if self._observed is None:
-            return Loading()
+            return LoaderFacts()
         workers, pinned, why, factor = self._observed
-        there = room.workers(self._batch_bytes)
+        there = worker_limits.workers(self._batch_bytes)
         tuned = not why and (factor or not workers)
         most = there if tuned else 0
         # What the script's own workers do stays possible.
         self._most = max(most, workers) if tuned else 0
-        return Loading(
+        return LoaderFacts(
             workers=workers, pinned=pinned, prefetch_factor=factor, most=most, room=there, why=why
         )
 
@@ -145,8 +145,10 @@ class Loaders:
         if workers := min(given.get("num_workers", 0), self._most):
             self._given = {**given, "num_workers": workers}
             if wanted := given.get("prefetch_factor"):
-                fits = room.times(self._batch_bytes * workers) - 1
-                self._given["prefetch_factor"] = int(max(room.AHEAD, min(wanted, fits)))
+                fits = worker_limits.batches_that_fit(self._batch_bytes * workers) - 1
+                self._given["prefetch_factor"] = int(
+                    max(worker_limits.PREFETCH_FACTOR, min(wanted, fits))
+                )
 
     def remove(self) -> None:
         """Leave the loaders as they were found, but for workers in the place of a loader's own,

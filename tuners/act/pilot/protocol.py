@@ -156,12 +156,12 @@ class PilotClient:
         return self._ask("lap", result)
 
     def failed(self, exc: BaseException) -> None:
-        from advisor.tuners.faults import failure, plausible, stopped
+        from advisor.tuners.faults import failure, may_be_config_error, stopped
 
         why = stopped(exc)
         if why in ("brief", "untrained"):
             return
-        own = not (why or plausible(exc))
+        own = not (why or may_be_config_error(exc))
         outcome, said = failure(exc)
         if why == "over":
             outcome = TRAINING_OVER

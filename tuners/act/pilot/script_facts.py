@@ -18,7 +18,7 @@ from advisor.tuners import fingerprint
 from advisor.tuners.act.pilot.loop_observer import VARIES, Input, LoopObserver, TrainedModel
 from advisor.tuners.act.pilot.switch import replicates
 from advisor.tuners.compiling import repeated
-from advisor.tuners.knobs import FEEDS, KNOBS, Loading, Script, described
+from advisor.tuners.knobs import INPUT_PIPELINE, KNOBS, LoaderFacts, ScriptSettings, described
 
 MICRO = "micro-batches"
 CONVOLVES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -52,10 +52,10 @@ class ScriptFacts:
     processes: int
     device: str
     workers: int  # that its loader may be given
-    room: int  # as in `Loading`
+    room: int  # as in `LoaderFacts`
 
     @classmethod
-    def of(cls, observer: LoopObserver, loading: Loading) -> ScriptFacts:
+    def of(cls, observer: LoopObserver, loading: LoaderFacts) -> ScriptFacts:
         """What the steps of a crew show, once its period is known."""
         trained = observer.trained()
         main = trained[0]
@@ -106,7 +106,7 @@ class ScriptFacts:
     @property
     def script(self) -> str:
         """What the script sets itself, as part of the key: 'bf16, fused_optimizer'."""
-        own = self.own.without(*FEEDS)
+        own = self.own.without(*INPUT_PIPELINE)
         return described(own.without(BATCH), Config()) if own else ""
 
 
@@ -153,10 +153,10 @@ def model_facts(models: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def _script_settings(
-    observer: LoopObserver, trained: Sequence[TrainedModel], loading: Loading
+    observer: LoopObserver, trained: Sequence[TrainedModel], loading: LoaderFacts
 ) -> tuple[Config, tuple[str, ...], tuple[str, ...]]:
     """A Seen's own, kept and limits."""
-    script = Script(
+    script = ScriptSettings(
         weights=[weight for one in trained for weight in one.model.parameters()],
         autocast=observer.autocast,
         compiled=any(
@@ -174,7 +174,7 @@ def _script_settings(
         own = knob.script(script) if knob.script is not None else None
         if own is not None:
             found |= {knob.name: own.value} if own.value is not None else {}
-            kept += [knob.name] if own.stays else []
+            kept += [knob.name] if own.locked else []
             limits += [own.why] if own.why else []
     if observer.sparse:
         kept.append("fused_optimizer")

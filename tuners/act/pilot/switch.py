@@ -27,7 +27,7 @@ from advisor.tuners.act.pilot.loop_observer import TrainedModel
 from advisor.tuners.act.pilot.trees import map_tensors
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.decisions import LEAST_FREE
-from advisor.tuners.faults import of_config
+from advisor.tuners.faults import is_config_error
 
 OnError = Callable[[Exception], None] | None
 CompiledRegions = dict[nn.Module, Callable[..., Any]]  # the compiled calls of a model's modules
@@ -80,7 +80,7 @@ class ModelCall:
             if self.on_error is None:
                 raise
             raised = exc.with_traceback(None)  # its frames hold what the call has taken
-        if of_config(raised):
+        if is_config_error(raised):
             self.on_error(raised)
             return self.uncompiled(*args, **kwargs)
         found = _retry(self.uncompiled, args, kwargs, raised)
@@ -177,7 +177,7 @@ class ConfigSwitch:
             call.put(True)
             call.on_error = on_error
         self.config = config
-        compiles = any(knob.dear for knob, _value in acting.rows)
+        compiles = any(knob.compile_s for knob, _value in acting.rows)
         self._fallbacks = fallbacks() if compiles else math.inf
         self._make_room()
 

@@ -21,7 +21,7 @@ from advisor.tuners.measure.run.mapped import Mapped
 from advisor.tuners.measure.run.session import AttachedScript, Command, Ended, Flight, shown
 
 T = TypeVar("T")
-SAVE_S = 30.0  # for saving what was compiled
+SAVE_TIMEOUT_S = 30.0  # for saving what was compiled
 MEND = "mend that, and the same command goes on with what was measured"
 
 
@@ -150,7 +150,7 @@ class Run:
                 config=self.baseline, own=self.baseline, steps=1, saves=str(file)
             )
             with suppress(Ended):
-                session.results(request, time.monotonic() + SAVE_S)
+                session.results(request, time.monotonic() + SAVE_TIMEOUT_S)
 
     def stop(self) -> None:
         while self._sessions:

@@ -20,11 +20,11 @@ from advisor.cache.config import Config
 from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, fp8, target
 from advisor.tuners.act.pilot.script_facts import model_facts
-from advisor.tuners.faults import of_memory
+from advisor.tuners.faults import is_out_of_memory
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.measure.worker.bench import Bench
-from advisor.tuners.measure.worker.wire import CHANGED, Facts, Job, receive, send
+from advisor.tuners.measure.worker.wire import CHANGED, Facts, WorkerJob, receive, send
 from advisor.tuners.measure.workload import Workload, layer_that_raised
 
 
@@ -57,7 +57,7 @@ def describe(bench: Bench) -> Facts:
     )
 
 
-def recognise(job: Job, name: str, *found: str) -> None:
+def recognise(job: WorkerJob, name: str, *found: str) -> None:
     """Raise TargetError if these fingerprints of model and hooks are not those the job knows."""
     for what, now, then in zip(("model", "make_batch or loss"), found, job.known, strict=False):
         if now != then:
@@ -75,7 +75,7 @@ def _first_step(bench: Bench, built: nn.Module) -> Workload:
     except AdvisorError:
         raise
     except Exception as exc:  # the user's code may raise anything; it is reported whole
-        if of_memory(exc):
+        if is_out_of_memory(exc):
             raise ConfigFailed("out_of_memory", "out of memory") from exc
         at = f" at {layer}" if (layer := layer_that_raised(built, exc)) else ""
         message = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
@@ -115,7 +115,7 @@ def main() -> int:
         what = message.pop("do")
         try:
             if bench is None:
-                bench = Bench(from_plain(Job, message["job"]))
+                bench = Bench(from_plain(WorkerJob, message["job"]))
             else:
                 reply = _answer(bench, what, message)
         except (TargetError, TargetFailed) as exc:
