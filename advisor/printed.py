@@ -92,10 +92,10 @@ def _options(record: Record, *, free: bool) -> list[str]:
 
 def _overriding(record: Record) -> list[str]:
     """The option without which a script's own loader workers stay, where others are advised."""
-    from advisor.tuners.knobs import FEEDS, WORKERS
+    from advisor.tuners.knobs import INPUT_PIPELINE, WORKERS
 
     default = record.baseline.config
-    fed = record.winner(PILOT).config.changed(default).only(*FEEDS)
+    fed = record.winner(PILOT).config.changed(default).only(*INPUT_PIPELINE)
     if not fed or not (default.get(WORKERS) or settings.overrides_loader()):
         return []
     return [] if WORKERS in record.key.task.map else ["--loader", "override"]

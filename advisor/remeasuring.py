@@ -39,9 +39,9 @@ from advisor.tuning import begun, key_of, memory_of
 
 if TYPE_CHECKING:
     from advisor.store import Store
-    from advisor.tuners.act.pilot.seen import Seen
+    from advisor.tuners.act.pilot.script_facts import ScriptFacts
     from advisor.tuners.measure.place import ConfigFailed, Place
-    from advisor.tuners.measure.worker.wire import Costs
+    from advisor.tuners.measure.worker.wire import SampleCosts
     from advisor.tuners.search.plan import Clock
     from advisor.tuners.search.race import Rates
     from advisor.tuners.search.ratio import Ratio
@@ -80,7 +80,7 @@ class Explained:
 
     record: Record
     dropped: tuple[str, ...]
-    costs: Costs | None = None
+    costs: SampleCosts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,7 +342,7 @@ class _Again:
             return WorkerError(f"no time was left to measure {named}; give a larger --budget")
         return WorkerError(f"{named} does not run here any more: {why}; tune again with --force")
 
-    def costs(self, seconds: float) -> Costs:
+    def costs(self, seconds: float) -> SampleCosts:
         """What a sample of the data costs a worker of its loader."""
         from advisor.tuners.measure.worker.parent import Worker
 
@@ -367,13 +367,13 @@ class _Again:
 
     def _without_input(self) -> dict[str, Config]:
         """The advice without each knob of its loader; without workers there are no others."""
-        from advisor.tuners.knobs import WORKERS, Situation
+        from advisor.tuners.knobs import WORKERS, SearchContext
         from advisor.tuners.search.space import Space
 
         record = self._record
         device = record.key.environment.device.kind
         own = Space.of(
-            Situation(device=device, loaded=True, workers=2, any_order=True)
+            SearchContext(device=device, loaded=True, workers=2, any_order=True)
         ).default_input
         return {
             name: Config(
@@ -463,10 +463,10 @@ class _Again:
 
     def _exempt(self, config: Config) -> str:
         """Why a config is not held against strict fp32, or ''."""
-        from advisor.tuners.knobs import doubtful
+        from advisor.tuners.knobs import needs_comparison
 
         task = self._record.key.task
-        if not doubtful(config, self._base):
+        if not needs_comparison(config, self._base):
             return "the advice changes no numbers"
         if task.mode != "train":
             return "inference"
@@ -598,15 +598,15 @@ def _refuse(record: Record, line: str, target: str | None, command: Sequence[str
         )
 
 
-def _refuse_fed_otherwise(record: Record, seen: Seen, mapped: Sequence[str]) -> None:
+def _refuse_fed_otherwise(record: Record, seen: ScriptFacts, mapped: Sequence[str]) -> None:
     """Refuse a run whose loader, no part of its key, cannot work as the record's did.
 
     Raises:
         UsageError: it cannot.
     """
-    from advisor.tuners.knobs import FEEDS, described
+    from advisor.tuners.knobs import INPUT_PIPELINE, described
 
-    feeds = record.winner(record.use).config.changed(record.baseline.config).only(*FEEDS)
+    feeds = record.winner(record.use).config.changed(record.baseline.config).only(*INPUT_PIPELINE)
     if feeds.without(*mapped) and not seen.workers:
         why = "; ".join(seen.lines()) or "its steps are fed by no DataLoader"
         raise UsageError(
@@ -701,13 +701,13 @@ class _Subject:
     def _worker(self) -> Iterator[Place]:
         """The record's own workload in a worker."""
         from advisor.tuners.measure.worker.parent import Worker
-        from advisor.tuners.measure.worker.wire import CHANGED, Job
+        from advisor.tuners.measure.worker.wire import CHANGED, WorkerJob
 
         record, device = self.record, _device(self.record)
         name = _target(record, self.target, trusted=self.trusted)
         task = dataclasses.replace(self.task, target=name, device=device)
         known = record.key.model, record.key.hooks
-        job = Job(task=task, device=device, seed=record.provenance.seed, known=known)
+        job = WorkerJob(task=task, device=device, seed=record.provenance.seed, known=known)
         with Worker(job, deadline_s=DEADLINE_S) as worker:
             try:
                 worker.describe()

@@ -16,13 +16,13 @@ from advisor.arguments import Model, Permit
 from advisor.cache.config import Config
 from advisor.cache.record import Record, Trial
 from advisor.cache.task import Task
-from advisor.tuners.knobs import Situation
+from advisor.tuners.knobs import SearchContext
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
 from advisor.tuners.search.plan import Clock, Progress
-from advisor.tuners.search.race import Found
+from advisor.tuners.search.race import SearchResult
 from advisor.tuners.search.ratio import Ratio
 from advisor.tuners.search.space import Space
-from advisor.tuners.search.tuner import Scope, Tuner
+from advisor.tuners.search.tuner import SearchOptions, Tuner
 from tests.cache import examples
 
 OK = Compared("ok", "as fp32")
@@ -48,7 +48,7 @@ COMPILING_S = 28.0
 def space(device: str = "cuda", **more: Any) -> Space:
     """What is offered on a GPU to a run, or to a workload with `use="capture"`."""
     given = {"capability": (9, 0), "compiles": True, "use": "pilot", "batches": (64,), **more}
-    return Space.of(Situation(device=device, **given))
+    return Space.of(SearchContext(device=device, **given))
 
 
 def task(**changes: Any) -> Task:
@@ -221,20 +221,20 @@ def tuned(
     heard: Progress | None = None,
     study: optuna.Study | None = None,
     **scope: Any,
-) -> Found:
+) -> SearchResult:
     """What a search finds on a made-up place."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = study or optuna.create_study(direction="maximize")
-    given, clock = Scope(**{"modules": 150, **scope}), Clock(budget_s, now=place.now)
+    given, clock = SearchOptions(**{"modules": 150, **scope}), Clock(budget_s, now=place.now)
     return Tuner(place, of, study, given, heard or Progress(), clock).run()
 
 
-def advised(found: Found, use: str = "pilot", *, free: bool = False) -> Config:
+def advised(found: SearchResult, use: str = "pilot", *, free: bool = False) -> Config:
     """The config that a use is advised."""
     return next(w.choice.config for w in found.winners if (w.use, w.free) == (use, free))
 
 
-def speedup(found: Found, use: str = "pilot") -> float:
+def speedup(found: SearchResult, use: str = "pilot") -> float:
     """That its advice promises."""
     return next(w.choice.speedup for w in found.winners if (w.use, w.free) == (use, False))
 

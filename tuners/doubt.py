@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from advisor.cache.record import Choice, Record
 from advisor.cache.turns import inner
-from advisor.tuners.decisions import NOTABLE, TELLS
+from advisor.tuners.decisions import NOTABLE, RESOLVABLE
 from advisor.tuners.knobs import THREADS
 
 DOUBTFUL = (
@@ -26,11 +26,11 @@ def unsteady(turns: Sequence[float], interval: float = math.inf) -> bool:
     Args:
         turns: samples/s of the baseline.
         interval: upper over lower end of the speed-up; whatever it is, NOTABLE is allowed and more
-            than TELLS is not.
+            than RESOLVABLE is not.
     """
     kept = inner([math.log(rate) for rate in turns])
     moved = math.exp(kept[-1] - kept[0]) if kept else 1.0
-    return moved > min(TELLS, max(NOTABLE, interval))
+    return moved > min(RESOLVABLE, max(NOTABLE, interval))
 
 
 def is_doubtful(choice: Choice, baseline: Choice) -> bool:

@@ -20,7 +20,7 @@ from advisor.report.data import Table
 from advisor.report.text import age, duration, outcome, rate, ratio, ratios, spread
 from advisor.tuners.decisions import NOTABLE
 from advisor.tuners.doubt import DOUBTFUL, doubtful, unsteady
-from advisor.tuners.knobs import FEEDS, caveats, described
+from advisor.tuners.knobs import INPUT_PIPELINE, caveats, described
 
 WAITED = 0.1
 """Share of the time that a run waits for its data from which that is worth a word."""
@@ -178,7 +178,7 @@ def said(record: Record) -> Iterator[str]:
             f"its interval says.{again}"
         )
     if (waited := waits(record)) >= WAITED:
-        tried = set(FEEDS) & set(record.baseline.config)
+        tried = set(INPUT_PIPELINE) & set(record.baseline.config)
         mend = "" if tried or not record.compares else _MORE_WORKERS
         yield f"As it is, it waits for its data {waited:.0%} of the time{mend}."
 
