@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlencode
 
 from pydantic import BaseModel, ConfigDict, Field
-from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy import ColumnElement, RowMapping, String, cast, func, or_, select
 from sqlalchemy.orm import Session
 
 from advisor.cache.domain import LONGEST
@@ -57,40 +56,24 @@ class View(BaseModel):
         return self.url(sort=column if turned else f"-{column}", page=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """A record in the list.
+def listed(session: Session, view: View) -> tuple[Sequence[RowMapping], int]:
+    """A page of the records of a view, and how many there are on all pages.
 
-    Attributes:
-        id: as people type it.
-        trust: one of `records.TRUSTS`.
-        used: how often lookups of the last days found it; `stale` of them had other software.
+    A record's row has its columns by name, its `id` as people type it, and `stale`: how many of the
+    lookups that `used` it had other software.
     """
-
-    id: str
-    model: str
-    device: str
-    framework: str
-    speedup: float
-    trust: str
-    created: float
-    used: int
-    stale: int
-
-
-def listed(session: Session, view: View) -> tuple[list[Line], int]:
-    """A page of the records of a view, and how many there are on all pages."""
     newest, uses = newest_versions(), coverage.uses()
-    columns: dict[str, ColumnElement[Any]] = {
-        **{name: getattr(Item, name).label(name) for name in _SHOWN},
-        "model": Item.called.label("model"),
-        "used": func.coalesce(uses.c.used, 0).label("used"),
-        "stale": func.coalesce(uses.c.stale, 0).label("stale"),
+    columns: dict[str, Any] = {
+        "model": Item.called,
+        **{name: getattr(Item, name) for name in _SHOWN},
+        "used": func.coalesce(uses.c.used, 0),
+        "stale": func.coalesce(uses.c.stale, 0),
+        "id": Item.id + "@" + cast(Item.batch, String),
     }
     by = columns[view.sort.removeprefix("-")]
     where = _where(view)
     query = (
-        select(Item.id, Item.batch, *columns.values())
+        select(*(column.label(name) for name, column in columns.items()))
         .join(newest, Item.key == newest.c.key)
         .join(uses, Item.place == uses.c.place, isouter=True)
         .where(*where)
@@ -98,12 +81,9 @@ def listed(session: Session, view: View) -> tuple[list[Line], int]:
         .offset(view.page * ON_A_PAGE)
         .limit(ON_A_PAGE)
     )
-    lines = [
-        Line(id=f"{row['id']}@{row['batch']}", **{name: row[name] for name in columns})
-        for row in session.execute(query).mappings()
-    ]
     of_all = select(func.count()).select_from(Item).join(newest, Item.key == newest.c.key)
-    return lines, session.scalar(of_all.where(*where)) or 0
+    number = session.scalar(of_all.where(*where)) or 0
+    return session.execute(query).mappings().all(), number
 
 
 _SHOWN = ("device", "framework", "speedup", "trust", "created")
@@ -130,16 +110,9 @@ def choices(session: Session) -> dict[str, Sequence[str]]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Median:
-    """The median speed-up of the newest versions of `records` records that are verified."""
-
-    records: int
-    speedup: float
-
-
-def median(session: Session) -> Median:
+def median(session: Session) -> tuple[int, float]:
+    """How many records are verified by their newest version, and its median speed-up."""
     newest = newest_versions()
     query = select(Item.speedup).join(newest, Item.key == newest.c.key)
     found = session.scalars(query.where(Item.trust == "verified")).all()
-    return Median(len(found), statistics.median(found) if found else 0.0)
+    return len(found), statistics.median(found or [0.0])

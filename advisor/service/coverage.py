@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Subquery, case, func, select
+from sqlalchemy import ColumnElement, RowMapping, Subquery, case, func, select
 from sqlalchemy.orm import Session
 
 from advisor.service.database import DAY_S
@@ -48,36 +49,20 @@ def uses() -> Subquery:
     return select(Lookup.place, *sums).where(*found).group_by(Lookup.place).subquery()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Missed:
-    """What lookups did not find: `model` is the start of its fingerprint, `target` the name that a
-    record of another device has for it, or ''."""
-
-    device: str
-    model: str
-    target: str
-    lookups: int
-
-
-def missed(session: Session, most: int = 10) -> list[Missed]:
-    """What was looked up on a device and is not here, the most wanted first."""
-    number = func.sum(Lookup.count)
+def missed(session: Session, most: int = 10) -> Sequence[RowMapping]:
+    """What was looked up on a device and is not here, the most wanted first: `model` is the start
+    of its fingerprint, `target` the name that a record of another device has for it, or ''."""
+    lookups = func.sum(Lookup.count).label("lookups")
+    same = (Item.model == Lookup.model, Lookup.model != "", Item.called != "")
+    called = select(func.max(Item.called)).where(*same).scalar_subquery()
+    target = func.coalesce(called, "").label("target")
     query = (
-        select(Lookup.device, Lookup.model, number)
+        select(Lookup.device, Lookup.model, target, lookups)
         .where(_lately(), Lookup.outcome.in_(("miss", "nearest")))
         .group_by(Lookup.device, Lookup.model)
-        .order_by(number.desc(), Lookup.device, Lookup.model)
-        .limit(most)
+        .order_by(lookups.desc(), Lookup.device, Lookup.model)
     )
-    rows = session.execute(query).all()
-    called = select(Item.model, func.max(Item.called)).where(
-        Item.model.in_([model for _device, model, _count in rows if model]), Item.called != ""
-    )
-    names = {model: name for model, name in session.execute(called.group_by(Item.model))}
-    return [
-        Missed(device=device, model=model, target=names.get(model, ""), lookups=int(count))
-        for device, model, count in rows
-    ]
+    return session.execute(query.limit(most)).mappings().all()
 
 
 def _lately() -> ColumnElement[bool]:

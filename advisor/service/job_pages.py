@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Path, Query, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from sqlalchemy.orm import Session
 
-from advisor.cache.shown import times
 from advisor.jobs.spec import where
 from advisor.jobs.states import LIVE, STATES
-from advisor.report.data import Table, Timeline, Tried
-from advisor.report.text import rate
+from advisor.report.data import Timeline, Tried
 from advisor.service import jobs, progress
 from advisor.service.access import Here, forbidding
 from advisor.service.database import now
@@ -126,7 +124,7 @@ def _now(session: Session, job: Job, caller: Caller) -> dict[str, Any]:
         "where": where(job.gpu, job.gpus),
         "attempts": told["attempts"][::-1],
         "chart": throughput(told),
-        "table": _trials(told["trials"]),
+        "trials": told["trials"][-MOST_SHOWN:][::-1],
     }
 
 
@@ -166,45 +164,13 @@ def _at(batch: int | None) -> str:
     return f", batch {batch}" if batch else ""
 
 
-def _trials(trials: Sequence[Mapping[str, Any]]) -> Table:
-    last = trials[-MOST_SHOWN:][::-1]
-    which = "newest first" if len(last) == len(trials) else f"the newest {len(last)}"
-    table = Table(
-        f"Each config that was tried, {which}. Speed-up is over the unmodified baseline.",
-        ("#", "config", "batch", "samples/s", "speed-up", "result"),
-        right=("#", "batch", "samples/s", "speed-up"),
-    )
-    for trial in last:
-        failed = trial["outcome"]
-        table.row(
-            str(trial["number"]),
-            trial["what"],
-            str(trial["batch"] or ""),
-            "" if failed else rate(trial["samples_per_s"]),
-            times(trial["ratio"]) if trial["ratio"] and not failed else "",
-            failed or "measured",
-            warns=bool(failed),
-        )
-    return table
-
-
 def _asked(asked: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Name and value of what was asked for."""
-    if asked["command"]:
-        yield "command", shlex.join(asked["command"])
-    else:
-        yield "target", asked["target"]
-    for name, value in asked["options"].items():
-        parts = value if isinstance(value, list) else [value]
-        yield name, ", ".join(one if isinstance(one, str) else json.dumps(one) for one in parts)
-    for name, value in asked["env"].items():
-        yield name, value
-    if asked["archive"]:
-        yield "code", f"archive {asked['archive'][:12]}"
-    if asked["folder"]:
-        yield "folder", asked["folder"]
-    if asked["force"]:
-        yield "force", "measured again although it was tuned"
+    """Name and value of what was submitted."""
+    for name, value in {**asked, **asked["options"], **asked["env"]}.items():
+        if value and name not in ("options", "env"):
+            parts = value if isinstance(value, list) else [value]
+            texts = [one if isinstance(one, str) else json.dumps(one) for one in parts]
+            yield name, shlex.join(texts) if name == "command" else ", ".join(texts)
 
 
 @job_pages.post("/jobs/{number}/cancel")

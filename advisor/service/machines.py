@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import select
+from sqlalchemy import RowMapping, select
 from sqlalchemy.orm import Session
 
 from advisor.service.executors import Executor, ExecutorAway, Room
@@ -18,21 +18,11 @@ ASKS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """GPUs of one name, or the CPU, of an executor. `why`: why some are not free."""
-
-    name: str
-    free: int
-    total: int
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """An executor; `why` it is down, '' if it is up."""
+    """An executor with its devices, of each name together; `why` it is down, '' if it is up."""
 
     name: str
-    devices: Sequence[Device] = ()
+    devices: Sequence[Room] = ()
     why: str = ""
 
 
@@ -60,41 +50,25 @@ def _machine(executor: Executor) -> Machine:
         return Machine(name=executor.name, why=str(exc))
 
 
-def _devices(rooms: Sequence[Room]) -> Sequence[Device]:
+def _devices(rooms: Sequence[Room]) -> Sequence[Room]:
     """The devices of some rooms, of equal names together, the CPU last."""
     found = []
     for name in sorted({room.gpu for room in rooms} - {""}):
         alike = [room for room in rooms if room.gpu == name]
-        found.append(
-            Device(
-                name=name,
-                free=sum(room.gpus for room in alike),
-                total=sum(room.total for room in alike),
-                why="; ".join(dict.fromkeys(room.why for room in alike if room.why)),
-            )
-        )
+        free, total = sum(room.gpus for room in alike), sum(room.total for room in alike)
+        why = "; ".join(dict.fromkeys(room.why for room in alike if room.why))
+        found.append(Room(gpu=name, gpus=free, total=total, why=why))
     cpus = sum(not room.gpu for room in rooms)
     why = "" if cpus else "a job is measured on this executor"
-    return [*found, Device(name="CPU", free=cpus, total=max(cpus, 1), why=why)]
+    return [*found, Room(gpu="CPU", gpus=cpus, total=max(cpus, 1), why=why)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
-    """A job that runs, and where."""
-
-    job: int
-    what: str
-    executor: str
-    device: str
-    started: float
-
-
-def running(session: Session) -> list[Running]:
-    """The jobs that run, of all servers of the database."""
+def running(session: Session) -> Sequence[RowMapping]:
+    """The jobs that run, of all servers of the database, and where."""
     columns = (Attempt.executor, Attempt.device, Attempt.started)
-    query = select(Job.id.label("job"), Job.what, *columns).join(Job, Attempt.job == Job.id)
-    rows = session.execute(query.where(Attempt.state == "running").order_by(Job.id)).mappings()
-    return [Running(**row) for row in rows]
+    query = select(Job.id, Job.what, *columns).join(Job, Attempt.job == Job.id)
+    query = query.where(Attempt.state == "running").order_by(Job.id)
+    return session.execute(query).mappings().all()
 
 
 def troubles(machines: Sequence[Machine]) -> list[str]:

@@ -358,5 +358,5 @@ def machines_page(request: Request, here: Here, caller: Reader) -> HTMLResponse:
         machines=seen,
         troubles=here.troubles + machines.troubles(seen),
         running=running,
-        elsewhere=sorted({one.executor for one in running} - known),
+        elsewhere=sorted({one["executor"] for one in running} - known),
     )

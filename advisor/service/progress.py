@@ -58,12 +58,12 @@ def of_jobs(session: Session, numbers: Sequence[int]) -> dict[int, Progress]:
     for job in session.scalars(select(Job).where(Job.id.in_(numbers))):
         theirs = starts[job.id]
         until = theirs[0].started if theirs else at if job.state in LIVE else job.changed
-        runs = bool(theirs) and job.state == "running"
+        runs = theirs[-1:] if job.state == "running" else []
         trials, best = tried.get(job.id, (0, 0.0))
         found[job.id] = Progress(
             budget_s=_budget_s(job),
             waited_s=max(0.0, until - job.created),
-            spent_s=max(0.0, at - (theirs[-1].begun or theirs[-1].started)) if runs else 0.0,
+            spent_s=max(0.0, *(at - (one.begun or one.started) for one in runs), 0.0),
             trials=trials,
             speedup=speedups.get(job.id, best),
         )

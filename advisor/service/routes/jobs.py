@@ -32,7 +32,7 @@ NO_JOB = "there is no such job"
 
 Digest = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of its bytes.")]
 
-_REFERENCES, _SPEC = schema_components((JobSpec,))
+_SPEC = schema_components((JobSpec,))[1]
 ASKED: dict[str, Any] = {
     "requestBody": {
         "required": True,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -10,91 +12,71 @@ BYTEWISE = sa.String().with_variant(sa.String(collation="C"), "postgresql")
 LIVE = sa.text("state IN ('queued', 'running', 'preempted')")
 
 
+def columns(kind: Any, *names: str, **how: Any) -> list[sa.Column[Any]]:
+    return [sa.Column(name, kind, **{"nullable": False, **how}) for name in names]
+
+
+def references(**tables: str) -> list[sa.ForeignKeyConstraint]:
+    return [sa.ForeignKeyConstraint([name], [f"{table}.id"]) for name, table in tables.items()]
+
+
 def upgrade() -> None:
-    op.create_table(
-        "lookups",
-        sa.Column("day", sa.Integer(), autoincrement=False, nullable=False),
-        sa.Column("device", BYTEWISE, nullable=False),
-        sa.Column("place", BYTEWISE, nullable=False),
-        sa.Column("model", BYTEWISE, nullable=False),
-        sa.Column("outcome", BYTEWISE, nullable=False),
-        sa.Column("count", sa.BigInteger(), nullable=False),
-        sa.PrimaryKeyConstraint("day", "device", "place", "model", "outcome"),
-    )
+    _people()
+    _records()
+    _jobs()
+    _attempts()
+
+
+def _people() -> None:
     op.create_table(
         "tokens",
-        sa.Column("id", sa.Integer(), nullable=False),
-        sa.Column("digest", sa.LargeBinary(), nullable=False),
-        sa.Column("name", sa.String(), nullable=False),
-        sa.Column("role", sa.String(), nullable=False),
-        sa.Column("created", sa.Double(), nullable=False),
-        sa.Column("expires", sa.Double(), nullable=True),
-        sa.Column("revoked", sa.Double(), nullable=True),
-        sa.Column("used", sa.Double(), nullable=True),
+        *columns(sa.Integer(), "id"),
+        *columns(sa.LargeBinary(), "digest"),
+        *columns(sa.String(), "name", "role"),
+        *columns(sa.Double(), "created"),
+        *columns(sa.Double(), "expires", "revoked", "used", nullable=True),
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint("digest"),
     )
     op.create_table(
-        "archives",
-        sa.Column("digest", BYTEWISE, nullable=False),
-        sa.Column("size", sa.Integer(), nullable=False),
-        sa.Column("token", sa.Integer(), nullable=False),
-        sa.Column("created", sa.Double(), nullable=False),
-        sa.Column("used", sa.Double(), nullable=False),
-        sa.Column("data", sa.LargeBinary(), nullable=False),
-        sa.ForeignKeyConstraint(["token"], ["tokens.id"]),
+        "sessions",
+        *columns(sa.LargeBinary(), "digest"),
+        *columns(sa.Integer(), "token"),
+        *columns(sa.Double(), "expires"),
+        *references(token="tokens"),
         sa.PrimaryKeyConstraint("digest"),
     )
-    op.create_index("archives_of_token", "archives", ["token", "size"])
-    op.create_table(
-        "artifacts",
-        sa.Column("name", BYTEWISE, nullable=False),
-        sa.Column("place", BYTEWISE, nullable=False),
-        sa.Column("size", sa.Integer(), nullable=False),
-        sa.Column("stored", sa.Double(), nullable=False),
-        sa.Column("token", sa.Integer(), nullable=False),
-        sa.Column("data", sa.LargeBinary(), nullable=False),
-        sa.ForeignKeyConstraint(["token"], ["tokens.id"]),
-        sa.PrimaryKeyConstraint("name"),
-    )
-    op.create_index("artifacts_of_token", "artifacts", ["token", "size"])
     op.create_table(
         "events",
-        sa.Column("id", sa.Integer(), nullable=False),
-        sa.Column("at", sa.Double(), nullable=False),
-        sa.Column("token", sa.Integer(), nullable=True),
-        sa.Column("action", sa.String(), nullable=False),
-        sa.Column("subject", sa.String(), nullable=False),
-        sa.Column("address", sa.String(), nullable=False),
-        sa.ForeignKeyConstraint(["token"], ["tokens.id"]),
+        *columns(sa.Integer(), "id"),
+        *columns(sa.Double(), "at"),
+        *columns(sa.Integer(), "token", nullable=True),
+        *columns(sa.String(), "action", "subject", "address"),
+        *references(token="tokens"),
         sa.PrimaryKeyConstraint("id"),
     )
+
+
+def _records() -> None:
     op.create_table(
         "items",
-        sa.Column("key", BYTEWISE, nullable=False),
-        sa.Column("place", BYTEWISE, nullable=False),
-        sa.Column("model", BYTEWISE, nullable=False),
-        sa.Column("id", BYTEWISE, nullable=False),
-        sa.Column("batch", sa.BigInteger(), nullable=False),
-        sa.Column("target", BYTEWISE, nullable=False),
-        sa.Column("origin", BYTEWISE, nullable=False),
-        sa.Column("called", sa.String(), nullable=False),
-        sa.Column("file", BYTEWISE, nullable=False),
-        sa.Column("code", BYTEWISE, server_default=sa.text("''"), nullable=False),
-        sa.Column("family", BYTEWISE, server_default=sa.text("''"), nullable=False),
-        sa.Column("command", BYTEWISE, server_default=sa.text("''"), nullable=False),
-        sa.Column("device", BYTEWISE, nullable=False),
-        sa.Column("fields", sa.String(), nullable=False),
-        sa.Column("terms", BYTEWISE, server_default=sa.text("''"), nullable=False),
-        sa.Column("speedup", sa.Double(), nullable=False),
-        sa.Column("trust", BYTEWISE, server_default=sa.text("''"), nullable=False),
-        sa.Column("framework", BYTEWISE, server_default=sa.text("''"), nullable=False),
-        sa.Column("created", sa.Double(), nullable=False),
-        sa.Column("stored", sa.Double(), nullable=False),
-        sa.Column("size", sa.Integer(), nullable=False),
-        sa.Column("token", sa.Integer(), nullable=False),
-        sa.Column("data", sa.LargeBinary(), nullable=False),
-        sa.ForeignKeyConstraint(["token"], ["tokens.id"]),
+        *columns(BYTEWISE, "key", "place", "model", "id", "target", "origin", "file", "device"),
+        *columns(sa.BigInteger(), "batch"),
+        *columns(sa.String(), "called", "fields"),
+        *columns(
+            BYTEWISE,
+            "code",
+            "family",
+            "command",
+            "terms",
+            "trust",
+            "framework",
+            server_default=sa.text("''"),
+        ),
+        *columns(sa.Double(), "speedup", "created", "stored"),
+        *columns(sa.Integer(), "size", "token"),
+        *columns(sa.LargeBinary(), "data"),
+        *references(token="tokens"),
         sa.PrimaryKeyConstraint("key"),
     )
     op.create_index("items_of_code", "items", ["code", "target", "terms", "created"])
@@ -106,27 +88,35 @@ def upgrade() -> None:
     op.create_index("items_of_origin", "items", ["origin", "target", "terms", "created"])
     op.create_index("items_of_target", "items", ["target", "terms", "created"])
     op.create_index("items_of_token", "items", ["token", "size"])
-    op.create_index(op.f("ix_items_device"), "items", ["device"])
-    op.create_index(op.f("ix_items_place"), "items", ["place"])
+    op.create_index("ix_items_device", "items", ["device"])
+    op.create_index("ix_items_place", "items", ["place"])
+    op.create_table(
+        "artifacts",
+        *columns(BYTEWISE, "name", "place"),
+        *columns(sa.Integer(), "size", "token"),
+        *columns(sa.Double(), "stored"),
+        *columns(sa.LargeBinary(), "data"),
+        *references(token="tokens"),
+        sa.PrimaryKeyConstraint("name"),
+    )
+    op.create_index("artifacts_of_token", "artifacts", ["token", "size"])
+    op.create_table(
+        "lookups",
+        *columns(sa.Integer(), "day"),
+        *columns(BYTEWISE, "device", "place", "model", "outcome"),
+        *columns(sa.BigInteger(), "count"),
+        sa.PrimaryKeyConstraint("day", "device", "place", "model", "outcome"),
+    )
+
+
+def _jobs() -> None:
     op.create_table(
         "jobs",
-        sa.Column("id", sa.Integer(), nullable=False),
-        sa.Column("key", BYTEWISE, nullable=False),
-        sa.Column("state", sa.String(), nullable=False),
-        sa.Column("reason", sa.String(), nullable=False),
-        sa.Column("what", sa.String(), nullable=False),
-        sa.Column("asked", sa.String(), nullable=False),
-        sa.Column("archive", BYTEWISE, nullable=False),
-        sa.Column("gpu", BYTEWISE, nullable=False),
-        sa.Column("gpus", sa.Integer(), nullable=False),
-        sa.Column("token", sa.Integer(), nullable=False),
-        sa.Column("created", sa.Double(), nullable=False),
-        sa.Column("changed", sa.Double(), nullable=False),
-        sa.Column("due", sa.Double(), nullable=False),
-        sa.Column("record", sa.String(), nullable=False),
-        sa.Column("attempts", sa.Integer(), nullable=False),
-        sa.Column("logged", sa.Integer(), nullable=False),
-        sa.ForeignKeyConstraint(["token"], ["tokens.id"]),
+        *columns(sa.Integer(), "id", "gpus", "token", "attempts", "logged"),
+        *columns(BYTEWISE, "key", "archive", "gpu"),
+        *columns(sa.String(), "state", "reason", "what", "asked", "record"),
+        *columns(sa.Double(), "created", "changed", "due"),
+        *references(token="tokens"),
         sa.PrimaryKeyConstraint("id"),
     )
     op.create_index(
@@ -138,31 +128,34 @@ def upgrade() -> None:
     op.create_index("jobs_of_state", "jobs", ["state", "id"])
     op.create_index("jobs_of_token", "jobs", ["token"])
     op.create_table(
-        "sessions",
-        sa.Column("digest", sa.LargeBinary(), nullable=False),
-        sa.Column("token", sa.Integer(), nullable=False),
-        sa.Column("expires", sa.Double(), nullable=False),
-        sa.ForeignKeyConstraint(["token"], ["tokens.id"]),
+        "archives",
+        *columns(BYTEWISE, "digest"),
+        *columns(sa.Integer(), "size", "token"),
+        *columns(sa.Double(), "created", "used"),
+        *columns(sa.LargeBinary(), "data"),
+        *references(token="tokens"),
         sa.PrimaryKeyConstraint("digest"),
     )
+    op.create_index("archives_of_token", "archives", ["token", "size"])
+    op.create_table(
+        "studies",
+        *columns(sa.Integer(), "job"),
+        *columns(BYTEWISE, "name"),
+        *columns(sa.LargeBinary(), "data"),
+        *references(job="jobs"),
+        sa.PrimaryKeyConstraint("job", "name"),
+    )
+
+
+def _attempts() -> None:
     op.create_table(
         "attempts",
-        sa.Column("id", sa.Integer(), nullable=False),
-        sa.Column("job", sa.Integer(), nullable=False),
-        sa.Column("number", sa.Integer(), nullable=False),
-        sa.Column("executor", sa.String(), nullable=False),
-        sa.Column("external", sa.String(), nullable=False),
-        sa.Column("device", sa.String(), nullable=False),
-        sa.Column("state", sa.String(), nullable=False),
-        sa.Column("reason", sa.String(), nullable=False),
-        sa.Column("started", sa.Double(), nullable=False),
-        sa.Column("beat", sa.Double(), nullable=False),
-        sa.Column("ended", sa.Double(), nullable=True),
-        sa.Column("token", sa.Integer(), nullable=False),
-        sa.Column("start", sa.LargeBinary(), nullable=False),
-        sa.Column("begun", sa.Double(), nullable=True),
-        sa.ForeignKeyConstraint(["job"], ["jobs.id"]),
-        sa.ForeignKeyConstraint(["token"], ["tokens.id"]),
+        *columns(sa.Integer(), "id", "job", "number", "token"),
+        *columns(sa.String(), "executor", "external", "device", "state", "reason"),
+        *columns(sa.Double(), "started", "beat"),
+        *columns(sa.Double(), "ended", "begun", nullable=True),
+        *columns(sa.LargeBinary(), "start"),
+        *references(job="jobs", token="tokens"),
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint("token"),
     )
@@ -170,38 +163,20 @@ def upgrade() -> None:
     op.create_index("attempts_of_start", "attempts", ["start"], unique=True)
     op.create_index("attempts_of_state", "attempts", ["state", "executor"])
     op.create_table(
-        "studies",
-        sa.Column("job", sa.Integer(), nullable=False),
-        sa.Column("name", BYTEWISE, nullable=False),
-        sa.Column("data", sa.LargeBinary(), nullable=False),
-        sa.ForeignKeyConstraint(["job"], ["jobs.id"]),
-        sa.PrimaryKeyConstraint("job", "name"),
-    )
-    op.create_table(
-        "logs",
-        sa.Column("id", sa.Integer(), nullable=False),
-        sa.Column("job", sa.Integer(), nullable=False),
-        sa.Column("attempt", sa.Integer(), nullable=False),
-        sa.Column("data", sa.String(), nullable=False),
-        sa.ForeignKeyConstraint(["attempt"], ["attempts.id"]),
-        sa.ForeignKeyConstraint(["job"], ["jobs.id"]),
-        sa.PrimaryKeyConstraint("id"),
-    )
-    op.create_index("logs_of_job", "logs", ["job", "id"])
-    op.create_table(
         "trials",
-        sa.Column("attempt", sa.Integer(), nullable=False),
-        sa.Column("number", sa.Integer(), autoincrement=False, nullable=False),
-        sa.Column("job", sa.Integer(), nullable=False),
-        sa.Column("at", sa.Double(), nullable=False),
-        sa.Column("what", sa.String(), nullable=False),
-        sa.Column("batch", sa.BigInteger(), nullable=True),
-        sa.Column("samples_per_s", sa.Double(), nullable=False),
-        sa.Column("ratio", sa.Double(), nullable=False),
-        sa.Column("outcome", sa.String(), nullable=False),
-        sa.Column("origin", sa.String(), nullable=False),
-        sa.ForeignKeyConstraint(["attempt"], ["attempts.id"]),
-        sa.ForeignKeyConstraint(["job"], ["jobs.id"]),
+        *columns(sa.Integer(), "attempt", "number", "job"),
+        *columns(sa.Double(), "at", "samples_per_s", "ratio"),
+        *columns(sa.String(), "what", "outcome", "origin"),
+        *columns(sa.BigInteger(), "batch", nullable=True),
+        *references(attempt="attempts", job="jobs"),
         sa.PrimaryKeyConstraint("attempt", "number"),
     )
     op.create_index("trials_of_job", "trials", ["job"])
+    op.create_table(
+        "logs",
+        *columns(sa.Integer(), "id", "job", "attempt"),
+        *columns(sa.String(), "data"),
+        *references(job="jobs", attempt="attempts"),
+        sa.PrimaryKeyConstraint("id"),
+    )
+    op.create_index("logs_of_job", "logs", ["job", "id"])
