@@ -53,14 +53,14 @@ T = TypeVar("T")
 
 
 def encode(record: Record, seal: Seal = UNSEALED, *, revises: bytes = b"") -> bytes:
-    """The record as msgpack bytes; of text what can be printed on one line.
+    """The record as msgpack bytes, every text as one printable line.
 
-    Where it would be too large, raw seconds per block go first, then the slowest trials.
+    If it would be too large, raw seconds per block go first, then the slowest trials.
 
     Args:
         seal: signs it, if it has a key.
-        revises: the encoded record that this one was made from: what a newer version of advisor
-            put into it, and this one does not know, is carried over.
+        revises: the encoded record that this one was made from. Fields of a newer version in it
+            are carried over.
 
     Raises:
         RecordDamaged: `decode` would refuse it, e.g. for a number that is not finite.
@@ -287,7 +287,7 @@ def from_plain(cls: type[T], data: object) -> T:
 
 
 def _config(_cls: type, value: object) -> Config:
-    """The one type of a field that msgspec does not know."""
+    """Build the only field type that msgspec does not know."""
     if not isinstance(value, dict):
         raise ValueError(f"expected a config, got {reprlib.repr(value)}")
     try:
@@ -297,16 +297,17 @@ def _config(_cls: type, value: object) -> Config:
 
 
 def _texts(data: object) -> Iterator[tuple[Any, str]]:
-    """Every text in plain data, and its place: a pair of the place around it and a name."""
+    """Every text in plain data, once, with its place: the place around it, and a name or index."""
+    seen: set[str] = set()
     left: list[tuple[Any, Any]] = [((), data)] if isinstance(data, dict | list) else []
     while left:
         place, value = left.pop()
-        if isinstance(value, dict):
-            yield place, "".join(map(str, value))
         for name, part in value.items() if isinstance(value, dict) else enumerate(value):
-            if isinstance(part, str):
-                yield (place, name), part
-            elif isinstance(part, dict | list):
+            for text in (name, part):
+                if type(text) is str and text not in seen:
+                    seen.add(text)
+                    yield (place, name), text
+            if type(part) is dict or type(part) is list:
                 left.append(((place, name), part))
 
 

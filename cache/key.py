@@ -1,4 +1,4 @@
-"""What a record is remembered under: environment, model, and what of the task decides."""
+"""The key of a record: environment, model, and the fields of the task that decide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of values as people write them: how each is checked, and written again for copying."""
+"""Kinds of values as people write them: how each is checked, and printed for copying."""
 
 from __future__ import annotations
 

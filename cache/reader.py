@@ -1,7 +1,7 @@
-"""What a reader finds in one store: of each record the version that counts for them.
+"""Read one store: for each record, the version that counts for the reader.
 
-Names and marks tell which that is (see `name`); it alone is fetched, and another only where it is
-no sound record.
+Names and marks tell which version that is (see `name`). Only that one is fetched; the next one only
+if it is damaged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged, StoreError
 
 Check = Callable[[Record], str]
-"""What is wrong with a record, or '': what the cache cannot know, as a knob's domain."""
+"""Returns what is wrong with a record, or '', beyond what the cache knows: a knob's domain."""
 
 
 def nothing_wrong(_record: Record) -> str:
@@ -48,8 +48,9 @@ class Held(Struct, frozen=True, kw_only=True):
     """A record and where it is.
 
     Attributes:
-        name: of the version that counts; `texts` all that a store needs to say the same: beside
-            it a mark, and the version under the target's name if that is another one.
+        name: of the version that counts.
+        texts: the keys to copy so that another store says the same: the version, the mark on it,
+            and the version under the target's name if that is another one.
         trusted: the reader or their team measured it, and signed it.
     """
 
@@ -71,9 +72,12 @@ class Held(Struct, frozen=True, kw_only=True):
 
 
 class Listing(Struct, frozen=True, kw_only=True):
-    """What a store holds: of each record and each of its targets the version that counts.
-    `damaged`: one line for each that could not be read; `left`: places that were not looked at, as
-    only so many are sought."""
+    """What a store holds: the version that counts, for each record and each of its targets.
+
+    Attributes:
+        damaged: one line for each version that could not be read.
+        left: places of records beyond the number that was asked for; they were not read.
+    """
 
     held: tuple[Held, ...]
     damaged: tuple[str, ...]
@@ -421,7 +425,7 @@ class _Look:
 
 
 def united(held: Iterable[Held]) -> list[Held]:
-    """Of the same record under one target's name in several stores, the version that counts."""
+    """Merges several stores: the version that counts, for each record and target."""
     places: dict[tuple[str, Target], list[Held]] = {}
     for one in held:
         places.setdefault(one.of, []).append(one)
@@ -429,7 +433,7 @@ def united(held: Iterable[Held]) -> list[Held]:
 
 
 def once(held: Iterable[Held]) -> dict[str, Held]:
-    """Each record once, by its place: the version that counts, by its own name if that is there."""
+    """Each record once, by its place: the version that counts, under its own name if possible."""
     places: dict[str, list[Held]] = {}
     for one in held:
         places.setdefault(one.name.place, []).append(one)
@@ -447,7 +451,7 @@ def _counting(several: Sequence[Held]) -> list[Held]:
 
 
 def stale_of(names: Iterable[Name], marks: Marks) -> dict[str, bool]:
-    """What marks say of versions, by their name's text."""
+    """Whether marks call versions stale, by the text of their names."""
     return {
         name.text: mark[0].stale
         for name in names

@@ -53,9 +53,9 @@ class Measurement:
         samples_per_s: by the wall clock, with its confidence interval from `low` to `high`.
         step_s: seconds per step; `gpu_s` of them by the GPU's clock, gaps between its kernels
             included, 0 on the CPU.
-        busy: share of a step's time in which the device works, from 0 to 1; 0 on the CPU, and where
-            nobody asks, as in a race, or with one device.
-        first_step_s: seconds of the first step, compilation and algorithm search included.
+        busy: share of a step's time in which the device works, from 0 to 1; 0 on the CPU and where
+            it was not measured.
+        first_step_s: seconds of the first step, with compilation and algorithm search.
         peak_bytes: device memory at its peak.
         steps: how many were timed.
         blocks: raw seconds per step of each block that was timed.
@@ -80,17 +80,17 @@ class Measurement:
 
     @property
     def ok(self) -> bool:
-        """The config ran, whole."""
+        """The config ran to the end."""
         return self.outcome == "ok"
 
     @property
     def host_bound(self) -> bool:
-        """Whether the host could not issue steps faster than the device takes them, or may not."""
+        """Whether the host, not the device, limits the speed, as far as was measured."""
         return self.ok and self.busy < BUSY
 
 
 def best_known(seen: Sequence[Measurement]) -> Measurement:
-    """Of several of one config the one with the most turns, the first of those."""
+    """The one with the most turns of several measurements of one config; the first of equals."""
     return max(seen, key=lambda one: len(one.blocks))
 
 
@@ -108,10 +108,14 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A config that was raced. `speedup` is over the default at the user's batch, with its spread;
-    `rounds` are the samples/s of each turn of the race; `first_step_s` are the seconds of its first
-    step where nothing was compiled before, and `loaded_step_s` those with its artifacts loaded,
-    0 where that was not measured."""
+    """A config that was raced.
+
+    Attributes:
+        speedup: over the default at the user's batch, with its 95% interval.
+        rounds: samples/s of each turn of the race.
+        first_step_s: seconds of the first step with nothing compiled before; `loaded_step_s` with
+            its artifacts loaded. 0 where not measured.
+    """
 
     config: Config
     batch: Positive
@@ -197,9 +201,9 @@ class Record:
         winners: the best for each of RACED, at the user's batch and, where other batches were
             tried, with the batch free; each from the race, with its own interval.
         input: the knobs of the input stage that were chosen; may be empty.
-        trials: of every stage; those of 'numerics' say what was held against strict fp32, and how
-            that ended: what has none was not verified.
-        raced: all that finished the race and was not struck out, chosen or not.
+        trials: of every stage. Those of 'numerics' are the comparisons with strict fp32; a config
+            without one was not verified.
+        raced: every config that finished the race, chosen or not.
         parts: what each knob of the loop's winner contributes, once `advisor explain` measured it.
         stale: why it no longer holds, as `advisor verify` found; empty while it does.
         family: digest of the kinds of modules that the model is built of; '' where not known.
@@ -234,7 +238,7 @@ class Record:
 
     @property
     def use(self) -> str:
-        """What is followed of it where nothing more is asked for: a run's pilot, else a loop."""
+        """The use that is served by default: the pilot for a run, else the loop."""
         return PILOT if self.key.task.command else LOOP
 
     @property

@@ -1,4 +1,4 @@
-"""What a record says of itself, held against what was measured for it."""
+"""Check what a record claims against its own measurements."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from advisor.cache.record import Choice, Record
 from advisor.errors import RecordDamaged
 
 ROUNDING = 1e-6
-"""By which a number and the same computed anew may differ, as a part of it."""
-
-
+"""Relative difference that is allowed between a claim and its measurements."""
 TRIMMED = 1 / 6
-"""Fraction of the turns that is left out at each end before their mean is taken (Yuen, Biometrika
-61, 1974): a load that comes or goes within a turn makes it up to 5 times too fast or too slow."""
+"""Fraction of the turns that a mean leaves out at each end (Yuen, Biometrika 61, 1974). Other load
+that starts or stops during a turn makes it up to 5 times too fast or too slow."""
 
 
 def inner(logs: Sequence[float]) -> list[float]:
-    """The log-ratios of turns that count, in order of size: without TRIMMED of them at each end."""
+    """The log-ratios in order of size, without TRIMMED of them at each end."""
     ordered = sorted(logs)
     out = int(TRIMMED * len(ordered))
     return ordered[out : len(ordered) - out]
