@@ -296,6 +296,10 @@ def _config(_cls: type, value: object) -> Config:
         raise ValueError(str(exc)) from None
 
 
+# msgspec describes a class at its first use, and crashes if two threads use it first at once.
+msgspec.json.Decoder(Record, dec_hook=_config)
+
+
 def _texts(data: object) -> Iterator[tuple[Any, str]]:
     """Every text in plain data, and its place: a pair of the place around it and a name."""
     left: list[tuple[Any, Any]] = [((), data)] if isinstance(data, dict | list) else []
