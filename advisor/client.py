@@ -23,8 +23,8 @@ import msgspec
 
 from advisor.cache.stores.http_client import BYTES, JSON, MAP, HttpClient
 from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, printable
-from advisor.jobs.asked import Asked, where
 from advisor.jobs.parcel import NEEDS_CODE, Parcel
+from advisor.jobs.spec import JobSpec, where
 from advisor.jobs.states import LIVE, STATES
 from advisor.jobs.submission import Submission
 
@@ -168,7 +168,7 @@ class Client:
         Raises:
             UsageError: an argument is wrong, or the code is too much to travel.
         """
-        asked = Asked.given(
+        asked = JobSpec.given(
             command=command,
             target=target,
             options=options,

@@ -33,7 +33,7 @@ from advisor.tuning import OfRun
 if TYPE_CHECKING:
     from advisor.tuners.measure.worker.wire import Facts
     from advisor.tuners.search.space import Space
-    from advisor.tuners.search.tuner import Scope
+    from advisor.tuners.search.tuner import SearchOptions
     from advisor.tuning import Subject
 
 
@@ -52,7 +52,7 @@ class _OfRunInside(OfRun):
     def begun(self) -> AttachedRun:
         return self.inside
 
-    def space(self, situation: knobs.Situation) -> Space:
+    def space(self, situation: knobs.SearchContext) -> Space:
         found = super().space(situation)
         found.leave_out(_replays)
         return found
@@ -61,7 +61,7 @@ class _OfRunInside(OfRun):
         """Nothing: a real run keeps its own settings."""
         return []
 
-    def _scope(self, subject: Subject, near: Sequence[Config], folder: Path) -> Scope:
+    def _scope(self, subject: Subject, near: Sequence[Config], folder: Path) -> SearchOptions:
         """Only visits are made that the rest of the run pays for: it is taken to last as long again
         as it may be tuned, and what compiles to save a third of that."""
         scope = super()._scope(subject, near, folder)

@@ -9,13 +9,19 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from advisor.tuners.act.pilot.orders import ADDRESS, RUN, bringing, checkpoints, from_environment
+from advisor.tuners.act.pilot.protocol import (
+    ADDRESS,
+    RUN,
+    checkpoints,
+    from_environment,
+    injection_environment,
+)
 
 if TYPE_CHECKING:
     from advisor.finding.in_command import InCommand
-    from advisor.tuners.act.pilot.orders import Guide, Lap, Order
-    from advisor.tuners.act.pilot.pilot import Watch
-    from advisor.tuners.act.pilot.seen import Seen
+    from advisor.tuners.act.pilot.pilot import StepComparer
+    from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, Guide
+    from advisor.tuners.act.pilot.script_facts import ScriptFacts
 
 INJECTED = Path(__file__).with_name("injected")
 """What Python looks into first in a command that advisor starts."""
@@ -27,7 +33,7 @@ def attach() -> None:
     if not (os.environ.get(ADDRESS) or os.environ.get(RUN)):
         return
     from advisor.cache import settings
-    from advisor.tuners.act.pilot.pilot import IN_CHARGE
+    from advisor.tuners.act.pilot.pilot import ACTIVE_PILOT
 
     guide = from_environment()
     if guide is not None:
@@ -37,13 +43,13 @@ def attach() -> None:
             from advisor.tuners.act.pilot.checkpoints import Redirection
 
             Redirection(folder).install()
-        IN_CHARGE.bring(guide, KeptCalls())
+        ACTIVE_PILOT.attach(guide, KeptCalls())
     elif (said := os.environ.get(RUN)) and not settings.disabled():
         told = json.loads(said)
-        IN_CHARGE.bring(_Later(told), _watch(told["tune_s"]))
+        ACTIVE_PILOT.attach(_Later(told), _watch(told["tune_s"]))
 
 
-def _watch(tune_s: float) -> Watch | None:
+def _watch(tune_s: float) -> StepComparer | None:
     """What compares configs in a run that is tuned within itself."""
     if not tune_s:
         return None
@@ -70,13 +76,13 @@ class _Later:
         """As `Guide.takes_over`."""
         return self._guide.takes_over()
 
-    def begin(self, seen: Seen) -> Order:
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
         """As `Guide.begin`."""
         return self._guide.begin(seen)
 
-    def next(self, lap: Lap) -> Order:
+    def next(self, result: BlockResult) -> BlockRequest:
         """As `Guide.next`."""
-        return self._guide.next(lap)
+        return self._guide.next(result)
 
     def failed(self, exc: BaseException) -> None:
         """As `Guide.failed`: where nobody asked yet, it is only told why nobody will."""
@@ -87,17 +93,17 @@ class _Later:
         if self._made is not None or said:
             self._guide.failed(exc)
 
-    def ended(self, exc: BaseException, order: Order) -> None:
-        """As `Guide.ended`."""
-        self._guide.ended(exc, order)
+    def script_failed(self, exc: BaseException, order: BlockRequest) -> None:
+        """As `Guide.script_failed`."""
+        self._guide.script_failed(exc, order)
 
-    def gave_up(self, exc: BaseException) -> None:
-        """As `Guide.gave_up`."""
-        self._guide.gave_up(exc)
+    def config_dropped(self, exc: BaseException) -> None:
+        """As `Guide.config_dropped`."""
+        self._guide.config_dropped(exc)
 
-    def lost(self, exc: Exception, order: Order) -> None:
-        """As `Guide.lost`."""
-        self._guide.lost(exc, order)
+    def backward_failed(self, exc: Exception, order: BlockRequest) -> None:
+        """As `Guide.backward_failed`."""
+        self._guide.backward_failed(exc, order)
 
 
 def _made(told: dict[str, Any]) -> Guide:
@@ -133,4 +139,4 @@ def environment(
         "folder": folder,
         "options": dataclasses.asdict(options) if options is not None else None,
     }
-    return {RUN: json.dumps(told), **bringing(INJECTED)}
+    return {RUN: json.dumps(told), **injection_environment(INJECTED)}

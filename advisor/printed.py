@@ -17,7 +17,7 @@ from advisor.arguments import Permit
 from advisor.cache import settings
 from advisor.cache.config import BATCH
 from advisor.cache.match import Difference, compare
-from advisor.cache.record import EFFORTS, PILOT, Record
+from advisor.cache.record import EFFORTS, PILOT, Record, Target
 from advisor.cache.stores import open_stores
 from advisor.cache.task import Task, python, rows, shell
 from advisor.errors import UsageError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from advisor.finding.request import Request
+    from advisor.tuners.target import Spec
 
 _PERMITTED = [field.name for field in dataclasses.fields(Permit)]
 DEEPEST = 3
@@ -91,10 +92,10 @@ def _options(record: Record, *, free: bool) -> list[str]:
 
 def _overriding(record: Record) -> list[str]:
     """The option without which a script's own loader workers stay, where others are advised."""
-    from advisor.tuners.knobs import FEEDS, WORKERS
+    from advisor.tuners.knobs import INPUT_PIPELINE, WORKERS
 
     default = record.baseline.config
-    fed = record.winner(PILOT).config.changed(default).only(*FEEDS)
+    fed = record.winner(PILOT).config.changed(default).only(*INPUT_PIPELINE)
     if not fed or not (default.get(WORKERS) or settings.overrides_loader()):
         return []
     return [] if WORKERS in record.key.task.map else ["--loader", "override"]
@@ -223,23 +224,34 @@ def _named(device: str) -> str:
 
 
 def reach(record: Record) -> str:
-    """How a record's target is called from here: its file where it is, if it is anywhere near."""
-    from advisor.tuners.target import origin_of
+    """How a record's target is called from here: its file where it is, if it is anywhere near; or a
+    copy of it, as it was typed or in this folder."""
+    from advisor.tuners.target import origin_of, parse
 
     name, origin = record.target.name, record.target.origin
     file, colon, attribute = name.partition(":")
     if not origin or not file.endswith(".py"):
         return name
-    for path in _candidates(record.key.task.target.partition(".py")[0] + ".py", file):
-        if path.is_file() and origin_of(path) == origin:
-            return f"{path}{colon}{attribute}"
-    return name
+    here = [Path(record.key.task.target.partition(".py")[0] + ".py"), Path(file)]
+    found = (path for path in (*here, *_below(file)) if path.is_file())
+    path = next((one for one in found if origin_of(one) == origin), None)
+    if path is None:
+        specs = ((one, parse(str(one))) for one in here if one.is_file())
+        path = next((one for one, spec in specs if is_copy(spec, record.target)), None)
+    return name if path is None else f"{path}{colon}{attribute}"
 
 
-def _candidates(typed: str, file: str) -> Iterator[Path]:
-    """Where a file may be: as it was typed, here, and some folders below."""
-    yield Path(typed)
-    yield Path(file)
+def is_copy(spec: Spec, target: Target) -> bool:
+    """Whether a file has the name of what was tuned in another folder, as by a server's worker, and
+    the same code now."""
+    name, _, attribute = target.name.rpartition(":")
+    if not spec.file or not target.code or spec.name not in (target.name, name):
+        return False
+    return not dataclasses.replace(spec, attribute=attribute).edited(target.code)
+
+
+def _below(file: str) -> Iterator[Path]:
+    """Where a file may be some folders below."""
     try:
         top = Path.cwd()
     except OSError:

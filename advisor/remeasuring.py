@@ -33,15 +33,15 @@ from advisor.events import progress_of
 from advisor.finding.lookups import set_up_logging
 from advisor.keeping import lock_names, measuring
 from advisor.opening import open_records
-from advisor.printed import about, reach, tune_again
+from advisor.printed import about, is_copy, reach, tune_again
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Progress
 from advisor.tuning import begun, key_of, memory_of
 
 if TYPE_CHECKING:
     from advisor.store import Store
-    from advisor.tuners.act.pilot.seen import Seen
+    from advisor.tuners.act.pilot.script_facts import ScriptFacts
     from advisor.tuners.measure.place import ConfigFailed, Place
-    from advisor.tuners.measure.worker.wire import Costs
+    from advisor.tuners.measure.worker.wire import SampleCosts
     from advisor.tuners.search.plan import Clock
     from advisor.tuners.search.race import Rates
     from advisor.tuners.search.ratio import Ratio
@@ -80,7 +80,7 @@ class Explained:
 
     record: Record
     dropped: tuple[str, ...]
-    costs: Costs | None = None
+    costs: SampleCosts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,7 +342,7 @@ class _Again:
             return WorkerError(f"no time was left to measure {named}; give a larger --budget")
         return WorkerError(f"{named} does not run here any more: {why}; tune again with --force")
 
-    def costs(self, seconds: float) -> Costs:
+    def costs(self, seconds: float) -> SampleCosts:
         """What a sample of the data costs a worker of its loader."""
         from advisor.tuners.measure.worker.parent import Worker
 
@@ -367,13 +367,13 @@ class _Again:
 
     def _without_input(self) -> dict[str, Config]:
         """The advice without each knob of its loader; without workers there are no others."""
-        from advisor.tuners.knobs import WORKERS, Situation
+        from advisor.tuners.knobs import WORKERS, SearchContext
         from advisor.tuners.search.space import Space
 
         record = self._record
         device = record.key.environment.device.kind
         own = Space.of(
-            Situation(device=device, loaded=True, workers=2, any_order=True)
+            SearchContext(device=device, loaded=True, workers=2, any_order=True)
         ).default_input
         return {
             name: Config(
@@ -463,10 +463,10 @@ class _Again:
 
     def _exempt(self, config: Config) -> str:
         """Why a config is not held against strict fp32, or ''."""
-        from advisor.tuners.knobs import doubtful
+        from advisor.tuners.knobs import needs_comparison
 
         task = self._record.key.task
-        if not doubtful(config, self._base):
+        if not needs_comparison(config, self._base):
             return "the advice changes no numbers"
         if task.mode != "train":
             return "inference"
@@ -538,8 +538,12 @@ def _device(record: Record) -> str:
     return "cpu" if record.key.environment.device.kind == "cpu" else default_device()
 
 
-def _target(record: Record, named: str | None) -> str:
+def _target(record: Record, named: str | None, *, trusted: bool) -> str:
     """What is run: what the user names, else what the record is of where that is plainly meant.
+
+    Args:
+        trusted: the user or their team signed the record. Only then a file with the same name and
+            code stands for one of another folder, as a server's worker has it.
 
     Raises:
         UsageError: a record alone never has anything imported or built.
@@ -554,8 +558,11 @@ def _target(record: Record, named: str | None) -> str:
     spec = None
     with contextlib.suppress(UsageError):
         spec = parse(here)
+    tuned = record.target
     mine = spec is not None and (
-        spec.kind == "torchvision" or (spec.kind == "file" and spec.origin == record.target.origin)
+        spec.kind == "torchvision"
+        or (spec.kind == "file" and spec.origin == tuned.origin)
+        or (spec.kind == "file" and trusted and is_copy(spec, tuned))
     )
     if mine and not task.model_args:
         return here
@@ -591,15 +598,15 @@ def _refuse(record: Record, line: str, target: str | None, command: Sequence[str
         )
 
 
-def _refuse_fed_otherwise(record: Record, seen: Seen, mapped: Sequence[str]) -> None:
+def _refuse_fed_otherwise(record: Record, seen: ScriptFacts, mapped: Sequence[str]) -> None:
     """Refuse a run whose loader, no part of its key, cannot work as the record's did.
 
     Raises:
         UsageError: it cannot.
     """
-    from advisor.tuners.knobs import FEEDS, described
+    from advisor.tuners.knobs import INPUT_PIPELINE, described
 
-    feeds = record.winner(record.use).config.changed(record.baseline.config).only(*FEEDS)
+    feeds = record.winner(record.use).config.changed(record.baseline.config).only(*INPUT_PIPELINE)
     if feeds.without(*mapped) and not seen.workers:
         why = "; ".join(seen.lines()) or "its steps are fed by no DataLoader"
         raise UsageError(
@@ -621,12 +628,14 @@ def _subject(
     (model, command), cache = split(what), urls_of(store)
     records = open_records(cache, fallback=True)
     records.first_writable()
-    record = records.get(key)
+    held = records.one(key)
+    record, trusted = held.record, held.trusted
     target = cast(str | None, model.target)
     _refuse(record, about(verb, record, cache), target, command)
     return _Subject(
         records=records,
         record=record,
+        trusted=trusted,
         target=target,
         command=command,
         options=permissions({"map": map}).get("map"),
@@ -642,6 +651,7 @@ class _Subject:
 
     records: Records
     record: Record
+    trusted: bool
     target: str | None
     command: Sequence[str]
     options: Mapping[str, Value] | None
@@ -658,7 +668,7 @@ class _Subject:
         from advisor.tuners.search.plan import Clock
 
         record = self.record
-        what = self.command or [_target(record, self.target)]
+        what = self.command or [_target(record, self.target, trusted=self.trusted)]
         running = self._run() if self.command else self._worker()
         devices = lock_names(None if self.command else _device(record))
         with measuring(self.records, what, devices), running as place:
@@ -691,13 +701,13 @@ class _Subject:
     def _worker(self) -> Iterator[Place]:
         """The record's own workload in a worker."""
         from advisor.tuners.measure.worker.parent import Worker
-        from advisor.tuners.measure.worker.wire import CHANGED, Job
+        from advisor.tuners.measure.worker.wire import CHANGED, WorkerJob
 
         record, device = self.record, _device(self.record)
-        name = _target(record, self.target)
+        name = _target(record, self.target, trusted=self.trusted)
         task = dataclasses.replace(self.task, target=name, device=device)
         known = record.key.model, record.key.hooks
-        job = Job(task=task, device=device, seed=record.provenance.seed, known=known)
+        job = WorkerJob(task=task, device=device, seed=record.provenance.seed, known=known)
         with Worker(job, deadline_s=DEADLINE_S) as worker:
             try:
                 worker.describe()

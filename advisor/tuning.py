@@ -38,22 +38,22 @@ from advisor.keeping import (
     measuring,
 )
 from advisor.opening import Cache, open_records
-from advisor.tuners.act.pilot.orders import KEEP_CHECKPOINTS
+from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.scratch import Scratch
 from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
 from advisor.unchanged import Asked, larger
 
 if TYPE_CHECKING:
     from advisor.store import Store
-    from advisor.tuners.act.pilot.seen import Seen
-    from advisor.tuners.knobs import Situation
+    from advisor.tuners.act.pilot.script_facts import ScriptFacts
+    from advisor.tuners.knobs import SearchContext
     from advisor.tuners.measure.place import Place
     from advisor.tuners.measure.run.run import Run
     from advisor.tuners.measure.worker.parent import Worker
     from advisor.tuners.measure.worker.wire import DataFacts, Facts
-    from advisor.tuners.search.race import Found
+    from advisor.tuners.search.race import SearchResult
     from advisor.tuners.search.space import Space
-    from advisor.tuners.search.tuner import Scope, Tuner
+    from advisor.tuners.search.tuner import SearchOptions, Tuner
 
 LOADER_S, LOADER_SHARE = 25.0, 0.25
 """Kept for the loader of a workload's own data: two turns of a second for some ten settings; and no
@@ -294,7 +294,7 @@ class _Tuning(ABC):
 
     def _tune(
         self, subject: Subject, near: Sequence[Config], before: _Before
-    ) -> tuple[Record, Found]:
+    ) -> tuple[Record, SearchResult]:
         """Search and remember; nobody else measures this key meanwhile."""
         from advisor.tuners.environment import bf16_notice
         from advisor.tuners.search.journal import open_study
@@ -327,11 +327,11 @@ class _Tuning(ABC):
             keep_artifacts(self._records, record, found.artifacts, store, self._progress)
         return record, found
 
-    def _scope(self, subject: Subject, near: Sequence[Config], folder: Path) -> Scope:
-        from advisor.tuners.search.tuner import Scope
+    def _scope(self, subject: Subject, near: Sequence[Config], folder: Path) -> SearchOptions:
+        from advisor.tuners.search.tuner import SearchOptions
 
         plan = self._plan
-        return Scope(
+        return SearchOptions(
             compares=_tolerance(subject.task) > 0,
             baseline=subject.task.baseline,
             trials=plan.trials,
@@ -343,7 +343,7 @@ class _Tuning(ABC):
             without=self._without(subject.space),
         )
 
-    def _with_loader(self, subject: Subject, found: Found, tuner: Tuner) -> Found:
+    def _with_loader(self, subject: Subject, found: SearchResult, tuner: Tuner) -> SearchResult:
         """The loader that feeds the loop's winner, searched for in the same way."""
         from advisor.tuners.search.tuner import tuned_loader
 
@@ -403,7 +403,7 @@ class _OfTarget(_Tuning):
 
     @contextlib.contextmanager
     def _subject(self) -> Iterator[Subject]:
-        from advisor.tuners.measure.worker.parent import START_S
+        from advisor.tuners.measure.worker.parent import LOAD_S
         from advisor.tuners.search.space import Space
 
         with self._worker() as worker:
@@ -421,7 +421,7 @@ class _OfTarget(_Tuning):
             situation = _situation(key, self._plan, facts, batches)
             data = None
             if self._task.data:
-                most_s = min(START_S, max(DATA_LEAST_S, 2 * self._plan.seconds))
+                most_s = min(LOAD_S, max(DATA_LEAST_S, 2 * self._plan.seconds))
                 with self._progress.making(self._task.data, most_s):
                     data = worker.describe_data(most_s)
                 situation, data = self._fed(situation, data)
@@ -436,7 +436,7 @@ class _OfTarget(_Tuning):
                 data=data,
             )
 
-    def _fed(self, situation: Situation, data: DataFacts) -> tuple[Situation, DataFacts]:
+    def _fed(self, situation: SearchContext, data: DataFacts) -> tuple[SearchContext, DataFacts]:
         """What the loader of the data may have, said where that is less than the host has."""
         workers, by_name, lines = fed_by(data)
         for line in lines:
@@ -452,9 +452,9 @@ class _OfTarget(_Tuning):
 
     def _worker(self) -> Worker:
         from advisor.tuners.measure.worker.parent import Worker
-        from advisor.tuners.measure.worker.wire import Job
+        from advisor.tuners.measure.worker.wire import WorkerJob
 
-        job = Job(task=self._task, device=self.device, seed=self._plan.seed)
+        job = WorkerJob(task=self._task, device=self.device, seed=self._plan.seed)
         return Worker(job, deadline_s=max(30.0, self._plan.seconds))
 
     def _answers(self, record: Record, subject: Subject) -> bool:
@@ -509,7 +509,7 @@ class OfRun(_Tuning):
             batches: tuple[int, ...] = (task.batch,)
             if BATCH in run.command.names:
                 batches = _batches(task, facts, key.environment.device.memory_gib)
-            fed_by_option = bool(set(knobs.FEEDS) & set(run.command.names))
+            fed_by_option = bool(set(knobs.INPUT_PIPELINE) & set(run.command.names))
             situation = dataclasses.replace(
                 _situation(key, self._plan, facts, batches),
                 use=PILOT,
@@ -518,7 +518,7 @@ class OfRun(_Tuning):
                 varies=seen.varies,
                 own=seen.own,
                 # Workers that the script starts itself are none of the pilot's.
-                kept=(*seen.kept, *knobs.FEEDS) if fed_by_option else seen.kept,
+                kept=(*seen.kept, *knobs.INPUT_PIPELINE) if fed_by_option else seen.kept,
             )
             space = self.space(situation)
             run.baseline, run.memory = space.default, facts.memory_bytes
@@ -592,7 +592,7 @@ class OfRun(_Tuning):
             show=self._show,
         )
 
-    def space(self, situation: Situation) -> Space:
+    def space(self, situation: SearchContext) -> Space:
         """What may be tried."""
         from advisor.tuners.search.space import Space
 
@@ -628,7 +628,7 @@ def begun(
     return Run(command, injected=INJECTED, log=log, show=show, options=options)
 
 
-def key_of(seen: Seen, command: Sequence[str], permitted: Mapping[str, Any]) -> Key:
+def key_of(seen: ScriptFacts, command: Sequence[str], permitted: Mapping[str, Any]) -> Key:
     """The key of a run, by what is seen of it and what its user permits."""
     from advisor.tuners.environment import detect
 
@@ -641,7 +641,7 @@ def key_of(seen: Seen, command: Sequence[str], permitted: Mapping[str, Any]) -> 
     )
 
 
-def _facts(seen: Seen, task: Task, environment: Environment) -> Facts:
+def _facts(seen: ScriptFacts, task: Task, environment: Environment) -> Facts:
     from advisor.tuners.environment import device_uuid
     from advisor.tuners.measure.worker.wire import Facts
 
@@ -681,14 +681,14 @@ def _log_of(records: Records, command: tuple[str, ...]) -> Path:
     return file
 
 
-def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> Situation:
+def _situation(key: Key, plan: Plan, facts: Facts, batches: tuple[int, ...]) -> SearchContext:
     """What decides which values make sense here."""
     from advisor.tuners import fp8
     from advisor.tuners.environment import cpu_has_bf16, threads_set
-    from advisor.tuners.knobs import Situation
+    from advisor.tuners.knobs import SearchContext
 
     task, device, much = key.task, key.environment.device, plan.much
-    return Situation(
+    return SearchContext(
         device=device.kind,
         capability=device.compute_capability,
         cpu_bf16=cpu_has_bf16(),
@@ -731,7 +731,7 @@ def _loaded(task: Task) -> tuple[object, ...]:
 def fed_by(data: DataFacts) -> tuple[int, bool, list[str]]:
     """Workers that a loader of the data may have here, whether they share memory by its name, and
     what must be said of that."""
-    from advisor.tuners import room
+    from advisor.tuners import worker_limits
 
     of = f"data {data.name!r}:"
     if data.held_open:
@@ -745,7 +745,7 @@ def fed_by(data: DataFacts) -> tuple[int, bool, list[str]]:
                 "Open it in __getitem__ or __iter__, where it is not open yet"
             ],
         )
-    most, lines = min(room.cores(), room.MOST), []
+    most, lines = min(worker_limits.cores(), worker_limits.MAX_WORKERS), []
     if not data.shared_out and most > 1:
         most = 1
         lines.append(
@@ -753,7 +753,7 @@ def fed_by(data: DataFacts) -> tuple[int, bool, list[str]]:
             "is tried. Share it out by torch.utils.data.get_worker_info() to have more"
         )
     tensors, lacking = data.tensors, ""
-    by_name = not room.has_files(tensors, most)
+    by_name = not worker_limits.has_files(tensors, most)
     if by_name:
         tensors = 0
         lines.append(
@@ -766,7 +766,7 @@ def fed_by(data: DataFacts) -> tuple[int, bool, list[str]]:
             f"{of} its epoch has {most} batch{'es' * (most != 1)}: {most} "
             f"worker{'s' * (most != 1)} at most, as others would have none"
         )
-    while most and (why := room.lacking(data.batch_bytes, tensors, most)):
+    while most and (why := worker_limits.shortage(data.batch_bytes, tensors, most)):
         most, lacking = most - 1, why
     if lacking:
         lines.append(f"{of} {most} worker{'s' * (most != 1)} at most: {lacking}")
@@ -778,7 +778,7 @@ def _tolerance(task: Task) -> float:
     return task.tolerance if task.mode == "train" else 0.0
 
 
-def _record(subject: Subject, decided: Found, made: Provenance) -> Record:
+def _record(subject: Subject, decided: SearchResult, made: Provenance) -> Record:
     return Record(
         key=subject.key,
         target=subject.target,

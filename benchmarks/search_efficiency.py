@@ -41,7 +41,7 @@ from advisor.tuners.measure.place import Compared
 from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.ratio import Ratio
 from advisor.tuners.search.space import Space
-from advisor.tuners.search.tuner import Scope, Tuner
+from advisor.tuners.search.tuner import SearchOptions, Tuner
 
 NEAR = 0.99
 BUDGETS_S = (60.0, 150.0, 300.0)
@@ -147,7 +147,7 @@ def search(table: Measured, *, free: bool, budget_s: float, noise: float, seed: 
     place = ReplayPlace(table.file, noise=noise, seed=seed)
     heard = Verified(rows, place.now)
     study = optuna.create_study(direction="maximize")
-    scope, clock = Scope(seed=seed), Clock(budget_s, now=place.now)
+    scope, clock = SearchOptions(seed=seed), Clock(budget_s, now=place.now)
     found = Tuner(place, TableSpace(list(rows)), study, scope, heard, clock).run()
     use = RACED[-1] if "step_graph" in next(iter(rows)) else LOOP
     winners = {(one.use, one.free): one.choice.config for one in found.winners}

@@ -41,11 +41,14 @@ class Kind(Generic[T]):
 
     def texts(self, value: Any) -> list[str]:
         """As the option takes it: one text, or one for each time that it is given."""
-        return [str(value)]
+        if not isinstance(value, tuple):
+            return [str(value)]
+        parts = [str(part) for part in value]
+        return parts if self.repeats else [",".join(parts)]
 
     def literal(self, value: Any) -> str:
         """As Python takes it."""
-        return _quoted(value)
+        return f"[{', '.join(map(_quoted, value))}]" if isinstance(value, tuple) else _quoted(value)
 
 
 def _quoted(value: object) -> str:
@@ -108,12 +111,6 @@ class Words(Kind["tuple[str, ...]"]):
             raise UsageError(f"{what} {value!r}: expected the words of a command")
         return tuple(Line().checked(what, one) for one in value)
 
-    def texts(self, value: Any) -> list[str]:
-        return list(value)
-
-    def literal(self, value: Any) -> str:
-        return repr(tuple(value))
-
 
 class MultiChoice(Choice):
     """Some of some names, in their own order; as text with commas between."""
@@ -128,12 +125,6 @@ class MultiChoice(Choice):
             raise UsageError(f"{what} {value!r}: expected some of {', '.join(self.names)}")
         taken = {super(MultiChoice, self).checked(what, _stripped(name)) for name in listed}
         return tuple(name for name in self.names if name in taken)
-
-    def texts(self, value: Any) -> list[str]:
-        return [",".join(value)]
-
-    def literal(self, value: Any) -> str:
-        return f"[{', '.join(map(_quoted, value))}]"
 
 
 def _stripped(name: object) -> object:
@@ -209,12 +200,6 @@ class Numbers(Kind["tuple[int, ...] | None"]):
             raise UsageError(f"{what} {value!r}: expected numbers of at least 1, as {self.metavar}")
         return tuple(sorted({Whole().checked(what, _stripped(one)) for one in listed}))
 
-    def texts(self, value: Any) -> list[str]:
-        return [",".join(map(str, value))]
-
-    def literal(self, value: Any) -> str:
-        return str(list(value))
-
 
 class Bytes(Kind[int]):
     """'20GiB', '512MB' or a number of bytes; 0 is no limit."""
@@ -278,12 +263,8 @@ class Shapes(Kind["tuple[tuple[int, ...], ...]"]):
     repeats = True
 
     def checked(self, what: str, value: object) -> tuple[tuple[int, ...], ...]:
-        parts = [value] if isinstance(value, str) else value
-        if not isinstance(parts, Sequence):
-            raise _no_shape(value)
-        if all(
-            isinstance(part, int) or (isinstance(part, str) and part.isdigit()) for part in parts
-        ):
+        parts = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        if parts is value and all(isinstance(one, int) or str(one).isdigit() for one in parts):
             parts = [parts]
         found = [_shape(part) for part in parts]
         listed = ", ".join("x".join(map(str, one)) for one in found)
@@ -309,15 +290,11 @@ def _shape(value: object) -> tuple[int, ...]:
     except (TypeError, ValueError):
         numbers = ()
     if not 2 <= len(numbers) <= 16 or not all(1 <= number <= MOST for number in numbers):
-        raise _no_shape(value)
+        raise UsageError(
+            f"shape {value!r}: expected a batch and a sample, each number from 1 to {MOST}, "
+            "e.g. 64x3x256x256"
+        )
     return numbers
-
-
-def _no_shape(value: object) -> UsageError:
-    return UsageError(
-        f"shape {value!r}: expected a batch and a sample, each number from 1 to {MOST}, "
-        "e.g. 64x3x256x256"
-    )
 
 
 class _Pairs(Kind[Config]):

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from msgspec import Struct
+
 from advisor.cache import sizes
 from advisor.cache.key import PLACE, VARIANT, Environment, Field, Key, fields, fingerprint
 from advisor.cache.key import of_environment as environment_fields
@@ -77,8 +79,7 @@ class Query:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Difference(Struct, frozen=True, kw_only=True):
     """A field (dotted name) that differs: what is `wanted` now, what was `found` recorded."""
 
     field: str
@@ -91,8 +92,7 @@ class Difference:
         return f"{label} {_shown(self.field, self.found)} -> {_shown(self.field, self.wanted)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
+class Match(Struct, frozen=True, kw_only=True):
     """`record` is None for a miss; `differs` then names what the `nearest` record has otherwise."""
 
     kind: Kind
@@ -221,8 +221,7 @@ def _created(match: Match) -> float:
     return match.record.provenance.created if match.record else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kin:
+class Kin(Struct, frozen=True, kw_only=True):
     """A record whose advice is worth trying first. `what` says how it is akin."""
 
     record: Record

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
+
 from advisor.cache.codec import opened, reason_in, to_plain
 from advisor.cache.key import Key, fields
 from advisor.cache.match import Query
@@ -42,8 +44,7 @@ def nothing_wrong(_record: Record) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Held(Struct, frozen=True, kw_only=True):
     """A record and where it is.
 
     Attributes:
@@ -69,8 +70,7 @@ class Held:
         return called(self.record.target) == self.name.called
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
+class Listing(Struct, frozen=True, kw_only=True):
     """What a store holds: of each record and each of its targets the version that counts.
     `damaged`: one line for each that could not be read; `left`: places that were not looked at, as
     only so many are sought."""
@@ -84,8 +84,7 @@ Marks = dict[tuple[str, str], tuple[Mark, Store]]
 """The newest mark that counts for the reader on each version, and where it is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Now:
+class Now(Struct, frozen=True, kw_only=True):
     """What is meant by a target's name: the code that its file has now, '' where it has none of the
     user's, and where that lies."""
 

@@ -243,20 +243,15 @@ class Record:
         return f"{self.key.id}@{self.batch}"
 
     def winner(self, use: str, *, free: bool = False) -> Choice:
-        """The best for a use; with the batch free, where no other was tried, at the user's.
-
-        Of a use that was not raced, as the pilot, the best of the next lesser one.
-        """
-        there = {(one.use, one.free): one.choice for one in self.winners}
-        lesser = [one for one in USES[: USES.index(use) + 1] if (one, False) in there]
-        return there.get((lesser[-1], free), there[lesser[-1], False])
+        """The best for a use; with the batch free, if no other batch won, at the user's."""
+        choices = {(one.use, one.free): one.choice for one in self.winners}
+        return choices.get((use, free), choices[use, False])
 
     @property
     def compares(self) -> bool:
-        """Whether anything was held against torch's default: in the race, or so far behind in the
-        search, or failing there, that it did not come so far.
+        """Whether the race or the search compared anything with torch's default.
 
-        Where nothing was, time ran out before it, or there was nothing else to try.
+        If not, time ran out before it, or there was nothing else to try.
         """
         default = self.baseline.config
         raced = (*self.raced, *(one.choice for one in self.winners))
@@ -266,29 +261,26 @@ class Record:
             if trial.config != default and trial.stage == "compute" and trial.origin != "reference"
         ]
         # Without time for a race the default has the one turn of its trial.
-        held = len(self.baseline.rounds) > 1 or not any(others)
-        return any(one.config != default for one in raced) or (bool(others) and held)
+        enough = len(self.baseline.rounds) > 1 or not any(others)
+        return any(one.config != default for one in raced) or (bool(others) and enough)
 
     @property
     def choices(self) -> dict[str, Choice]:
-        """Every config that was chosen, by what a report calls it; equal ones once, by the loop's
-        name, as that is what most scripts have."""
-        named = {"as it is" if self.key.task.command else "torch default": self.baseline}
+        """Every config that was chosen, by its name in a report; equal ones once, by the loop's
+        name, as most scripts have a loop."""
+        default = "as it is" if self.key.task.command else "torch default"
+        found = {self.baseline.config: (default, self.baseline)}
         for one in sorted(self.winners, key=lambda one: (one.free, one.use != LOOP)):
-            named[_CALLED[one.use, one.free]] = one.choice
-        seen: dict[Config, str] = {}
-        for name, choice in named.items():
-            seen.setdefault(choice.config, name)
-        return {name: named[name] for name in seen.values()}
+            name = _NAMES[one.use]
+            if one.free:
+                name = "batch free" if one.use == LOOP else f"{name}, batch free"
+            found.setdefault(one.choice.config, (name, one.choice))
+        return dict(found.values())
 
 
-_CALLED = {
-    ("loop", False): "at your batch",
-    ("flags", False): "flags alone",
-    ("pilot", False): "script as it is",
-    ("capture", False): "step captured",
-    ("loop", True): "batch free",
-    ("flags", True): "flags alone, batch free",
-    ("pilot", True): "script as it is, batch free",
-    ("capture", True): "step captured, batch free",
+_NAMES = {
+    LOOP: "at your batch",
+    FLAGS: "flags alone",
+    PILOT: "script as it is",
+    CAPTURE: "step captured",
 }

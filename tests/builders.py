@@ -16,13 +16,13 @@ from advisor.arguments import Model, Permit
 from advisor.cache.config import Config
 from advisor.cache.record import Record, Trial
 from advisor.cache.task import Task
-from advisor.tuners.knobs import Situation
+from advisor.tuners.knobs import SearchContext
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
 from advisor.tuners.search.plan import Clock, Progress
-from advisor.tuners.search.race import Found
+from advisor.tuners.search.race import SearchResult
 from advisor.tuners.search.ratio import Ratio
 from advisor.tuners.search.space import Space
-from advisor.tuners.search.tuner import Scope, Tuner
+from advisor.tuners.search.tuner import SearchOptions, Tuner
 from tests.cache import examples
 
 OK = Compared("ok", "as fp32")
@@ -48,7 +48,7 @@ COMPILING_S = 28.0
 def space(device: str = "cuda", **more: Any) -> Space:
     """What is offered on a GPU to a run, or to a workload with `use="capture"`."""
     given = {"capability": (9, 0), "compiles": True, "use": "pilot", "batches": (64,), **more}
-    return Space.of(Situation(device=device, **given))
+    return Space.of(SearchContext(device=device, **given))
 
 
 def task(**changes: Any) -> Task:
@@ -221,20 +221,20 @@ def tuned(
     heard: Progress | None = None,
     study: optuna.Study | None = None,
     **scope: Any,
-) -> Found:
+) -> SearchResult:
     """What a search finds on a made-up place."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = study or optuna.create_study(direction="maximize")
-    given, clock = Scope(**{"modules": 150, **scope}), Clock(budget_s, now=place.now)
+    given, clock = SearchOptions(**{"modules": 150, **scope}), Clock(budget_s, now=place.now)
     return Tuner(place, of, study, given, heard or Progress(), clock).run()
 
 
-def advised(found: Found, use: str = "pilot", *, free: bool = False) -> Config:
+def advised(found: SearchResult, use: str = "pilot", *, free: bool = False) -> Config:
     """The config that a use is advised."""
     return next(w.choice.config for w in found.winners if (w.use, w.free) == (use, free))
 
 
-def speedup(found: Found, use: str = "pilot") -> float:
+def speedup(found: SearchResult, use: str = "pilot") -> float:
     """That its advice promises."""
     return next(w.choice.speedup for w in found.winners if (w.use, w.free) == (use, False))
 
@@ -243,7 +243,9 @@ def lookup_arguments(target: Any = None, **given: Any) -> dict[str, Any]:
     """The arguments of `advisor.lookup` that have what is given by keyword where it belongs."""
     model = {field.name for field in fields(Model)}
     permit = {field.name for field in fields(Permit)}
-    named = {"model_args": "args", "steps": "length", "duration": "length", "cache": "store"}
+    if "duration" in given:
+        given["length"] = str(given.pop("duration"))
+    named = {"model_args": "args", "steps": "length", "cache": "store"}
     given = {named.get(name, name): value for name, value in given.items()}
     described = {name: given.pop(name) for name in [*given] if name in model}
     permitted = {name: given.pop(name) for name in [*given] if name in permit}

@@ -55,8 +55,8 @@ def test_wheel_is_marked_as_typed(wheel_names: set[str]) -> None:
 def test_wheel_has_what_a_page_is_made_of(wheel_names: set[str]) -> None:
     for folder, one in (
         ("report/templates", "report.html"),
-        ("service/templates", "fleet.html"),
-        ("service/static", "LICENSE-htmx"),
+        ("service/templates", "records.html"),
+        ("service/static", "LICENSE-pico"),
     ):
         made_of = {file.name for file in (ROOT / "advisor" / folder).iterdir()}
         assert one in made_of

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 BLOCKS = "blocks"
 """Mode "default" for each block that a model repeats: one compilation for all of them
 (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html)."""
-LEAST = 4
+MIN_BLOCKS = 4
 """Equal blocks in one container."""
 _VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})(?:\.\d+)?(a|b|rc|\.dev)?")
 
@@ -86,7 +86,7 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
         for block in module.children():
             if any(True for _ in block.children()):  # single layers fuse nothing
                 kinds[_kind(block)].append(block)
-    alike = [block for blocks in kinds.values() if len(blocks) >= LEAST for block in blocks]
+    alike = [block for blocks in kinds.values() if len(blocks) >= MIN_BLOCKS for block in blocks]
     yield from alike
     for child in module.children():
         if child not in alike:

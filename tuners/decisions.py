@@ -39,7 +39,7 @@ NOTABLE = 1.1
 """A ratio that visits show reliably: they are within 5% of the race. Two blocks that differ by less
 are settled, configs further behind the leader are not raced, and a config that seemed to gain as
 much and is not advised has a line that says why."""
-TELLS = 2.0
+RESOLVABLE = 2.0
 """An interval that reaches beyond so many times its mean is too noisy: beside another tuning one
 network seemed to gain 42 times (19.8-89.0), and 1.0 times on a quiet host. In 300 simulated tunings
 under a load that comes and goes no advice was off by more than 1.3 times. More workers are advised
@@ -137,10 +137,10 @@ STARTS = 3
 starts in a row that end within a block, after which the command counts as too short."""
 
 # Looking at a run ------------------------------------------------------------------------------
-LEAST_STEPS = 4
+MIN_OBSERVED_STEPS = 4
 """Optimizer steps before advisor decides which of them make one step of the script; calls
 of a kind before it counts as frequent."""
-LOOKED = 128
+MAX_OBSERVED_STEPS = 128
 """Optimizer steps after which a run is left alone if they cannot be told apart, or, in a trial, if
 none was of the model that trained: a step of the script has at most half as many. An optimizer that
 made none of them, such as a generator's, is waited for as long."""

@@ -72,26 +72,26 @@ def failure(exc: BaseException) -> tuple[str, str]:
         cause = f" ... {more[-1]}" if more and first.endswith(":") else ""
         said = f"{type(exc).__name__}: {first}{cause}{at}"
     hint = next((f"; {hint}" for part, hint in _HINTS.items() if part in said), "")
-    return "out_of_memory" if of_memory(exc) else "failed", (said + hint)[:_LENGTH]
+    return "out_of_memory" if is_out_of_memory(exc) else "failed", (said + hint)[:_LENGTH]
 
 
-def of_memory(exc: BaseException) -> bool:
+def is_out_of_memory(exc: BaseException) -> bool:
     """Whether memory is what was missing."""
     if isinstance(exc, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(exc, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(exc).lower()))
 
 
-def of_config(exc: BaseException) -> bool:
+def is_config_error(exc: BaseException) -> bool:
     """Whether an exception comes from a config and hardly ever from a script."""
     compiling = ("torch._dynamo", "torch._inductor")
     compiled = any(kind.__module__.startswith(compiling) for kind in type(exc).__mro__)
     return compiled or isinstance(exc, torch.OutOfMemoryError)
 
 
-def plausible(exc: BaseException) -> bool:
+def may_be_config_error(exc: BaseException) -> bool:
     """Whether a config may be the cause: PyTorch raises these two too, scripts mostly others."""
-    return of_config(exc) or type(exc) in (RuntimeError, NotImplementedError)
+    return is_config_error(exc) or type(exc) in (RuntimeError, NotImplementedError)
 
 
 def where(exc: BaseException) -> str:

@@ -10,7 +10,7 @@ from advisor.tuners.torch_facts import torch
 if TYPE_CHECKING:
     from torch import nn
 
-LEAST = 2048  # features from which a layer gains more than casting costs (torchao's tables)
+MIN_FEATURES = 2048  # features from which a layer gains more than casting costs (torchao's tables)
 MULTIPLE = 16  # of features, which the matrix units need
 CAPABILITY = (8, 9)
 CAVEAT = (
@@ -30,7 +30,7 @@ def lacking(capability: tuple[int, int], wide: int) -> str:
     if not installed():
         return "torchao is not installed: pip install 'advisor[torchao]'"
     if not wide:
-        sizes = f"{LEAST} features or more on both sides, in multiples of {MULTIPLE}"
+        sizes = f"{MIN_FEATURES} features or more on both sides, in multiples of {MULTIPLE}"
         return f"no linear layer has {sizes}"
     return ""
 
@@ -40,7 +40,7 @@ def gains(layer: nn.Module) -> bool:
     if type(layer) is not torch.nn.Linear:  # a subclass may use its weights otherwise
         return False
     sizes = (layer.in_features, layer.out_features)
-    return min(sizes) >= LEAST and not any(size % MULTIPLE for size in sizes)
+    return min(sizes) >= MIN_FEATURES and not any(size % MULTIPLE for size in sizes)
 
 
 def convert(model: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-SHARE = 0.95  # of a memory limit that may be used: at the limit the kernel kills any process of it
+USABLE_SHARE = 0.95  # of a memory limit: at the limit the kernel kills any process under it
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _GROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
@@ -58,7 +58,7 @@ def cores(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
 def memory_limit(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
     """Bytes that may be used: the machine's, or less if a control group says so."""
     limits = [limit for limit, _free in _memory(groups, process)]
-    return int(SHARE * min([os.sysconf("SC_PHYS_PAGES") * _PAGE, *limits]))
+    return int(USABLE_SHARE * min([os.sysconf("SC_PHYS_PAGES") * _PAGE, *limits]))
 
 
 def free_bytes(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:

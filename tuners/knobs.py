@@ -31,7 +31,7 @@ WORKERS, THREADS = "num_workers", "threads"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class SearchContext:
     """What decides which values make sense: the device, the workload, what the user permits."""
 
     device: str  # 'cuda' or 'cpu'
@@ -78,34 +78,36 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loading:
+class LoaderFacts:
     """How a running script loads its training data."""
 
     workers: int = 0
     pinned: bool = False
-    ahead: int = 0  # batches that each of its workers prefetches, if these may be replaced
+    prefetch_factor: int = (
+        0  # batches that each of its workers prefetches, if these may be replaced
+    )
     most: int = 0  # workers that it may be given; 0: its loader is left alone
     room: int = 0  # workers that make sense, whoever starts them
     why: str = ""  # its loader is left alone, if that is not plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
+class ScriptSettings:
     """What a running script does itself with the models that it trains."""
 
     weights: Sequence[Tensor]
     autocast: torch.dtype | None = None
     compiled: bool = False
     optimizers: Sequence[torch.optim.Optimizer] = ()
-    loading: Loading = Loading()
+    loading: LoaderFacts = LoaderFacts()
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class ScriptValue:
     """A knob's value that a script has set; None is torch's own."""
 
     value: Value
-    stays: bool = True  # the knob is not tuned
+    locked: bool = True  # the knob is not tuned
     why: str = ""  # if that is not plain
 
 
@@ -117,34 +119,36 @@ class Knob:
     summary: str
     domain: tuple[Value, ...] | range = SWITCH  # what a record may hold, all of one type
     default: Value = False  # torch's own; None where the machine or the script decides
-    values: Callable[[Situation], tuple[Value, ...]]
+    values: Callable[[SearchContext], tuple[Value, ...]]
     """torch's own first; one value: the knob is fixed here; none: it is absent."""
     numerics: bool = False
     """A change is compared with strict fp32; not one to torch's own or `strict`, if it is given."""
     strict: Value = None  # the value in that fp32 reference, if it is not torch's own
-    dear: Callable[[Value, int], float] | None = None
+    compile_s: Callable[[Value, int], float] | None = None
     """Seconds that a value costs before its first step, by the number of the model's modules, if
     that is many: such values are tried on leaders only."""
-    lasting: bool = False
+    needs_fresh_process: bool = False
     """The process keeps what it chose under its first value: another value takes a new process."""
     guess: Literal["alone", "leader", ""] = ""  # first tried by itself, on the leader, by neither
     conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
     """Values of other knobs with which only this knob's first value is sound."""
     permitted: Callable[[Mapping[str, Any], Value], bool] | None = None  # by a task's given fields
-    carries: bool = False
+    transferable: bool = False
     """May be followed unmeasured from a record of another shape or device: it takes no more
     memory, changes no other numbers, and cannot fail."""
     shown: Callable[[Value], str] | None = None  # default: 'name', 'no name' or 'name=value'
     caveats: Mapping[Value, str] = field(default_factory=dict)  # what no short comparison shows
     stage: str = COMPUTE  # a workload's INPUT knobs are measured last, with the user's data
-    feeds: bool = False
+    input_pipeline: bool = False
     """Acts on a run's input pipeline: tried if the steps wait for data, and no part of the key."""
     by_rule: bool = False  # if it is offered, its last value is needed, and is taken untried
     flag: Flag | None = None
     chosen: Callable[[], bool] | None = None
     """Whether the environment has set the flag: it then stays. None: advice sets it anyway."""
     mapped: str = ""  # its name in `--map`, if an option of a run's script may set it
-    script: Callable[[Script], Own | None] | None = None  # what a running script has set itself
+    script: Callable[[ScriptSettings], ScriptValue | None] | None = (
+        None  # what a running script has set itself
+    )
     layers: Mapping[Value, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)
     """Replaces a model's layers, by value, before it is laid out and compiled."""
     model: Callable[[nn.Module, Value], None] | None = None  # acts in place
@@ -165,13 +169,17 @@ class Knob:
         """The least use that can follow a value, by what it acts on."""
         if self.captured:
             return CAPTURE
-        if value in self.scaled or value in self.layers or (self.loader and not self.feeds):
+        if (
+            value in self.scaled
+            or value in self.layers
+            or (self.loader and not self.input_pipeline)
+        ):
             return LOOP
         acts = self.model or self.optimizer or self.loader or value in self.autocast
         return PILOT if acts else FLAGS
 
 
-def _precisions(here: Situation) -> tuple[Value, ...]:
+def _precisions(here: SearchContext) -> tuple[Value, ...]:
     if here.device == "cpu":
         possible = {"bf16"} if here.cpu_bf16 else set()
     else:
@@ -184,15 +192,15 @@ def _precisions(here: Situation) -> tuple[Value, ...]:
 AUTOCAST: dict[Value, str] = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 
-def _own_precision(script: Script) -> Own | None:
+def _own_precision(script: ScriptSettings) -> ScriptValue | None:
     half = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     formats = [script.autocast, *(weight.dtype for weight in script.weights)]
     if own := next((half[one] for one in formats if one in half), None):
-        return Own(own)
+        return ScriptValue(own)
     if any(isinstance(one, torch.optim.LBFGS) for one in script.optimizers):
-        return Own(None, why="LBFGS lives by small differences of gradients")
+        return ScriptValue(None, why="LBFGS lives by small differences of gradients")
     # Only its matrix products' switch: half precision may still be faster.
-    return Own("tf32", stays=False) if "matmul=tf32" in describe() else None
+    return ScriptValue("tf32", locked=False) if "matmul=tf32" in describe() else None
 
 
 def _layout(tensor: Tensor) -> torch.memory_format | None:
@@ -211,16 +219,16 @@ def _lay_out_model(model: nn.Module, value: Value) -> None:
                 tensor.data = tensor.data.to(memory_format=layout)
 
 
-def _own_layout(script: Script) -> Own | None:
+def _own_layout(script: ScriptSettings) -> ScriptValue | None:
     for weight in script.weights:
         layout = _layout(weight)
         last = layout is not None and weight.is_contiguous(memory_format=layout)
         if last and not weight.is_contiguous():
-            return Own(True)
+            return ScriptValue(True)
     return None
 
 
-def _searches(here: Situation) -> tuple[Value, ...]:
+def _searches(here: SearchContext) -> tuple[Value, ...]:
     """Tried with --effort exhaustive only: each switch takes a new worker process, and it gave
     ResNet-50 0.977x and MobileNetV3 0.983x. Searching by time is not deterministic, and a running
     script keeps the algorithms that it has chosen."""
@@ -274,7 +282,7 @@ GRAPHED_MODES = ("cudagraphs", "reduce-overhead", "max-autotune")
 """Those that replay CUDA graphs of the forward and the backward pass."""
 
 
-def _compile_modes(here: Situation) -> tuple[Value, ...]:
+def _compile_modes(here: SearchContext) -> tuple[Value, ...]:
     if not here.compiles or here.deterministic:
         return ()
     if here.quick:
@@ -304,15 +312,15 @@ def _compile_dynamic(model: nn.Module, value: Value) -> None:
         compiling.compile_in_place(model, "default", dynamic=True)
 
 
-def _own_fused(script: Script) -> Own | None:
+def _own_fused(script: ScriptSettings) -> ScriptValue | None:
     groups = [group for one in script.optimizers for group in one.param_groups]
     if any(group.get("fused") for group in groups):
-        return Own(True)
+        return ScriptValue(True)
     fused = all("fused" in group for group in groups)
-    return None if fused else Own(None, why="the optimizer has no fused kernels")
+    return None if fused else ScriptValue(None, why="the optimizer has no fused kernels")
 
 
-def _threads(here: Situation) -> tuple[Value, ...]:
+def _threads(here: SearchContext) -> tuple[Value, ...]:
     if here.device != "cpu":
         return ()
     if here.threads_set:
@@ -321,7 +329,7 @@ def _threads(here: Situation) -> tuple[Value, ...]:
     return (here.threads, *sorted(others - {here.threads}, reverse=True))
 
 
-def _workers(here: Situation) -> tuple[Value, ...]:
+def _workers(here: SearchContext) -> tuple[Value, ...]:
     """Few first: the search stops where more gain nothing."""
     most, own = here.workers, workers(here.own)
     if here.use != PILOT:
@@ -333,13 +341,17 @@ def _workers(here: Situation) -> tuple[Value, ...]:
     return (own, *others) if most else ()
 
 
-def _own_loading(script: Script, value: Value, *, stays: bool, why: str = "") -> Own | None:
+def _own_loading(
+    script: ScriptSettings, value: Value, *, locked: bool, why: str = ""
+) -> ScriptValue | None:
     if value:
-        return Own(value, stays)
-    return None if script.loading.most else Own(None, why=why)
+        return ScriptValue(value, locked)
+    return None if script.loading.most else ScriptValue(None, why=why)
 
 
-def _off_on(active: Callable[[Situation], bool]) -> Callable[[Situation], tuple[Value, ...]]:
+def _off_on(
+    active: Callable[[SearchContext], bool],
+) -> Callable[[SearchContext], tuple[Value, ...]]:
     return lambda here: (False, True) if active(here) else ()
 
 
@@ -358,7 +370,7 @@ KNOBS: tuple[Knob, ...] = (
             value in ("default", *given.get("precisions", PRECISIONS))
             and (value != "fp8" or fp8.installed())
         ),
-        carries=True,
+        transferable=True,
         guess="alone",
         shown=str,
         script=_own_precision,
@@ -376,7 +388,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="channels_last",
         summary="channels-last memory format of weights and inputs (NHWC, NDHWC)",
-        carries=True,
+        transferable=True,
         values=_off_on(lambda here: here.convolves and here.dimensions in (4, 5)),
         guess="alone",
         script=_own_layout,
@@ -389,9 +401,9 @@ KNOBS: tuple[Knob, ...] = (
         values=_searches,
         # A search takes 10 to 20 s for each format and layout, and changes rounding only.
         strict=False,
-        lasting=True,
+        needs_fresh_process=True,
         guess="leader",
-        script=lambda _script: Own(True) if torch.backends.cudnn.benchmark else None,
+        script=lambda _script: ScriptValue(True) if torch.backends.cudnn.benchmark else None,
         flag=Flag(
             set=lambda value: setattr(torch.backends.cudnn, "benchmark", bool(value)),
             now=lambda: torch.backends.cudnn.benchmark,
@@ -400,7 +412,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="cudnn_deterministic",
         summary="deterministic algorithms only (fixed by --deterministic)",
-        carries=True,
+        transferable=True,
         values=lambda here: (here.deterministic,),
         flag=Flag(set=_set_deterministic, now=_Determinism.now, back=_Determinism.put),
     ),
@@ -416,7 +428,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="fused_optimizer",
         summary="one fused kernel for the optimizer step (torch's default on CUDA is foreach)",
-        carries=True,
+        transferable=True,
         values=_off_on(lambda here: here.device == "cuda" and here.training),
         numerics=True,
         guess="leader",
@@ -432,9 +444,9 @@ KNOBS: tuple[Knob, ...] = (
         default="none",
         values=_compile_modes,
         numerics=True,
-        dear=_compile_seconds,
+        compile_s=_compile_seconds,
         permitted=lambda given, value: value == "none" or given.get("compile", True),
-        script=lambda script: Own("default") if script.compiled else None,
+        script=lambda script: ScriptValue("default") if script.compiled else None,
         model=_compile,
         graphs=GRAPHED_MODES,
     ),
@@ -446,7 +458,7 @@ KNOBS: tuple[Knob, ...] = (
         # Graphs are of one shape each, and what is not compiled has none.
         conflicts={"compile": tuple(m for m in ("none", *COMPILE_MODES_FULL) if m != "default")},
         permitted=lambda given, value: not value or given.get("compile", True),
-        script=lambda script: Own(None) if script.compiled else None,
+        script=lambda script: ScriptValue(None) if script.compiled else None,
         model=_compile_dynamic,
     ),
     Knob(
@@ -469,7 +481,7 @@ KNOBS: tuple[Knob, ...] = (
         default=None,
         values=_threads,
         guess="alone",
-        script=lambda _script: Own(None) if threads_set() else None,
+        script=lambda _script: ScriptValue(None) if threads_set() else None,
         flag=Flag(
             set=lambda value: torch.set_num_threads(int(value or 1)),
             now=lambda: torch.get_num_threads(),
@@ -484,12 +496,12 @@ KNOBS: tuple[Knob, ...] = (
         values=_workers,
         stage=INPUT,
         shown=lambda value: f"{value} loader worker{'s' * (value != 1)}",
-        feeds=True,
+        input_pipeline=True,
         mapped="num_workers",
         script=lambda script: _own_loading(
             script,
             script.loading.workers,
-            stays=not script.loading.most,
+            locked=not script.loading.most,
             why=script.loading.why,
         ),
         loader=True,
@@ -504,9 +516,9 @@ KNOBS: tuple[Knob, ...] = (
         conflicts={"num_workers": (0,)},
         stage=INPUT,
         shown=lambda value: f"{value} batches ahead",
-        feeds=True,
+        input_pipeline=True,
         script=lambda script: _own_loading(
-            script, script.loading.most and script.loading.ahead, stays=False
+            script, script.loading.most and script.loading.prefetch_factor, locked=False
         ),
         loader=True,
     ),
@@ -547,14 +559,14 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="pin_memory",
         summary="page-locked host memory with asynchronous copies to the device",
-        carries=True,
+        transferable=True,
         # Without workers, pinning gains nothing.
         values=_off_on(lambda here: here.device == "cuda" and here.workers > 0),
         conflicts={"num_workers": (0,)},
         guess="alone",
         stage=INPUT,
-        feeds=True,
-        script=lambda script: _own_loading(script, script.loading.pinned, stays=True),
+        input_pipeline=True,
+        script=lambda script: _own_loading(script, script.loading.pinned, locked=True),
         loader=True,
         non_blocking=(True,),
     ),
@@ -596,8 +608,11 @@ FORMATS_TRIED: tuple[dict[str, Value], ...] = (
 """Other precisions and layouts for the leader."""
 
 BY_NAME = {knob.name: knob for knob in KNOBS}
-FEEDS = tuple(knob.name for knob in KNOBS if knob.feeds)
-PAYING = ("threads", *(k.name for k in KNOBS if k.lasting or (k.model and not k.layout)))
+INPUT_PIPELINE = tuple(knob.name for knob in KNOBS if knob.input_pipeline)
+FIRST_STEP_COSTS = (
+    "threads",
+    *(k.name for k in KNOBS if k.needs_fresh_process or (k.model and not k.layout)),
+)
 """Knobs that cost time at the first step: it starts threads, searches algorithms, compiles."""
 FORMATS = tuple(knob.name for knob in KNOBS if knob.autocast)
 TORCH = Config({knob.name: knob.default for knob in KNOBS if knob.default is not None})
@@ -623,7 +638,7 @@ def _rows(config: Mapping[str, Value]) -> Iterator[tuple[Knob, Value]]:
 
 def plain(task: Task, device: str) -> Config:
     """torch's own config for a task on 'cuda:0' or 'cpu', before anything else is known."""
-    here = Situation(device=device.partition(":")[0], deterministic=task.deterministic)
+    here = SearchContext(device=device.partition(":")[0], deterministic=task.deterministic)
     known = {k.name: v[0] for k in KNOBS if k.default is not None and (v := k.values(here))}
     return Config(known).at(task.batch)
 
@@ -652,10 +667,12 @@ def compiles(config: Config) -> bool:
 def code(config: Config) -> Config:
     """The part of a config that decides what code a compiler makes: not the input pipeline, the
     optimizer, and the choice among the kernels of libraries."""
-    return config.without(*(k.name for k in KNOBS if k.feeds or k.optimizer or k.lasting))
+    return config.without(
+        *(k.name for k in KNOBS if k.input_pipeline or k.optimizer or k.needs_fresh_process)
+    )
 
 
-def doubtful(config: Config, default: Config = TORCH) -> bool:
+def needs_comparison(config: Config, default: Config = TORCH) -> bool:
     """Whether a config computes something else than a default, and must be compared with fp32."""
     return any(
         knob.numerics and (knob.strict is None or value not in (knob.default, knob.strict))
@@ -679,7 +696,7 @@ def workers(config: Mapping[str, Value]) -> int:
     return int(config.get(WORKERS) or 0)
 
 
-def burden(config: Config, default: Config) -> int:
+def adoption_cost(config: Config, default: Config) -> int:
     """How much a config asks of a script: of configs that tie, the lightest is advised. fp16 needs
     a scaler, and can overflow; fp8 needs torchao."""
     changed = config.changed(default)

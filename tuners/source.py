@@ -20,7 +20,7 @@ from advisor.cache.stores.filesystem import read_regular
 from advisor.errors import TargetError
 from advisor.tuners.fingerprint import is_idle, nodes, plain, references
 
-MOST_BYTES = 2**18  # of all files that are read for one digest: some 7,000 lines
+MAX_SOURCE_BYTES = 2**18  # of all files that are read for one digest: some 7,000 lines
 ABOVE = 3  # folders above a file's own in which a module that it imports is looked for
 ALL, ON_IMPORT = "*", ""
 """In place of a name: every definition of a file; statements that do more than define names."""
@@ -74,7 +74,7 @@ def _known(path: Path, names: tuple[str, ...]) -> tuple[dict[Path, _Stamp], str]
 
 def _read(path: Path, names: tuple[str, ...]) -> tuple[dict[Path, _Stamp], str]:
     """The files that were read, with their stamps, and the digest."""
-    found, left = hashlib.sha256(), MOST_BYTES
+    found, left = hashlib.sha256(), MAX_SOURCE_BYTES
     stamps: dict[Path, _Stamp] = {}
     files: dict[Path, _Defined] = {}
     seen: set[_Place] = set()

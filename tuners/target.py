@@ -42,8 +42,6 @@ _FORMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A parsed target string."""
-
     kind: str  # 'file', 'module' or 'torchvision'
     place: str  # absolute path, module name, or ''
     attribute: str  # '' if the file's only model is meant
@@ -59,7 +57,6 @@ class Spec:
 
     @property
     def origin(self) -> str:
-        """Digest of the file's absolute path, '' where there is none."""
         return origin_of(Path(self.file)) if self.file else ""
 
     @property
@@ -233,7 +230,6 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _candidates(module: ModuleType, arguments: Config) -> list[str]:
-    """A callable by a conventional name, else the nn.Module classes that take the arguments."""
     named = [name for name in NAMED if callable(getattr(module, name, None))]
     return named or [
         name

@@ -35,7 +35,7 @@ _VARIABLES = (
     *("MKL_NUM_THREADS", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA"),
 )
 """They change what torch says."""
-_MOST = 16  # environments that are kept: the newest
+_MAX_ENVIRONMENTS = 16  # environments that are kept: the newest
 _read: dict[str, Any] = {}  # what this process has read of torch, by name
 
 
@@ -56,7 +56,9 @@ def keep() -> None:
     states[state] = before | _read
     if states[state] != before:
         with contextlib.suppress(OSError):
-            write_whole(_file(), json.dumps(dict(list(states.items())[-_MOST:])).encode())
+            write_whole(
+                _file(), json.dumps(dict(list(states.items())[-_MAX_ENVIRONMENTS:])).encode()
+            )
 
 
 def _file() -> Path:

@@ -106,11 +106,11 @@ def submit(
         raise UsageError("give a TARGET and --shape, or your command after --, one of them")
     place = {name: options.pop(name) for name in ("gpu", "gpus", "pip", "container")}
     given = collected(Plan, options) | collected(Task, options)
-    from advisor.jobs.asked import Asked
+    from advisor.jobs.spec import JobSpec
     from advisor.jobs.submission import Submission
     from advisor.report import jobs as shown
 
-    asked = Asked.given(
+    asked = JobSpec.given(
         command=command,
         target=target or "",
         force=given.pop("force", False),

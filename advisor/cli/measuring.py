@@ -38,7 +38,7 @@ from advisor.cli.options import (
     row_options,
 )
 from advisor.errors import UsageError
-from advisor.tuners.act.pilot.orders import KEEP_CHECKPOINTS
+from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.search.plan import ENOUGH, EXPLAIN, VERIFY, Plan
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from advisor.errors import NoRecord
 from advisor.finding import horizon
 from advisor.finding.request import Fits, Request, anything
 from advisor.tuners import knobs
+from advisor.tuners.doubt import without_doubtful
 from advisor.tuners.length import Length
 
 NOISE = 1.03
@@ -81,9 +82,15 @@ def answer(record: Record, request: Request) -> Answer:
     """
     limits = Limits.of(request, record)
     length = request.length(record.batch)
+    sober = without_doubtful(record)
     if length is not None:
-        return _over(record, limits, length, free=request.free)
-    return _steady(record, limits, free=request.free)
+        answered = _over(sober, limits, length, free=request.free)
+    else:
+        answered = _steady(sober, limits, free=request.free)
+    if sober is record:
+        return answered
+    reason = f"{answered.reason}; the host was too busy to tell what else gains"
+    return dataclasses.replace(answered, reason=reason)
 
 
 def _steady(record: Record, limits: Limits, *, free: bool) -> Answer:
@@ -297,7 +304,7 @@ def is_sound(record: Record, config: Config) -> bool:
     check = _checked(record, config)
     if check is not None:
         return check.measurement.ok
-    return not knobs.doubtful(config, record.baseline.config)
+    return not knobs.needs_comparison(config, record.baseline.config)
 
 
 def _advised(record: Record, config: Config) -> bool:
@@ -308,8 +315,8 @@ def _advised(record: Record, config: Config) -> bool:
 def unverified(record: Record, config: Config) -> str:
     """'; not verified: ...' where a config changes numerics and was not held against fp32."""
     check = _checked(record, config)
-    doubtful = knobs.doubtful(config, record.baseline.config)
-    if not doubtful or (check is not None and check.measurement.ok):
+    needs_comparison = knobs.needs_comparison(config, record.baseline.config)
+    if not needs_comparison or (check is not None and check.measurement.ok):
         return ""
     if check is not None:
         return f"; not verified against fp32: {check.measurement.reason}"
@@ -328,7 +335,7 @@ def gain(record: Record, use: str) -> str:
     gained = f"{times(choice.speedup)} {record.key.task.baseline} ({spread})"
     check = _checked(record, choice.config)
     held = "; it may change rounding, no number format"
-    if knobs.doubtful(choice.config, record.baseline.config) and check is not None:
+    if knobs.needs_comparison(choice.config, record.baseline.config) and check is not None:
         held = f"; verified against fp32: {check.measurement.reason}"
     return gained + (unverified(record, choice.config) or held)
 
@@ -341,8 +348,8 @@ def akin(query: Query, near: Record | None) -> bool:
 def carried(record: Record, request: Request, query: Query) -> Answer:
     """What of a record for something near is safe to follow unmeasured, and what that is.
 
-    Knobs that `Knob.carries` and that this device and these permissions offer. The batch is the
-    script's own; the record's only where the sample is the same and there is no less memory.
+    Knobs that are `Knob.transferable` and that this device and these permissions offer. The batch
+    is the script's own; the record's only where the sample is the same and there is no less memory.
     """
     from advisor.tuners.environment import cpu_has_bf16
 
@@ -350,7 +357,7 @@ def carried(record: Record, request: Request, query: Query) -> Answer:
     sample = query.sample or record.key.task.sample
     choice = record.winner(request.use)
     held = choice.config | record.input
-    situation = knobs.Situation(
+    situation = knobs.SearchContext(
         device=here.kind,
         capability=here.compute_capability,
         cpu_bf16=here == there and cpu_has_bf16(),
@@ -366,7 +373,7 @@ def carried(record: Record, request: Request, query: Query) -> Answer:
         {
             knob.name: held[knob.name]
             for knob in knobs.KNOBS
-            if knob.carries
+            if knob.transferable
             and knob.name in held
             and held[knob.name] in knob.values(situation)
             and knobs.permits(request.given, Config({knob.name: held[knob.name]}))
@@ -375,7 +382,9 @@ def carried(record: Record, request: Request, query: Query) -> Answer:
     )
     if not is_sound(record, choice.config):
         # Nothing that was not held against fp32 there is followed here.
-        found = Config({n: v for n, v in found.items() if not knobs.doubtful(Config({n: v}))})
+        found = Config(
+            {n: v for n, v in found.items() if not knobs.needs_comparison(Config({n: v}))}
+        )
     batch = request.batch
     if batch is None and sample == record.key.task.sample and here.memory_gib >= there.memory_gib:
         batch = record.batch

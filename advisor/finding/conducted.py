@@ -24,8 +24,8 @@ from pathlib import Path
 from advisor.finding.agree import WAIT_S
 from advisor.finding.lookups import tell, warn
 from advisor.finding.piloted import Found, Terms
-from advisor.tuners.act.pilot.orders import ADDRESS, RUN, Lap, Line, Order
-from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.act.pilot.protocol import ADDRESS, RUN, BlockRequest, BlockResult, PilotClient
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.ranks import Group
 from advisor.tuners.faults import failure, stopped
 
@@ -47,13 +47,13 @@ class Conducted(Found):
     def __init__(self, command: Sequence[str], terms: Terms, *, tune_s: float) -> None:
         super().__init__(command, terms)
         self._tune_s = tune_s
-        self._line: Line | None = None
+        self._line: PilotClient | None = None
         self._folder = ""
         self._conductor: subprocess.Popen[bytes] | None = None
         self._began = 0.0
-        self._early: Order | None = None
+        self._early: BlockRequest | None = None
 
-    def begin(self, seen: Seen) -> Order:
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
         """As `Guide.begin`."""
         known = self.known(seen, searches=True)
         if known is not None:
@@ -67,26 +67,26 @@ class Conducted(Found):
         atexit.register(self._untuned, os.getpid())
         self._folder = self._shared_folder(seen)
         patience_s = PATIENCE_S if seen.processes == 1 else PATIENCE_RANKS_S
-        self._line = Line(f"{self._folder}/pilot", None, patience_s=patience_s)
+        self._line = PilotClient(f"{self._folder}/pilot", None, patience_s=patience_s)
         try:
             order = self._line.begin(seen)
         except OSError:
             return self._lost()
         return self._heard(order)
 
-    def next(self, lap: Lap) -> Order:
+    def next(self, result: BlockResult) -> BlockRequest:
         """As `Guide.next`."""
         assert self._line is not None
-        order, self._early = self._early or self._line.next(lap), None
+        order, self._early = self._early or self._line.next(result), None
         return self._heard(order)
 
-    def lost(self, exc: Exception, order: Order) -> None:
-        """As `Guide.lost`. The process that searches hears of it at once, or the next run would try
-        the config again: this one may end before its lap does."""
-        super().lost(exc, order)
+    def backward_failed(self, exc: Exception, order: BlockRequest) -> None:
+        """As `Guide.backward_failed`. The process that searches hears of it at once, or the next
+        run would try the config again: this one may end before its block does."""
+        super().backward_failed(exc, order)
         if order.steps and self._line is not None and Group.current() is None:
             outcome, reason = failure(exc)
-            self._early = self._line.next(Lap(outcome=outcome, reason=reason))
+            self._early = self._line.next(BlockResult(outcome=outcome, reason=reason))
 
     def failed(self, exc: BaseException) -> None:
         """As `Guide.failed`."""
@@ -100,7 +100,7 @@ class Conducted(Found):
             shutil.rmtree(self._folder, ignore_errors=True)
         super().failed(exc)
 
-    def _heard(self, order: Order) -> Order:
+    def _heard(self, order: BlockRequest) -> BlockRequest:
         if not order.own and not order.steps:
             return self._lost()
         if order.steps:
@@ -129,13 +129,13 @@ class Conducted(Found):
                 "and is not tuned yet; the next run goes on from there"
             )
 
-    def _lost(self) -> Order:
+    def _lost(self) -> BlockRequest:
         self._end()
         where = f"; see {self._folder}/log" if self._folder else ""
         warn(f"the search within this run has ended{where}. Training goes on as it is")
         return self.left()
 
-    def _shared_folder(self, seen: Seen) -> str:
+    def _shared_folder(self, seen: ScriptFacts) -> str:
         """The folder of the socket and the log, of this user's alone; '' where there is none."""
         group = Group.current()
         if group is None:
@@ -147,7 +147,7 @@ class Conducted(Found):
         group.store.set(key, folder.encode())
         return folder
 
-    def _started(self, seen: Seen) -> str:
+    def _started(self, seen: ScriptFacts) -> str:
         folder = tempfile.mkdtemp(prefix="advisor-")
         cache = self._terms.cache
         told = {

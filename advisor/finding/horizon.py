@@ -51,11 +51,13 @@ class _Starts:
     """What the first step of each config costs a process that starts with it."""
 
     def __init__(self, record: Record) -> None:
-        from advisor.tuners.knobs import PAYING
+        from advisor.tuners.knobs import FIRST_STEP_COSTS
 
         self._trials = record.trials
         # In a script that runs already every change pays for itself, and the baseline for nothing.
-        self._paying = tuple(record.baseline.config) if record.key.task.command else PAYING
+        self._paying = (
+            tuple(record.baseline.config) if record.key.task.command else FIRST_STEP_COSTS
+        )
         self._fresh = {c.config: c.first_step_s for c in _choices(record) if c.first_step_s > 0}
         default = record.baseline.config
         # What every fresh process pays, and what the trials of one process paid only once.

@@ -16,12 +16,12 @@ from advisor.finding.conducted import Conducted
 from advisor.finding.lookups import Lookup, looked_up_by, warn
 from advisor.finding.meant import folder
 from advisor.finding.piloted import Found, Terms
-from advisor.tuners.act.pilot.pilot import IN_CHARGE
+from advisor.tuners.act.pilot.pilot import ACTIVE_PILOT
 from advisor.tuners.search.plan import Plan
 
 if TYPE_CHECKING:
     from advisor.tuners.act.advice import Advice
-    from advisor.tuners.act.pilot.pilot import Watch
+    from advisor.tuners.act.pilot.pilot import StepComparer
 
 PERMISSIONS = ("precisions", "deterministic", "max_memory", "tolerance", "compile")
 """Of apply()'s arguments, those that say of a run what its user permits."""
@@ -44,7 +44,7 @@ def applied(asked: Mapping[str, Any], *, tune: float | str | None, strict: bool)
     if settings.disabled() or asked.get("mode") == "infer":
         return advice
     try:
-        IN_CHARGE.bring(_guide(asked, tune, strict), None if tune is None else _watch())
+        ACTIVE_PILOT.attach(_guide(asked, tune, strict), None if tune is None else _watch())
     except UsageError as exc:
         if strict:
             raise
@@ -66,7 +66,7 @@ def _guide(asked: Mapping[str, Any], tune: float | str | None, strict: bool) -> 
     return Conducted(own_command(), terms, tune_s=seconds)
 
 
-def _watch() -> Watch:
+def _watch() -> StepComparer:
     """What compares configs in a run that is tuned within itself."""
     from advisor.tuners.measure.run.calls import KeptCalls
 
@@ -79,7 +79,7 @@ def release() -> None:
 
     The script trains on as it would have without advisor.
     """
-    IN_CHARGE.release()
+    ACTIVE_PILOT.release()
 
 
 def own_command() -> list[str]:

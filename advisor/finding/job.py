@@ -26,7 +26,7 @@ from advisor.cache.stores.url import without_password
 from advisor.cache.task import Task, changed
 from advisor.errors import AdvisorError, UsageError
 from advisor.finding.meant import script
-from advisor.jobs.asked import Asked
+from advisor.jobs.spec import JobSpec
 from advisor.opening import Cache, open_records
 from advisor.printed import task_first
 
@@ -68,7 +68,7 @@ def asked_for(request: Request, query: Query, near: Record | None, folder: Path 
     return f"a tuning is asked for at {without_password(url)}"
 
 
-def _asked(request: Request, query: Query, near: Record | None) -> Asked:
+def _asked(request: Request, query: Query, near: Record | None) -> JobSpec:
     """What `advisor tune` would be told, for this device."""
     task = task_first(request, near)
     if task is None or task.command != request.given.get("command", ()):
@@ -85,7 +85,7 @@ def _asked(request: Request, query: Query, near: Record | None) -> Asked:
         options["device"] = "cpu"
     if request.steps or request.seconds:
         options |= {"steps": request.steps or None, "duration": request.seconds or None}
-    return Asked(
+    return JobSpec(
         command=task.command,
         target="" if task.command else task.target,
         options=options,
@@ -103,7 +103,7 @@ def _options(task: Task) -> Iterator[tuple[str, Any]]:
 class _Sending:
     """One request for a tuning, on its way."""
 
-    def __init__(self, url: str, asked: Asked, folder: Path, cache: Cache) -> None:
+    def __init__(self, url: str, asked: JobSpec, folder: Path, cache: Cache) -> None:
         self._url, self._asked, self._folder, self._cache = url, asked, folder, cache
 
     def run(self) -> None:

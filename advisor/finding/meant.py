@@ -15,6 +15,7 @@ from advisor.cache.record import Record, Target
 from advisor.cache.task import NONE
 from advisor.errors import NoRecord, UsageError
 from advisor.finding.request import Request
+from advisor.printed import is_copy
 from advisor.tuners import source
 from advisor.tuners.target import Spec, origin_of, parse
 
@@ -51,7 +52,9 @@ class Meant:
                 yield Difference(field=FILE, wanted=f"imported by {script().name}", found="not")
             elif edited := _tuned_of(spec, target).edited(target.code):
                 yield Difference(field=CODE, wanted=edited, found="as tuned")
-        elif isinstance(self._request.target, str) and not self._is_copied(target):
+        elif isinstance(self._request.target, str) and not (
+            self.named and is_copy(self.named, target)
+        ):
             yield Difference(field=FILE, wanted="this one", found="another of this name")
 
     def _is_imported(self, spec: Spec) -> bool:
@@ -65,14 +68,6 @@ class Meant:
     @functools.cached_property
     def _read(self) -> frozenset[str]:
         return frozenset(map(origin_of, {script(), *source.imported_by(script())}))
-
-    def _is_copied(self, target: Target) -> bool:
-        """Whether the file that is named was tuned in another folder, as by a server's worker: a
-        file of its name, with the code that is in it now."""
-        spec, name = self.named, target.name
-        if spec is None or not spec.file or spec.name not in (name, name.rpartition(":")[0]):
-            return False
-        return not _tuned_of(spec, target).edited(target.code)
 
     def _built_otherwise(self, arguments: Config) -> Iterator[Difference]:
         given = self._request.given.get("model_args", arguments)

@@ -24,9 +24,9 @@ from advisor.printed import tune_again
 from advisor.tuners import knobs
 from advisor.tuners.act.following import claim_for, followed, give_way
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.pilot.orders import Lap, Order
-from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.faults import failure, plausible, stopped
+from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.faults import failure, may_be_config_error, stopped
 
 if TYPE_CHECKING:
     pass
@@ -67,8 +67,8 @@ class Found:
     ) -> None:
         self._command, self._terms, self._options = tuple(command), terms, options
         self._put = Config()
-        self._order, self._reason = Order(config=Config()), ""
-        self._seen: Seen | None = None
+        self._order, self._reason = BlockRequest(config=Config()), ""
+        self._seen: ScriptFacts | None = None
         self._strict = terms.strict
 
     def takes_over(self) -> bool:
@@ -80,7 +80,7 @@ class Found:
         IN_FORCE.release()
         return True
 
-    def begin(self, seen: Seen) -> Order:
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
         """As `Guide.begin`.
 
         Raises:
@@ -88,14 +88,14 @@ class Found:
         """
         return self.known(seen) or self.left()
 
-    def left(self) -> Order:
+    def left(self) -> BlockRequest:
         """The script goes on as it was, with the flags that advice had set."""
         IN_FORCE.put(self._put)
         if self._seen is not None:
             claim_for(self._seen.model)
-        return Order(config=Config())
+        return BlockRequest(config=Config())
 
-    def known(self, seen: Seen, *, searches: bool = False) -> Order | None:
+    def known(self, seen: ScriptFacts, *, searches: bool = False) -> BlockRequest | None:
         """What was found for a run, None where that is nothing.
 
         Args:
@@ -132,7 +132,7 @@ class Found:
 
     def stays(
         self, config: Config, own: Config, reason: str, *, say: Callable[[str], None] = _log.info
-    ) -> Order:
+    ) -> BlockRequest:
         """The last order; see `in_force`."""
         self._order, self._reason = in_force(config, own, reason, say=say), reason
         return self._order
@@ -144,7 +144,7 @@ class Found:
         say = _log.info if settings.keeps_loader() else warn
         say(f"{knobs.described(left, Config())}: advised, and not in force; {why}")
 
-    def next(self, lap: Lap) -> Order:
+    def next(self, result: BlockResult) -> BlockRequest:
         """Never asked: there is nothing to say but the first order."""
         raise NotImplementedError
 
@@ -163,17 +163,17 @@ class Found:
         if why in ("unclear", "over"):
             warn(f"{exc}. Training goes on as it is")
 
-    def ended(self, exc: BaseException, order: Order) -> None:
-        """As `Guide.ended`; of what was lost in backward all is said."""
+    def script_failed(self, exc: BaseException, order: BlockRequest) -> None:
+        """As `Guide.script_failed`; of what was lost in backward all is said."""
         said = any(note.startswith(NOTED) for note in getattr(exc, "__notes__", ()))
-        if plausible(exc) and not said:
+        if may_be_config_error(exc) and not said:
             warn(f"the script ended {self._blamed(exc, order)}")
 
-    def gave_up(self, exc: BaseException) -> None:
-        """As `Guide.gave_up`; what a loader is not given is left out of what is in force."""
+    def config_dropped(self, exc: BaseException) -> None:
+        """As `Guide.config_dropped`; what a loader is not given is left out of what is in force."""
         if stopped(exc) == "unfed":
             config, own = self._order.config, self._order.own
-            left = config.changed(own).only(*knobs.FEEDS)
+            left = config.changed(own).only(*knobs.INPUT_PIPELINE)
             self._say_left(left, str(exc))
             fed = config.replace(**own.only(*left))
             self.stays(fed, own, _without(left, self._reason, alone=fed == own))
@@ -183,15 +183,15 @@ class Found:
             "it, and training goes on so"
         )
 
-    def lost(self, exc: Exception, order: Order) -> None:
-        """As `Guide.lost`."""
+    def backward_failed(self, exc: Exception, order: BlockRequest) -> None:
+        """As `Guide.backward_failed`."""
         exc.add_note(f"{NOTED}backward raised this {self._blamed(exc, order)}")
 
-    def _blamed(self, exc: BaseException, order: Order) -> str:
+    def _blamed(self, exc: BaseException, order: BlockRequest) -> str:
         """What is said of a config under which a script failed; advice that may be why is kept as
         failed."""
         said = f"under advice, which may be why: {knobs.described(order.config, order.own)}"
-        if plausible(exc) and not order.steps:
+        if may_be_config_error(exc) and not order.steps:
             assert self._seen is not None
             task = self._seen.task(self._command, self._terms.given)
             failures = Failures(self._terms.cache, self._seen.model, task)
@@ -202,13 +202,13 @@ class Found:
 
 def in_force(
     config: Config, own: Config, reason: str, *, say: Callable[[str], None] = _log.info
-) -> Order:
+) -> BlockRequest:
     """The last order: said so, and by every advice in whose place it is."""
     what = "the script as it is" if config == own else knobs.described(config, own)
     line = f"in force: {what}; {reason.removeprefix(f'{what}: ')}"
     say(line)
     give_way(line)
-    return Order(config=config, own=own)
+    return BlockRequest(config=config, own=own)
 
 
 def _warn_of_another(options: InCommand, record: Record | None, batch: int) -> None:
@@ -224,7 +224,7 @@ def _warn_of_another(options: InCommand, record: Record | None, batch: int) -> N
     warn(f"{options.said} was set as record {options.record} advises, and this run {what}")
 
 
-def _followed(record: Record, advised: Config, seen: Seen) -> tuple[Config, Config]:
+def _followed(record: Record, advised: Config, seen: ScriptFacts) -> tuple[Config, Config]:
     """(What a run comes to with a config of a record, what it has itself)."""
     base = record.baseline.config
     own = base.replace(**{name: seen.own[name] for name in seen.own if name in base})
@@ -237,11 +237,11 @@ def _followed(record: Record, advised: Config, seen: Seen) -> tuple[Config, Conf
 
 def _left_out(record: Record, advised: Config, config: Config) -> Config:
     """What is advised for the loader and no part of the config that a run comes to."""
-    feeds = advised.changed(record.baseline.config).only(*knobs.FEEDS)
+    feeds = advised.changed(record.baseline.config).only(*knobs.INPUT_PIPELINE)
     return Config({name: value for name, value in feeds.items() if config.get(name) != value})
 
 
-def _why_unfed(seen: Seen) -> str:
+def _why_unfed(seen: ScriptFacts) -> str:
     """Why a run's loader is not given what is advised for it."""
     if seen.workers:
         return f"there is room for {seen.workers} now"
@@ -263,7 +263,7 @@ class _OfRun(Lookup):
 
     goes_on = "as the script is"
 
-    def __init__(self, seen: Seen, command: tuple[str, ...], terms: Terms) -> None:
+    def __init__(self, seen: ScriptFacts, command: tuple[str, ...], terms: Terms) -> None:
         super().__init__(None, {})
         self._seen, self._terms = seen, terms
         self._task = seen.task(command, terms.given)

@@ -69,7 +69,7 @@ class Scene:
 
     @property
     def _micro_batches(self) -> int:
-        from advisor.tuners.act.pilot.seen import micro_batches
+        from advisor.tuners.act.pilot.script_facts import micro_batches
 
         return micro_batches(self.task)
 

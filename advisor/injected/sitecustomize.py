@@ -53,7 +53,7 @@ class _Finder:
                 return
             _attach()
 
-        spec.loader.exec_module = loaded  # type: ignore[method-assign]
+        spec.loader.exec_module = loaded
         return spec
 
 

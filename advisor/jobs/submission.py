@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import structs
+
 from advisor.errors import TargetError, UsageError
-from advisor.jobs.asked import Asked
 from advisor.jobs.parcel import Parcel, pack
+from advisor.jobs.spec import JobSpec
 from advisor.tuners.measure.run.guarded import check_open
 
 _PYTHONS = ("python", "python3")
@@ -20,11 +21,11 @@ _PYTHONS = ("python", "python3")
 class Submission:
     """`parcel`: None where nothing of this machine's is needed."""
 
-    asked: Asked
+    asked: JobSpec
     parcel: Parcel | None = None
 
     @classmethod
-    def of(cls, asked: Asked, folder: Path) -> Submission:
+    def of(cls, asked: JobSpec, folder: Path) -> Submission:
         """What is asked for, of a command or a target as one would type it in this folder.
 
         Raises:
@@ -42,7 +43,7 @@ class Submission:
         if file and not (folder / file).resolve().is_relative_to(parcel.root):
             raise UsageError(f"{file}: lies outside {parcel.root}, which is all that would be sent")
         place = folder.relative_to(parcel.root)
-        asked = dataclasses.replace(
+        asked = structs.replace(
             asked,
             target=_below(asked.target, parcel.root, folder),
             command=_elsewhere(asked.command, parcel.root, folder),
@@ -52,7 +53,7 @@ class Submission:
         return cls(asked=asked, parcel=parcel)
 
 
-def _file(asked: Asked) -> str:
+def _file(asked: JobSpec) -> str:
     """The file that is started or tuned, as it was given; '' where that is a module's to say."""
     first, *rest = asked.command or ("", asked.target)
     named = rest[0] if rest else ""

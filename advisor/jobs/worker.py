@@ -39,8 +39,8 @@ from advisor.cache.stores.http import HttpStore
 from advisor.cache.stores.http_client import BYTES, JSON, MAP, HttpClient
 from advisor.errors import AdvisorError, RecordDamaged, StoreError, UsageError, printable
 from advisor.jobs import parcel, token
-from advisor.jobs.asked import Asked
 from advisor.jobs.bounds import MOST_STUDY, MOST_TRIALS
+from advisor.jobs.spec import JobSpec
 from advisor.tuners import host
 from advisor.tuners.measure.run.guarded import Guarded, how
 
@@ -310,10 +310,10 @@ class Working:
                 return Outcome(state="preempted", reason=f"other processes use the GPU ({used})")
         return self._tuned(asked)
 
-    def _prepared(self) -> Asked:
+    def _prepared(self) -> JobSpec:
         """What is asked for, with its code and what was searched before in the folder."""
         told = self._patiently(self._server.attempt)
-        asked = Asked.of(told["asked"])
+        asked = JobSpec.of(told["asked"])
         code = b""
         if asked.archive:
             code = self._patiently(lambda: self._server.archive(asked.archive))
@@ -328,7 +328,7 @@ class Working:
                 beside(self._scratch.studies, name).write_bytes(data)
         return asked
 
-    def _tuned(self, asked: Asked) -> Outcome:
+    def _tuned(self, asked: JobSpec) -> Outcome:
         limit_s = 2 * asked.plan.seconds + self._starts_s
         until = time.monotonic() + limit_s
         with _here(self._scratch.path):
@@ -370,7 +370,7 @@ class Working:
         told += [f"beside it others used the GPU: {one}" for one in sorted(self._others)]
         return Outcome(state="done", reason="; ".join(told)[:MOST_REASON], record=record.id)
 
-    def _words(self, asked: Asked) -> list[str]:
+    def _words(self, asked: JobSpec) -> list[str]:
         tune = [sys.executable, "-P", "-m", "advisor", "tune", *asked.words()]
         tune += ["--cache", f"dir:{self._scratch.cache}", "--events", str(self._scratch.events)]
         tune += ["--for", self._server.store.url]

@@ -14,13 +14,13 @@ from advisor.report import helping
 from advisor.report.data import Table
 from advisor.report.helping import Feeding
 from advisor.report.text import duration, rate
-from advisor.tuners import knobs, room
+from advisor.tuners import knobs, worker_limits
 from advisor.tuners.knobs import BY_NAME, INPUT, TORCH, WORKERS, described
 
 if TYPE_CHECKING:
-    from advisor.tuners.measure.worker.wire import Costs
+    from advisor.tuners.measure.worker.wire import SampleCosts
 
-BY_THEMSELVES = TORCH | {"prefetch_factor": room.AHEAD}
+BY_THEMSELVES = TORCH | {"prefetch_factor": worker_limits.PREFETCH_FACTOR}
 """How workers work that are told nothing."""
 KEEPS_UP = 0.95
 """Of the step alone: a loader that gives so much of it does not bound it."""
@@ -147,7 +147,7 @@ def _untuned(record: Record) -> str:
     return f"The loader is not tuned: {why}" if record.key.task.data else UNTUNED
 
 
-def explained(record: Record, costs: Costs | None, data: str = "") -> Iterator[str]:
+def explained(record: Record, costs: SampleCosts | None, data: str = "") -> Iterator[str]:
     """What bounds the training, what a sample of `data` costs, and what would help, computed from
     that."""
     chosen, own = _chosen(record), record.key.task.data
@@ -184,7 +184,7 @@ def explained(record: Record, costs: Costs | None, data: str = "") -> Iterator[s
     else:
         yield (
             f"{_with_cores(needed)} would feed the step, by what a sample costs; "
-            f"{room.cores():,} there are"
+            f"{worker_limits.cores():,} there are"
         )
     yield "what would help changes your code; computed from that, with the workers that there are:"
     yield from helping.lines(Feeding(costs=costs, takes=takes, gives=gives, on_gpu=on_gpu))
@@ -226,7 +226,7 @@ def _wanted(record: Record) -> str:
     measured = pairs(record)
     fewest, most = measured[0], measured[-1]
     # Of some data, as of one that is a single batch, more than one have nothing to do.
-    if most.workers <= 1 < room.cores():
+    if most.workers <= 1 < worker_limits.cores():
         return ""
     one = _gives(record, fewest) / max(1, fewest.workers)
     return f"; some {_with_cores(math.ceil(step(record).samples_per_s / one))} would feed it"

@@ -16,7 +16,7 @@ from advisor.report.text import rate
 from advisor.tuners import host
 
 if TYPE_CHECKING:
-    from advisor.tuners.measure.worker.wire import Cost, Costs
+    from advisor.tuners.measure.worker.wire import SampleCost, SampleCosts
 
 DECODES = r"decode|loader$|imread|[Ii]mage\.?open|(read|load|open)_?([Ii]mage|img)"
 READS = r"read_file|read_bytes|^open$|\.read$"
@@ -91,7 +91,7 @@ class Feeding:
         on_gpu: whether the step is.
     """
 
-    costs: Costs
+    costs: SampleCosts
     takes: float
     gives: float
     on_gpu: bool
@@ -103,7 +103,7 @@ class Feeding:
         return min(self.takes, self.gives * self.costs.seconds / left_s) if left_s else self.takes
 
 
-def narrower(costs: Costs, numbers: int) -> Iterator[str]:
+def narrower(costs: SampleCosts, numbers: int) -> Iterator[str]:
     """What a batch of so many float32 numbers takes to hand over and to copy, and what it would as
     uint8; nothing where no part of a sample is known to convert it."""
     if _called(costs.parts, CONVERTS):
@@ -137,7 +137,7 @@ def _line(feeding: Feeding, saving: Saving) -> str:
     return f"{saving.how}: {rate(feeding.without(saved_s))} samples/s at most"
 
 
-def _called(parts: Sequence[Cost], pattern: str) -> list[Cost]:
+def _called(parts: Sequence[SampleCost], pattern: str) -> list[SampleCost]:
     return [one for one in parts if re.search(pattern, one.part)]
 
 
@@ -168,7 +168,7 @@ def _kept(feeding: Feeding) -> Iterator[str]:
         yield f"{what}: {gives}, in {size(whole)} for {costs.samples:,} samples{room}"
 
 
-def _saved_s(costs: Costs, kept: Cost, draws: Sequence[Cost]) -> float:
+def _saved_s(costs: SampleCosts, kept: SampleCost, draws: Sequence[SampleCost]) -> float:
     """Seconds of a sample that are saved where what a part makes is kept: its own, and those of the
     parts before it. 0 where it makes nothing, or another each time."""
     if not any(one.place for one in costs.parts):

@@ -12,6 +12,7 @@ from advisor.printed import about, script_line
 from advisor.report import charts, feeding, tables
 from advisor.report.data import Report, Section
 from advisor.report.text import spread
+from advisor.tuners.doubt import doubtful
 from advisor.tuners.knobs import described
 
 
@@ -34,6 +35,8 @@ def _headline(record: Record) -> str:
     if advised.config == record.baseline.config:
         return f"The advice is {record.key.task.baseline}"
     what = described(advised.config, record.baseline.config)
+    if doubtful(record):
+        return f"Doubtful, and not advised: {what}, as the host was busy"
     return f"{spread(advised)} {record.key.task.baseline} with {what}"
 
 

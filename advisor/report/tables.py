@@ -18,8 +18,9 @@ from advisor.printed import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Table
 from advisor.report.text import age, duration, outcome, rate, ratio, ratios, spread
-from advisor.tuners.decisions import NOTABLE, TELLS
-from advisor.tuners.knobs import FEEDS, caveats, described
+from advisor.tuners.decisions import NOTABLE
+from advisor.tuners.doubt import DOUBTFUL, doubtful, unsteady
+from advisor.tuners.knobs import INPUT_PIPELINE, caveats, described
 
 WAITED = 0.1
 """Share of the time that a run waits for its data from which that is worth a word."""
@@ -107,8 +108,7 @@ def undecided(record: Record) -> bool:
         for config, one in last.items()
         if one.measurement.ok and config != default and config not in wrong
     }
-    own = record.baseline
-    restless = own.high > TELLS * own.low
+    restless = unsteady(record.baseline.rounds) or doubtful(record)
     return timed_out or restless or any(one >= NOTABLE for one in most.values())
 
 
@@ -157,6 +157,8 @@ def said(record: Record) -> Iterator[str]:
         )
     elif advised == record.baseline:
         yield f"Nothing measured is clearly faster at your batch: the advice is {baseline}."
+    if doubtful(record):
+        yield f"{DOUBTFUL}."
     yield from caveats_of(record)
     if made.steps:
         yield f"Chosen for a job of {made.steps:,} steps."
@@ -176,7 +178,7 @@ def said(record: Record) -> Iterator[str]:
             f"its interval says.{again}"
         )
     if (waited := waits(record)) >= WAITED:
-        tried = set(FEEDS) & set(record.baseline.config)
+        tried = set(INPUT_PIPELINE) & set(record.baseline.config)
         mend = "" if tried or not record.compares else _MORE_WORKERS
         yield f"As it is, it waits for its data {waited:.0%} of the time{mend}."
 
@@ -331,6 +333,7 @@ def listing(found: Sequence[tuple[Held, Sequence[Difference]]]) -> Table:
         record = held.record
         why = [*([record.stale] if record.stale else []), *map(str, differs)]
         fresh = "fresh" if record.compares else "nothing else raced"
+        fresh = "doubtful: the host was busy" if doubtful(record) else fresh
         state = "stale: " + ", ".join(why) if why else fresh
         table.row(
             record.id,
@@ -338,7 +341,7 @@ def listing(found: Sequence[tuple[Held, Sequence[Difference]]]) -> Table:
             record.target.name,
             record.key.task.mode,
             record.key.task.inputs,
-            ratio(record.winner(record.use)),
+            "?" if doubtful(record) else ratio(record.winner(record.use)),
             age(record.provenance.created),
             state if held.trusted else f"{state}; {UNSIGNED}",
             warns=bool(why) or not held.trusted,

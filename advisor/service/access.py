@@ -1,4 +1,4 @@
-"""Whose a request is, and whether they may do what it asks."""
+"""Who sent a request, and whether their role allows it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from advisor.service.database import Database
 from advisor.service.limits import Guesses, Rate, Rates, bearer
 from advisor.service.lookups import Lookups
 from advisor.service.loop import Loop
+from advisor.service.machines import Machines
 from advisor.service.metrics import Metrics
 from advisor.service.schema import Attempt
 from advisor.service.tokens import Caller
@@ -31,9 +32,9 @@ READS = Rate(a_second=500, at_once=2000)
 WRITES = Rate(a_second=100, at_once=1000)
 """Of one token."""
 GUESSES = Rate(a_second=1, at_once=30)
-"""Tokens that are none, from one address."""
+"""Invalid tokens from one address."""
 COOKIE = "advisor_session"
-_GUESSED = "too many tokens that are none"
+_GUESSED = "too many invalid tokens from this address"
 _log = logging.getLogger("advisor")
 _BEARER = HTTPBearer(auto_error=False, description="A token that `advisor token` made.")
 _Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
@@ -41,15 +42,15 @@ _Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
 
 @dataclass(slots=True)
 class Service:
-    """What requests have in common.
+    """What all requests share.
 
     Attributes:
-        reader: what a record may be, and whose signatures are asked for.
-        behind_proxy: the one who connects is a proxy, and says who the client is.
-        stopping: it answers what it is asked, and no more.
-        streams: how many look at a job as it goes on.
-        lookups: those that are not in the database yet.
-        loops: what else the server does, in threads of their own.
+        reader: decides which records are valid, and whose signatures are required.
+        behind_proxy: only a proxy connects, and names the client.
+        stopping: set when the server stops; requests that have come are answered.
+        lookups: counts that are not in the database yet.
+        loops: the server's threads.
+        machines: what jobs can be started on.
     """
 
     database: Database
@@ -60,9 +61,9 @@ class Service:
     writes: Rates = field(default_factory=lambda: Rates(WRITES))
     guesses: Guesses = field(default_factory=lambda: Guesses(GUESSES))
     stopping: threading.Event = field(default_factory=threading.Event)
-    streams: int = 0
     lookups: Lookups = field(default_factory=Lookups)
     loops: list[Loop] = field(default_factory=list)
+    machines: Machines = field(default_factory=Machines)
 
     @property
     def troubles(self) -> list[str]:
@@ -70,7 +71,7 @@ class Service:
         return [loop.trouble for loop in self.loops if loop.trouble]
 
     def address(self, request: Request) -> str:
-        """Of the client: of a proxy's list the last, which alone it saw itself."""
+        """The client's address. Of a proxy's list only the last one is its own word."""
         forwarded = request.headers.get("x-forwarded-for", "") if self.behind_proxy else ""
         told = forwarded.rpartition(",")[2].strip()
         return (told or (request.client.host if request.client else ""))[:64]
@@ -80,10 +81,10 @@ class Service:
         return self.behind_proxy and request.headers.get("x-forwarded-proto", "") == "https"
 
     def admit(self, token: str, address: str) -> Caller:
-        """Who has this token.
+        """The caller that a token belongs to.
 
         Raises:
-            HTTPException: it is none, or holds no more; or there were too many that were none.
+            HTTPException: it is invalid, or there were too many invalid ones.
         """
         self.hear(token, address)
         with self.database.reading() as session:
@@ -94,12 +95,12 @@ class Service:
         return caller
 
     def hear(self, token: str, address: str) -> None:
-        """Raise HTTPException where no more tokens are looked up."""
+        """Raise HTTPException if this address has sent too many invalid tokens."""
         if not self.guesses.heard(token, address):
             raise _busy(_GUESSED)
 
     def refused(self, token: str, address: str) -> HTTPException:
-        """What is said to who has a token that is none; after too many of them, to wait."""
+        """The answer to an invalid token; after too many of them, to wait."""
         return unknown() if self.guesses.wrong(token, address) else _busy(_GUESSED)
 
     def most(self, request: Request) -> int:
@@ -122,7 +123,7 @@ class Service:
         return MAX_BYTES
 
     def note(self, caller: Caller) -> None:
-        """Note that a token is in use, where the database takes it: no answer waits for that."""
+        """Note the time of a token's last use. No answer waits for it, and it may fail."""
         try:
             with self.database.writing() as session:
                 tokens.note_use(session, caller)
@@ -130,7 +131,7 @@ class Service:
             _log.warning("the use of a token could not be noted: %s", exc)
 
     def limit(self, token: int, writes: bool) -> None:
-        """Raise HTTPException where a token is used too often."""
+        """Raise HTTPException if a token is used too often."""
         if not (self.writes if writes else self.reads).take(token):
             raise _busy("this token is used too often")
 
@@ -141,7 +142,7 @@ def service_of(request: Request) -> Service:
 
 
 async def _here(request: Request) -> Service:
-    """A dependency; async, because it waits for nothing: any other takes a thread."""
+    """A dependency. It is async because any other takes a thread."""
     return service_of(request)
 
 
@@ -149,7 +150,7 @@ Here = Annotated[Service, Depends(_here)]
 
 
 def needs(role: str) -> Callable[..., Caller]:
-    """A dependency: the caller, who may do what this role may."""
+    """A dependency: the caller, whose token has this role or a higher one."""
 
     def caller(request: Request, here: Here, bearer: _Bearer, after: BackgroundTasks) -> Caller:
         if bearer is None:
@@ -179,17 +180,7 @@ class Attempting:
     attempt: Attempt
 
 
-def _not_over(request: Request, here: Here, bearer: _Bearer) -> None:
-    """Tell a worker whose attempt was ended that it was, and not that it has no token."""
-    if bearer is None:
-        return
-    here.hear(bearer.credentials, here.address(request))
-    with here.database.reading() as session:
-        if attempts.over(session, bearer.credentials):
-            raise HTTPException(409, "this attempt is over")
-
-
-def own(here: Here, _over: Annotated[None, Depends(_not_over)], caller: Works) -> Attempting:
+def own(here: Here, caller: Works) -> Attempting:
     """A dependency: the attempt that this token was made for."""
     with here.database.reading() as session:
         attempt = attempts.of_token(session, caller.token)
@@ -200,14 +191,14 @@ def own(here: Here, _over: Annotated[None, Depends(_not_over)], caller: Works) -
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """Who has the start token of an attempt: its worker, unless somebody else has read it."""
+    """Who sent an attempt's start token: its worker, or somebody who has read the token."""
 
     attempt: Attempt
     address: str
 
 
 def starts(request: Request, here: Here, bearer: _Bearer) -> Starting:
-    """A dependency: the attempt that is begun. No other token does."""
+    """A dependency: the attempt whose start token this is. No other token is accepted."""
     if bearer is None:
         raise unknown("a start token is asked for, as Authorization: Bearer TOKEN")
     address = here.address(request)
@@ -221,7 +212,7 @@ def starts(request: Request, here: Here, bearer: _Bearer) -> Starting:
 
 
 def submits(here: Here, caller: Annotated[Caller, Depends(needs("submit"))]) -> Caller:
-    """A dependency: who may ask for tunings. An attempt may not, whatever its code gets hold of."""
+    """A dependency: who may submit jobs. An attempt may not, even if its code reads the token."""
     with here.database.reading() as session:
         if attempts.of_token(session, caller.token) is not None:
             raise HTTPException(403, "this token is an attempt's; it asks for no jobs")
@@ -238,14 +229,14 @@ Starts = Annotated[Starting, Depends(starts)]
 
 @contextlib.contextmanager
 def forbidding() -> Iterator[None]:
-    """While something is done that may be another's to do: PermissionError is answered as such."""
+    """Answer a PermissionError of this block with 403."""
     try:
         yield
     except PermissionError as exc:
         raise HTTPException(403, str(exc)) from exc
 
 
-def unknown(why: str = "this token is none, or holds no more") -> HTTPException:
+def unknown(why: str = "this token is unknown, expired or revoked") -> HTTPException:
     return HTTPException(401, why, {"WWW-Authenticate": "Bearer"})
 
 

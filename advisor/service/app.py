@@ -17,7 +17,7 @@ from advisor.service.access import Service
 from advisor.service.job_pages import job_pages
 from advisor.service.limits import Bodies, Headers
 from advisor.service.metrics import Measured
-from advisor.service.pages import shown, site
+from advisor.service.pages import refusal, site
 from advisor.service.record_forms import record_forms
 from advisor.service.routes import api
 
@@ -67,8 +67,7 @@ def _refusal(
     """As a page for a browser."""
     if "text/html" not in request.headers.get("accept", ""):
         return JSONResponse({"detail": detail}, status, headers)
-    page = shown(request, "error.html", status=status, detail=detail)
-    page.status_code = status
+    page = refusal(request, status, detail)
     page.headers.update(headers or {})
     return page
 

@@ -1,6 +1,5 @@
-"""Attempts: starts of jobs on executors. The reconciler claims them, and says what became of them;
-the worker of each says what it does, with a token of its own, for which it exchanges the one that
-it was started with."""
+"""Attempts: starts of jobs on executors. The reconciler claims a job and follows its attempt. The
+attempt's worker reports with a token of its own, which it gets in exchange for a start token."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
-from advisor.jobs.asked import Asked, is_meant
+from advisor.jobs.spec import JobSpec, is_meant
 from advisor.jobs.states import WAITING
 from advisor.jobs.token import digest, made
 from advisor.service import jobs, records, tokens
@@ -26,50 +25,51 @@ from advisor.service.schema import Attempt, Job, Log, Study, Token, Trial
 from advisor.service.tokens import Caller, note
 
 LEASE_S = 60.0
-"""After which nobody believes in an attempt that does not beat."""
+"""An attempt without a heartbeat for so long may be lost."""
 MOST_LOST = 5
-"""Attempts of one job that are lost, before it is given up."""
+"""Lost attempts after which a job fails."""
 PAUSE_S = 60.0
-"""Before a job that could not be placed is claimed again."""
+"""Before a job that no executor took is claimed again."""
 REST_S, MOST_REST_S = 30.0, 600.0
-"""Before a job whose worker could not begin is claimed again, doubled each time; and at most."""
+"""Before a job whose worker could not begin is claimed again: the first pause, which doubles each
+time, and the longest."""
 PATIENCE_S = 600.0
-"""How long a job lets smaller ones pass that came later."""
+"""How long later, smaller jobs may overtake a job."""
 MOST_STUDIES = 16
 """Files of one search."""
 _TOKEN_S = DAY_S
-"""What an attempt's token holds beyond twice the time that it is to measure."""
+"""How long an attempt's token is valid beyond twice its budget."""
 _CUT = "\n[advisor: the log ends here: it is too long]\n"
 
 End = Literal["done", "failed", "preempted"]
-"""What a worker may say of its attempt; an attempt may be running, lost or cancelled too."""
+"""How a worker may end its attempt. Other states: running, lost, cancelled."""
 Exchange = Literal["begun", "taken", "over"]
-"""What comes of a start token: its bearer has the attempt, or another has it, or it is over."""
+"""The result of an exchange: the sender has the attempt, another has it, or it is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed:
-    """An attempt that is to be started now. `token`: its start token, which is known here alone and
-    good once; see `begin`."""
+    """An attempt to start now. `token`: its start token, which works once and is not stored; see
+    `begin`."""
 
     attempt: int
     job: int
     number: int
     external: str
-    asked: Asked
+    asked: JobSpec
     token: str
 
 
 def claim(session: Session, executor: str, room: Room) -> Claimed | None:
-    """Take the first job that fits a room; None for none.
+    """Claim the first job that fits a room; None if none does.
 
     Args:
-        room: one with a `total` is left free for a job that has waited for more of it for long.
+        room: with a `total`, it is kept free for a job that has waited long for more of it.
     """
     at = now(session)
     while (job := _first(session, room, at)) is not None:
         try:
-            asked = Asked.of(json.loads(job.asked))
+            asked = JobSpec.of(json.loads(job.asked))
         except UsageError as exc:  # another version of advisor took it
             jobs.change(session, job, "failed", f"this server cannot read it: {exc}", None)
         else:
@@ -78,7 +78,7 @@ def claim(session: Session, executor: str, room: Room) -> Claimed | None:
 
 
 def _first(session: Session, room: Room, at: float) -> Job | None:
-    """The first job that fits a room, locked, unless one that waits for more of it goes first."""
+    """The first job that fits a room, locked; none if one that waits for more of it goes first."""
     kinds = session.scalars(select(Job.gpu).where(Job.state.in_(WAITING)).distinct())
     fitting = [kind for kind in kinds if is_meant(kind, room.gpu)]
     due = (Job.state.in_(WAITING), Job.due <= at, Job.gpu.in_(fitting))
@@ -94,8 +94,8 @@ def _first(session: Session, room: Room, at: float) -> Job | None:
     return job
 
 
-def _claimed(session: Session, job: Job, asked: Asked, executor: str) -> Claimed:
-    """Another attempt at a job that is locked."""
+def _claimed(session: Session, job: Job, asked: JobSpec, executor: str) -> Claimed:
+    """A new attempt at a locked job."""
     job.attempts += 1
     # Another database may count its jobs on the same executor, or have done so before.
     external = f"advisor-{job.id}-{job.attempts}-{secrets.token_hex(4)}"
@@ -126,8 +126,8 @@ def _claimed(session: Session, job: Job, asked: Asked, executor: str) -> Claimed
 
 
 def put_back(session: Session, attempt: int, reason: str) -> bool:
-    """Undo a claim that could not be placed, of which nothing has begun; whether it was so. What
-    was started all the same, as where no answer came, is refused when it begins."""
+    """Undo a claim that no executor took; False if its worker has begun. A worker that was started
+    although the executor did not answer is refused when it begins."""
     found = _locked(session, attempt)
     if found is None or found[1].begun is not None:
         return False
@@ -144,7 +144,7 @@ def put_back(session: Session, attempt: int, reason: str) -> bool:
 
 
 def placed(session: Session, attempt: int, device: str) -> bool:
-    """Say what an attempt was given; whether it still runs."""
+    """Note an attempt's device; whether the attempt still runs."""
     if (found := _locked(session, attempt)) is None:
         return False
     found[1].device = jobs.said(device)
@@ -153,7 +153,7 @@ def placed(session: Session, attempt: int, device: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """An attempt that nobody has ended. `unwanted`: its job was cancelled."""
+    """A running attempt. `unwanted`: its job was cancelled."""
 
     attempt: int
     job: int
@@ -188,8 +188,8 @@ def running(session: Session, executor: str = "") -> list[Running]:
 
 
 def lose(session: Session, attempt: int, reason: str) -> bool:
-    """An attempt is gone without a word: another is to be made, or there were too many; whether
-    it was running."""
+    """End an attempt that disappeared. Its job is queued again, or fails after MOST_LOST of them.
+    Whether the attempt was running."""
     found = _locked(session, attempt)
     if found is None:
         return False
@@ -207,7 +207,7 @@ def lose(session: Session, attempt: int, reason: str) -> bool:
 
 
 def preempt(session: Session, attempt: int, reason: str) -> bool:
-    """An attempt was ended for something else; whether it was running."""
+    """End an attempt that had to make room; whether it was running."""
     found = _locked(session, attempt)
     if found is None:
         return False
@@ -216,7 +216,7 @@ def preempt(session: Session, attempt: int, reason: str) -> bool:
 
 
 def stopped(session: Session, attempt: int) -> bool:
-    """What ran of a cancelled job runs no more; whether it was running until now."""
+    """End the attempt of a cancelled job; whether it was running."""
     found = _locked(session, attempt)
     if found is None or found[0].state == "running":
         return False
@@ -225,26 +225,26 @@ def stopped(session: Session, attempt: int) -> bool:
 
 
 def of_token(session: Session, token: int) -> Attempt | None:
-    """Whose token this is."""
+    """The attempt that a token was lent to."""
     return session.scalar(select(Attempt).where(Attempt.token == token))
 
 
 def of_start(session: Session, text: str) -> Attempt | None:
-    """Whose start token this is."""
+    """The attempt that a start token is for."""
     return session.scalar(select(Attempt).where(Attempt.start == digest(text)))
 
 
 def begin(session: Session, attempt: int, own: bytes, address: str) -> Exchange:
-    """Exchange an attempt's start token, which whoever sees what an executor was given may have
-    read, for a token that its worker alone has. The same exchange again, of who heard no answer, is
-    the same; another one is told of the attempt.
+    """Exchange an attempt's start token for a token that only its worker has: others may have read
+    what the executor was given. Repeating an exchange changes nothing; an exchange by somebody else
+    is noted in the attempt's reason.
 
     Args:
         own: the digest of the token that the worker has made.
         address: the worker's.
 
     Raises:
-        UsageError: that token is another's.
+        UsageError: that token is in use.
     """
     found = _locked(session, attempt)
     if found is None:
@@ -264,15 +264,8 @@ def begin(session: Session, attempt: int, own: bytes, address: str) -> Exchange:
     return "taken"
 
 
-def over(session: Session, text: str) -> bool:
-    """Whether this is the token of an attempt that was ended."""
-    query = select(Attempt.state).join(Token, Attempt.token == Token.id)
-    state = session.scalar(query.where(Token.digest == digest(text)))
-    return state not in (None, "running")
-
-
 def told(session: Session, attempt: Attempt) -> dict[str, Any]:
-    """What a worker has to know."""
+    """What a worker needs: the job, its studies."""
     job = session.get_one(Job, attempt.job)
     names = select(Study.name).where(Study.job == job.id).order_by(Study.name)
     return {
@@ -285,7 +278,7 @@ def told(session: Session, attempt: Attempt) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """What a worker has to say: trials as rows of their table, and what was printed."""
+    """A worker's report: trials as rows of their table, and what was printed."""
 
     trials: Sequence[Mapping[str, Any]] = ()
     log: str = ""
@@ -293,7 +286,7 @@ class Beat:
 
 
 def beat(session: Session, attempt: int, said: Beat) -> bool:
-    """An attempt is alive; whether it is to go on."""
+    """Note a heartbeat and its report; whether the attempt is to go on."""
     found = _locked(session, attempt)
     if found is None:
         return False
@@ -307,7 +300,7 @@ def beat(session: Session, attempt: int, said: Beat) -> bool:
 
 
 def _add_trials(session: Session, one: Attempt, trials: Sequence[Mapping[str, Any]]) -> None:
-    """Those that are not there yet: a worker that got no answer says them again."""
+    """Add trials that are new: a worker that got no answer sends them again."""
     numbers = [trial["number"] for trial in trials]
     there = select(Trial.number).where(Trial.attempt == one.id, Trial.number.in_(numbers))
     known = set(session.scalars(there))
@@ -329,10 +322,10 @@ def _add_log(session: Session, job: Job, one: Attempt, text: str) -> None:
 
 
 def end(session: Session, attempt: int, state: End, reason: str, record: str, by: Caller) -> bool:
-    """What a worker says last; whether nobody had ended it before.
+    """End an attempt as its worker reports; False if it was over before.
 
     Raises:
-        UsageError: it is done, and it put no such record here.
+        UsageError: it is done, and did not store this record.
     """
     found = _locked(session, attempt)
     if found is None:
@@ -349,13 +342,13 @@ def end(session: Session, attempt: int, state: End, reason: str, record: str, by
 
 
 def _began(one: Attempt) -> bool:
-    """Whether its worker began to tune: until then it does not beat."""
+    """Whether its worker has begun to tune: its heartbeat starts then."""
     return one.beat > (one.started if one.begun is None else one.begun)
 
 
 def _rest(session: Session, job: Job) -> None:
-    """Have a job wait whose worker did not begin, as where others use its GPU: the longer, the more
-    of the last attempts were like that."""
+    """Let a job wait whose worker could not begin, as when others use its GPU. The pause doubles
+    with each such attempt in a row."""
     last = select(Attempt).where(Attempt.job == job.id).order_by(Attempt.number.desc()).limit(8)
     idle = itertools.takewhile(
         lambda one: one.state == "preempted" and not _began(one), session.scalars(last)
@@ -376,7 +369,7 @@ def _ended(
 
 
 def _close(session: Session, one: Attempt, state: str, reason: str) -> None:
-    """End an attempt, whose token holds no more from now on. What was said of it before stays."""
+    """End an attempt and its token. Earlier reasons stay."""
     told = "; ".join(filter(None, (one.reason, reason)))
     one.state, one.reason, one.ended = state, jobs.said(told), now(session)
     session.get_one(Token, one.token).revoked = time.time()
@@ -385,7 +378,7 @@ def _close(session: Session, one: Attempt, state: str, reason: str) -> None:
 
 
 def _locked(session: Session, attempt: int) -> tuple[Job, Attempt] | None:
-    """An attempt that runs, with its job, which is locked first: so does whoever changes either."""
+    """A running attempt and its job, both locked; the job first, as everywhere."""
     number = session.scalar(select(Attempt.job).where(Attempt.id == attempt))
     job = None if number is None else jobs.locked(session, number)
     one = session.get(Attempt, attempt, populate_existing=True)
@@ -393,13 +386,13 @@ def _locked(session: Session, attempt: int) -> tuple[Job, Attempt] | None:
 
 
 def study(session: Session, attempt: Attempt, name: str) -> bytes | None:
-    """A file of the job's search; None where there is none."""
+    """A file of the job's search; None if there is none."""
     where = (Study.job == attempt.job, Study.name == name)
     return session.scalar(select(Study.data).where(*where))
 
 
 def keep_study(session: Session, attempt: int, name: str, data: bytes) -> bool:
-    """Keep a file of the search; whether the attempt still runs.
+    """Store a file of the search; whether the attempt still runs.
 
     Raises:
         UsageError: there are too many of them.

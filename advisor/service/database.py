@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
-from sqlalchemy import Connection, Float, create_engine, event, make_url, select, text
+from sqlalchemy import Connection, create_engine, event, make_url, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
-from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
-from sqlalchemy.sql.expression import FunctionElement
 
 from advisor.cache.stores.filesystem import make_folder, network
 from advisor.errors import StoreError, UsageError
@@ -140,26 +138,15 @@ class Database:
 DAY_S = 86_400.0
 
 
-class _Now(FunctionElement[float]):
-    """The database's clock: those of several servers differ."""
-
-    type = Float()
-    inherit_cache = True
-
-
-@compiles(_Now, "sqlite")
-def _lite_now(*_how: Any, **_more: Any) -> str:
-    return "(julianday('now') - 2440587.5) * 86400.0"
-
-
-@compiles(_Now, "postgresql")
-def _postgresql_now(*_how: Any, **_more: Any) -> str:
-    return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS DOUBLE PRECISION)"
+_NOW = {
+    "sqlite": "SELECT (julianday('now') - 2440587.5) * 86400.0",
+    "postgresql": "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS DOUBLE PRECISION)",
+}
 
 
 def now(session: Session) -> float:
-    """The time by the database's clock, in Unix seconds."""
-    return session.execute(select(_Now())).scalar_one()
+    """The time by the database's clock, in Unix seconds: those of several servers differ."""
+    return float(session.execute(text(_NOW[session.get_bind().dialect.name])).scalar_one())
 
 
 _POSTGRESQL: dict[str, Any] = {

@@ -1,50 +1,38 @@
-"""The pages of jobs: all of them, and one as it goes on. Without scripts, as it was when it was
-loaded."""
+"""The pages of jobs: all of them, and one with its progress, log and attempts."""
 
 from __future__ import annotations
 
-import asyncio
+import hashlib
 import json
 import shlex
-import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Path, Query, Request
-from fastapi.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from sqlalchemy.orm import Session
-from starlette.concurrency import run_in_threadpool
 
 from advisor.cache.shown import times
-from advisor.jobs.asked import where
+from advisor.jobs.spec import where
 from advisor.jobs.states import LIVE, STATES
 from advisor.report.data import Table, Timeline, Tried
-from advisor.report.text import cut, rate
-from advisor.service import jobs, tokens
-from advisor.service.access import COOKIE, Here, Service, forbidding
-from advisor.service.limits import HEADERS
-from advisor.service.live import EVERY_S, LASTS_S, streaming
-from advisor.service.pages import (
-    ON_A_PAGE,
-    OVER,
-    OwnForm,
-    Reader,
-    Submitter,
-    day,
-    rendered,
-    shown,
-    url_of,
-)
+from advisor.report.text import rate
+from advisor.service import jobs, progress
+from advisor.service.access import Here, forbidding
+from advisor.service.database import now
+from advisor.service.machines import troubles
+from advisor.service.pages import OwnForm, Reader, Submitter, shown, url_of
 from advisor.service.schema import Job
 from advisor.service.tokens import Caller
 
+ON_A_PAGE = 50
+"""Jobs in the list."""
 MOST_SHOWN = 200
 """Trials in a table; a chart has all of them."""
 MOST_LOG = 2**16
 """Characters of the end of a log, on a page that is loaded."""
-_ENDED = "event: ended\ndata:\n\n"
-_SCRIPTED = HEADERS["Content-Security-Policy"] + "; script-src 'self'; connect-src 'self'"
+MOVES_S = 10.0
+"""A page that follows a job moves its progress at least this often."""
 
 Number = Annotated[int, Path(ge=1, lt=2**31)]
 
@@ -61,32 +49,60 @@ def listed(
 ) -> HTMLResponse:
     with here.database.reading() as session:
         lines, more = jobs.listed(session, [state] if state else [], before, ON_A_PAGE)
-    return shown(
-        request,
-        "jobs.html",
-        caller,
-        lines=lines,
-        where=where,
-        cut=cut,
-        more=more,
-        state=state,
-        states=STATES,
-        before=before,
-        url=url_of(request),
-    )
+        return shown(
+            request,
+            "jobs.html",
+            caller,
+            lines=lines,
+            progress=progress.of_jobs(session, [line["id"] for line in lines]),
+            counts=jobs.counts(session).jobs,
+            troubles=here.troubles + troubles(here.machines.look()),
+            where=where,
+            more=more,
+            state=state,
+            before=before,
+            url=url_of(request),
+        )
 
 
 @job_pages.get("/jobs/{number}")
 def one(request: Request, here: Here, caller: Reader, number: Number) -> HTMLResponse:
     with here.database.reading() as session:
         job = _job(session, number)
-        what = _now(session, job, caller)
         log = jobs.tail(session, number, MOST_LOG)
-        asked = list(_asked(json.loads(job.asked)))
-    live, cut = not what["ended"], job.logged > len(log.text)
-    page = shown(request, "job.html", caller, **what, log=log, cut=cut, asked=asked, live=live)
-    page.headers["Content-Security-Policy"] = _SCRIPTED
-    return page
+        return shown(
+            request,
+            "job.html",
+            caller,
+            **_now(session, job, caller),
+            log=log,
+            is_cut=job.logged > len(log.text),
+            asked=list(_asked(json.loads(job.asked))),
+        )
+
+
+@job_pages.get("/jobs/{number}/news")
+def news(
+    request: Request,
+    here: Here,
+    caller: Reader,
+    number: Number,
+    after: Annotated[int, Query(ge=0, lt=2**63)] = 0,
+    mark: Annotated[str, Query(max_length=64)] = "",
+) -> Response:
+    """The parts of a job's page that changed: 204 if none did.
+
+    Args:
+        after: the place in the log that the page has come to.
+        mark: of what the page shows.
+    """
+    with here.database.reading() as session:
+        job = _job(session, number)
+        log = jobs.log(session, number, after)
+        assert log is not None
+        if not log.text and mark == _mark(session, job):
+            return Response(status_code=204)
+        return shown(request, "job_news.html", caller, **_now(session, job, caller), log=log)
 
 
 def _job(session: Session, number: int) -> Job:
@@ -103,22 +119,22 @@ def _now(session: Session, job: Job, caller: Caller) -> dict[str, Any]:
     ended, own = job.state not in LIVE, job.token == caller.token
     return {
         "job": told,
+        "mark": _mark(session, job),
         "ended": ended,
         "may_cancel": not ended and caller.may("submit") and (own or caller.may("admin")),
-        "facts": list(_facts(told)),
+        "progress": progress.of_jobs(session, [job.id])[job.id],
+        "where": where(job.gpu, job.gpus),
         "attempts": told["attempts"][::-1],
         "chart": throughput(told),
         "table": _trials(told["trials"]),
     }
 
 
-def _facts(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "asked for by", told["by"]
-    yield "asked for", f"{day(told['created'])} UTC"
-    yield f"{told['state']} since", f"{day(told['changed'])} UTC"
-    yield "where", where(told["gpu"], told["gpus"])
-    if told["attempts"] and told["attempts"][-1]["device"]:
-        yield "on", told["attempts"][-1]["device"]
+def _mark(session: Session, job: Job) -> str:
+    """Another text whenever the page has something new."""
+    turn = int(now(session) / MOVES_S) if job.state in LIVE else 0
+    of = repr((jobs.mark(session, job.id), turn))
+    return hashlib.sha256(of.encode()).hexdigest()[:12]
 
 
 def throughput(told: Mapping[str, Any]) -> Timeline | None:
@@ -152,11 +168,11 @@ def _at(batch: int | None) -> str:
 
 def _trials(trials: Sequence[Mapping[str, Any]]) -> Table:
     last = trials[-MOST_SHOWN:][::-1]
-    which = "The last first" if len(last) == len(trials) else f"The last {len(last)}"
+    which = "newest first" if len(last) == len(trials) else f"the newest {len(last)}"
     table = Table(
-        f"{which}; x is over the baseline, once that is known",
-        ("#", "what", "batch", "samples/s", "x", "how"),
-        right=("#", "batch", "samples/s", "x"),
+        f"Each config that was tried, {which}. Speed-up is over the unmodified baseline.",
+        ("#", "config", "batch", "samples/s", "speed-up", "result"),
+        right=("#", "batch", "samples/s", "speed-up"),
     )
     for trial in last:
         failed = trial["outcome"]
@@ -166,7 +182,7 @@ def _trials(trials: Sequence[Mapping[str, Any]]) -> Table:
             str(trial["batch"] or ""),
             "" if failed else rate(trial["samples_per_s"]),
             times(trial["ratio"]) if trial["ratio"] and not failed else "",
-            failed or trial["origin"],
+            failed or "measured",
             warns=bool(failed),
         )
     return table
@@ -198,69 +214,3 @@ def cancel(here: Here, caller: Submitter, _form: OwnForm, number: Number) -> Res
     if state is None:
         raise HTTPException(404, f"there is no job {number}")
     return RedirectResponse(f"/jobs/{number}", 303)
-
-
-@job_pages.get("/jobs/{number}/live")
-def live(
-    request: Request,
-    here: Here,
-    _caller: Reader,
-    number: Number,
-    after: Annotated[int, Query(ge=0, lt=2**63)] = 0,
-) -> StreamingResponse:
-    """Parts of a job's page as they change, as server-sent events; `after`: the place in the log
-    that the page has come to."""
-    told = request.headers.get("last-event-id", "")
-    if told.isascii() and told.isdecimal() and len(told) < 19:
-        after = int(told)
-    with here.database.reading() as session:
-        _job(session, number)
-    return streaming(here, _parts(request, here, number, after))
-
-
-@job_pages.get(OVER)
-def over(request: Request) -> Response:
-    """Says so in the page, which without a session is told nothing else."""
-    text = rendered(request, "session_over.html")
-    return Response(_event(text, 0) + _ENDED, media_type="text/event-stream")
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """How far a page has come: the job's mark, the log's place."""
-
-    mark: object
-    after: int
-
-
-async def _parts(request: Request, here: Service, number: int, after: int) -> AsyncIterator[str]:
-    """Until the job is over, the server stops or it lasted long enough."""
-    seen, goes_on, until = _Seen(None, after), True, time.monotonic() + LASTS_S
-    while goes_on and not here.stopping.is_set() and time.monotonic() < until:
-        text, seen, goes_on = await run_in_threadpool(_news, request, here, number, seen)
-        yield _event(text, seen.after) if text else ": \n\n"  # whoever hung up is noticed
-        await asyncio.sleep(EVERY_S if goes_on else 0)
-    if not goes_on:
-        yield _ENDED
-
-
-def _news(request: Request, here: Service, number: int, seen: _Seen) -> tuple[str, _Seen, bool]:
-    """What changed since, as HTML, '' for nothing; what is seen then; whether more may come."""
-    with here.database.reading() as session:
-        cookie = request.cookies.get(COOKIE, "")
-        caller = tokens.logged_in(session, cookie, here.address(request))
-        if caller is None:
-            return rendered(request, "session_over.html"), seen, False
-        mark, log = jobs.mark(session, number), jobs.log(session, number, seen.after)
-        changed = mark != seen.mark
-        what = _now(session, _job(session, number), caller) if changed else {}
-    assert log is not None
-    if not changed and not log.text:
-        return "", seen, not log.ended
-    text = rendered(request, "job_news.html", caller, **what, changed=changed, log=log.text)
-    return text, _Seen(mark, log.next), not log.ended
-
-
-def _event(text: str, id: int) -> str:
-    lines = "".join(f"data: {line}\n" for line in text.split("\n"))
-    return f"id: {id}\n{lines}\n"

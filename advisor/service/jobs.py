@@ -1,4 +1,4 @@
-"""Jobs: tunings that were asked for. Every change of a job's state is here or in `attempts`.
+"""Jobs: submitted tunings. Every change of a job's state is here or in `attempts`.
 
     queued ──> running ──> done | failed
       ^           │ lost: queued again; preempted: waits as such
@@ -9,7 +9,6 @@ A change begins by locking the job's row, and looks at the state that it leaves.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import time
@@ -17,13 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
 from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from advisor.cache.domain import line
 from advisor.errors import UsageError
-from advisor.jobs.asked import Asked
+from advisor.jobs.spec import JobSpec
 from advisor.jobs.states import LIVE, STATES, WAITING
 from advisor.service import archives, records
 from advisor.service.database import DAY_S, now
@@ -68,7 +68,7 @@ class Submitted:
     new: bool
 
 
-def submit(session: Session, asked: Asked, by: Caller) -> Submitted:
+def submit(session: Session, asked: JobSpec, by: Caller) -> Submitted:
     """Queue a tuning, or find the live one that is the same, or the done one that need not be
     done again.
 
@@ -130,13 +130,13 @@ def measure_again(session: Session, record: str, by: Caller) -> Submitted:
     job = session.scalar(query.order_by(Job.id.desc()).limit(1))
     if job is None:
         raise UsageError(f"record {record}: no job here can measure it again; submit its command")
-    asked = Asked.of(json.loads(job.asked))
+    asked = JobSpec.of(json.loads(job.asked))
     gpu = records.device_of(session, record) if asked.gpus else ""
-    return submit(session, dataclasses.replace(asked, gpu=gpu, force=True), by)
+    return submit(session, structs.replace(asked, gpu=gpu, force=True), by)
 
 
-def _same(session: Session, asked: Asked) -> Job | None:
-    """The job that makes another one needless."""
+def _same(session: Session, asked: JobSpec) -> Job | None:
+    """A live job with this key, or a done one whose record is still here."""
     query = select(Job).where(Job.key == asked.key).order_by(Job.id.desc())
     if live := session.scalar(query.where(Job.state.in_(LIVE))):
         return live
@@ -145,24 +145,24 @@ def _same(session: Session, asked: Asked) -> Job | None:
 
 
 def locked(session: Session, number: int) -> Job | None:
-    """A job that nobody else changes until this session's work is kept."""
+    """A job, locked until the transaction ends."""
     query = select(Job).where(Job.id == number).with_for_update()
     return session.scalar(query.execution_options(populate_existing=True))
 
 
 def change(session: Session, job: Job, state: str, reason: str, by: Caller | None) -> None:
-    """Give a job that is locked another state, and say so in the audit log."""
+    """Change the state of a locked job, with a line in the audit log."""
     job.state, job.reason, job.changed = state, said(reason), now(session)
     note(session, by, f"job {state}", f"{job.id} {job.reason}".rstrip())
 
 
 def said(reason: str) -> str:
-    """A reason, whoever gave it, as one line that steers no terminal."""
+    """A reason as one short line without control characters."""
     return line(reason)[:_REASON]
 
 
 def cancel(session: Session, number: int, by: Caller) -> str | None:
-    """Cancel a job; its state, which is another where it was over before. None where there is none.
+    """Cancel a job that is not over, and return its state; None if there is no such job.
 
     Raises:
         PermissionError: it is another's.
@@ -199,13 +199,13 @@ def revoke_token(session: Session, number: int, by: Caller) -> bool:
 
 
 def because(session: Session, which: Iterable[ColumnElement[bool]], reason: str) -> None:
-    """Say of jobs that wait why they do."""
+    """Note why jobs wait."""
     where = (*which, Job.state.in_(WAITING), Job.reason != said(reason))
     session.execute(update(Job).where(*where).values(reason=said(reason)))
 
 
 def waiting(session: Session, most: int = MOST_LISTED) -> Sequence[Job]:
-    """Jobs that are to be started, in that order."""
+    """Waiting jobs in the order in which they start."""
     query = select(Job).where(Job.state.in_(WAITING)).order_by(Job.id).limit(most)
     return session.scalars(query).all()
 
@@ -218,7 +218,7 @@ def _line(job: Job, by: str) -> dict[str, Any]:
 
 
 def answered(session: Session, found: Submitted) -> dict[str, Any]:
-    """A job as who asks for it is told of it."""
+    """A submitted job as JSON."""
     by = session.get_one(Token, found.job.token).name
     return {**_line(found.job, by), "new": found.new}
 
@@ -241,7 +241,7 @@ _TRIAL = ("number", "at", "what", "batch", "samples_per_s", "ratio", "outcome", 
 
 
 def told(session: Session, number: int) -> dict[str, Any] | None:
-    """A job with its attempts and trials; None where there is none."""
+    """A job with its attempts and trials; None if there is no such job."""
     query = select(Job, Token.name).join(Token, Job.token == Token.id).where(Job.id == number)
     found = session.execute(query).first()
     if found is None:

@@ -1,5 +1,5 @@
-"""What holds for every request, whoever sends it: the size of its body, how often; and the headers
-of every answer. Slow clients are the proxy's."""
+"""Limits of every request (size of the body, rate), and the headers of every answer. Slow clients
+are the proxy's."""
 
 from __future__ import annotations
 
@@ -125,14 +125,14 @@ class Headers:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """So many a second on the long run, and so many at once."""
+    """How many a second in the long run, and how many at once."""
 
     a_second: float
     at_once: float
 
 
 class Rates:
-    """How often somebody may do something, as buckets that fill again. Each server has its own."""
+    """Rate limits as token buckets. Each server has its own."""
 
     def __init__(self, rate: Rate) -> None:
         self._rate = rate
@@ -140,7 +140,7 @@ class Rates:
         self._lock = threading.Lock()
 
     def take(self, who: Hashable) -> bool:
-        """Whether they may once more, now."""
+        """Take one from a bucket; whether there was one."""
         with self._lock:
             left = self._now(who)
             may = left >= 1
@@ -149,7 +149,7 @@ class Rates:
             return may
 
     def spent(self, who: Hashable) -> bool:
-        """Whether they may not, now."""
+        """Whether a bucket is empty."""
         with self._lock:
             return self._now(who) < 1
 
@@ -160,9 +160,8 @@ class Rates:
 
 
 class Guesses:
-    """Tokens that are none, by the addresses that they come from. Where there were too many, none
-    is looked up any more but those that were good before: a flood costs the database nothing, and
-    who works at the same address nothing either."""
+    """Invalid tokens by the addresses that sent them. After too many, only tokens that were valid
+    before are looked up: a flood costs the database nothing, nor others at the same address."""
 
     def __init__(self, rate: Rate) -> None:
         self._wrong = Rates(rate)
@@ -170,7 +169,7 @@ class Guesses:
         self._lock = threading.Lock()
 
     def heard(self, token: str, address: str) -> bool:
-        """Whether this token may be looked up."""
+        """Whether a token is to be looked up."""
         with self._lock:
             good = digest(token) in self._good
         return good or not self._wrong.spent(address)
@@ -181,14 +180,14 @@ class Guesses:
             _note(self._good, digest(token))
 
     def wrong(self, token: str, address: str) -> bool:
-        """Whether that may be said, as there were not too many."""
+        """Note an invalid token; False if there were too many."""
         with self._lock:
             self._good.pop(digest(token), None)
         return self._wrong.take(address)
 
 
 def _note(known: OrderedDict[Any, Any], last: Hashable) -> None:
-    """Forget the one that was not met for longest, where there are too many."""
+    """Move a key to the end, and drop the oldest of too many."""
     known.move_to_end(last)
     if len(known) > _MOST_KNOWN:
         known.popitem(last=False)

@@ -1,7 +1,8 @@
-"""The pages: rendered here, without scripts, nothing from elsewhere. What they show is escaped."""
+"""The pages. The server renders them; they need no scripts and load nothing from elsewhere."""
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 import time
@@ -11,41 +12,39 @@ from importlib import resources
 from typing import Annotated, Any
 from urllib.parse import parse_qsl, urlencode
 
+import jinja2
 from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-from advisor.cache.domain import LONGEST, is_line
-from advisor.cache.kinds import Shapes
-from advisor.cache.name import target_part
 from advisor.cache.reader import Sought, once
-from advisor.cache.shown import times
-from advisor.errors import UsageError
+from advisor.errors import StoreError, UsageError
 from advisor.printed import line_anywhere
-from advisor.report.data import Comparison, Estimate, Table
+from advisor.report.data import Section
 from advisor.report.html import pages as rendering
 from advisor.report.html import template
 from advisor.report.sections import report
-from advisor.service import coverage, jobs, records, tokens
+from advisor.report.text import age, cut, duration
+from advisor.service import catalog, coverage, jobs, machines, tokens
 from advisor.service.access import COOKIE, Here, Service, service_of
-from advisor.service.coverage import Covered
+from advisor.service.catalog import View
 from advisor.service.database import DAY_S
-from advisor.service.records import Fleet, Kept, Question
-from advisor.service.roles import ROLES
-from advisor.service.routes.admin import EVENTS
+from advisor.service.limits import HEADERS
+from advisor.service.records import TRUSTS, Kept, Question, framework_of, trust_of
+from advisor.service.roles import MAY
 from advisor.service.tokens import Caller
 
-ON_A_PAGE = 50
-"""Records in a list."""
-OVER = "/session-over"
-"""Where a page that follows a job is sent without a session."""
 _PACKAGE = "advisor.service"
 _STATIC = {
     "icon.svg": "image/svg+xml",
     "htmx-4.0.1.min.js": "text/javascript",
-    "hx-sse-4.0.1.min.js": "text/javascript",
+    "pico-2.1.1.min.css": "text/css",
 }
-_MOST_STALE = 10
+_POLICY = (
+    HEADERS["Content-Security-Policy"].replace("img-src 'self'", "img-src 'self' data:")
+    + "; script-src 'self'; connect-src 'self'"
+)
+"""Of pages: the style sheet has its icons as data."""
 _MOST_FIELDS = 20
 _PATH = re.compile(r"/(?!/)[A-Za-z0-9._~@/?&=%+,:-]{0,500}")
 _ID = r"^[0-9a-f]{12}@[1-9][0-9]{0,9}$"
@@ -53,16 +52,23 @@ _ID = r"^[0-9a-f]{12}@[1-9][0-9]{0,9}$"
 site = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 
+def visitor(request: Request) -> Caller | None:
+    """Who is logged in, in the browser that asks."""
+    here = service_of(request)
+    with here.database.reading() as session:
+        cookie = request.cookies.get(COOKIE, "")
+        return tokens.logged_in(session, cookie, here.address(request))
+
+
 def visits(role: str) -> Callable[..., Caller]:
     """A dependency: whose browser it is, logged in with a token that may do what this role may."""
 
     def caller(request: Request, here: Here) -> Caller:
-        with here.database.reading() as session:
-            cookie = request.cookies.get(COOKIE, "")
-            found = tokens.logged_in(session, cookie, here.address(request))
+        found = visitor(request)
+        if found is None and "hx-request" in request.headers:
+            raise HTTPException(401, "this session is over", {"HX-Refresh": "true"})
         if found is None:
-            follows = "text/event-stream" in request.headers.get("accept", "")
-            raise HTTPException(303, headers={"Location": OVER if follows else _login(request)})
+            raise HTTPException(303, headers={"Location": _login(request)})
         if not found.may(role):
             raise HTTPException(403, f"this token may {found.role}; this page needs {role}")
         here.limit(found.token, writes=False)
@@ -130,14 +136,29 @@ OwnForm = Annotated[dict[str, str], Depends(_own)]
 
 def shown(request: Request, name: str, caller: Caller | None = None, **what: Any) -> HTMLResponse:
     """A page; `caller` decides what its menu has."""
-    return HTMLResponse(rendered(request, name, caller, **what))
-
-
-def rendered(request: Request, name: str, caller: Caller | None = None, **what: Any) -> str:
-    """The text of a page, or of a part of one."""
     key = tokens.form_key(request.cookies.get(COOKIE, "")) if caller else ""
-    page = rendering(_PACKAGE).get_template(name)
-    return page.render(caller=caller, form_key=key, path=request.url.path, day=day, **what)
+    what |= {"caller": caller, "form_key": key, "path": request.url.path, "now": time.time()}
+    text = _templates().get_template(name).render(**what)
+    return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY})
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    found = rendering(_PACKAGE)
+    found.globals |= {"day": day, "ago": ago, "cut": cut}
+    found.filters["span"] = span
+    return found
+
+
+def refusal(request: Request, status: int, detail: str) -> HTMLResponse:
+    """The page of an error, with the menu of whoever is logged in."""
+    try:
+        caller = visitor(request)
+    except StoreError:
+        caller = None
+    page = shown(request, "error.html", caller, status=status, detail=detail)
+    page.status_code = status
+    return page
 
 
 def day(seconds: float | None) -> str:
@@ -147,9 +168,24 @@ def day(seconds: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.gmtime(min(max(seconds, 0.0), 1e11)))
 
 
+def ago(seconds: float | None) -> str:
+    """'5 h ago'; 'never' for no time."""
+    if seconds is None:
+        return "never"
+    text = age(seconds)
+    return "just now" if text == "now" else f"{text} ago"
+
+
+def span(seconds: float) -> str:
+    """'3m 20s', '2h 05m': a duration to the second."""
+    if seconds < 3600:
+        return duration(round(seconds))
+    return f"{int(seconds // 3600)}h {int(seconds % 3600 // 60):02d}m"
+
+
 @site.get("/style.css")
 def style() -> Response:
-    texts = [template(name, _PACKAGE) for name in ("style.css", "service.css")]
+    texts = [template(name, _PACKAGE) for name in ("charts.css", "service.css")]
     headers = {"Cache-Control": "public, max-age=300"}
     return Response("\n".join(filter(None, texts)), media_type="text/css", headers=headers)
 
@@ -206,91 +242,33 @@ def log_out(request: Request, here: Here, _caller: Reader, _form: OwnForm) -> Re
     return answer
 
 
-@site.get("/")
-def fleet(
-    request: Request,
-    here: Here,
-    caller: Reader,
-    page: Annotated[int, Query(ge=0, le=10**5)] = 0,
-    hours: Annotated[float, Query(gt=0, le=1e5)] = 1.0,
-) -> HTMLResponse:
-    with here.database.reading() as session:
-        devices = records.fleet(session)
-        covered = coverage.covered(session)
-        what = {
-            "devices": _devices(devices, covered),
-            "chart": _gains(devices),
-            "asked": _asked_for(covered),
-            "saved": coverage.saved(session),
-            "spent": coverage.spent(session),
-            "missed": coverage.missed(session),
-            "outdated": coverage.outdated(session, _MOST_STALE),
-        }
-        found = records.newest(session, ON_A_PAGE + 1, page * ON_A_PAGE)
-    return shown(
-        request,
-        "fleet.html",
-        caller,
-        **what,
-        days=coverage.DAYS,
-        hours=hours,
-        lines=found[:ON_A_PAGE],
-        page=page,
-        more=len(found) > ON_A_PAGE,
-        url=url_of(request),
-    )
-
-
-def _devices(devices: list[Fleet], covered: list[Covered]) -> Table:
-    """Each kind that has records or was asked for."""
-    table = Table(
-        f"GPU types; coverage is of the lookups of the last {coverage.DAYS} days",
-        ("device", "records", "mean speed-up", "last measured (UTC)", "lookups", "coverage"),
-        right=("records", "mean speed-up", "lookups", "coverage"),
-        whole=("last measured (UTC)",),
-    )
-    asked = {one.device: one for one in covered}
-    for one in devices:
-        speedup = times(one.mean)
-        table.row(one.device, f"{one.records:,}", speedup, day(one.newest), *_use(asked, one))
-    known = {one.device for one in devices}
-    for other in covered:
-        if other.device not in known:
-            table.row(other.device, "0", "-", "-", *_use(asked, other))
-    return table
-
-
-def _use(asked: Mapping[str, Covered], one: Fleet | Covered) -> tuple[str, str]:
-    found = asked.get(one.device)
-    return (f"{found.lookups:,}", f"{found.share:.0%}") if found else ("0", "-")
-
-
-def _asked_for(covered: list[Covered]) -> Covered:
-    """Of all devices together."""
-    total = {
-        name: sum(getattr(one, name) for one in covered)
-        for name in ("exact", "stale", "nearest", "miss")
-    }
-    return Covered(device="", **total)
-
-
 def url_of(request: Request) -> str:
     """As who trains names this server."""
     proto = "https" if service_of(request).encrypted(request) else "http"
     return f"{proto}://{request.headers.get('host', '')}"
 
 
-def _gains(devices: list[Fleet]) -> Comparison | None:
-    rows = tuple(Estimate(one.device, one.mean, one.least, one.most) for one in devices)
-    if not rows:
-        return None
-    return Comparison(
-        title="Speed-up of what is advised, by device",
-        axis="over what was there before: mean of all records, from the least to the largest",
-        rows=rows,
-        text=times,
-        reference=1.0,
-    )
+@site.get("/")
+def listed(
+    request: Request, here: Here, caller: Reader, view: Annotated[View, Query()]
+) -> HTMLResponse:
+    with here.database.reading() as session:
+        lines, number = catalog.listed(session, view)
+        return shown(
+            request,
+            "records.html",
+            caller,
+            view=view,
+            lines=lines,
+            number=number,
+            more=number > (view.page + 1) * catalog.ON_A_PAGE,
+            choices=catalog.choices(session) | {"trust": TRUSTS},
+            median=catalog.median(session),
+            covered=coverage.covered(session),
+            missed=coverage.missed(session),
+            days=coverage.DAYS,
+            url=url_of(request),
+        )
 
 
 @site.get("/records/{key}")
@@ -311,58 +289,21 @@ def record(
         request,
         "record.html",
         caller,
-        report=replace(shows, sections=tuple(sections)),
+        report=replace(shows, sections=tuple(filter(_says_something, sections))),
         start=start,
+        record=found,
+        advised=found.winner(found.use),
+        trust=trust_of(found),
+        framework=framework_of(found),
         job=job,
-        command=found.key.task.command,
         url=url,
     )
 
 
-@site.get("/why")
-def why(
-    request: Request,
-    here: Here,
-    caller: Reader,
-    target: Annotated[str, Query(max_length=LONGEST)] = "",
-    device: Annotated[str, Query(max_length=LONGEST)] = "",
-    shape: Annotated[str, Query(max_length=100)] = "",
-    mode: Annotated[str, Query(pattern="^(train|infer|)$")] = "",
-) -> HTMLResponse:
-    asked = {"target": target, "device": device, "shape": shape, "mode": mode}
-    wrong, question = "", None
-    try:
-        question = _asked(asked) if target else None
-    except UsageError as exc:
-        wrong = str(exc)
-    with here.database.reading() as session:
-        devices = [one.device for one in records.fleet(session)]
-        found = records.near(session, question) if question else []
-    return shown(
-        request,
-        "why.html",
-        caller,
-        asked=asked,
-        devices=devices,
-        near=found,
-        wrong=wrong,
-        done=question is not None,
-    )
-
-
-def _asked(form: Mapping[str, str]) -> Question:
-    if not all(map(is_line, form.values())):
-        raise UsageError("expected lines of printable text")
-    wanted: dict[str, Any] = {}
-    if form["device"]:
-        wanted["device.name"] = form["device"]
-    if form["mode"]:
-        wanted["mode"] = form["mode"]
-    if form["shape"]:
-        wanted["shapes"] = Shapes().checked("shape", form["shape"])[0][1:]
-    file, colon, _attribute = form["target"].partition(":")
-    target = target_part(form["target"]) if colon else ""
-    return Question(file=file, target=target, wanted=wanted)
+def _says_something(section: Section) -> bool:
+    """Whether a section has more than a reason why it is empty."""
+    shows = (section.chart, section.curves, section.table)
+    return section.name in ("chosen", "numerics") or any(shows)
 
 
 @site.get("/tokens")
@@ -374,7 +315,7 @@ def _tokens(
     request: Request, here: Service, caller: Caller, made: str = "", wrong: str = ""
 ) -> HTMLResponse:
     with here.database.reading() as session:
-        page = {"tokens": tokens.listed(session), "roles": ROLES, "now": time.time()}
+        page = {"tokens": tokens.listed(session), "roles": MAY}
         return shown(request, "tokens.html", caller, made=made, wrong=wrong, **page)
 
 
@@ -404,24 +345,18 @@ def revoke(
     return RedirectResponse("/tokens", 303)
 
 
-@site.get("/audit")
-def audit(
-    request: Request,
-    here: Here,
-    caller: Admin,
-    before: Annotated[int | None, Query(ge=1, lt=2**31)] = None,
-) -> HTMLResponse:
+@site.get("/machines")
+def machines_page(request: Request, here: Here, caller: Reader) -> HTMLResponse:
+    seen = here.machines.look()
     with here.database.reading() as session:
-        found = tokens.events(session, before, EVENTS)
-        return shown(request, "audit.html", caller, events=found, more=len(found) == EVENTS)
-
-
-@site.get("/docs")
-def docs(request: Request) -> HTMLResponse:
-    paths: dict[str, dict[str, Any]] = request.app.openapi()["paths"]
-    listed = [
-        (method.upper(), path, what)
-        for path, methods in paths.items()
-        for method, what in methods.items()
-    ]
-    return shown(request, "docs.html", listed=listed)
+        running = machines.running(session)
+    known = {one.name for one in seen}
+    return shown(
+        request,
+        "machines.html",
+        caller,
+        machines=seen,
+        troubles=here.troubles + machines.troubles(seen),
+        running=running,
+        elsewhere=sorted({one.executor for one in running} - known),
+    )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from advisor.errors import StoreError
-from advisor.jobs.asked import is_meant
+from advisor.jobs.spec import is_meant
 from advisor.service import attempts, jobs
 from advisor.service.attempts import LEASE_S, Claimed, Running
 from advisor.service.database import Database
@@ -71,8 +71,7 @@ class Reconciler:
         try:
             rooms = [room for executor in self._executors for room in self._turned(executor)]
             self._lose_silent()
-            if self._executors:
-                self._tell(rooms)
+            self._tell(rooms)
         except StoreError:
             self._since = self._now()
             raise

@@ -8,25 +8,30 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, Row, Select, Subquery, bindparam, func, select, union_all
+from sqlalchemy import ColumnElement, Row, Subquery, func, select
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session, defer
+from sqlalchemy.orm import Session
 
 from advisor.cache.codec import to_plain
 from advisor.cache.exchange import sound, sound_mark
 from advisor.cache.key import as_fields, completed, fields, terms_of
-from advisor.cache.match import Kind, Standing, compared, kind_of, relation, standing
+from advisor.cache.match import Kind, Standing, kind_of, relation, standing
 from advisor.cache.name import Mark, command_part
 from advisor.cache.reader import Reader
+from advisor.cache.record import Record
 from advisor.cache.stores.store import MAX_BYTES, Store
 from advisor.errors import RecordDamaged, StoreError
+from advisor.finding.answer import unverified
 from advisor.service import quotas
 from advisor.service.schema import Item
 from advisor.service.tokens import Caller, note
+from advisor.tuners.doubt import doubtful
 
+TRUSTS = ("verified", "unverified", "doubtful", "stale")
+"""Compared with fp32, or nothing in it changes numbers; not compared; measured on a host too busy
+to tell; found to hold no longer."""
 MOST_PLACES = 32
 """Records of one answer, in all their versions."""
 MOST_NEAREST = 8
@@ -39,8 +44,8 @@ MOST_LISTED = 10_000
 """Keys on one page."""
 MOST_MARK = 2**14
 """Bytes of a mark."""
-_MOST_NEWEST, _MOST_ALIKE = 4 * MOST_PLACES, 64
-"""Versions of the same terms, and terms that stand alike, among which those to be sent are."""
+_MOST_ALIKE, _MOST_FOUND = 1000, 4 * MOST_PLACES
+"""Terms that match alike, and places of them, among which those to be sent are."""
 _ALIKE: Standing = (0, 0)
 """How all stand where nothing is wanted of them."""
 _MOST_KNOWN = 4000
@@ -50,10 +55,10 @@ Put = Literal["added", "known"]
 
 
 class Turn(NamedTuple):
-    """What narrows: `same` columns by name. One with nothing `beside` has an index of its own, in
-    which its terms stand in their order.
+    """Records to look among: those of which the columns `same` have these values, and `beside`
+    holds.
 
-    `wanted`: fields of a key that what is found is held against; `answers`: what fits them is an
+    `wanted`: fields of a key that what is found is compared with; `answers`: what fits them is an
     answer, and not of other code than the one that is meant.
     """
 
@@ -61,6 +66,11 @@ class Turn(NamedTuple):
     beside: Sequence[ColumnElement[bool]]
     wanted: Mapping[str, Any]
     answers: bool = True
+
+    @property
+    def where(self) -> list[ColumnElement[bool]]:
+        same = [getattr(Item, name) == value for name, value in self.same.items()]
+        return [*same, *self.beside, Item.terms != ""]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,82 +194,47 @@ def _sent(session: Session, question: Question) -> dict[str, Kind]:
 
 def _ordered(
     session: Session, question: Question
-) -> Iterator[tuple[Standing, bool, Callable[[], dict[str, None]]]]:
-    """How what is looked for stands, what would be chosen first first; whether that may answer, or
-    is akin; and the places of it."""
+) -> Iterator[tuple[Standing, bool, Callable[[], list[str]]]]:
+    """Groups of records that match alike, the best first: how they match, whether they may answer
+    or are akin, and a function that finds their places."""
     for turn in question.turns:
         if not turn.wanted:
-            yield _ALIKE, True, functools.partial(_newest, session, turn)
+            yield _ALIKE, True, functools.partial(_places, session, turn)
             continue
-        standings: list[tuple[Standing, str]] = [
-            (one, terms)
-            for terms, known in _terms(session, turn)
-            if (one := question.standing(turn.wanted, _fields(known))) is not None
-        ]
-        for one, several in groupby(sorted(standings), key=lambda pair: pair[0]):
-            alike = [terms for _one, terms in several]
+        groups: dict[Standing, list[str]] = {}
+        for terms, known in _terms(session, turn):
+            if (one := question.standing(turn.wanted, _fields(known))) is not None:
+                groups.setdefault(one, []).append(terms)
+        for one in sorted(groups):
             may = question.family is not None or kind_of(one) != "miss"
             near = question.near if may else None
-            yield one, may and turn.answers, functools.partial(_newest, session, turn, alike, near)
-        if standings and question.family is None:
+            find = functools.partial(_places, session, turn, groups[one], near)
+            yield one, may and turn.answers, find
+        if groups and question.family is None:
             return
 
 
 def _terms(session: Session, turn: Turn) -> Sequence[Row[str, str]]:
     """Each terms among some records, with the fields of one of them, as JSON."""
-    where = _alike(tuple(turn.same))
-    if turn.same and not turn.beside:
-        return session.execute(_steps(tuple(turn.same)), turn.same).all()
-    some = select(Item.terms, func.min(Item.fields)).where(*where, *turn.beside, Item.terms != "")
-    return session.execute(some.group_by(Item.terms), turn.same).all()
+    terms = select(Item.terms).where(*turn.where).distinct().subquery()
+    one = select(Item.fields).where(*turn.where, Item.terms == terms.c.terms).limit(1)
+    return session.execute(select(terms.c.terms, one.correlate(terms).scalar_subquery())).all()
 
 
-def _alike(columns: tuple[str, ...]) -> list[ColumnElement[bool]]:
-    return [getattr(Item, name) == bindparam(name) for name in columns]
-
-
-@functools.cache
-def _steps(columns: tuple[str, ...]) -> Select[str, str]:
-    """As `_terms`, by one step into an index for each, however many records have them."""
-    where = _alike(columns)
-
-    def following(*more: ColumnElement[bool]) -> Select[Any]:
-        return select(Item.terms).where(*where, *more).order_by(Item.terms).limit(1)
-
-    first = following(Item.terms != "").subquery()
-    steps = select(first.c.terms).cte(recursive=True)
-    last = steps.c.terms
-    step = select(following(Item.terms > last).correlate(steps).scalar_subquery())
-    steps = steps.union_all(step.where(last.is_not(None)))
-    of_one = select(Item.fields).where(*where, Item.terms == steps.c.terms).limit(1)
-    known = of_one.correlate(steps).scalar_subquery()
-    return select(steps.c.terms, known).where(steps.c.terms.is_not(None))
-
-
-def _newest(
-    session: Session, turn: Turn, terms: Sequence[str] = (), near: int | None = None
-) -> dict[str, None]:
+def _places(
+    session: Session, turn: Turn, terms: Sequence[str] | None = None, near: int | None = None
+) -> list[str]:
     """The places of some records, of the batch that is near before others, then the newest.
 
     Args:
-        terms: of which it is one; of none, any.
+        terms: of which it is one; None for any.
     """
-    where = [*_alike(tuple(turn.same)), *turn.beside]
-    kinds = [Item.terms == one for one in terms[:_MOST_ALIKE]] or [Item.terms != ""]
-    few = [
-        select(Item.place, Item.batch, Item.created)
-        .where(*where, one)
-        .order_by(Item.created.desc())
-        .limit(_MOST_NEWEST)
-        .subquery()
-        for one in kinds
-    ]
-    found = union_all(*map(select, few)).subquery().c
-    query = select(found.place)
+    of_terms = [] if terms is None else [Item.terms.in_(terms[:_MOST_ALIKE])]
+    query = select(Item.place).where(*turn.where, *of_terms).group_by(Item.place, Item.batch)
     if near is not None:
-        query = query.order_by((found.batch == near).desc())
-    rows = session.scalars(query.order_by(found.created.desc(), found.place), turn.same)
-    return dict.fromkeys(rows)
+        query = query.order_by((Item.batch == near).desc())
+    newest = query.order_by(func.max(Item.created).desc(), Item.place)
+    return list(session.scalars(newest.limit(_MOST_FOUND)))
 
 
 @functools.lru_cache(maxsize=_MOST_KNOWN)
@@ -353,8 +328,25 @@ def item_of(reader: Reader, key: str, data: bytes) -> Item:
         fields=json.dumps(known),
         terms=terms_of(known),
         speedup=record.winner(record.use).speedup,
+        trust=trust_of(record),
+        framework=framework_of(record),
         created=record.provenance.created,
     )
+
+
+def trust_of(record: Record) -> str:
+    """Whether a record's speed-up can be trusted: one of TRUSTS."""
+    if record.stale:
+        return "stale"
+    if doubtful(record):
+        return "doubtful"
+    return "unverified" if unverified(record, record.winner(record.use).config) else "verified"
+
+
+def framework_of(record: Record) -> str:
+    """The libraries that a record's model is built of, without their versions."""
+    names = dict.fromkeys(name.partition("==")[0] for name in record.key.libraries)
+    return ", ".join(names) or "torch"
 
 
 def delete(session: Session, key: str, by: Caller) -> bool | None:
@@ -394,17 +386,6 @@ def any_there(session: Session) -> bool:
     return session.scalar(select(Item.key).limit(1)) is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """A record in a list: its newest version. `id` as people type it."""
-
-    id: str
-    target: str
-    device: str
-    speedup: float
-    created: float
-
-
 def newest_versions() -> Subquery:
     """The newest version of each record, one row a record: keys of `items`."""
     order = func.row_number().over(
@@ -412,86 +393,6 @@ def newest_versions() -> Subquery:
     )
     versions = select(Item.key, order.label("version")).where(Item.fields != "").subquery()
     return select(versions.c.key).where(versions.c.version == 1).subquery()
-
-
-def newest(session: Session, most: int, skip: int = 0) -> list[Line]:
-    """Each record once, the newest first."""
-    last = newest_versions()
-    query = (
-        select(Item.id, Item.batch, Item.called, Item.device, Item.speedup, Item.created)
-        .join(last, Item.key == last.c.key)
-        .order_by(Item.created.desc(), Item.key)
-        .offset(skip)
-        .limit(most)
-    )
-    return [
-        Line(id=f"{id}@{batch}", target=called, device=device, speedup=speedup, created=created)
-        for id, batch, called, device, speedup, created in session.execute(query)
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
-    """The records of one kind of device: how many, and their least, mean and largest speed-up.
-    Of each record the newest version counts."""
-
-    device: str
-    records: int
-    least: float
-    mean: float
-    most: float
-    newest: float
-
-
-def fleet(session: Session) -> list[Fleet]:
-    """Each kind of device, the one with the most records first."""
-    last = newest_versions()
-    number = func.count(Item.key)
-    query = (
-        select(
-            Item.device,
-            number,
-            func.min(Item.speedup),
-            func.avg(Item.speedup),
-            func.max(Item.speedup),
-            func.max(Item.created),
-        )
-        .join(last, Item.key == last.c.key)
-        .group_by(Item.device)
-        .order_by(number.desc(), Item.device)
-    )
-    return [
-        Fleet(device=device, records=count, least=low, mean=mean, most=high, newest=last_at)
-        for device, count, low, mean, high, last_at in session.execute(query)
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Near:
-    """A record beside what was asked for: how it matches, and where it differs."""
-
-    line: Line
-    kind: Kind
-    differs: tuple[str, ...]
-
-
-def near(session: Session, question: Question, most: int = MOST_PLACES) -> list[Near]:
-    """What a lookup would be told, the nearest first."""
-    places: dict[str, None] = {}
-    for _standing, _fits, alike in _ordered(session, question):
-        if len(places) < most:
-            places |= alike()
-    order = {place: number for number, place in enumerate([*places][:most])}
-    query = select(Item).options(defer(Item.data)).where(Item.place.in_(order), Item.fields != "")
-    found: dict[str, Near] = {}
-    for one in sorted(session.scalars(query), key=lambda one: (order[one.place], -one.created)):
-        kind, differs = compared(question.wanted, _fields(one.fields))
-        id = f"{one.id}@{one.batch}"
-        line = Line(
-            id=id, target=one.called, device=one.device, speedup=one.speedup, created=one.created
-        )
-        found.setdefault(one.place, Near(line=line, kind=kind, differs=tuple(map(str, differs))))
-    return list(found.values())
 
 
 class Kept(Store):

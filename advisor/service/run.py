@@ -25,6 +25,7 @@ from advisor.service.access import Service
 from advisor.service.app import application
 from advisor.service.database import DAY_S, Database
 from advisor.service.executors.schemes import LOCAL, NONE, open_executors
+from advisor.service.machines import Machines
 from advisor.service.reconcile import Reconciler
 from advisor.service.upkeep import upkeep
 from advisor.tuners.host import keep_private
@@ -115,7 +116,10 @@ def serve(
     try:
         database.start(first)
         service = Service(
-            database, Reader(Seal.from_environment(), refusal), behind_proxy=where.behind_proxy
+            database,
+            Reader(Seal.from_environment(), refusal),
+            behind_proxy=where.behind_proxy,
+            machines=Machines(starters),
         )
         reconciler = Reconciler(database, starters, _for_workers(where, listening))
         # uvicorn raises the signal that stopped it again when it is done; nothing is left then.

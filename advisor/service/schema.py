@@ -136,7 +136,7 @@ class Job(Base):
         state: one of `advisor.jobs.states.STATES`; `reason` why, for people.
         what: the command or the target, for people; `asked` all of it, as JSON.
         archive: the digest of its code, or ''.
-        gpu, gpus: where it is to run; see `Asked`.
+        gpu, gpus: where it is to run; see `JobSpec`.
         token: whose it is.
         changed: when its state did; `due`: it is not started before.
         record: the id of what it found, '' until it is done.
@@ -188,7 +188,6 @@ class Attempt(Base):
     __table_args__ = (
         Index("attempts_of_job", "job", "number", unique=True),
         Index("attempts_of_state", "state", "executor"),
-        Index("attempts_of_started", "started"),
         Index("attempts_of_start", "start", unique=True),
     )
 

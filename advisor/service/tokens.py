@@ -27,8 +27,8 @@ NEVER = 1e11
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who a request is from: their token's number, name and role, and the address. `unseen`: its
-    last use noted is long ago."""
+    """Who sent a request: number, name and role of the token, and the address. `unseen`: the last
+    noted use is long ago."""
 
     token: int
     name: str
@@ -40,22 +40,21 @@ class Caller:
         return ROLES.index(self.role) >= ROLES.index(role)
 
     def owns(self, token: int) -> bool:
-        """Whether what a token put there is theirs to remove: it is their own, or they are an
-        admin."""
+        """Whether they may remove what a token stored: it is their own, or they are an admin."""
         return token == self.token or self.may("admin")
 
 
 def make(
     session: Session, name: str, role: str, expires: float | None, by: Caller | None
 ) -> tuple[schema.Token, str]:
-    """A new token, and its text, which nobody can see again.
+    """A new token and its text, which is not stored.
 
     Args:
         expires: in Unix seconds; None for never.
-        by: None for who has the database itself.
+        by: None if it is made with the database at hand.
 
     Raises:
-        UsageError: the name or the role is none.
+        UsageError: the name or the role is invalid.
     """
     if role not in ROLES:
         raise UsageError(f"role {role[:40]!r}: expected one of {', '.join(ROLES)}")
@@ -69,12 +68,12 @@ def make(
 
 
 def lend(session: Session, name: str, expires: float) -> schema.Token:
-    """A worker's token for one attempt alone, which nobody has before `given`."""
+    """A worker's token for one attempt, which nobody can use before `given`."""
     return _add(session, name, "worker", expires)[0]
 
 
 def given(session: Session, token: schema.Token, own: bytes) -> None:
-    """A lent token is the one that has this digest.
+    """Give a lent token the digest of what its worker has made.
 
     Raises:
         UsageError: that one is another's.
@@ -95,7 +94,7 @@ def _add(session: Session, name: str, role: str, expires: float | None) -> tuple
 
 
 def find(session: Session, text: str, address: str) -> Caller | None:
-    """Who has this token; None where it is none, or holds no more."""
+    """The caller of a token; None if it is unknown, expired or revoked."""
     if not text.startswith(PREFIX):
         return None
     query = select(schema.Token).where(schema.Token.digest == digest(text))
@@ -124,7 +123,7 @@ def log_in(session: Session, caller: Caller) -> str:
 
 
 def logged_in(session: Session, cookie: str, address: str) -> Caller | None:
-    """Whose session a cookie is; None where it is none, or its token holds no more."""
+    """The caller of a session; None if the session or its token is no longer valid."""
     there = session.get(schema.Session, digest(cookie))
     if there is None or there.expires < time.time():
         return None
@@ -143,12 +142,12 @@ def tidy(session: Session) -> None:
 
 
 def form_key(cookie: str) -> str:
-    """What a form of this session holds, so that no other site can send one."""
+    """The hidden key of this session's forms; no other site knows it."""
     return hashlib.sha256(b"advisor form\n" + cookie.encode()).hexdigest()
 
 
 def note(session: Session, by: Caller | None, action: str, subject: str) -> None:
-    """A line in the audit log, kept with what it tells of or not at all."""
+    """Add a line to the audit log, in the transaction of what it reports."""
     session.add(
         schema.Event(
             at=time.time(),
@@ -163,7 +162,7 @@ def note(session: Session, by: Caller | None, action: str, subject: str) -> None
 def events(
     session: Session, before: int | None, most: int
 ) -> Sequence[tuple[schema.Event, str | None]]:
-    """The log with the names of those who did it, the newest first, from before a number."""
+    """Lines of the audit log below a number, newest first, with the names of the tokens."""
     query = (
         select(schema.Event, schema.Token.name)
         .join(schema.Token, schema.Event.token == schema.Token.id, isouter=True)

@@ -141,7 +141,7 @@ NO_SHAPE = f": expected a batch and a sample, each number from 1 to {MOST}, e.g.
             10**9,
             "it 1000000000: expected a time above zero, as 90s, 5m or 1h30m",
         ),
-        (kinds.Shapes(), "64", f"shape ['64']{NO_SHAPE}"),
+        (kinds.Shapes(), "64", f"shape '64'{NO_SHAPE}"),
         (kinds.Shapes(), 7, f"shape 7{NO_SHAPE}"),
         (kinds.Shapes(), "0x3", f"shape '0x3'{NO_SHAPE}"),
         (kinds.Shapes(), f"{MOST + 1}x3", f"shape '{MOST + 1}x3'{NO_SHAPE}"),

@@ -28,7 +28,7 @@ from advisor.tuners.act.artifacts import Fetch, have_stable_keys, saved
 from advisor.tuners.environment import detect, tools
 from advisor.tuners.knobs import FORMATS, strict
 from advisor.tuners.measure.worker.parent import Worker
-from advisor.tuners.measure.worker.wire import Job
+from advisor.tuners.measure.worker.wire import WorkerJob
 from tests.cache.examples import choice
 from tests.face import test_apply
 from tests.face.test_apply import compared, measured
@@ -113,7 +113,7 @@ def keep(data: bytes, what: Purpose) -> tuple[Store, str]:
 
 def test_a_fresh_process_finds_what_the_worker_compiled(record: Record, tmp_path: Path) -> None:
     file = tmp_path / "saved"
-    with Worker(Job(task=record.key.task, device="cpu", seed=0), deadline_s=240) as worker:
+    with Worker(WorkerJob(task=record.key.task, device="cpu", seed=0), deadline_s=240) as worker:
         fp32 = strict(worker.baseline)
         for config in (DEFAULT, COMPILED | fp32.only(*FORMATS), COMPILED):
             worker.block(config, 1, deadline_s=240)

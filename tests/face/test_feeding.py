@@ -11,24 +11,24 @@ from advisor.cache.record import Record, Trial
 from advisor.report import charts, feeding, tables
 from advisor.report.helping import Feeding, lines
 from advisor.report.html import page
-from advisor.tuners import host, room
-from advisor.tuners.measure.worker.wire import Cost, Costs
+from advisor.tuners import host, worker_limits
+from advisor.tuners.measure.worker.wire import SampleCost, SampleCosts
 from tests.cache import examples
 from tests.face.test_report_page import well_made
 
 STEP, EIGHT = 5506.0, {"num_workers": 8, "prefetch_factor": 2}
-IMAGES = Costs(
+IMAGES = SampleCosts(
     samples=1_281_167,
     parts=(
-        Cost(part="default_loader", seconds=1.5e-3, made_bytes=600_000),
-        Cost(part="RandomResizedCrop", seconds=0.4e-3, made_bytes=150_528),
-        Cost(part="ToDtype", seconds=0.15e-3, made_bytes=602_112),
-        Cost(part="collate", seconds=0.05e-3, made_bytes=602_120),
+        SampleCost(part="default_loader", seconds=1.5e-3, made_bytes=600_000),
+        SampleCost(part="RandomResizedCrop", seconds=0.4e-3, made_bytes=150_528),
+        SampleCost(part="ToDtype", seconds=0.15e-3, made_bytes=602_112),
+        SampleCost(part="collate", seconds=0.05e-3, made_bytes=602_120),
     ),
 )
 
 
-def said(costs: Costs, *, on_gpu: bool = True) -> dict[str, str]:
+def said(costs: SampleCosts, *, on_gpu: bool = True) -> dict[str, str]:
     """By the change; a sample costs 2.1 ms, of which 8 workers give 3,440 a second."""
     told = lines(Feeding(costs=costs, takes=STEP, gives=3440.0, on_gpu=on_gpu))
     return {how: what for how, _, what in (line.partition(": ") for line in told)}
@@ -59,7 +59,7 @@ def test_each_that_would_help_has_what_it_would_give(monkeypatch: pytest.MonkeyP
 
 
 def test_what_gains_nothing_says_why() -> None:
-    text = Costs(samples=0, parts=(Cost(part="Text.parse", seconds=1e-3),))
+    text = SampleCosts(samples=0, parts=(SampleCost(part="Text.parse", seconds=1e-3),))
     found = said(text)
     for how, what in found.items():
         if how.startswith("DALI"):
@@ -69,7 +69,7 @@ def test_what_gains_nothing_says_why() -> None:
         else:
             assert what.startswith("nothing to gain, no part of a sample is known to"), how
     assert not any("GPU" in how or "device" in how for how in said(text, on_gpu=False))
-    small = replace(text, parts=(*text.parts, Cost(part="read_file", seconds=1e-5)))
+    small = replace(text, parts=(*text.parts, SampleCost(part="read_file", seconds=1e-5)))
     assert "nothing to gain, 1.0% of a sample's cost" in said(small).values()
 
 
@@ -90,7 +90,7 @@ def starved() -> Record:
 
 
 def test_what_bounds_the_run_and_what_a_sample_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "cores", lambda: 8)
+    monkeypatch.setattr(worker_limits, "cores", lambda: 8)
     found = list(feeding.explained(starved(), IMAGES))
     assert found[0].startswith(
         "the step can take 5,506 samples/s, together they make 3,392: input-bound; some 15 workers"
@@ -112,7 +112,7 @@ def test_smaller_batches_are_named_where_something_converts_them() -> None:
     """Tokens are as small as they can be."""
     record = starved()
     small = replace(record.key, task=replace(record.key.task, dtype="int64"))
-    text = replace(IMAGES, parts=(Cost(part="Text.parse", seconds=1e-3),))
+    text = replace(IMAGES, parts=(SampleCost(part="Text.parse", seconds=1e-3),))
     for told in (
         feeding.explained(replace(record, key=small), IMAGES),
         feeding.explained(record, text),
@@ -218,7 +218,7 @@ def test_the_verdict_follows_the_pair(workers: int, both: float, verdict: str) -
 def test_no_more_workers_are_wanted_than_have_something_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(room, "cores", lambda: 8)
+    monkeypatch.setattr(worker_limits, "cores", lambda: 8)
     record = starved()
     small = replace(IMAGES, samples=2 * record.batch + 1)
     told = list(feeding.explained(record, small))
@@ -232,12 +232,14 @@ def test_no_more_workers_are_wanted_than_have_something_to_do(
 
 def test_what_is_kept_saves_what_comes_before_it_too() -> None:
     parts = (
-        Cost(part="Dec", seconds=4e-3, made_bytes=100, place=1),
-        Cost(part="Light", seconds=2e-3, made_bytes=50, place=2),
-        Cost(part="spin", seconds=1e-3),  # which returns nothing
-        Cost(part="collate", seconds=1e-3, made_bytes=50),
+        SampleCost(part="Dec", seconds=4e-3, made_bytes=100, place=1),
+        SampleCost(part="Light", seconds=2e-3, made_bytes=50, place=2),
+        SampleCost(part="spin", seconds=1e-3),  # which returns nothing
+        SampleCost(part="collate", seconds=1e-3, made_bytes=50),
     )
-    given = Feeding(costs=Costs(parts=parts, samples=10), takes=1e6, gives=125.0, on_gpu=False)
+    given = Feeding(
+        costs=SampleCosts(parts=parts, samples=10), takes=1e6, gives=125.0, on_gpu=False
+    )
     kept = [line for line in lines(given) if "kept in memory" in line]
     assert kept == [
         "what Dec makes, kept in memory: 250 samples/s at most, in 1000 B for 10 samples",
@@ -248,10 +250,12 @@ def test_what_is_kept_saves_what_comes_before_it_too() -> None:
 @pytest.mark.parametrize(("place", "kept"), [(2, ["what Dec makes"]), (1, [])])
 def test_what_comes_after_what_draws_is_not_kept(place: int, kept: list[str]) -> None:
     parts = (
-        Cost(part="Dec", seconds=4e-3, made_bytes=100, place=3 - place),
-        Cost(part="Aug", seconds=2e-3, made_bytes=50, place=place),
+        SampleCost(part="Dec", seconds=4e-3, made_bytes=100, place=3 - place),
+        SampleCost(part="Aug", seconds=2e-3, made_bytes=50, place=place),
     )
-    given = Feeding(costs=Costs(parts=parts, samples=10), takes=1e6, gives=125.0, on_gpu=False)
+    given = Feeding(
+        costs=SampleCosts(parts=parts, samples=10), takes=1e6, gives=125.0, on_gpu=False
+    )
     told = [line for line in lines(given) if "kept in memory" in line]
     assert [line.partition(",")[0] for line in told] == (
         kept or ["samples kept in memory: nothing to gain"]
@@ -259,7 +263,7 @@ def test_what_comes_after_what_draws_is_not_kept(place: int, kept: list[str]) ->
 
 
 def test_costs_are_told_where_no_loader_was_tuned() -> None:
-    costs = Costs(parts=(Cost(part="Dec", seconds=4e-3),), samples=10)
+    costs = SampleCosts(parts=(SampleCost(part="Dec", seconds=4e-3),), samples=10)
     assert list(feeding.explained(examples.record(), costs, "data.py")) == [
         "a sample costs 4 ms of a worker: Dec 100%",
         "what would help is told once the loader is tuned: advisor tune with --data data.py",

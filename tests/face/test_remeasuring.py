@@ -469,7 +469,7 @@ class TestNothingARecordNamesIsRun:
             ({"name": "this:d", "origin": ""}, "nothing imported: name it with"),
             ({"name": "torchvision:no_such_net", "origin": ""}, "no such model"),
             ({"name": "elsewhere.py:Net"}, "this folder: name it with"),
-            ({"origin": "0" * 16}, "this folder: name it with"),
+            ({"origin": "0" * 16, "code": "0" * 16}, "this folder: name it with"),
             ({"model_args": Config(command="touch ran")}, "--target"),
         ],
     )
@@ -489,12 +489,26 @@ class TestNothingARecordNamesIsRun:
         assert said in done.stderr and done.stderr.count("\n") == 1
         assert not (tuned / "ran").exists()
 
+    def test_a_copy_stands_for_it_where_it_was_signed_by_the_user(
+        self, tuned: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As in the folder that a job was sent from, whose worker had the code elsewhere."""
+        records, record = held()
+        target = replace(record.target, origin="0" * 16)
+        records.delete(record)
+        records.put(replace(record, target=target))
+        done = advisor(tuned, "verify", record.id, "--budget", "3s")
+        assert done.returncode == 0 and done.stdout.endswith("the record holds\n"), done.stderr
+        monkeypatch.setenv("XDG_DATA_HOME", str(tuned / "another user"))
+        done = advisor(tuned, "verify", record.id, "--budget", "3s")
+        assert done.returncode == 2 and "name it with --target" in done.stderr
+
     def test_a_moved_target_is_named(self, tuned: Path, tmp_path: Path) -> None:
         _, record = held()
-        (tmp_path / "model.py").write_text(MODEL)  # of that name, and not the one that was tuned
+        (tmp_path / "nets.py").write_text(MODEL)
         done = advisor(tmp_path, "verify", record.id)
         assert done.returncode == 2 and "name it with --target" in done.stderr
-        named = advisor(tmp_path, "verify", record.id, "--target", "model.py")
+        named = advisor(tmp_path, "verify", record.id, "--target", "nets.py")
         assert named.returncode == 0 and named.stdout.endswith(
             "not compared with fp32: the advice changes no numbers\nthe record holds\n"
         )

@@ -21,9 +21,9 @@ from advisor.tuners.environment import own_threads
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.worker import parent
 from advisor.tuners.measure.worker.child import recognise
-from advisor.tuners.measure.worker.wire import Facts, Job
+from advisor.tuners.measure.worker.wire import Facts, WorkerJob
 from advisor.tuners.search.plan import Clock
-from advisor.tuners.search.race import Found
+from advisor.tuners.search.race import SearchResult
 from advisor.tuning import _Tuning
 from tests.builders import GAINS, MadeUp
 from tests.cache import examples
@@ -32,7 +32,7 @@ from tests.cache import examples
 class Describing:
     """A worker that builds the model and knows it again, in this process, and measures nothing."""
 
-    def __init__(self, job: Job, *, deadline_s: float) -> None:
+    def __init__(self, job: WorkerJob, *, deadline_s: float) -> None:
         self._job = job
 
     def __enter__(self) -> Describing:
@@ -73,7 +73,9 @@ def unmeasured() -> Iterator[list[Task]]:
     """Tuning remembers a made-up record; the tasks that would have been measured."""
     measured: list[Task] = []
 
-    def tune(self: Any, subject: Any, near: Sequence[Config], before: Any) -> tuple[Record, Found]:
+    def tune(
+        self: Any, subject: Any, near: Sequence[Config], before: Any
+    ) -> tuple[Record, SearchResult]:
         measured.append(subject.key.task)
         made = examples.record(subject.key)
         plan = self._plan
@@ -88,7 +90,7 @@ def unmeasured() -> Iterator[list[Task]]:
             made, target=subject.target, input=Config(), provenance=provenance, trials=()
         )
         keep(self._records, record, before.fresh, self._progress)
-        return record, Found(
+        return record, SearchResult(
             baseline=record.baseline,
             winners=record.winners,
             input=record.input,
@@ -106,7 +108,7 @@ def unmeasured() -> Iterator[list[Task]]:
 class Worker(MadeUp, Describing):
     """A worker that describes the model and measures by made-up gains."""
 
-    def __init__(self, job: Job, *, deadline_s: float) -> None:
+    def __init__(self, job: WorkerJob, *, deadline_s: float) -> None:
         MadeUp.__init__(self, plain(job.task, job.device))
         Describing.__init__(self, job, deadline_s=deadline_s)
 
@@ -123,7 +125,7 @@ def made_up(
     """
     started: list[Worker] = []
 
-    def begun(job: Job, *, deadline_s: float) -> Worker:
+    def begun(job: WorkerJob, *, deadline_s: float) -> Worker:
         worker = kind(job, deadline_s=deadline_s)
         MadeUp.__init__(worker, worker.baseline, gains=gains, **more)
         started.append(worker)

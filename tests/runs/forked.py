@@ -23,10 +23,10 @@ from torch import Tensor
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config, Value
 from advisor.tuners import knobs
-from advisor.tuners.act.pilot.orders import Lap, Order
 from advisor.tuners.act.pilot.pilot import Pilot
-from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.knobs import Situation
+from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.knobs import SearchContext
 from advisor.tuners.measure.run.calls import KeptCalls
 from advisor.tuners.measure.run.run import comparison
 from advisor.tuners.search.space import Space
@@ -42,10 +42,10 @@ FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
 
 
-def space_of(seen: Seen) -> Space:
+def space_of(seen: ScriptFacts) -> Space:
     """What may be tuned in a script on this CPU."""
     return Space.of(
-        Situation(
+        SearchContext(
             device="cpu",
             cpu_bf16=True,
             dimensions=len(seen.shape),
@@ -72,30 +72,30 @@ class There:
     def takes_over(self) -> bool:
         return True
 
-    def begin(self, seen: Seen) -> Order:
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
         self.seen = seen
         space = space_of(seen)
         own = space.default
         offered = {name: v for name, v in self.values.items() if space.offers(name, v)}
-        there = Order(config=own.replace(**offered), steps=2, own=own)
-        between = [Order(config=own, steps=2), there, Order(config=own, steps=2)]
-        if self.values.keys() <= set(knobs.FEEDS):
+        there = BlockRequest(config=own.replace(**offered), steps=2, own=own)
+        between = [BlockRequest(config=own, steps=2), there, BlockRequest(config=own, steps=2)]
+        if self.values.keys() <= set(knobs.INPUT_PIPELINE):
             half = there.config.replace(precision="bf16")
             asked = comparison(half, own, TOLERANCE, COMPARES_S)
-            between = [Order(config=own, steps=1, compare=asked)]
-        self.orders = iter([*between, Order(config=there.config)])
+            between = [BlockRequest(config=own, steps=1, compare=asked)]
+        self.orders = iter([*between, BlockRequest(config=there.config)])
         return there
 
-    def next(self, lap: Lap) -> Order:
-        assert lap.outcome == "ok", lap.reason
-        assert lap.reason or lap.steps == 2
-        assert lap.samples > 0
+    def next(self, result: BlockResult) -> BlockRequest:
+        assert result.outcome == "ok", result.reason
+        assert result.reason or result.steps == 2
+        assert result.samples > 0
         return next(self.orders)
 
     def failed(self, exc: BaseException) -> None:
         raise AssertionError("the script failed") from exc
 
-    def gave_up(self, exc: BaseException) -> None:
+    def config_dropped(self, exc: BaseException) -> None:
         raise AssertionError("a config failed") from exc
 
 
@@ -162,18 +162,20 @@ def _one_by_one(library: str, script: str, folder: str, variants: Sequence[Varia
 
 def variously(
     script: Path, library: str, folder: Path, variants: Sequence[Variant]
-) -> list[tuple[Weights, Seen | None]]:
+) -> list[tuple[Weights, ScriptFacts | None]]:
     """What a script saves under each, and what the pilot saw; its library is imported once."""
     args = (library, str(script), str(folder), tuple(variants))
     process = FORKS.Process(target=_one_by_one, args=args)
     process.start()
     process.join(240)
     assert process.exitcode == 0
-    found: list[tuple[Weights, Seen | None]] = []
+    found: list[tuple[Weights, ScriptFacts | None]] = []
     for number in range(len(variants)):
         out = folder / f"{number}.pt"
         file = _seen_beside(str(out))
-        seen = from_plain(Seen, msgpack.unpackb(file.read_bytes())) if file.exists() else None
+        seen = (
+            from_plain(ScriptFacts, msgpack.unpackb(file.read_bytes())) if file.exists() else None
+        )
         found.append((torch.load(out), seen))
     return found
 

@@ -32,9 +32,9 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.following import Served
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.pilot.orders import Guide, Lap, Order
-from advisor.tuners.act.pilot.pilot import UNADVISED, InCharge
-from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.act.pilot.pilot import UNADVISED, ActivePilot
+from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, Guide
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import IN_A_ROW
 from advisor.tuners.environment import detect, tools
 from advisor.tuners.knobs import TORCH, Advised
@@ -102,18 +102,18 @@ class Looks:
     def takes_over(self) -> bool:
         return True
 
-    def begin(self, seen: Seen) -> Order:
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
         self.seen = seen
-        return Order(config=Config())
+        return BlockRequest(config=Config())
 
-    def next(self, lap: Lap) -> Order:
+    def next(self, result: BlockResult) -> BlockRequest:
         raise AssertionError
 
     def failed(self, exc: BaseException) -> None:
         raise AssertionError from exc
 
 
-def record_of(seen: Seen, fast: Config) -> Record:
+def record_of(seen: ScriptFacts, fast: Config) -> Record:
     """As `advisor tune -- python train.py` would have kept it, verified."""
     default = space_of(seen).default
     key = Key(
@@ -154,7 +154,7 @@ def record_of(seen: Seen, fast: Config) -> Record:
     )
 
 
-def compiled(seen: Seen) -> Record:
+def compiled(seen: ScriptFacts) -> Record:
     """What was found for it is compiled."""
     found = record_of(seen, Config(compile="default"))
     base = choice(found.baseline.config.replace(compile="none"))
@@ -175,8 +175,8 @@ def as_found() -> Iterator[None]:
 @pytest.fixture
 def known() -> None:
     """What was found for Net: bf16 and channels_last."""
-    guide, charge = Looks(), InCharge()
-    charge.bring(guide)
+    guide, charge = Looks(), ActivePilot()
+    charge.attach(guide)
     trained(Net())
     charge.release()
     found = record_of(guide.seen, Config(precision="bf16", channels_last=True))
@@ -204,8 +204,8 @@ def test_artifacts_are_loaded_before_the_advice_is_in_force(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Or refused, where they are not what was signed."""
-    guide, charge = Looks(), InCharge()
-    charge.bring(guide)
+    guide, charge = Looks(), ActivePilot()
+    charge.attach(guide)
     trained(Net())
     charge.release()
     found = compiled(guide.seen)
@@ -227,13 +227,13 @@ def test_artifacts_are_loaded_before_the_advice_is_in_force(
 def test_three_epochs_compile_nothing_after_the_first(how: str, backend: Backend) -> None:
     """Each has a short last batch and an evaluation."""
 
-    def begun(charge: InCharge, guide: Guide | None) -> tuple[gated.Net, torch.optim.Optimizer]:
+    def begun(charge: ActivePilot, guide: Guide | None) -> tuple[gated.Net, torch.optim.Optimizer]:
         if guide is not None:
-            charge.bring(guide)
+            charge.attach(guide)
         net = gated.Net()
         return net, torch.optim.SGD(net.parameters(), lr=0.1)
 
-    looks, charge = Looks(), InCharge()
+    looks, charge = Looks(), ActivePilot()
     gated.epoch(*begun(charge, looks), EPOCH)
     charge.release()
     open_records(None).put(compiled(looks.seen))
@@ -428,11 +428,11 @@ def test_an_advice_that_the_script_follows_wins() -> None:
 
 @pytest.mark.usefixtures("known")
 def test_where_a_command_brought_a_pilot_that_one_acts_alone() -> None:
-    charge = InCharge()
+    charge = ActivePilot()
     guide = Looks()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("advisor.finding.inside.IN_CHARGE", charge)
-        charge.bring(guide)
+        patch.setattr("advisor.finding.inside.ACTIVE_PILOT", charge)
+        charge.attach(guide)
         advisor.apply()
         net = Net()
         trained(net)
@@ -445,7 +445,7 @@ def test_flags_that_advice_has_set_are_not_the_scripts_own(monkeypatch: pytest.M
     threads = torch.get_num_threads()
     IN_FORCE.put(Config(threads=threads + 1))
     advisor.apply()
-    seen: list[Seen] = []
+    seen: list[ScriptFacts] = []
     begin = Found.begin
     monkeypatch.setattr(Found, "begin", lambda found, one: seen.append(one) or begin(found, one))
     with pytest.warns(advisor.AdvisorWarning, match=r"advisor tune -- \S*python"):
@@ -460,8 +460,8 @@ def test_flags_that_advice_has_set_are_not_the_scripts_own(monkeypatch: pytest.M
 @pytest.mark.parametrize("trains", ["Linear", "Net"])
 def test_no_gain_of_another_model_is_claimed(trains: str) -> None:
     """Where the script imports a file whose model was tuned, and trains another."""
-    guide, charge = Looks(), InCharge()
-    charge.bring(guide)
+    guide, charge = Looks(), ActivePilot()
+    charge.attach(guide)
     trained(Net())
     charge.release()
     record = record_of(guide.seen, Config(threads=3))

@@ -16,9 +16,9 @@ from advisor.cache.config import Config, Value
 from advisor.tuners import compiling, knobs
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.pilot.orders import Comparison, Lap, Order
 from advisor.tuners.act.pilot.pilot import Pilot
-from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, CompareRequest
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.place import UNVERIFIED, Compared
@@ -41,30 +41,32 @@ class Asking:
     def takes_over(self) -> bool:
         return True
 
-    def begin(self, seen: Seen) -> Order:
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
         self._own = Config(space_of(seen).default | {"compile": "none"})
         return self._order()
 
-    def next(self, lap: Lap) -> Order:
-        self.found.append(Compared(lap.outcome, lap.reason, lap.blames))
+    def next(self, result: BlockResult) -> BlockRequest:
+        self.found.append(Compared(result.outcome, result.reason, result.blames))
         self.compiled.append(graphs_compiled())
         return self._order()
 
-    def _order(self) -> Order:
+    def _order(self) -> BlockRequest:
         own = self._own
         if not self._asked:
-            return Order(config=own, own=own)
+            return BlockRequest(config=own, own=own)
         candidate, fp32 = own.replace(**self._asked.pop(0)), knobs.strict(own)
         plain = plain_of(candidate, fp32)
-        asked = Comparison(fp32=fp32, plain=plain, candidate=candidate, tolerance=0.02, left_s=60.0)
+        asked = CompareRequest(
+            fp32=fp32, plain=plain, candidate=candidate, tolerance=0.02, left_s=60.0
+        )
         # What the first comparison has kept serves the next ones.
         steps = 1 if self.found else POINTS
-        return Order(config=own, own=own, steps=steps, compare=asked)
+        return BlockRequest(config=own, own=own, steps=steps, compare=asked)
 
     def failed(self, exc: BaseException) -> None:
         raise AssertionError("the script failed") from exc
 
-    gave_up = failed
+    config_dropped = failed
 
 
 class Net(nn.Module):

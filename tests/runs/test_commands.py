@@ -22,8 +22,8 @@ from advisor.cache.config import Config
 from advisor.errors import TargetFailed, WorkerError
 from advisor.opening import open_records
 from advisor.piloting import INJECTED
-from advisor.tuners.act.pilot.orders import Order
-from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.act.pilot.protocol import BlockRequest
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.measure.place import Block, ConfigFailed
 from advisor.tuners.measure.run import run as running
 from advisor.tuners.measure.run import session as sessions
@@ -85,7 +85,7 @@ def script(source: str) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def started(command: tuple[str, ...]) -> Iterator[tuple[Run, Seen, Config]]:
+def started(command: tuple[str, ...]) -> Iterator[tuple[Run, ScriptFacts, Config]]:
     """A run under measurement, what is seen of it, and the config that it has itself."""
     with Run(command, injected=INJECTED, log=Path("log")) as run:
         seen = run.describe()
@@ -378,7 +378,7 @@ def test_of_programs_in_turn_the_first_is_not_waited_for(
     try:
         own = space_of(session.seen).default
         with pytest.raises(Ended, match="give the one that trains"):
-            session.block(Order(config=own, own=own, steps=10**6), time.monotonic() + 60)
+            session.block(BlockRequest(config=own, own=own, steps=10**6), time.monotonic() + 60)
     finally:
         session.end()
     assert processes("987") == []
@@ -395,7 +395,7 @@ class MadeUpFlight(Flight):
         self._ends, self.made, self.seen = ends, 0, SEEN
         self.command = cast(Command, SimpleNamespace(ended=False))
 
-    def block(self, order: Order, until: float) -> Block:
+    def block(self, order: BlockRequest, until: float) -> Block:
         self.made += order.steps + order.warm
         if (ended := self._ends(order.config, self.made)) is not None:
             raise ended
@@ -405,7 +405,7 @@ class MadeUpFlight(Flight):
         """Nothing was started."""
 
 
-SEEN = Seen(
+SEEN = ScriptFacts(
     model="m",
     family="",
     libraries=(),

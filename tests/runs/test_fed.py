@@ -16,7 +16,7 @@ from advisor.finding.piloted import Found, Terms
 from advisor.opening import open_records
 from advisor.printed import script_line
 from advisor.tuners import host
-from advisor.tuners.act.pilot.pilot import InCharge
+from advisor.tuners.act.pilot.pilot import ActivePilot
 from tests.runs.test_apply import Looks, record_of
 
 FED = """
@@ -74,12 +74,12 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Looks:
     monkeypatch.setenv("ADVISOR_CACHE", f"disk:{tmp_path / 'store'}")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     Path("train.py").write_text(FED)
-    guide, charge = Looks(), InCharge()
+    guide, charge = Looks(), ActivePilot()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "files_read", list)  # pytest's own
         patch.setattr(host, "cores", lambda: 2)
         patch.syspath_prepend(tmp_path)
-        charge.bring(guide)
+        charge.attach(guide)
         __import__("train").train(1)
         charge.release()
         del sys.modules["train"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from advisor.cache.config import Config
-from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from tests.runs.forked import Variant, Weights, trained, variously
 from tests.runs.test_scripts import FOLDER, HALF, NEAR, differing, distance
 
@@ -65,8 +65,8 @@ class Made:
     alone: Weights
     as_it_is: Weights
     half: Weights
-    seen: Seen
-    own: tuple[Weights, Weights, Seen] | None
+    seen: ScriptFacts
+    own: tuple[Weights, Weights, ScriptFacts] | None
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)

@@ -25,10 +25,15 @@ from advisor.finding.piloted import Terms
 from advisor.opening import open_records
 from advisor.printed import tune_again
 from advisor.tuners import host
-from advisor.tuners.act.pilot.orders import Lap, Line, Order, noted
-from advisor.tuners.act.pilot.pilot import ANOTHER, UNORDERED, UNSEEN, InCharge
-from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.decisions import LOOKED
+from advisor.tuners.act.pilot.pilot import ANOTHER, UNORDERED, UNSEEN, ActivePilot
+from advisor.tuners.act.pilot.protocol import (
+    BlockRequest,
+    BlockResult,
+    PilotClient,
+    startup_failure,
+)
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.decisions import MAX_OBSERVED_STEPS
 from advisor.tuners.measure.run.calls import KeptCalls
 from advisor.tuners.measure.run.run import AttachedRun
 from advisor.tuners.measure.run.session import AttachedScript
@@ -223,9 +228,9 @@ def test_a_search_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "pilot"))
         silent.listen(1)
-        line = Line(str(tmp_path / "pilot"), None, patience_s=0.2)
-        net, charge = Net(), InCharge()
-        charge.bring(line)
+        line = PilotClient(str(tmp_path / "pilot"), None, patience_s=0.2)
+        net, charge = Net(), ActivePilot()
+        charge.attach(line)
         train(net, 8)
     assert left_behind() == []
     assert set(net.dtypes) == {torch.float32}
@@ -233,7 +238,7 @@ def test_a_search_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_a_config_is_held_against_fp32_within_the_run(tmp_path: Path) -> None:
     """Over the line that a run and the process that searches have; the run stays what it was."""
-    data, charge, found = torch.randn(40, 4, 6), InCharge(), []
+    data, charge, found = torch.randn(40, 4, 6), ActivePilot(), []
 
     def search(listening: socket.socket) -> None:
         inside = AttachedRun(
@@ -254,8 +259,8 @@ def test_a_config_is_held_against_fp32_within_the_run(tmp_path: Path) -> None:
         listening.listen(1)
         searching = threading.Thread(target=search, args=[listening])
         searching.start()
-        line = Line(str(tmp_path / "pilot"), None, patience_s=WAIT_S)
-        charge.bring(line, KeptCalls(careful=True))
+        line = PilotClient(str(tmp_path / "pilot"), None, patience_s=WAIT_S)
+        charge.attach(line, KeptCalls(careful=True))
         train(net, data)
         searching.join(WAIT_S)
     charge.release()
@@ -304,31 +309,31 @@ class Careful:
 
     def __init__(self, **there: Value) -> None:
         self.there = there or {"precision": "bf16"}
-        self.laps: list[Lap] = []
+        self.results: list[BlockResult] = []
 
     def takes_over(self) -> bool:
         return True
 
-    def begin(self, seen: Seen) -> Order:
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
         self.seen, self.own = seen, space_of(seen).default
         there = self.own.replace(**self.there)
         room = self.needs_room
-        return Order(config=there, steps=3, own=self.own, needs_room=room)
+        return BlockRequest(config=there, steps=3, own=self.own, needs_room=room)
 
-    def next(self, lap: Lap) -> Order:
-        self.laps.append(lap)
-        return Order(config=self.own, steps=2 if len(self.laps) == 1 else 0)
+    def next(self, result: BlockResult) -> BlockRequest:
+        self.results.append(result)
+        return BlockRequest(config=self.own, steps=2 if len(self.results) == 1 else 0)
 
     def failed(self, exc: BaseException) -> None:
         raise AssertionError from exc
 
-    def lost(self, exc: Exception, order: Order) -> None:
+    def backward_failed(self, exc: Exception, order: BlockRequest) -> None:
         exc.add_note(str(order.config["precision"]))
 
 
 @pytest.fixture
-def charge() -> Iterator[InCharge]:
-    charge = InCharge()
+def charge() -> Iterator[ActivePilot]:
+    charge = ActivePilot()
     yield charge
     charge.release()
     assert left_behind() == []
@@ -338,12 +343,12 @@ def charge() -> Iterator[InCharge]:
     ("raises", "outcome"), [(RuntimeError, "failed"), (MemoryError, "out_of_memory")]
 )
 def test_a_config_that_raises_costs_its_step(
-    charge: InCharge, raises: type[Exception], outcome: str
+    charge: ActivePilot, raises: type[Exception], outcome: str
 ) -> None:
     guide, net = Careful(), Net(raises)
-    charge.bring(guide)
+    charge.attach(guide)
     train(net, 12)
-    failed, later = guide.laps
+    failed, later = guide.results
     assert (failed.steps, failed.outcome) == (1, outcome)
     assert failed.reason == f"{raises.__name__}: not in bf16"
     assert (later.steps, later.outcome) == (2, "ok")
@@ -369,14 +374,14 @@ class Samples(Dataset[Tensor]):
 
 @pytest.mark.parametrize(("bad", "outcome"), [(-1, "ok"), (20, "failed")])
 def test_workers_feed_a_config_and_cost_their_lap_alone(
-    charge: InCharge, monkeypatch: pytest.MonkeyPatch, bad: int, outcome: str
+    charge: ActivePilot, monkeypatch: pytest.MonkeyPatch, bad: int, outcome: str
 ) -> None:
     monkeypatch.setattr(host, "files_read", list)  # pytest's own
     guide, data = Careful(num_workers=1), Samples(bad)
-    charge.bring(guide)
+    charge.attach(guide)
     train(Net(), DataLoader(data, batch_size=4))
-    assert [lap.outcome for lap in guide.laps] == [outcome, "ok"]
-    assert guide.laps[0].reason.startswith("in a worker: ") == (outcome == "failed")
+    assert [result.outcome for result in guide.results] == [outcome, "ok"]
+    assert guide.results[0].reason.startswith("in a worker: ") == (outcome == "failed")
     # The first four batches came before the config, three with it, of these one before the bad one.
     ours = [*range(16), *range(28 if outcome == "ok" else 20, 48)]
     assert data.fetched == ours
@@ -402,10 +407,10 @@ class Stream(IterableDataset[Tensor]):
     ],
 )
 def test_a_loader_that_stays_as_it_is(
-    charge: InCharge, loader: Callable[[], Iterable[Tensor]], said: str | None
+    charge: ActivePilot, loader: Callable[[], Iterable[Tensor]], said: str | None
 ) -> None:
     guide = Careful()
-    charge.bring(guide)
+    charge.attach(guide)
     train(Net(), loader())
     assert guide.seen.workers == 0
     assert "num_workers" not in guide.own
@@ -415,38 +420,38 @@ def test_a_loader_that_stays_as_it_is(
 
 
 def test_a_config_that_raises_in_backward_has_no_order_after_it_until_the_script_goes_on(
-    charge: InCharge,
+    charge: ActivePilot,
 ) -> None:
     guide, net = Careful(), Net(MemoryError, backward=True)
-    charge.bring(guide)
+    charge.attach(guide)
     with pytest.raises(MemoryError) as caught:
         train(net, 12)
     assert caught.value.__notes__ == ["bf16"]
-    assert not guide.laps
+    assert not guide.results
     train(net, 8)
-    assert guide.laps[0].reason.startswith("MemoryError: not in bf16 (test_inside.py:")
-    assert [one.outcome for one in guide.laps] == ["out_of_memory", "ok"]
+    assert guide.results[0].reason.startswith("MemoryError: not in bf16 (test_inside.py:")
+    assert [one.outcome for one in guide.results] == ["out_of_memory", "ok"]
 
 
 def test_the_search_within_a_run_hears_of_a_failure_before_the_script_may_end_of_it() -> None:
     class Answers:
         def __init__(self) -> None:
-            self.laps: list[Lap] = []
+            self.results: list[BlockResult] = []
 
-        def next(self, lap: Lap) -> Order:
-            self.laps.append(lap)
-            return Order(config=own, own=own, steps=len(self.laps))
+        def next(self, result: BlockResult) -> BlockRequest:
+            self.results.append(result)
+            return BlockRequest(config=own, own=own, steps=len(self.results))
 
     own = Config(precision="default")
     guide = Conducted(["python", "train.py"], Terms(), tune_s=9.0)
     guide._line = answers = Answers()  # type: ignore[assignment]
-    guide.lost(MemoryError("in backward"), Order(config=own, own=own, steps=3))
-    assert [lap.reason for lap in answers.laps] == ["MemoryError: in backward"]
-    assert guide.next(Lap(outcome="out_of_memory")).steps == 1  # the answer that came then
-    assert guide.next(Lap(steps=1)).steps == 2
+    guide.backward_failed(MemoryError("in backward"), BlockRequest(config=own, own=own, steps=3))
+    assert [result.reason for result in answers.results] == ["MemoryError: in backward"]
+    assert guide.next(BlockResult(outcome="out_of_memory")).steps == 1  # the answer that came then
+    assert guide.next(BlockResult(steps=1)).steps == 2
 
 
-def test_what_the_script_raises_itself_is_its_own(charge: InCharge) -> None:
+def test_what_the_script_raises_itself_is_its_own(charge: ActivePilot) -> None:
     class Always(Net):
         def forward(self, x: Tensor) -> Tensor:
             out = super().forward(x)
@@ -454,21 +459,21 @@ def test_what_the_script_raises_itself_is_its_own(charge: InCharge) -> None:
                 raise ValueError("the script's")
             return out
 
-    charge.bring(Careful())
+    charge.attach(Careful())
     with pytest.raises(ValueError, match="the script's"):
         train(Always(), 12)
 
 
 def test_without_room_a_config_is_not_tried(
-    charge: InCharge, monkeypatch: pytest.MonkeyPatch
+    charge: ActivePilot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("advisor.tuners.act.pilot.pilot.Pilot._has_room", lambda *_: False)
     guide, net = Careful(), Net()
     guide.needs_room = True
-    charge.bring(guide)
+    charge.attach(guide)
     train(net, 12)
-    assert guide.laps[0].outcome == "out_of_memory"
-    assert "little of the device's memory is free" in guide.laps[0].reason
+    assert guide.results[0].outcome == "out_of_memory"
+    assert "little of the device's memory is free" in guide.results[0].reason
     assert set(net.dtypes) == {torch.float32}
 
 
@@ -479,9 +484,9 @@ class Alone(Careful):
         super().__init__()
         self.why: list[str] = []
 
-    def begin(self, seen: Seen) -> Order:
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
         self.own = space_of(seen).default
-        return Order(config=self.own, steps=10**6, own=self.own)
+        return BlockRequest(config=self.own, steps=10**6, own=self.own)
 
     def failed(self, exc: BaseException) -> None:
         self.why.append(str(exc))
@@ -496,14 +501,14 @@ def without_a_module() -> None:
 def without_an_order() -> None:
     net = nn.Linear(6, 4)
     optimizers = [torch.optim.SGD(net.parameters()) for _ in range(3)]
-    for step in range(LOOKED):
+    for step in range(MAX_OBSERVED_STEPS):
         net(torch.ones(2, 6)).sum().backward()
         optimizers[int(step**0.5) % 3].step()
 
 
 def two_models_in_turn() -> None:
     train(nn.Linear(6, 4), 8)
-    train(nn.Linear(6, 5), LOOKED)
+    train(nn.Linear(6, 5), MAX_OBSERVED_STEPS)
 
 
 @pytest.mark.parametrize(
@@ -511,12 +516,12 @@ def two_models_in_turn() -> None:
     [(without_a_module, UNSEEN), (without_an_order, UNORDERED), (two_models_in_turn, ANOTHER)],
 )
 def test_what_cannot_be_timed_is_left_alone_with_the_reason(
-    charge: InCharge, trains: Callable[[], None], said: str, monkeypatch: pytest.MonkeyPatch
+    charge: ActivePilot, trains: Callable[[], None], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Other tests of this process may have compiled something, which would be told here.
     monkeypatch.setattr("advisor.tuners.act.pilot.pilot.graphs_compiled", lambda: False)
     guide = Alone()
-    charge.bring(guide)
+    charge.attach(guide)
     trains()
     assert guide.why == [said]
     nn.Linear(6, 4)(torch.ones(6))  # the last hook goes with the next call of any module
@@ -524,14 +529,14 @@ def test_what_cannot_be_timed_is_left_alone_with_the_reason(
 
 def test_what_a_process_failed_with_first_is_told_with_file_and_line(tmp_path: Path) -> None:
     """What torchrun says of it is a table; and a process where nobody listens goes on."""
-    line = Line(str(tmp_path / "pilot"), None)
+    line = PilotClient(str(tmp_path / "pilot"), None)
     (tmp_path / "train.py").write_text("def load():\n    raise ValueError('bad data')\n\nload()\n")
     with pytest.raises(ValueError, match="bad data") as caught:
         runpy.run_path(str(tmp_path / "train.py"))
     line.failed(caught.value)
     line.failed(RuntimeError("a child failed"))
-    assert noted(str(tmp_path / "pilot")) == "ValueError: bad data (train.py:2)"
-    charge = InCharge()
-    charge.bring(line)
+    assert startup_failure(str(tmp_path / "pilot")) == "ValueError: bad data (train.py:2)"
+    charge = ActivePilot()
+    charge.attach(line)
     train(Net(), 8)
     assert left_behind() == []

@@ -26,8 +26,8 @@ from advisor.service.routes import admin, attempts, health, jobs, records
 from tests.service.serving import Served, serving, statements, token, wait_until
 
 OPEN = {
-    *(("GET", path) for path in ("/healthz", "/readyz", "/openapi.json", "/docs", "/style.css")),
-    *(("GET", path) for path in ("/static/{file}", "/session-over")),
+    *(("GET", path) for path in ("/healthz", "/readyz", "/openapi.json", "/style.css")),
+    ("GET", "/static/{file}"),
     ("GET", "/login"),
     ("POST", "/login"),
 }
@@ -55,7 +55,7 @@ STARTING = {("POST", "/api/attempt/begin")}
 """Routes that take an attempt's start token, and no other whatever its role."""
 ADMIN = {
     *("/api/tokens", "/api/tokens/{number}", "/api/audit"),
-    *("/tokens", "/tokens/{number}/revoke", "/audit"),
+    *("/tokens", "/tokens/{number}/revoke"),
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from advisor.client import Client
 from advisor.errors import StoreError, UsageError
-from advisor.jobs.asked import Asked
+from advisor.jobs.spec import JobSpec
 from advisor.jobs.submission import Submission
 from advisor.service.attempts import Claimed
 from tests.cache import servers
@@ -136,8 +136,8 @@ def test_who_follows_a_log_is_told_that_the_token_holds_no_more(
         next(log)
 
 
-def wanted(folder: Path, *command: str, target: str = "", **more: Any) -> Asked:
-    return Submission.of(Asked(command=command, target=target, **more), folder).asked
+def wanted(folder: Path, *command: str, target: str = "", **more: Any) -> JobSpec:
+    return Submission.of(JobSpec(command=command, target=target, **more), folder).asked
 
 
 def test_a_command_is_as_another_machine_can_start_it(project: Path) -> None:

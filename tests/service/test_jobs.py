@@ -18,7 +18,7 @@ from sqlalchemy import select, update
 from advisor.cache.codec import to_plain
 from advisor.cache.key import fields
 from advisor.errors import UsageError
-from advisor.jobs.asked import Asked, is_meant
+from advisor.jobs.spec import JobSpec, is_meant
 from advisor.jobs.token import digest, made
 from advisor.service import access, attempts, jobs, limits, quotas, schema, tokens, upkeep
 from advisor.service.attempts import Claimed
@@ -100,8 +100,8 @@ def test_a_job_from_its_first_state_to_its_last(served: Served) -> None:
     assert ended(served, one, state="done", record=RECORD).status == 422
     put(served, *named(record()), one.external)
     assert ended(served, one, state="done", record=RECORD).json == {"state": "done"}
-    assert ended(served, one, state="failed").status == 409
-    assert served.ask("POST", "/api/attempt/beat", one.external, {}).status == 409
+    assert ended(served, one, state="failed").status == 401
+    assert served.ask("POST", "/api/attempt/beat", one.external, {}).status == 401
     assert put(served, *named(record()), one.external).status == 401
     done = told(served, number)
     assert (done["state"], done["record"], done["by"]) == ("done", RECORD, "a submit")
@@ -250,7 +250,7 @@ def test_what_is_lost_is_tried_again_and_not_for_ever(served: Served) -> None:
         assert served.ask("GET", "/api/attempt/studies/x", one.external).data == b"half"
         assert of(served, attempts.lose, one.attempt, f"node {number % 2} is gone")
         assert not of(served, attempts.lose, one.attempt, "again")
-        assert ended(served, one, state="failed").status == 409
+        assert ended(served, one, state="failed").status == 401
         last, one = one, claimed(served)
     assert one is None
     found = told(served, last.job)
@@ -355,7 +355,7 @@ def test_a_token_that_was_revoked_meanwhile_asks_for_nothing(served: Served) -> 
         assert caller is not None
         jobs.revoke_token(session, caller.token, caller)
     with served.database.writing() as session, pytest.raises(UsageError, match="revoked"):
-        jobs.submit(session, Asked(command=("python", "train.py")), caller)
+        jobs.submit(session, JobSpec(command=("python", "train.py")), caller)
 
 
 def test_what_another_version_took_holds_nobody_up(served: Served) -> None:
@@ -365,7 +365,7 @@ def test_what_another_version_took_holds_nobody_up(served: Served) -> None:
     one = started(served, gpus=2)
     assert one.job != number
     found = told(served, number)
-    assert found["state"] == "failed" and "cannot read it: 'another'" in found["reason"]
+    assert found["state"] == "failed" and "unknown field `another`" in found["reason"]
 
 
 def cancelled(served: Served, number: int, role: str = "submit") -> Answer:
@@ -391,7 +391,7 @@ def test_a_job_is_its_owners_to_cancel(served: Served) -> None:
     else:
         assert ended(served, one, state="done", record=RECORD).status == 200
     assert states(served, one.job) == ("cancelled", ["cancelled"])
-    assert ended(served, one, state="failed").status == 409
+    assert ended(served, one, state="failed").status == 401
     assert cancelled(served, one.job).json == {"state": "cancelled"}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from advisor.errors import UsageError
-from advisor.jobs.asked import Asked
+from advisor.jobs.spec import JobSpec
 from advisor.service.executors import ExecutorAway, Room, Start, Unplaceable
 from advisor.service.executors.local import Local, environment
 from advisor.service.executors.schemes import open_executors
@@ -32,7 +32,7 @@ def start(external: str = "advisor-1-1", gpus: int = 0, name: str = "") -> Start
         external=external,
         server_url=f"http://127.0.0.1:{servers.free_port()}",
         token="adv_secret-of-the-attempt",
-        asked=Asked(command=("python", "train.py"), gpus=gpus, gpu=name),
+        asked=JobSpec(command=("python", "train.py"), gpus=gpus, gpu=name),
     )
 
 

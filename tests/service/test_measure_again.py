@@ -28,7 +28,7 @@ def found(served: Served, archive: str = DIGEST, **asked: Any) -> int:
     gpus = asked.get("gpus", 1)
     one = claimed(served, H200 if gpus else "", gpus)
     assert one is not None
-    put(served, *named(record()), one.external)
+    put(served, *named(record(created=1.7e9 + number)), one.external)
     assert ended(served, one, state="done", record=RECORD).status == 200
     return number
 

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, inspect, text
 from sqlalchemy.orm import Session
 
 from advisor.errors import StoreError
-from advisor.service import attempts, coverage, jobs, migrations
+from advisor.service import attempts, jobs, migrations
 from advisor.service.database import Database
 from advisor.service.schema import Base
 from tests.service.serving import statements
@@ -43,7 +43,6 @@ def test_the_steps_make_what_the_models_say(database_url: str) -> None:
 INDEXES: list[tuple[str, Callable[[Session], object]]] = [
     ("jobs_of_state", lambda session: jobs.waiting(session, 1)),
     ("attempts_of_state", attempts.running),
-    ("attempts_of_started", coverage.spent),
     ("jobs_of_record", lambda session: jobs.finder(session, "ab" * 6 + "@64")),
 ]
 

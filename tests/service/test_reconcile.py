@@ -13,7 +13,7 @@ from sqlalchemy import select, update
 
 from advisor.cache.reader import Reader
 from advisor.cache.seal import UNSEALED
-from advisor.jobs.asked import Asked
+from advisor.jobs.spec import JobSpec
 from advisor.opening import refusal
 from advisor.service import attempts, jobs
 from advisor.service.access import Service
@@ -116,7 +116,7 @@ class Team:
 
     def submit(self, *words: str, **asked: Any) -> int:
         with self.database.writing() as session:
-            wanted = Asked(command=("python", *(words or ("train.py",))), **asked)
+            wanted = JobSpec(command=("python", *(words or ("train.py",))), **asked)
             return jobs.submit(session, wanted, self.me).job.id
 
     def job(self, number: int) -> tuple[str, str]:
@@ -408,6 +408,12 @@ def test_a_loop_goes_on_after_an_unforeseen_exception() -> None:
     wait_until(lambda: len(turns) > 3)
     assert loop.trouble == "the upkeep failed (LookupError); see the server's log"
     loop.close()
+
+
+def test_a_server_without_executors_says_why_nothing_starts(team: Team) -> None:
+    number = team.submit()
+    Reconciler(team.database, [], HERE).turn()
+    assert team.job(number) == ("queued", "no executor has a GPU; there are: none now")
 
 
 def test_several_servers_start_each_job_once(new_postgresql: str) -> None:

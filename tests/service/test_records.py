@@ -15,8 +15,10 @@ import msgpack
 import pytest
 from sqlalchemy import text
 
+from advisor.cache import key as key_of
+from advisor.cache import match
 from advisor.cache.codec import decode, encode, reason_of, to_plain
-from advisor.cache.key import fields
+from advisor.cache.key import PLACE, fields
 from advisor.cache.match import Query
 from advisor.cache.name import Mark, Name, command_part, target_part
 from advisor.cache.record import Record
@@ -275,6 +277,22 @@ def test_kin_is_asked_for_with_all_fields(served: Served) -> None:
         assert look(served, family="", wanted=json.dumps(wrong)).status == 422, wrong
 
 
+def test_records_from_before_a_field_was_added_are_found(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a client that knows the field, and by one that does not."""
+    put(served, *named(record()))
+    older = to_plain(fields(KEY))
+    for module in (key_of, match):
+        monkeypatch.setattr(module, "PLACE", (*PLACE, "flavour"))
+    monkeypatch.setitem(key_of.ADDED, "flavour", "plain")
+    records._fields.cache_clear()
+    for wanted in (older, older | {"flavour": "plain"}):
+        assert len(items(look(served, model=KEY.model, wanted=json.dumps(wanted)))) == 1
+        assert len(items(look(served, family="", wanted=json.dumps(wanted)))) == 1
+    records._fields.cache_clear()
+
+
 def test_of_too_many_bytes_the_keys_are_told(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,34 +384,3 @@ def test_headers(served: Served) -> None:
         assert said["content-security-policy"].startswith("default-src 'none'")
         assert said["x-content-type-options"] == "nosniff" and said["cache-control"] == "no-store"
         assert "server" not in said or said["server"] == "uvicorn"
-
-
-def test_of_a_record_the_newest_version_counts_and_each_is_reached(served: Served) -> None:
-    """Versions of one second, too, of which a page held both, and what was left out no page."""
-    older, other = record(created=1.7e9), changed(KEY, "model", "cd" * 32)
-    slower = replace(
-        older, winners=tuple(replace(one, choice=older.baseline) for one in older.winners)
-    )
-    newest = replace(slower, provenance=replace(slower.provenance, created=1.7e9 + 5))
-    for one in (older, slower, newest, record(key=other, created=1.6e9)):
-        assert put(served, *named(one)).status == 201
-    with served.database.reading() as session:
-        (device,) = records.fleet(session)
-        pages = [records.newest(session, 1, skip) for skip in range(3)]
-        (line,) = records.newest(session, 10)[:1]
-    assert (device.records, device.mean, line.speedup) == (2, 1.25, 1.0)
-    assert [[one.id for one in page] for page in pages] == [
-        [older.id],
-        [record(key=other).id],
-        [],
-    ]
-
-
-def test_versions_of_one_second_are_one_line(served: Served) -> None:
-    older, other = record(), changed(KEY, "model", "cd" * 32)
-    again = replace(older, provenance=replace(older.provenance, seconds=9.0))
-    for one in (older, again, record(key=other, created=1.6e9)):
-        assert put(served, *named(one)).status == 201
-    with served.database.reading() as session:
-        pages = [records.newest(session, 1, skip) for skip in range(3)]
-    assert [len(page) for page in pages] == [1, 1, 0]

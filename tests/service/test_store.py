@@ -283,7 +283,7 @@ def test_tokens_that_may_not(
     with pytest.raises(StoreError, match="this needs worker"):
         store.put(*named(1))
     monkeypatch.setenv("ADVISOR_TOKEN", "adv_" + "x" * 43)
-    with pytest.raises(StoreError, match="holds no more; set ADVISOR_TOKEN") as caught:
+    with pytest.raises(StoreError, match="revoked; set ADVISOR_TOKEN") as caught:
         store.keys()
     assert "xxx" not in str(caught.value)
     monkeypatch.setenv("ADVISOR_TOKEN", "with blanks")

@@ -22,7 +22,7 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.following import PIECES, Following, Served
 from advisor.tuners.act.in_force import IN_FORCE, InForce
 from advisor.tuners.act.replays import Replays
-from advisor.tuners.knobs import KNOBS, Situation
+from advisor.tuners.knobs import KNOBS, SearchContext
 from advisor.tuners.search.space import Space
 from tests import forks
 from tests.cache import examples
@@ -130,7 +130,7 @@ def test_bf16_runs_under_autocast() -> None:
 
 
 def test_every_knob_offers_torchs_own_behaviour_first() -> None:
-    offered = Space.of(Situation(device="cuda", capability=(9, 0), batches=(64, 128))).default
+    offered = Space.of(SearchContext(device="cuda", capability=(9, 0), batches=(64, 128))).default
     assert dict(offered) == {
         "batch_size": 64,
         "channels_last": False,
@@ -145,32 +145,32 @@ def test_every_knob_offers_torchs_own_behaviour_first() -> None:
 @pytest.mark.parametrize(
     ("here", "knob", "values"),
     [
-        (Situation(device="cuda", capability=(7, 0)), "precision", ("default", "fp16")),
-        (Situation(device="cuda", capability=(9, 0), dimensions=3), "channels_last", None),
-        (Situation(device="cuda", capability=(9, 0), convolves=False), "cudnn_benchmark", None),
+        (SearchContext(device="cuda", capability=(7, 0)), "precision", ("default", "fp16")),
+        (SearchContext(device="cuda", capability=(9, 0), dimensions=3), "channels_last", None),
+        (SearchContext(device="cuda", capability=(9, 0), convolves=False), "cudnn_benchmark", None),
         (
-            Situation(device="cuda", capability=(9, 0), deterministic=True),
+            SearchContext(device="cuda", capability=(9, 0), deterministic=True),
             "cudnn_benchmark",
             (False,),
         ),
-        (Situation(device="cuda", deterministic=True), "cudnn_deterministic", (True,)),
-        (Situation(device="cuda", training=False), "fused_optimizer", None),
-        (Situation(device="cuda"), "step_graph", (False, True)),
-        (Situation(device="cuda", step_graph=False), "step_graph", None),
-        (Situation(device="cuda", training=False), "step_graph", None),
-        (Situation(device="cpu"), "step_graph", None),
-        (Situation(device="cpu", cpu_bf16=True), "precision", ("default", "bf16")),
-        (Situation(device="cpu"), "precision", ("default",)),
-        (Situation(device="cpu", threads=4, cores=8), "threads", (4, 8, 2, 1)),
-        (Situation(device="cpu"), "cudnn_benchmark", None),
+        (SearchContext(device="cuda", deterministic=True), "cudnn_deterministic", (True,)),
+        (SearchContext(device="cuda", training=False), "fused_optimizer", None),
+        (SearchContext(device="cuda"), "step_graph", (False, True)),
+        (SearchContext(device="cuda", step_graph=False), "step_graph", None),
+        (SearchContext(device="cuda", training=False), "step_graph", None),
+        (SearchContext(device="cpu"), "step_graph", None),
+        (SearchContext(device="cpu", cpu_bf16=True), "precision", ("default", "bf16")),
+        (SearchContext(device="cpu"), "precision", ("default",)),
+        (SearchContext(device="cpu", threads=4, cores=8), "threads", (4, 8, 2, 1)),
+        (SearchContext(device="cpu"), "cudnn_benchmark", None),
         (
-            Situation(device="cuda", capability=(9, 0), precisions=("tf32", "fp32")),
+            SearchContext(device="cuda", capability=(9, 0), precisions=("tf32", "fp32")),
             "precision",
             ("default", "tf32", "fp32"),
         ),
     ],
 )
-def test_the_space_fits_the_situation(here: Situation, knob: str, values: object) -> None:
+def test_the_space_fits_the_situation(here: SearchContext, knob: str, values: object) -> None:
     assert Space.of(here).choices.get(knob) == values
 
 
@@ -586,7 +586,7 @@ def test_measuring_sets_every_row() -> None:
 
 
 def test_every_row_says_which_piece_it_needs() -> None:
-    wide = Situation(
+    wide = SearchContext(
         device="cuda", capability=(9, 0), batches=(1, 2), full=True, compiles=True, threads=1
     )
     for knob in KNOBS:

@@ -17,9 +17,9 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.following import Served
 from advisor.tuners.act.gate import Gate, Signatures, of_any_size, signature
-from advisor.tuners.act.pilot.crew import Trained
-from advisor.tuners.act.pilot.switch import Switch
-from advisor.tuners.decisions import LEAST_STEPS
+from advisor.tuners.act.pilot.loop_observer import TrainedModel
+from advisor.tuners.act.pilot.switch import ConfigSwitch
+from advisor.tuners.decisions import MIN_OBSERVED_STEPS
 from tests.cache.examples import record
 
 OWN = Config(precision="default", compile="none", dynamic_shapes=False, batch_size=8)
@@ -86,9 +86,9 @@ def epoch(net: Net, optimizer: torch.optim.Optimizer, sizes: list[int]) -> None:
 EPOCH = [FULL] * 6 + [SHORT]
 
 
-def switched(net: Net, optimizer: torch.optim.Optimizer) -> Switch:
+def switched(net: Net, optimizer: torch.optim.Optimizer) -> ConfigSwitch:
     cpu = torch.device("cpu")
-    return Switch([Trained(net, net)], [optimizer], OWN, cpu, lambda _given: None)
+    return ConfigSwitch([TrainedModel(net, net)], [optimizer], OWN, cpu, lambda _given: None)
 
 
 def test_short_batches_and_evaluation_never_reach_compiled_code(backend: Backend) -> None:
@@ -146,7 +146,7 @@ def test_a_second_signature_is_compiled_once_it_is_frequent(backend: Backend) ->
     switch = switched(net, optimizer)
     epoch(net, optimizer, [FULL] * 9)
     switch.set(COMPILED)
-    epoch(net, optimizer, [FULL] * 9 + [SHORT] * (LEAST_STEPS - 1))
+    epoch(net, optimizer, [FULL] * 9 + [SHORT] * (MIN_OBSERVED_STEPS - 1))
     assert backend.made == [FULL]
     epoch(net, optimizer, [SHORT, FULL, SHORT])
     assert backend.made == [FULL, SHORT]
@@ -181,9 +181,9 @@ def test_a_checkpoint_calls_again_what_it_called(backend: Backend) -> None:
             return y
 
     net = Outer()
-    for size in (FULL, *(SHORT for _ in range(2 * LEAST_STEPS))):
+    for size in (FULL, *(SHORT for _ in range(2 * MIN_OBSERVED_STEPS))):
         net(torch.randn(size, 4)).sum().backward()
-    assert net.inner.ran == [SHORT] * 2 * (LEAST_STEPS - 1)
+    assert net.inner.ran == [SHORT] * 2 * (MIN_OBSERVED_STEPS - 1)
 
 
 def test_what_is_forgotten_is_freed_and_compiled_again(backend: Backend) -> None:

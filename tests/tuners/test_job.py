@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
-from advisor.tuners.knobs import PAYING
+from advisor.tuners.knobs import FIRST_STEP_COSTS
 from advisor.tuners.length import Length, Pace, break_even, first_step_seen
 
 EAGER = Pace(batch=64, first_step_s=0.5, step_s=0.030)
@@ -118,6 +118,6 @@ def test_what_starts_threads_does_not_tell_of_what_starts_none() -> None:
         trial(0.002, threads=1, batch_size=64),
         trial(0.150, threads=2, batch_size=64),
     ]
-    assert "threads" in PAYING
-    assert first_step_seen(trials, trials[0].config, PAYING) == 0.002
-    assert first_step_seen(trials, trials[1].config, PAYING) == 0.150
+    assert "threads" in FIRST_STEP_COSTS
+    assert first_step_seen(trials, trials[0].config, FIRST_STEP_COSTS) == 0.002
+    assert first_step_seen(trials, trials[1].config, FIRST_STEP_COSTS) == 0.150

@@ -20,7 +20,7 @@ from optuna.trial import create_trial
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
 from advisor.tuners.measure.place import Compared
-from advisor.tuners.search.journal import Journal, Known, open_study
+from advisor.tuners.search.journal import Journal, JournaledTrial, open_study
 from advisor.tuners.search.ratio import UNKNOWN, Ratio
 from advisor.tuners.search.space import Space
 
@@ -28,13 +28,13 @@ SPACE = Space({"precision": ("default", "tf32"), "threads": (0, 1, 2), "batch_si
 CONFIGS = [config for batch in SPACE.batches for config in SPACE.configs(batch)]
 
 
-def fill(folder: Path, count: int = 5) -> list[Known]:
+def fill(folder: Path, count: int = 5) -> list[JournaledTrial]:
     """A journal of some trials, each with a speed of its own."""
     journal = Journal(open_study(folder, "s")[0], SPACE)
     return [told(journal, number) for number in range(count)]
 
 
-def told(journal: Journal, number: int) -> Known:
+def told(journal: Journal, number: int) -> JournaledTrial:
     """A trial that is told; every second one was compared, every third one had a turn only."""
     asked = journal.ask(CONFIGS[number])
     trial = Trial(
@@ -48,7 +48,7 @@ def told(journal: Journal, number: int) -> Known:
     high = math.inf if number % 3 == 0 else 3.0 + number
     ratio = Ratio(mean=1.0 + number, low=0.5, high=high)
     compared = Compared("ok", "as fp32") if number % 2 else None
-    known = Known(trial, ratio, compared)
+    known = JournaledTrial(trial, ratio, compared)
     journal.tell(asked, known, [1.0 + number, 1.1 + number])
     return known
 
@@ -268,7 +268,7 @@ def test_a_failure_is_nothing_and_stays_one(tmp_path: Path) -> None:
     failed = dataclasses.replace(
         known.trial, config=CONFIGS[2], measurement=Measurement(outcome="crashed", reason="so")
     )
-    journal.tell(journal.ask(CONFIGS[2]), Known(failed, UNKNOWN, None), [])
+    journal.tell(journal.ask(CONFIGS[2]), JournaledTrial(failed, UNKNOWN, None), [])
     study = open_study(tmp_path, "s")[0]
     assert [trial.value for trial in study.trials] == [2.0, 0.0]
     assert [one.trial.measurement.outcome for one in Journal(study, SPACE).resume()] == [

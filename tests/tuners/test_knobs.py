@@ -19,7 +19,7 @@ from advisor.tuners import compiling, fp8, knobs
 from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.environment import threads_set
-from advisor.tuners.knobs import BY_NAME, KNOBS, TORCH, Situation
+from advisor.tuners.knobs import BY_NAME, KNOBS, TORCH, SearchContext
 from tests.cache import examples
 
 MODES = ("cudagraphs", "reduce-overhead", "default")
@@ -31,12 +31,12 @@ SHARING = ("file_descriptor", "file_system")
 OFF_ON = (False, True)
 
 
-def on_cuda(**more: Any) -> Situation:
-    return Situation(**{"device": "cuda", "capability": (9, 0), "compiles": True, **more})
+def on_cuda(**more: Any) -> SearchContext:
+    return SearchContext(**{"device": "cuda", "capability": (9, 0), "compiles": True, **more})
 
 
-def on_cpu(**more: Any) -> Situation:
-    return Situation(**{"device": "cpu", "cpu_bf16": True, "cores": 8, "threads": 4, **more})
+def on_cpu(**more: Any) -> SearchContext:
+    return SearchContext(**{"device": "cpu", "cpu_bf16": True, "cores": 8, "threads": 4, **more})
 
 
 SITUATIONS = [
@@ -119,7 +119,7 @@ def test_every_value_offered_is_in_the_domain_and_torchs_own_is_first(knob: knob
         (on_cpu(cpu_bf16=False, capability=(9, 0)), ("default",)),
     ],
 )
-def test_precisions(here: Situation, offered: tuple[str, ...]) -> None:
+def test_precisions(here: SearchContext, offered: tuple[str, ...]) -> None:
     assert BY_NAME["precision"].values(here) == offered
 
 
@@ -197,7 +197,7 @@ OFF, FIXED_ON = (False,), (True,)
         ("pin_memory", on_cpu(), ()),
     ],
 )
-def test_what_is_offered(name: str, here: Situation, offered: tuple[Value, ...]) -> None:
+def test_what_is_offered(name: str, here: SearchContext, offered: tuple[Value, ...]) -> None:
     assert BY_NAME[name].values(here) == offered
 
 
@@ -247,8 +247,10 @@ FOLLOWING = {
 @pytest.mark.parametrize(("name", "value"), FOLLOWING)
 def test_what_a_value_needs(name: str, value: Value) -> None:
     config = Config({name: value})
-    heavy = knobs.burden(config, Config()) > len(config.knobs)
-    assert (BY_NAME[name].needs(value), knobs.doubtful(config), heavy) == FOLLOWING[name, value]
+    heavy = knobs.adoption_cost(config, Config()) > len(config.knobs)
+    assert (BY_NAME[name].needs(value), knobs.needs_comparison(config), heavy) == FOLLOWING[
+        name, value
+    ]
 
 
 def test_what_holds_of_a_row() -> None:
@@ -258,13 +260,13 @@ def test_what_holds_of_a_row() -> None:
         return {knob.name for knob in KNOBS if holds(knob)}
 
     paying = {"cudnn_benchmark", "compile", "dynamic_shapes", "threads"}
-    assert set(knobs.PAYING) == paying
-    assert names(lambda knob: knob.dear) == {"compile"}
-    assert names(lambda knob: knob.lasting) == {"cudnn_benchmark"}
+    assert set(knobs.FIRST_STEP_COSTS) == paying
+    assert names(lambda knob: knob.compile_s) == {"compile"}
+    assert names(lambda knob: knob.needs_fresh_process) == {"cudnn_benchmark"}
     assert set(TORCH) - set(knobs.code(TORCH)) == {
         *("cudnn_benchmark", "fused_optimizer", "step_graph", "pin_memory")
     }
-    assert names(lambda knob: knob.carries) == {
+    assert names(lambda knob: knob.transferable) == {
         *("precision", "channels_last", "cudnn_deterministic"),
         *("fused_optimizer", "pin_memory"),
     }
@@ -280,8 +282,8 @@ def test_what_holds_of_a_row() -> None:
     }
     assert names(lambda knob: knob.by_rule) == {"persistent_workers", "sharing"}
     assert (
-        names(lambda knob: knob.feeds)
-        == set(knobs.FEEDS)
+        names(lambda knob: knob.input_pipeline)
+        == set(knobs.INPUT_PIPELINE)
         == {*("num_workers", "prefetch_factor", "pin_memory")}
     )
     assert names(lambda knob: knob.mapped) == {BATCH, "num_workers"}
@@ -687,7 +689,7 @@ def test_the_least_use(changes: dict[str, Value], use: str) -> None:
     ],
 )
 def test_doubtful(config: dict[str, Value], doubts: bool) -> None:
-    assert knobs.doubtful(Config(config)) is doubts
+    assert knobs.needs_comparison(Config(config)) is doubts
 
 
 def test_the_reference_is_strict() -> None:
@@ -698,10 +700,10 @@ def test_the_reference_is_strict() -> None:
 
 def test_burden() -> None:
     default = BASE | {"a_new_one": False}
-    assert knobs.burden(default, default) == 0
-    assert knobs.burden(default | {"precision": "bf16", "channels_last": True}, default) == 2
-    assert knobs.burden(default | {"precision": "fp16"}, default) == 2
-    assert knobs.burden(default | {"a_new_one": True, "precision": "fp16"}, default) == 3
+    assert knobs.adoption_cost(default, default) == 0
+    assert knobs.adoption_cost(default | {"precision": "bf16", "channels_last": True}, default) == 2
+    assert knobs.adoption_cost(default | {"precision": "fp16"}, default) == 2
+    assert knobs.adoption_cost(default | {"a_new_one": True, "precision": "fp16"}, default) == 3
 
 
 def test_described() -> None:

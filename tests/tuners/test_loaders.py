@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from advisor.tuners import host
 from advisor.tuners.act.pilot import loaders
 from advisor.tuners.act.pilot.loaders import Loaders
-from advisor.tuners.knobs import Loading
+from advisor.tuners.knobs import LoaderFacts
 
 
 class Numbered(Dataset[tuple[Tensor, int]]):
@@ -66,7 +66,7 @@ def fed(failures: list[Exception]) -> Iterator[Loaders]:
     assert DataLoader.__iter__.__module__ == DataLoader.__module__
 
 
-def looked_at(fed: Loaders, loader: DataLoader[Any]) -> Loading:
+def looked_at(fed: Loaders, loader: DataLoader[Any]) -> LoaderFacts:
     """After two batches of an epoch that a step was made with."""
     for number, _batch in enumerate(loader):
         if number:
@@ -147,7 +147,7 @@ def test_what_workers_raise_is_fetched_by_the_script(
 def test_a_worker_that_is_killed_is_missed_when_its_batch_is_due(
     fed: Loaders, failures: list[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loaders, "BATCH_S", 0.5)
+    monkeypatch.setattr(loaders, "BATCH_TIMEOUT_S", 0.5)
     data = Numbered()
 
     def fetch(number: int) -> None:
@@ -222,7 +222,7 @@ def test_evaluation_is_left_alone_and_a_loader_that_is_made_anew_is_known(fed: L
 
 def test_what_was_fetched_before_the_first_step_feeds_none(fed: Loaders) -> None:
     epoch(DataLoader(Numbered(), batch_size=3))
-    fed.look_anew()
+    fed.restart_observation()
     assert not fed.seen().room
 
 
@@ -255,15 +255,17 @@ def test_workers_fetch_as_far_ahead_as_is_told_and_fits(
 @pytest.mark.parametrize(
     ("loader", "expected"),
     [
-        (lambda: DataLoader(Numbered(), num_workers=1), Loading(workers=1, room=2)),
+        (lambda: DataLoader(Numbered(), num_workers=1), LoaderFacts(workers=1, room=2)),
         (
             lambda: DataLoader(Streamed()),
-            Loading(room=2, why="the loader: of an IterableDataset every worker would read all"),
+            LoaderFacts(
+                room=2, why="the loader: of an IterableDataset every worker would read all"
+            ),
         ),
     ],
 )
 def test_what_is_left_alone(
-    fed: Loaders, loader: Callable[[], DataLoader[Any]], expected: Loading
+    fed: Loaders, loader: Callable[[], DataLoader[Any]], expected: LoaderFacts
 ) -> None:
     one = loader()
     plain = [str(batch) for batch in one]
@@ -297,7 +299,7 @@ def test_workers_of_the_scripts_own_give_way_within_an_epoch_where_they_may(
         if number in (2, 4):
             taking.set({"num_workers": 2} if number == 2 else {})
 
-    assert looked_at(taking, loader) == Loading(workers=1, ahead=3, most=2, room=2)
+    assert looked_at(taking, loader) == LoaderFacts(workers=1, prefetch_factor=3, most=2, room=2)
     samples, workers = epoch(loader, at)
     assert sorted(itertools.chain(*samples)) == list(range(24)) and all(workers)
     assert seen[1] == 1 and seen[2] == 2 and seen[4] == 1
@@ -314,17 +316,19 @@ def test_whose_workers_stay_all_the_same(taking: Loaders) -> None:
     spawned: DataLoader[Any] = DataLoader(
         Numbered(), num_workers=1, multiprocessing_context="spawn"
     )
-    assert loaders._why_alone(spawned) == "the loader: its workers are not forked"
+    assert loaders._why_untouched(spawned) == "the loader: its workers are not forked"
     staying: DataLoader[Any] = DataLoader(Numbered(), num_workers=1, persistent_workers=True)
-    assert loaders._why_alone(staying) == "the loader: its workers stay from one epoch to the next"
+    assert (
+        loaders._why_untouched(staying) == "the loader: its workers stay from one epoch to the next"
+    )
 
 
 def test_advisors_own_workers_are_not_taken_over(
     taking: Loaders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[DataLoader[Any]] = []
-    plain = loaders._why_alone
-    monkeypatch.setattr(loaders, "_why_alone", lambda one: asked.append(one) or plain(one))
+    plain = loaders._why_untouched
+    monkeypatch.setattr(loaders, "_why_untouched", lambda one: asked.append(one) or plain(one))
     loader: DataLoader[Any] = DataLoader(Numbered(), batch_size=3, num_workers=1)
     for _epoch in range(2):
         assert all(epoch(loader)[1])
@@ -356,7 +360,7 @@ def test_it_may_be_asked_to_leave_loaders_alone(
 ) -> None:
     monkeypatch.setenv("ADVISOR_KEEP_LOADER", "1")
     why = "the loader: ADVISOR_KEEP_LOADER is set"
-    assert looked_at(fed, DataLoader(Numbered())) == Loading(room=2, why=why)
+    assert looked_at(fed, DataLoader(Numbered())) == LoaderFacts(room=2, why=why)
 
 
 def test_files_that_are_read_by_position(tmp_path: Path) -> None:
@@ -412,12 +416,12 @@ def test_what_workers_have_left_to_do_is_seen_though_batches_lie_ready(fed: Load
     data.fetch = fetch
     batches = iter(DataLoader(data, batch_size=1, num_workers=2, prefetch_factor=3))
     until(4)  # six were asked for, two are there
-    fed.begin_lap()
+    fed.begin_block()
     next(batches)
-    assert (fed.taken, fed.borrowed, unfinished()) == (1, 0.0, 5)  # one may be chance
+    assert (fed.taken, fed.drained_share, unfinished()) == (1, 0.0, 5)  # one may be chance
     next(batches)
-    assert (fed.taken, fed.borrowed, unfinished()) == (2, 0.5, 6)
+    assert (fed.taken, fed.drained_share, unfinished()) == (2, 0.5, 6)
     gate.set()
     until(0)
     assert sum(1 for _batch in batches) == 22
-    assert (fed.taken, fed.borrowed, unfinished()) == (24, 0.0, 0)
+    assert (fed.taken, fed.drained_share, unfinished()) == (24, 0.0, 0)

@@ -27,10 +27,10 @@ from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed, WorkerError
 from advisor.tuners import host
 from advisor.tuners.faults import failure
-from advisor.tuners.measure.loading import Feeding, costs, described, load
+from advisor.tuners.measure.loading import LoaderFeed, costs, described, load
 from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.measure.worker.parent import Worker
-from advisor.tuners.measure.worker.wire import DataFacts, Job
+from advisor.tuners.measure.worker.wire import DataFacts, WorkerJob
 from advisor.tuning import fed_by
 
 HEAD = """
@@ -235,7 +235,7 @@ import json, sys, torch
 from torch.utils.data import DataLoader, Dataset
 from advisor.tuners import host
 from advisor.tuners.faults import failure
-from advisor.tuners.measure.loading import Feeding
+from advisor.tuners.measure.loading import LoaderFeed
 from advisor.tuners.measure.worker.wire import DataFacts
 from advisor.tuning import fed_by
 
@@ -248,7 +248,7 @@ facts = DataFacts(
     name="d", batch_bytes=2**24, tensors=1, shared_out=True, held_open=()
 )
 workers, _by_name, said = fed_by(facts)
-feeding = Feeding(DataLoader(Large(), batch_size=4, num_workers=workers))
+feeding = LoaderFeed(DataLoader(Large(), batch_size=4, num_workers=workers))
 given = [len(next(feeding)) for _ in range(8)]
 feeding.close()
 try:
@@ -307,7 +307,7 @@ def loader(data: Dataset[Any], **given: Any) -> DataLoader[Any]:
 
 def fed(given: DataLoader[Any], batches: int = 20) -> int:
     """Take so many batches."""
-    feeding = Feeding(given)
+    feeding = LoaderFeed(given)
     try:
         return len([next(feeding) for _ in range(batches)])
     finally:
@@ -315,7 +315,7 @@ def fed(given: DataLoader[Any], batches: int = 20) -> int:
 
 
 def test_what_lies_ready_is_known_and_what_is_waited_for() -> None:
-    feeding = Feeding(loader(Slow(), num_workers=2, prefetch_factor=4))
+    feeding = LoaderFeed(loader(Slow(), num_workers=2, prefetch_factor=4))
     assert (feeding.settling, feeding.together) == (8, 2)
     for _ in range(8):
         next(feeding)
@@ -436,7 +436,7 @@ def worker(stuck: Path) -> Iterator[Worker]:
         make_dataset = lambda: Stuck(100_000)
         """,
     )
-    with Worker(Job(task=made, device="cpu", seed=0), deadline_s=30.0) as found:
+    with Worker(WorkerJob(task=made, device="cpu", seed=0), deadline_s=30.0) as found:
         yield found
 
 
@@ -510,7 +510,7 @@ def test_data_that_ends_its_process_or_hangs_is_refused(tmp_path: Path) -> None:
             os._exit(3)
         """,
     )
-    with Worker(Job(task=made, device="cpu", seed=0), deadline_s=30.0) as worker:
+    with Worker(WorkerJob(task=made, device="cpu", seed=0), deadline_s=30.0) as worker:
         with pytest.raises(WorkerError, match=r"^data '.*data\.py': the worker process died"):
             worker.describe_data()
         hangs.touch()

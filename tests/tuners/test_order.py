@@ -212,7 +212,7 @@ def test_struck_values_are_left_out_of_all_that_follows() -> None:
     clock = Clock(99, now=place.now)
     baseline = Visitor(place, place.baseline, clock, lambda _config, _doing: None).begin()
     visits.add(baseline)
-    visits.struck |= {("precision", "bf16"), ("compile", "reduce-overhead")}
+    visits.ruled_out |= {("precision", "bf16"), ("compile", "reduce-overhead")}
     configs = [one.config for one in Recipe(ON_A_GPU, visits)]
     assert configs[0] == ON_A_GPU.default.replace(precision="tf32", channels_last=True)
     assert all(visits.allowed(config) for config in configs)

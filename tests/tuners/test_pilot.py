@@ -29,14 +29,20 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.hooks import Patch, Steps
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.pilot.crew import Crew, Trained, batch_of, inputs_of, period
-from advisor.tuners.act.pilot.orders import Lap, Order
+from advisor.tuners.act.pilot.loop_observer import (
+    LoopObserver,
+    TrainedModel,
+    batch_of,
+    inputs_of,
+    period,
+)
 from advisor.tuners.act.pilot.pilot import Pilot
-from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.act.pilot.switch import Switch, _taken_out, callable_module
-from advisor.tuners.act.pilot.trees import mapped
-from advisor.tuners.faults import of_config, plausible
-from advisor.tuners.knobs import BY_NAME, Loading, Script, Situation
+from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.act.pilot.switch import ConfigSwitch, _detach_regions, callable_module
+from advisor.tuners.act.pilot.trees import map_tensors
+from advisor.tuners.faults import is_config_error, may_be_config_error
+from advisor.tuners.knobs import BY_NAME, LoaderFacts, ScriptSettings, SearchContext
 from advisor.tuners.search.space import Space
 from tests.runs.forked import left_behind
 
@@ -64,9 +70,9 @@ class OnDevice(Tensor):
         return self.as_subclass(Tensor).clone()
 
 
-def switch_of(trained: Trained, *optimizers: torch.optim.Optimizer) -> Switch:
+def switch_of(trained: TrainedModel, *optimizers: torch.optim.Optimizer) -> ConfigSwitch:
     cpu = torch.device("cpu")
-    return Switch([trained], optimizers, OWN, cpu, lambda _given: None)
+    return ConfigSwitch([trained], optimizers, OWN, cpu, lambda _given: None)
 
 
 def stepped(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -78,13 +84,13 @@ def stepped(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
 
 
 @pytest.fixture
-def flown() -> tuple[Net, torch.optim.Optimizer, Switch]:
+def flown() -> tuple[Net, torch.optim.Optimizer, ConfigSwitch]:
     IN_FORCE.release()  # what tests of other files have left
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     stepped(net, optimizer)
-    trained = Trained(net, net, ())
+    trained = TrainedModel(net, net, ())
     return net, optimizer, switch_of(trained, optimizer)
 
 
@@ -113,7 +119,7 @@ def test_inputs_are_named_where_they_stand() -> None:
 
 
 def test_a_config_acts_and_leaves_nothing(
-    flown: tuple[Net, torch.optim.Optimizer, Switch],
+    flown: tuple[Net, torch.optim.Optimizer, ConfigSwitch],
 ) -> None:
     net, optimizer, switch = flown
     strides = [p.stride() for p in net.parameters()]
@@ -148,7 +154,7 @@ def test_a_checkpoint_is_as_the_scripts_own(
     optimizer = kind(net.parameters(), lr=0.1, **own)
     stepped(net, optimizer)
     plain = optimizer.state_dict()
-    switch = switch_of(Trained(net, net, ()), optimizer)
+    switch = switch_of(TrainedModel(net, net, ()), optimizer)
     switch.set(OWN.replace(fused_optimizer=True))
     stepped(net, optimizer)
     saved = optimizer.state_dict()
@@ -171,7 +177,7 @@ def test_a_step_on_the_device_is_saved_on_the_host() -> None:
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
     stepped(net, optimizer)
-    switch = switch_of(Trained(net, net, ()), optimizer)
+    switch = switch_of(TrainedModel(net, net, ()), optimizer)
     for kept in optimizer.state.values():
         kept["step"] = OnDevice(kept["step"])
     saved = optimizer.state_dict()["state"]
@@ -181,7 +187,7 @@ def test_a_step_on_the_device_is_saved_on_the_host() -> None:
 
 
 def test_a_group_that_came_later_is_saved_too(
-    flown: tuple[Net, torch.optim.Optimizer, Switch],
+    flown: tuple[Net, torch.optim.Optimizer, ConfigSwitch],
 ) -> None:
     _net, optimizer, switch = flown
     switch.set(OWN.replace(fused_optimizer=True))
@@ -191,7 +197,7 @@ def test_a_group_that_came_later_is_saved_too(
 
 
 def test_a_compilation_that_is_given_up_is_noticed(
-    flown: tuple[Net, torch.optim.Optimizer, Switch],
+    flown: tuple[Net, torch.optim.Optimizer, ConfigSwitch],
 ) -> None:
     _net, _optimizer, switch = flown
 
@@ -214,11 +220,11 @@ def test_a_compilation_that_is_given_up_is_noticed(
 
 
 def test_what_the_script_raises_is_its_own_and_the_advice_stays(
-    flown: tuple[Net, torch.optim.Optimizer, Switch],
+    flown: tuple[Net, torch.optim.Optimizer, ConfigSwitch],
 ) -> None:
     net, _optimizer, switch = flown
-    struck: list[Exception] = []
-    switch.set(OWN.replace(precision="bf16"), struck.append)
+    on_error: list[Exception] = []
+    switch.set(OWN.replace(precision="bf16"), on_error.append)
 
     def refuses(*_: object) -> None:
         raise ValueError("bad batch")
@@ -232,21 +238,21 @@ def test_what_the_script_raises_is_its_own_and_the_advice_stays(
     hook.remove()
     net(batch)
     assert net.dtypes[-1] == torch.bfloat16
-    assert not struck
+    assert not on_error
     switch.release()
 
 
 def test_a_checkpoint_that_stops_early_is_no_failure_of_the_advice(
-    flown: tuple[Net, torch.optim.Optimizer, Switch],
+    flown: tuple[Net, torch.optim.Optimizer, ConfigSwitch],
 ) -> None:
     """PyTorch raises in the second call, once it has what it needs."""
     net, _optimizer, switch = flown
-    struck: list[Exception] = []
-    switch.set(OWN.replace(precision="bf16"), struck.append)
+    on_error: list[Exception] = []
+    switch.set(OWN.replace(precision="bf16"), on_error.append)
     net.dtypes.clear()
     batch = torch.randn(4, 3, 8, 8)
     checkpoint(net, batch, use_reentrant=False).sum().backward()
-    assert not struck
+    assert not on_error
     assert net.dtypes == [torch.bfloat16]
     switch.release()
 
@@ -257,17 +263,17 @@ def test_what_a_config_may_be_why_of() -> None:
 
     compiling = torch._dynamo.exc.InternalTorchDynamoError("in the compiler")
     for exc in (compiling, torch.OutOfMemoryError("no memory left")):
-        assert of_config(exc)
-        assert plausible(exc)
+        assert is_config_error(exc)
+        assert may_be_config_error(exc)
     for exc in (RuntimeError("view size"), NotImplementedError("on this device")):
-        assert not of_config(exc)
-        assert plausible(exc)
+        assert not is_config_error(exc)
+        assert may_be_config_error(exc)
     for exc in (ValueError("bad batch"), Own("the same")):
-        assert not plausible(exc)
+        assert not may_be_config_error(exc)
 
 
 def test_evaluation_is_left_to_the_script(
-    flown: tuple[Net, torch.optim.Optimizer, Switch],
+    flown: tuple[Net, torch.optim.Optimizer, ConfigSwitch],
 ) -> None:
     net, _optimizer, switch = flown
     switch.set(OWN.replace(precision="bf16"))
@@ -291,7 +297,7 @@ def _pickled(net: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, _pickled])
 def test_copies_are_free_of_the_pilot(
-    flown: tuple[Net, torch.optim.Optimizer, Switch], copied: Callable[[nn.Module], nn.Module]
+    flown: tuple[Net, torch.optim.Optimizer, ConfigSwitch], copied: Callable[[nn.Module], nn.Module]
 ) -> None:
     net, _optimizer, switch = flown
     switch.set(OWN.replace(precision="bf16"))
@@ -330,7 +336,7 @@ def test_gradients_that_are_exchanged_are_the_models_own(hooked: bool) -> None:
     parallel = nn.parallel.DistributedDataParallel(net)
     if hooked:
         parallel.register_comm_hook(None, default_hooks.allreduce_hook)
-    switch = switch_of(Trained(parallel, net, ()))
+    switch = switch_of(TrainedModel(parallel, net, ()))
     batch = torch.randn(4, 3, 8, 8)
     for channels_last in (False, True, False):
         switch.set(OWN.replace(channels_last=channels_last))
@@ -365,9 +371,9 @@ def test_a_model_that_is_wrapped_already_is_prepared(hooked: bool) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize(("kept", "spends"), [(None, True), (False, False), (True, False)])
-def test_whether_gradients_outlive_a_step_is_seen(kept: bool | None, spends: bool) -> None:
-    net, crew = Net(), Crew()
+@pytest.mark.parametrize(("kept", "frees_gradients"), [(None, True), (False, False), (True, False)])
+def test_whether_gradients_outlive_a_step_is_seen(kept: bool | None, frees_gradients: bool) -> None:
+    net, observer = Net(), LoopObserver()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(3):
         loss = net(torch.randn(4, 3, 8, 8)).square().mean()
@@ -375,14 +381,14 @@ def test_whether_gradients_outlive_a_step_is_seen(kept: bool | None, spends: boo
             optimizer.zero_grad(set_to_none=kept is None)
         loss.backward()
         optimizer.step()
-        crew.saw_step(optimizer)
-    assert crew.spends == spends
+        observer.on_step(optimizer)
+    assert observer.frees_gradients == frees_gradients
 
 
 def test_the_loss_that_autocast_forbids_is_outside() -> None:
     net = nn.Sequential(nn.Linear(3, 1), nn.Sigmoid())
     optimizer = torch.optim.Adam(net.parameters())
-    switch = switch_of(Trained(net, net, ()), optimizer)
+    switch = switch_of(TrainedModel(net, net, ()), optimizer)
     switch.set(OWN.replace(precision="bf16"))
     loss = functional.binary_cross_entropy(net(torch.randn(4, 3)), torch.ones(4, 1))
     loss.backward()
@@ -436,7 +442,7 @@ def test_what_a_model_returns_is_as_it_always_was(kind: type[Any]) -> None:
 
     net = Returning()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    switch = switch_of(Trained(net, net, ()), optimizer)
+    switch = switch_of(TrainedModel(net, net, ()), optimizer)
     switch.set(OWN.replace(precision="bf16", channels_last=True))
     found = net(torch.randn(4, 3, 8, 8))
     assert type(found) is kind
@@ -447,13 +453,13 @@ def test_what_a_model_returns_is_as_it_always_was(kind: type[Any]) -> None:
 
 def test_an_object_without_half_precision_in_it_is_the_models_own() -> None:
     given = {"a": Loose(torch.ones(1), {}), "kind": Loose, "net": nn.Linear(1, 1)}
-    found = mapped(lambda tensor: tensor, given)
+    found = map_tensors(lambda tensor: tensor, given)
     assert all(found[name] is one for name, one in given.items())
 
 
 @torch._dynamo.config.patch(recompile_limit=9)
 def test_the_limit_of_recompilations_is_the_scripts_own_again(
-    flown: tuple[Net, torch.optim.Optimizer, Switch],
+    flown: tuple[Net, torch.optim.Optimizer, ConfigSwitch],
 ) -> None:
     _net, _optimizer, switch = flown
     switch.set(OWN.replace(compile="default"))
@@ -505,7 +511,7 @@ def test_repeated_blocks_are_compiled_for_training_alone(
     recomputes: bool, compiled_eagerly: None
 ) -> None:
     net = Repeating(recomputes=recomputes)
-    switch = switch_of(Trained(net, net, ()), torch.optim.SGD(net.parameters(), lr=0.1))
+    switch = switch_of(TrainedModel(net, net, ()), torch.optim.SGD(net.parameters(), lr=0.1))
     x = torch.randn(3, 8)
     for _ in range(2):
         switch.set(OWN.replace(compile="blocks"))
@@ -530,14 +536,14 @@ def test_repeated_blocks_are_compiled_for_training_alone(
 @looks_for_gradients
 def test_where_compiled_blocks_fail_they_are_called_as_they_are(compiled_eagerly: None) -> None:
     net = Repeating()
-    switch = switch_of(Trained(net, net, ()), torch.optim.SGD(net.parameters(), lr=0.1))
-    struck: list[Exception] = []
+    switch = switch_of(TrainedModel(net, net, ()), torch.optim.SGD(net.parameters(), lr=0.1))
+    on_error: list[Exception] = []
     x = torch.randn(3, 8)
-    switch.set(OWN.replace(compile="blocks"), struck.append)
+    switch.set(OWN.replace(compile="blocks"), on_error.append)
     net.fails = True
     with pytest.raises(ValueError, match="bad batch"):  # the script's own: the advice stays
         net(x)
-    assert net.ran == ["plainly"] * 4 and not struck
+    assert net.ran == ["plainly"] * 4 and not on_error
     net.fails = False
     net.ran.clear()
     net(x)
@@ -548,12 +554,12 @@ def test_where_compiled_blocks_fail_they_are_called_as_they_are(compiled_eagerly
 
     for block in net.blocks:
         hooks.through(block, breaks)
-    switch.calls[0].parts = _taken_out(net)
+    switch.calls[0].regions = _detach_regions(net)
     switch.calls[0].put(True)
     net(x)
     assert net.ran == ["plainly"] * 4
-    assert [str(one) for one in struck] == ["a wrong kernel"]
-    switch.give_up()
+    assert [str(one) for one in on_error] == ["a wrong kernel"]
+    switch.drop_config()
     net.ran.clear()
     net(x)
     assert net.ran == ["plainly"] * 4
@@ -568,20 +574,20 @@ def test_blocks_that_a_script_repeats_are_seen(kind: type[nn.Module]) -> None:
     assert space_of(one).offers("compile", "blocks") is (kind is Repeating)
 
 
-def seen(net: nn.Module, *optimizers: torch.optim.Optimizer) -> Seen:
+def seen(net: nn.Module, *optimizers: torch.optim.Optimizer) -> ScriptFacts:
     """Of a script that made four steps."""
-    crew = Crew()
+    observer = LoopObserver()
     for _ in range(4):
         net(x := torch.randn(4, 3, 8, 8)).sum().backward()
-        crew.saw_call(net, (x,), {})
+        observer.on_call(net, (x,), {})
         for optimizer in optimizers:
-            crew.saw_step(optimizer)
-    return Seen.of(crew, Loading())
+            observer.on_step(optimizer)
+    return ScriptFacts.of(observer, LoaderFacts())
 
 
-def space_of(one: Seen) -> Space:
+def space_of(one: ScriptFacts) -> Space:
     return Space.of(
-        Situation(
+        SearchContext(
             device="cuda",
             capability=(9, 0),
             batches=(4,),
@@ -620,12 +626,12 @@ def test_a_job_of_replicas_is_told_what_is_tuned_whole() -> None:
     net = Net()
     wrapped = nn.DataParallel(net)
     wrapped.device_ids = [0, 1]
-    crew = Crew()
-    crew.called[wrapped] = Trained(wrapped, net, ())
+    observer = LoopObserver()
+    observer.called[wrapped] = TrainedModel(wrapped, net, ())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(4):
-        crew.saw_step(optimizer)
-    one = Seen.of(crew, Loading())
+        observer.on_step(optimizer)
+    one = ScriptFacts.of(observer, LoaderFacts())
     (line,) = one.lines()
     assert line.endswith("under torchrun and DistributedDataParallel is faster, and tuned whole")
     assert {"channels_last", "compile", "fused_optimizer"} <= set(one.kept)
@@ -642,13 +648,13 @@ def test_inputs_of_many_lengths_are_one_job_however_long_the_first_is() -> None:
     net = nn.Embedding(9, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
-    def of(*lengths: int) -> Seen:
-        crew = Crew()
+    def of(*lengths: int) -> ScriptFacts:
+        observer = LoopObserver()
         for length in lengths:
             x = torch.zeros(4, length, dtype=torch.int64)
-            crew.saw_call(net, (x,), {"mask": x > 0})
-            crew.saw_step(optimizer)
-        return Seen.of(crew, Loading())
+            observer.on_call(net, (x,), {"mask": x > 0})
+            observer.on_step(optimizer)
+        return ScriptFacts.of(observer, LoaderFacts())
 
     one, other, fixed = of(5, 5, 7, 5), of(8, 6, 6, 6), of(5, 5, 5, 5)
     assert (one.shape, one.others, one.varies) == (other.shape, other.others, True)
@@ -660,11 +666,11 @@ def test_inputs_of_many_lengths_are_one_job_however_long_the_first_is() -> None:
 def test_a_script_with_half_weights_keeps_them() -> None:
     own = BY_NAME["precision"].script
     assert own is not None
-    found = own(Script(weights=[torch.zeros(1, dtype=torch.bfloat16)]))
+    found = own(ScriptSettings(weights=[torch.zeros(1, dtype=torch.bfloat16)]))
     assert found is not None
-    assert (found.value, found.stays) == ("bf16", True)
-    assert own(Script(weights=[torch.zeros(1)])) is None
-    found = own(Script(weights=[torch.zeros(1)], autocast=torch.float16))
+    assert (found.value, found.locked) == ("bf16", True)
+    assert own(ScriptSettings(weights=[torch.zeros(1)])) is None
+    found = own(ScriptSettings(weights=[torch.zeros(1)], autocast=torch.float16))
     assert found is not None
     assert found.value == "fp16"
 
@@ -716,16 +722,16 @@ class Refusing:
         self.asked += 1
         return False
 
-    def begin(self, seen: Seen) -> Order:
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
         raise AssertionError("it does not take over")
 
-    def next(self, lap: Lap) -> Order:
+    def next(self, result: BlockResult) -> BlockRequest:
         raise AssertionError("it does not take over")
 
     def failed(self, exc: BaseException) -> None:
         raise AssertionError("nothing fails") from exc
 
-    gave_up = failed
+    config_dropped = failed
 
 
 class Told(Refusing):
@@ -756,29 +762,29 @@ class Blocks(nn.Module):
 def test_what_is_called_within_is_no_model_of_its_own(reentrant: bool) -> None:
     """Nor is what a checkpoint calls again in backward, or what comes after a call that raises."""
     net = Blocks(reentrant)
-    crew = Crew()
-    calls = hooks.Calls(crew.saw_call, crew.saw_within)
+    observer = LoopObserver()
+    calls = hooks.Calls(observer.on_call, observer.on_autocast)
     for _ in range(2):
         with pytest.raises(StopIteration):
             net(x=torch.ones(2, 4), stops=True)
         net(x=torch.ones(2, 4, requires_grad=True)).sum().backward()
     calls.remove()
-    (seen,) = crew.called.values()
+    (seen,) = observer.called.values()
     assert seen.outer is net
     assert seen.samples == 4
     assert [one.name for one in seen.inputs] == ["x"]
 
 
 def test_the_autocast_of_a_compiled_model_is_seen_and_no_hook_is_warned_of() -> None:
-    net, crew = nn.Sequential(nn.Linear(4, 2)), Crew()
+    net, observer = nn.Sequential(nn.Linear(4, 2)), LoopObserver()
     model = torch.compile(net, backend="eager")
-    calls = hooks.Calls(crew.saw_call, crew.saw_within)
+    calls = hooks.Calls(observer.on_call, observer.on_autocast)
     with warnings.catch_warnings(record=True) as warned:
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
                 model(torch.ones(2, 4))
     calls.remove()
-    assert crew.autocast == torch.bfloat16
+    assert observer.autocast == torch.bfloat16
     assert not [one for one in warned if "global hooks" in str(one.message)]
 
 
@@ -840,22 +846,22 @@ class Lapping(Refusing):
 
     def __init__(self) -> None:
         self.done = ""
-        self.laps: list[str] = []
+        self.results: list[str] = []
 
     def takes_over(self) -> bool:
         return True
 
-    def begin(self, seen: Seen) -> Order:
-        return Order(config=OWN, own=OWN, steps=5)
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
+        return BlockRequest(config=OWN, own=OWN, steps=5)
 
-    def next(self, lap: Lap) -> Order:
-        *_, last = (n for n in range(len(self.done)) if self.done[n:].count("s") > lap.steps)
-        self.laps.append(self.done[last + 1 :])
-        return Order(config=OWN, own=OWN, steps=5)
+    def next(self, result: BlockResult) -> BlockRequest:
+        *_, last = (n for n in range(len(self.done)) if self.done[n:].count("s") > result.steps)
+        self.results.append(self.done[last + 1 :])
+        return BlockRequest(config=OWN, own=OWN, steps=5)
 
 
-@pytest.mark.parametrize(("every", "lap"), [(100, "sssss"), (7, "sssss"), (3, "ssesss")])
-def test_an_evaluation_is_no_part_of_a_lap(every: int, lap: str) -> None:
+@pytest.mark.parametrize(("every", "result"), [(100, "sssss"), (7, "sssss"), (3, "ssesss")])
+def test_an_evaluation_is_no_part_of_a_lap(every: int, result: str) -> None:
     """But for a script that evaluates all the time."""
     net, guide = Net(), Lapping()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -868,7 +874,7 @@ def test_an_evaluation_is_no_part_of_a_lap(every: int, lap: str) -> None:
         guide.done += "s"
         stepped(net, optimizer)
     pilot.release()
-    assert len(guide.laps) > 3 and set(guide.laps) == {lap}
+    assert len(guide.results) > 3 and set(guide.results) == {result}
 
 
 class Failing:
@@ -898,17 +904,17 @@ def test_a_step_that_fails_under_a_config_is_made_without_it(
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         groups = [{"params": list(part.parameters())} for part in net]
         optimizer = kind(groups, lr=0.1)  # type: ignore[call-arg]
-        struck: list[Exception] = []
-        switch = switch_of(Trained(net, net), optimizer)
+        on_error: list[Exception] = []
+        switch = switch_of(TrainedModel(net, net), optimizer)
         for step in range(3):
             optimizer.zero_grad()
             net(torch.ones(4, 3)).square().sum().backward()
             if step == 1 and fused:
-                switch.set(OWN.replace(fused_optimizer=True), struck.append)
+                switch.set(OWN.replace(fused_optimizer=True), on_error.append)
                 with monkeypatch.context() as patch:
                     Failing(patch, kernel, works)
                     optimizer.step()
-                assert [str(one) for one in struck] == ["no such kernel"]
+                assert [str(one) for one in on_error] == ["no such kernel"]
                 assert not optimizer.param_groups[0]["fused"]
             else:
                 optimizer.step()
@@ -923,13 +929,13 @@ def test_a_step_that_fails_under_a_config_is_made_without_it(
 def test_sparse_gradients_have_no_fused_kernels() -> None:
     net = nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    crew = Crew()
+    observer = LoopObserver()
     for _ in range(4):
         net(x := torch.zeros(4, dtype=torch.int64)).sum().backward()
-        crew.saw_call(net, (x,), {})
-        crew.saw_step(optimizer)
-    assert space_of(Seen.of(crew, Loading())).choices["fused_optimizer"] == (False,)
-    switch = switch_of(Trained(net, net), optimizer)
+        observer.on_call(net, (x,), {})
+        observer.on_step(optimizer)
+    assert space_of(ScriptFacts.of(observer, LoaderFacts())).choices["fused_optimizer"] == (False,)
+    switch = switch_of(TrainedModel(net, net), optimizer)
     switch.set(OWN.replace(fused_optimizer=True))
     optimizer.step()
     assert not optimizer.param_groups[0]["fused"]
@@ -939,7 +945,7 @@ def test_sparse_gradients_have_no_fused_kernels() -> None:
 def test_a_scheduler_that_comes_while_a_step_is_protected_works() -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    switch = switch_of(Trained(net, net), optimizer)
+    switch = switch_of(TrainedModel(net, net), optimizer)
     switch.set(OWN.replace(fused_optimizer=True))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     stepped(net, optimizer)
@@ -980,7 +986,7 @@ def test_weights_keep_an_address_for_each_layout() -> None:
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
     stepped(net, optimizer)
-    switch = switch_of(Trained(net, net), optimizer)
+    switch = switch_of(TrainedModel(net, net), optimizer)
 
     def addresses() -> list[int]:
         state = optimizer.state[net.conv.weight]
@@ -1013,29 +1019,29 @@ def test_weights_keep_an_address_for_each_layout() -> None:
 def test_the_step_of_a_critic_waits_for_its_generator() -> None:
     critic, generator = nn.Linear(2, 1), nn.Linear(2, 2)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (critic, generator)]
-    crew = Crew()
+    observer = LoopObserver()
     found = []
     for step in range(12):
         noise = torch.zeros(3, 2)
-        crew.saw_call(generator, (noise,), {})
-        crew.saw_call(critic, (noise,), {})
-        crew.saw_step(optimizers[step % 6 == 5])
-        found.append(crew.period())
+        observer.on_call(generator, (noise,), {})
+        observer.on_call(critic, (noise,), {})
+        observer.on_step(optimizers[step % 6 == 5])
+        found.append(observer.period())
     assert found == [0] * 11 + [6]
     later = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    assert [crew.kind(one) for one in (later, optimizers[1])] == ["like", "ours"]
+    assert [observer.kind(one) for one in (later, optimizers[1])] == ["similar", "known"]
 
 
 def test_an_optimizer_that_comes_later_has_the_script_looked_at_anew() -> None:
     one, other = nn.Linear(2, 1), nn.Linear(2, 1)
     first = torch.optim.SGD(one.parameters(), lr=0.1)
-    crew = Crew()
+    observer = LoopObserver()
     for _ in range(4):
         for net in (one, other):
-            crew.saw_call(net, (torch.zeros(3, 2),), {})
-        crew.saw_step(first)
-    assert crew.period() == 1
-    assert crew.kind(torch.optim.SGD(other.parameters(), lr=0.1)) == "joins"
+            observer.on_call(net, (torch.zeros(3, 2),), {})
+        observer.on_step(first)
+    assert observer.period() == 1
+    assert observer.kind(torch.optim.SGD(other.parameters(), lr=0.1)) == "new"
 
 
 @pytest.mark.parametrize(
@@ -1052,7 +1058,7 @@ def test_an_optimizer_that_comes_later_has_the_script_looked_at_anew() -> None:
 )
 def test_the_batch_is_the_most_frequent_one(samples: list[int], period: int, expected: int) -> None:
     net = nn.Linear(2, 1)
-    assert Trained(net, net, steps=samples).batch(period) == expected
+    assert TrainedModel(net, net, steps=samples).batch(period) == expected
 
 
 def test_a_list_of_images_is_one_input() -> None:

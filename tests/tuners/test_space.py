@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 
 from advisor.cache.config import Config
-from advisor.tuners.knobs import Situation
+from advisor.tuners.knobs import SearchContext
 from advisor.tuners.search.space import Space, ladder
 
 
 def on_cuda(**more: Any) -> Space:
     given = {"capability": (9, 0), "compiles": True, "batches": (32, 64), **more}
-    return Space.of(Situation(device="cuda", **given))
+    return Space.of(SearchContext(device="cuda", **given))
 
 
 def test_of_a_gpu() -> None:
     space = on_cuda()
     assert space.inputs == {}
     assert "pin_memory" not in space.choices and "threads" not in space.choices
-    assert space.dear == ("compile",)
+    assert space.expensive == ("compile",)
     assert (space.batch, space.batches) == (32, (32, 64))
     assert space.is_choice
     assert space.uses == ("capture", "loop", "pilot", "flags")
@@ -29,7 +29,7 @@ def test_of_a_gpu() -> None:
 
 
 def test_of_a_cpu() -> None:
-    space = Space.of(Situation(device="cpu", batches=(8,), convolves=False, training=False))
+    space = Space.of(SearchContext(device="cpu", batches=(8,), convolves=False, training=False))
     assert space.default == Config(
         batch_size=8, cudnn_deterministic=False, precision="default", threads=1
     )
@@ -74,7 +74,7 @@ def test_what_it_holds() -> None:
     space = small()
     assert set(space.choices) == {"fused_optimizer", "precision", "batch_size", "compile"}
     assert space.inputs == {} and space.default_input == Config()
-    assert space.dear == ("compile",)
+    assert space.expensive == ("compile",)
     assert space.holds(space.default)
     assert not space.holds(space.default.without("precision"))
     assert not space.holds(space.default.replace(more=1))
@@ -99,7 +99,7 @@ def test_all_of_them() -> None:
     # Five of six go together: a fused optimizer and fp16 do not.
     assert len(every) == len(set(every)) == 10
     assert all(config.batch == 8 for config in every)
-    assert sum(map(space.is_dear, every)) == 5
+    assert sum(map(space.is_expensive, every)) == 5
 
 
 def test_what_is_nearest() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from advisor.cache.config import Config
-from advisor.tuners.act.pilot.crew import Trained
-from advisor.tuners.act.pilot.switch import Switch
+from advisor.tuners.act.pilot.loop_observer import TrainedModel
+from advisor.tuners.act.pilot.switch import ConfigSwitch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -21,11 +21,11 @@ REPLAYED = OWN.replace(compile="reduce-overhead")
 LAID_OUT = REPLAYED.replace(precision="bf16", channels_last=True)
 
 
-def switch_of(*pairs: tuple[nn.Module, torch.optim.Optimizer]) -> Switch:
-    trained = [Trained(net, net) for net, _optimizer in pairs]
+def switch_of(*pairs: tuple[nn.Module, torch.optim.Optimizer]) -> ConfigSwitch:
+    trained = [TrainedModel(net, net) for net, _optimizer in pairs]
     optimizers = [optimizer for _net, optimizer in pairs]
     device = torch.device("cuda", 0)
-    return Switch(trained, optimizers, OWN, device, lambda _given: None)
+    return ConfigSwitch(trained, optimizers, OWN, device, lambda _given: None)
 
 
 def recorded() -> list[Any]:
@@ -54,7 +54,7 @@ def test_graphs_outlast_a_switch_and_go_where_they_are_forgotten() -> None:
             optimizer.zero_grad()
             net(x).square().mean().backward()
             optimizer.step()
-            switch.began()
+            switch.begin_step()
             switch.spent()
 
     for config in (OWN, REPLAYED, LAID_OUT, OWN):
@@ -92,7 +92,7 @@ def test_a_generator_that_is_called_between_steps() -> None:
         generator.zero_grad()
         critic(fake).mean().backward()
         makes.step()
-        switch.began()
+        switch.begin_step()
         switch.spent()
         if number % 4 == 0:
             with torch.no_grad():

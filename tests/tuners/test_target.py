@@ -414,7 +414,7 @@ class TestSource:
             (b"x = '\xff'\n", "SyntaxError"),
             (b"x = " + b"(" * 5000 + b"\n", "Error"),
             (b"class Net:\n    x = 1" + b" + 1" * 50_000 + b"\n", "Error"),
-            (b"#" * (source.MOST_BYTES + 1), f"larger than {source.MOST_BYTES} bytes"),
+            (b"#" * (source.MAX_SOURCE_BYTES + 1), f"larger than {source.MAX_SOURCE_BYTES} bytes"),
         ],
     )
     def test_what_cannot_be_read_is_said(self, tmp_path: Path, data: bytes, says: str) -> None:

@@ -408,9 +408,9 @@ def test_a_comparison_is_kept_for_every_loader_of_its_code() -> None:
     found = tuned(place, of, 200.0)
     compared = [trial.config for trial in found.trials if trial.stage == NUMERICS]
     assert len({knobs.workers(config) for config in compared}) > 1
-    codes = {config.without(*knobs.FEEDS) for config in compared}
+    codes = {config.without(*knobs.INPUT_PIPELINE) for config in compared}
     visited = {trial.config for trial in found.trials if trial.stage != NUMERICS}
-    assert {one for one in visited if one.without(*knobs.FEEDS) in codes} <= set(compared)
+    assert {one for one in visited if one.without(*knobs.INPUT_PIPELINE) in codes} <= set(compared)
     assert len(place.compared) == len(codes)
 
 

@@ -163,7 +163,7 @@ class Queued:
         began = self.time
         waited_s = self._steps(step_s, steps)
         seconds = self.time - began
-        return Block(steps=steps, samples=steps, seconds=seconds, waited_s=waited_s, ahead=16)
+        return Block(steps=steps, samples=steps, seconds=seconds, waited_s=waited_s, prefetched=16)
 
     def _steps(self, step_s: float, steps: int) -> float:
         """The seconds that they wait for batches."""
@@ -185,7 +185,7 @@ def test_batches_that_lie_ready_make_no_config_faster() -> None:
 
 
 def test_a_rate_never_is_nothing() -> None:
-    block = Block(steps=4, samples=64, seconds=1.0, waited_s=1.0, borrowed=1.0)
+    block = Block(steps=4, samples=64, seconds=1.0, waited_s=1.0, drained_share=1.0)
     assert block.rate > 0 and math.isfinite(block.fed_rate)
 
 

@@ -20,7 +20,7 @@ from advisor.tuners.search.ratio import Noise
 from advisor.tuners.search.space import Space
 
 
-class Judged(race.Found):
+class Judged(race.SearchResult):
     """With its winners by use."""
 
     def winner(self, use: str, *, free: bool = False) -> Choice:

@@ -24,7 +24,7 @@ from advisor.tuners.measure.place import Block, ConfigFailed
 from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import describe
 from advisor.tuners.measure.worker.parent import Worker
-from advisor.tuners.measure.worker.wire import CHANGED, Job
+from advisor.tuners.measure.worker.wire import CHANGED, WorkerJob
 from tests.runs.forked import FORKS
 
 MEAN = """
@@ -86,13 +86,13 @@ class Net(nn.Module):
 """
 
 
-def job(path: Path, **changes: Any) -> Job:
+def job(path: Path, **changes: Any) -> WorkerJob:
     """A job of a batch of 4 vectors of 3 on the CPU, but for these fields of its task."""
     batch, shape = changes.pop("batch", 4), changes.pop("shape", (3,))
     shapes = changes.pop("mix", [(batch, *shape)])
     device, seed = changes.pop("device", "cpu"), changes.pop("seed", 0)
     task = Task.of(str(path), {"shape": shapes, "vocab": 10, **changes})
-    return Job(task=task, device=device, seed=seed)
+    return WorkerJob(task=task, device=device, seed=seed)
 
 
 def config(batch: int) -> Config:
@@ -441,7 +441,7 @@ def test_a_control_groups_limit(
         path = tmp_path / "groups" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
-    machine = int(host.SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    machine = int(host.USABLE_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     found = host.memory_limit(tmp_path / "groups", tmp_path / "self")
     assert found == (machine if limit is None else limit)
 

@@ -36,7 +36,7 @@ class Acting:
         # What is the script's own and off, which is measured and never advised:
         undone = [(k, default[k.name]) for k, v in rows if k.name in default and v == k.default]
         self.undoes_autocast = any(own in k.autocast for k, own in undone)
-        self.undoes_compile = any(k.dear and own != k.default for k, own in undone)
+        self.undoes_compile = any(k.compile_s and own != k.default for k, own in undone)
         self.any_size = any(k.name == "dynamic_shapes" and value for k, value in rows)
 
     def optimizer(self) -> dict[str, Any]:

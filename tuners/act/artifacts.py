@@ -75,7 +75,6 @@ def have_stable_keys() -> None:
 
 
 def have_own_keys() -> None:
-    """Undo `have_stable_keys`."""
     global _stable_keys
     if _stable_keys is not None:
         _stable_keys.remove()

@@ -22,7 +22,6 @@ def graphs_compiled() -> int:
 
 
 def fallbacks() -> int:
-    """Functions that torch.compile gave up at its limit of compilations, which it only logs."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     given_up = dynamo.counters["unimplemented"] if dynamo is not None else {}
     return sum(n for why, n in given_up.items() if why.startswith("Dynamo recompile limit"))
@@ -45,7 +44,6 @@ class RecompileLimit:
         self._own: int | None = None
 
     def raise_it(self) -> None:
-        """Raise the limit, once."""
         if self._own is None:
             self._own = torch._dynamo.config.recompile_limit
             torch._dynamo.config.recompile_limit = max(_RECOMPILATIONS, self._own)

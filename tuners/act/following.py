@@ -63,8 +63,6 @@ def _needs(knob: Knob, value: Value) -> set[Piece]:
 
 @dataclass(slots=True, eq=False)
 class Following:
-    """How far a script follows its advice."""
-
     advised: tuple[tuple[Knob, Value], ...]  # rows that differ from torch's own
     served: Served
     used: set[Piece] = field(default_factory=set)  # which the script adds to, at every step
@@ -77,7 +75,6 @@ class Following:
     piloted: str = ""  # what a pilot has put in force in its place
 
     def missing(self, knob: Knob, value: Value) -> list[Piece]:
-        """The pieces that a knob's value waits for."""
         if knob.name in self.kept:
             return []
         needs = _needs(knob, value)
@@ -128,7 +125,6 @@ class Following:
         return f"{now}; {times(whole)}{stale} {once}{served.doubt}{unsigned}"
 
     def lines(self) -> list[str]:
-        """All of it, for a person."""
         found = [self.reason()]
         if self.piloted:
             return found

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from advisor.tuners.act.compiled import one_size
 from advisor.tuners.act.hooks import recomputes
-from advisor.tuners.decisions import FREQUENT, LEAST_STEPS
+from advisor.tuners.decisions import FREQUENT, MIN_OBSERVED_STEPS
 
 Signature = tuple[Any, ...]
 
@@ -68,8 +68,6 @@ def _describe(value: Any, found: list[Any]) -> None:
 
 
 class Signatures:
-    """Counts the signatures of calls."""
-
     def __init__(self, counts: Mapping[Signature, int] | None = None) -> None:
         self._counts = Counter(counts)
         self.calls = self._counts.total()
@@ -152,7 +150,7 @@ class Gate:
 
     def _admits(self, one: Signature, gradients: bool) -> bool:
         self._calls += 1
-        frequent = self._refused.add(one) >= max(LEAST_STEPS, FREQUENT * self._calls)
+        frequent = self._refused.add(one) >= max(MIN_OBSERVED_STEPS, FREQUENT * self._calls)
         if one in self._wanted or frequent or gradients not in self._begun:
             self._admitted.add(one)
             self._begun.add(gradients)

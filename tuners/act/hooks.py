@@ -173,7 +173,6 @@ def recomputes() -> bool:
 
 
 def through(model: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Call a module through something else; None: by itself."""
     if call is None:
         vars(model).pop("_compiled_call_impl", None)
     else:

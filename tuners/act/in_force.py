@@ -28,7 +28,6 @@ class InForce:
         self._put: dict[str, _Put] = {}
 
     def put(self, flags: Config) -> None:
-        """Set each of these flags; others stay as they are."""
         for name, value in flags.items():
             flag = BY_NAME[name].flag
             assert flag is not None

@@ -22,8 +22,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, _utils, 
 
 from advisor.cache.task import DTYPES, Task
 from advisor.errors import TargetError, TargetFailed
-from advisor.tuners import host, room
-from advisor.tuners.measure.worker.wire import Cost, Costs, DataFacts
+from advisor.tuners import host, worker_limits
+from advisor.tuners.measure.worker.wire import DataFacts, SampleCost, SampleCosts
 from advisor.tuners.target import Spec, failed, imported, parse
 
 _LOOKED_AT = 2  # batches whose shapes must be the task's
@@ -248,7 +248,7 @@ def _asks_its_worker(data: Data) -> bool:
     return info.read
 
 
-class Feeding(Iterator[Any]):
+class LoaderFeed(Iterator[Any]):
     """The batches of a loader, one epoch after the other, until `close`. Time whole rounds of
     `together` batches, one of each worker, once `settling` have come: workers begin with nothing,
     and have batches ready once they have outrun a step."""
@@ -256,7 +256,7 @@ class Feeding(Iterator[Any]):
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self.together = max(1, loader.num_workers)
-        self.settling = self.together * (loader.prefetch_factor or room.AHEAD)
+        self.settling = self.together * (loader.prefetch_factor or worker_limits.PREFETCH_FACTOR)
         self.waited_s = 0.0  # for batches
         self._epoch: Any = None
 
@@ -280,7 +280,7 @@ class Feeding(Iterator[Any]):
             epoch._shutdown_workers()
 
 
-def costs(data: Data, batch: int, seconds: float) -> Costs:
+def costs(data: Data, batch: int, seconds: float) -> SampleCosts:
     """What a sample costs a worker, by what `__getitem__` (or `__iter__`) calls, its own code, and
     the collate function. cProfile slows small functions: it gives shares, a run without it time."""
     inner, threads = data.collate or default_collate, torch.get_num_threads()
@@ -302,7 +302,7 @@ def costs(data: Data, batch: int, seconds: float) -> Costs:
         torch.set_num_threads(threads)
     whole_s, order = sum(spent.values()), [*made]
     parts = (
-        Cost(
+        SampleCost(
             part=part,
             file=file,
             seconds=sample_s * took_s / whole_s,
@@ -311,7 +311,7 @@ def costs(data: Data, batch: int, seconds: float) -> Costs:
         )
         for (part, file), took_s in sorted(spent.items(), key=lambda one: -one[1])
     )
-    return Costs(parts=tuple(parts), samples=data.samples)
+    return SampleCosts(parts=tuple(parts), samples=data.samples)
 
 
 def _batch_s(loader: DataLoader[Any], seconds: float) -> float:

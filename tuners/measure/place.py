@@ -10,7 +10,7 @@ from advisor.cache.config import Config
 from advisor.tuners.decisions import GAIN
 
 UNVERIFIED = "unverified"  # what a comparison is that could not tell
-LEAST = 1e-3  # share of a block's samples, or time, that counts at least: rates have logarithms
+MIN_SHARE = 1e-3  # share of a block's samples, or time, that counts at least: rates have logarithms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +25,13 @@ class Block:
     gpu_s: float = 0.0  # of `seconds`, by the device's clock; 0 if that is not known
     peak_bytes: int = 0  # of device memory since the config was switched to
     compiled: int = 0  # graphs that torch.compile made within the timed steps
-    borrowed: float = 0.0  # share of batches that were ready, and that workers did not replace
-    ahead: int = 0  # batches that the loader's workers may have ready
+    drained_share: float = 0.0  # share of batches that were ready, and that workers did not replace
+    prefetched: int = 0  # batches that the loader's workers may have ready
 
     @property
     def outruns_loader(self) -> bool:
         """Whether its steps take batches faster than the loader makes them."""
-        return self.borrowed > 0 or self.waited_s > (GAIN - 1) * self.seconds
+        return self.drained_share > 0 or self.waited_s > (GAIN - 1) * self.seconds
 
     @property
     def step_s(self) -> float:
@@ -40,12 +40,12 @@ class Block:
     @property
     def rate(self) -> float:
         """Sustained samples per second: without borrowed batches."""
-        return self.samples * max(1 - self.borrowed, LEAST) / self.seconds
+        return self.samples * max(1 - self.drained_share, MIN_SHARE) / self.seconds
 
     @property
     def fed_rate(self) -> float:
         """Samples per second if no step had waited for its data."""
-        return self.samples / max(self.seconds - self.waited_s, LEAST * self.seconds)
+        return self.samples / max(self.seconds - self.waited_s, MIN_SHARE * self.seconds)
 
 
 @dataclass(frozen=True, slots=True)

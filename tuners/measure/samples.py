@@ -21,7 +21,7 @@ NUDGE, COARSE = 8 * torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).
 # The first seed of fp32's own draws: along the mean of the same masks a mean would seem too large.
 OWN_SEEDS = 1_000_003
 TINY = 1e-30  # instead of 0 in a denominator
-_MOST = 2**16 + 1  # elements of a tensor that are compared, evenly spaced
+_MAX_ELEMENTS = 2**16 + 1  # elements of a tensor that are compared, evenly spaced
 
 
 class Overflow(Exception):
@@ -85,7 +85,7 @@ def part_of(tensor: Tensor) -> Tensor:
     """A tensor's elements that are compared, in logical order whatever the memory format."""
     dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
     # Odd, so that it does not meet the same column of every row.
-    stride = math.ceil(dense.numel() / _MOST) | 1 if dense.numel() > _MOST else 1
+    stride = math.ceil(dense.numel() / _MAX_ELEMENTS) | 1 if dense.numel() > _MAX_ELEMENTS else 1
     return dense.contiguous().flatten()[::stride]
 
 

@@ -22,7 +22,7 @@ from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture.step_graph import StepGraph
-from advisor.tuners.decisions import LOOKED, POINTS
+from advisor.tuners.decisions import MAX_OBSERVED_STEPS, POINTS
 from advisor.tuners.measure.samples import (
     Named,
     Overflow,
@@ -55,7 +55,6 @@ class _Step:
     outputs: list[Tensor] = field(default_factory=list)  # samples, of the last step with `keeps`
 
     def train(self, batch: Any) -> Tensor:
-        """Forward, backward and optimizer step; the loss."""
         inputs, target = batch
         with self.advice.autocast():
             output = self.forward(inputs)
@@ -156,7 +155,6 @@ class Workload:
         return other
 
     def step(self) -> None:
-        """One step; raises RuntimeError if it cannot be captured as the config asks."""
         step: Callable[[Any], Any] = self._step
         losses: list[Tensor] = []
         for _ in range(self._passes):
@@ -167,7 +165,6 @@ class Workload:
             self.loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
     def observed_step(self) -> list[Tensor]:
-        """Take a step; samples of the model's outputs, valid until the next one."""
         before, self._own.keeps = self._own.keeps, True
         try:
             self.step()
@@ -176,8 +173,7 @@ class Workload:
         return self._own.outputs
 
     def start(self) -> None:
-        """Take the first step; if it is captured, all until its first replay. Raises as `step`."""
-        for _ in range(LOOKED):
+        for _ in range(MAX_OBSERVED_STEPS):
             self.step()
             if not isinstance(self._step, StepGraph) or self._step.ready:
                 return

@@ -31,7 +31,7 @@ from advisor.tuners.search.ratio import Ratio
 from advisor.tuners.search.sampler import FAILED, SECONDS
 from advisor.tuners.search.space import Space
 
-MOST_BYTES = 256 * 2**20
+MAX_JOURNAL_BYTES = 256 * 2**20
 """A journal of a thousand trials takes 5 MB."""
 RATIO, COMPARED = "ratio", "compared"
 """Attributes of a trial: its speed-up with the ends of its interval; how the comparison with fp32
@@ -105,9 +105,9 @@ def _read(path: Path) -> tuple[list[bytes], str]:
     except OSError as exc:
         return [], exc.strerror or str(exc)
     found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
+    if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_JOURNAL_BYTES:
         os.close(handle)
-        return [], f"no plain file of at most {MOST_BYTES} bytes"
+        return [], f"no plain file of at most {MAX_JOURNAL_BYTES} bytes"
     with os.fdopen(handle, "rb") as file:
         lines = list(file)
     good = list(itertools.takewhile(_is_whole, lines))
@@ -137,7 +137,7 @@ def _salvaged(path: Path, name: str, lines: Sequence[bytes]) -> optuna.Study:
     return _opened(path, name)
 
 
-class Known(NamedTuple):
+class JournaledTrial(NamedTuple):
     """A trial, its speed-up, and how it compares with fp32 if that is known."""
 
     trial: Trial
@@ -164,8 +164,7 @@ class Journal:
             name: CategoricalDistribution(values) for name, values in space.choices.items()
         }
 
-    def resume(self) -> list[Known]:
-        """The trials of earlier runs."""
+    def resume(self) -> list[JournaledTrial]:
         frozen = self._saved.get_trials(deepcopy=False) if self._saved else []
         found = [one for one in map(self._of, frozen) if one is not None]
         for one in found:
@@ -179,7 +178,7 @@ class Journal:
             )
         return found
 
-    def _of(self, frozen: FrozenTrial) -> Known | None:
+    def _of(self, frozen: FrozenTrial) -> JournaledTrial | None:
         """As it was told; None for what was not, or is of no config here."""
         kept = frozen.user_attrs
         try:
@@ -202,7 +201,7 @@ class Journal:
             origin=origin,
             seconds=seconds,
         )
-        return Known(trial, Ratio(mean=mean, low=low, high=high), compared)
+        return JournaledTrial(trial, Ratio(mean=mean, low=low, high=high), compared)
 
     def ask(self, config: Mapping[str, Any] | None = None) -> optuna.Trial:
         """The next trial: of this config, or of one that the sampler chooses."""
@@ -210,7 +209,7 @@ class Journal:
             self.study.enqueue_trial(dict(config))
         return self.study.ask(self._choices)
 
-    def tell(self, asked: optuna.Trial, known: Known, turns: Iterable[float]) -> None:
+    def tell(self, asked: optuna.Trial, known: JournaledTrial, turns: Iterable[float]) -> None:
         """End a trial; `turns` are the ratios of its turns: its intermediate values."""
         for step, turn in enumerate(turns):
             asked.report(turn, step)
@@ -225,12 +224,12 @@ class Journal:
             self._notice(f"the search cannot be saved any more: {exc}; it goes on in memory")
 
 
-def _value(known: Known) -> float:
+def _value(known: JournaledTrial) -> float:
     """A failure's is finite, so that any sampler learns to stay away."""
     return known.ratio.mean if known.trial.measurement.ok else 0.0
 
 
-def _attributes(known: Known) -> dict[str, Any]:
+def _attributes(known: JournaledTrial) -> dict[str, Any]:
     trial, ratio, compared = known
     return {
         "measurement": to_plain(trial.measurement),

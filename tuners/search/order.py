@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from advisor.cache.config import Config, Value
 from advisor.cache.record import CAPTURE
 from advisor.tuners import knobs
-from advisor.tuners.decisions import CLEARLY, FAST_STEP_S, GAIN, HOPELESS, PAIRS, TELLS, TURN_S
+from advisor.tuners.decisions import CLEARLY, FAST_STEP_S, GAIN, HOPELESS, PAIRS, RESOLVABLE, TURN_S
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit
 from advisor.tuners.search.visits import Visits, score
@@ -21,8 +21,6 @@ LOADER_TURN_S = PAIRS * TURN_S
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A config to visit, and who proposes it."""
-
     config: Config
     origin: str
     turn_s: float = TURN_S  # of a block
@@ -77,7 +75,6 @@ class Recipe:
         return next((c for c in found if c.changed(self._space.default)), self._near({}))
 
     def _runs(self, config: Config) -> bool:
-        """Whether nothing is known against it."""
         visit, known = self._visits.get(config), self._visits
         return (visit is None or visit.ok) and known.allowed(config) and not known.is_wrong(config)
 
@@ -88,7 +85,7 @@ class Recipe:
         """Those whose number format is not struck out."""
         for changes in knobs.RECIPE:
             formats = {(n, v) for n, v in changes.items() if n in knobs.FORMATS}
-            if not formats & self._visits.struck:
+            if not formats & self._visits.ruled_out:
                 yield self._near(changes)
 
     def _half(self) -> Iterator[Config | None]:
@@ -134,9 +131,8 @@ class Recipe:
                     yield config
 
     def _guessed(self, guess: str) -> Iterator[dict[str, Value]]:
-        """The values of knobs with this guess."""
         for knob in knobs.KNOBS:
-            if knob.guess == guess and not knob.feeds:
+            if knob.guess == guess and not knob.input_pipeline:
                 for value in self._space.choices.get(knob.name, ())[1:]:
                     yield {knob.name: value}
 
@@ -146,7 +142,7 @@ class Recipe:
         half = self._format
         for changes in knobs.COMPILED:
             yield self._on(half, changes)
-        for name in self._space.dear:
+        for name in self._space.expensive:
             for value in self._space.choices[name][1:]:
                 yield self._on(half, {name: value})
         for use in self._uses:
@@ -229,10 +225,10 @@ class Recipe:
             tried = self._visits.get(config)
             if tried is None or not tried.ok or tried.ratio.mean < GAIN * best.ratio.mean:
                 break
-            if not (tried.ratio.faster or tried.ratio.low >= TELLS):
+            if not (tried.ratio.faster or tried.ratio.low >= RESOLVABLE):
                 break
             best = tried
-            self._visits.feed = config.only(*knobs.FEEDS)
+            self._visits.feed = config.only(*knobs.INPUT_PIPELINE)
         return best
 
     def _fed(self, config: Config, name: str, value: Value) -> Config:

@@ -24,15 +24,13 @@ if TYPE_CHECKING:
     from advisor.tuners.search.ratio import Ratio
     from advisor.tuners.search.space import Space
 
-LEAST_S = 3.0  # smaller budgets are refused: a race of two configs takes two seconds
-MOST_S = 30 * 86400.0
+MIN_BUDGET_S = 3.0  # smaller budgets are refused: a race of two configs takes two seconds
+MAX_BUDGET_S = 30 * 86400.0
 ENOUGH = "has the time for it"  # of a budget that is named as a remedy
 EXPLAIN, VERIFY = "1m", "30s"  # budgets of these commands
 
 
 class Effort(NamedTuple):
-    """What a name of EFFORTS stands for."""
-
     budget_s: float
     quick: bool = False  # of torch.compile only what takes seconds
     full: bool = False  # also what takes minutes (max-autotune)
@@ -100,25 +98,22 @@ class Plan:
                 f"steps {plan.steps} and duration {plan.duration_s:g}s: a job has one length; "
                 "give one of them"
             )
-        if not LEAST_S <= plan.seconds <= MOST_S:
+        if not MIN_BUDGET_S <= plan.seconds <= MAX_BUDGET_S:
             raise UsageError(
-                f"budget {plan.seconds:g}s: expected from {LEAST_S:g}s, which is the shortest "
+                f"budget {plan.seconds:g}s: expected from {MIN_BUDGET_S:g}s, which is the shortest "
                 "race, to 30 days; give at least 30s"
             )
         return plan
 
     @property
     def much(self) -> Effort:
-        """What the effort means."""
         return _EFFORTS[self.effort]
 
     @property
     def seconds(self) -> float:
-        """The budget, given or the effort's."""
         return self.much.budget_s if self.budget_s is None else self.budget_s
 
     def length(self, batch: int) -> Length | None:
-        """Of the job, at this batch; None for the steady state."""
         if self.steps is None and self.duration_s is None:
             return None
         return Length(batch=batch, steps=self.steps or 0, seconds=self.duration_s or 0.0)
@@ -141,12 +136,10 @@ class Clock:
 
     @property
     def spent_s(self) -> float:
-        """Seconds since it began."""
         return self.now() - self._began
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left of the budget, at least 0."""
         return max(0.0, self.budget_s - self._reserve_s - self.spent_s)
 
     def release(self) -> None:

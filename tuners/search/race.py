@@ -13,7 +13,8 @@ from advisor.cache.config import Config
 from advisor.cache.record import RACED, Choice, Trial, Winner
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.decisions import CLEARLY, GAIN, HOPELESS, LOOKS, NOTABLE, TELLS, TURN_S
+from advisor.tuners.decisions import CLEARLY, GAIN, HOPELESS, LOOKS, NOTABLE, RESOLVABLE, TURN_S
+from advisor.tuners.doubt import is_doubtful
 from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.search.ratio import LEVEL, UNMEASURED, Noise, Ratio, paired
 from advisor.tuners.search.space import Space
@@ -55,7 +56,7 @@ def race(
     return rates, lost
 
 
-def decisive(raced: Rates, leaders: Sequence[Visit], visitor: Visitor) -> Rates:
+def deciding_rates(raced: Rates, leaders: Sequence[Visit], visitor: Visitor) -> Rates:
     """The turns that the choice is made from: those of the race, unless there was none, or it was
     too noisy to contradict the visits; then those of the visits."""
     own = visitor.own
@@ -92,7 +93,7 @@ def _beside(own: Config, visits: Sequence[Visit], count: int) -> Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """What a search decided; fields as in `Record`."""
 
     baseline: Choice
@@ -113,7 +114,7 @@ def choose(
     weigh: Callable[[Config, float], float] = lambda _config, rate: rate,
     first_s: Callable[[Config], float] = lambda _config: 0.0,
     noise: Noise = UNMEASURED,
-) -> Found:
+) -> SearchResult:
     """The winners; only configs that are clearly faster than the baseline are advised.
 
     Args:
@@ -141,7 +142,7 @@ def choose(
     found = _at_batch(space, choices)
     if len(space.batches) > 1:
         found |= _free(space, choices, found)
-    return Found(
+    return SearchResult(
         baseline=steady[space.default],
         winners=tuple(
             Winner(use=use, free=free, choice=steady[choice.config])
@@ -194,25 +195,18 @@ def _free(space: Space, choices: dict[Config, Choice], fixed: _ByUse) -> _ByUse:
 
 def _better(space: Space, choices: dict[Config, Choice], use: str) -> list[Choice]:
     """Configs that a use can follow and that clearly beat the baseline. More workers deliver in
-    bursts: for them a low end above TELLS is enough."""
+    bursts: for them a low end above RESOLVABLE is enough."""
     found = []
     own = choices[space.default]
     for choice in choices.values():
-        if _by_load(choice.config, own.config, own.rounds):
+        if is_doubtful(choice, own):
             continue
         ratio = Ratio(mean=choice.speedup, low=choice.speedup_low, high=choice.speedup_high)
         fed = knobs.workers(choice.config) > knobs.workers(space.default)
-        faster = ratio.faster or (fed and ratio.low >= TELLS)
+        faster = ratio.faster or (fed and ratio.low >= RESOLVABLE)
         if faster and knobs.follows(use, choice.config, space.default):
             found.append(choice)
     return found
-
-
-def _by_load(config: Config, own: Config, rates: Sequence[float]) -> bool:
-    """Whether a config may gain only as long as a host is busy: with fewer threads than the
-    baseline's it waits less for other jobs (4.59x beside one, 0.80x without)."""
-    fewer = config.get(knobs.THREADS) != own.get(knobs.THREADS)
-    return fewer and max(rates) > TELLS * min(rates)
 
 
 def _lightest(space: Space, choices: Sequence[Choice]) -> Choice:
@@ -220,8 +214,8 @@ def _lightest(space: Space, choices: Sequence[Choice]) -> Choice:
     fastest = max(choices, key=lambda choice: choice.samples_per_s)
 
     def asks(choice: Choice) -> tuple[int, int, float]:
-        burden = knobs.burden(choice.config, space.default)
-        return burden, knobs.workers(choice.config), -choice.samples_per_s
+        adoption_cost = knobs.adoption_cost(choice.config, space.default)
+        return adoption_cost, knobs.workers(choice.config), -choice.samples_per_s
 
     return min((one for one in choices if one is fastest or _ties(one, fastest)), key=asks)
 
@@ -237,7 +231,6 @@ def choice_of(
     peaks: dict[Config, int],
     noise: Noise = UNMEASURED,
 ) -> Choice:
-    """A config's turns against the baseline's."""
     ratio = LEVEL if seen is reference else paired(seen, reference, noise)
     return Choice(
         config=config,
@@ -270,16 +263,18 @@ def gains(
     """A line for each config that seemed to gain and is not advised, by the turns that the choice
     was made from; and a line if the loader limits the best, or your script."""
     own = visits.baseline.config
+    baseline = choice_of(own, rates[own], rates[own], {})
     seemed = [v for v in visits.values() if v.ok and v.ratio.mean >= NOTABLE]
     for visit in sorted(seemed, key=lambda one: -one.ratio.mean):
         if (config := visit.config) not in chosen and config != own:
             raced = len(rates.get(config, ())) > 1
             ratio = paired(rates[config], rates[own], noise) if raced else visit.ratio
             why = _why_not(visits, visit, ratio)
-            if _by_load(config, own, rates[own]):
-                why = "the host is busy, and other threads may gain only as long as it is"
+            turns = rates.get(config, rates[own])
+            if is_doubtful(choice_of(config, turns, rates[own], {}, noise), baseline):
+                why = "doubtful: the host is busy, and it may gain only as long as it is"
             yield f"{named(config)}: {shown(ratio)}, not advised: {why}"
-    clear = (one for one in visits.ranked() if one.fed_ratio(noise).faster)
+    clear = (one for one in visits.ranked() if one.unstarved_ratio(noise).faster)
     best = next(clear, visits.baseline)
     if score(best) >= NOTABLE * best.ratio.mean:
         yield (
@@ -289,12 +284,11 @@ def gains(
 
 
 def _why_not(visits: Visits, visit: Visit, ratio: Ratio) -> str:
-    """Why a config that seemed to gain is not advised."""
     compared = visits.compared(visit.config)
     if compared is not None and not compared.ok:
         wrong = compared.outcome == "wrong"
         return "it does not train like fp32" if wrong else "it could not be compared with fp32"
-    if compared is None and visits.is_doubtful(visit.config) and visits.leads(visit):
+    if compared is None and visits.needs_comparison(visit.config) and visits.leads(visit):
         return "it was not compared with fp32"
     if ratio.high == math.inf and score(visit) >= HOPELESS * score(visits.best()):
         return "one turn does not tell"

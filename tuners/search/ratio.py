@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from advisor.cache.turns import inner
-from advisor.tuners.decisions import CLEARLY, GAIN, LOOKS, TELLS
+from advisor.tuners.decisions import CLEARLY, GAIN, LOOKS, RESOLVABLE
 
 WIDEST = 1e12
 """An interval that ends beyond it says nothing, and no record can hold it."""
@@ -36,7 +36,7 @@ class Ratio:
     @property
     def faster(self) -> bool:
         """Whether it is clearly above 1, and not too noisy to tell."""
-        return self.mean >= CLEARLY and self.low > 1.0 and self.high <= TELLS * self.mean
+        return self.mean >= CLEARLY and self.low > 1.0 and self.high <= RESOLVABLE * self.mean
 
     @property
     def level(self) -> bool:
@@ -108,7 +108,6 @@ def _trimmed(logs: Sequence[float]) -> tuple[float, float]:
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float], noise: Noise = UNMEASURED) -> Ratio:
-    """The ratio over the turns that both have."""
     return ratio_of([math.log(a / b) for a, b in zip(ours, theirs, strict=False)], noise)
 
 

@@ -28,7 +28,7 @@ from advisor.tuners.decisions import CLEARLY
 SECONDS, FAILED = "seconds", "failed"
 """User attributes of each trial: what it cost; whether its config did not run, though the trial is
 complete for other samplers."""
-TINY = 1e-300
+MIN_POSITIVE = 1e-300
 """In place of 0, whose logarithm is infinite."""
 
 Array = NDArray[np.float64]
@@ -56,13 +56,11 @@ class GainPerSecond(optuna.samplers.RandomSampler):
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
     ) -> dict[str, BaseDistribution]:
-        """The choices of all trials so far: sampled together."""
         return optuna.search_space.intersection_search_space(study.get_trials(deepcopy=False))
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """The next config; nothing before the first trial is complete."""
         trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         left = self._among()
         if not trials or not left:
@@ -75,14 +73,14 @@ class GainPerSecond(optuna.samplers.RandomSampler):
             return dict(self._random.choice(left))
         values = np.array([one.value or 0.0 for one in tried.values()])[ran]
         working = [config for config, ok in zip(tried, ran, strict=True) if ok]
-        mean, deviation = _fit(working, np.log(np.maximum(values, TINY)), left)
-        gain = _expected_improvement(mean, deviation, math.log(max(self._best(), TINY)))
+        mean, deviation = _fit(working, np.log(np.maximum(values, MIN_POSITIVE)), left)
+        gain = _expected_improvement(mean, deviation, math.log(max(self._best(), MIN_POSITIVE)))
         seconds = np.array([one.user_attrs[SECONDS] for one in tried.values()])
         cost, _ = _fit(list(tried), np.log(np.maximum(seconds, 1e-3)), left)
-        score = np.log(np.maximum(gain, TINY)) - cost
+        score = np.log(np.maximum(gain, MIN_POSITIVE)) - cost
         if not ran.all():
             runs, doubt = _fit(list(tried), ran.astype(float), left)
-            score += np.log(np.maximum(_below((runs - 0.5) / doubt), TINY))
+            score += np.log(np.maximum(_below((runs - 0.5) / doubt), MIN_POSITIVE))
         return dict(left[int(score.argmax())])
 
 

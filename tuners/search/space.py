@@ -9,7 +9,7 @@ from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import fingerprint
 from advisor.cache.record import PILOT, RACED, USES
 from advisor.tuners import knobs
-from advisor.tuners.knobs import COMPUTE, INPUT, Situation
+from advisor.tuners.knobs import COMPUTE, INPUT, SearchContext
 
 
 class Space:
@@ -22,7 +22,7 @@ class Space:
     ) -> None:
         self.choices = {name: values for name, values in choices.items() if values}
         self.inputs = {name: values for name, values in (inputs or {}).items() if values}
-        self.dear = tuple(name for name in self.choices if knobs.BY_NAME[name].dear)
+        self.expensive = tuple(name for name in self.choices if knobs.BY_NAME[name].compile_s)
         """Knobs that are tried on leaders only."""
         self.default = Config({name: values[0] for name, values in self.choices.items()})
         """The baseline: what torch, or the script, does by itself, at the user's batch."""
@@ -30,8 +30,7 @@ class Space:
         """What DataLoader does by itself."""
 
     @classmethod
-    def of(cls, here: Situation) -> Space:
-        """The space of KNOBS in a situation."""
+    def of(cls, here: SearchContext) -> Space:
         by_stage: dict[str, dict[str, tuple[Value, ...]]] = {COMPUTE: {}, INPUT: {}}
         for knob in knobs.KNOBS:
             # A run loads its data in its steps.
@@ -41,17 +40,14 @@ class Space:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Batch sizes, the user's first."""
         return tuple(value for value in self.choices[BATCH] if type(value) is int)
 
     @property
     def batch(self) -> int:
-        """The user's batch size."""
         return self.batches[0]
 
     @property
     def is_choice(self) -> bool:
-        """Whether there is anything beside the baseline."""
         return any(len(values) > 1 for values in self.choices.values())
 
     @property
@@ -72,7 +68,6 @@ class Space:
             self.choices[name] = (first, *(v for v in others if not unwanted(name, v)))
 
     def offers(self, name: str, value: Value) -> bool:
-        """Whether a knob may have a value; True and 1 are two."""
         return _among(value, self.choices.get(name, ()))
 
     def near(self, config: Mapping[str, Value]) -> Config:
@@ -118,7 +113,6 @@ class Space:
         return config if self.holds(config) else None
 
     def configs(self, batch: int, feed: Mapping[str, Value] | None = None) -> Iterator[Config]:
-        """All configs at one batch size. `feed`: values of knobs that are fixed."""
         held = {**(feed or {}), BATCH: batch}
         offered = [(held[n],) if n in held else values for n, values in self.choices.items()]
         for values in itertools.product(*offered):
@@ -126,17 +120,16 @@ class Space:
             if self._combines(config):
                 yield config
 
-    def is_dear(self, config: Config) -> bool:
-        """Whether a config needs many seconds before its first step."""
-        return bool(self.dear_in(config))
+    def is_expensive(self, config: Config) -> bool:
+        return bool(self.expensive_values(config))
 
-    def dear_in(self, values: Mapping[str, Value]) -> set[tuple[str, Value]]:
-        """Those of these values that make a config dear."""
-        names = (name for name in self.dear if name in values)
+    def expensive_values(self, values: Mapping[str, Value]) -> set[tuple[str, Value]]:
+        """Those of these values that are expensive to compile."""
+        names = (name for name in self.expensive if name in values)
         return {(n, values[n]) for n in names if not _among(values[n], (self.default[n],))}
 
 
-def _offered(knob: knobs.Knob, here: Situation) -> tuple[Value, ...]:
+def _offered(knob: knobs.Knob, here: SearchContext) -> tuple[Value, ...]:
     """A knob's values in a situation, the script's own first, as far as its use can follow."""
     found = knob.values(here)
     if found and knob.name in here.own:

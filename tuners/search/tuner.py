@@ -22,22 +22,28 @@ from advisor.tuners import knobs
 from advisor.tuners.decisions import CLEARLY, NOTABLE, PAIRS, TURN_S
 from advisor.tuners.length import Length
 from advisor.tuners.measure.place import UNVERIFIED, Compared, ConfigFailed, Place
-from advisor.tuners.search.journal import Journal, Known
+from advisor.tuners.search.journal import Journal, JournaledTrial
 from advisor.tuners.search.order import LOADER_TURN_S, Proposal, Recipe
 from advisor.tuners.search.plan import ENOUGH, Clock, Progress
-from advisor.tuners.search.race import Found, Rates, choose, decisive, gains, race, shown
+from advisor.tuners.search.race import (
+    Rates,
+    SearchResult,
+    choose,
+    deciding_rates,
+    gains,
+    race,
+    shown,
+)
 from advisor.tuners.search.sampler import GainPerSecond
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit, Visitor
-from advisor.tuners.search.visits import Costs, Visits, score
+from advisor.tuners.search.visits import TimeEstimates, Visits, score
 
 NUMERICS = "numerics"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scope:
-    """What a search may do."""
-
+class SearchOptions:
     compares: bool = True  # with strict fp32, and advises only configs that pass
     baseline: str = "torch's default"  # its name in messages
     trials: int | None = None  # visits at most
@@ -68,7 +74,7 @@ class Tuner:
         place: Place,
         space: Space,
         study: optuna.Study,
-        scope: Scope,
+        scope: SearchOptions,
         progress: Progress,
         clock: Clock,
     ) -> None:
@@ -76,7 +82,7 @@ class Tuner:
         self._progress, self.clock = progress, clock
         self._visitor = Visitor(place, space.default, self.clock, self._tell)
         self._visits = Visits(space, compares=scope.compares, length=scope.length)
-        self._costs = Costs(space, self._visits, self.clock, scope.modules)
+        self._costs = TimeEstimates(space, self._visits, self.clock, scope.modules)
         self._among: list[Config] = []
         sampler = GainPerSecond(
             seed=scope.seed,
@@ -92,13 +98,13 @@ class Tuner:
             self._resume(one)
         self.known = len(self._visits.trials)
 
-    def _resume(self, known: Known) -> None:
+    def _resume(self, known: JournaledTrial) -> None:
         config, compared = known.trial.config, known.compared
         self._visits.trials.append(known.trial)
         if compared is not None and compared.outcome == UNVERIFIED:
             return
         if compared is not None:
-            self._visits.judge(config, compared)
+            self._visits.add_comparison(config, compared)
         measured = known.trial.measurement
         if config != self._space.default and measured.outcome != "timed_out":
             self._visits.add(
@@ -112,7 +118,7 @@ class Tuner:
                 )
             )
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Visit, race and choose.
 
         Raises:
@@ -132,7 +138,7 @@ class Tuner:
     def _search(self) -> Rates:
         """Visit what fits, then race the leaders; a place that is lost ends the search."""
         try:
-            self._look_without()
+            self._measure_without()
             for proposal in self._proposals():
                 self._consider(proposal)
             for batch in dict.fromkeys((self._space.batch, self._visits.best().config.batch)):
@@ -154,13 +160,13 @@ class Tuner:
         except ConfigFailed as exc:
             why = "give a larger --budget" if exc.outcome == "timed_out" else str(exc)
             raise WorkerError(f"{self._scope.baseline} could not be measured: {why}") from exc
-        self._told(asked, visit, "baseline")
-        self._say_if_short()
+        self._finish_trial(asked, visit, "baseline")
+        self._notice_short_budget()
 
-    def _say_if_short(self) -> None:
+    def _notice_short_budget(self) -> None:
         """Say so if the budget has no time for the first config that compiles."""
         compiled = (self._space.near(changes) for changes in knobs.COMPILED)
-        config = next((one for one in compiled if self._space.is_dear(one)), None)
+        config = next((one for one in compiled if self._space.is_expensive(one)), None)
         if config is None or self._costs.fits(config, needs_s := self._costs.visit_s(config)):
             return
         self._remedy = self._budget(needs_s)
@@ -169,7 +175,7 @@ class Tuner:
             f"{self._costs.build_s(config):.0f} s; {self._remedy}"
         )
 
-    def _look_without(self) -> None:
+    def _measure_without(self) -> None:
         """Measure what the script's own settings cost."""
         for config in self._scope.without:
             if self._costs.fits(config, self._costs.visit_s(config)):
@@ -225,13 +231,12 @@ class Tuner:
             idle, best = (0, now) if now > CLEARLY * best else (idle + 1, best)
 
     def _open(self, batch: int) -> list[Config]:
-        """Configs that the sampler may propose: new, of code that is known to run, and in time."""
         built = self._visits.changed(visit.config for visit in self._visits.values() if visit.ok)
         most_s = min(self._costs.left_s, self._scope.most_s)
         return [
             config
             for config in self._space.configs(batch, self._visits.feed)
-            if self._space.dear_in(config) <= built
+            if self._space.expensive_values(config) <= built
             and config not in self._visits
             and self._visits.allowed(config)
             and self._costs.visit_s(config) <= most_s
@@ -249,10 +254,10 @@ class Tuner:
         asks = self._visits.leads(visit) or (
             proposal.compares and self._costs.comparison_s(config) <= self.clock.left_s
         )
-        if visit.ok and (known or asks) and self._visits.is_doubtful(config):
+        if visit.ok and (known or asks) and self._visits.needs_comparison(config):
             visit = dataclasses.replace(visit, seconds=visit.seconds + self._compare(config))
-        self._told(asked, visit, proposal.origin)
-        self._learn(visit)
+        self._finish_trial(asked, visit, proposal.origin)
+        self._rule_out(visit)
 
     def _compare(self, config: Config) -> float:
         """Compare what was timed with fp32, at the user's batch: a batch changes no number format.
@@ -261,7 +266,7 @@ class Tuner:
         compared = self._visits.compared(config)
         if compared is None:
             compared = self._visitor.compare(config.at(self._space.batch))
-            self._visits.judge(config, compared)
+            self._visits.add_comparison(config, compared)
             self._costs.compared_s = self.clock.now() - began
         seconds = self.clock.now() - began
         trial = Trial(
@@ -275,7 +280,7 @@ class Tuner:
         self._visits.trials.append(trial)
         return seconds
 
-    def _told(self, asked: optuna.Trial, visit: Visit, origin: str) -> None:
+    def _finish_trial(self, asked: optuna.Trial, visit: Visit, origin: str) -> None:
         visits, config = self._visits, visit.config
         visits.add(visit)
         trial = Trial(
@@ -288,17 +293,17 @@ class Tuner:
         )
         visits.trials.append(trial)
         compared = visits.compared(config)
-        known = Known(trial, visit.ratio, compared)
+        known = JournaledTrial(trial, visit.ratio, compared)
         self._journal.tell(asked, known, [turn.ratio for turn in visit.turns])
         best = visits.safe(self._space.uses[0], config.batch)[0].config
         self._progress.visited(trial, visit.ratio, compared, best, self.clock.left_s)
 
-    def _learn(self, visit: Visit) -> None:
+    def _rule_out(self, visit: Visit) -> None:
         """Strike out what failed in a visit, and free what does not lead."""
         visits, config = self._visits, visit.config
         if visit.outcome == "timed_out":
             self._passed_over[config] = 2 * visit.seconds
-        if visit.outcome in ("failed", "crashed") and (struck := visits.strike_failed(config)):
+        if visit.outcome in ("failed", "crashed") and (struck := visits.rule_out_failed(config)):
             what = knobs.described(struck, self._space.default)
             self._progress.notice(f"continues without {what}: {visit.reason}")
         leading = {visits.best(use, self._space.batch).config for use in self._space.uses}
@@ -316,7 +321,6 @@ class Tuner:
     # Race and choice ----------------------------------------------------------------------------
 
     def _race(self, configs: Sequence[Config]) -> Rates:
-        """Samples/s of each turn of the baseline and the leaders; none if there is no time."""
         if not configs or self.clock.left_s < self._costs.race_s(configs, PAIRS):
             return {}
         self._progress.phase(f"final race: {self._scope.baseline} and {len(configs)} in turn")
@@ -328,10 +332,10 @@ class Tuner:
             self._progress.notice(f"out of the race: {self._named(config)}: {exc}")
         return rates if len(rates.get(default, ())) >= PAIRS else {}
 
-    def _decide(self, raced: Rates, interrupted: bool) -> Found:
+    def _decide(self, raced: Rates, interrupted: bool) -> SearchResult:
         visits, noise = self._visits, self._visitor.noise
         leaders = [one for one in map(visits.get, visits.leaders()) if one is not None]
-        rates = decisive(raced, leaders, self._visitor)
+        rates = deciding_rates(raced, leaders, self._visitor)
         peaks = {trial.config: trial.measurement.peak_bytes for trial in visits.trials}
         found = choose(self._space, rates, peaks, visits.over_job, visits.first_s, noise)
         chosen = {one.choice.config for one in found.winners}
@@ -352,11 +356,11 @@ class Tuner:
 
     def _untried(self) -> Iterator[str]:
         """The first config that compiles and had no time, if nothing that compiles leads."""
-        dear = [one for one in self._passed_over if self._space.is_dear(one)]
+        expensive = [one for one in self._passed_over if self._space.is_expensive(one)]
         best = self._visits.best(batch=self._space.batch).config
-        if dear and not self._space.is_dear(best):
-            remedy = self._remedy or self._budget(self._passed_over[dear[0]])
-            yield f"not measured for want of time: {self._named(dear[0])}; {remedy}"
+        if expensive and not self._space.is_expensive(best):
+            remedy = self._remedy or self._budget(self._passed_over[expensive[0]])
+            yield f"not measured for want of time: {self._named(expensive[0])}; {remedy}"
 
     def _budget(self, more_s: float) -> str:
         """The budget that has so many seconds more, rounded up to tens, as it can be typed."""
@@ -364,7 +368,6 @@ class Tuner:
         return f"--budget {seconds}s {ENOUGH}"
 
     def _artifacts(self, chosen: set[Config]) -> dict[Config, Path]:
-        """Files of what was compiled for the configs that were chosen."""
         folder, found = self._scope.folder, {}
         if folder is not None:
             # Others would have to be built again: the run that follows the advice compiles them.
@@ -383,14 +386,13 @@ class Tuner:
 
 
 def measurement_of(compared: Compared) -> Measurement:
-    """Of a comparison, for a record."""
     outcome = "failed" if compared.outcome == UNVERIFIED else compared.outcome
     return Measurement(outcome=outcome, reason=compared.reason)
 
 
 def tuned_loader(
-    place: Place, space: Space, step: Config, found: Found, clock: Clock, progress: Progress
-) -> Found:
+    place: Place, space: Space, step: Config, found: SearchResult, clock: Clock, progress: Progress
+) -> SearchResult:
     """A search's findings and the loader that feeds a step best, in the rest of the budget.
 
     The baseline is the step with torch's own DataLoader.
@@ -398,7 +400,7 @@ def tuned_loader(
     inputs = Space({name: (value,) for name, value in step.items()} | space.inputs)
     progress.phase("the loader, with the step that was chosen")
     # No loader changes numbers.
-    scope = Scope(compares=False, baseline="torch's loader", stage=knobs.INPUT)
+    scope = SearchOptions(compares=False, baseline="torch's loader", stage=knobs.INPUT)
     study = optuna.create_study(direction="maximize")
     its_clock = Clock(clock.left_s, now=clock.now)
     try:

@@ -29,7 +29,7 @@ Tell = Callable[[Config, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class PairedTurn:
     """One block of a config between two of the baseline; `beside` is the later one."""
 
     block: Block
@@ -48,13 +48,12 @@ class Visit:
     reason: str = ""
     first_s: float = 0.0  # until its first step was done
     settle_s: float = 0.0  # from then on until its steps took equally long
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[PairedTurn, ...] = ()
     ratio: Ratio = UNKNOWN  # over the baseline
     seconds: float = 0.0  # of the whole visit
 
     @property
     def ok(self) -> bool:
-        """Whether it ran, and was measured."""
         return self.outcome == "ok"
 
     @property
@@ -62,25 +61,21 @@ class Visit:
         """Its speed-up if its steps had not waited for data; 0 if it failed."""
         if not self.turns:
             return self.ratio.mean if self.ok else 0.0
-        return self.fed_ratio().mean
+        return self.unstarved_ratio().mean
 
-    def fed_ratio(self, noise: Noise = UNMEASURED) -> Ratio:
-        """`fed` with its interval."""
+    def unstarved_ratio(self, noise: Noise = UNMEASURED) -> Ratio:
         return ratio_of([math.log(turn.fed) for turn in self.turns], noise)
 
     @property
     def rate(self) -> float:
-        """Samples per second; 0 if it failed."""
         return statistics.median(t.block.rate for t in self.turns) if self.turns else 0.0
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step; 0 if it failed."""
         return statistics.median(t.block.step_s for t in self.turns) if self.turns else 0.0
 
     @property
     def waited(self) -> float:
-        """Fraction of its time that it waited for data."""
         if not self.turns:
             return 0.0
         return statistics.median(min(1.0, t.block.waited_s / t.block.seconds) for t in self.turns)
@@ -127,20 +122,17 @@ class Visitor:
 
     @property
     def noise(self) -> Noise:
-        """How much the baseline differs from turn to turn."""
         return Noise.of([block.rate for block in self.baseline])
 
     @property
     def built(self) -> list[Config]:
-        """Configs that are built."""
         return list(self._settled)
 
     def begin(self) -> Visit:
-        """Measure the baseline for the first time; raises as `Place.block`."""
         began = self.clock.now()
         first_s, settle_s = self._settle(self.own)
         before, after = self._beside(), self._beside(anew=True)
-        turn = Turn(block=before, beside=after, ratio=1.0, fed=before.fed_rate / before.rate)
+        turn = PairedTurn(block=before, beside=after, ratio=1.0, fed=before.fed_rate / before.rate)
         return Visit(
             config=self.own,
             first_s=first_s,
@@ -157,7 +149,7 @@ class Visitor:
         stays clearly below `best`, the highest ratio so far, gets fewer turns; two are enough if
         less than `leave_s` of the budget, for what follows, is left."""
         began, first_s, settle_s = self.clock.now(), 0.0, 0.0
-        turns: list[Turn] = []
+        turns: list[PairedTurn] = []
         outcome, reason = "ok", ""
         try:
             first_s, settle_s = self._settle(config)
@@ -195,22 +187,20 @@ class Visitor:
         return block
 
     def compare(self, config: Config) -> Compared:
-        """Compare the code that was timed with strict fp32."""
         self._tell(config, COMPARING)
         self._last = self._current = None
         return self._place.compare(config, deadline_s=self.clock.deadline_s)
 
     def forget(self, config: Config) -> None:
-        """Free what was built for a config."""
         if self._settled.pop(config, None) is not None:
             self._place.forget(config)
 
-    def _turn(self, config: Config, before: Block, seconds: float) -> Turn:
+    def _turn(self, config: Config, before: Block, seconds: float) -> PairedTurn:
         began = self.clock.now()
         block = self.block(config, seconds)
         own_s = self.clock.now() - began
         after = self._beside(seconds, anew=True)
-        return Turn(
+        return PairedTurn(
             own_s=own_s,
             block=block,
             beside=after,
@@ -258,10 +248,12 @@ class Visitor:
         block = self._place.block(config, steps, warm=warm, deadline_s=self.clock.deadline_s)
         self._current = config
         most = turn_steps(block.step_s, SLOW_TURN_S)
-        self._outrun[config] = min(block.ahead, most) if block.outruns_loader else 0
+        self._outrun[config] = min(block.prefetched, most) if block.outruns_loader else 0
         return block
 
-    def _enough(self, turns: list[Turn], best: float, timed_from: float, leave_s: float) -> bool:
+    def _enough(
+        self, turns: list[PairedTurn], best: float, timed_from: float, leave_s: float
+    ) -> bool:
         """Whether these turns tell how a config compares with the best, or no time is left."""
         if not turns:
             return False
@@ -276,7 +268,7 @@ class Visitor:
         undecided = ratio.low < best < ratio.high or ratio.low < 1 < ratio.high
         return slow or len(turns) >= 2 * PAIRS or not undecided
 
-    def _ratio(self, turns: list[Turn]) -> Ratio:
+    def _ratio(self, turns: list[PairedTurn]) -> Ratio:
         return ratio_of([math.log(turn.ratio) for turn in turns], self.noise)
 
 

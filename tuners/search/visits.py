@@ -44,26 +44,24 @@ class Visits(dict[Config, Visit]):
     ) -> None:
         super().__init__()
         self._space, self._compares, self._length = space, compares, length
-        self._own = space.default.only(BATCH, *knobs.FEEDS)
+        self._own = space.default.only(BATCH, *knobs.INPUT_PIPELINE)
         self._compared: dict[Config, Compared] = {}
         self.trials: list[Trial] = []
         """Of visits and comparisons, as a record keeps them."""
-        self.struck: set[tuple[str, Value]] = set()
+        self.ruled_out: set[tuple[str, Value]] = set()
         """Values of knobs that no config may have any more."""
         self.codes: set[Config] = set()
         """What was compiled, or captured, by `knobs.code`."""
-        self.feed = space.default.only(*knobs.FEEDS)
+        self.feed = space.default.only(*knobs.INPUT_PIPELINE)
         """How the next configs load their data."""
 
     def add(self, visit: Visit) -> None:
-        """Remember a visit."""
         self[visit.config] = visit
         if visit.turns:
             self.codes.add(knobs.code(visit.config))
 
     @property
     def baseline(self) -> Visit:
-        """That of the baseline."""
         return self[self._space.default]
 
     # What is struck out -------------------------------------------------------------------------
@@ -72,19 +70,18 @@ class Visits(dict[Config, Visit]):
         """The values that some configs change."""
         return {pair for one in configs for pair in one.changed(self._space.default).items()}
 
-    def strike_failed(self, config: Config) -> Config:
+    def rule_out_failed(self, config: Config) -> Config:
         """Strike out values of a config that never ran, and return them: the code that is built,
         else the only new value, else the number format."""
         new = self.changed([config]) - self.changed(one.config for one in self.values() if one.ok)
-        found = {(n, v) for n, v in new if knobs.BY_NAME[n].dear or knobs.BY_NAME[n].captured}
+        found = {(n, v) for n, v in new if knobs.BY_NAME[n].compile_s or knobs.BY_NAME[n].captured}
         if not found:
             found = new if len(new) == 1 else {one for one in new if one[0] in knobs.FORMATS}
-        self.struck |= found
+        self.ruled_out |= found
         return Config(dict(found))
 
     def allowed(self, config: Config) -> bool:
-        """Whether none of its values is struck out."""
-        return self.struck.isdisjoint(config.items())
+        return self.ruled_out.isdisjoint(config.items())
 
     # What was compared --------------------------------------------------------------------------
 
@@ -93,34 +90,30 @@ class Visits(dict[Config, Visit]):
         return config | self._own
 
     def compared(self, config: Config) -> Compared | None:
-        """How a config compares with strict fp32; None where that is not known."""
         return self._compared.get(self.code(config))
 
-    def judge(self, config: Config, compared: Compared) -> None:
+    def add_comparison(self, config: Config, compared: Compared) -> None:
         """Remember a comparison, and strike out the values that a wrong one blames and no other one
         has shown to be right."""
         self._compared[self.code(config)] = compared
         if compared.outcome == "wrong":
             right = self.changed(one for one, seen in self._compared.items() if seen.ok)
-            self.struck |= {
+            self.ruled_out |= {
                 (name, value)
                 for name, value in self.changed([config]) - right
                 if _blamed(knobs.BY_NAME[name], compared.blames)
             }
 
     def is_wrong(self, config: Config) -> bool:
-        """Whether a comparison has found it wrong."""
         compared = self.compared(config)
         return compared is not None and compared.outcome == "wrong"
 
-    def is_doubtful(self, config: Config) -> bool:
-        """Whether a config must be compared with fp32."""
-        return self._compares and _doubtful(config, self._space.default)
+    def needs_comparison(self, config: Config) -> bool:
+        return self._compares and _needs_comparison(config, self._space.default)
 
     def is_safe(self, config: Config) -> bool:
-        """Whether it is known to be right."""
         compared = self.compared(config)
-        return not self.is_doubtful(config) or (compared is not None and compared.ok)
+        return not self.needs_comparison(config) or (compared is not None and compared.ok)
 
     # What leads ---------------------------------------------------------------------------------
 
@@ -135,7 +128,7 @@ class Visits(dict[Config, Visit]):
             and not self.is_wrong(one.config)
             and _follows(use, one.config, self._space.default)
         ]
-        fed = [one for one in found if one.config.only(*knobs.FEEDS) == self.feed]
+        fed = [one for one in found if one.config.only(*knobs.INPUT_PIPELINE) == self.feed]
         return sorted(fed or found, key=lambda one: -score(one))
 
     def best(self, use: str = USES[-1], batch: int | None = None) -> Visit:
@@ -148,7 +141,6 @@ class Visits(dict[Config, Visit]):
         return sorted(safe, key=lambda one: -self._value(one)) or [self.baseline]
 
     def leads(self, visit: Visit) -> bool:
-        """Whether it beats the best safe config of some use that can follow it."""
         value, config = self._value(visit), visit.config
         if value < CLEARLY * self._value(self.baseline):
             return False
@@ -177,7 +169,6 @@ class Visits(dict[Config, Visit]):
         return min(near, default=self._space.batch)
 
     def _value(self, visit: Visit) -> float:
-        """The speed-up over the job."""
         own = self.baseline
         rate = self.over_job(own.config, own.rate)
         ours = self.over_job(visit.config, score(visit) * own.rate)
@@ -192,13 +183,12 @@ class Visits(dict[Config, Visit]):
         return self._length.rate(pace)
 
     def first_s(self, config: Config) -> float:
-        """Seconds of a config's first step where none has compiled its code before."""
         default = self._space.default
         trials = sorted(self.trials, key=lambda trial: trial.config != default)
-        return first_step_seen(trials, config, knobs.PAYING)
+        return first_step_seen(trials, config, knobs.FIRST_STEP_COSTS)
 
 
-class Costs:
+class TimeEstimates:
     """Expected seconds, from what the visits so far took. `modules` are those of the model."""
 
     def __init__(self, space: Space, visits: Visits, clock: Clock, modules: int) -> None:
@@ -216,14 +206,14 @@ class Costs:
     def comparison_s(self, config: Config) -> float:
         """Of the comparison with fp32: like the last one; the first takes as long as timing the
         baseline did; 0 if a config is not compared."""
-        if not self._visits.is_doubtful(config):
+        if not self._visits.needs_comparison(config):
             return 0.0
         own = self._visits.baseline
         return own.seconds - own.first_s if self.compared_s is None else self.compared_s
 
     def build_s(self, config: Config) -> float:
         """Until a config's first step is done: like the slowest of its kind."""
-        if not self._space.is_dear(config) or knobs.code(config) in self._visits.codes:
+        if not self._space.is_expensive(config) or knobs.code(config) in self._visits.codes:
             return 0.0
         return self._seen_s(config) or self._guessed_s(config)
 
@@ -250,17 +240,19 @@ class Costs:
     def _seen_s(self, config: Config) -> float:
         """The longest that building something of its kind has taken; 0 before one was seen."""
         guessed_s = self._guessed_s(config)
-        ran = [v for v in self._visits.values() if v.ok and self._space.is_dear(v.config)]
+        ran = [v for v in self._visits.values() if v.ok and self._space.is_expensive(v.config)]
         alike = (v.first_s for v in ran if self._guessed_s(v.config) == guessed_s)
         return max(alike, default=0.0)
 
     def _guessed_s(self, config: Config) -> float:
-        rows = ((knobs.BY_NAME[n].dear, value) for n, value in self._space.dear_in(config))
+        rows = (
+            (knobs.BY_NAME[n].compile_s, value) for n, value in self._space.expensive_values(config)
+        )
         return max(seconds(value, self._modules) for seconds, value in rows if seconds)
 
 
 _follows = functools.lru_cache(maxsize=4096)(knobs.follows)
-_doubtful = functools.lru_cache(maxsize=1024)(knobs.doubtful)
+_needs_comparison = functools.lru_cache(maxsize=1024)(knobs.needs_comparison)
 
 
 def _blamed(knob: knobs.Knob, what: str) -> bool:

@@ -6,13 +6,12 @@ that, and looks what became of it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from advisor.errors import AdvisorError
-from advisor.jobs.asked import Asked, is_meant
+from advisor.jobs.spec import JobSpec, is_meant
 
 State = Literal["running", "ended", "preempted", "unknown"]
 
@@ -42,15 +41,11 @@ class Room:
     total: int = 0
     why: str = ""
 
-    def fits(self, asked: Asked) -> bool:
+    def fits(self, asked: JobSpec) -> bool:
         """Whether what is asked for finds its device here."""
         if asked.gpus == 0:
             return not self.gpu
         return asked.gpus <= self.gpus and is_meant(asked.gpu, self.gpu)
-
-    def could(self, asked: Asked) -> bool:
-        """Whether it would if nothing else ran."""
-        return dataclasses.replace(self, gpus=self.total).fits(asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +61,7 @@ class Start:
     external: str
     server_url: str
     token: str
-    asked: Asked
+    asked: JobSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ import platformdirs
 
 from advisor.cache.stores.filesystem import make_folder, remove_folder
 from advisor.errors import printable
-from advisor.jobs.asked import Asked
+from advisor.jobs.spec import JobSpec
 from advisor.service.executors import Executor, ExecutorAway, Room, Start, Status, Unplaceable
 from advisor.tuners.environment import Gpu, gpus, host_cpu
 from advisor.tuners.measure.run.guarded import how
@@ -208,7 +208,7 @@ class Local:
             why.setdefault(gpu.name, []).append(reason)
         return free, why
 
-    def _given(self, asked: Asked, held: contextlib.ExitStack) -> tuple[list[Gpu], list[int]]:
+    def _given(self, asked: JobSpec, held: contextlib.ExitStack) -> tuple[list[Gpu], list[int]]:
         """GPUs for a job, none for one on the CPU, and what locks them while it runs."""
         cpu = self._taken("cpu", held)
         if cpu is None:

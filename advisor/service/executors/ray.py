@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from advisor.errors import UsageError, printable
-from advisor.jobs.asked import Asked, is_meant
+from advisor.jobs.spec import JobSpec, is_meant
 from advisor.service.executors import Executor, ExecutorAway, Room, Start, Status, Unplaceable
 
 LABEL = "ray.io/accelerator-type"
@@ -156,7 +156,7 @@ class RayExecutor:
     def close(self) -> None:
         """Nothing is open between two requests."""
 
-    def _labels(self, asked: Asked) -> list[str]:
+    def _labels(self, asked: JobSpec) -> list[str]:
         """Those of the nodes that could run it, if not now; none where any GPU will do.
 
         Raises:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Response
-from pydantic import TypeAdapter
+from msgspec.json import schema_components
 from sqlalchemy.orm import Session
 
 from advisor.cache.stores.http_client import BYTES
 from advisor.errors import UsageError
-from advisor.jobs.asked import Asked
 from advisor.jobs.parcel import NEEDS_CODE
+from advisor.jobs.spec import JobSpec
 from advisor.jobs.states import State
 from advisor.service import archives, jobs
 from advisor.service.access import Here, Reads, Service, Submits, Works, forbidding
@@ -32,10 +32,11 @@ NO_JOB = "there is no such job"
 
 Digest = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of its bytes.")]
 
+_REFERENCES, _SPEC = schema_components((JobSpec,))
 ASKED: dict[str, Any] = {
     "requestBody": {
         "required": True,
-        "content": {"application/json": {"schema": TypeAdapter(Asked).json_schema()}},
+        "content": {"application/json": {"schema": _SPEC["JobSpec"]}},
     }
 }
 BEFORE: Responses = {200: {"model": dict[str, Any], "description": "It was asked for before."}}
@@ -72,14 +73,14 @@ def archive(here: Here, caller: Works, digest: Digest) -> Response:
     return Response(data, media_type=BYTES)
 
 
-async def _asked(request: Request) -> Asked:
+async def _asked(request: Request) -> JobSpec:
     try:
         plain = json.loads(await request.body())
     except (ValueError, RecursionError) as exc:
         raise UsageError("job: expected JSON") from exc
     if not isinstance(plain, dict):
         raise UsageError("job: expected a map in JSON")
-    return Asked.of(plain)
+    return JobSpec.of(plain)
 
 
 @api.post(
@@ -90,7 +91,7 @@ async def _asked(request: Request) -> Asked:
     responses=BEFORE | refusals(NEEDS_CODE),
 )
 def submit(
-    here: Here, caller: Submits, asked: Annotated[Asked, Depends(_asked)], response: Response
+    here: Here, caller: Submits, asked: Annotated[JobSpec, Depends(_asked)], response: Response
 ) -> dict[str, Any]:
     return _submitted(here, response, lambda session: jobs.submit(session, asked, caller))
 

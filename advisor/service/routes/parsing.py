@@ -1,4 +1,4 @@
-"""What several routes parse alike, and what OpenAPI has to be told of them."""
+"""What several routes share: parameters, and descriptions for OpenAPI."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from advisor.cache.stores.http_client import BYTES
 
 Responses = dict[int | str, dict[str, Any]]
 SENDS_BYTES: dict[str, Any] = {"requestBody": {"required": True, "content": {BYTES: {}}}}
-"""What OpenAPI has to be told of a route whose body is no JSON."""
+"""The OpenAPI description of a body that is not JSON."""
 
 
 class Refused(BaseModel):
@@ -22,7 +22,7 @@ class Refused(BaseModel):
 
 _WHY = {
     400: "The body is no text.",
-    401: "The token is none, or holds no more.",
+    401: "The token is unknown, expired or revoked.",
     403: "This token may not.",
     404: "There is no such thing.",
     408: "The body took too long.",

@@ -124,7 +124,6 @@ class Optimizers:
 
     @contextmanager
     def counting(self) -> Iterator[list[int]]:
-        """The optimizers that step, by id, in their order."""
         found: list[int] = []
 
         def see(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -144,12 +143,10 @@ class Optimizers:
         return [weight for group in self._groups() for weight in group["params"]]
 
     def state(self) -> list[Tensor]:
-        """What they keep of each weight, as momentum."""
         states = (state for optimizer in self for state in optimizer.state.values())
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
     def begin(self) -> None:
-        """Move counters of steps to the device, and the learning rates that can be read there."""
         for optimizer in self:
             known = len(self._homes)
             for weight, state in optimizer.state.items():
@@ -258,7 +255,6 @@ class CapturedGraph:
         return self.objects.changed()
 
     def replaced(self) -> list[Any]:
-        """The objects that now stand where the step replaces them."""
         return [place.read()[name] for place, name in self._replaced]
 
     def replay(self, leaves: list[Any]) -> Any:

@@ -201,7 +201,6 @@ class ObjectGraph:
                 self._add(part, place.called(name), deeper=True)
 
     def read(self) -> Values:
-        """What every place holds now."""
         return [place.read() for place in self._places]
 
     def changed_in_step(self, before: Values) -> str:

@@ -25,7 +25,7 @@ from advisor.tuners.act.capture.captured_graph import (
 )
 from advisor.tuners.act.capture.object_graph import ObjectGraph, Values
 from advisor.tuners.decisions import CHECKED, CHECKED_AGAIN, IN_A_ROW, LARGE
-from advisor.tuners.faults import of_memory
+from advisor.tuners.faults import is_out_of_memory
 
 _MEND = (
     "let it return tensors, and look at them outside: no .item(), .cpu(), print(loss), and no "
@@ -169,7 +169,6 @@ class StepGraph:
         return ObjectGraph(self._train_step, self._models, (*self._optimizers, *self._scalers))
 
     def _drawn(self) -> object:
-        """The state of the random numbers that are drawn on the host."""
         numpy = sys.modules.get("numpy")
         drawn = numpy and repr(numpy.random.get_state(legacy=False))
         beside = self._recorder.device != "cpu"
@@ -270,7 +269,6 @@ class StepGraph:
         return f"{what} differs by {share:.2g} of it from the step itself"
 
     def _snapshot(self, objects: ObjectGraph) -> StateSnapshot:
-        """Of weights, buffers, the optimizers' state, and what else a step writes."""
         held = (p for model in self._models for p in model.parameters())
         weights = dict.fromkeys((*self._optimizers.weights(), *held))
         buffers = (b for model in self._models for b in model.buffers())
@@ -317,7 +315,7 @@ def _memory(
     try:
         yield
     except RuntimeError as exc:
-        if past_repair or not of_memory(exc):
+        if past_repair or not is_out_of_memory(exc):
             raise
         if start is not None:
             start.restore()
@@ -326,7 +324,7 @@ def _memory(
 
 def _why(exc: Exception) -> str:
     said = next(iter(str(exc).strip().splitlines()), "")
-    if of_memory(exc):
+    if is_out_of_memory(exc):
         return "there is no memory to capture it"
     if "captur" in said.lower():
         return f"it does what a CUDA graph cannot hold ({said}); {_MEND}"

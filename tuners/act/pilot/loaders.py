@@ -26,35 +26,35 @@ from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from advisor.cache import settings
-from advisor.tuners import host, room
+from advisor.tuners import host, worker_limits
 from advisor.tuners.act.hooks import Patch
 from advisor.tuners.faults import Stopped, failure
 
 if TYPE_CHECKING:
-    from advisor.tuners.knobs import Loading
+    from advisor.tuners.knobs import LoaderFacts
 
-_NONE = object()  # no batch
-BATCH_S = 60.0  # that workers have for one: they may hang on a lock held when they were forked
+_NO_BATCH = object()
+BATCH_TIMEOUT_S = 60.0  # a worker may hang on a lock that was held when it was forked
 # The lines of code that began an iterator: a loader that is made at each epoch is begun there too.
-_Place = tuple[tuple[CodeType, int], ...]
+_CallSite = tuple[tuple[CodeType, int], ...]
 
 
-class _Ours(DataLoader[Any]):
+class _AdvisorLoader(DataLoader[Any]):
     """A loader whose workers fetch ahead of a script's."""
 
 
 @dataclass(slots=True)
-class _Epoch:
+class _LoaderEpoch:
     """One iterator of a DataLoader. Workers' settings are keyword arguments of a DataLoader."""
 
     loader: DataLoader[Any] | None  # None if its own workers, which may hold on to it, are at work
-    place: _Place
+    call_site: _CallSite
     workers: int
     pinned: bool
     own: dict[str, Any]  # the settings of its own workers, if they were taken over
     why: str  # they were not, though that was asked for
-    ahead: Ahead | None = None  # once it has had workers of advisor's
-    batches: Any = _NONE  # of such workers; None without them, _NONE until that is decided
+    prefetcher: Prefetcher | None = None  # once it has had workers of advisor's
+    batches: Any = _NO_BATCH  # of such workers; None without them, _NO_BATCH until decided
 
 
 class Loaders:
@@ -67,63 +67,64 @@ class Loaders:
 
     def __init__(self, failed: Callable[[Exception], None], *, override: bool = False) -> None:
         self._failed, self._override = failed, override
-        self.waited_s = 0.0  # that the script has waited for batches since `begin_lap`
+        self.waited_s = 0.0  # that the script has waited for batches since `begin_block`
         self.taken = self._unfinished_before = 0  # batches from workers since then
         self._batch_bytes = self._most = 0
         self._looking = True
         self._feeding: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
-        self._places: set[_Place] = set()
-        self._way: tuple[int, bool, str, int] | None = None
-        self._epochs: weakref.WeakKeyDictionary[Any, _Epoch] = weakref.WeakKeyDictionary()
+        self._call_sites: set[_CallSite] = set()
+        self._observed: tuple[int, bool, str, int] | None = None
+        self._epochs: weakref.WeakKeyDictionary[Any, _LoaderEpoch] = weakref.WeakKeyDictionary()
         self._given: dict[str, Any] = {}
         self._patches = [
             Patch(DataLoader, "__iter__", lambda plain: lambda one: self._begin(one, plain)),
             Patch(_BaseDataLoaderIter, "__next__", lambda plain: lambda i: self._timed(i, plain)),
         ]
 
-    def look_anew(self) -> None:
+    def restart_observation(self) -> None:
         """Forget what was fetched so far, as for a sanity check of evaluation: it fed no step."""
         self._feeding.clear()
-        self._places.clear()
-        self._way = None
+        self._call_sites.clear()
+        self._observed = None
 
-    def seen(self) -> Loading:
+    def seen(self) -> LoaderFacts:
         """What has fed the steps. Ends looking at it."""
-        from advisor.tuners.knobs import Loading
+        from advisor.tuners.knobs import LoaderFacts
 
         self._looking = False
-        if self._way is None:
-            return Loading()
-        workers, pinned, why, ahead = self._way
-        there = room.workers(self._batch_bytes)
-        tuned = not why and (ahead or not workers)
+        if self._observed is None:
+            return LoaderFacts()
+        workers, pinned, why, factor = self._observed
+        there = worker_limits.workers(self._batch_bytes)
+        tuned = not why and (factor or not workers)
         most = there if tuned else 0
         # What the script's own workers do stays possible.
         self._most = max(most, workers) if tuned else 0
-        return Loading(workers=workers, pinned=pinned, ahead=ahead, most=most, room=there, why=why)
+        return LoaderFacts(
+            workers=workers, pinned=pinned, prefetch_factor=factor, most=most, room=there, why=why
+        )
 
-    def begin_lap(self) -> None:
-        """Count from here on."""
+    def begin_block(self) -> None:
         self.waited_s, self.taken, self._unfinished_before = 0.0, 0, self._queued()[1]
 
     @property
-    def borrowed(self) -> float:
-        """Share of the batches `taken` that the workers, all of them busy, have not replaced. One
-        alone may be chance. What an iterator asks for as it begins counts as asked for before."""
+    def drained_share(self) -> float:
+        """Share of the `taken` batches by which the workers' backlog grew; 0 if one is idle,
+        or for one batch, which may be chance. An iterator's first requests do not count."""
         _, unfinished, workers = self._queued()
-        lent = unfinished - self._unfinished_before
-        if unfinished < workers or lent <= 1 or not self.taken:
+        growth = unfinished - self._unfinished_before
+        if unfinished < workers or growth <= 1 or not self.taken:
             return 0.0
-        return min(lent, self.taken - 1) / self.taken
+        return min(growth, self.taken - 1) / self.taken
 
     @property
-    def ahead(self) -> int:
-        """Batches that workers are asked for at a time."""
+    def prefetched(self) -> int:
+        """Batches that workers have ready or are loading."""
         return self._queued()[0]
 
     def _queued(self) -> tuple[int, int, int]:
         """(Batches that workers were asked for, unfinished ones, workers) of all iterators."""
-        found = [(*_asked_for(i), epoch.workers) for i, epoch in list(self._epochs.items())]
+        found = [(*_outstanding(i), epoch.workers) for i, epoch in list(self._epochs.items())]
         asked, unfinished = sum(one[0] for one in found), sum(one[1] for one in found)
         return asked, unfinished, sum(workers for _, n, workers in found if n)
 
@@ -137,15 +138,17 @@ class Loaders:
         have none."""
         self._given = {}
         for epoch in list(self._epochs.values()):
-            batches, epoch.batches = epoch.batches, _NONE
-            if epoch.ahead is not None and batches not in (None, _NONE):
+            batches, epoch.batches = epoch.batches, _NO_BATCH
+            if epoch.prefetcher is not None and batches not in (None, _NO_BATCH):
                 batches._shutdown_workers()
-                epoch.ahead.take_back()
+                epoch.prefetcher.requeue()
         if workers := min(given.get("num_workers", 0), self._most):
             self._given = {**given, "num_workers": workers}
             if wanted := given.get("prefetch_factor"):
-                fits = room.times(self._batch_bytes * workers) - 1
-                self._given["prefetch_factor"] = int(max(room.AHEAD, min(wanted, fits)))
+                fits = worker_limits.batches_that_fit(self._batch_bytes * workers) - 1
+                self._given["prefetch_factor"] = int(
+                    max(worker_limits.PREFETCH_FACTOR, min(wanted, fits))
+                )
 
     def remove(self) -> None:
         """Leave the loaders as they were found, but for workers in the place of a loader's own,
@@ -158,8 +161,8 @@ class Loaders:
 
     def _begin(self, loader: DataLoader[Any], plain: Callable[[Any], Any]) -> Any:
         workers, timeout, own, why = loader.num_workers, loader.timeout, {}, ""
-        if self._override and workers > 0 and not isinstance(loader, _Ours):
-            why = _why_alone(loader)
+        if self._override and workers > 0 and not isinstance(loader, _AdvisorLoader):
+            why = _why_untouched(loader)
             if not why:
                 own = {"num_workers": workers, "prefetch_factor": loader.prefetch_factor}
                 loader.num_workers, loader.timeout = 0, 0
@@ -169,9 +172,11 @@ class Loaders:
             if own:
                 loader.num_workers, loader.timeout = workers, timeout
         known = loader if own or not workers else None
-        place = tuple((frame.f_code, line) for frame, line in walk_stack(sys._getframe()))
-        self._epochs[iterator] = _Epoch(known, place, workers, loader.pin_memory, own, why)
-        self._unfinished_before += _asked_for(iterator)[1]
+        call_site = tuple((frame.f_code, line) for frame, line in walk_stack(sys._getframe()))
+        self._epochs[iterator] = _LoaderEpoch(
+            known, call_site, workers, loader.pin_memory, own, why
+        )
+        self._unfinished_before += _outstanding(iterator)[1]
         return iterator
 
     def _timed(self, iterator: Any, plain: Callable[[Any], Any]) -> Any:
@@ -179,29 +184,29 @@ class Loaders:
             return plain(iterator)
         began, epoch = time.perf_counter(), self._epochs.get(iterator)
         try:
-            batch = _NONE if epoch is None else self._by_workers(iterator, epoch, plain)
-            if batch is _NONE:
+            batch = _NO_BATCH if epoch is None else self._from_workers(iterator, epoch, plain)
+            if batch is _NO_BATCH:
                 batch = plain(iterator)
                 self.taken += epoch is not None and epoch.workers > 0
             if epoch is not None and self._looking and torch.is_grad_enabled():
-                self._saw(epoch, batch)
+                self._observe(epoch, batch)
             return batch
         finally:
             self.waited_s += time.perf_counter() - began
 
-    def _by_workers(self, iterator: Any, epoch: _Epoch, plain: Callable[[Any], Any]) -> Any:
-        """The next batch of advisor's workers; _NONE without them, if they fail, or at the end."""
+    def _from_workers(self, iterator: Any, epoch: _LoaderEpoch, plain: Callable[[Any], Any]) -> Any:
+        """The next batch of advisor's workers; _NO_BATCH if there is none, or if they fail."""
         if not self._given and not epoch.own:
-            return _NONE
+            return _NO_BATCH
         try:
-            if epoch.batches is _NONE:
-                self._decide(iterator, epoch)
-            if epoch.ahead is None or epoch.batches is None:
-                return _NONE
+            if epoch.batches is _NO_BATCH:
+                self._start_workers(iterator, epoch)
+            if epoch.prefetcher is None or epoch.batches is None:
+                return _NO_BATCH
             batch = plain(epoch.batches)
-            epoch.ahead.out.popleft()
+            epoch.prefetcher.out.popleft()
         except StopIteration:
-            return _NONE
+            return _NO_BATCH
         except Exception as exc:  # whatever it is: the loader fetches by itself
             self.set({})
             epoch.own = {}
@@ -209,11 +214,11 @@ class Loaders:
             if not isinstance(exc, Stopped):
                 exc = Stopped("unfed", f"{failure(exc)[1]}; the loader goes on by itself")
             self._failed(exc)
-            return _NONE
+            return _NO_BATCH
         self.taken += 1
         return batch
 
-    def _saw(self, epoch: _Epoch, batch: Any) -> None:
+    def _observe(self, epoch: _LoaderEpoch, batch: Any) -> None:
         loader, why = epoch.loader, epoch.why
         size = sum(one.nbytes for one in tree_leaves(batch) if isinstance(one, Tensor))
         self._batch_bytes = max(self._batch_bytes, size)
@@ -221,24 +226,23 @@ class Loaders:
             if loader in self._feeding:
                 return
             self._feeding.add(loader)
-            self._places.add(epoch.place)
-            why = _why_alone(loader)
-        way = (epoch.workers, epoch.pinned, why, epoch.own.get("prefetch_factor", 0))
-        self._way = max(self._way or way, way)
+            self._call_sites.add(epoch.call_site)
+            why = _why_untouched(loader)
+        observed = (epoch.workers, epoch.pinned, why, epoch.own.get("prefetch_factor", 0))
+        self._observed = max(self._observed or observed, observed)
 
-    def _decide(self, iterator: Any, epoch: _Epoch) -> None:
-        """Start workers for an iterator that may have some."""
+    def _start_workers(self, iterator: Any, epoch: _LoaderEpoch) -> None:
         loader, epoch.batches = epoch.loader, None
-        feeds = loader in self._feeding or epoch.place in self._places
+        feeds = loader in self._feeding or epoch.call_site in self._call_sites
         given = self._given if feeds and self._given else epoch.own
         if loader is not None and given:
-            if why := _why_alone(loader):  # a file may have been opened since it was seen
+            if why := _why_untouched(loader):  # a file may have been opened since it was seen
                 raise Stopped("unfed", why)
-            epoch.ahead = epoch.ahead or Ahead(iterator)
-            epoch.batches = epoch.ahead.start(loader, given)
+            epoch.prefetcher = epoch.prefetcher or Prefetcher(iterator)
+            epoch.batches = epoch.prefetcher.start(loader, given)
 
 
-class Ahead:
+class Prefetcher:
     """What the sampler of one iterator has left. It must not refer to its workers, which refer to
     it: they are to end once the script drops its iterator."""
 
@@ -250,7 +254,7 @@ class Ahead:
         self.out: deque[Any] = deque()  # handed out, and not delivered
         self._raised: Exception | None = None
 
-    def __iter__(self) -> Ahead:
+    def __iter__(self) -> Prefetcher:
         return self
 
     def __next__(self) -> Any:
@@ -260,8 +264,7 @@ class Ahead:
             raise self._raised
         return next(self._left)
 
-    def _handed(self) -> Iterator[Any]:
-        """Indices for workers."""
+    def _indices(self) -> Iterator[Any]:
         while True:
             try:
                 index = next(self)
@@ -274,28 +277,27 @@ class Ahead:
             yield index
 
     def start(self, loader: DataLoader[Any], given: Mapping[str, Any]) -> Any:
-        """Start workers; returns their iterator."""
         self._seed += 1
-        handed: Any = self._handed()
-        how: dict[str, Any] = {"sampler": handed, "batch_size": None}
+        indices: Any = self._indices()
+        how: dict[str, Any] = {"sampler": indices, "batch_size": None}
         if loader.batch_sampler is not None:
-            how = {"batch_sampler": handed}
+            how = {"batch_sampler": indices}
         try:
             found: Any = iter(
-                _Ours(
+                _AdvisorLoader(
                     loader.dataset,
                     **how,
                     **{**given, "pin_memory": loader.pin_memory or given.get("pin_memory", False)},
                     collate_fn=loader.collate_fn,
                     worker_init_fn=loader.worker_init_fn,
-                    timeout=BATCH_S,
+                    timeout=BATCH_TIMEOUT_S,
                     # Not the script's: what it draws itself stays what it is.
                     generator=torch.Generator().manual_seed(self._seed % 2**63),
                     multiprocessing_context="fork",
                 )
             )
         except Exception:
-            self.take_back()
+            self.requeue()
             raise
         if found._worker_pids_set:
             # A worker that dies is missed when its batch is due, and not before.
@@ -303,13 +305,13 @@ class Ahead:
             found._worker_pids_set = False
         return found
 
-    def take_back(self) -> None:
+    def requeue(self) -> None:
         """Hand out again what workers have not delivered."""
         self._back.extendleft(reversed(self.out))
         self.out.clear()
 
 
-def _asked_for(iterator: Any) -> tuple[int, int]:
+def _outstanding(iterator: Any) -> tuple[int, int]:
     """(Batches that an iterator has asked its workers for, unfinished ones)."""
     if not isinstance(iterator, _MultiProcessingDataLoaderIter) or iterator._shutdown:
         return 0, 0
@@ -320,7 +322,7 @@ def _asked_for(iterator: Any) -> tuple[int, int]:
     return asked, max(0, asked - ready)
 
 
-def _why_alone(loader: DataLoader[Any]) -> str:
+def _why_untouched(loader: DataLoader[Any]) -> str:
     """Why a loader gets no workers of advisor's; '' if it may have some."""
     context = loader.multiprocessing_context
     if context is not None and context.get_start_method() != "fork":

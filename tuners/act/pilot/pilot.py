@@ -19,14 +19,14 @@ from advisor.tuners import host
 from advisor.tuners.act import hooks
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.hooks import EVERY_STEP
-from advisor.tuners.act.pilot.crew import LET_GO, Crew, Trained
 from advisor.tuners.act.pilot.loaders import Loaders
-from advisor.tuners.act.pilot.orders import Comparison, Guide, Lap, Order
-from advisor.tuners.decisions import HEADROOM, IN_A_ROW, LOOKED
+from advisor.tuners.act.pilot.loop_observer import RETIRED, LoopObserver, TrainedModel
+from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, CompareRequest, Guide
+from advisor.tuners.decisions import HEADROOM, IN_A_ROW, MAX_OBSERVED_STEPS
 from advisor.tuners.faults import Stopped, failure
 
 if TYPE_CHECKING:
-    from advisor.tuners.act.pilot.switch import Switch
+    from advisor.tuners.act.pilot.switch import ConfigSwitch
 
 P = ParamSpec("P")
 Verdict = tuple[str, str, str]  # a Lap's outcome, reason and blames
@@ -46,18 +46,22 @@ UNSTEPPED = (
 ANOTHER = "it trains another model now"
 UNADVISED = "a model trains now that the advice in force is not for"
 UNORDERED = (
-    f"in {LOOKED} steps of the optimizers no order repeats, so that a step of the script cannot be "
-    "told; what can be tuned has all of its optimizers step in turn"
+    f"in {MAX_OBSERVED_STEPS} steps of the optimizers no order repeats, so that a step of the "
+    "script cannot be told; what can be tuned has all of its optimizers step in turn"
 )
 LITTLE = "not tried: little of the device's memory is free"
 FELL_BACK = "RecompileLimit: torch.compile has given up: shapes vary too much"
 
 
-class Watch(Protocol):
+class StepComparer(Protocol):
     """Compares configs on kept steps of the script. Both return None while it needs more steps."""
 
     def begin(
-        self, switch: Switch, trained: Sequence[Trained], device: torch.device, asked: Comparison
+        self,
+        switch: ConfigSwitch,
+        trained: Sequence[TrainedModel],
+        device: torch.device,
+        asked: CompareRequest,
     ) -> Verdict | None:
         """Compare. Steps that it needs for it are unmodified ones."""
 
@@ -71,25 +75,26 @@ class Watch(Protocol):
 class Pilot:
     """Attached to a script, until `release`."""
 
-    def __init__(self, guide: Guide, watch: Watch | None = None) -> None:
+    def __init__(self, guide: Guide, comparer: StepComparer | None = None) -> None:
         self._guide = guide
-        self._watch = watch
+        self._comparer = comparer
         self._attach()
 
     def _attach(self) -> None:
-        self._crew = Crew()
-        self._trained: Sequence[Trained] = ()
-        self._switch: Switch | None = None
-        self._order = Order(config=Config())
+        self._observer = LoopObserver()
+        self._trained: Sequence[TrainedModel] = ()
+        self._switch: ConfigSwitch | None = None
+        self._request = BlockRequest(config=Config())
         self._looked = self._period = 0
         self._at = self._done = self._warm = self._graphs = 0
         self._elsewhere = self._own_peak = 0
         self._began = self._first_s = self._switched = 0.0
-        self._fresh = self._cut = self._aside = False
+        self._fresh = self._cut = self._flags_released = False
         self._verdict: Verdict = OK
         self._loaders = Loaders(self._gave_up, override=settings.overrides_loader())
         self._calls = hooks.Calls(
-            self._guarded(self._crew.saw_call), self._guarded(self._crew.saw_within)
+            self._guarded(self._observer.on_call),
+            self._guarded(self._observer.on_autocast),
         )
         self._count_no_more = EVERY_STEP.tell(self._guarded(self._stepped))
         self._unhook_failure = hooks.on_failure(self._ended)
@@ -103,12 +108,12 @@ class Pilot:
     def _leave(self) -> None:
         """The same, but for hooks that are part of the script's compiled code."""
         self._calls.rest()
-        if self._watch is not None:
-            self._watch.close()
+        if self._comparer is not None:
+            self._comparer.close()
         if self._switch is not None:
             self._switch.release()
             self._switch = None
-        self._crew.forget()
+        self._observer.forget()
         self._trained = ()
         self._loaders.remove()
         self._count_no_more()
@@ -138,11 +143,11 @@ class Pilot:
         self._guide.failed(exc)
         if self._looked:
             self._at_exit()
-        if self._switch is not None and self._order.config != self._switch.own:
-            self._guide.ended(exc, self._order)
+        if self._switch is not None and self._request.config != self._switch.own:
+            self._guide.script_failed(exc, self._request)
 
     def _exits(self) -> None:
-        if self._crew.called and not self._looked and self._guide.takes_over():
+        if self._observer.called and not self._looked and self._guide.takes_over():
             self._guide.failed(Stopped("untrained", UNSTEPPED))
         elif self._looked and self._switch is None:
             steps = f"{self._looked} step{'s' * (self._looked != 1)} of its optimizers"
@@ -151,75 +156,75 @@ class Pilot:
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._switch is None:
             self._look(optimizer)
-        elif (kind := self._crew.kind(optimizer)) == "ours":
-            if self._order.steps:
+        elif (kind := self._observer.kind(optimizer)) == "known":
+            if self._request.steps:
                 self._elsewhere = 0
-            elif self._aside:
-                self._aside = False
+            elif self._flags_released:
+                self._flags_released = False
                 self._switch.put_flags()
             self._at += 1
             if self._at >= self._period:
                 self._at = 0
                 self._step(self._switch)
-        elif kind != "let go" or self._order.steps:
+        elif kind != "retired" or self._request.steps:
             self._stepped_elsewhere(self._switch, kind)
 
-    def _stepped_elsewhere(self, switch: Switch, kind: str) -> None:
+    def _stepped_elsewhere(self, switch: ConfigSwitch, kind: str) -> None:
         """An optimizer made a step that was not among the first ones."""
         self._elsewhere += 1
-        if self._order.steps:
-            if self._elsewhere >= LOOKED:
+        if self._request.steps:
+            if self._elsewhere >= MAX_OBSERVED_STEPS:
                 self._stop(Stopped("over", ANOTHER))
-        elif kind == "joins" or (kind == "like" and self._elsewhere >= IN_A_ROW):
-            if kind == "like":
-                LET_GO.update(self._crew.optimizers)
+        elif kind == "new" or (kind == "similar" and self._elsewhere >= IN_A_ROW):
+            if kind == "similar":
+                RETIRED.update(self._observer.optimizers)
             self._leave()
             self._attach()
         elif self._elsewhere == IN_A_ROW:
-            self._aside = True  # until the advised model steps again
+            self._flags_released = True  # until the advised model steps again
             switch.release_flags()
             self._guide.failed(Stopped("over", UNADVISED))
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
-        self._crew.saw_step(optimizer)
+        self._observer.on_step(optimizer)
         self._looked += 1
         if self._looked == 1:
-            self._loaders.look_anew()
-        self._period = self._crew.period()
+            self._loaders.restart_observation()
+        self._period = self._observer.period()
         if self._period:
-            self._found(self._crew.trained())
-        elif self._looked >= LOOKED:
+            self._found(self._observer.trained())
+        elif self._looked >= MAX_OBSERVED_STEPS:
             self._stop(Stopped("unclear", UNORDERED))
 
-    def _found(self, trained: Sequence[Trained]) -> None:
+    def _found(self, trained: Sequence[TrainedModel]) -> None:
         """Take over, if the guide does: it is known what a step of the script is."""
         if not trained:
             said = UNSEEN_COMPILED if graphs_compiled() else UNSEEN
             return self._stop(Stopped("unclear", said))
-        from advisor.tuners.act.pilot.seen import Seen
-        from advisor.tuners.act.pilot.switch import Switch
+        from advisor.tuners.act.pilot.script_facts import ScriptFacts
+        from advisor.tuners.act.pilot.switch import ConfigSwitch
 
         self._calls.rest()
         if not self._guide.takes_over():
             return self._leave()
-        self._seen = seen = Seen.of(self._crew, self._loaders.seen())
+        self._seen = seen = ScriptFacts.of(self._observer, self._loaders.seen())
         self._device, self._trained = torch.device(seen.device), trained
-        order = self._guide.begin(seen)
-        if not order.own:
+        request = self._guide.begin(seen)
+        if not request.own:
             return self._leave()
-        optimizers, feed = self._crew.optimizers, self._loaders.set
-        self._switch = Switch(trained, optimizers, order.own, self._device, feed)
-        self._obey(self._switch, order)
+        optimizers, feed = self._observer.optimizers, self._loaders.set
+        self._switch = ConfigSwitch(trained, optimizers, request.own, self._device, feed)
+        self._follow(self._switch, request)
 
-    def _step(self, switch: Switch) -> None:
+    def _step(self, switch: ConfigSwitch) -> None:
         """A step of the script is over."""
-        switch.began(spent=self._crew.spends)
-        if not self._order.steps:
+        switch.begin_step(freed=self._observer.frees_gradients)
+        if not self._request.steps:
             return
-        if self._order.compare is not None:
-            assert self._watch is not None
+        if self._request.compare is not None:
+            assert self._comparer is not None
             self._done += 1
-            if verdict := self._watch.stepped():
+            if verdict := self._comparer.stepped():
                 self._verdict = verdict
                 self._finish(switch)
             return
@@ -231,30 +236,30 @@ class Pilot:
             if not self._warm:
                 self._synchronize()
                 self._first_s = time.perf_counter() - self._switched if self._fresh else 0.0
-                self._begin_lap()
+                self._begin_block()
             return
         self._done += 1
         if alone and not self._cut and any(one.evaluated for one in self._trained):
             self._cut = True  # once: a lap with a second one is longer than what lies between them
-            self._begin_lap()
-        elif self._done >= self._order.steps or cut_short:
+            self._begin_block()
+        elif self._done >= self._request.steps or cut_short:
             self._synchronize()
             if switch.fell_back:  # what was timed is not what the config says
-                switch.give_up()
+                switch.drop_config()
                 self._verdict = ("failed", FELL_BACK, "")
             self._finish(switch)
 
-    def _finish(self, switch: Switch) -> None:
+    def _finish(self, switch: ConfigSwitch) -> None:
         """Report on the order that is over, and begin the next one."""
-        lap = self._lap()
-        if self._order.config == switch.own:
-            self._own_peak = max(self._own_peak, lap.peak_bytes)
-        self._obey(switch, self._guide.next(lap))
+        result = self._result()
+        if self._request.config == switch.own:
+            self._own_peak = max(self._own_peak, result.peak_bytes)
+        self._follow(switch, self._guide.next(result))
 
-    def _lap(self) -> Lap:
+    def _result(self) -> BlockResult:
         cuda = self._device.type == "cuda"
         per_step = self._seen.shape[0] // self._seen.processes
-        return Lap(
+        return BlockResult(
             steps=self._done,
             samples=self._trained[0].samples or per_step * self._done,
             seconds=time.perf_counter() - self._began,
@@ -262,97 +267,99 @@ class Pilot:
             waited_s=self._loaders.waited_s,
             peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else 0,
             compiled=graphs_compiled() - self._graphs,
-            borrowed=self._loaders.borrowed,
-            ahead=self._loaders.ahead,
+            drained_share=self._loaders.drained_share,
+            prefetched=self._loaders.prefetched,
             outcome=self._verdict[0],
             reason=self._verdict[1],
             blames=self._verdict[2],
         )
 
-    def _begin_lap(self) -> None:
+    def _begin_block(self) -> None:
         self._done = 0
         for one in self._trained:
             one.samples, one.evaluated = 0, False
         self._synchronize()
         self._graphs = graphs_compiled()
-        self._loaders.begin_lap()
+        self._loaders.begin_block()
         self._began = time.perf_counter()
 
-    def _obey(self, switch: Switch, order: Order) -> None:
-        while self._begin(switch, order):
-            order = self._guide.next(self._lap())
+    def _follow(self, switch: ConfigSwitch, request: BlockRequest) -> None:
+        while self._begin(switch, request):
+            request = self._guide.next(self._result())
 
-    def _begin(self, switch: Switch, order: Order) -> bool:
+    def _begin(self, switch: ConfigSwitch, request: BlockRequest) -> bool:
         """Begin an order; whether it is over at once."""
-        self._fresh = order.config != switch.config
+        self._fresh = request.config != switch.config
         self._verdict = OK
         self._switched = time.perf_counter()
-        self._order, self._first_s, self._cut = order, 0.0, False
-        if order.forget is not None:
-            switch.forget(order.forget)
-        if order.saves and self._seen.rank == 0:
+        self._request, self._first_s, self._cut = request, 0.0, False
+        if request.forget is not None:
+            switch.forget(request.forget)
+        if request.saves and self._seen.rank == 0:
             from advisor.tuners.act import artifacts
 
-            artifacts.save(Path(order.saves))
+            artifacts.save(Path(request.saves))
         if self._fresh:
-            self._set(switch, order)
+            self._set(switch, request)
             if self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
-        if not order.steps:
-            self._stay(switch, order)
-        self._warm = order.warm
-        self._begin_lap()
-        return order.compare is not None and self._compare(switch, order, order.compare)
+        if not request.steps:
+            self._make_final(switch, request)
+        self._warm = request.warm
+        self._begin_block()
+        return request.compare is not None and self._compare(switch, request, request.compare)
 
-    def _set(self, switch: Switch, order: Order) -> None:
-        if order.config == switch.own:
-            switch.set(order.config)
-        elif not order.needs_room or self._has_room(HEADROOM):
-            struck, lost = (functools.partial(one, switch) for one in (self._struck, self._lost))
-            switch.set(order.config, struck, lost)
+    def _set(self, switch: ConfigSwitch, request: BlockRequest) -> None:
+        if request.config == switch.own:
+            switch.set(request.config)
+        elif not request.needs_room or self._has_room(HEADROOM):
+            call_failed, backward_failed = (
+                functools.partial(one, switch) for one in (self._call_failed, self._backward_failed)
+            )
+            switch.set(request.config, call_failed, backward_failed)
         else:
             switch.set(switch.own)
             self._verdict = ("out_of_memory", LITTLE, "")
 
-    def _stay(self, switch: Switch, order: Order) -> None:
+    def _make_final(self, switch: ConfigSwitch, request: BlockRequest) -> None:
         """No order comes after this one: remove the hooks that nothing needs any more."""
-        switch.stay()
-        if self._watch is not None:
-            self._watch.close()
+        switch.make_final()
+        if self._comparer is not None:
+            self._comparer.close()
         if not self._loaders.at_work:
             self._loaders.remove()
-        if order.config == switch.own:
+        if request.config == switch.own:
             self._unhook_failure()
 
-    def _compare(self, switch: Switch, order: Order, asked: Comparison) -> bool:
+    def _compare(self, switch: ConfigSwitch, request: BlockRequest, asked: CompareRequest) -> bool:
         """Compare; whether that is over at once."""
-        if order.needs_room and not self._has_room(2 * HEADROOM, host.peak_bytes()):
+        if request.needs_room and not self._has_room(2 * HEADROOM, host.peak_bytes()):
             self._verdict = ("out_of_memory", "little memory is free", "")
             return True
-        assert self._watch is not None, "a guide that compares comes with a watch"
-        verdict = self._watch.begin(switch, self._trained, self._device, asked)
+        assert self._comparer is not None, "a guide that compares comes with a watch"
+        verdict = self._comparer.begin(switch, self._trained, self._device, asked)
         self._verdict = verdict or OK
         return verdict is not None
 
     def _gave_up(self, exc: Exception) -> None:
         """The script goes on without what has failed: a model's call, or the loader's workers."""
         self._verdict = (*failure(exc), "")
-        if not self._order.steps:
-            self._guide.gave_up(exc)
+        if not self._request.steps:
+            self._guide.config_dropped(exc)
 
-    def _struck(self, switch: Switch, exc: Exception) -> None:
+    def _call_failed(self, switch: ConfigSwitch, exc: Exception) -> None:
         """A model's call has raised under a config: the lap ends with this step."""
-        switch.give_up()
+        switch.drop_config()
         self._gave_up(exc)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _lost(self, switch: Switch, exc: Exception) -> None:
+    def _backward_failed(self, switch: ConfigSwitch, exc: Exception) -> None:
         """Backward has raised under a config. The script may end of it: the lap, and with it the
         next order, waits for the next step."""
-        switch.give_up()
+        switch.drop_config()
         self._verdict = (*failure(exc), "")
-        self._guide.lost(exc, self._order)
+        self._guide.backward_failed(exc, self._request)
 
     def _has_room(self, times: float, host_bytes: int = 0) -> bool:
         """Whether a GPU has so many times free what a step allocates, or the host so many bytes."""
@@ -368,16 +375,16 @@ class Pilot:
             torch.cuda.synchronize(self._device)
 
 
-class InCharge:
+class ActivePilot:
     """Keeps the first pilot that is brought: `advisor run` comes before its script's `apply()`."""
 
     def __init__(self) -> None:
         self._pilot: Pilot | None = None
 
-    def bring(self, guide: Guide, watch: Watch | None = None) -> None:
+    def attach(self, guide: Guide, comparer: StepComparer | None = None) -> None:
         """Attach a pilot, unless there is one."""
         if self._pilot is None:
-            self._pilot = Pilot(guide, watch)
+            self._pilot = Pilot(guide, comparer)
 
     def release(self) -> None:
         """Leave the script and PyTorch as they were found, including the flags of an advice."""
@@ -391,4 +398,4 @@ class InCharge:
         have_own_keys()
 
 
-IN_CHARGE = InCharge()
+ACTIVE_PILOT = ActivePilot()

@@ -23,40 +23,40 @@ from advisor.tuners.act.gate import Gate
 from advisor.tuners.act.hooks import Patch
 from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.layouts import Storages, strided
-from advisor.tuners.act.pilot.crew import Trained
-from advisor.tuners.act.pilot.trees import mapped
+from advisor.tuners.act.pilot.loop_observer import TrainedModel
+from advisor.tuners.act.pilot.trees import map_tensors
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.decisions import LEAST_FREE
-from advisor.tuners.faults import of_config
+from advisor.tuners.faults import is_config_error
 
-Told = Callable[[Exception], None]
-Parts = dict[nn.Module, Callable[..., Any]]  # the compiled calls of modules within a model
+OnError = Callable[[Exception], None] | None
+CompiledRegions = dict[nn.Module, Callable[..., Any]]  # the compiled calls of a model's modules
 
 
-class Call:
+class ModelCall:
     """Replaces the call of a trained model: counts it, and makes training calls through `act`.
-    Evaluation stays the script's own. `struck`, if any, gets exceptions that only `act` raises."""
+    Evaluation stays the script's own. `on_error` gets exceptions that only `act` raises."""
 
-    def __init__(self, one: Trained, seat: nn.Module) -> None:
-        self.one, self.seat = one, seat
-        there = vars(seat).get("_compiled_call_impl")
-        self.plain: Callable[..., Any] = seat._call_impl if there is None else there
+    def __init__(self, one: TrainedModel, module: nn.Module) -> None:
+        self.one, self.module = one, module
+        there = vars(module).get("_compiled_call_impl")
+        self.plain: Callable[..., Any] = module._call_impl if there is None else there
         self.act = self.plain
-        self.struck: Told | None = None
-        self.parts: Parts = {}
+        self.on_error: OnError = None
+        self.regions: CompiledRegions = {}
 
     def leave(self) -> None:
         """Call the model as before, unless it has been compiled since."""
-        if vars(self.seat).get("_compiled_call_impl") is self:
-            own = self.plain == self.seat._call_impl
-            hooks.through(self.seat, None if own else self.plain)
+        if vars(self.module).get("_compiled_call_impl") is self:
+            own = self.plain == self.module._call_impl
+            hooks.through(self.module, None if own else self.plain)
 
     def put(self, compiled: bool) -> None:
         """Call the model's parts through their compiled code, or not."""
-        for module, call in self.parts.items():
+        for module, call in self.regions.items():
             hooks.through(module, call if compiled else None)
 
-    def plainly(self, *args: Any, **kwargs: Any) -> Any:
+    def uncompiled(self, *args: Any, **kwargs: Any) -> Any:
         """The uncompiled call."""
         self.put(False)
         try:
@@ -67,7 +67,7 @@ class Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self.one.model.training:
             self.one.evaluated |= not self.one.model.training
-            return self.plainly(*args, **kwargs)
+            return self.uncompiled(*args, **kwargs)
         if hooks.recomputes():
             return self.act(*args, **kwargs)
         if self.act is self.plain:
@@ -77,29 +77,29 @@ class Call:
         try:
             return self.act(*args, **kwargs)
         except Exception as exc:  # whatever a config raises: a run is worth more than its advice
-            if self.struck is None:
+            if self.on_error is None:
                 raise
             raised = exc.with_traceback(None)  # its frames hold what the call has taken
-        if of_config(raised):
-            self.struck(raised)
-            return self.plainly(*args, **kwargs)
-        found = _again(self.plainly, args, kwargs, raised)
-        self.struck(raised)
+        if is_config_error(raised):
+            self.on_error(raised)
+            return self.uncompiled(*args, **kwargs)
+        found = _retry(self.uncompiled, args, kwargs, raised)
+        self.on_error(raised)
         return found
 
 
-def _again(
-    plainly: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], raised: Exception
+def _retry(
+    uncompiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], raised: Exception
 ) -> Any:
     """Do without a config what raised under it; what it raises then is the script's own."""
     try:
-        return plainly(*args, **kwargs)
+        return uncompiled(*args, **kwargs)
     except Exception as own:
         own.add_note(f"advisor: raised in a second call; the first, under advice: {raised!r}")
         raise
 
 
-class Switch:
+class ConfigSwitch:
     """One script's models and optimizers, and the config that is set in them.
 
     Args:
@@ -109,7 +109,7 @@ class Switch:
 
     def __init__(
         self,
-        trained: Sequence[Trained],
+        trained: Sequence[TrainedModel],
         optimizers: Sequence[torch.optim.Optimizer],
         own: Config,
         device: torch.device,
@@ -139,20 +139,20 @@ class Switch:
         self._made: dict[Config, tuple[set[str], set[int]]] = {}
         self._seen = {own: Acting(own, own, device)}
         self._flags = Config()
-        self._kept: dict[Config, dict[nn.Module, tuple[Callable[..., Any], Parts]]] = {}
-        self.calls: list[Call] = []
+        self._kept: dict[Config, dict[nn.Module, tuple[Callable[..., Any], CompiledRegions]]] = {}
+        self.calls: list[ModelCall] = []
         for trains in trained:
-            seat = callable_module(trains.outer)
-            if seat is not None and all(call.seat is not seat for call in self.calls):
-                self.calls.append(Call(trains, seat))
-                hooks.through(seat, self.calls[-1])
+            module = callable_module(trains.outer)
+            if module is not None and all(call.module is not module for call in self.calls):
+                self.calls.append(ModelCall(trains, module))
+                hooks.through(module, self.calls[-1])
 
     @property
     def fell_back(self) -> bool:
         """Whether torch.compile has given up on the config that is set."""
         return fallbacks() > self._fallbacks
 
-    def set(self, config: Config, struck: Told | None = None, lost: Told | None = None) -> None:
+    def set(self, config: Config, on_error: OnError = None, on_backward: OnError = None) -> None:
         """Have the script train with a config from here on.
 
         Args:
@@ -161,8 +161,8 @@ class Switch:
         """
         self._claim()
         self._watching.close()
-        if lost is not None:
-            self._watching.callback(hooks.on_backward(failed=lost))
+        if on_backward is not None:
+            self._watching.callback(hooks.on_backward(failed=on_backward))
         acting = self._seen[config] = Acting(config, self.own, self._device)
         IN_FORCE.release(self._flags)
         self._flags = Config({knob.name: value for knob, value in acting.rows if knob.flag})
@@ -170,14 +170,14 @@ class Switch:
         self._feed(acting.loader())
         with torch.no_grad():
             self._lay_out(acting)
-            self._set_optimizers(acting.optimizer(), struck, lost)
+            self._set_optimizers(acting.optimizer(), on_error, on_backward)
         for call in self.calls:
             call.put(False)
-            call.act, call.parts = self._act(call, acting)
+            call.act, call.regions = self._act(call, acting)
             call.put(True)
-            call.struck = struck
+            call.on_error = on_error
         self.config = config
-        compiles = any(knob.dear for knob, _value in acting.rows)
+        compiles = any(knob.compile_s for knob, _value in acting.rows)
         self._fallbacks = fallbacks() if compiles else math.inf
         self._make_room()
 
@@ -217,7 +217,7 @@ class Switch:
             if available < LEAST_FREE * memory:
                 torch.cuda.empty_cache()
 
-    def give_up(self) -> None:
+    def drop_config(self) -> None:
         """Within a step: call models as the script does, and drop what the config compiled. Weights
         stay laid out until the next `set`: the step may still need them so."""
         self._watching.close()
@@ -226,16 +226,16 @@ class Switch:
         self._set_optimizers({})
         for call in self.calls:
             call.put(False)
-            call.act, call.parts, call.struck = call.plain, {}, None
+            call.act, call.regions, call.on_error = call.plain, {}, None
 
-    def began(self, *, spent: bool = False) -> None:
-        """A step begins; `spent`: the script frees the gradients of the last one."""
+    def begin_step(self, *, freed: bool = False) -> None:
+        """A step begins; `freed`: the script frees the gradients of the last one."""
         if self._seen[self.config].graphs:
             self._replays.begin()
-            if spent:
+            if freed:
                 self._replays.let_go(self.optimizers)
 
-    def stay(self) -> None:
+    def make_final(self) -> None:
         """Leave the models that the config does not change: no other one will be set."""
         for call in self.calls:
             if call.act is call.plain:
@@ -275,7 +275,10 @@ class Switch:
                 tensor.grad = strided(tensor.grad, tensor.stride())
 
     def _set_optimizers(
-        self, given: dict[str, Any], struck: Told | None = None, lost: Told | None = None
+        self,
+        given: dict[str, Any],
+        on_error: OnError = None,
+        on_backward: OnError = None,
     ) -> None:
         """Set these keyword arguments in every parameter group, beside the script's own."""
         for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
@@ -288,10 +291,15 @@ class Switch:
                 step = state.get("step")
                 if isinstance(step, Tensor) and self._steps_on_host:
                     state["step"] = step.to(parameter.device if changes else "cpu")
-            if changes and struck is not None:
-                self._protect(optimizer, struck, lost)
+            if changes and on_error is not None:
+                self._guard_step(optimizer, on_error, on_backward)
 
-    def _protect(self, optimizer: torch.optim.Optimizer, struck: Told, lost: Told | None) -> None:
+    def _guard_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        on_error: Callable[[Exception], None],
+        on_backward: OnError,
+    ) -> None:
         """Make the rest of a step that fails under the config without it."""
 
         def protected(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -307,14 +315,14 @@ class Switch:
                 self._watching.close()
                 self._set_optimizers({})
                 if done is None:
-                    if lost is not None:
-                        lost(exc)
+                    if on_backward is not None:
+                        on_backward(exc)
                     raise
                 raised = exc.with_traceback(None)
-            struck(raised)  # before the step is over, where another config may be set
+            on_error(raised)  # before the step is over, where another config may be set
             optimizer.param_groups = groups[done:]
             try:
-                return _again(step, args, kwargs, raised)
+                return _retry(step, args, kwargs, raised)
             finally:
                 optimizer.param_groups = groups
 
@@ -334,40 +342,40 @@ class Switch:
                 state[index] = kept | {"step": step.cpu()}
         return saved | {"param_groups": groups, "state": state}
 
-    def _act(self, call: Call, acting: Acting) -> tuple[Callable[..., Any], Parts]:
+    def _act(self, call: ModelCall, acting: Acting) -> tuple[Callable[..., Any], CompiledRegions]:
         """The training calls of a model under a config, and its compiled parts."""
         code = _code(acting)
         if not code:
             return call.plain, {}
         kept = self._kept.setdefault(code, {})
-        if call.seat not in kept:
+        if call.module not in kept:
             inner: Callable[..., Any] = call.plain
-            parts: Parts = {}
+            regions: CompiledRegions = {}
             if acting.undoes_compile:
                 inner = torch.compiler.set_stance("force_eager")(call.plain)
             elif acting.compiles:
                 inner = self._compiled(call, acting)
-                parts = _taken_out(call.seat)
-            kept[call.seat] = _around(inner, acting, self._device), parts
-        return kept[call.seat]
+                regions = _detach_regions(call.module)
+            kept[call.module] = _wrapped(inner, acting, self._device), regions
+        return kept[call.module]
 
-    def _compiled(self, call: Call, acting: Acting) -> Gate:
-        seat = call.seat
+    def _compiled(self, call: ModelCall, acting: Acting) -> Gate:
+        module = call.module
         self._recompile_limit.raise_it()
         have_stable_keys()
-        hooks.through(seat, None)
+        hooks.through(module, None)
         for knob, value in acting.rows:
             if knob.model is not None and not knob.layout:
-                knob.model(seat, value)
+                knob.model(module, value)
         if acting.graphs:
-            self._replays.attach(seat)
-        found = vars(seat).get("_compiled_call_impl") or call.plain
-        hooks.through(seat, call)
+            self._replays.attach(module)
+        found = vars(module).get("_compiled_call_impl") or call.plain
+        hooks.through(module, call)
         sizes, seen = not acting.any_size, call.one.signatures
-        return Gate(seat, found, call.plainly, seen=seen, sizes=sizes)
+        return Gate(module, found, call.uncompiled, seen=seen, sizes=sizes)
 
 
-def _taken_out(outer: nn.Module) -> Parts:
+def _detach_regions(outer: nn.Module) -> CompiledRegions:
     """Take away what was just compiled within a model, and return it."""
     inner = (module for module in outer.modules() if module is not outer)
     found = {m: call for m in inner if (call := vars(m).get("_compiled_call_impl")) is not None}
@@ -440,7 +448,7 @@ def replicates(outer: nn.Module) -> bool:
     return isinstance(outer, nn.DataParallel) and len(outer.device_ids) > 1
 
 
-def _around(inner: Callable[..., Any], acting: Acting, device: torch.device) -> Callable[..., Any]:
+def _wrapped(inner: Callable[..., Any], acting: Acting, device: torch.device) -> Callable[..., Any]:
     """A call with its inputs laid out, in autocast, its outputs in float32. The script's loss stays
     outside, because some losses forbid autocast, as BCELoss does."""
     dtype, layouts = acting.autocast, acting.layouts
@@ -453,13 +461,13 @@ def _around(inner: Callable[..., Any], acting: Acting, device: torch.device) -> 
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if layouts:
-            args, kwargs = mapped(placed, (args, kwargs))
+            args, kwargs = map_tensors(placed, (args, kwargs))
         if dtype is None and not acting.undoes_autocast:
             found = inner(*args, **kwargs)
         else:
             with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
                 found = inner(*args, **kwargs)
-        return mapped(handed_back, found)
+        return map_tensors(handed_back, found)
 
     def handed_back(tensor: Tensor) -> Tensor:
         if dtype is not None and tensor.dtype in (torch.bfloat16, torch.float16):

@@ -12,28 +12,30 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-_UNCHANGING = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_IMMUTABLE = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def mapped(change: Callable[[Tensor], Tensor], value: Any, *, _around: tuple[Any, ...] = ()) -> Any:
+def map_tensors(
+    change: Callable[[Tensor], Tensor], value: Any, *, _around: tuple[Any, ...] = ()
+) -> Any:
     """The same with its tensors changed, also within objects of any class; copies only these."""
 
     def of(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return change(leaf)
-        held = _held(leaf)
-        if not held or any(leaf is one for one in _around):
+        contents = _contents(leaf)
+        if not contents or any(leaf is one for one in _around):
             return leaf
-        other = mapped(change, held, _around=(*_around, leaf))
-        same = all(map(operator.is_, tree_leaves(held), tree_leaves(other)))
-        return leaf if same else _with(leaf, other)
+        other = map_tensors(change, contents, _around=(*_around, leaf))
+        same = all(map(operator.is_, tree_leaves(contents), tree_leaves(other)))
+        return leaf if same else _with_contents(leaf, other)
 
     return tree_map(of, value)
 
 
-def _held(leaf: Any) -> dict[str, Any]:
+def _contents(leaf: Any) -> dict[str, Any]:
     """An object's attributes, and a dictionary's items."""
-    if isinstance(leaf, _UNCHANGING) or callable(leaf):
+    if isinstance(leaf, _IMMUTABLE) or callable(leaf):
         return {}
     slots = [name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())]
     names = [*getattr(leaf, "__dict__", ()), *slots]
@@ -41,10 +43,10 @@ def _held(leaf: Any) -> dict[str, Any]:
     return items | {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
 
 
-def _with(leaf: Any, held: dict[str, Any]) -> Any:
+def _with_contents(leaf: Any, contents: dict[str, Any]) -> Any:
     """A copy of an object that holds this."""
     other = copy.copy(leaf)
-    for name, value in held.items():
+    for name, value in contents.items():
         if isinstance(leaf, dict) and name in leaf:
             other[name] = value
         else:
@@ -60,16 +62,16 @@ def tensors(value: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    mapped(take, value)
+    map_tensors(take, value)
     return found
 
 
-def foreign(value: Any) -> str:
+def mutable_class(value: Any) -> str:
     """The class of an object in it that another call may change; '' if there is none."""
     for leaf in tree_leaves(value):
-        found = "" if isinstance(leaf, _UNCHANGING) else type(leaf).__name__
+        found = "" if isinstance(leaf, _IMMUTABLE) else type(leaf).__name__
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found = foreign([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+            found = mutable_class([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
         if found:
             return found
     return ""

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from advisor.cache.config import Config
 from advisor.tuners.act import hooks
 from advisor.tuners.act.acting import Acting
-from advisor.tuners.act.pilot.crew import Drawn, Trained
-from advisor.tuners.act.pilot.orders import Comparison
-from advisor.tuners.act.pilot.switch import Call, Switch
-from advisor.tuners.act.pilot.trees import foreign, mapped, tensors
+from advisor.tuners.act.pilot.loop_observer import RngState, TrainedModel
+from advisor.tuners.act.pilot.protocol import CompareRequest
+from advisor.tuners.act.pilot.switch import ConfigSwitch, ModelCall
+from advisor.tuners.act.pilot.trees import map_tensors, mutable_class, tensors
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.faults import failure
 from advisor.tuners.measure.compare import References
@@ -47,7 +47,7 @@ _COPIES = 3  # of the weights, in memory: the kept ones, the script's own meanwh
 class _Kept:
     """A call that the script made."""
 
-    call: Call
+    call: ModelCall
     given: tuple[tuple[Any, ...], dict[str, Any]]  # its arguments, cloned
     autocast: _Autocast
     needs: list[bool]  # whether each of the models' parameters required a gradient
@@ -74,20 +74,20 @@ class _Kept:
 
 
 class KeptCalls:
-    """Compares configs with strict fp32 on a script's own steps: a Subject, and a pilot's Watch.
-    `careful`, as in a real run: only if all that a call of the model changes can be put back."""
+    """Compares configs with strict fp32 on a script's own steps: a Subject and a StepComparer.
+    `careful`, as in a real run: only if all that a call of the model changes can be restored."""
 
     def __init__(self, *, careful: bool = False) -> None:
         self._careful = careful
         self._unhook: Callable[[], None] = lambda: None
         self.close()
 
-    # A Watch.
+    # A StepComparer.
 
     def close(self) -> None:
         self._unhook()
         self._unhook = lambda: None
-        self._switch: Switch | None = None
+        self._switch: ConfigSwitch | None = None
         self._refused = ""
         # The calls of each step, and the sum of its losses; None where the script has none.
         self._steps: list[tuple[list[_Kept], float | None]] = []
@@ -109,7 +109,11 @@ class KeptCalls:
         return bool(self._refused) or len(self._steps) == POINTS
 
     def begin(
-        self, switch: Switch, trained: Sequence[Trained], device: torch.device, asked: Comparison
+        self,
+        switch: ConfigSwitch,
+        trained: Sequence[TrainedModel],
+        device: torch.device,
+        asked: CompareRequest,
     ) -> tuple[str, str, str] | None:
         self._asked, self._began = asked, time.monotonic()
         if self._switch is not switch:
@@ -169,7 +173,7 @@ class KeptCalls:
         if self.draws:
             torch.manual_seed(seed)
             random.seed(seed)
-        self._of_switch.began()
+        self._of_switch.begin_step()
         with torch.enable_grad():
             found = self._pass(point)
         self._put_attributes()
@@ -191,7 +195,7 @@ class KeptCalls:
         for number, kept in enumerate(calls):
             of = f" of call {number}" if len(calls) > 1 else ""
             _require(self._tensors(self._parameters), kept.needs)
-            args, kwargs = mapped(_fresh, kept.given)
+            args, kwargs = map_tensors(_fresh, kept.given)
             # Compiled code looks at its state.
             same = kept.autocast == _autocast(self._device.type)
             with contextlib.nullcontext() if same else torch.autocast(*kept.autocast):
@@ -216,7 +220,7 @@ class KeptCalls:
     # What is kept, and put back.
 
     @property
-    def _of_switch(self) -> Switch:
+    def _of_switch(self) -> ConfigSwitch:
         assert self._switch is not None, "it has begun"
         return self._switch
 
@@ -249,29 +253,29 @@ class KeptCalls:
                 return [tensor.detach().to("cpu", copy=True) for tensor in found]
         return [tensor.detach().clone() for tensor in found]
 
-    def _keep(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+    def _keep(self, call: ModelCall, *args: Any, **kwargs: Any) -> Any:
         if self._refused or len(self._calls) >= _MOST_CALLS:
             self._unhook()  # the losses of calls that are not made again do not count
             return call.plain(*args, **kwargs)
         try:
-            given = mapped(_fresh, (args, kwargs))
+            given = map_tensors(_fresh, (args, kwargs))
         except RuntimeError as exc:  # out of memory, in the script's own call
             self._refuse(exc)
             return call.plain(*args, **kwargs)
         needs = [tensor.requires_grad for tensor in self._tensors(self._parameters)]
         kept = _Kept(call, given, _autocast(self._device.type), needs, self._refuse)
-        drawn = Drawn()
+        rng = RngState()
         changed = watched(self._modules) if self._careful else None
         try:
             result = call.plain(*args, **kwargs)
         except BaseException:
             self._raised = True
             raise
-        self.draws |= drawn.passed()
+        self.draws |= rng.has_advanced()
         kept.watch(result)
         self._calls.append(kept)
         if changed is not None:
-            if what := foreign((args, kwargs)):
+            if what := mutable_class((args, kwargs)):
                 self._refuse(f"the model is called with a {what}, which another call might change")
             elif what := changed():
                 self._refuse(f"a call of the model changes {what}, which could not be put back")
@@ -291,7 +295,7 @@ class KeptCalls:
         """Set the script's own weights, buffers, attributes and random numbers aside meanwhile."""
         switch = self._of_switch
         switch.set(switch.own)
-        drawn, self._put_attributes = Drawn(), keep_attributes(self._modules)
+        rng, self._put_attributes = RngState(), keep_attributes(self._modules)
         tensors, values = self._tensors(), self._copies()
         needs = [tensor.requires_grad for tensor in tensors]
         self._placed = -1
@@ -302,7 +306,7 @@ class KeptCalls:
             self._put_attributes()
             _copy(tensors, values)
             _require(tensors, needs)
-            drawn.put()
+            rng.restore()
 
     def _place(self, point: int) -> None:
         """Put kept buffers and the weights of a point in place."""

@@ -86,7 +86,6 @@ class Guarded:
         return report["code"], lines[-1][:300] if lines else ""
 
     def end(self) -> None:
-        """End it, and everything that it started."""
         with contextlib.suppress(OSError):
             os.close(self._lifeline)
         self._lifeline = -1  # the number may be another file's by now

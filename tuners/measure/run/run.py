@@ -12,8 +12,8 @@ from typing import Any, Self, TypeVar
 from advisor.cache.config import BATCH, Config, Value
 from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.act.pilot.orders import Comparison, Order
-from advisor.tuners.act.pilot.seen import Seen
+from advisor.tuners.act.pilot.protocol import BlockRequest, CompareRequest
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
 from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.place import UNVERIFIED, Block, Compared, ConfigFailed, Place
@@ -21,7 +21,7 @@ from advisor.tuners.measure.run.mapped import Mapped
 from advisor.tuners.measure.run.session import AttachedScript, Command, Ended, Flight, shown
 
 T = TypeVar("T")
-SAVE_S = 30.0  # for saving what was compiled
+SAVE_TIMEOUT_S = 30.0  # for saving what was compiled
 MEND = "mend that, and the same command goes on with what was measured"
 
 
@@ -65,7 +65,7 @@ class Run:
         self.stop()
         self._showing.__exit__(*exc)
 
-    def describe(self) -> Seen:
+    def describe(self) -> ScriptFacts:
         """Start the command; raises TargetFailed if it ends before its first steps, WorkerError if
         they do not come in time."""
         try:
@@ -91,9 +91,9 @@ class Run:
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
         within = self.command.within(config, self.baseline)
-        order = Order(config=within, own=self.baseline, steps=steps, warm=warm)
+        request = BlockRequest(config=within, own=self.baseline, steps=steps, warm=warm)
         try:
-            block = self._tried(config, deadline_s, lambda at, until: at.block(order, until))
+            block = self._tried(config, deadline_s, lambda at, until: at.block(request, until))
         except Ended as exc:
             if exc.own:
                 raise TargetFailed(f"the script fails by itself ({exc}): {MEND}", "") from exc
@@ -106,13 +106,13 @@ class Run:
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
         within = self.command.within(config, self.baseline)
         asked = comparison(within, self.baseline, self.tolerance, deadline_s)
-        order = Order(config=self.baseline, own=self.baseline, steps=1, compare=asked)
+        request = BlockRequest(config=self.baseline, own=self.baseline, steps=1, compare=asked)
         try:
-            laps = self._tried(config, deadline_s, lambda at, until: at.laps(order, until))
+            results = self._tried(config, deadline_s, lambda at, until: at.results(request, until))
         except (ConfigFailed, Ended) as exc:
             return Compared(UNVERIFIED, f"the command ended while it was compared: {exc}")
         # The first process that objects decides.
-        worst = next((lap for lap in laps if lap.outcome != "ok"), laps[0])
+        worst = next((result for result in results if result.outcome != "ok"), results[0])
         return Compared(worst.outcome, worst.reason, worst.blames)
 
     def _tried(self, config: Config, deadline_s: float, act: Callable[[Flight, float], T]) -> T:
@@ -146,17 +146,17 @@ class Run:
     def save(self, config: Config, file: Path) -> None:
         session = self._sessions.get(self._words(config))
         if session is not None and not session.command.ended:
-            order = Order(config=self.baseline, own=self.baseline, steps=1, saves=str(file))
+            request = BlockRequest(
+                config=self.baseline, own=self.baseline, steps=1, saves=str(file)
+            )
             with suppress(Ended):
-                session.laps(order, time.monotonic() + SAVE_S)
+                session.results(request, time.monotonic() + SAVE_TIMEOUT_S)
 
     def stop(self) -> None:
-        """End the command, and everything it started."""
         while self._sessions:
             self._end(next(iter(self._sessions)))
 
     def _end(self, words: tuple[str, ...]) -> int:
-        """End a start of the command; the steps that it was told to make."""
         if (session := self._sessions.pop(words, None)) is None:
             return 0
         session.end()
@@ -177,7 +177,9 @@ class Run:
             # One more: what is raised between two steps shows in the second.
             while flight.made <= made and time.monotonic() < until:
                 steps = max(1, min(made + 1 - flight.made, 16))
-                flight.block(Order(config=self.baseline, own=self.baseline, steps=steps), until)
+                flight.block(
+                    BlockRequest(config=self.baseline, own=self.baseline, steps=steps), until
+                )
             self._survived = max(self._survived, flight.made)
         except ConfigFailed:
             return
@@ -220,14 +222,16 @@ class Run:
         return not self.memory or HEADROOM * taken <= self.memory
 
 
-def comparison(config: Config, own: Config, tolerance: float, left_s: float) -> Comparison:
+def comparison(config: Config, own: Config, tolerance: float, left_s: float) -> CompareRequest:
     """What compares a config with strict fp32."""
     fp32 = knobs.strict(own)
     plain = plain_of(config, fp32)
-    return Comparison(fp32=fp32, plain=plain, candidate=config, tolerance=tolerance, left_s=left_s)
+    return CompareRequest(
+        fp32=fp32, plain=plain, candidate=config, tolerance=tolerance, left_s=left_s
+    )
 
 
-def _check_shown(seen: Seen, name: str, value: Value, own_batch: int) -> None:
+def _check_shown(seen: ScriptFacts, name: str, value: Value, own_batch: int) -> None:
     """Raise Ended unless a start has what an option was to set."""
     assert isinstance(value, int)
     if name == BATCH:
@@ -252,9 +256,9 @@ class AttachedRun(Run):
         return found if found.outcome in ("ok", "wrong") else Compared(UNVERIFIED, found.reason)
 
     def leave(self, config: Config, found: str) -> None:
-        """Have the script train on with a config, as long as it likes; `found`: see `Order`."""
+        """Have the script train on with a config, to its end; `found`: see `BlockRequest`."""
         flight = self._ensured(config, time.monotonic() + START_S)
-        flight.tell(Order(config=config, own=self.baseline, found=found))
+        flight.tell(BlockRequest(config=config, own=self.baseline, found=found))
 
     def stop(self) -> None:
         """The script waits for what it is to go on with: see `leave`."""

@@ -18,9 +18,17 @@ from typing import TypeVar
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import RecordDamaged, UsageError
-from advisor.tuners.act.pilot.orders import ADDRESS, OVER, SECRET, Lap, Order, bringing, noted
-from advisor.tuners.act.pilot.seen import Seen
-from advisor.tuners.decisions import LEAST_STEPS
+from advisor.tuners.act.pilot.protocol import (
+    ADDRESS,
+    SECRET,
+    TRAINING_OVER,
+    BlockRequest,
+    BlockResult,
+    injection_environment,
+    startup_failure,
+)
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.decisions import MIN_OBSERVED_STEPS
 from advisor.tuners.measure.place import Block, ConfigFailed
 from advisor.tuners.measure.run.guarded import END_S, Guarded, how, inductor_folder, measurable
 from advisor.tuners.measure.worker.wire import receive, send
@@ -79,7 +87,7 @@ class Command(Guarded):
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
             or inductor_folder(),
             "TMPDIR": str(scratch),
-            **bringing(injected),
+            **injection_environment(injected),
             ADDRESS: self._address,
             SECRET: secret.hex(),
         }
@@ -88,7 +96,7 @@ class Command(Guarded):
     @property
     def note(self) -> str | None:
         """Why a process failed before its first steps, or ''; None if none has loaded torch."""
-        return noted(self._address)
+        return startup_failure(self._address)
 
     def accepted(self, seconds: float) -> Connection | None:
         """The next pilot's connection, if one comes within so long."""
@@ -123,7 +131,6 @@ class AttachedScript:
         return 1, ""
 
     def end(self) -> None:
-        """The script is left alone."""
         self.listener.close()
 
 
@@ -187,36 +194,35 @@ class Flight:
             self.end()
             raise
 
-    def block(self, order: Order, until: float) -> Block:
+    def block(self, request: BlockRequest, until: float) -> Block:
         """Have every process make the order's steps; raises ConfigFailed if its config fails."""
-        laps = self.laps(order, until)
-        if lap := next((lap for lap in laps if lap.outcome != "ok"), None):
-            raise ConfigFailed(lap.outcome, lap.reason)
-        slowest = max(laps, key=lambda lap: lap.seconds)
+        results = self.results(request, until)
+        if result := next((result for result in results if result.outcome != "ok"), None):
+            raise ConfigFailed(result.outcome, result.reason)
+        slowest = max(results, key=lambda result: result.seconds)
         return Block(
             steps=slowest.steps,
-            samples=sum(lap.samples for lap in laps),
+            samples=sum(result.samples for result in results),
             seconds=slowest.seconds,
-            first_s=max(lap.first_s for lap in laps),
-            waited_s=max(lap.waited_s for lap in laps),
-            peak_bytes=max(lap.peak_bytes for lap in laps),
-            compiled=max(lap.compiled for lap in laps),
-            borrowed=max(lap.borrowed for lap in laps),
-            ahead=max(lap.ahead for lap in laps),
+            first_s=max(result.first_s for result in results),
+            waited_s=max(result.waited_s for result in results),
+            peak_bytes=max(result.peak_bytes for result in results),
+            compiled=max(result.compiled for result in results),
+            drained_share=max(result.drained_share for result in results),
+            prefetched=max(result.prefetched for result in results),
         )
 
-    def laps(self, order: Order, until: float) -> list[Lap]:
-        """What each process answers to an order."""
+    def results(self, request: BlockRequest, until: float) -> list[BlockResult]:
         forget = self.forgotten.pop(0) if self.forgotten else None
-        self.made += order.warm + order.steps
-        self.tell(dataclasses.replace(order, needs_room=self._real, forget=forget))
-        return [self._heard(pipe, "lap", Lap, until) for pipe in self._pipes]
+        self.made += request.warm + request.steps
+        self.tell(dataclasses.replace(request, needs_room=self._real, forget=forget))
+        return [self._heard(pipe, "lap", BlockResult, until) for pipe in self._pipes]
 
-    def tell(self, order: Order) -> None:
+    def tell(self, request: BlockRequest) -> None:
         """Give an order to every process; to one of no steps there is no answer."""
         try:
             for pipe in self._pipes:
-                send(pipe, to_plain(order))
+                send(pipe, to_plain(request))
         except OSError:
             raise self._why() from None
 
@@ -227,8 +233,8 @@ class Flight:
         self._pipes.clear()
         self.command.end()
 
-    def _all_seen(self, start_s: float) -> Seen:
-        seen: list[Seen] = []
+    def _all_seen(self, start_s: float) -> ScriptFacts:
+        seen: list[ScriptFacts] = []
         until = time.monotonic() + start_s
         while not seen or len(seen) < seen[0].processes:
             while (pipe := self.command.accepted(LOOK_S)) is None:
@@ -240,7 +246,7 @@ class Flight:
                         sooner = "give a larger --budget, or a command that trains sooner"
                         reason = self._never(f"it has run for {start_s:.0f} s", sooner)
                     raise Ended("timed_out", reason)
-            seen.append(self._heard(pipe, "seen", Seen, until))
+            seen.append(self._heard(pipe, "seen", ScriptFacts, until))
             self._pipes.append(pipe)
             until = min(until, time.monotonic() + TOGETHER_S)
         return min(seen, key=lambda one: one.rank)
@@ -254,7 +260,7 @@ class Flight:
                     raise Ended("timed_out", "the budget was over before it was measured")
             message = receive(pipe)
             if failed := message.get("failed"):
-                if failed["outcome"] == OVER:
+                if failed["outcome"] == TRAINING_OVER:
                     raise Ended("failed", failed["reason"], 0)
                 raise Ended(failed["outcome"], failed["reason"], own=bool(failed.get("own")))
             return from_plain(cls, message[what])
@@ -286,7 +292,8 @@ class Flight:
         if note:
             seen, mend = f"it failed before a step could be measured: {note}", MEND
         elif note is not None:
-            seen = f"torch was imported, but no {LEAST_STEPS} steps of a torch.optim optimizer came"
+            steps = f"{MIN_OBSERVED_STEPS} steps of a torch.optim optimizer"
+            seen = f"torch was imported, but no {steps} came"
         else:
             seen = "no process of the command has imported torch"
             mend = mend if mend == MEND else "give the command that trains, as you would type it"

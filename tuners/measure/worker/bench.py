@@ -27,14 +27,14 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import CompiledCode, RecompileLimit, free, graphs_compiled
 from advisor.tuners.act.following import Served
 from advisor.tuners.act.in_force import IN_FORCE
-from advisor.tuners.act.pilot.crew import Drawn
+from advisor.tuners.act.pilot.loop_observer import RngState
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.faults import failure
 from advisor.tuners.knobs import INPUT, KNOBS, TORCH
 from advisor.tuners.measure.compare import References, plain_of
-from advisor.tuners.measure.loading import Described, Feeding, costs, described
+from advisor.tuners.measure.loading import Described, LoaderFeed, costs, described
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed
-from advisor.tuners.measure.worker.wire import Costs, DataFacts, Job
+from advisor.tuners.measure.worker.wire import DataFacts, SampleCosts, WorkerJob
 from advisor.tuners.measure.workload import Workload, WorkloadSubject
 
 T = TypeVar("T")
@@ -56,14 +56,14 @@ class _Built:
 class Bench:
     """Measures configs of one job."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: WorkerJob) -> None:
         self.job, self._task = job, job.task
         self.device = torch.device(job.device)
         self._cuda = self.device.type == "cuda"
         self._built: dict[Config, _Built] = {}
         self._peak_bytes = 0
         self._at_work: Config | None = None
-        self._fed: tuple[Workload, Feeding] | None = None
+        self._fed: tuple[Workload, LoaderFeed] | None = None
         self._references: dict[Config, References] = {}
         self._limit, self._code = RecompileLimit(), CompiledCode()
         self.healthy = True  # this process may go on
@@ -99,7 +99,7 @@ class Bench:
             self.healthy = self._works(foreign)
             raise
 
-    def costs(self, seconds: float) -> Costs:
+    def costs(self, seconds: float) -> SampleCosts:
         """What a sample costs a loader's worker; raises TargetFailed."""
         try:
             return costs(self.loading.data, self._task.batch, seconds)
@@ -115,9 +115,9 @@ class Bench:
 
         def compared() -> Compared:
             if fp32 not in self._references:
-                workload, drawn = self._workload(fp32), Drawn()
+                workload, rng = self._workload(fp32), RngState()
                 workload.step()
-                self._subject.draws = drawn.passed()
+                self._subject.draws = rng.has_advanced()
                 made = References(self._subject, fp32, tolerance=self._task.tolerance)
                 self._references = {fp32: made}
             references = self._references[fp32]
@@ -227,7 +227,7 @@ class Bench:
         IN_FORCE.release()
         if self._loads(config):
             advice = self._advice(config)
-            feeding = Feeding(self.loading.data.loader(**advice.loader))
+            feeding = LoaderFeed(self.loading.data.loader(**advice.loader))
             workload = workload.fed(advice, feeding)
             self._fed = workload, feeding
         else:

@@ -19,12 +19,12 @@ from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError, TargetError, TargetFailed
 from advisor.tuners import fingerprint, fp8, target
-from advisor.tuners.act.pilot.seen import shown
-from advisor.tuners.faults import of_memory
+from advisor.tuners.act.pilot.script_facts import model_facts
+from advisor.tuners.faults import is_out_of_memory
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.measure.worker.bench import Bench
-from advisor.tuners.measure.worker.wire import CHANGED, Facts, Job, receive, send
+from advisor.tuners.measure.worker.wire import CHANGED, Facts, WorkerJob, receive, send
 from advisor.tuners.measure.workload import Workload, layer_that_raised
 
 
@@ -33,7 +33,7 @@ def describe(bench: Bench) -> Facts:
     is not the job's, TargetFailed if the user's code raised, ConfigFailed if memory runs out."""
     loaded, device = bench.loaded, bench.device
     built = bench.new_model()
-    known = shown([built])  # before any knob touches the model, as in a script
+    known = model_facts([built])  # before any knob touches the model, as in a script
     hooks = fingerprint.of_hooks(loaded.make_batch, loaded.loss)
     recognise(bench.job, loaded.spec.name, known["model"], hooks)
     wide = sum(map(fp8.gains, built.modules()))
@@ -57,7 +57,7 @@ def describe(bench: Bench) -> Facts:
     )
 
 
-def recognise(job: Job, name: str, *found: str) -> None:
+def recognise(job: WorkerJob, name: str, *found: str) -> None:
     """Raise TargetError if these fingerprints of model and hooks are not those the job knows."""
     for what, now, then in zip(("model", "make_batch or loss"), found, job.known, strict=False):
         if now != then:
@@ -75,7 +75,7 @@ def _first_step(bench: Bench, built: nn.Module) -> Workload:
     except AdvisorError:
         raise
     except Exception as exc:  # the user's code may raise anything; it is reported whole
-        if of_memory(exc):
+        if is_out_of_memory(exc):
             raise ConfigFailed("out_of_memory", "out of memory") from exc
         at = f" at {layer}" if (layer := layer_that_raised(built, exc)) else ""
         message = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
@@ -115,7 +115,7 @@ def main() -> int:
         what = message.pop("do")
         try:
             if bench is None:
-                bench = Bench(from_plain(Job, message["job"]))
+                bench = Bench(from_plain(WorkerJob, message["job"]))
             else:
                 reply = _answer(bench, what, message)
         except (TargetError, TargetFailed) as exc:

@@ -19,17 +19,24 @@ from advisor.tuners import host
 from advisor.tuners.knobs import KNOBS, compiles, plain, strict
 from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
 from advisor.tuners.measure.run.guarded import Guarded, how, inductor_folder
-from advisor.tuners.measure.worker.wire import Costs, DataFacts, Facts, Job, receive, send
+from advisor.tuners.measure.worker.wire import (
+    DataFacts,
+    Facts,
+    SampleCosts,
+    WorkerJob,
+    receive,
+    send,
+)
 from advisor.tuners.scratch import Scratch
 
 T = TypeVar("T")
-START_S = 300.0
+LOAD_S = 300.0
 """Seconds for importing torch and the target, for its first steps, and for a first batch of its
 data, at least: a cold network file system takes minutes, as does listing millions of files."""
 LATE_S = 30.0  # beyond a deadline: a comparison looks at its time between two passes
 
-PICKING = (BATCH, *(k.name for k in KNOBS if k.autocast or k.layout is not None))
-LASTING = tuple(knob.name for knob in KNOBS if knob.lasting)
+ALGORITHM_KEYS = (BATCH, *(k.name for k in KNOBS if k.autocast or k.layout is not None))
+FRESH_PROCESS = tuple(knob.name for knob in KNOBS if knob.needs_fresh_process)
 """cuDNN keeps the algorithm that a convolution's first one ran with, searched for or not (PyTorch's
 Conv_v8.cpp, benchmark_cache; on an H200 a first search took 60 ms, 0.25 ms after a step without):
 one value of LASTING in a process for each of PICKING, which tell convolutions apart."""
@@ -39,7 +46,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
     """A Place in a child process; one that dies or hangs is replaced. `deadline_s`: for describing
     the job, and for what its data costs."""
 
-    def __init__(self, job: Job, *, deadline_s: float) -> None:
+    def __init__(self, job: WorkerJob, *, deadline_s: float) -> None:
         self._job, self.deadline_s = job, deadline_s
         self.baseline = plain(job.task, job.device)  # until it is set
         self._process: Guarded | None = None
@@ -56,7 +63,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         """Have a worker run its first steps, as torch does by default. Raises TargetError or
         TargetFailed if the user's code, data or input is wrong, WorkerError if it died or hung."""
         try:
-            return self._asked(Facts, "describe", max(START_S, self.deadline_s))
+            return self._asked(Facts, "describe", max(LOAD_S, self.deadline_s))
         except ConfigFailed as failed:
             if failed.outcome != "out_of_memory":
                 raise self._lost(failed) from failed
@@ -65,15 +72,15 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
                 f"default settings: {failed}; give a smaller batch"
             ) from failed
 
-    def describe_data(self, most_s: float = START_S) -> DataFacts:
+    def describe_data(self, most_s: float = LOAD_S) -> DataFacts:
         """Load batches of the task's data, in so many seconds at most; raises as `describe`."""
         facts = self._of_data(DataFacts, "describe_data", most_s)
         self._data_s = most_s
         return facts
 
-    def costs(self, seconds: float) -> Costs:
+    def costs(self, seconds: float) -> SampleCosts:
         """What a sample of the data costs a worker of its loader; raises as `describe`."""
-        return self._of_data(Costs, "costs", max(START_S, self.deadline_s), seconds=seconds)
+        return self._of_data(SampleCosts, "costs", max(LOAD_S, self.deadline_s), seconds=seconds)
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
         """As Place; steps of a config with a loader are whole rounds of its workers."""
@@ -142,7 +149,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         except ConfigFailed as failed:
             why = str(failed)
             if failed.outcome == "timed_out":
-                longer = f"; a larger --budget gives it up to {START_S:.0f} s" * (most_s < START_S)
+                longer = f"; a larger --budget gives it up to {LOAD_S:.0f} s" * (most_s < LOAD_S)
                 why = f"given up after {most_s:.0f} s, in which a batch of it is to be made{longer}"
             raise WorkerError(f"data {self._job.task.data!r}: {why}") from failed
 
@@ -153,12 +160,15 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
 
     def _ready(self, config: Config) -> None:
         """Have a process in which a config can be visited, with the data loaded."""
-        picking, lasting = config.only(*PICKING), config.only(*LASTING)
-        if self._picked.get(picking, lasting) != lasting or not self._runs():
+        picking, needs_fresh_process = config.only(*ALGORITHM_KEYS), config.only(*FRESH_PROCESS)
+        if (
+            self._picked.get(picking, needs_fresh_process) != needs_fresh_process
+            or not self._runs()
+        ):
             self._start()
             if self._data_s:
                 self.describe_data(self._data_s)
-        self._picked.setdefault(picking, lasting)
+        self._picked.setdefault(picking, needs_fresh_process)
 
     def _start(self) -> None:
         """Start a worker with the target loaded; raises as `describe`."""
@@ -177,7 +187,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             with theirs:
                 self._process = Guarded(words, environment=environment, pipe=pipe, memory=memory)
             load = {"do": "load", "job": to_plain(self._job)}
-            self._answered(load, max(START_S, self.deadline_s))
+            self._answered(load, max(LOAD_S, self.deadline_s))
         except (ConfigFailed, OSError) as exc:
             self._kill()
             raise self._lost(exc) from exc

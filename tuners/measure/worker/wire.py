@@ -15,7 +15,7 @@ LIMIT = 64 * 2**20  # bytes of a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class WorkerJob:
     """What a worker measures. `known`: fingerprints of the only model and hooks that are run."""
 
     task: Task
@@ -59,7 +59,7 @@ class DataFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class SampleCost:
     """A loader worker's time for one part of a sample."""
 
     part: str
@@ -74,10 +74,10 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+class SampleCosts:
     """A loader worker's time for a sample, the slowest part first; samples of an epoch, or 0."""
 
-    parts: tuple[Cost, ...]
+    parts: tuple[SampleCost, ...]
     samples: int
 
     @property

@@ -168,7 +168,6 @@ def upgrade() -> None:
     )
     op.create_index("attempts_of_job", "attempts", ["job", "number"], unique=True)
     op.create_index("attempts_of_start", "attempts", ["start"], unique=True)
-    op.create_index("attempts_of_started", "attempts", ["started"])
     op.create_index("attempts_of_state", "attempts", ["state", "executor"])
     op.create_table(
         "studies",

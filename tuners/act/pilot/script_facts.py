@@ -15,10 +15,10 @@ from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.task import DTYPES, Task
 from advisor.errors import printable
 from advisor.tuners import fingerprint
-from advisor.tuners.act.pilot.crew import VARIES, Crew, Input, Trained
+from advisor.tuners.act.pilot.loop_observer import VARIES, Input, LoopObserver, TrainedModel
 from advisor.tuners.act.pilot.switch import replicates
 from advisor.tuners.compiling import repeated
-from advisor.tuners.knobs import FEEDS, KNOBS, Loading, Script, described
+from advisor.tuners.knobs import INPUT_PIPELINE, KNOBS, LoaderFacts, ScriptSettings, described
 
 MICRO = "micro-batches"
 CONVOLVES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -29,7 +29,7 @@ REPLICATES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class ScriptFacts:
     """One process of a running script."""
 
     model: str  # these as in a worker's Facts
@@ -52,26 +52,26 @@ class Seen:
     processes: int
     device: str
     workers: int  # that its loader may be given
-    room: int  # as in `Loading`
+    room: int  # as in `LoaderFacts`
 
     @classmethod
-    def of(cls, crew: Crew, loading: Loading) -> Seen:
+    def of(cls, observer: LoopObserver, loading: LoaderFacts) -> ScriptFacts:
         """What the steps of a crew show, once its period is known."""
-        trained = crew.trained()
+        trained = observer.trained()
         main = trained[0]
-        samples = max(1, main.batch(crew.period()))
+        samples = max(1, main.batch(observer.period()))
         processes, rank = 1, 0
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             processes, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         first = main.inputs[0] if main.inputs else Input("0", (1,), "float32")
-        own, kept, limits = _own(crew, trained, loading)
+        own, kept, limits = _script_settings(observer, trained, loading)
         return cls(
-            **shown([one.model for one in trained]),
+            **model_facts([one.model for one in trained]),
             shape=(samples * processes, *(dim or 1 for dim in first.shape[1:])),
             dtype=first.dtype if first.dtype in DTYPES else "float32",
-            others=_others(crew, main, samples),
+            others=_other_inputs(observer, main, samples),
             varies=any(VARIES in one.shape[1:] for one in main.inputs),
-            optimizer=_called(crew.optimizers[0]),
+            optimizer=_optimizer_name(observer.optimizers[0]),
             own=own,
             kept=kept,
             limits=limits,
@@ -106,11 +106,11 @@ class Seen:
     @property
     def script(self) -> str:
         """What the script sets itself, as part of the key: 'bf16, fused_optimizer'."""
-        own = self.own.without(*FEEDS)
+        own = self.own.without(*INPUT_PIPELINE)
         return described(own.without(BATCH), Config()) if own else ""
 
 
-def _called(optimizer: torch.optim.Optimizer) -> str:
+def _optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     """'adamw' for torch.optim.AdamW, also within a wrapper such as Accelerate's."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return type(inner).__name__.lower()[:32]
@@ -122,7 +122,7 @@ def micro_batches(task: Task) -> int:
     return max(1, int(found[1])) if found else 1
 
 
-def _others(crew: Crew, main: Trained, samples: int) -> str:
+def _other_inputs(observer: LoopObserver, main: TrainedModel, samples: int) -> str:
     """What else makes another key, on one line."""
     parts = [
         f"{one.name} {'x'.join(str(dim or '?') for dim in one.shape[1:]) or '1'} {one.dtype}"
@@ -131,12 +131,12 @@ def _others(crew: Crew, main: Trained, samples: int) -> str:
     ]
     if (calls := main.micro_batches(samples)) > 1:
         parts.append(f"{calls} {MICRO}")
-    if len(crew.optimizers) > 1:
-        parts.append(", ".join(_called(one) for one in crew.optimizers))
+    if len(observer.optimizers) > 1:
+        parts.append(", ".join(_optimizer_name(one) for one in observer.optimizers))
     return "; ".join(parts)[:500]
 
 
-def shown(models: Sequence[nn.Module]) -> dict[str, Any]:
+def model_facts(models: Sequence[nn.Module]) -> dict[str, Any]:
     """What models show that train together, the largest first: fields of a Seen and of a Facts."""
     fingerprints = [fingerprint.of_model(model) for model in models]
     sizes = [fingerprint.size(model) for model in models]
@@ -152,19 +152,19 @@ def shown(models: Sequence[nn.Module]) -> dict[str, Any]:
     }
 
 
-def _own(
-    crew: Crew, trained: Sequence[Trained], loading: Loading
+def _script_settings(
+    observer: LoopObserver, trained: Sequence[TrainedModel], loading: LoaderFacts
 ) -> tuple[Config, tuple[str, ...], tuple[str, ...]]:
     """A Seen's own, kept and limits."""
-    script = Script(
+    script = ScriptSettings(
         weights=[weight for one in trained for weight in one.model.parameters()],
-        autocast=crew.autocast,
+        autocast=observer.autocast,
         compiled=any(
             hasattr(module, "_orig_mod") or vars(module).get("_compiled_call_impl") is not None
             for one in trained
             for module in one.outer.modules()
         ),
-        optimizers=crew.optimizers,
+        optimizers=observer.optimizers,
         loading=loading,
     )
     found: dict[str, Value] = {}
@@ -174,17 +174,17 @@ def _own(
         own = knob.script(script) if knob.script is not None else None
         if own is not None:
             found |= {knob.name: own.value} if own.value is not None else {}
-            kept += [knob.name] if own.stays else []
+            kept += [knob.name] if own.locked else []
             limits += [own.why] if own.why else []
-    if crew.sparse:
+    if observer.sparse:
         kept.append("fused_optimizer")
         limits.append("fused kernels: a gradient is sparse, for which there are none")
-    if beyond := [why for one in trained if (why := _beyond(one.outer))]:
+    if left_alone := [why for one in trained if (why := _why_left_alone(one.outer))]:
         kept += [k.name for k in KNOBS if k.model or k.autocast or k.optimizer]
-    return Config(found), tuple(dict.fromkeys(kept)), tuple(dict.fromkeys([*limits, *beyond]))
+    return Config(found), tuple(dict.fromkeys(kept)), tuple(dict.fromkeys([*limits, *left_alone]))
 
 
-def _beyond(outer: nn.Module) -> str:
+def _why_left_alone(outer: nn.Module) -> str:
     """Why a model is left alone: its weights are elsewhere when they are used."""
     if replicates(outer):
         return REPLICATES

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.tuners import host, room
+from advisor.tuners import host, worker_limits
 
 
 def test_as_many_as_there_are_cores_for_and_as_memory_holds(
@@ -16,15 +16,15 @@ def test_as_many_as_there_are_cores_for_and_as_memory_holds(
     monkeypatch.setattr(host, "free_bytes", lambda: 2**50)
     for cores in (1, 2, 9):
         monkeypatch.setattr(host, "cores", lambda cores=cores: cores)
-        assert room.workers(0) == cores
+        assert worker_limits.workers(0) == cores
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert (room.workers(0), room.cores()) == (4, 4)
+    assert (worker_limits.workers(0), worker_limits.cores()) == (4, 4)
     monkeypatch.setattr(host, "shared_bytes", lambda: (12 * 2**20, 0))
-    assert [room.workers(size) for size in (2**18, 2**19, 2**20, 2**24)] == [4, 2, 1, 0]
+    assert [worker_limits.workers(size) for size in (2**18, 2**19, 2**20, 2**24)] == [4, 2, 1, 0]
     monkeypatch.setattr(host, "own_bytes", lambda: 2**30)
     for free, expected in ((2**40, 4), (16 * 2**30, 4), (15 * 2**30, 2), (2**30, 0)):
         monkeypatch.setattr(host, "free_bytes", lambda free=free: free)
-        assert room.workers(0) == expected
+        assert worker_limits.workers(0) == expected
 
 
 @pytest.mark.parametrize("group", ["0::/a/b", "3:cpu,cpuacct:/a/b"])
@@ -87,18 +87,18 @@ def test_batches_that_do_not_fit_are_refused_before_they_end_a_worker(
 ) -> None:
     """64 MiB of shared memory, as Docker gives to a container."""
     monkeypatch.setattr(host, "shared_bytes", lambda: (2**30, 64 * 2**20))
-    assert room.lacking(9 * 2**20, 2, workers=2) == ""
-    assert room.lacking(9 * 2**20, 2, workers=4) == (
+    assert worker_limits.shortage(9 * 2**20, 2, workers=2) == ""
+    assert worker_limits.shortage(9 * 2**20, 2, workers=4) == (
         "9 batches of 9 MiB do not fit into /dev/shm, of which 64 MiB is free; in a container "
         "give more, as docker's --shm-size"
     )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert room.lacking(9 * 2**20, 2, workers=2).startswith("5 batches of 9 MiB")
+    assert worker_limits.shortage(9 * 2**20, 2, workers=2).startswith("5 batches of 9 MiB")
 
 
 def test_tensors_that_are_more_files_than_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "files_left", lambda: 1000)
-    assert room.lacking(2**10, 300, workers=1) == ""
-    assert "ulimit -n" in room.lacking(2**10, 300, workers=2)
+    assert worker_limits.shortage(2**10, 300, workers=1) == ""
+    assert "ulimit -n" in worker_limits.shortage(2**10, 300, workers=2)
     whole, free = host.shared_bytes()
     assert free <= whole

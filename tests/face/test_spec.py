@@ -11,7 +11,7 @@ from advisor.cache.task import Task, permissions
 from advisor.cli.measuring import tune
 from advisor.cli.options import collected
 from advisor.errors import UsageError
-from advisor.jobs.asked import Asked
+from advisor.jobs.spec import JobSpec
 from advisor.tuners.search.plan import Plan
 
 TARGET = "model.py:Net"
@@ -35,7 +35,7 @@ def given() -> dict[str, Any]:
 
 
 def test_the_command_line_reads_its_words() -> None:
-    asked = Asked(target=TARGET, options=given())
+    asked = JobSpec(target=TARGET, options=given())
     options = tune.make_context("tune", [*asked.words(), TARGET]).params
     plan = {name: value for name, value in given().items() if name in ("budget", "trials", "seed")}
     plan["duration"] = "2h"
@@ -46,21 +46,21 @@ def test_the_command_line_reads_its_words() -> None:
 
 def test_a_commands_too() -> None:
     allowed = {"precisions": "tf32,default", "max_memory": "20GiB", "tolerance": 0.0}
-    asked = Asked(command=("python", "x.py"), options={**allowed, "budget": "1m"})
+    asked = JobSpec(command=("python", "x.py"), options={**allowed, "budget": "1m"})
     options = tune.make_context("tune", [*asked.words(), "--", *asked.command]).params
     assert permissions(collected(Task, options)) == permissions(allowed)
     assert asked.plan.seconds == 60
 
 
 def test_json_and_back() -> None:
-    asked = Asked(target=TARGET, options=given(), gpu="H100", gpus=4, env={"pip": "timm"})
-    again = Asked.of(json.loads(json.dumps(asked.plain)))
+    asked = JobSpec(target=TARGET, options=given(), gpu="H100", gpus=4, env={"pip": "timm"})
+    again = JobSpec.of(json.loads(json.dumps(asked.plain)))
     assert again == asked and again.key == asked.key
 
 
 def test_what_is_the_same_has_the_same_key() -> None:
     def key(**more: Any) -> str:
-        return Asked(**({"target": TARGET, "options": given()} | more)).key
+        return JobSpec(**({"target": TARGET, "options": given()} | more)).key
 
     same = given() | {"budget": 5400, "shape": [64, 3, 32, 32], "max_memory": 20 * 2**30}
     assert key() == key(options=same) == key(force=True)
@@ -73,17 +73,17 @@ def test_what_is_the_same_has_the_same_key() -> None:
 
 
 def test_a_long_command_is_shown_in_short() -> None:
-    shown = Asked(command=("python", "-c", "x" * 1000)).what
+    shown = JobSpec(command=("python", "-c", "x" * 1000)).what
     assert len(shown) == 300 and shown.startswith("python -c x") and shown.endswith("…")
 
 
 def test_an_unknown_option_is_told_with_those_there_are() -> None:
     for name in ("script", "bogus"):
         with pytest.raises(UsageError, match=f"{name}: is no option; expected .*budget.*shape"):
-            Asked(target="model.py:Net", options={"shape": "64x8", name: "x"})
+            JobSpec(target="model.py:Net", options={"shape": "64x8", name: "x"})
 
 
 @pytest.mark.parametrize("budget", ["1s", "-5m", [], {}, 10**400, True, "never"])
 def test_a_wrong_option_is_refused_at_once(budget: object) -> None:
     with pytest.raises(UsageError):
-        Asked(command=("python",), options={"budget": budget})
+        JobSpec(command=("python",), options={"budget": budget})

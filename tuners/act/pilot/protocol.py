@@ -18,18 +18,18 @@ from advisor.cache.config import Config
 from advisor.cache.domain import Bytes, Count, Seconds, Share
 
 if TYPE_CHECKING:
-    from advisor.tuners.act.pilot.seen import Seen
+    from advisor.tuners.act.pilot.script_facts import ScriptFacts
 
 # Where the tuning process listens, and the secret that it shares with its children.
 ADDRESS, SECRET = "ADVISOR_PILOT", "ADVISOR_PILOT_KEY"
 RUN = "ADVISOR_RUN"  # the command of `advisor run`, and seconds for its tuning, as JSON
 KEEP_CHECKPOINTS = "ADVISOR_KEEP_CHECKPOINTS"  # if set, checkpoints of a tuned run stay in place
-MOST = 2**20  # bytes of an answer
-OVER = "over"  # the outcome of a run in which nothing trains any more: no failure
+MAX_MESSAGE_BYTES = 2**20  # bytes of an answer
+TRAINING_OVER = "over"  # the outcome of a run in which nothing trains any more: no failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class CompareRequest:
     """A candidate to compare with strict fp32, within `left_s` seconds. `plain` has only its number
     format; `tolerance` is the fraction of fp32's loss that is always allowed."""
 
@@ -41,7 +41,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class BlockRequest:
     """Train on with a config. The pilot asks again after `steps` steps; after 0 it never does."""
 
     config: Config
@@ -50,14 +50,14 @@ class Order:
     # The script's own; empty: it is left alone.
     own: Config = Config()  # noqa: RUF009 # immutable
     needs_room: bool = False  # set the config only if memory is free for it
-    compare: Comparison | None = None  # if need be on unmodified steps
+    compare: CompareRequest | None = None  # if need be on unmodified steps
     forget: Config | None = None  # free its compiled code first
     found: str = ""  # what was measured of the last order's config
     saves: str = ""  # a file for the artifacts of compilation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lap:
+class BlockResult:
     """The timed steps of one order."""
 
     steps: Count = 0
@@ -67,8 +67,8 @@ class Lap:
     waited_s: Seconds = 0.0  # for data
     peak_bytes: Bytes = 0
     compiled: Count = 0  # graphs that torch.compile made
-    borrowed: Share = 0.0  # of the batches of a loader's workers: these have not replaced them
-    ahead: Count = 0  # batches that workers are asked for at a time
+    drained_share: Share = 0.0  # of the batches of a loader's workers: these have not replaced them
+    prefetched: Count = 0  # batches that workers are asked for at a time
     outcome: str = "ok"  # or how the config failed, without which the script then went on
     reason: str = ""
     blames: str = ""  # as in `Compared`, whose result a comparison has here
@@ -80,22 +80,22 @@ class Guide(Protocol):
     def takes_over(self) -> bool:
         """Whether to act on a script, which may follow advice by itself. Resets advice's flags."""
 
-    def begin(self, seen: Seen) -> Order:
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
         """The first order."""
 
-    def next(self, lap: Lap) -> Order:
+    def next(self, result: BlockResult) -> BlockRequest:
         """The next order, once the steps of the last are over."""
 
     def failed(self, exc: BaseException) -> None:
         """The script, or the pilot, ends with this."""
 
-    def ended(self, exc: BaseException, order: Order) -> None:
+    def script_failed(self, exc: BaseException, request: BlockRequest) -> None:
         """The script has ended with this under an order's config, and it was printed."""
 
-    def gave_up(self, exc: BaseException) -> None:
+    def config_dropped(self, exc: BaseException) -> None:
         """The config that was to stay has raised this; the script goes on without it."""
 
-    def lost(self, exc: Exception, order: Order) -> None:
+    def backward_failed(self, exc: Exception, request: BlockRequest) -> None:
         """Backward has raised this under an order's config; the script gets it, and may end."""
 
 
@@ -107,7 +107,7 @@ def checkpoints() -> Path | None:
     return Path(address).with_name("checkpoints")
 
 
-def noted(address: str) -> str | None:
+def startup_failure(address: str) -> str | None:
     """What a process failed with before its first steps; '' if none has, None if none has loaded
     torch."""
     try:
@@ -120,13 +120,13 @@ def _note(address: str) -> Path:
     return Path(address).with_name("torch")
 
 
-def bringing(injected: Path) -> dict[str, str]:
+def injection_environment(injected: Path) -> dict[str, str]:
     """The variable that makes every Python of a command import the sitecustomize of a folder."""
     path = [str(injected), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(path)}
 
 
-class Line:
+class PilotClient:
     """A Guide that asks the tuning process; without an answer the script goes on unmodified.
     `secret`: that both sides know; None if the socket is in a folder of this user's alone.
     `patience_s`: how long an answer may take; None: for ever."""
@@ -148,23 +148,23 @@ class Line:
             IN_FORCE.release()
         return True
 
-    def begin(self, seen: Seen) -> Order:
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
         self._connect()
         return self._ask("seen", seen)
 
-    def next(self, lap: Lap) -> Order:
-        return self._ask("lap", lap)
+    def next(self, result: BlockResult) -> BlockRequest:
+        return self._ask("lap", result)
 
     def failed(self, exc: BaseException) -> None:
-        from advisor.tuners.faults import failure, plausible, stopped
+        from advisor.tuners.faults import failure, may_be_config_error, stopped
 
         why = stopped(exc)
         if why in ("brief", "untrained"):
             return
-        own = not (why or plausible(exc))
+        own = not (why or may_be_config_error(exc))
         outcome, said = failure(exc)
         if why == "over":
-            outcome = OVER
+            outcome = TRAINING_OVER
         if why == "unclear":
             self._connect()
         if self._pipe is not None:
@@ -172,36 +172,38 @@ class Line:
                 self._send({"failed": {"outcome": outcome, "reason": said, "own": own}})
         # It may be a process that only tries whether something works: nothing ends for it. The one
         # that started it may fail because of it, and says less.
-        elif not noted(self._address):
+        elif not startup_failure(self._address):
             self._note(said)
 
-    def ended(self, *_: object, **_named: object) -> None:
+    def script_failed(self, *_: object, **_named: object) -> None:
         """The tuning process hears of it by `failed`, or by the lap."""
 
-    gave_up = lost = ended
+    config_dropped = backward_failed = script_failed
 
     def _connect(self) -> None:
         """Nobody listens once all processes of the job are connected."""
         with contextlib.suppress(OSError, EOFError, AuthenticationError):
             self._pipe = Client(self._address, authkey=self._secret)
 
-    def _ask(self, what: str, message: Seen | Lap) -> Order:
+    def _ask(self, what: str, message: ScriptFacts | BlockResult) -> BlockRequest:
         import msgpack
 
         from advisor.cache.codec import from_plain, to_plain
 
         if self._pipe is None:
-            return Order(config=Config())
+            return BlockRequest(config=Config())
         try:
             self._send({what: to_plain(message)})
             if not self._pipe.poll(self._patience_s):
                 raise TimeoutError
-            return from_plain(Order, msgpack.unpackb(self._pipe.recv_bytes(MOST)))
+            return from_plain(
+                BlockRequest, msgpack.unpackb(self._pipe.recv_bytes(MAX_MESSAGE_BYTES))
+            )
         except (OSError, EOFError):
             # If one process of a job goes on alone, the others must hear of it.
             self._pipe.close()
             self._pipe = None
-            return Order(config=Config())
+            return BlockRequest(config=Config())
 
     def _send(self, message: dict[str, Any]) -> None:
         import msgpack
@@ -214,7 +216,7 @@ class Line:
             _note(self._address).write_text(said)
 
 
-def from_environment() -> Line | None:
+def from_environment() -> PilotClient | None:
     """The line to the tuning process that started this one, if any."""
     address = os.environ.get(ADDRESS)
-    return Line(address, bytes.fromhex(os.environ[SECRET])) if address else None
+    return PilotClient(address, bytes.fromhex(os.environ[SECRET])) if address else None

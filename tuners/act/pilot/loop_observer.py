@@ -1,4 +1,4 @@
-"""What trains in a script: its models, its optimizers, and where a step ends."""
+"""Finds out which models and optimizers a script trains, and where its steps end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from advisor.tuners.act.gate import Signatures, signature
-from advisor.tuners.decisions import LEAST_STEPS, LOOKED
+from advisor.tuners.decisions import MAX_OBSERVED_STEPS, MIN_OBSERVED_STEPS
 
 VARIES = 0
-# Optimizers of earlier folds. They are not taken up again: models may train in turn.
-LET_GO: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-Kind = Literal["ours", "joins", "like", "let go", "other"]
+# Optimizers of earlier folds, which are ignored: models may train in turn.
+RETIRED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+Kind = Literal["known", "new", "similar", "retired", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,12 @@ class Input:
 
 
 @dataclass(slots=True, eq=False)
-class Trained:
-    """One model that trains."""
-
+class TrainedModel:
     outer: nn.Module  # what the script calls, as DistributedDataParallel
     model: nn.Module  # the user's own
     inputs: tuple[Input, ...] = ()
-    samples: int = 0  # of the calls with gradients since the last step, or since a lap began
-    evaluated: bool = False  # since a lap began
+    samples: int = 0  # of the calls with gradients since the last step or block began
+    evaluated: bool = False  # since the block began
     signatures: Signatures = field(default_factory=Signatures)
     steps: list[int] = field(default_factory=list)  # the samples of each optimizer step
     _batches: Counter[int] = field(default_factory=Counter)
@@ -56,7 +54,6 @@ class Trained:
         self.count(args, kwargs)
 
     def count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count the samples of a call with gradients."""
         found = batch_of(args, kwargs)
         self.samples += found
         self._batches[found] += 1
@@ -75,35 +72,33 @@ class Trained:
         return max(found, key=lambda samples: (samples > 0, found[samples], samples), default=whole)
 
 
-class Drawn:
-    """The present state of Python's random numbers and PyTorch's on all devices."""
+class RngState:
+    """The current state of Python's random numbers and PyTorch's on all devices."""
 
     def __init__(self) -> None:
         self._python, self._host = random.getstate(), torch.get_rng_state()
         self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
-    def put(self) -> None:
-        """Restore it."""
+    def restore(self) -> None:
         random.setstate(self._python)
         torch.set_rng_state(self._host)
         if self._devices:
             torch.cuda.set_rng_state_all(self._devices)
 
-    def passed(self) -> bool:
-        """Whether something was drawn since."""
-        now = Drawn()
+    def has_advanced(self) -> bool:
+        now = RngState()
         ours, theirs = [self._host, *self._devices], [now._host, *now._devices]
         return self._python != now._python or not all(map(torch.equal, ours, theirs))
 
 
-class Crew:
-    """Gathers what the first steps of a script show."""
+class LoopObserver:
+    """Records the model calls and optimizer steps with which a script begins."""
 
     def __init__(self) -> None:
-        self.called: dict[nn.Module, Trained] = {}  # outermost modules, called with gradients
+        self.called: dict[nn.Module, TrainedModel] = {}  # outermost modules, called with gradients
         self.autocast: torch.dtype | None = None  # of the script's own autocast in such a call
         self.optimizers: list[torch.optim.Optimizer] = []  # in the order of their first steps
-        self.spends = True  # whether gradients are freed between two steps, as `zero_grad` does
+        self.frees_gradients = True  # between two steps, as `zero_grad` does
         self.sparse = False  # whether a gradient was
         self._order: list[int] = []
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -112,25 +107,23 @@ class Crew:
         self._kinds: weakref.WeakKeyDictionary[torch.optim.Optimizer, Kind]
         self._kinds = weakref.WeakKeyDictionary()
 
-    def saw_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An outermost module was called."""
+    def on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._met.add(module)
         if not torch.is_grad_enabled() or not module.training:
             return
         if module not in self.called:
             from advisor.tuners.fingerprint import unwrapped
 
-            self.called[module] = Trained(module, unwrapped(module))
+            self.called[module] = TrainedModel(module, unwrapped(module))
         self.called[module].saw(args, kwargs)
 
-    def saw_within(self, module: nn.Module) -> None:
-        """Any module is about to be called."""
+    def on_autocast(self, module: nn.Module) -> None:
+        """Record the autocast in which a module is called."""
         kind = next((p.device.type for p in module.parameters()), "")
         if kind and torch.is_autocast_enabled(kind):
             self.autocast = torch.get_autocast_dtype(kind)
 
-    def saw_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer made a step."""
+    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         for one in self.called.values():
             one.steps.append(one.samples)
             one.samples = 0
@@ -142,15 +135,15 @@ class Crew:
         self.sparse |= any(gradient.is_sparse for gradient in gradients)
         if gradients:
             before = self._gradients.get(at)
-            self.spends &= before is None or before() is not gradients[0]
+            self.frees_gradients &= before is None or before() is not gradients[0]
             self._gradients[at] = weakref.ref(gradients[0])
 
     def kind(self, optimizer: torch.optim.Optimizer) -> Kind:
         """What an optimizer is to those seen before.
 
-        'ours': one of them, or one that has taken over their models. 'joins': it holds a weight of
-        a called model that none of them holds. 'like': its parameters have the same shapes as
-        those of one of them, as in the next fold of a cross-validation; 'let go': of a fold before.
+        'known': one of them, or one that has taken over their models. 'new': it holds a weight of a
+        called model that none of them holds. 'similar': its parameters have the same shapes as one
+        of theirs, as in the next fold of a cross-validation. 'retired': of an earlier fold.
         """
         if optimizer not in self._kinds:  # asked at each step, and seldom another
             self._kinds[optimizer] = self._kind(optimizer)
@@ -160,36 +153,36 @@ class Crew:
         weights = _weights(optimizer)
         ours = {id(weight) for one in self.trained() for weight in one.model.parameters()}
         if optimizer in self.optimizers or id(next(iter(weights), None)) in ours:
-            return "ours"
-        if self._joins(optimizer):
-            return "joins"
-        if optimizer in LET_GO:
-            return "let go"
+            return "known"
+        if self._is_new(optimizer):
+            return "new"
+        if optimizer in RETIRED:
+            return "retired"
         shapes = [weight.shape for weight in weights]
         alike = any([weight.shape for weight in _weights(one)] == shapes for one in self.optimizers)
-        return "like" if alike else "other"
+        return "similar" if alike else "other"
 
     def period(self) -> int:
         """Optimizer steps that make one step of the script; 0 if not known yet."""
         steps = len(self._order)
-        if steps < LEAST_STEPS or (steps < LOOKED and self._awaits()):
+        if steps < MIN_OBSERVED_STEPS or (steps < MAX_OBSERVED_STEPS and self._awaits_optimizer()):
             return 0
         return period(self._order, len(self.optimizers))
 
-    def _awaits(self) -> bool:
+    def _awaits_optimizer(self) -> bool:
         """Whether an optimizer has yet to make its first step, as that of a generator may."""
         if self._awaited is None:
             # There is no other list of the optimizers that a script has.
             found = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
             self._awaited = [weakref.ref(one) for one in found]
-        return any((one := there()) is not None and self._joins(one) for there in self._awaited)
+        return any((one := there()) is not None and self._is_new(one) for there in self._awaited)
 
-    def _joins(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _is_new(self, optimizer: torch.optim.Optimizer) -> bool:
         held = {id(weight) for one in self.optimizers for weight in _weights(one)}
         called = {id(weight) for module in self._met for weight in module.parameters()}
         return any(id(p) in called and id(p) not in held for p in _weights(optimizer))
 
-    def trained(self) -> list[Trained]:
+    def trained(self) -> list[TrainedModel]:
         """The models whose parameters an optimizer holds, the largest first."""
         held = {id(weight) for optimizer in self.optimizers for weight in _weights(optimizer)}
         sizes = {

@@ -8,38 +8,40 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from advisor.cache.domain import is_line
 from advisor.cache.kinds import Words
 from advisor.cache.task import Task, permissions, rows
-from advisor.errors import UsageError
+from advisor.errors import UsageError, printable
 from advisor.tuners.search.plan import Plan
 
 MOST_GPUS = 64
 MOST_BYTES = 2**16
 """Of all of it as JSON."""
-ENV = ("pip", "container")
-"""Of Ray's runtime environment: requirements with blanks between them, and the name of an image."""
 _MOST_SHOWN = 300
 _MOST_VALUES = 64
 _GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+/-]{0,63}")
 _OF_PLAN = {row.keyword for row in rows(Plan).values()}
 _OF_TASK = {row.keyword for row in rows(Task).values() if row.option or row.switches} - {"target"}
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_DIGEST = "^([0-9a-f]{64})?$"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+_OPTION = str | int | float | bool | None | list[Any] | dict[str, Any]
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A command or a target, where it is to be tuned, and the code.
 
     Attributes:
         command: of a run, as typed; or `target` as `advisor tune` takes it.
         options: of `advisor tune`, by keyword, as JSON has them; `force` is not among them.
         gpu: a part of the device's name: 'H100'; '' for any; see `is_meant`. gpus: 0 for the CPU.
-        env: see ENV; empty for the worker's own.
+        env: of Ray's runtime environment: `pip`, requirements with blanks between them, and
+            `container`, the name of an image; empty for the worker's own.
         archive: SHA-256 of the code's archive (tar.gz), '' for none; `folder` where in it the
             command is started.
         force: measure again although it is tuned.
@@ -50,31 +52,30 @@ class Asked:
 
     command: tuple[str, ...] = ()
     target: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: dict[str, _OPTION] = {}
     gpu: str = ""
     gpus: int = 1
-    env: Mapping[str, str] = field(default_factory=dict)
-    archive: str = ""
+    env: dict[Literal["pip", "container"], Annotated[str, msgspec.Meta(min_length=1)]] = {}
+    archive: Annotated[str, msgspec.Meta(pattern=_DIGEST)] = ""
     folder: str = ""
     force: bool = False
 
     def __post_init__(self) -> None:
-        for one in dataclasses.fields(self):
-            _typed(one.name, getattr(self, one.name))
         if bool(self.command) == bool(self.target):
             raise UsageError("command, target: give one of them")
+        if self.command and not Words().checked("command", self.command)[0]:
+            raise UsageError("command: expected the name of a program first")
+        if self.target.startswith("-"):
+            raise UsageError(f"target {self.target[:80]!r}: expected one as model.py:Net")
+        if not _is_plain(
+            [self.target, self.folder, self.gpu, self.archive, self.env, self.options]
+        ):
+            raise UsageError("job: expected lines of printable text, and few values an option")
         if len(json.dumps(self.plain)) > MOST_BYTES:
             raise UsageError(f"job: expected at most {MOST_BYTES} bytes as JSON")
         self._check_place()
-        if not is_line(self.target) or self.target.startswith("-"):
-            raise UsageError(f"target {self.target[:80]!r}: expected one as model.py:Net")
-        if self.command and not Words().checked("command", self.command)[0]:
-            raise UsageError("command: expected the name of a program first")
         if "force" in self.options:
             raise UsageError("options: force is asked for beside them")
-        device = str(self.options.get("device") or "")
-        if device and (device == "cpu") != (self.gpus == 0):
-            raise UsageError(f"device {device[:20]!r}, gpus {self.gpus}: give gpus 0 for the CPU")
         self.words()
 
     def _check_place(self) -> None:
@@ -84,57 +85,51 @@ class Asked:
             raise UsageError(f"gpu {self.gpu[:80]!r}: expected a part of a GPU's name, e.g. H100")
         if not 0 <= self.gpus <= MOST_GPUS:
             raise UsageError(f"gpus {self.gpus}: expected 0 for the CPU, or 1 to {MOST_GPUS}")
-        for name, text in self.env.items():
-            if name not in ENV or not is_line(text) or not text:
-                raise UsageError(f"env {name[:80]!r}: expected {' or '.join(ENV)}, and one line")
-        if self.archive and not _DIGEST.fullmatch(self.archive):
-            raise UsageError("archive: expected a SHA-256, as 64 hexadecimal digits")
+        device = str(self.options.get("device") or "")
+        if device and (device == "cpu") != (self.gpus == 0):
+            raise UsageError(f"device {device[:20]!r}, gpus {self.gpus}: give gpus 0 for the CPU")
         path = PurePosixPath(self.folder)
-        if path.is_absolute() or ".." in path.parts or "\\" in self.folder:
+        out = path.is_absolute() or ".." in path.parts or "\\" in self.folder
+        if out or (self.folder and not self.archive):
             raise UsageError(f"folder {self.folder[:80]!r}: expected one in the archive")
-        if not is_line(self.folder) or (self.folder and not self.archive):
-            raise UsageError(f"folder {self.folder[:80]!r}: expected one in an archive")
 
     @classmethod
     def given(
         cls, command: Sequence[str], options: Mapping[str, Any], gpus: int | None, **rest: Any
-    ) -> Asked:
+    ) -> JobSpec:
         """What a person asks for: None is not given, and device 'cpu' alone asks for the CPU.
 
         Raises:
             UsageError: see the class.
         """
+        if isinstance(command, str):
+            raise UsageError(f"command {command[:80]!r}: expected a list of words")
         options = {name: value for name, value in options.items() if value is not None}
         cpu = options.get("device") == "cpu"
         gpus = (0 if cpu else 1) if gpus is None else gpus
         if command and cpu and not gpus:
             del options["device"]  # which a run shows itself
-        words = command if isinstance(command, str) else tuple(command)
-        return cls(command=words, options=options, gpus=gpus, **rest)  # type: ignore[arg-type]
+        return cls.of({"command": command, "options": options, "gpus": gpus, **rest})
 
     @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Asked:
+    def of(cls, plain: Mapping[str, Any]) -> JobSpec:
         """What `plain` gave.
 
         Raises:
             UsageError: it is none.
         """
-        names = {one.name for one in dataclasses.fields(cls)}
-        if more := sorted(set(plain) - names):
-            raise UsageError(f"{more[0][:80]!r}: expected one of {', '.join(sorted(names))}")
-        command = plain.get("command", ())
-        given = {"command": tuple(command) if isinstance(command, list) else command}
-        return cls(**{**plain, **given})
+        try:
+            return msgspec.convert(plain, cls)
+        except msgspec.ValidationError as exc:
+            if isinstance(exc.__cause__, UsageError):
+                raise exc.__cause__ from None
+            raise UsageError(f"job: {printable(str(exc))[:200]}") from exc
 
     @property
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""
-        found = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        return found | {
-            "command": list(self.command),
-            "options": dict(self.options),
-            "env": dict(self.env),
-        }
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found | {"command": list(self.command)}
 
     @property
     def plan(self) -> Plan:
@@ -202,37 +197,14 @@ def _texts(cls: type, held: Mapping[str, Any]) -> Iterator[str]:
                 yield from (row.option, text)
 
 
-_TYPES: Mapping[str, tuple[type, str]] = {
-    "command": (tuple, "a list of words"),
-    "options": (Mapping, "a map of texts, numbers, lists and maps of them"),
-    "env": (Mapping, "a map of texts"),
-    "gpus": (int, "a whole number"),
-    "force": (bool, "true or false"),
-}
-
-
-def _typed(name: str, value: object) -> None:
-    """Raise UsageError where a value has another type than its field."""
-    wanted, called = _TYPES.get(name, (str, "text"))
-    sound = isinstance(value, wanted) and not (name == "gpus" and isinstance(value, bool))
-    if isinstance(value, tuple):
-        sound = sound and all(isinstance(word, str) for word in value)
-    if isinstance(value, Mapping):
-        parts = (*value, *(value.values() if name == "env" else ()))
-        sound = sound and all(isinstance(part, str) for part in parts)
-        sound = sound and all(map(_is_plain, value.values()))
-    if not sound:
-        raise UsageError(f"{name} {str(value)[:80]!r}: expected {called}")
-
-
-def _is_plain(value: object, depth: int = 2) -> bool:
-    """Whether a value is what an option takes: text, a number, a list of them, or a map of them."""
+def _is_plain(value: object, depth: int = 4) -> bool:
+    """Whether all texts are lines, numbers finite, and lists and maps neither deep nor long."""
     if isinstance(value, str):
         return is_line(value)
     if isinstance(value, int | float):
         return abs(value) < 2**63  # no NaN is
     if isinstance(value, Mapping):
-        return all(isinstance(name, str) for name in value) and _is_plain([*value.values()], depth)
+        return _is_plain([*value, *value.values()], depth)
     if isinstance(value, list | tuple):
         few = depth > 0 and len(value) <= _MOST_VALUES
         return few and all(_is_plain(one, depth - 1) for one in value)

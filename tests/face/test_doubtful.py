@@ -1,0 +1,123 @@
+"""A tuning on a CPU beside other jobs: said to be doubtful, not advised, and in no mean."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from advisor.cache.config import Config
+from advisor.cache.key import Key
+from advisor.cache.record import Choice, Record
+from advisor.finding.answer import answer
+from advisor.report import tables
+from advisor.report.sections import report
+from advisor.tuners.decisions import LOOKS
+from advisor.tuners.doubt import doubtful, unsteady
+from advisor.tuners.search.race import choice_of, choose
+from advisor.tuners.search.space import Space
+from tests.builders import advised
+from tests.cache import examples
+from tests.face.test_answer import request
+
+SPACE = Space({"channels_last": (False, True), "threads": (2, 1), "batch_size": (64,)})
+OWN = SPACE.default
+FAST = OWN.replace(channels_last=True)
+STEADY = [1000.0, 1010.0, 990.0, 1005.0, 995.0, 1000.0, 1002.0, 998.0]
+BUSY = [1000.0, 1010.0, 640.0, 630.0, 620.0, 650.0, 990.0, 1005.0]
+"""Another job runs during four turns."""
+
+
+def raced(own: list[float], gain: float = 1.5) -> tuple[Choice, Choice]:
+    """(The baseline, a config that is as much faster in every turn, to a percent)."""
+    draw = random.Random(1)
+    turns = [gain * one * math.exp(draw.gauss(0, 0.01)) for one in own]
+    return choice_of(OWN, own, own, {}), choice_of(FAST, turns, own, {})
+
+
+def made(own: list[float], gain: float = 1.5, key: Key = examples.KEY) -> Record:
+    """As an earlier version kept it: with the config as the winner, whatever the host did."""
+    baseline, fast = raced(own, gain)
+    known = examples.record(key)
+    return replace(
+        known,
+        baseline=baseline,
+        winners=tuple(
+            replace(one, choice=fast if one.use in ("loop", "capture") else baseline)
+            for one in known.winners
+        ),
+        raced=(baseline, fast),
+        input=Config(),
+        trials=(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("turns", "interval", "moved"),
+    [
+        (STEADY, 1.01, False),
+        (BUSY, 1.1, True),
+        (BUSY, 1.7, False),
+        ([1000.0, 400.0, 1000.0], math.inf, True),
+        ([100.0, *STEADY], 1.01, False),
+        ([], 1.0, False),
+    ],
+    ids=["steady", "more than the interval", "less", "more than any", "one slow turn", "none"],
+)
+def test_a_baseline_moved_by_more_than_the_interval(
+    turns: list[float], interval: float, moved: bool
+) -> None:
+    assert unsteady(turns, interval) is moved
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.1, 0.3])
+def test_noise_of_single_turns_is_no_doubt(noise: float) -> None:
+    """However much there is, the interval is as wide."""
+    draw = random.Random(7)
+
+    def turns(count: int) -> list[float]:
+        return [1000 * math.exp(draw.gauss(0, noise)) for _ in range(count)]
+
+    told = []
+    for _ in range(200):
+        own, ours = turns(LOOKS[2]), turns(LOOKS[2])
+        found = choice_of(FAST, [3 * one for one in ours], own, {})
+        told.append(unsteady(own, found.speedup_high / found.speedup_low))
+    assert sum(told) < (20 if noise < 0.3 else 100)  # twofold movement is always one
+
+
+def test_what_is_doubtful_is_no_winner() -> None:
+    for own, winner in ((STEADY, FAST), (BUSY, OWN)):
+        baseline, fast = raced(own)
+        found = choose(SPACE, {OWN: list(baseline.rounds), FAST: list(fast.rounds)}, {})
+        assert advised(found, "loop") == winner
+
+
+def test_on_a_gpu_a_load_slows_all_configs_alike() -> None:
+    space = Space({"channels_last": (False, True), "batch_size": (64,)})
+    fast = space.default.replace(channels_last=True)
+    baseline, found = raced(BUSY)
+    rates = {space.default: list(baseline.rounds), fast: list(found.rounds)}
+    assert advised(choose(space, rates, {}), "loop") == fast
+
+
+def test_a_doubtful_record_is_not_advised_and_says_so() -> None:
+    sound, doubted = made(STEADY), made(BUSY)
+    assert (doubtful(sound), doubtful(doubted)) == (False, True)
+    assert answer(sound, request(batch=64)).config == FAST
+    served = answer(doubted, request(batch=64))
+    assert served.config == OWN and "the host was too busy to tell" in served.reason
+    assert not any("Doubtful" in line for line in tables.said(sound))
+    assert any("Doubtful: the baseline's speed changed" in line for line in tables.said(doubted))
+    assert report(doubted).headline.startswith("Doubtful, and not advised")
+    assert report(sound).headline.startswith("1.5")
+
+
+def test_a_race_that_found_nothing_on_a_busy_host_is_undecided() -> None:
+    doubted = made(BUSY)
+    winners = tuple(replace(one, choice=doubted.baseline) for one in doubted.winners)
+    nothing = replace(doubted, winners=winners)
+    assert doubtful(nothing)
+    assert tables.nothing_to_gain(nothing).startswith("Could not tell what gains")
