@@ -21,7 +21,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from advisor.cache.stores.http_client import BYTES, JSON, HttpClient
+from advisor.cache.stores.http_client import BYTES, JSON, MAP, HttpClient
 from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, printable
 from advisor.jobs.parcel import NEEDS_CODE, Parcel
 from advisor.jobs.spec import JobSpec, where
@@ -110,6 +110,12 @@ class _State(msgspec.Struct):
     state: str
 
 
+# Made here, because a class must not be described by two threads at once; see `cache.codec`.
+_JOBS, _LOG = msgspec.json.Decoder(_Jobs), msgspec.json.Decoder(_Log)
+_STATE = msgspec.json.Decoder(_State)
+msgspec.json.Decoder(Job)
+
+
 class Client:
     """A server's jobs. May be shared by threads.
 
@@ -182,7 +188,7 @@ class Client:
             status, data = self._posted(body)
         if status == NEEDS_CODE:
             raise UsageError(f"server {self.url}: {self._http.detail(data)}")
-        return self._job(self._http.decoded(data, dict[str, Any]))
+        return self._job(self._http.decoded(data, MAP))
 
     def jobs(self, states: Sequence[str] = (), most: int = 50) -> list[Job]:
         """The newest jobs, of these states alone where some are given."""
@@ -194,7 +200,7 @@ class Client:
             asked.append(("most", min(_MOST_PAGE, most - len(found))))
             if found:
                 asked.append(("before", found[-1].id))
-            page = self._said(_Jobs, "GET", f"/api/jobs?{urlencode(asked)}")
+            page = self._said(_JOBS, "GET", f"/api/jobs?{urlencode(asked)}")
             found += [self._job(one) for one in page.jobs]
             if not page.more or not page.jobs:
                 break
@@ -206,7 +212,7 @@ class Client:
         Raises:
             UsageError: there is none.
         """
-        return self._job(self._said(dict[str, Any], "GET", f"/api/jobs/{id:d}"))
+        return self._job(self._said(MAP, "GET", f"/api/jobs/{id:d}"))
 
     def log(self, id: int, *, follow: bool = False, poll_s: float = POLL_S) -> Iterator[str]:
         """What a job has printed, in pieces; with `follow` also what it prints until it is over. A
@@ -219,7 +225,7 @@ class Client:
         ended = begun = False
         while not ended:
             try:
-                said = self._said(_Log, "GET", f"/api/jobs/{id:d}/log?after={after}")
+                said = self._said(_LOG, "GET", f"/api/jobs/{id:d}/log?after={after}")
             except Unauthorized:
                 raise
             except StoreError:
@@ -244,7 +250,7 @@ class Client:
         Raises:
             UsageError: there is no such job.
         """
-        state = self._said(_State, "POST", f"/api/jobs/{id:d}/cancel").state
+        state = self._said(_STATE, "POST", f"/api/jobs/{id:d}/cancel").state
         if state not in STATES:
             raise self._http.foreign("it names no state of a job")
         return state
@@ -262,8 +268,8 @@ class Client:
             patience_s=SENDING_S,
         )
 
-    def _said(self, kind: type[T], method: str, path: str) -> T:
-        return self._http.decoded(self._asked(method, path)[1], kind)
+    def _said(self, decoder: msgspec.json.Decoder[T], method: str, path: str) -> T:
+        return self._http.decoded(self._asked(method, path)[1], decoder)
 
     def _asked(
         self, method: str, path: str, accepts: Collection[int] = (), **how: Any
@@ -284,7 +290,7 @@ class Client:
             raise UsageError(f"server {self.url}: {why}; to see them: advisor jobs")
         return status, data
 
-    def _job(self, plain: Mapping[str, Any]) -> Job:
+    def _job(self, plain: dict[str, Any]) -> Job:
         try:
             return Job.of(plain)
         except msgspec.ValidationError as exc:

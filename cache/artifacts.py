@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgpack
+import msgspec
 
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
@@ -102,6 +103,9 @@ class Purpose:
             for name, (there, now) in differ
             if there != now
         )
+
+
+msgspec.json.Decoder(Purpose)  # described before threads use it; see `codec`
 
 
 def place_of(record: Record) -> str:

@@ -296,6 +296,10 @@ def _config(_cls: type, value: object) -> Config:
         raise ValueError(str(exc)) from None
 
 
+# msgspec describes a class at its first use, and crashes if two threads use it first at once.
+msgspec.json.Decoder(Record, dec_hook=_config)
+
+
 def _texts(data: object) -> Iterator[tuple[Any, str]]:
     """Every text in plain data, once, with its place: the place around it, and a name or index."""
     seen: set[str] = set()

@@ -36,7 +36,7 @@ from advisor.cache.shown import speedup
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.filesystem import beside, make_folder, read_regular, remove_folder
 from advisor.cache.stores.http import HttpStore
-from advisor.cache.stores.http_client import BYTES, JSON, HttpClient
+from advisor.cache.stores.http_client import BYTES, JSON, MAP, HttpClient
 from advisor.errors import AdvisorError, RecordDamaged, StoreError, UsageError, printable
 from advisor.jobs import parcel, token
 from advisor.jobs.bounds import MOST_STUDY, MOST_TRIALS
@@ -133,9 +133,7 @@ class AttemptClient:
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         sent = None if body is None else json.dumps(body).encode()
-        return self.store.client.decoded(
-            self._said(method, path, sent, JSON if sent else ""), dict[str, Any]
-        )
+        return self.store.client.decoded(self._said(method, path, sent, JSON if sent else ""), MAP)
 
     def _said(
         self,

@@ -59,6 +59,11 @@ class _Items(msgspec.Struct):
     items: list[tuple[str, bytes | None]]
 
 
+# Made here, because a class must not be described by two threads at once; see `codec`.
+_KEYS, _SIZES = msgspec.json.Decoder(_Keys), msgspec.json.Decoder(_Sizes)
+_RIGHTS, _ITEMS = msgspec.json.Decoder(_Rights), msgspec.msgpack.Decoder(_Items)
+
+
 class HttpStore(Remote):
     """A URL as `HttpClient` takes it."""
 
@@ -92,7 +97,7 @@ class HttpStore(Remote):
         while True:
             check_deadline()
             after = found[-1] if found else ""
-            page = self._get(_Keys, f"/api/records?after={quote(after, '')}")
+            page = self._get(_KEYS, f"/api/records?after={quote(after, '')}")
             keys = [self._checked(key) for key in page.keys]
             if keys and keys[0] <= after:
                 raise self.client.foreign("its pages go round in a circle")
@@ -105,7 +110,7 @@ class HttpStore(Remote):
         while True:
             check_deadline()
             query = {"after": max(found, default=""), "start": start.removeprefix(BLOBS)}
-            page = self._get(_Sizes, f"/api/artifacts?{urlencode(query)}")
+            page = self._get(_SIZES, f"/api/artifacts?{urlencode(query)}")
             if any(name <= query["after"] or not blob_key(name, BLOBS) for name in page.sizes):
                 raise self.client.foreign("it names artifacts that are none")
             found |= page.sizes
@@ -147,12 +152,12 @@ class HttpStore(Remote):
         return self._request("DELETE", self._place(key), accepts=(404,)).status != 404
 
     def check_writable(self) -> None:
-        if not self._get(_Rights, "/api/self").writes:
+        if not self._get(_RIGHTS, "/api/self").writes:
             raise StoreError(f"cache {self.url}: this token may read and not write")
 
     def health(self) -> str:
         try:
-            said = self._get(_Rights, "/api/self")
+            said = self._get(_RIGHTS, "/api/self")
         except StoreError as exc:
             return f"unusable: {exc}"
         if not said.records:
@@ -162,8 +167,8 @@ class HttpStore(Remote):
     def _request(self, method: str, path: str, **how: Any) -> Answer:
         return self.client.request(method, path, patience_s=self.patience_s, **how)
 
-    def _get(self, kind: type[T], path: str) -> T:
-        return self.client.decoded(self._request("GET", path).data, kind)
+    def _get(self, decoder: msgspec.json.Decoder[T], path: str) -> T:
+        return self.client.decoded(self._request("GET", path).data, decoder)
 
     @staticmethod
     def _place(key: str) -> str:
@@ -171,7 +176,7 @@ class HttpStore(Remote):
 
     def _items(self, data: bytes) -> list[tuple[str, bytes]]:
         """Keys with their bytes; b'' for one that is gone, or comes in a later answer."""
-        items = self.client.decoded(data, _Items, packed=True).items
+        items = self.client.decoded(data, _ITEMS).items
         return [(self._checked(key), found or b"") for key, found in items]
 
     def _checked(self, key: str) -> str:

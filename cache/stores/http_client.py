@@ -30,6 +30,7 @@ T = TypeVar("T")
 MOST_ANSWER = 36 * 2**20
 """Bytes of one answer, unpacked."""
 JSON, BYTES = "application/json", "application/octet-stream"
+MAP = msgspec.json.Decoder(dict[str, Any])
 _OWN = ("timeout", "insecure")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _MOST_IDLE = 4
@@ -233,22 +234,23 @@ class HttpClient:
             return StoreError(f"{self._shown}: sends on to {where}; name that server itself")
         return RecordDamaged(what) if status in (409, 413, 422) else StoreError(what)
 
-    def decoded(self, data: bytes, kind: type[T], *, packed: bool = False) -> T:
-        """What an answer holds, as JSON or packed as msgpack.
+    def decoded(
+        self, data: bytes, decoder: msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]
+    ) -> T:
+        """What an answer holds.
 
         Raises:
-            StoreError: it is nothing of this kind.
+            StoreError: the decoder refuses it.
         """
-        decode = msgspec.msgpack.decode if packed else msgspec.json.decode
         try:
-            return decode(data, type=kind)
+            return decoder.decode(data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             raise self.foreign(printable(str(exc))[:200]) from exc
 
     def detail(self, data: bytes) -> str:
         """Why a server refuses, on one line; '' if its answer does not say."""
         try:
-            said = self.decoded(data, dict[str, Any])
+            said = self.decoded(data, MAP)
             return printable(str(said.get("detail", "")))[:300]
         except StoreError:
             return ""
