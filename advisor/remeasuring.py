@@ -512,17 +512,14 @@ def _loaded(record: Record, model: Model) -> Task:
     """The record's task with the data that is named, and none that only the record names.
 
     Raises:
-        UsageError: there is no such data, or the record is of a run.
+        UsageError: there is no such data.
     """
     from advisor.tuners.target import parse
 
-    task = record.key.task
-    if model.data and task.command:
-        raise UsageError(f"data: record {record.id} is of a run, which has its own; leave it out")
     given = checked(Task, {"data": model.data, "data_args": model.data_args})
     if model.data:
         parse(model.data, role="data")
-    return dataclasses.replace(task, **{"data": "", "data_args": Config(), **given})
+    return dataclasses.replace(record.key.task, **{"data": "", "data_args": Config(), **given})
 
 
 def _differs(record: Record) -> tuple[str, ...]:

@@ -438,7 +438,7 @@ class _OfTarget(_Tuning):
 
     def _fed(self, situation: SearchContext, data: DataFacts) -> tuple[SearchContext, DataFacts]:
         """What the loader of the data may have, said where that is less than the host has."""
-        workers, by_name, lines = fed_by(data)
+        workers, by_name, lines = loader_limits(data)
         for line in lines:
             self._progress.notice(line)
         situation = dataclasses.replace(
@@ -728,7 +728,7 @@ def _loaded(task: Task) -> tuple[object, ...]:
     return task.data, task.data_args, task.any_order
 
 
-def fed_by(data: DataFacts) -> tuple[int, bool, list[str]]:
+def loader_limits(data: DataFacts) -> tuple[int, bool, list[str]]:
     """Workers that a loader of the data may have here, whether they share memory by its name, and
     what must be said of that."""
     from advisor.tuners import worker_limits

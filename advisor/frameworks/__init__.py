@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from advisor.frameworks.words import Framework
 
-NAMES = ("hf", "lightning", "accelerate", "timm", "torchtitan")
+NAMES = ("hf", "lightning", "accelerate", "timm")
 """Of the files here that have a FRAMEWORK."""
 
 

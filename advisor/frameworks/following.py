@@ -134,13 +134,8 @@ def told(framework: Framework, record: Record, *, batch: int | None, free: bool)
 
 def _refuse_what_cannot_be(framework: Framework, record: Record) -> None:
     task = record.key.task
-    kind = record.key.environment.device.kind
     if task.mode != "train":
         raise NoRecord(f"{record.id} was tuned for mode {task.mode}: {framework.title} trains")
-    if kind not in framework.devices:
-        raise NoRecord(
-            f"{record.id} was measured on {kind}: {framework.title} does not train there"
-        )
     _words, unsaid = framework.say(Scene.of(record, record.baseline.config))
     if unsaid:
         listed = ", ".join(f"{name}={value}" for name, value in unsaid.items())

@@ -51,22 +51,6 @@ def _fused_optimizer(value: Value, scene: Scene) -> Words:
     return Words(settings={"optim": "adamw_torch_fused" if value else "adamw_torch"})
 
 
-def _num_workers(value: Value, _scene: Scene) -> Words:
-    return Words(settings={"dataloader_num_workers": value})
-
-
-def _prefetch_factor(value: Value, _scene: Scene) -> Words:
-    return Words(settings={"dataloader_prefetch_factor": value}) if value != 2 else NOTHING
-
-
-def _persistent_workers(value: Value, _scene: Scene) -> Words:
-    return Words(settings={"dataloader_persistent_workers": True}) if value else NOTHING
-
-
-def _pin_memory(value: Value, _scene: Scene) -> Words:
-    return Words(settings={"dataloader_pin_memory": bool(value)})
-
-
 def _itself(scene: Scene, words: Words) -> list[str]:
     said = []
     if scene.device == "cuda" and rows.compiled(scene):
@@ -83,20 +67,16 @@ def _itself(scene: Scene, words: Words) -> list[str]:
 FRAMEWORK = Framework(
     title="transformers.TrainingArguments",
     rows={
+        **rows.SCRIPT,
         "precision": _precision,
-        "channels_last": rows.channels_last,
-        "cudnn_benchmark": rows.cudnn_benchmark,
-        "cudnn_deterministic": rows.cudnn_deterministic,
         BATCH: rows.batch("gradient_accumulation_steps", "per_device_train_batch_size"),
         "fused_optimizer": _fused_optimizer,
         "compile": _compile,
-        "threads": rows.threads,
-        "num_workers": _num_workers,
-        "prefetch_factor": _prefetch_factor,
+        "num_workers": rows.setting("dataloader_num_workers"),
+        "prefetch_factor": rows.setting("dataloader_prefetch_factor", 2),
         "in_order": rows.only(True),
-        "sharing": rows.sharing,
-        "persistent_workers": _persistent_workers,
-        "pin_memory": _pin_memory,
+        "persistent_workers": rows.setting("dataloader_persistent_workers", None, False),
+        "pin_memory": lambda value, _scene: Words(settings={"dataloader_pin_memory": bool(value)}),
     },
     devices={"cuda": {}, "cpu": {"use_cpu": True}},
     itself=_itself,

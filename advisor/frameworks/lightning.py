@@ -58,10 +58,6 @@ def _precision(value: Value, scene: Scene) -> Words:
     return said + rows.precision(value, scene)
 
 
-def _cudnn_benchmark(value: Value, _scene: Scene) -> Words:
-    return Words(settings={"benchmark": True}) if value else NOTHING
-
-
 def _cudnn_deterministic(value: Value, scene: Scene) -> Words:
     if not value:
         return NOTHING
@@ -75,20 +71,12 @@ def _itself(_scene: Scene, words: Words) -> list[str]:
 FRAMEWORK = Framework(
     title="lightning.Trainer",
     rows={
+        **rows.SCRIPT,
         "precision": _precision,
-        "channels_last": rows.channels_last,
-        "cudnn_benchmark": _cudnn_benchmark,
+        "cudnn_benchmark": rows.setting("benchmark", None, False),
         "cudnn_deterministic": _cudnn_deterministic,
         BATCH: rows.batch("accumulate_grad_batches"),
-        "fused_optimizer": rows.fused_optimizer,
         "compile": rows.compile_in_place,
-        "threads": rows.threads,
-        "num_workers": rows.num_workers,
-        "prefetch_factor": rows.prefetch_factor,
-        "in_order": rows.in_order,
-        "sharing": rows.sharing,
-        "persistent_workers": rows.persistent_workers,
-        "pin_memory": rows.pin_memory,
     },
     devices={"cuda": {"accelerator": "gpu"}, "cpu": {"accelerator": "cpu"}},
     itself=_itself,

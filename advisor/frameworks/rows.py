@@ -6,7 +6,7 @@ the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from advisor.cache.config import Value
 from advisor.frameworks.words import NOTHING, Row, Scene, Words
@@ -86,30 +86,20 @@ def fused_optimizer(value: Value, _scene: Scene) -> Words:
     return Words(optimizer={"fused": True}) if value else NOTHING
 
 
-def num_workers(value: Value, _scene: Scene) -> Words:
-    return Words(loader={"num_workers": value}) if value else NOTHING
-
-
-def prefetch_factor(value: Value, _scene: Scene) -> Words:
-    return Words(loader={"prefetch_factor": value}) if value not in (None, 2) else NOTHING
-
-
-def in_order(value: Value, _scene: Scene) -> Words:
-    return NOTHING if value else Words(loader={"in_order": False})
-
-
 def sharing(value: Value, _scene: Scene) -> Words:
     if value == "file_descriptor":
         return NOTHING
     return Words(flags=(f"torch.multiprocessing.set_sharing_strategy({value!r})",))
 
 
-def persistent_workers(value: Value, _scene: Scene) -> Words:
-    return Words(loader={"persistent_workers": True}) if value else NOTHING
+def setting(name: str, *silent: Value) -> Row:
+    """Of a knob whose value is the framework's setting `name`, unless it is one of `silent`."""
+    return lambda value, _scene: NOTHING if value in silent else Words(settings={name: value})
 
 
-def pin_memory(value: Value, _scene: Scene) -> Words:
-    return Words(loader={"pin_memory": True}) if value else NOTHING
+def _argument(name: str, *silent: Value) -> Row:
+    """The same for an argument of the user's DataLoader."""
+    return lambda value, _scene: NOTHING if value in silent else Words(loader={name: value})
 
 
 def only(*sound: Value) -> Row:
@@ -136,3 +126,23 @@ def batch(accumulation: str, size: str = "") -> Callable[[Value, Scene], Words |
         return Words(settings=parts, loader={"batch_size": scene.size})
 
     return row
+
+
+LOADER: Mapping[str, Row] = {
+    "num_workers": _argument("num_workers", None, 0),
+    "prefetch_factor": _argument("prefetch_factor", None, 2),
+    "in_order": _argument("in_order", None, True),
+    "sharing": sharing,
+    "persistent_workers": _argument("persistent_workers", None, False),
+    "pin_memory": _argument("pin_memory", None, False),
+}
+"""Of the user's own DataLoader."""
+SCRIPT: Mapping[str, Row] = {
+    "channels_last": channels_last,
+    "cudnn_benchmark": cudnn_benchmark,
+    "cudnn_deterministic": cudnn_deterministic,
+    "fused_optimizer": fused_optimizer,
+    "threads": threads,
+    **LOADER,
+}
+"""Of a framework that leaves all of these to the script."""

@@ -38,14 +38,6 @@ def _fused_optimizer(value: Value, _scene: Scene) -> Words:
     return Words(settings={"opt_kwargs": {"fused": True}}) if value else NOTHING
 
 
-def _num_workers(value: Value, _scene: Scene) -> Words:
-    return Words(settings={"workers": value})
-
-
-def _pin_memory(value: Value, _scene: Scene) -> Words:
-    return Words(settings={"pin_mem": True}) if value else NOTHING
-
-
 def _threads(value: Value, scene: Scene) -> Words | None:
     return NOTHING if value == scene.default.get("threads") else None
 
@@ -86,10 +78,10 @@ FRAMEWORK = Framework(
         "fused_optimizer": _fused_optimizer,
         "compile": _compile,
         "threads": _threads,
-        "num_workers": _num_workers,
+        "num_workers": rows.setting("workers"),
         "in_order": rows.only(True),
         "sharing": rows.only("file_descriptor"),
-        "pin_memory": _pin_memory,
+        "pin_memory": rows.setting("pin_mem", None, False),
     },
     devices={"cuda": {"device": "cuda"}, "cpu": {"device": "cpu"}},
     itself=_itself,

@@ -143,7 +143,7 @@ class Framework:
     Attributes:
         title: what takes the settings, 'transformers.TrainingArguments'.
         rows: by knob.
-        devices: what it must be told of a kind of device; a kind that is left out it has not.
+        devices: what it must be told of a kind of device.
         itself: what it switches by itself for a config said so, a line each.
         write: the settings and the flags as text in its own form, ending with a line break.
         loads: whether it makes the loader, of the batch that it is told.
@@ -158,7 +158,7 @@ class Framework:
 
     def say(self, scene: Scene) -> tuple[Words, Config]:
         """How a config is said, and the values of it that cannot be."""
-        words, unsaid = Words(settings=self.devices.get(scene.device, {})), {}
+        words, unsaid = Words(settings=self.devices[scene.device]), {}
         for name, value in scene.config.items():
             row = self.rows.get(name)
             if row is not None:

@@ -6,12 +6,10 @@ What needs a framework is skipped where it is not installed, and says so: `pip i
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import inspect
 import itertools
 import json
 import os
-import runpy
 import subprocess
 import sys
 import textwrap
@@ -162,9 +160,8 @@ def test_a_captured_step_is_said_to_be_missing() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_knob_that_a_framework_does_not_know(name: str) -> None:
     """Is named, and what has it is not served."""
-    task = WORDS if name == "torchtitan" else SGD
     sour = TF32.replace(slack=9)
-    found = emitted(name, record_of((sour, 400.0), (TF32, 200.0), task=task, loop=sour))
+    found = emitted(name, record_of((sour, 400.0), (TF32, 200.0), task=SGD, loop=sour))
     assert found.scene.config == TF32
     assert "# Cannot be expressed here:\n#     at your batch, 4.00x: slack=9\n" in text(found)
 
@@ -182,8 +179,6 @@ def test_what_the_task_asks_for_is_said_or_refused() -> None:
     assert emitted("lightning", record).words.settings["deterministic"] is True
     with pytest.raises(NoRecord, match=r"timm's train.py cannot be told cudnn_deterministic=True"):
         emitted("timm", record)
-    with pytest.raises(NoRecord, match="batch_size=64"):  # of images
-        emitted("torchtitan", record_of())
     with pytest.raises(NoRecord, match="tuned for mode infer"):
         emitted("hf", record_of(task=replace(SGD, mode="infer")))
 
@@ -195,26 +190,24 @@ def test_what_the_task_asks_for_is_said_or_refused() -> None:
         ("lightning", {"accumulate_grad_batches": 4}),
         ("accelerate", {"gradient_accumulation_steps": 4}),
         ("timm", {"batch_size": 16, "grad_accum_steps": 4}),
-        ("torchtitan", {"training.local_batch_size": 16, "training.global_batch_size": 64}),
     ],
 )
 def test_the_batch_asked_for_is_kept(name: str, settings: dict[str, int]) -> None:
     small, odd, large = TF32.at(16), TF32.at(24), TF32.at(128)
-    task = WORDS if name == "torchtitan" else SGD
     rates = [(small, 400.0), (odd, 500.0), (large, 600.0), (TF32, 200.0)]
     rates += [(CUDA.at(size), 90.0) for size in (16, 24, 128)]
-    free = record_of(*rates, task=task, loop=TF32, free_loop=small)
+    free = record_of(*rates, task=SGD, loop=TF32, free_loop=small)
     found = emitted(name, free, free=True)
     assert settings.items() <= found.words.settings.items()
     assert found.words.loader.get(BATCH, 16) == 16
     assert "4 batches of 16 make one of 64" in text(found)
     # At the user's own batch, and at a larger one that was asked to be free, nothing is added up.
-    free_large = record_of(*rates, task=task, loop=TF32, free_loop=large)
+    free_large = record_of(*rates, task=SGD, loop=TF32, free_loop=large)
     alone = [name for name, value in settings.items() if value == 4]
     for plain in (emitted(name, free), emitted(name, free_large, free=True)):
         assert not any(setting in plain.words.settings for setting in alone)
     with pytest.raises(NoRecord):  # 24 does not go into 64
-        emitted(name, record_of(*rates, task=task, loop=TF32, free_loop=odd), free=True)
+        emitted(name, record_of(*rates, task=SGD, loop=TF32, free_loop=odd), free=True)
 
 
 @pytest.mark.parametrize(
@@ -384,22 +377,6 @@ def test_the_yaml_that_is_printed_reads() -> None:
     }
 
 
-def test_the_function_that_is_printed_runs(flags_put_back: None) -> None:
-    best = CUDA.replace(precision="bf16", compile="default", fused_optimizer=True)
-    scope: dict[str, Any] = {}
-    exec(text(emitted("torchtitan", record_of((best, 300.0), task=WORDS, loop=best))), scope)
-    parts = ("training", "compile", "optimizer", "debug")
-    config = type("Config", (), {part: type(part, (), {})() for part in parts})()
-    assert scope["advised"](config) is config
-    assert vars(config.training) == {
-        "seq_len": 128,
-        "local_batch_size": 64,
-        "mixed_precision_param": "bfloat16",
-    }
-    assert vars(config.compile) == {"enable": True, "components": ["model"], "backend": "inductor"}
-    assert vars(config.optimizer) == {"implementation": "fused"}
-
-
 def test_what_the_page_shows_is_what_is_printed() -> None:
     page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
     record = record_of((GRAPHED, 500.0), (BF16, 300.0), loop=BF16, capture=GRAPHED)
@@ -469,24 +446,6 @@ def test_names_of_accelerate() -> None:
 
     assert said["mixed_precision"] <= {one.value for one in PrecisionType}
     assert {one.upper() for one in said["dynamo_backend"]} <= {one.value for one in DynamoBackend}
-
-
-def test_names_of_torchtitan() -> None:
-    """Of the file that has them, alone: the whole package wants more than a test has."""
-    package = importlib.util.find_spec("torchtitan")
-    if package is None or package.submodule_search_locations is None:
-        pytest.skip("NOT CHECKED: torchtitan is not installed")
-    (folder,) = package.submodule_search_locations
-    configs = runpy.run_path(str(Path(folder) / "config" / "configs.py"))
-    parts = {"training": "TrainingConfig", "compile": "CompileConfig", "debug": "DebugConfig"}
-    known = {
-        f"{part}.{one.name}"
-        for part, name in parts.items()
-        for one in dataclasses.fields(configs[name])
-    }
-    said = set(every_setting("torchtitan"))
-    assert said - known == {"optimizer.implementation"}
-    assert said & known >= {"training.seq_len", "training.local_batch_size", "compile.backend"}
 
 
 def test_timms_optimizers_take_what_is_said() -> None:
@@ -653,7 +612,7 @@ def test_nothing_is_loaded_before_it_is_used() -> None:
         "advisor.hf, advisor.lightning, advisor.accelerate\n"
         "from advisor.frameworks import NAMES, framework\n"
         "[framework(name) for name in NAMES]\n"
-        "heavy = 'torch', 'transformers', 'lightning', 'accelerate', 'timm', 'torchtitan'\n"
+        "heavy = 'torch', 'transformers', 'lightning', 'accelerate', 'timm'\n"
         "print([one for one in heavy if one in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
@@ -719,7 +678,6 @@ def test_the_command(here: Path) -> None:
         (("hf", "ffff"), 2, "ffff"),
         (("hf", record.id, "--batch", "0"), 2, "--batch '0': expected a number"),
         (("hf", record.id, "--batch", "7"), 1, "was not measured at batch 7"),
-        (("torchtitan", record.id), 1, "was measured on cpu"),
     ):
         done = advisor(here, "emit", *words)
         assert (done.returncode, done.stdout) == (code, "")

@@ -31,7 +31,7 @@ from advisor.tuners.measure.loading import LoaderFeed, costs, described, load
 from advisor.tuners.measure.place import ConfigFailed
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import DataFacts, WorkerJob
-from advisor.tuning import fed_by
+from advisor.tuning import loader_limits
 
 HEAD = """
 import os, pickle, sqlite3, time
@@ -195,7 +195,7 @@ def test_a_stream_that_each_worker_would_read_whole_has_one(
 ) -> None:
     monkeypatch.setattr(host, "cores", lambda: 8)
     found = facts(tmp_path, "make_dataset = Stream")
-    workers, _by_name, said = fed_by(found)
+    workers, _by_name, said = loader_limits(found)
     assert workers == 1 and "get_worker_info()" in said[0]
 
 
@@ -216,7 +216,7 @@ def test_a_database_that_the_dataset_opens_itself_is_seen(
         """,
         data_args={"file": str(tmp_path / "samples.db")},
     )
-    workers, _by_name, said = fed_by(found)
+    workers, _by_name, said = loader_limits(found)
     assert workers == 0
     assert f"it holds {tmp_path / 'samples.db'} open" in said[0] and "__getitem__" in said[0]
 
@@ -225,7 +225,7 @@ def test_a_small_shared_memory_leaves_fewer_workers(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(host, "cores", lambda: 16)
     monkeypatch.setattr(host, "shared_bytes", lambda: (2**30, 64 * 2**20))
     found = DataFacts(name="d", batch_bytes=9 * 2**20, tensors=2, shared_out=True, held_open=())
-    workers, _by_name, said = fed_by(found)
+    workers, _by_name, said = loader_limits(found)
     assert workers == 2
     assert said[0].startswith("data 'd': 2 workers at most: 7 batches of 9 MiB do not fit into")
 
@@ -237,7 +237,7 @@ from advisor.tuners import host
 from advisor.tuners.faults import failure
 from advisor.tuners.measure.loading import LoaderFeed
 from advisor.tuners.measure.worker.wire import DataFacts
-from advisor.tuning import fed_by
+from advisor.tuning import loader_limits
 
 class Large(Dataset):
     def __len__(self): return 1000
@@ -247,7 +247,7 @@ host.cores = lambda: 2
 facts = DataFacts(
     name="d", batch_bytes=2**24, tensors=1, shared_out=True, held_open=()
 )
-workers, _by_name, said = fed_by(facts)
+workers, _by_name, said = loader_limits(facts)
 feeding = LoaderFeed(DataLoader(Large(), batch_size=4, num_workers=workers))
 given = [len(next(feeding)) for _ in range(8)]
 feeding.close()
@@ -281,10 +281,10 @@ def test_more_tensors_than_files_may_be_open_are_shared_by_name(
     monkeypatch.setattr(host, "cores", lambda: 16)
     monkeypatch.setattr(host, "files_left", lambda: 1000)
     found = DataFacts(name="d", batch_bytes=2**10, tensors=30, shared_out=True, held_open=())
-    workers, by_name, said = fed_by(found)
+    workers, by_name, said = loader_limits(found)
     assert (workers, by_name) == (16, True)
     assert said[0].startswith("data 'd': 30 tensors of a batch are files") and len(said) == 1
-    assert fed_by(dataclasses.replace(found, tensors=20))[1:] == (False, [])
+    assert loader_limits(dataclasses.replace(found, tensors=20))[1:] == (False, [])
 
 
 class Slow(Dataset[Any]):
@@ -602,6 +602,6 @@ def test_no_more_workers_than_an_epoch_has_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "cores", lambda: 8)
-    workers, _by_name, said = fed_by(facts(tmp_path, "make_dataset = lambda: Samples(9)"))
+    workers, _by_name, said = loader_limits(facts(tmp_path, "make_dataset = lambda: Samples(9)"))
     assert workers == 1
     assert said[-1].endswith("its epoch has 1 batch: 1 worker at most, as others would have none")
