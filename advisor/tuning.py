@@ -44,8 +44,8 @@ from advisor.unchanged import Asked, larger
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.script_facts import ScriptFacts
     from advisor.tuners.knobs import SearchContext
-    from advisor.tuners.measure.place import Place
     from advisor.tuners.measure.run.run import Run
+    from advisor.tuners.measure.runner import Runner
     from advisor.tuners.measure.worker.parent import Worker
     from advisor.tuners.measure.worker.wire import DataFacts, Facts
     from advisor.tuners.search.race import SearchResult
@@ -213,7 +213,7 @@ def measured_run(
 class Subject:
     """What is tuned, where its configs are visited, and what its loader loads."""
 
-    place: Place
+    place: Runner
     facts: Facts
     key: Key
     target: Target
@@ -648,7 +648,7 @@ def begun(
         options: as `Run` takes them.
     """
     from advisor.piloting import INJECTED
-    from advisor.tuners.measure.run.guarded import measurable
+    from advisor.tuners.measure.run.guarded_process import measurable
     from advisor.tuners.measure.run.run import Run
 
     measurable(command)

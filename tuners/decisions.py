@@ -99,7 +99,7 @@ POINTS = 4
 disturbed ones; the second batch rules out faults of the first alone. Of a captured step, further
 runs from nudged weights, and replays from one state, if the first two differ: rounding puts some
 activations on the other side of a kink (0.27% of a weight's update on an H200)."""
-DISTURBED = 0.25
+PERTURBATION = 0.25
 """How weights are disturbed: each tensor by this fraction up or down, which slopes show, and each
 element by up to half as much, which errors show."""
 FAULT, ALLOWED = 0.1, 0.3

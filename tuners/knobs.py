@@ -432,7 +432,7 @@ KNOBS: tuple[Knob, ...] = (
         values=_off_on(lambda here: here.device == "cuda" and here.training),
         numerics=True,
         guess="leader",
-        # A step that the GradScaler skips: see `make_momentum`.
+        # A step that the GradScaler skips: see `init_momentum`.
         conflicts={"precision": ("fp16",)},
         script=_own_fused,
         optimizer=True,

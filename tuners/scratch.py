@@ -36,7 +36,6 @@ class Scratch:
 
 
 def sweep(root: Path) -> None:
-    """Remove the scratch folders in `root` whose processes are gone."""
     import shutil
 
     for folder in root.glob(f"{PREFIX}*"):

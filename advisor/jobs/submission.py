@@ -11,7 +11,7 @@ from pathlib import Path
 from advisor.errors import TargetError, UsageError
 from advisor.jobs.asked import Asked
 from advisor.jobs.parcel import Parcel, pack
-from advisor.tuners.measure.run.guarded import check_open
+from advisor.tuners.measure.run.guarded_process import check_open
 
 _PYTHONS = ("python", "python3")
 

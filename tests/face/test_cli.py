@@ -23,7 +23,7 @@ from advisor.opening import open_records
 from advisor.printed import script_line
 from advisor.report import tables
 from advisor.tuners.environment import detect
-from advisor.tuners.measure.place import Compared
+from advisor.tuners.measure.runner import Compared
 from advisor.tuners.measure.worker import parent
 from tests.cache import examples
 from tests.face.commands import (

@@ -19,7 +19,7 @@ from optuna.trial import create_trial
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
-from advisor.tuners.measure.place import Compared
+from advisor.tuners.measure.runner import Compared
 from advisor.tuners.search.journal import Journal, JournaledTrial, open_study
 from advisor.tuners.search.ratio import UNKNOWN, Ratio
 from advisor.tuners.search.space import Space

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from advisor.cache.config import Config
-from advisor.tuners.measure.place import Compared, ConfigFailed
+from advisor.tuners.measure.runner import Compared, ConfigFailed
 from advisor.tuners.search.order import Recipe
 from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.space import Space

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from advisor.tuners import scratch
-from advisor.tuners.measure.run.guarded import inductor_folder
+from advisor.tuners.measure.run.guarded_process import inductor_folder
 from advisor.tuners.scratch import Scratch
 
 LEFT = """

@@ -24,12 +24,12 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture.step_graph import StepGraph
 from advisor.tuners.decisions import MAX_OBSERVED_STEPS, POINTS
 from advisor.tuners.measure.samples import (
-    Named,
+    NamedTensors,
     Overflow,
+    RepeatableStep,
     Sample,
-    Subject,
-    move,
     part_of,
+    perturb,
     sampled,
     worst_update,
 )
@@ -276,7 +276,7 @@ def layer_that_raised(model: nn.Module, exc: BaseException) -> str:
     return ""
 
 
-class WorkloadSubject:
+class RepeatableWorkload:
     """A Subject over the workloads that are timed; `build` makes their model as it was at first."""
 
     def __init__(
@@ -288,7 +288,7 @@ class WorkloadSubject:
         self._build, self._workload = build, workload
         self._device = device
         self.draws = False
-        self._values: Named = {}
+        self._values: NamedTensors = {}
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
         workload = self._workload(config)
@@ -353,7 +353,7 @@ class WorkloadSubject:
             self._values = {name: one.to(self._device) for name, one in self._host.items()}
         for name, tensor in _state(workload.model):
             tensor.copy_(self._values[name])
-        move([weight for _, weight in _trained(workload)], point)
+        perturb([weight for _, weight in _trained(workload)], point)
         states = workload.optimizer.state.values() if workload.optimizer is not None else ()
         for state in states:
             for value in state.values():
@@ -361,11 +361,11 @@ class WorkloadSubject:
                     value.zero_()
 
     @functools.cached_property
-    def _host(self) -> Named:
+    def _host(self) -> NamedTensors:
         return {name: tensor.detach() for name, tensor in _state(self._build())}
 
 
-_: Callable[..., Subject] = WorkloadSubject
+_: Callable[..., RepeatableStep] = RepeatableWorkload
 
 
 def _state(model: nn.Module) -> list[tuple[str, Tensor]]:

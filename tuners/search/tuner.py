@@ -21,7 +21,7 @@ from advisor.errors import TargetFailed, WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.decisions import CLEARLY, NOTABLE, PAIRS, TURN_S
 from advisor.tuners.length import Length
-from advisor.tuners.measure.place import UNVERIFIED, Compared, ConfigFailed, Place
+from advisor.tuners.measure.runner import UNVERIFIED, Compared, ConfigFailed, Runner
 from advisor.tuners.search.journal import Journal, JournaledTrial
 from advisor.tuners.search.order import LOADER_TURN_S, Proposal, Recipe
 from advisor.tuners.search.plan import ENOUGH, Clock, Progress
@@ -71,16 +71,16 @@ class Tuner:
 
     def __init__(
         self,
-        place: Place,
+        runner: Runner,
         space: Space,
         study: optuna.Study,
         scope: SearchOptions,
         progress: Progress,
         clock: Clock,
     ) -> None:
-        self._place, self._space, self._scope = place, space, scope
+        self._runner, self._space, self._scope = runner, space, scope
         self._progress, self.clock = progress, clock
-        self._visitor = Visitor(place, space.default, self.clock, self._tell)
+        self._visitor = Visitor(runner, space.default, self.clock, self._tell)
         self._visits = Visits(space, compares=scope.compares, length=scope.length)
         self._costs = TimeEstimates(space, self._visits, self.clock, scope.modules)
         self._among: list[Config] = []
@@ -374,7 +374,7 @@ class Tuner:
             for config in chosen & {one for one in self._visitor.built if knobs.compiles(one)}:
                 file = folder / config.digest
                 with contextlib.suppress(ConfigFailed, WorkerError, TargetFailed):
-                    self._place.save(config, file)
+                    self._runner.save(config, file)
                 if file.exists():
                     found[config] = file
         return found
@@ -391,7 +391,12 @@ def measurement_of(compared: Compared) -> Measurement:
 
 
 def tuned_loader(
-    place: Place, space: Space, step: Config, found: SearchResult, clock: Clock, progress: Progress
+    runner: Runner,
+    space: Space,
+    step: Config,
+    found: SearchResult,
+    clock: Clock,
+    progress: Progress,
 ) -> SearchResult:
     """A search's findings and the loader that feeds a step best, in the rest of the budget.
 
@@ -404,7 +409,7 @@ def tuned_loader(
     study = optuna.create_study(direction="maximize")
     its_clock = Clock(clock.left_s, now=clock.now)
     try:
-        fed = Tuner(place, inputs, study, scope, progress, its_clock).run()
+        fed = Tuner(runner, inputs, study, scope, progress, its_clock).run()
     except WorkerError as exc:
         progress.notice(f"the loader is not tuned: {exc}")
         return found

@@ -20,7 +20,7 @@ from advisor.tuners.decisions import (
     TURN_S,
 )
 from advisor.tuners.length import Length, Pace, first_step_seen
-from advisor.tuners.measure.place import Compared
+from advisor.tuners.measure.runner import Compared
 from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit

@@ -18,7 +18,7 @@ from advisor.errors import AdvisorError
 from advisor.tuners import host
 from advisor.tuners.act import hooks
 from advisor.tuners.act.compiled import graphs_compiled
-from advisor.tuners.act.hooks import EVERY_STEP
+from advisor.tuners.act.hooks import STEP_HOOKS
 from advisor.tuners.act.pilot.loaders import Loaders
 from advisor.tuners.act.pilot.loop_observer import RETIRED, LoopObserver, TrainedModel
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, CompareRequest, Guide
@@ -92,12 +92,12 @@ class Pilot:
         self._fresh = self._cut = self._flags_released = False
         self._verdict: Verdict = OK
         self._loaders = Loaders(self._gave_up, override=settings.overrides_loader())
-        self._calls = hooks.Calls(
+        self._calls = hooks.CallHooks(
             self._guarded(self._observer.on_call),
             self._guarded(self._observer.on_autocast),
         )
-        self._count_no_more = EVERY_STEP.tell(self._guarded(self._stepped))
-        self._unhook_failure = hooks.on_failure(self._ended)
+        self._count_no_more = STEP_HOOKS.register(self._guarded(self._stepped))
+        self._unhook_failure = hooks.on_script_failure(self._ended)
         self._at_exit = atexit.register(self._guarded(self._exits))
 
     def release(self) -> None:
@@ -107,7 +107,7 @@ class Pilot:
 
     def _leave(self) -> None:
         """The same, but for hooks that are part of the script's compiled code."""
-        self._calls.rest()
+        self._calls.pause()
         if self._comparer is not None:
             self._comparer.close()
         if self._switch is not None:
@@ -204,7 +204,7 @@ class Pilot:
         from advisor.tuners.act.pilot.script_facts import ScriptFacts
         from advisor.tuners.act.pilot.switch import ConfigSwitch
 
-        self._calls.rest()
+        self._calls.pause()
         if not self._guide.takes_over():
             return self._leave()
         self._seen = seen = ScriptFacts.of(self._observer, self._loaders.seen())
@@ -388,14 +388,14 @@ class ActivePilot:
 
     def release(self) -> None:
         """Leave the script and PyTorch as they were found, including the flags of an advice."""
-        from advisor.tuners.act.artifacts import have_own_keys
-        from advisor.tuners.act.in_force import IN_FORCE
+        from advisor.tuners.act.artifacts import restore_keys
+        from advisor.tuners.act.process_flags import PROCESS_FLAGS
 
         if self._pilot is not None:
             self._pilot.release()
             self._pilot = None
-        IN_FORCE.release()
-        have_own_keys()
+        PROCESS_FLAGS.release()
+        restore_keys()
 
 
 ACTIVE_PILOT = ActivePilot()

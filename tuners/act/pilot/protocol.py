@@ -141,11 +141,11 @@ class PilotClient:
 
     def takes_over(self) -> bool:
         """As `Guide.takes_over`: an advice that the script follows is part of the script."""
-        from advisor.tuners.act.following import followed
-        from advisor.tuners.act.in_force import IN_FORCE
+        from advisor.tuners.act.advice_usage import is_followed
+        from advisor.tuners.act.process_flags import PROCESS_FLAGS
 
-        if not followed():
-            IN_FORCE.release()
+        if not is_followed():
+            PROCESS_FLAGS.release()
         return True
 
     def begin(self, seen: ScriptFacts) -> BlockRequest:

@@ -69,7 +69,7 @@ class ConfigFailed(Exception):
         self.outcome = outcome  # as in `Measurement`: 'out_of_memory', 'failed', 'crashed', ...
 
 
-class Place(Protocol):
+class Runner(Protocol):
     """Where configs are visited. What was built for a config stays alive until `forget`."""
 
     baseline: Config  # what others are compared with: the unmodified script, or torch's default

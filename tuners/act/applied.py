@@ -10,7 +10,7 @@ from advisor.cache.config import BATCH, Config
 from advisor.tuners.knobs import KNOBS, WORKERS, Knob
 
 
-def rows_of(config: Config, default: Config) -> tuple[Knob, ...]:
+def changed_knobs(config: Config, default: Config) -> tuple[Knob, ...]:
     """The rows whose value in `config` is not torch's own; True and 1 differ."""
     changed = {*config.changed(default)}
     if config.batch and config.batch != default.batch:
@@ -18,11 +18,13 @@ def rows_of(config: Config, default: Config) -> tuple[Knob, ...]:
     return tuple(knob for knob in KNOBS if knob.name in changed)
 
 
-class Acting:
+class AppliedConfig:
     """The rows through which a config acts on a device, and what they make of a step."""
 
     def __init__(self, config: Config, default: Config, device: torch.device) -> None:
-        self.rows = rows = tuple((knob, config[knob.name]) for knob in rows_of(config, default))
+        self.rows = rows = tuple(
+            (knob, config[knob.name]) for knob in changed_knobs(config, default)
+        )
         # What lays a batch out:
         self.layouts = [(k.layout, value) for k, value in rows if k.layout and value]
         formats = (k.autocast[value] for k, value in rows if value in k.autocast)
