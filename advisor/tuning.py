@@ -37,7 +37,7 @@ from advisor.keeping import (
 )
 from advisor.opening import Cache, open_records
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
-from advisor.tuners.scratch import Scratch
+from advisor.tuners.scratch import ScratchFolder
 from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
 from advisor.unchanged import Asked, larger
 
@@ -338,7 +338,7 @@ class _Tuning(ABC):
         facts, studies = subject.facts, self._records.studies
         self._refuse_too_small(facts)
         name = subject.study
-        with locked(studies, name), Scratch() as folder:
+        with locked(studies, name), ScratchFolder() as folder:
             study, damage = open_study(studies, name, fresh=before.fresh)
             if damage:
                 self._progress.notice(damage)

@@ -82,7 +82,7 @@ RELATIVE = 1e-5
 """Least such distance, as a fraction of the update: for a sum in another order."""
 
 # Loops -----------------------------------------------------------------------------------------
-LARGE = 8 * 2**20
+LARGE_BYTES = 8 * 2**20
 """Bytes from which copying a tensor takes longer than a busy host needs to keep two streams in step
 (0.2 ms at PCIe 4.0's 25 GB/s). Larger batches have their own copy stream; smaller outputs of a CUDA
 graph, such as a loss, are copied; smaller tensors that a captured step holds are compared though it

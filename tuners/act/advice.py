@@ -25,7 +25,7 @@ from advisor.tuners.act.applied import AppliedConfig, changed_knobs
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.act.scaling import MissingScaler, init_momentum
-from advisor.tuners.decisions import LARGE
+from advisor.tuners.decisions import LARGE_BYTES
 from advisor.tuners.knobs import Knob
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ class Advice:
         large: bool | None = None if self._applied.non_blocking else False
         for batch in loader:
             if large is None:
-                large = sum(tensor.nbytes for tensor in _tensors(batch)) >= LARGE
+                large = sum(tensor.nbytes for tensor in _tensors(batch)) >= LARGE_BYTES
             if self._applied.graphs:
                 self._replays.begin()
             yield self._place_beside(batch) if large else self.place(batch)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from advisor.tuners.act.hooks import STEP_HOOKS
-from advisor.tuners.decisions import LARGE
+from advisor.tuners.decisions import LARGE_BYTES
 
 
 class Replays:
@@ -121,4 +121,4 @@ def _copied(value: Any) -> Any:
 
 
 def _copied_if_small(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) and value.nbytes < LARGE else value
+    return value.clone() if isinstance(value, Tensor) and value.nbytes < LARGE_BYTES else value

@@ -37,7 +37,7 @@ from advisor.tuners.target import Loaded, build, failed
 
 OPTIMIZER_STEPS = 2  # that are compared: what is kept of the first shows in the second
 SCALE_STEPS = 20  # halvings of 65536, GradScaler's first scale, after which it is below 1
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+OPTIMIZER_FACTORIES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **how: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **how),
     "adamw": lambda parameters, **how: torch.optim.AdamW(parameters, lr=1e-4, **how),
 }
@@ -106,7 +106,7 @@ class Workload:
         self.model = advice.prepare(build(loaded))
         self.model.train(training)
         self.loss: Tensor | None = None
-        self.plain_optimizer = OPTIMIZERS[task.optimizer]  # without advice
+        self.plain_optimizer = OPTIMIZER_FACTORIES[task.optimizer]  # without advice
         self.optimizer = self._optimizer() if training else None
         self._own = _Step(self.model, loaded.loss or _loss, advice, self.optimizer)
         made = list(given) or self._made_batches(batch, seed + 1, count)

@@ -1,4 +1,4 @@
-"""The search: visits configs of a place until nothing more fits into the budget, then races them.
+"""The search: visits configs until nothing more fits into the budget, then races them.
 
 The best verified config is replaced only by one that is faster and trains like strict fp32, so that
 more time cannot give less, and an interruption keeps the best so far.
@@ -23,7 +23,6 @@ from advisor.tuners.decisions import CLEARLY, NOTABLE, PAIRS, TURN_S
 from advisor.tuners.length import Length
 from advisor.tuners.measure.runner import UNVERIFIED, Compared, ConfigFailed, Runner
 from advisor.tuners.search.journal import Journal, JournaledTrial
-from advisor.tuners.search.order import LOADER_TURN_S, Proposal, Recipe
 from advisor.tuners.search.plan import ENOUGH, Clock, Progress
 from advisor.tuners.search.race import (
     Rates,
@@ -34,6 +33,7 @@ from advisor.tuners.search.race import (
     race,
     shown,
 )
+from advisor.tuners.search.recipe import LOADER_TURN_S, Proposal, Recipe
 from advisor.tuners.search.sampler import GainPerSecond
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit, Visitor
@@ -136,7 +136,7 @@ class Tuner:
         return self._decide(raced, interrupted)
 
     def _search(self) -> Rates:
-        """Visit what fits, then race the leaders; a place that is lost ends the search."""
+        """Visit what fits, then race the leaders; losing the runner ends the search."""
         try:
             self._measure_without()
             for proposal in self._proposals():
@@ -299,12 +299,12 @@ class Tuner:
         self._progress.visited(trial, visit.ratio, compared, best, self.clock.left_s)
 
     def _rule_out(self, visit: Visit) -> None:
-        """Strike out what failed in a visit, and free what does not lead."""
+        """Rule out what failed in a visit, and free what does not lead."""
         visits, config = self._visits, visit.config
         if visit.outcome == "timed_out":
             self._passed_over[config] = 2 * visit.seconds
-        if visit.outcome in ("failed", "crashed") and (struck := visits.rule_out_failed(config)):
-            what = knobs.described(struck, self._space.default)
+        if visit.outcome in ("failed", "crashed") and (failed := visits.rule_out_failed(config)):
+            what = knobs.described(failed, self._space.default)
             self._progress.notice(f"continues without {what}: {visit.reason}")
         leading = {visits.best(use, self._space.batch).config for use in self._space.uses}
         leading |= {self._space.default, *visits.leaders()}

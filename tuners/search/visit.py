@@ -21,7 +21,7 @@ from advisor.tuners.decisions import (
 )
 from advisor.tuners.measure.runner import Block, Compared, ConfigFailed, Runner
 from advisor.tuners.search.plan import Clock
-from advisor.tuners.search.ratio import LEVEL, UNKNOWN, UNMEASURED, Noise, Ratio, ratio_of
+from advisor.tuners.search.ratio import LEVEL, UNKNOWN_RATIO, UNMEASURED, Noise, Ratio, ratio_of
 
 BUILDING, MEASURING, COMPARING = "building", "measuring", "comparing with fp32"
 Tell = Callable[[Config, str], None]
@@ -49,7 +49,7 @@ class Visit:
     first_s: float = 0.0  # until its first step was done
     settle_s: float = 0.0  # from then on until its steps took equally long
     turns: tuple[PairedTurn, ...] = ()
-    ratio: Ratio = UNKNOWN  # over the baseline
+    ratio: Ratio = UNKNOWN_RATIO  # over the baseline
     seconds: float = 0.0  # of the whole visit
 
     @property
@@ -110,7 +110,7 @@ class Visit:
 
 
 class Visitor:
-    """Visits configs of a place, one after the other; `own` is the baseline."""
+    """Visits configs, one after the other; `own` is the baseline."""
 
     def __init__(self, runner: Runner, own: Config, clock: Clock, tell: Tell) -> None:
         self._runner, self.own, self.clock, self._tell = runner, own, clock, tell

@@ -24,7 +24,7 @@ from advisor.tuners.act.capture.captured_graph import (
     detached,
 )
 from advisor.tuners.act.capture.object_graph import ObjectGraph, Values
-from advisor.tuners.decisions import CHECKED, CHECKED_AGAIN, IN_A_ROW, LARGE
+from advisor.tuners.decisions import CHECKED, CHECKED_AGAIN, IN_A_ROW, LARGE_BYTES
 from advisor.tuners.faults import is_out_of_memory
 
 _REMEDY = (
@@ -162,7 +162,7 @@ class StepGraph:
             raise _NotCapturable(wrong, output)
         self._stepped = stepped
         pairs = zip(objects.tensors, versions, strict=True)
-        self._written = [t for t, was in pairs if t._version != was or t.nbytes < LARGE]
+        self._written = [t for t, was in pairs if t._version != was or t.nbytes < LARGE_BYTES]
         return output
 
     def _read_objects(self) -> ObjectGraph:

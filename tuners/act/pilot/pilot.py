@@ -1,4 +1,4 @@
-"""The pilot of a process: watches the first steps of a script, then does what its guide orders."""
+"""A pilot: watches the first steps of a script, then sets the configs that its guide asks for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import ConfigSwitch
 
 P = ParamSpec("P")
-Verdict = tuple[str, str, str]  # a Lap's outcome, reason and blames
+Verdict = tuple[str, str, str]  # a BlockResult's outcome, reason and blames
 OK = ("ok", "", "")
 _log = logging.getLogger("advisor")
 
@@ -228,7 +228,7 @@ class Pilot:
                 self._verdict = verdict
                 self._finish(switch)
             return
-        # All processes of a job must end a lap with the same step, or some wait in backward.
+        # All processes of a job must end a block with the same step, or some wait in backward.
         alone = self._seen.processes == 1
         cut_short = alone and self._verdict is not OK
         if self._warm and not cut_short:
@@ -240,7 +240,7 @@ class Pilot:
             return
         self._done += 1
         if alone and not self._cut and any(one.evaluated for one in self._trained):
-            self._cut = True  # once: a lap with a second one is longer than what lies between them
+            self._cut = True  # once: the block is longer than the steps between two evaluations
             self._begin_block()
         elif self._done >= self._request.steps or cut_short:
             self._synchronize()
@@ -288,7 +288,7 @@ class Pilot:
             request = self._guide.next(self._result())
 
     def _begin(self, switch: ConfigSwitch, request: BlockRequest) -> bool:
-        """Begin an order; whether it is over at once."""
+        """Begin a request; returns whether it is over at once."""
         self._fresh = request.config != switch.config
         self._verdict = OK
         self._switched = time.perf_counter()
@@ -336,7 +336,7 @@ class Pilot:
         if request.needs_room and not self._has_room(2 * HEADROOM, host.peak_bytes()):
             self._verdict = ("out_of_memory", "little memory is free", "")
             return True
-        assert self._comparer is not None, "a guide that compares comes with a watch"
+        assert self._comparer is not None, "a guide that compares comes with a comparer"
         verdict = self._comparer.begin(switch, self._trained, self._device, asked)
         self._verdict = verdict or OK
         return verdict is not None
@@ -348,14 +348,14 @@ class Pilot:
             self._guide.config_dropped(exc)
 
     def _call_failed(self, switch: ConfigSwitch, exc: Exception) -> None:
-        """A model's call has raised under a config: the lap ends with this step."""
+        """A model's call has raised under a config: the block ends with this step."""
         switch.drop_config()
         self._gave_up(exc)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _backward_failed(self, switch: ConfigSwitch, exc: Exception) -> None:
-        """Backward has raised under a config. The script may end of it: the lap, and with it the
+        """Backward has raised under a config. The script may end of it: the block, and with it the
         next order, waits for the next step."""
         switch.drop_config()
         self._verdict = (*failure(exc), "")

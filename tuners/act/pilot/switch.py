@@ -155,8 +155,8 @@ class ConfigSwitch:
         """Have the script train with a config from here on.
 
         Args:
-            struck: told what the config raises in a call or a step, which is made again without it.
-            lost: told what it raises where nothing can be made again; the script gets that.
+            on_error: gets what the config raises in a call or step, which is then made without it.
+            on_backward: gets what backward raises under it; the script gets that too.
         """
         self._claim()
         self._watching.close()

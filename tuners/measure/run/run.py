@@ -1,4 +1,4 @@
-"""A run as a place: configs are switched at the step boundaries of a command that trains."""
+"""A run as a Runner: configs are switched at the step boundaries of a command that trains."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RETRY_HINT = "mend that, and the same command goes on with what was measured"
 
 
 class Run:
-    """A Place: a command that is measured, and started anew where it ended.
+    """A Runner: a command that is measured, and started anew where it ended.
 
     Args:
         injected: the folder with the sitecustomize that brings the pilot.
@@ -261,7 +261,7 @@ class AttachedRun(Run):
         self._script = script
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        """As Place; unverified where the run might not be the same afterwards."""
+        """As Runner; unverified where the run might not be the same afterwards."""
         found = super().compare(config, deadline_s=deadline_s)
         return found if found.outcome in ("ok", "wrong") else Compared(UNVERIFIED, found.reason)
 

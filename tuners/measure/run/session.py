@@ -38,9 +38,9 @@ from advisor.tuners.measure.run.guarded_process import (
 )
 from advisor.tuners.measure.runner import Block, ConfigFailed
 from advisor.tuners.measure.worker.wire import receive, send
-from advisor.tuners.scratch import Scratch
+from advisor.tuners.scratch import ScratchFolder
 
-POLL_S = 0.2  # between two looks at a command, or its log
+LOG_POLL_S = 0.2  # between two looks at a command, or its log
 RANKS_S = 60.0  # between the first steps of a job's first process and those of its last
 GONE = (
     "the process that trained is gone, and the command goes on without it; of a command that "
@@ -72,7 +72,7 @@ class CommandProcess(GuardedProcess):
 
     def __init__(self, words: Sequence[str], *, injected: Path, log: Path) -> None:
         path = measurable(words)
-        self._folder = Scratch()
+        self._folder = ScratchFolder()
         secret = secrets.token_bytes(32)
         self._address = str(self._folder.path / "pilot")
         try:
@@ -148,7 +148,7 @@ def show_log(log: Path, show: Callable[[str], None]) -> Iterator[None]:
         with log.open(errors="replace") as file:
             last = False
             while not last:
-                last = over.wait(POLL_S)
+                last = over.wait(LOG_POLL_S)
                 if said := file.read():
                     show(said)
 
@@ -176,7 +176,7 @@ class RunEnded(Exception):
 
 
 class PilotSession:
-    """The pilots in a command that runs: its processes wait for orders between two blocks. Every
+    """The pilots in a command that runs: its processes wait for requests between two blocks. Every
     method, the start too, may raise Ended; `until` is by time.monotonic().
 
     Args:
@@ -200,7 +200,7 @@ class PilotSession:
             raise
 
     def block(self, request: BlockRequest, until: float) -> Block:
-        """Have every process make the order's steps; raises ConfigFailed if its config fails."""
+        """Have every process make the requested steps; raises ConfigFailed if the config fails."""
         results = self.results(request, until)
         if result := next((result for result in results if result.outcome != "ok"), None):
             raise ConfigFailed(result.outcome, result.reason)
@@ -241,7 +241,7 @@ class PilotSession:
         seen: list[ScriptFacts] = []
         until = time.monotonic() + start_s
         while not seen or len(seen) < seen[0].processes:
-            while (pipe := self.command.accepted(POLL_S)) is None:
+            while (pipe := self.command.accepted(LOG_POLL_S)) is None:
                 if self.command.ended:
                     raise self._end_reason()
                 if time.monotonic() > until:
@@ -257,7 +257,7 @@ class PilotSession:
 
     def _receive(self, pipe: Connection, what: str, cls: type[T], until: float) -> T:
         try:
-            while not pipe.poll(POLL_S):
+            while not pipe.poll(LOG_POLL_S):
                 if self.command.ended and not pipe.poll(0):
                     raise self._end_reason()
                 if time.monotonic() > until:

@@ -89,7 +89,7 @@ class Bench:
         return self.loading.facts
 
     def block(self, config: Config, steps: int, warm: int) -> Block:
-        """As Place; raises ConfigFailed."""
+        """As Runner; raises ConfigFailed."""
         foreign = self._foreign_bytes()
         try:
             return self._with_room(config, lambda: self._block(config, steps, warm))

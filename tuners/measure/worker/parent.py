@@ -27,7 +27,7 @@ from advisor.tuners.measure.worker.wire import (
     receive,
     send,
 )
-from advisor.tuners.scratch import Scratch
+from advisor.tuners.scratch import ScratchFolder
 
 T = TypeVar("T")
 LOAD_S = 300.0
@@ -43,7 +43,7 @@ one value of LASTING in a process for each of PICKING, which tell convolutions a
 
 
 class Worker(contextlib.AbstractContextManager["Worker"]):
-    """A Place in a child process; one that dies or hangs is replaced. `deadline_s`: for describing
+    """A Runner in a child process; one that dies or hangs is replaced. `deadline_s`: for describing
     the job, and for what its data costs."""
 
     def __init__(self, job: WorkerJob, *, deadline_s: float) -> None:
@@ -54,7 +54,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         self._data_s = 0.0  # that loading took at most; 0 before `describe_data`
         self._picked: dict[Config, Config] = {}  # LASTING by PICKING
         self._built: set[Config] = set()
-        self._scratch = Scratch()
+        self._scratch = ScratchFolder()
 
     def __exit__(self, *_exc: object) -> None:
         self.stop()
@@ -83,11 +83,11 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         return self._of_data(SampleCosts, "costs", max(LOAD_S, self.deadline_s), seconds=seconds)
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
-        """As Place; steps of a config with a loader are whole rounds of its workers."""
+        """As Runner; steps of a config with a loader are whole rounds of its workers."""
         return self._asked(Block, "block", deadline_s, config, steps=steps, warm=warm)
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        """As Place; a config of another batch is compared at the user's."""
+        """As Runner; a config of another batch is compared at the user's."""
         batch = self._job.task.batch
         given = {"fp32": dict(strict(self.baseline).at(batch)), "seconds": deadline_s}
         try:
@@ -119,7 +119,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         config: Config | None = None,
         **given: Any,
     ) -> T:
-        """What a worker answers to a request, of a config or of the job; raises as Place.block."""
+        """What a worker answers to a request, of a config or of the job; raises as Runner.block."""
         others = self._built - {config}
         request = {"do": what, **given} | ({} if config is None else {"config": dict(config)})
         self._ready(plain(self._job.task, self._job.device) if config is None else config)
