@@ -1,4 +1,4 @@
-"""What this host gives to a process and its children. Linux; elsewhere 0, or nothing.
+"""Cores, memory and files that this host gives to a process. Linux only: elsewhere 0, or nothing.
 
 The standard library alone: the guard of a worker imports this file, and little else.
 """

@@ -1,4 +1,4 @@
-"""What a lookup serves a script, and how far the script follows it: the pieces that it has used."""
+"""The advice that a script was given, and which pieces of it the script has used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config comes to through the rows of the table."""
+"""A config, resolved to what it changes in a training step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from advisor.tuners.knobs import KNOBS, WORKERS, Knob
 
 
 def changed_knobs(config: Config, default: Config) -> tuple[Knob, ...]:
-    """The rows whose value in `config` is not torch's own; True and 1 differ."""
+    """The knobs whose value in `config` is not the default; True and 1 differ."""
     changed = {*config.changed(default)}
     if config.batch and config.batch != default.batch:
         changed.add(BATCH)
@@ -19,7 +19,7 @@ def changed_knobs(config: Config, default: Config) -> tuple[Knob, ...]:
 
 
 class AppliedConfig:
-    """The rows through which a config acts on a device, and what they make of a step."""
+    """The knobs that a config changes on a device, and their effect on a step."""
 
     def __init__(self, config: Config, default: Config, device: torch.device) -> None:
         self.rows = rows = tuple(

@@ -277,7 +277,7 @@ def layer_that_raised(model: nn.Module, exc: BaseException) -> str:
 
 
 class RepeatableWorkload:
-    """A Subject over the workloads that are timed; `build` makes their model as it was at first."""
+    """A RepeatableStep of a timed workload; `build` makes its model as it was at first."""
 
     def __init__(
         self,

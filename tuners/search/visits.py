@@ -27,7 +27,7 @@ from advisor.tuners.search.visit import Visit
 
 
 def score(visit: Visit) -> float:
-    """The speed-up of a visit, as if it were fed where it waits for its data."""
+    """The speed-up of a visit; of one that waits for data, what it would be without waiting."""
     return visit.fed if visit.waits else visit.ratio.mean
 
 

@@ -1,4 +1,4 @@
-"""The Python values that a training step uses, which stand still in a replay: closures and globals
+"""The Python values that a training step uses, which no replay updates: closures and globals
 of the step and of the user's functions that it names, attributes of its object that their code
 names, and what these hold, one level deep."""
 

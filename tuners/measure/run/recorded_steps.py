@@ -1,4 +1,4 @@
-"""The steps of a running script as a Subject: its models' calls, made again under any config.
+"""The steps of a running script, repeatable: its models' calls, made again under any config.
 
 Of four unmodified steps each call of the script's models is kept: its arguments, and the gradients
 of what it returned; so are the weights before the first. A pass copies these into the parameters,
@@ -79,7 +79,7 @@ class _RecordedCall:
 
 
 class RecordedSteps:
-    """Compares configs with strict fp32 on a script's own steps: a Subject and a StepComparer.
+    """Compares configs with strict fp32 on recorded steps: a RepeatableStep and a StepComparer.
     `careful`, as in a real run: only if all that a call of the model changes can be restored."""
 
     def __init__(self, *, careful: bool = False) -> None:
@@ -168,7 +168,7 @@ class RecordedSteps:
             torch.cuda.empty_cache()
         return found.outcome, found.reason, found.blames
 
-    # A Subject.
+    # A RepeatableStep.
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
         if self._of_switch.config != config:

@@ -32,7 +32,7 @@ RETRY_HINT = "mend that, and the same command goes on with what was measured"
 
 
 class Run:
-    """A Runner: a command that is measured, and started anew where it ended.
+    """A Runner: a command that is measured, and restarted when it ends.
 
     Args:
         injected: the folder with the sitecustomize that brings the pilot.
