@@ -10,7 +10,7 @@ from advisor.cache.record import Trial
 from advisor.tuners.search.plan import Progress
 
 if TYPE_CHECKING:
-    from advisor.tuners.measure.place import Compared
+    from advisor.tuners.measure.runner import Compared
     from advisor.tuners.search.ratio import Ratio
 
 

@@ -37,13 +37,13 @@ def attach() -> None:
 
     guide = from_environment()
     if guide is not None:
-        from advisor.tuners.measure.run.calls import KeptCalls
+        from advisor.tuners.measure.run.recorded_steps import RecordedSteps
 
         if (folder := checkpoints()) is not None:
             from advisor.tuners.act.pilot.checkpoints import Redirection
 
             Redirection(folder).install()
-        ACTIVE_PILOT.attach(guide, KeptCalls())
+        ACTIVE_PILOT.attach(guide, RecordedSteps())
     elif (said := os.environ.get(RUN)) and not settings.disabled():
         told = json.loads(said)
         ACTIVE_PILOT.attach(_Later(told), _watch(told["tune_s"]))
@@ -53,9 +53,9 @@ def _watch(tune_s: float) -> StepComparer | None:
     """What compares configs in a run that is tuned within itself."""
     if not tune_s:
         return None
-    from advisor.tuners.measure.run.calls import KeptCalls
+    from advisor.tuners.measure.run.recorded_steps import RecordedSteps
 
-    return KeptCalls(careful=True)
+    return RecordedSteps(careful=True)
 
 
 class _Later:

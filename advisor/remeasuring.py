@@ -40,7 +40,7 @@ from advisor.tuning import begun, key_of, memory_of
 if TYPE_CHECKING:
     from advisor.store import Store
     from advisor.tuners.act.pilot.script_facts import ScriptFacts
-    from advisor.tuners.measure.place import ConfigFailed, Place
+    from advisor.tuners.measure.runner import ConfigFailed, Runner
     from advisor.tuners.measure.worker.wire import SampleCosts
     from advisor.tuners.search.plan import Clock
     from advisor.tuners.search.race import Rates
@@ -312,7 +312,7 @@ class _Again:
         clock: of that budget.
     """
 
-    def __init__(self, record: Record, place: Place, clock: Clock) -> None:
+    def __init__(self, record: Record, place: Runner, clock: Clock) -> None:
         from advisor.tuners.search.visit import Visitor
 
         self._record, self._place, self._clock = record, place, clock
@@ -443,7 +443,7 @@ class _Again:
         Raises:
             WorkerError: it does not run any more.
         """
-        from advisor.tuners.measure.place import ConfigFailed
+        from advisor.tuners.measure.runner import ConfigFailed
 
         if why := self._exempt(config):
             return f"not compared with fp32: {why}", ""
@@ -672,7 +672,7 @@ class _Subject:
             yield _Again(record, place, Clock(budget_s, reserve_s=kept_s))
 
     @contextlib.contextmanager
-    def _run(self) -> Iterator[Place]:
+    def _run(self) -> Iterator[Runner]:
         """The command at its first steps."""
         record = self.record
         with begun(
@@ -695,7 +695,7 @@ class _Subject:
             yield run
 
     @contextlib.contextmanager
-    def _worker(self) -> Iterator[Place]:
+    def _worker(self) -> Iterator[Runner]:
         """The record's own workload in a worker."""
         from advisor.tuners.measure.worker.parent import Worker
         from advisor.tuners.measure.worker.wire import CHANGED, WorkerJob

@@ -39,7 +39,7 @@ from advisor.keeping import (
 )
 from advisor.opening import Cache, open_records
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
-from advisor.tuners.scratch import Scratch
+from advisor.tuners.scratch import ScratchFolder
 from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
 from advisor.unchanged import Asked, larger
 
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from advisor.store import Store
     from advisor.tuners.act.pilot.script_facts import ScriptFacts
     from advisor.tuners.knobs import SearchContext
-    from advisor.tuners.measure.place import Place
     from advisor.tuners.measure.run.run import Run
+    from advisor.tuners.measure.runner import Runner
     from advisor.tuners.measure.worker.parent import Worker
     from advisor.tuners.measure.worker.wire import DataFacts, Facts
     from advisor.tuners.search.race import SearchResult
@@ -178,7 +178,7 @@ def measured_run(
 class Subject:
     """What is tuned, where its configs are visited, and what its loader loads."""
 
-    place: Place
+    place: Runner
     facts: Facts
     key: Key
     target: Target
@@ -303,7 +303,7 @@ class _Tuning(ABC):
         facts, studies = subject.facts, self._records.studies
         self._refuse_too_small(facts)
         name = subject.study
-        with locked(studies, name), Scratch() as folder:
+        with locked(studies, name), ScratchFolder() as folder:
             study, damage = open_study(studies, name, fresh=before.fresh)
             if damage:
                 self._progress.notice(damage)
@@ -613,7 +613,7 @@ def begun(
         options: as `Run` takes them.
     """
     from advisor.piloting import INJECTED
-    from advisor.tuners.measure.run.guarded import measurable
+    from advisor.tuners.measure.run.guarded_process import measurable
     from advisor.tuners.measure.run.run import Run
 
     measurable(command)

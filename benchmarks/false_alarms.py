@@ -22,11 +22,11 @@ from torch.nn import functional
 
 from advisor.cache.config import Config
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.compare import References, plain_of
-from advisor.tuners.measure.run.kept import KeptUpdates
-from advisor.tuners.measure.samples import Overflow, Sample, move, sampled
+from advisor.tuners.measure.run.recorded_state import RecordedUpdates
+from advisor.tuners.measure.samples import Overflow, Sample, perturb, sampled
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = ("fp32", "tf32", "bf16", "fp16") if DEVICE == "cuda" else ("fp32", "bf16")
@@ -192,7 +192,7 @@ class Step:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
-        return KeptUpdates([optimizer]).error({"weight_decay": 0.0}, names)
+        return RecordedUpdates([optimizer]).error({"weight_decay": 0.0}, names)
 
     def _of(self, config: Config) -> tuple[nn.Module, Advice]:
         if config not in self._built:
@@ -206,7 +206,7 @@ class Step:
     def _place(self, weights: list[nn.Parameter], point: int, *, stale: bool) -> None:
         for weight, kept in zip(weights, self._kept, strict=True):
             weight.copy_(kept)
-        move(weights, point)
+        perturb(weights, point)
         if stale:
             at = [n for n, weight in enumerate(weights) if weight.dim() > 1][-2]
             weights[at].copy_(self._kept[at])
@@ -265,7 +265,7 @@ def main() -> None:
                 print(f"{'' if good else 'WRONG '}{title}: {found}", flush=True)
                 line = {"case": title, "device": DEVICE, "right": right, "good": good} | found
                 print(json.dumps(line), file=out, flush=True)
-            IN_FORCE.release()
+            PROCESS_FLAGS.release()
     print(f"{wrong} cases are not as they should be")
 
 

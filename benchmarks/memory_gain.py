@@ -28,7 +28,7 @@ from advisor.cache.config import Config, Value
 from advisor.cache.task import Task
 from advisor.tuners import target
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.measure.workload import OPTIMIZERS, Workload
+from advisor.tuners.measure.workload import OPTIMIZER_FACTORIES, Workload
 
 HERE = Path(__file__).resolve().parent
 GPT2 = str(HERE.parent / "examples" / "gpt2.py:GPT2")
@@ -61,7 +61,7 @@ def add_8_bit() -> None:
     """Have a workload know torchao's AdamW, with the learning rate of torch's."""
     from torchao.optim import AdamW8bit
 
-    OPTIMIZERS["adamw8bit"] = lambda parameters, **_how: AdamW8bit(parameters, lr=1e-4)
+    OPTIMIZER_FACTORIES["adamw8bit"] = lambda parameters, **_how: AdamW8bit(parameters, lr=1e-4)
 
 
 def measure(case: str, device: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from advisor.cache.config import Config
-from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
+from advisor.tuners.measure.runner import Block, Compared, ConfigFailed, Runner
 
 COMPARED_STEPS = 12
 """Steps that a comparison takes: four points under fp32, the number format and the config."""
@@ -90,4 +90,4 @@ class ReplayPlace:
         return config.batch / float(row["samples_per_s"])
 
 
-_: type[Place] = ReplayPlace
+_: type[Runner] = ReplayPlace

@@ -37,7 +37,7 @@ from rich.table import Table
 from advisor.cache.config import Config, Value
 from advisor.cache.record import LOOP, RACED, Trial
 from advisor.tuners import knobs
-from advisor.tuners.measure.place import Compared
+from advisor.tuners.measure.runner import Compared
 from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.ratio import Ratio
 from advisor.tuners.search.space import Space

@@ -17,7 +17,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import Record, Trial
 from advisor.cache.task import Task
 from advisor.tuners.knobs import SearchContext
-from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
+from advisor.tuners.measure.runner import Block, Compared, ConfigFailed, Runner
 from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.race import SearchResult
 from advisor.tuners.search.ratio import Ratio
@@ -185,7 +185,7 @@ class MadeUp:
         file.write_bytes(b"compiled")
 
 
-_: type[Place] = MadeUp
+_: type[Runner] = MadeUp
 
 
 class Heard(Progress):
@@ -214,7 +214,7 @@ class Heard(Progress):
 
 
 def tuned(
-    place: MadeUp,
+    runner: MadeUp,
     of: Space,
     budget_s: float = 90.0,
     *,
@@ -225,8 +225,8 @@ def tuned(
     """What a search finds on a made-up place."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = study or optuna.create_study(direction="maximize")
-    given, clock = SearchOptions(**{"modules": 150, **scope}), Clock(budget_s, now=place.now)
-    return Tuner(place, of, study, given, heard or Progress(), clock).run()
+    given, clock = SearchOptions(**{"modules": 150, **scope}), Clock(budget_s, now=runner.now)
+    return Tuner(runner, of, study, given, heard or Progress(), clock).run()
 
 
 def advised(found: SearchResult, use: str = "pilot", *, free: bool = False) -> Config:

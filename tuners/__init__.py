@@ -1,1 +1,1 @@
-"""How a config acts on a workload, is measured and is found."""
+"""Applies configs to a training step, measures them, and searches for the best."""

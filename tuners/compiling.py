@@ -67,7 +67,7 @@ def avoided() -> dict[str, bool]:
     return {name: value for name, value in wanted.items() if name in known}
 
 
-def avoid() -> None:
+def apply_workarounds() -> None:
     """Set them for all that this process compiles, as where a framework calls the compiler."""
     for name, value in avoided().items():
         setattr(torch._inductor.config, name, value)

@@ -82,7 +82,7 @@ RELATIVE = 1e-5
 """Least such distance, as a fraction of the update: for a sum in another order."""
 
 # Loops -----------------------------------------------------------------------------------------
-LARGE = 8 * 2**20
+LARGE_BYTES = 8 * 2**20
 """Bytes from which copying a tensor takes longer than a busy host needs to keep two streams in step
 (0.2 ms at PCIe 4.0's 25 GB/s). Larger batches have their own copy stream; smaller outputs of a CUDA
 graph, such as a loss, are copied; smaller tensors that a captured step holds are compared though it
@@ -99,7 +99,7 @@ POINTS = 4
 disturbed ones; the second batch rules out faults of the first alone. Of a captured step, further
 runs from nudged weights, and replays from one state, if the first two differ: rounding puts some
 activations on the other side of a kink (0.27% of a weight's update on an H200)."""
-DISTURBED = 0.25
+PERTURBATION = 0.25
 """How weights are disturbed: each tensor by this fraction up or down, which slopes show, and each
 element by up to half as much, which errors show."""
 FAULT, ALLOWED = 0.1, 0.3

@@ -128,7 +128,6 @@ def _users(nvml: Any, handle: Any) -> tuple[int, ...]:
 
 @functools.cache
 def host_cpu() -> str:
-    """The CPU's model name."""
     named = re.search(r"^model name\s*:\s*(.+)$", host.cpu(), re.MULTILINE)
     return named.group(1).strip() if named else platform.processor() or platform.machine()
 
@@ -254,7 +253,6 @@ def _nvml() -> Any:
 
 
 def _cuda_count() -> int:
-    """CUDA devices that this process sees."""
     if not _built():
         return 0
     nvml = _nvml()
@@ -268,7 +266,6 @@ def _cuda_count() -> int:
 
 
 def _built() -> bool:
-    """Whether torch is built for GPUs."""
     return bool(fact("built", lambda: torch.backends.cuda.is_built()))
 
 

@@ -51,7 +51,6 @@ class Stopped(Exception):
 
 
 def stopped(exc: BaseException) -> str:
-    """Why, if an exception is a Stopped; else ''."""
     return exc.why if isinstance(exc, Stopped) else ""
 
 

@@ -302,7 +302,6 @@ def size(model: nn.Module) -> tuple[int, int]:
 
 
 def libraries(model: nn.Module) -> tuple[str, ...]:
-    """The installed libraries that a model's classes come from, torch aside, as 'timm==1.0.9'."""
     tops = {type(module).__module__.partition(".")[0] for module in model.modules()}
     names = {name for top in tops - {"torch", "__main__"} for name in _distributions().get(top, ())}
     return tuple(sorted(f"{name}=={importlib.metadata.version(name)}" for name in names))

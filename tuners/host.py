@@ -1,4 +1,4 @@
-"""What this host gives to a process and its children. Linux; elsewhere 0, or nothing.
+"""Cores, memory and files that this host gives to a process. Linux only: elsewhere 0, or nothing.
 
 The standard library alone: the guard of a worker imports this file, and little else.
 """
@@ -28,7 +28,6 @@ _MEMORY = (
 
 
 def control(option: int, value: int) -> None:
-    """prctl(2), where there is one."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
@@ -92,7 +91,6 @@ def peak_bytes() -> int:
 
 
 def reset_peak() -> None:
-    """Start a new peak of this process (proc(5), clear_refs)."""
     with contextlib.suppress(OSError):
         (_PROCESS / "clear_refs").write_text("5")
 

@@ -432,7 +432,7 @@ KNOBS: tuple[Knob, ...] = (
         values=_off_on(lambda here: here.device == "cuda" and here.training),
         numerics=True,
         guess="leader",
-        # A step that the GradScaler skips: see `make_momentum`.
+        # A step that the GradScaler skips: see `init_momentum`.
         conflicts={"precision": ("fp16",)},
         script=_own_fused,
         optimizer=True,
@@ -697,8 +697,8 @@ def workers(config: Mapping[str, Value]) -> int:
 
 
 def adoption_cost(config: Config, default: Config) -> int:
-    """How much a config asks of a script: of configs that tie, the lightest is advised. fp16 needs
-    a scaler, and can overflow; fp8 needs torchao."""
+    """How many changes a config asks for. Of configs that tie, the one with the lowest cost is
+    advised. fp16 costs one more for its scaler, fp8 for torchao."""
     changed = config.changed(default)
     more = (value in knob.scaled or value in knob.layers for knob, value in _rows(changed))
     return len(changed) + sum(more)

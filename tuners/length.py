@@ -1,4 +1,4 @@
-"""What a config is worth over a job of a given length, its first step included."""
+"""Samples per second over a whole job, the time of the first step included."""
 
 from __future__ import annotations
 

@@ -11,17 +11,17 @@ import os
 import weakref
 from pathlib import Path
 
-PREFIX = "advisor."  # short: a socket's path has 107 bytes at most, TMPDIR included
+FOLDER_PREFIX = "advisor."  # short: a socket's path has 107 bytes at most, TMPDIR included
 
 
-class Scratch:
+class ScratchFolder:
     """A private folder until `remove`; `sweep` removes those of killed processes. Its process holds
     a lock on it."""
 
     def __init__(self) -> None:
         import tempfile
 
-        new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}"))
+        new = Path(tempfile.mkdtemp(prefix=f".{FOLDER_PREFIX}"))
         lock = os.open(new, os.O_RDONLY)
         with contextlib.suppress(OSError):  # on a file system without locks nothing is swept
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -36,10 +36,9 @@ class Scratch:
 
 
 def sweep(root: Path) -> None:
-    """Remove the scratch folders in `root` whose processes are gone."""
     import shutil
 
-    for folder in root.glob(f"{PREFIX}*"):
+    for folder in root.glob(f"{FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError):  # it is no folder, or its process lives
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

@@ -17,7 +17,7 @@ from advisor.cli.options import (
     mapped,
 )
 from advisor.errors import NoRecord, StoreError, UsageError
-from advisor.tuners.measure.run.guarded import isolated, program
+from advisor.tuners.measure.run.guarded_process import isolated, program
 
 
 @click.command(cls=OfCommand)

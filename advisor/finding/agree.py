@@ -11,7 +11,7 @@ import msgpack
 from advisor.cache.codec import decode, encode, unpacked
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError, NoRecord, RecordDamaged
-from advisor.tuners.act.following import Served
+from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.act.ranks import Group
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from advisor.cache.record import PILOT
 from advisor.errors import NoRecord
 from advisor.opening import Cache, open_records
 from advisor.tuners.environment import default_device, detect
-from advisor.tuners.measure.run.mapped import Mapped
+from advisor.tuners.measure.run.mapped_options import MappedOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ def with_advice(
     Raises:
         NoRecord: there is none. UsageError, StoreError.
     """
-    mapped = Mapped(command, options)
+    mapped = MappedOptions(command, options)
     # Under every name: of a key each command has its own record.
     records, alike = open_records(cache), command_part(command)
     known = [
@@ -69,7 +69,7 @@ def with_advice(
     )
     free = BATCH in mapped.names
     chosen, task = record.winner(PILOT, free=free), record.key.task
-    then = Mapped(task.command, options)
+    then = MappedOptions(task.command, options)
     numbers = then.numbers(chosen.config, record.baseline.config, task.processes)
     return mapped.put(numbers), InCommand(
         record=record.id,

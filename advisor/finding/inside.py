@@ -68,9 +68,9 @@ def _guide(asked: Mapping[str, Any], tune: float | str | None, strict: bool) -> 
 
 def _watch() -> StepComparer:
     """What compares configs in a run that is tuned within itself."""
-    from advisor.tuners.measure.run.calls import KeptCalls
+    from advisor.tuners.measure.run.recorded_steps import RecordedSteps
 
-    return KeptCalls(careful=True)
+    return RecordedSteps(careful=True)
 
 
 def release() -> None:

@@ -32,7 +32,7 @@ from advisor.finding.meant import CODE, Meant, folder, script
 from advisor.finding.request import Fits, Request, processes
 from advisor.opening import Cache, open_records
 from advisor.printed import tune_again, tune_first
-from advisor.tuners.act.following import STALE, Served
+from advisor.tuners.act.advice_usage import STALE, Served
 from advisor.tuners.act.ranks import Group
 from advisor.tuners.target import EDITED
 

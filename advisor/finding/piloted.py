@@ -22,10 +22,10 @@ from advisor.finding.request import Request
 from advisor.opening import Cache
 from advisor.printed import tune_again
 from advisor.tuners import knobs
-from advisor.tuners.act.following import claim_for, followed, give_way
-from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.advice_usage import defer_to_pilot, disclaim_other_models, is_followed
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.faults import failure, may_be_config_error, stopped
 
 if TYPE_CHECKING:
@@ -73,11 +73,11 @@ class Found:
 
     def takes_over(self) -> bool:
         """As `Guide.takes_over`."""
-        if followed():
+        if is_followed():
             _log.info("the script follows its advice by itself; the pilot stays away")
             return False
-        self._put = IN_FORCE.config
-        IN_FORCE.release()
+        self._put = PROCESS_FLAGS.config
+        PROCESS_FLAGS.release()
         return True
 
     def begin(self, seen: ScriptFacts) -> BlockRequest:
@@ -90,9 +90,9 @@ class Found:
 
     def left(self) -> BlockRequest:
         """The script goes on as it was, with the flags that advice had set."""
-        IN_FORCE.put(self._put)
+        PROCESS_FLAGS.put(self._put)
         if self._seen is not None:
-            claim_for(self._seen.model)
+            disclaim_other_models(self._seen.model)
         return BlockRequest(config=Config())
 
     def known(self, seen: ScriptFacts, *, searches: bool = False) -> BlockRequest | None:
@@ -207,7 +207,7 @@ def in_force(
     what = "the script as it is" if config == own else knobs.described(config, own)
     line = f"in force: {what}; {reason.removeprefix(f'{what}: ')}"
     say(line)
-    give_way(line)
+    defer_to_pilot(line)
     return BlockRequest(config=config, own=own)
 
 

@@ -12,7 +12,7 @@ from msgspec import structs
 from advisor.errors import TargetError, UsageError
 from advisor.jobs.parcel import Parcel, pack
 from advisor.jobs.spec import JobSpec
-from advisor.tuners.measure.run.guarded import check_open
+from advisor.tuners.measure.run.guarded_process import check_open
 
 _PYTHONS = ("python", "python3")
 

@@ -42,7 +42,7 @@ from advisor.jobs import parcel, token
 from advisor.jobs.bounds import MOST_STUDY, MOST_TRIALS
 from advisor.jobs.spec import JobSpec
 from advisor.tuners import host
-from advisor.tuners.measure.run.guarded import Guarded, how
+from advisor.tuners.measure.run.guarded_process import GuardedProcess, exit_text
 
 if TYPE_CHECKING:
     from advisor.tuners.environment import Gpu
@@ -332,7 +332,7 @@ class Working:
         limit_s = 2 * asked.plan.seconds + self._starts_s
         until = time.monotonic() + limit_s
         with _here(self._scratch.path):
-            child = Guarded(
+            child = GuardedProcess(
                 self._words(asked),
                 log=self._scratch.output,
                 environment=self._environment(),
@@ -342,10 +342,10 @@ class Working:
             while not child.ended and time.monotonic() < until and not self.preempted.is_set():
                 self._beat()
                 self.preempted.wait(_LOOK_S)
-            code, words = child.obituary() if child.ended else (None, "")
+            code, words = child.exit_report() if child.ended else (None, "")
         finally:
             child.end()
-        self._tell_all()
+        self._log_all()
         if code is not None:
             return _failed(code, words) if code not in (0, UNFINISHED) else self._found(code == 0)
         if self.preempted.is_set():
@@ -442,7 +442,7 @@ class Working:
             with contextlib.suppress(Refused):
                 self._server.save(name, data)
 
-    def _tell_all(self) -> None:
+    def _log_all(self) -> None:
         self._patiently(lambda: self._save(last=True))
         while self._patiently(self._tell):
             pass
@@ -483,7 +483,7 @@ def _said(record: Record) -> str:
 
 def _failed(code: int, words: str) -> Outcome:
     said = words.removeprefix("advisor: ") or "it said nothing"
-    reason = said if code in (1, 2) else f"{how(code)}: {said}"
+    reason = said if code in (1, 2) else f"{exit_text(code)}: {said}"
     return Outcome(state="failed", reason=printable(reason))
 
 

@@ -29,7 +29,7 @@ from advisor.tuners.knobs import described
 from advisor.tuners.search.plan import Progress
 
 if TYPE_CHECKING:
-    from advisor.tuners.measure.place import Compared
+    from advisor.tuners.measure.runner import Compared
     from advisor.tuners.measure.worker.wire import Facts
     from advisor.tuners.search.ratio import Ratio
     from advisor.tuners.search.space import Space

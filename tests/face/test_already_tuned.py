@@ -19,7 +19,7 @@ import advisor as package
 from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.cache.task import Task
-from advisor.tuners.measure.place import Block
+from advisor.tuners.measure.runner import Block
 from tests.builders import lookup_arguments
 from tests.cache import examples
 from tests.face.commands import MODEL, SHAPE, advisor

@@ -22,9 +22,9 @@ from advisor.cache.records import Records
 from advisor.cache.stores import Store
 from advisor.errors import StoreError
 from advisor.opening import open_records
+from advisor.tuners.act import advice_usage, gate
 from advisor.tuners.act import artifacts as acting
-from advisor.tuners.act import following, gate
-from advisor.tuners.act.artifacts import Fetch, have_stable_keys, saved
+from advisor.tuners.act.artifacts import Fetch, saved, use_stable_keys
 from advisor.tuners.environment import detect, tools
 from advisor.tuners.knobs import FORMATS, strict
 from advisor.tuners.measure.worker.parent import Worker
@@ -77,7 +77,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "model.py").write_text(SMALL)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    following._last.clear()  # nothing of it is to be told at the end
+    advice_usage._last.clear()  # nothing of it is to be told at the end
     advisor.release()
 
 
@@ -245,7 +245,7 @@ def test_keys_do_not_tell_what_was_imported_first(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "torch", torch, raising=False)  # the first module of all
     assert key() != own
     for _twice in range(2):
-        have_stable_keys()
+        use_stable_keys()
     stable = key()
     monkeypatch.delattr(sys, "torch")
     assert key() == stable != own

@@ -24,7 +24,7 @@ from advisor.opening import open_records
 from advisor.printed import reach, script_line
 from advisor.report import tables
 from advisor.tuners.environment import detect
-from advisor.tuners.measure.place import Compared
+from advisor.tuners.measure.runner import Compared
 from advisor.tuners.measure.worker import parent
 from advisor.tuners.target import origin_of
 from tests.cache import examples

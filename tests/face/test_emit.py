@@ -38,7 +38,7 @@ from advisor.frameworks.following import Told, told
 from advisor.frameworks.text import data, text
 from advisor.frameworks.words import Scene, Words
 from advisor.tuners import fingerprint, target, tf32
-from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.environment import detect, own_threads
 from advisor.tuners.knobs import BY_NAME, KNOBS, TORCH
 from tests.builders import lookup_arguments
@@ -250,7 +250,7 @@ THREADS = torch.get_num_threads()
 
 
 def _put_back() -> None:
-    IN_FORCE.release()
+    PROCESS_FLAGS.release()
     for knob in KNOBS:
         if knob.flag is not None and knob.default is not None:
             knob.flag.set(knob.default)

@@ -27,7 +27,7 @@ from advisor.opening import open_records
 from advisor.remeasuring import FAILS, HOLDS, UNTOLD, _Again, _idle, _parts, judged
 from advisor.report.tables import part_name
 from advisor.report.tables import parts as parts_table
-from advisor.tuners.measure.place import Compared
+from advisor.tuners.measure.runner import Compared
 from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.ratio import Ratio
 from tests.builders import MadeUp

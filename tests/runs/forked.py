@@ -27,7 +27,7 @@ from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.knobs import SearchContext
-from advisor.tuners.measure.run.calls import KeptCalls
+from advisor.tuners.measure.run.recorded_steps import RecordedSteps
 from advisor.tuners.measure.run.run import comparison
 from advisor.tuners.search.space import Space
 
@@ -104,7 +104,7 @@ def _train(script: str, out: str, values: dict[str, Value] | None, *words: str) 
     torch.set_num_threads(1)
     set_start_method("fork", force=True)  # as in a process that no server of forks has started
     guide = There(Config(values or {}))
-    pilot = None if values is None else Pilot(guide, KeptCalls())
+    pilot = None if values is None else Pilot(guide, RecordedSteps())
     sys.argv = [script, out, *words]
     runpy.run_path(script, run_name="__main__")
     if pilot is not None:

@@ -27,14 +27,14 @@ from advisor.finding.inside import own_command
 from advisor.finding.piloted import Found, Terms, in_force
 from advisor.opening import open_records
 from advisor.piloting import _made
-from advisor.tuners.act import following
+from advisor.tuners.act import advice_usage
 from advisor.tuners.act.advice import Advice
+from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.act.compiled import graphs_compiled
-from advisor.tuners.act.following import Served
-from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.pilot import UNADVISED, ActivePilot
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, Guide
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.decisions import IN_A_ROW
 from advisor.tuners.environment import detect, tools
 from advisor.tuners.knobs import TORCH, Advised
@@ -164,10 +164,10 @@ def compiled(seen: ScriptFacts) -> Record:
 
 @pytest.fixture(autouse=True)
 def as_found() -> Iterator[None]:
-    following._last.clear()  # what tests of other files have left
+    advice_usage._last.clear()  # what tests of other files have left
     advisor.release()
     yield
-    following._last.clear()
+    advice_usage._last.clear()
     advisor.release()
     assert left_behind() == []
 
@@ -326,7 +326,7 @@ def test_what_fails_in_backward_is_left_out_until_it_is_measured_anew(
 
     def begun() -> Net:
         advisor.release()
-        following._last.clear()
+        advice_usage._last.clear()
         advisor.apply()
         return Net()
 
@@ -443,7 +443,7 @@ def test_where_a_command_brought_a_pilot_that_one_acts_alone() -> None:
 
 def test_flags_that_advice_has_set_are_not_the_scripts_own(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
-    IN_FORCE.put(Config(threads=threads + 1))
+    PROCESS_FLAGS.put(Config(threads=threads + 1))
     advisor.apply()
     seen: list[ScriptFacts] = []
     begin = Found.begin

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from advisor.cache.config import Config, Value
 from advisor.tuners import compiling, knobs
 from advisor.tuners.act.compiled import graphs_compiled
-from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, CompareRequest
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.compare import plain_of
-from advisor.tuners.measure.place import UNVERIFIED, Compared
-from advisor.tuners.measure.run.calls import KeptCalls
+from advisor.tuners.measure.run.recorded_steps import RecordedSteps
+from advisor.tuners.measure.runner import UNVERIFIED, Compared
 from tests.runs.forked import left_behind, space_of
 
 HALF: Mapping[str, Value] = {"precision": "bf16"}
@@ -32,7 +32,7 @@ class Asking:
     """A guide that has configs compared one after the other, then leaves the script as it is."""
 
     def __init__(self, *asked: Mapping[str, Value], careful: bool = False) -> None:
-        self.watch = KeptCalls(careful=careful)
+        self.watch = RecordedSteps(careful=careful)
         self._asked = list(asked)
         self.found: list[Compared] = []
         self.compiled: list[int] = []
@@ -95,7 +95,7 @@ def trained(
     steps: int = 10,
 ) -> None:
     """A script's steps, each of some micro-batches; `within`: the model returns its loss."""
-    IN_FORCE.release()  # what tests of other files have left
+    PROCESS_FLAGS.release()  # what tests of other files have left
     pilot = None if guide is None else Pilot(guide, guide.watch)
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
@@ -355,7 +355,7 @@ def test_memory_that_is_full_within_the_scripts_own_step_costs_the_comparison_al
     net, alone, guide = Net(), Net(), Asking(HALF)
     alone.load_state_dict(net.state_dict())
     trained(alone, None)
-    monkeypatch.setattr("advisor.tuners.measure.run.calls._fresh", full)
+    monkeypatch.setattr("advisor.tuners.measure.run.recorded_steps._fresh", full)
     trained(net, guide)
     assert guide.found[0].outcome == UNVERIFIED and "full" in guide.found[0].reason
     assert same(alone, net)

@@ -24,12 +24,12 @@ from advisor.opening import open_records
 from advisor.piloting import INJECTED
 from advisor.tuners.act.pilot.protocol import BlockRequest
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
-from advisor.tuners.measure.place import Block, ConfigFailed
 from advisor.tuners.measure.run import run as running
 from advisor.tuners.measure.run import session as sessions
-from advisor.tuners.measure.run.guarded import Guarded, how
+from advisor.tuners.measure.run.guarded_process import GuardedProcess, exit_text
 from advisor.tuners.measure.run.run import Run
-from advisor.tuners.measure.run.session import Command, Ended, Flight
+from advisor.tuners.measure.run.session import CommandProcess, PilotSession, RunEnded
+from advisor.tuners.measure.runner import Block, ConfigFailed
 from advisor.tuners.measure.worker.guard import LOGGED
 from tests.face.commands import COMMAND, PACE, Done, advisor, own
 from tests.runs.forked import space_of
@@ -59,7 +59,7 @@ QUICK = ("--effort", "quick", "--no-verify", "--budget", "3s", "--trials", "2", 
     ("code", "said"), [(3, "exit code 3"), (-9, "signal SIGKILL"), (-40, "signal 40")]
 )
 def test_how_a_command_ended(code: int, said: str) -> None:
-    assert how(code) == said
+    assert exit_text(code) == said
 
 
 @pytest.fixture(autouse=True)
@@ -249,7 +249,7 @@ def test_two_threads_may_import_torch(folder: Path, monkeypatch: pytest.MonkeyPa
 def test_what_is_printed_without_end_is_cut_off() -> None:
     endless = "while True: print('x' * 2**21, flush=True)"
     log = Path("log")
-    command = Guarded([sys.executable, "-c", endless], log=log, environment=os.environ)
+    command = GuardedProcess([sys.executable, "-c", endless], log=log, environment=os.environ)
     until(lambda: log.exists() and log.stat().st_size >= LOGGED)
     command.end()
     assert log.stat().st_size <= LOGGED + 2**16
@@ -268,7 +268,7 @@ def test_a_compiler_that_is_ended_leaves_nothing_half_written() -> None:
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
     starts = "import subprocess; subprocess.run(['./g++'])"
-    command = Guarded([sys.executable, "-c", starts], log=None, environment=os.environ)
+    command = GuardedProcess([sys.executable, "-c", starts], log=None, environment=os.environ)
     until(half.exists)
     command.end()
     assert not half.exists()
@@ -373,18 +373,18 @@ def test_of_programs_in_turn_the_first_is_not_waited_for(
     monkeypatch.setattr(sessions, "END_S", 0.5)
     (folder / "both.sh").write_text("python -c 'from training import *; train(9)'; sleep 987")
     log = Path("log")
-    command = Command(("bash", "both.sh"), injected=INJECTED, log=log)
-    session = Flight(command, 60, log, real=False)
+    command = CommandProcess(("bash", "both.sh"), injected=INJECTED, log=log)
+    session = PilotSession(command, 60, log, real=False)
     try:
         own = space_of(session.seen).default
-        with pytest.raises(Ended, match="give the one that trains"):
+        with pytest.raises(RunEnded, match="give the one that trains"):
             session.block(BlockRequest(config=own, own=own, steps=10**6), time.monotonic() + 60)
     finally:
         session.end()
     assert processes("987") == []
 
 
-class MadeUpFlight(Flight):
+class MadeUpSession(PilotSession):
     """A start of a command that ends as it is told to, each time that it is started.
 
     Args:
@@ -393,7 +393,7 @@ class MadeUpFlight(Flight):
 
     def __init__(self, ends: Callable[[Config, int], Exception | None]) -> None:
         self._ends, self.made, self.seen = ends, 0, SEEN
-        self.command = cast(Command, SimpleNamespace(ended=False))
+        self.command = cast(CommandProcess, SimpleNamespace(ended=False))
 
     def block(self, order: BlockRequest, until: float) -> Block:
         self.made += order.steps + order.warm
@@ -437,17 +437,19 @@ class MadeUpRun(Run):
         super().__init__(("python", "train.py"), injected=Path(), log=Path())
         self.baseline, self.starts, self._how = OWN, 0, ends
 
-    def _started(self, words: tuple[str, ...], start_s: float) -> Flight:
+    def _start(self, words: tuple[str, ...], start_s: float) -> PilotSession:
         self.starts += 1
-        return MadeUpFlight(self._how)
+        return MadeUpSession(self._how)
 
 
-def raised(reason: str, *, own: bool = True) -> Ended:
-    return Ended("failed", reason, own=own)
+def raised(reason: str, *, own: bool = True) -> RunEnded:
+    return RunEnded("failed", reason, own=own)
 
 
 def test_a_command_that_ends_too_soon_has_one_remedy() -> None:
-    run = MadeUpRun(lambda _config, made: Ended("crashed", "exit code 0", 0) if made > 20 else None)
+    run = MadeUpRun(
+        lambda _config, made: RunEnded("crashed", "exit code 0", 0) if made > 20 else None
+    )
     assert measured(run, OWN).steps == 8
     with pytest.raises(WorkerError) as caught:
         run.block(OWN, 40, deadline_s=60)
@@ -485,15 +487,15 @@ def test_a_config_that_raises_as_scripts_do_is_told_from_one() -> None:
 
 
 def test_without_time_for_another_start_it_is_said_how_the_first_one_ended() -> None:
-    late = Ended("timed_out", "no process of the command has imported torch")
+    late = RunEnded("timed_out", "no process of the command has imported torch")
     first = [raised("ValueError: bad (train.py:4)")]
     run = MadeUpRun(lambda _config, _made: first.pop() if first else late)
     with pytest.raises(TargetFailed, match=r"fails by itself \(ValueError: bad \(train.py:4\)\)"):
         measured(run, OWN)
-    first.append(Ended("crashed", "exit code 0", 0))
+    first.append(RunEnded("crashed", "exit code 0", 0))
     with pytest.raises(WorkerError, match=r"measured \(exit code 0\); give it more to train on"):
         measured(run, OWN)
-    first.append(Ended("crashed", "exit code 0", 0))
+    first.append(RunEnded("crashed", "exit code 0", 0))
     with pytest.raises(ConfigFailed, match="budget was over before it had started again"):
         measured(run, HALF)
 

@@ -34,7 +34,7 @@ from advisor.tuners.act.pilot.protocol import (
 )
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import MAX_OBSERVED_STEPS
-from advisor.tuners.measure.run.calls import KeptCalls
+from advisor.tuners.measure.run.recorded_steps import RecordedSteps
 from advisor.tuners.measure.run.run import AttachedRun
 from advisor.tuners.measure.run.session import AttachedScript
 from advisor.tuners.search.plan import suffices
@@ -260,7 +260,7 @@ def test_a_config_is_held_against_fp32_within_the_run(tmp_path: Path) -> None:
         searching = threading.Thread(target=search, args=[listening])
         searching.start()
         line = PilotClient(str(tmp_path / "pilot"), None, patience_s=WAIT_S)
-        charge.attach(line, KeptCalls(careful=True))
+        charge.attach(line, RecordedSteps(careful=True))
         train(net, data)
         searching.join(WAIT_S)
     charge.release()

@@ -16,9 +16,9 @@ from advisor.errors import AdvisorWarning, UsageError
 from advisor.finding.in_command import InCommand
 from advisor.finding.piloted import _warn_of_another
 from advisor.piloting import INJECTED
-from advisor.tuners.measure.place import ConfigFailed
-from advisor.tuners.measure.run.mapped import Mapped
+from advisor.tuners.measure.run.mapped_options import MappedOptions
 from advisor.tuners.measure.run.run import Run
+from advisor.tuners.measure.runner import ConfigFailed
 from tests.face.commands import PACE, Done, advisor
 from tests.runs.forked import space_of
 
@@ -39,13 +39,13 @@ BATCH = {"batch": "--batch-size"}
     ],
 )
 def test_a_batch_is_put_in_proportion(words: str, processes: int, expected: str) -> None:
-    mapped = Mapped(words.split(), BATCH)
+    mapped = MappedOptions(words.split(), BATCH)
     assert mapped.at(OWN.at(128), OWN, processes) == tuple(expected.split())
     assert mapped.at(OWN.replace(num_workers=8), OWN, processes) == tuple(words.split())
 
 
 def test_workers_are_put_as_they_are_and_are_none_of_the_pilots() -> None:
-    mapped = Mapped(("train.py",), {"num_workers": "-w"})
+    mapped = MappedOptions(("train.py",), {"num_workers": "-w"})
     config = OWN.replace(num_workers=8, precision="bf16")
     assert mapped.at(config, OWN, 4) == ("train.py", "-w", "8")
     assert mapped.within(config, OWN) == OWN.replace(precision="bf16")
@@ -60,7 +60,7 @@ def test_a_command_is_known_but_for_numbers() -> None:
 
 def test_what_is_given_in_the_command_is_a_number() -> None:
     with pytest.raises(UsageError, match="map: --batch-size 'auto' in the command: expected a"):
-        Mapped(("train.py", "--batch-size", "auto"), BATCH)
+        MappedOptions(("train.py", "--batch-size", "auto"), BATCH)
 
 
 SCRIPT = f"""

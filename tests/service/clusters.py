@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from advisor.service.executors.ray import LABEL
-from advisor.tuners.measure.run.guarded import Guarded
+from advisor.tuners.measure.run.guarded_process import GuardedProcess
 from tests.cache.servers import answers, free_port
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ class Node:
 
     def __init__(self, folder: Path, *words: str) -> None:
         self.folder = str(folder)
-        self._guarded = Guarded(
+        self._guarded = GuardedProcess(
             [
                 *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *words),
                 *("--temp-dir", str(folder), "--object-store-memory", "80000000"),

@@ -28,7 +28,7 @@ from advisor.service import attempts
 from advisor.service.executors import Room
 from advisor.tuners import host
 from advisor.tuners.environment import Gpu
-from advisor.tuners.measure.run.guarded import Guarded
+from advisor.tuners.measure.run.guarded_process import GuardedProcess
 from tests.cache import servers
 from tests.cache.examples import record
 from tests.face.commands import LAYERED, SHAPE
@@ -503,8 +503,8 @@ def test_a_study_that_was_not_heard_is_said_again(tmp_path: Path) -> None:
 
 def test_a_log_that_cannot_be_written_ends_nothing() -> None:
     words = ["/bin/sh", "-c", "echo something; exit 3"]
-    one = Guarded(words, log=Path("/dev/full"), environment={})
-    assert one.obituary() == (3, "something")
+    one = GuardedProcess(words, log=Path("/dev/full"), environment={})
+    assert one.exit_report() == (3, "something")
     one.end()
 
 

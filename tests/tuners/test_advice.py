@@ -19,8 +19,8 @@ from advisor.cache.config import Config
 from advisor.errors import AdvisorWarning
 from advisor.tuners.act import advice as acting
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.act.following import PIECES, Following, Served
-from advisor.tuners.act.in_force import IN_FORCE, InForce
+from advisor.tuners.act.advice_usage import PIECES, AdviceUsage, Served
+from advisor.tuners.act.process_flags import PROCESS_FLAGS, ProcessFlags
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.knobs import KNOBS, SearchContext
 from advisor.tuners.search.space import Space
@@ -32,7 +32,7 @@ from tests.cache import examples
 def flags_as_they_were() -> Iterator[None]:
     flags = [(knob.flag, knob.flag.now()) for knob in KNOBS if knob.flag is not None]
     yield
-    IN_FORCE.release()
+    PROCESS_FLAGS.release()
     for flag, held in flags:
         (flag.back or flag.set)(held)
 
@@ -333,7 +333,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads by default, which nobody has set."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(acting, "tell_at_exit", lambda one: None)
+    monkeypatch.setattr(acting, "log_at_exit", lambda one: None)
     torch.set_num_threads(2)
 
 
@@ -442,7 +442,7 @@ def test_threads_that_were_so_already_are_not_claimed(
         reason="1.84x; measured elsewhere: threads 2 -> 1",
     )
     advice.set_flags()
-    assert "threads" not in IN_FORCE.config
+    assert "threads" not in PROCESS_FLAGS.config
     who = "as it was set" if how == "set_num_threads" else "the environment sets it"
     so = f"threads=1 was so already: {who}"
     assert advice.reason == (
@@ -541,7 +541,7 @@ def test_what_was_put_in_force_is_released() -> None:
     """To what was there before the first; what others have changed since is theirs."""
     torch.backends.cudnn.benchmark = True
     precision = torch.get_float32_matmul_precision()
-    in_force = InForce()
+    in_force = ProcessFlags()
     in_force.put(Config(threads=1, cudnn_benchmark=False))
     in_force.put(Config(threads=3, precision="tf32"))
     put = Config(threads=3, cudnn_benchmark=False, precision="tf32")
@@ -563,7 +563,7 @@ def test_what_was_put_in_force_is_released() -> None:
 
 @pytest.mark.usefixtures("threads")
 def test_what_the_user_changed_between_two_is_what_comes_back() -> None:
-    in_force = InForce()
+    in_force = ProcessFlags()
     in_force.put(Config(threads=1))
     torch.set_num_threads(3)
     in_force.put(Config(threads=1))
@@ -591,7 +591,7 @@ def test_every_row_says_which_piece_it_needs() -> None:
     )
     for knob in KNOBS:
         for value in knob.values(wide)[1:]:
-            one = Following(advised=((knob, value),), served=Served())
+            one = AdviceUsage(advised=((knob, value),), served=Served())
             assert one.missing(knob, value), knob.name
             one.used.update(PIECES)
             assert not one.missing(knob, value)
@@ -601,7 +601,7 @@ SCRIPT = """
 import logging, sys
 from advisor.cache.config import Config
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.act.following import Served
+from advisor.tuners.act.advice_usage import Served
 from torch import nn
 
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")

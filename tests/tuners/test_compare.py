@@ -20,9 +20,9 @@ from torch.nn import functional
 from advisor.cache.config import Config
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.compare import References, passes, plain_of
-from advisor.tuners.measure.place import UNVERIFIED, Compared
-from advisor.tuners.measure.run.kept import KeptUpdates
-from advisor.tuners.measure.samples import NUDGE, Overflow, Sample, move, sampled
+from advisor.tuners.measure.run.recorded_state import RecordedUpdates
+from advisor.tuners.measure.runner import UNVERIFIED, Compared
+from advisor.tuners.measure.samples import NUDGE, Overflow, Sample, perturb, sampled
 
 FP32 = Config(precision="fp32", compile="none", fused_optimizer=False)
 BF16 = FP32.replace(precision="bf16")
@@ -136,7 +136,7 @@ class Step:
         with torch.no_grad():
             for weight, kept in zip(weights.values(), self._kept, strict=True):
                 weight.copy_(kept)
-        move(list(weights.values()), point)
+        perturb(list(weights.values()), point)
         torch.manual_seed(seed)
         if self.other_masks and config["precision"] == "bf16":
             torch.rand(1)
@@ -326,15 +326,15 @@ def test_weights_move_alike_whatever_their_layout() -> None:
     weights = [torch.randn(4, 3, 5, 5), torch.zeros(6), torch.arange(3)]
     others = [weights[0].to(memory_format=torch.channels_last), *map(torch.clone, weights[1:])]
     kept = [one.clone() for one in weights]
-    move(weights, 1)
+    perturb(weights, 1)
     assert all(map(torch.equal, weights, kept))
-    move(weights, 2)
-    move(others, 2)
+    perturb(weights, 2)
+    perturb(others, 2)
     assert all(map(torch.equal, weights, others))
     assert not torch.allclose(weights[0], kept[0], rtol=0.05) and bool(weights[1].all())
     assert torch.equal(weights[2], kept[2])
     weights[0].copy_(kept[0])
-    move(weights[:1], 5)
+    perturb(weights[:1], 5)
     assert 0 < float((weights[0] / kept[0] - 1).abs().max()) < 2 * NUDGE
 
 
@@ -355,7 +355,7 @@ def test_an_optimizer_that_skips_weight_decay_is_found_and_its_own_state_stays(m
         net(torch.randn(8, 16)).square().mean().backward()
         optimizer.step()
     before = [p.detach().clone() for p in net.parameters()]
-    kept = KeptUpdates([optimizer])
+    kept = RecordedUpdates([optimizer])
     names = {id(p): name for name, p in net.named_parameters()}
     assert kept.error({"fused": True}, names)[0] <= 1e-4
     part, name = kept.error({"weight_decay": 0.0}, names)

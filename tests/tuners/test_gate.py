@@ -14,8 +14,8 @@ from advisor.cache.config import Config
 from advisor.tuners import compiling
 from advisor.tuners.act import gate
 from advisor.tuners.act.advice import Advice
+from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.act.compiled import graphs_compiled
-from advisor.tuners.act.following import Served
 from advisor.tuners.act.gate import Gate, Signatures, of_any_size, signature
 from advisor.tuners.act.pilot.loop_observer import TrainedModel
 from advisor.tuners.act.pilot.switch import ConfigSwitch

@@ -19,9 +19,9 @@ from optuna.trial import create_trial
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
-from advisor.tuners.measure.place import Compared
+from advisor.tuners.measure.runner import Compared
 from advisor.tuners.search.journal import Journal, JournaledTrial, open_study
-from advisor.tuners.search.ratio import UNKNOWN, Ratio
+from advisor.tuners.search.ratio import UNKNOWN_RATIO, Ratio
 from advisor.tuners.search.space import Space
 
 SPACE = Space({"precision": ("default", "tf32"), "threads": (0, 1, 2), "batch_size": (8, 16)})
@@ -268,7 +268,7 @@ def test_a_failure_is_nothing_and_stays_one(tmp_path: Path) -> None:
     failed = dataclasses.replace(
         known.trial, config=CONFIGS[2], measurement=Measurement(outcome="crashed", reason="so")
     )
-    journal.tell(journal.ask(CONFIGS[2]), JournaledTrial(failed, UNKNOWN, None), [])
+    journal.tell(journal.ask(CONFIGS[2]), JournaledTrial(failed, UNKNOWN_RATIO, None), [])
     study = open_study(tmp_path, "s")[0]
     assert [trial.value for trial in study.trials] == [2.0, 0.0]
     assert [one.trial.measurement.outcome for one in Journal(study, SPACE).resume()] == [

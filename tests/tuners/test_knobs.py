@@ -16,8 +16,8 @@ from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import Part, Record, Winner
 from advisor.cache.task import PERMITTED, PRECISIONS, Task
 from advisor.tuners import compiling, fp8, knobs
-from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.advice import Advice
+from advisor.tuners.act.applied import AppliedConfig
 from advisor.tuners.environment import threads_set
 from advisor.tuners.knobs import BY_NAME, KNOBS, TORCH, SearchContext
 from tests.cache import examples
@@ -344,9 +344,9 @@ def test_fp8_is_for_who_has_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_value_gives_to_the_script() -> None:
-    def acting(**config: Value) -> Acting:
+    def acting(**config: Value) -> AppliedConfig:
         given = Config(config)
-        return Acting(given, given.replace(**dict.fromkeys(given)), torch.device("cpu"))
+        return AppliedConfig(given, given.replace(**dict.fromkeys(given)), torch.device("cpu"))
 
     assert BY_NAME["pin_memory"].non_blocking == (True,)
     for pinned in OFF_ON:

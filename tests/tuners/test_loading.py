@@ -28,7 +28,7 @@ from advisor.errors import TargetError, TargetFailed, WorkerError
 from advisor.tuners import host
 from advisor.tuners.faults import failure
 from advisor.tuners.measure.loading import LoaderFeed, costs, described, load
-from advisor.tuners.measure.place import ConfigFailed
+from advisor.tuners.measure.runner import ConfigFailed
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import DataFacts, WorkerJob
 from advisor.tuning import loader_limits

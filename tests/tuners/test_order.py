@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from advisor.cache.config import Config
-from advisor.tuners.measure.place import Compared, ConfigFailed
-from advisor.tuners.search.order import Recipe
+from advisor.tuners.measure.runner import Compared, ConfigFailed
 from advisor.tuners.search.plan import Clock
+from advisor.tuners.search.recipe import Recipe
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visitor
 from advisor.tuners.search.visits import Visits

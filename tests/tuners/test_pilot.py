@@ -27,8 +27,7 @@ from advisor.tuners import compiling
 from advisor.tuners.act import hooks
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import graphs_compiled
-from advisor.tuners.act.hooks import Patch, Steps
-from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.hooks import Patch, StepHooks
 from advisor.tuners.act.pilot.loop_observer import (
     LoopObserver,
     TrainedModel,
@@ -41,6 +40,7 @@ from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.pilot.switch import ConfigSwitch, _detach_regions, callable_module
 from advisor.tuners.act.pilot.trees import map_tensors
+from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.faults import is_config_error, may_be_config_error
 from advisor.tuners.knobs import BY_NAME, LoaderFacts, ScriptSettings, SearchContext
 from advisor.tuners.search.space import Space
@@ -85,7 +85,7 @@ def stepped(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
 
 @pytest.fixture
 def flown() -> tuple[Net, torch.optim.Optimizer, ConfigSwitch]:
-    IN_FORCE.release()  # what tests of other files have left
+    PROCESS_FLAGS.release()  # what tests of other files have left
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -142,7 +142,7 @@ def test_a_config_acts_and_leaves_nothing(
     }
     switch.release()
     assert "_compiled_call_impl" not in vars(net)
-    assert not IN_FORCE.config
+    assert not PROCESS_FLAGS.config
 
 
 @pytest.mark.parametrize("own", [{}, {"fused": True}, {"foreach": True}])
@@ -485,16 +485,16 @@ class Repeating(nn.Module):
                 self.ran.append("plainly")
             return x + torch.tanh(self.inner(x))
 
-    def __init__(self, *, recomputes: bool = False) -> None:
+    def __init__(self, *, in_backward: bool = False) -> None:
         super().__init__()
         self.ran: list[str] = []
         self.blocks = nn.ModuleList(self.Block(self.ran) for _ in range(4))
-        self.recomputes = recomputes
+        self.in_backward = in_backward
         self.fails = False
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.in_backward else block(x)
         if self.fails:
             raise ValueError("bad batch")
         return x
@@ -506,11 +506,11 @@ def compiled_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @looks_for_gradients
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
 def test_repeated_blocks_are_compiled_for_training_alone(
-    recomputes: bool, compiled_eagerly: None
+    in_backward: bool, compiled_eagerly: None
 ) -> None:
-    net = Repeating(recomputes=recomputes)
+    net = Repeating(in_backward=in_backward)
     switch = switch_of(TrainedModel(net, net, ()), torch.optim.SGD(net.parameters(), lr=0.1))
     x = torch.randn(3, 8)
     for _ in range(2):
@@ -526,7 +526,7 @@ def test_repeated_blocks_are_compiled_for_training_alone(
         assert net.ran == []
         switch.set(OWN)
         net(x).sum().backward()
-        assert net.ran == ["plainly"] * (8 if recomputes else 4)
+        assert net.ran == ["plainly"] * (8 if in_backward else 4)
         net.ran.clear()
     switch.set(OWN.replace(compile="blocks"))
     switch.release()
@@ -553,7 +553,7 @@ def test_where_compiled_blocks_fail_they_are_called_as_they_are(compiled_eagerly
         raise RuntimeError("a wrong kernel")
 
     for block in net.blocks:
-        hooks.through(block, breaks)
+        hooks.replace_call(block, breaks)
     switch.calls[0].regions = _detach_regions(net)
     switch.calls[0].put(True)
     net(x)
@@ -679,15 +679,15 @@ def test_what_comes_and_goes_within_a_step_disturbs_no_other_hook() -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     told: list[str] = []
-    steps = Steps()
+    steps = StepHooks()
 
     def once(_optimizer: torch.optim.Optimizer) -> None:
         told.append("ours")
         remove()
-        later.append(steps.tell(lambda _optimizer: told.append("the next of ours")))
+        later.append(steps.register(lambda _optimizer: told.append("the next of ours")))
 
     later: list[Callable[[], None]] = []
-    remove = steps.tell(once)
+    remove = steps.register(once)
     other = register_optimizer_step_post_hook(lambda *_: told.append("theirs"))
     for _ in range(2):
         stepped(net, optimizer)
@@ -704,8 +704,8 @@ def test_the_last_that_goes_within_a_step_takes_the_hook_with_it() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     other = register_optimizer_step_post_hook(lambda *_: None)
     there = len(_global_optimizer_post_hooks)
-    steps = Steps()
-    remove = steps.tell(lambda _optimizer: remove())
+    steps = StepHooks()
+    remove = steps.register(lambda _optimizer: remove())
     stepped(net, optimizer)
     net(torch.ones(2, 3, 8, 8))
     assert len(_global_optimizer_post_hooks) == there
@@ -763,7 +763,7 @@ def test_what_is_called_within_is_no_model_of_its_own(reentrant: bool) -> None:
     """Nor is what a checkpoint calls again in backward, or what comes after a call that raises."""
     net = Blocks(reentrant)
     observer = LoopObserver()
-    calls = hooks.Calls(observer.on_call, observer.on_autocast)
+    calls = hooks.CallHooks(observer.on_call, observer.on_autocast)
     for _ in range(2):
         with pytest.raises(StopIteration):
             net(x=torch.ones(2, 4), stops=True)
@@ -778,7 +778,7 @@ def test_what_is_called_within_is_no_model_of_its_own(reentrant: bool) -> None:
 def test_the_autocast_of_a_compiled_model_is_seen_and_no_hook_is_warned_of() -> None:
     net, observer = nn.Sequential(nn.Linear(4, 2)), LoopObserver()
     model = torch.compile(net, backend="eager")
-    calls = hooks.Calls(observer.on_call, observer.on_autocast)
+    calls = hooks.CallHooks(observer.on_call, observer.on_autocast)
     with warnings.catch_warnings(record=True) as warned:
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):

@@ -6,7 +6,7 @@ import pytest
 
 from advisor.cache.config import Config
 from advisor.tuners.decisions import LOOKS
-from advisor.tuners.measure.place import ConfigFailed
+from advisor.tuners.measure.runner import ConfigFailed
 from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.race import Rates, race
 from advisor.tuners.search.ratio import paired

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from advisor.tuners.decisions import CLEARLY, LOOKS
-from advisor.tuners.search.ratio import UNKNOWN, Noise, Ratio, paired, ratio_of
+from advisor.tuners.search.ratio import UNKNOWN_RATIO, Noise, Ratio, paired, ratio_of
 
 Draw = Callable[[random.Random, int], list[float]]
 """Logarithms of the rates of so many blocks in a row."""
@@ -90,7 +90,7 @@ def test_the_interval_is_students_and_yuens() -> None:
 @pytest.mark.parametrize(
     ("logs", "noise", "expected"),
     [
-        ([], Noise(), UNKNOWN),
+        ([], Noise(), UNKNOWN_RATIO),
         ([math.log(1.5)], Noise(0.01, 9), Ratio(mean=1.5, low=0.0, high=math.inf)),
         ([0.0, 0.0], Noise(), Ratio(mean=1.0, low=0.0, high=math.inf)),
         ([0.0, 0.0], Noise(0.01, 1), Ratio(mean=1.0, low=0.0, high=math.inf)),

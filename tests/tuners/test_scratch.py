@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from advisor.tuners import scratch
-from advisor.tuners.measure.run.guarded import inductor_folder
-from advisor.tuners.scratch import Scratch
+from advisor.tuners.measure.run.guarded_process import inductor_folder
+from advisor.tuners.scratch import ScratchFolder
 
 LEFT = """
 import os
-from advisor.tuners.scratch import Scratch
-made = Scratch()
+from advisor.tuners.scratch import ScratchFolder
+made = ScratchFolder()
 (made.path / "deep").mkdir()
 (made.path / "deep" / "file").touch()
 (made.path / "link").symlink_to("..")
@@ -45,12 +45,12 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else(root: Path) -> Non
     assert gone.parent == root and (gone / "deep" / "file").exists()
     (mine := root / "advisor-work").mkdir()
     (mine / "notes").touch()
-    (root / f"{scratch.PREFIX}link").symlink_to(mine)
-    with Scratch() as living:
+    (root / f"{scratch.FOLDER_PREFIX}link").symlink_to(mine)
+    with ScratchFolder() as living:
         (living / "file").touch()
         scratch.sweep(root)
         left_there = {one.name for one in root.iterdir()}
-        assert left_there == {mine.name, f"{scratch.PREFIX}link", living.name}
+        assert left_there == {mine.name, f"{scratch.FOLDER_PREFIX}link", living.name}
         assert (living / "file").exists() and (mine / "notes").exists()
     assert not living.exists()
 
@@ -74,7 +74,7 @@ def test_what_is_written_while_it_is_swept_is_swept_the_next_time(
 
 
 def test_it_is_removed_once(root: Path) -> None:
-    made = scratch.Scratch()
+    made = scratch.ScratchFolder()
     made.remove()
     made.remove()
     assert not list(root.iterdir())

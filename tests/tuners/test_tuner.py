@@ -14,10 +14,10 @@ from advisor.cache.config import Config
 from advisor.errors import TargetFailed, WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.length import Length
-from advisor.tuners.measure.place import UNVERIFIED, Block, Compared
+from advisor.tuners.measure.runner import UNVERIFIED, Block, Compared
 from advisor.tuners.search.journal import open_study
-from advisor.tuners.search.order import Recipe
 from advisor.tuners.search.plan import Clock, Progress
+from advisor.tuners.search.recipe import Recipe
 from advisor.tuners.search.tuner import NUMERICS, tuned_loader
 from tests.builders import GAINS, Heard, MadeUp, advised, space, speedup, tuned
 

@@ -10,7 +10,7 @@ import pytest
 
 from advisor.cache.config import Config
 from advisor.tuners.decisions import PAIRS, SETTLE_BLOCKS
-from advisor.tuners.measure.place import Block
+from advisor.tuners.measure.runner import Block
 from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.visit import Visitor, turn_steps
 from tests.builders import MadeUp, space
@@ -157,7 +157,7 @@ class Queued:
         self.time, self.ready = 0.0, float(self.most)
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
-        """As `Place.block`."""
+        """As `Runner.block`."""
         step_s = 1 / 27 if config == BASE else 1 / 60
         self._steps(step_s, warm)
         began = self.time

@@ -20,7 +20,7 @@ from advisor.cache.config import Config
 from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed, WorkerError
 from advisor.tuners import fingerprint, host, target
-from advisor.tuners.measure.place import Block, ConfigFailed
+from advisor.tuners.measure.runner import Block, ConfigFailed
 from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import describe
 from advisor.tuners.measure.worker.parent import Worker

@@ -13,12 +13,12 @@ from advisor.cache.config import Config
 from advisor.errors import AdvisorWarning, TargetError, TargetFailed
 from advisor.tuners.act.capture.captured_graph import RECORDERS
 from advisor.tuners.decisions import POINTS
-from advisor.tuners.measure.place import ConfigFailed
+from advisor.tuners.measure.runner import ConfigFailed
 from advisor.tuners.measure.samples import worst_update
 from advisor.tuners.measure.worker import bench as benches
 from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import describe
-from advisor.tuners.measure.workload import Workload, WorkloadSubject
+from advisor.tuners.measure.workload import RepeatableWorkload, Workload
 from tests.tuners.aten_recorder import AtenRecorder
 from tests.tuners.test_worker import job
 
@@ -222,8 +222,8 @@ def eight(folder: Path, **changes: object) -> Bench:
     return bench(folder, NET, shape=(3,), **({"batch": 8} | changes))
 
 
-def subject(made: Bench) -> WorkloadSubject:
-    return WorkloadSubject(made.new_model, made._workload, made.device)
+def subject(made: Bench) -> RepeatableWorkload:
+    return RepeatableWorkload(made.new_model, made._workload, made.device)
 
 
 def test_what_was_built_is_kept_and_dropped_when_memory_runs_short(

@@ -1,1 +1,1 @@
-"""How a config acts: in a loop written with Advice, over a whole step, among ranks."""
+"""Applies a config: in a loop that uses Advice, in an unmodified script, to a whole step."""

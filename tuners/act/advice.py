@@ -20,12 +20,12 @@ from advisor.cache.record import Record
 from advisor.errors import AdvisorWarning
 from advisor.tuners import compiling, fingerprint
 from advisor.tuners.act import gate, layouts, ranks
-from advisor.tuners.act.acting import Acting, rows_of
-from advisor.tuners.act.following import PIECES, Following, Served, tell_at_exit
-from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.advice_usage import PIECES, AdviceUsage, Served, log_at_exit
+from advisor.tuners.act.applied import AppliedConfig, changed_knobs
+from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.act.replays import Replays
-from advisor.tuners.act.scaling import Unscaled, make_momentum
-from advisor.tuners.decisions import LARGE
+from advisor.tuners.act.scaling import MissingScaler, init_momentum
+from advisor.tuners.decisions import LARGE_BYTES
 from advisor.tuners.knobs import Knob
 
 if TYPE_CHECKING:
@@ -57,21 +57,23 @@ class Advice:
         self.status, self.record = served.status, served.record
         self.explanation, self.use, self.gains = served.explanation, served.use, served.gains
         self.artifacts: Fetch | None = None
-        self._acting = Acting(config, served.default, self.device)
+        self._applied = AppliedConfig(config, served.default, self.device)
         # Rows that differ from torch's own wherever that is known beforehand.
-        advised = tuple((knob, value) for knob, value in self._acting.rows if value != knob.default)
-        self._following = Following(advised, served)
-        self._used = self._following.used
+        advised = tuple(
+            (knob, value) for knob, value in self._applied.rows if value != knob.default
+        )
+        self._usage = AdviceUsage(advised, served)
+        self._used = self._usage.used
         self._compared = False
-        self._uncaptured = self._acting.captured
+        self._uncaptured = self._applied.captured
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         has_scaler = partial(self._used.add, "step")
-        self._unscaled = Unscaled(self._models, has_scaler) if self._acting.scaled else None
-        if self._acting.scaled and self._acting.optimizer():
-            weakref.finalize(self, register_optimizer_step_pre_hook(make_momentum).remove)
+        self._unscaled = MissingScaler(self._models, has_scaler) if self._applied.scaled else None
+        if self._applied.scaled and self._applied.optimizer():
+            weakref.finalize(self, register_optimizer_step_pre_hook(init_momentum).remove)
         self._replays = Replays()
         if served.default:  # in a script, not where it is measured
-            tell_at_exit(self._following)
+            log_at_exit(self._usage)
 
     def __repr__(self) -> str:
         return f"Advice({self.status}, {self.config!r}, device={str(self.device)!r})"
@@ -79,12 +81,12 @@ class Advice:
     @property
     def reason(self) -> str:
         """One line: what was served, or why nothing was; no speed-up that is not in force."""
-        return self._following.reason()
+        return self._usage.reason()
 
     def report(self) -> str:
         """Lines for a person: what took effect, what did not and why, what the next use gives."""
-        self._following.compiled = self.artifacts.said if self.artifacts is not None else ""
-        return "\n".join(self._following.lines())
+        self._usage.compiled = self.artifacts.said if self.artifacts is not None else ""
+        return "\n".join(self._usage.lines())
 
     def set_flags(self) -> None:
         """Set the advised flags of the process (`advisor.apply` did this): before `prepare` those
@@ -97,13 +99,13 @@ class Advice:
 
     def _put(self, config: Config) -> None:
         """Put the flags of a config in force, in place of those that this advice has put."""
-        following, default = self._following, self.served.default
-        rows = [knob for knob in rows_of(config, default) if knob.flag is not None]
+        usage, default = self._usage, self.served.default
+        rows = [knob for knob in changed_knobs(config, default) if knob.flag is not None]
         own = {knob.name for knob in rows if _users(knob, default)}
         flags = Config({k.name: config[k.name] for k in rows if k.name not in own})
-        IN_FORCE.release(following.put.without(*flags))
-        IN_FORCE.put(flags)
-        following.put, following.kept = flags, own
+        PROCESS_FLAGS.release(usage.put.without(*flags))
+        PROCESS_FLAGS.put(flags)
+        usage.put, usage.kept = flags, own
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """The model on the device in the advised memory format, compiled where that pays. Warns if
@@ -121,32 +123,32 @@ class Advice:
 
     def lay_out(self, model: nn.Module) -> nn.Module:
         """`prepare` for a loop that moves the model to its device and compares it itself."""
-        acting = self._acting
-        for knob, value in acting.rows:
+        applied = self._applied
+        for knob, value in applied.rows:
             if value in knob.layers:
                 model = knob.layers[value](model)
-        for knob, value in acting.rows:
+        for knob, value in applied.rows:
             if knob.model is None or (knob.layout is not None and not _can_lay_out(model)):
                 continue
             knob.model(model, value)
             if knob.layout is not None:
                 layouts.rebuild(model)
-        if acting.graphs:
+        if applied.graphs:
             self._replays.attach(model)
         if self.artifacts is not None:
             self.artifacts.begin()
-        if acting.compiles:
+        if applied.compiles:
             load = self.artifacts.load if self.artifacts is not None else lambda: None
             inference = self.record is None or self.record.key.task.mode != "train"
-            gate.attach(model, sizes=not acting.any_size, inference=inference, before=load)
+            gate.attach(model, sizes=not applied.any_size, inference=inference, before=load)
         self._models.add(model)
         return model
 
     def hand_over(self) -> None:
         """Set all flags of the config, and miss no piece: a framework's loop follows the rest."""
         self._used.update(PIECES)
-        if self._acting.compiles:
-            compiling.avoid()
+        if self._applied.compiles:
+            compiling.apply_workarounds()
         self._put(self.config)
 
     def _compare(self, model: nn.Module, record: Record) -> None:
@@ -164,40 +166,40 @@ class Advice:
             first = str(exc).partition("\n")[0]
             why = f"{type(exc).__name__}: {first}"
             another = f"this model cannot be compared with {tuned} ({why})"
-        self._following.another = another
+        self._usage.another = another
         warnings.warn(f"advisor: {another}", AdvisorWarning, stacklevel=3)
 
     @property
     def optimizer(self) -> dict[str, Any]:
         """Keyword arguments for torch.optim's SGD, Adam and AdamW."""
         self._used.add("optimizer")
-        return self._acting.optimizer()
+        return self._applied.optimizer()
 
     @property
     def loader(self) -> dict[str, Any]:
         """Keyword arguments for torch.utils.data.DataLoader, batch_size among them."""
         self._used.add("loader")
         known = {} if self.batch_size is None else {"batch_size": self.batch_size}
-        return self._acting.loader() | known
+        return self._applied.loader() | known
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Context for forward pass and loss: torch.autocast, or nothing."""
-        if self._acting.autocast is None:
+        if self._applied.autocast is None:
             return contextlib.nullcontext()
         self._used.add("autocast")
         if self._unscaled is not None:
             self._unscaled.watch()
-        return torch.autocast(self.device.type, dtype=self._acting.autocast)
+        return torch.autocast(self.device.type, dtype=self._applied.autocast)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """The number format of `autocast`, None if it changes nothing."""
-        return self._acting.autocast
+        return self._applied.autocast
 
     @cached_property
     def scaler(self) -> torch.amp.GradScaler:
         """The GradScaler, enabled for fp16 only: for loops that clip or accumulate gradients."""
-        return torch.amp.GradScaler(self.device.type, enabled=self._acting.scaled)
+        return torch.amp.GradScaler(self.device.type, enabled=self._applied.scaled)
 
     def capture(self, train_step: Callable[[Any], Any], example_batch: Any) -> Callable[[Any], Any]:
         """The training step as one CUDA graph if that is advised, else as it is.
@@ -211,7 +213,7 @@ class Advice:
             example_batch: one batch of the loader; those of its shapes are replayed.
         """
         self._uncaptured = False
-        if not self._acting.captured:
+        if not self._applied.captured:
             return train_step
         from advisor.tuners.act.capture.captured_graph import RECORDERS
         from advisor.tuners.act.capture.step_graph import StepGraph
@@ -225,8 +227,8 @@ class Advice:
             self.place(example_batch),
             self._models,
             recorder(),
-            scaler=self.scaler if self._acting.scaled else None,
-            failed=partial(setattr, self._following, "failed"),
+            scaler=self.scaler if self._applied.scaled else None,
+            failed=partial(setattr, self._usage, "failed"),
         )
         return train_step if graph.failure else graph
 
@@ -255,7 +257,7 @@ class Advice:
         self._used.add("step")
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
-        if self._acting.scaled:
+        if self._applied.scaled:
             self.scaler.scale(loss).backward()
             for optimizer in optimizers:
                 self.scaler.step(optimizer)
@@ -264,18 +266,18 @@ class Advice:
             loss.backward()
             for optimizer in optimizers:
                 optimizer.step()
-        if self._acting.graphs:
+        if self._applied.graphs:
             self._replays.stepped(optimizers)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The loader's batches on the device, in the advised memory format; large pinned ones are
         copied on a stream of their own, beside the step before."""
         self._used.add("batches")
-        large: bool | None = None if self._acting.non_blocking else False
+        large: bool | None = None if self._applied.non_blocking else False
         for batch in loader:
             if large is None:
-                large = sum(tensor.nbytes for tensor in _tensors(batch)) >= LARGE
-            if self._acting.graphs:
+                large = sum(tensor.nbytes for tensor in _tensors(batch)) >= LARGE_BYTES
+            if self._applied.graphs:
                 self._replays.begin()
             yield self._place_beside(batch) if large else self.place(batch)
 
@@ -297,12 +299,12 @@ class Advice:
         objects are moved by their method `to`, as PackedSequence, or stay as they are."""
         self._used.add("batches")
         # This runs at every step: the common types first, and no work for knobs that are off.
-        acting = self._acting
+        applied = self._applied
         if isinstance(batch, Tensor):
             layout = torch.preserve_format
-            for act, value in acting.layouts:
+            for act, value in applied.layouts:
                 layout = act(batch, value) or layout
-            return batch.to(self.device, non_blocking=acting.non_blocking, memory_format=layout)
+            return batch.to(self.device, non_blocking=applied.non_blocking, memory_format=layout)
         kind = type(batch)
         if kind is tuple or kind is list:
             return kind([self.place(part) for part in batch])
@@ -316,7 +318,7 @@ class Advice:
             found.update(placed)
             return found
         if hasattr(batch, "to"):
-            return batch.to(self.device, non_blocking=acting.non_blocking)
+            return batch.to(self.device, non_blocking=applied.non_blocking)
         if isinstance(batch, tuple) and hasattr(batch, "_fields"):
             return kind(*map(self.place, batch))
         if isinstance(batch, list | tuple):
@@ -340,9 +342,9 @@ def _users(knob: Knob, default: Config) -> bool:
     """Whether the user has set a flag, which then stays. While measuring nothing is the user's."""
     if knob.flag is None or knob.chosen is None or knob.name not in default:
         return False
-    if knob.name in IN_FORCE.config:
+    if knob.name in PROCESS_FLAGS.config:
         return False
-    changed = knob.name in IN_FORCE.changed or knob.flag.now() != default[knob.name]
+    changed = knob.name in PROCESS_FLAGS.changed or knob.flag.now() != default[knob.name]
     return changed or knob.chosen()
 
 

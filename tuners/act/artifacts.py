@@ -50,7 +50,7 @@ def saved(file: Path) -> tuple[Tools, bytes] | None:
         return None
 
 
-def have_stable_keys() -> None:
+def use_stable_keys() -> None:
     """Have PyTorch look compiled code up by the same key in every process.
 
     Pickle writes a memory format into a key with the first module in `sys.modules` that has PyTorch
@@ -74,7 +74,7 @@ def have_stable_keys() -> None:
     _stable_keys = Patch(pickler, "__init__", stable)
 
 
-def have_own_keys() -> None:
+def restore_keys() -> None:
     global _stable_keys
     if _stable_keys is not None:
         _stable_keys.remove()
@@ -133,7 +133,7 @@ class Fetch:
         if found is None:
             return ""
         try:
-            have_stable_keys()
+            use_stable_keys()
             if torch.compiler.load_cache_artifacts(found.data) is None:
                 return "PyTorch cannot read them"
         except Exception as exc:  # whatever PyTorch makes of it: training goes on

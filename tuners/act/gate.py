@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from advisor.tuners.act.compiled import one_size
-from advisor.tuners.act.hooks import recomputes
+from advisor.tuners.act.hooks import in_backward
 from advisor.tuners.decisions import FREQUENT, MIN_OBSERVED_STEPS
 
 Signature = tuple[Any, ...]
@@ -73,7 +73,6 @@ class Signatures:
         self.calls = self._counts.total()
 
     def add(self, one: Signature) -> int:
-        """Count a call; returns how many had its signature."""
         self.calls += 1
         if len(self._counts) >= _MOST_SIGNATURES and one not in self._counts:
             self._counts = Counter(dict(self._counts.most_common(_MOST_SIGNATURES // 2)))
@@ -142,7 +141,7 @@ class Gate:
             self._calls += 1
             return self._compiled(*args, **kwargs)
         # What a backward pass calls again must be called as it was.
-        if recomputes() or not self._admits(one, gradients):
+        if in_backward() or not self._admits(one, gradients):
             return self._plain(*args, **kwargs)
         self._before()
         with one_size() if self._sizes else contextlib.nullcontext():

@@ -71,7 +71,7 @@ class Patch:
             setattr(self._owner, self._name, self._original)
 
 
-class Steps:
+class StepHooks:
     """The end of every optimizer's step. One hook serves all who wait for it: PyTorch raises if one
     comes or goes while it runs them, as when a pilot compiles there."""
 
@@ -80,7 +80,7 @@ class Steps:
         self._handle: RemovableHandle | None = None
         self._inside = False
 
-    def tell(self, stepped: Callable[[torch.optim.Optimizer], None]) -> Callable[[], None]:
+    def register(self, stepped: Callable[[torch.optim.Optimizer], None]) -> Callable[[], None]:
         """Have it called with the optimizer after each step of any; returns what ends that."""
         self._told.append(stepped)
         if self._handle is None:
@@ -114,10 +114,10 @@ class Steps:
             self._inside = False
 
 
-EVERY_STEP = Steps()
+STEP_HOOKS = StepHooks()
 
 
-class Calls:
+class CallHooks:
     """Reports outermost calls once they are over, and each call before it is made, but none that
     raises or is recomputed. It slows every call."""
 
@@ -132,7 +132,7 @@ class Calls:
 
         def ignores() -> bool:
             # What torch.compile traces of a hook must touch nothing.
-            return torch.compiler.is_compiling() or self._resting or recomputes()
+            return torch.compiler.is_compiling() or self._resting or in_backward()
 
         def enter(module: nn.Module, _args: Any) -> None:
             if not ignores():
@@ -152,7 +152,7 @@ class Calls:
         self._before = register_module_forward_pre_hook(enter)
         self._after = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Report no more. Hooks stay if they may be part of the script's compiled code, which would
         be compiled again without them."""
         self._resting = True
@@ -167,12 +167,12 @@ class Calls:
         _global_forward_hooks_with_kwargs.pop(self._after.id, None)
 
 
-def recomputes() -> bool:
+def in_backward() -> bool:
     """Whether backward runs: in it a checkpoint calls again, and may raise to stop early."""
     return torch._C._current_graph_task_id() != -1
 
 
-def through(model: nn.Module, call: Callable[..., Any] | None) -> None:
+def replace_call(model: nn.Module, call: Callable[..., Any] | None) -> None:
     if call is None:
         vars(model).pop("_compiled_call_impl", None)
     else:
@@ -197,7 +197,7 @@ def on_backward(
     return Patch(torch.autograd, "backward", lambda plain: partial(backward, plain)).remove
 
 
-def on_failure(failed: Callable[[BaseException], None]) -> Remove:
+def on_script_failure(failed: Callable[[BaseException], None]) -> Remove:
     """Report what ends the script, once it is printed: `failed` may end the process."""
 
     def hook(plain: Callable[..., Any], kind: Any, exc: BaseException, trace: Any) -> Any:

@@ -32,7 +32,6 @@ class Storages:
 
 
 def strided(tensor: Tensor, stride: Stride) -> Tensor:
-    """The same values with another memory format."""
     if tensor.stride() == stride:
         return tensor
     return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)

@@ -1,4 +1,4 @@
-"""Several processes of one job, which must train alike or wait for one another for ever. They talk
+"""Checks that all ranks of a job have the same advice: ranks that differ would hang. They compare
 through their group's key-value store, which needs no device, no pickle and no communicator."""
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from advisor.tuners.act.hooks import EVERY_STEP
-from advisor.tuners.decisions import LARGE
+from advisor.tuners.act.hooks import STEP_HOOKS
+from advisor.tuners.decisions import LARGE_BYTES
 
 
 class Replays:
@@ -41,7 +41,7 @@ class Replays:
                 if (one := itself()) is not None:
                     one._open = False
 
-            weakref.finalize(self, EVERY_STEP.tell(close))
+            weakref.finalize(self, STEP_HOOKS.register(close))
         self._models.add(model)
         model._compiled_call_impl = self._around(inner, model)
 
@@ -110,7 +110,6 @@ def _copies(gradients: list[Tensor]) -> list[Tensor]:
 
 
 def _is_readable(gradient: Tensor) -> bool:
-    """Whether a CUDA graph's output is still there."""
     try:
         return bool(gradient.data_ptr()) or not gradient.numel()
     except RuntimeError:
@@ -122,4 +121,4 @@ def _copied(value: Any) -> Any:
 
 
 def _copied_if_small(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) and value.nbytes < LARGE else value
+    return value.clone() if isinstance(value, Tensor) and value.nbytes < LARGE_BYTES else value

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from advisor.errors import AdvisorWarning
-from advisor.tuners.act.hooks import EVERY_STEP
+from advisor.tuners.act.hooks import STEP_HOOKS
 
 _DEPTH = 16
 """Callers looked at: the scaler's step, a schedule's wrapper and the hook's own lie between."""
 
 
-class Unscaled:
+class MissingScaler:
     """Looks at the first optimizer step of these models, or of any, after `watch`: calls `scaled`
     if a GradScaler takes it, and warns if none does."""
 
@@ -32,7 +32,7 @@ class Unscaled:
     def watch(self) -> None:
         if self._unhook is None:
             see = weakref.WeakMethod(self._see)
-            self._unhook = EVERY_STEP.tell(lambda one: found(one) if (found := see()) else None)
+            self._unhook = STEP_HOOKS.register(lambda one: found(one) if (found := see()) else None)
             weakref.finalize(self, self._unhook)
 
     def _see(self, optimizer: torch.optim.Optimizer) -> None:
@@ -55,7 +55,7 @@ class Unscaled:
             )
 
 
-def make_momentum(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+def init_momentum(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     """Before a step: make the momentum that fused SGD would make uninitialised in its first. Its
     kernel writes nothing if a gradient is infinite, and the next step goes on from what was there
     (torch/optim/sgd.py, _fused_sgd): ResNet-50's loss became NaN on an H200."""

@@ -1,1 +1,1 @@
-"""What a config gives: workloads, timing, numerics, and the process that measures."""
+"""Measures a config: its speed, its memory, and its numbers against fp32."""

@@ -22,8 +22,8 @@ from advisor.cache.config import Config
 from advisor.tuners import decisions as limits
 from advisor.tuners.faults import failure
 from advisor.tuners.knobs import FORMATS, INPUT, KNOBS
-from advisor.tuners.measure.place import UNVERIFIED, Compared
-from advisor.tuners.measure.samples import TINY, Draws, NoTime, Overflow, Reference, Subject
+from advisor.tuners.measure.runner import UNVERIFIED, Compared
+from advisor.tuners.measure.samples import TINY, Draws, NoTime, Overflow, Reference, RepeatableStep
 
 
 def plain_of(candidate: Config, fp32: Config) -> Config:
@@ -74,7 +74,7 @@ class References:
     """Compares configs with samples of strict fp32 and of number formats, which are made once. The
     loss may always be off by the tolerance, as part of it."""
 
-    def __init__(self, subject: Subject, fp32: Config, *, tolerance: float) -> None:
+    def __init__(self, subject: RepeatableStep, fp32: Config, *, tolerance: float) -> None:
         self._subject, self._tolerance = subject, tolerance
         self._reference = Reference(subject, fp32)
         self._formats: dict[Config, Compared] = {}
@@ -118,7 +118,7 @@ class References:
             if config == reference.fp32:
                 return Compared("ok", "strict fp32")
             drawn = reference.of(config) if config == plain else reference.draw(config)
-            if not bool(drawn.along.isfinite().all() and drawn.spreads.isfinite().all()):
+            if not bool(drawn.projections.isfinite().all() and drawn.variances.isfinite().all()):
                 return Compared("wrong", "an output or a gradient is not finite", blames)
             found = self._figures(drawn, config, plain)
             beyond = [one for one in found if not one.part <= 1]
@@ -184,9 +184,11 @@ class References:
         than, signal = reference.of(reference.fp32), reference.signal[points].sum(0).clamp(min=TINY)
         lost = torch.zeros_like(signal)
         if self._coarse is not None:
-            lost = (than.along.mean(0) - self._coarse.along.mean(0))[points].sum(0)
+            lost = (than.projections.mean(0) - self._coarse.projections.mean(0))[points].sum(0)
         whole = signal[gradients].sum()
-        together = _mean((drawn.along - than.along)[:, points, gradients].sum(2) / whole)
+        together = _mean(
+            (drawn.projections - than.projections)[:, points, gradients].sum(2) / whole
+        )
         off, error = map(float, together)
         taken = max(0.0, float(lost[gradients].sum() / whole)) if off < 0 else 0.0
         limit = limits.FAULT / 2 + limits.ROUNDINGS * taken
@@ -208,8 +210,10 @@ class References:
         """Of tensors with a limit; `fault` is for those with a gradient of about the usual size."""
         reference, outputs = self._reference, self._reference.outputs
         signal = reference.signal[points].sum(0).clamp(min=TINY)
-        off, error = _mean((drawn.along - than.along)[:, points] / signal)
-        ours, theirs = (one.along.mean(0)[points].sum(0) / signal - 1 for one in (drawn, than))
+        off, error = _mean((drawn.projections - than.projections)[:, points] / signal)
+        ours, theirs = (
+            one.projections.mean(0)[points].sum(0) / signal - 1 for one in (drawn, than)
+        )
         # Rounding has a part along the gradient by chance, the larger the fewer its elements.
         elements = reference.counts * len(share[points])
         limit = allowed + limits.STANDARD_ERRORS * share[points].amax(0) * (2 / elements).sqrt()
@@ -230,17 +234,17 @@ class References:
 
     def _distances(self, drawn: Draws, share: Tensor, points: slice) -> list[_Figure]:
         """Of tensors from fp32's, at the point where that is least: all must show a fault."""
-        apart, share = torch.stack(drawn.apart)[points], share[points]
+        distances, share = torch.stack(drawn.distances)[points], share[points]
         # Where fp32 itself is nothing but rounding, other code may round otherwise.
         alone = limits.STANDARD_ERRORS * limits.ROUNDINGS * share
         alone = alone.maximum(limits.NEGLIGIBLE * self._reference.usual[points])
         allowed = limits.ROUNDINGS * share + limits.NEGLIGIBLE
         allowed = allowed.where(share <= limits.LOST, alone)
-        least = (apart / allowed).argmin(0)
+        least = (distances / allowed).argmin(0)
         return [
             _Figure(
                 name=self._reference.label(at),
-                off=float(apart[point, at]),
+                off=float(distances[point, at]),
                 limit=float(allowed[point, at]),
                 beside=f" fp32, {float(share[point, at]):.2%} in its number format alone",
             )
@@ -251,12 +255,12 @@ class References:
         """By logarithms: a rare draw far from the others weighs no more than they do."""
         reference, found = self._reference, []
         for at in range(reference.outputs if reference.draws else 0):
-            own = reference.own.spreads[..., at]
+            own = reference.own.variances[..., at]
             # One number's variance is too unsure to tell anything.
             if reference.sizes[at] < 2 or not float(own.mean()):
                 continue
             least = 1e-3 * own.mean(0)
-            logs = (one.maximum(least).log2() for one in (drawn.spreads[..., at], own))
+            logs = (one.maximum(least).log2() for one in (drawn.variances[..., at], own))
             off, error = _difference(*logs)
             name = f"the variance of {reference.label(at)} over draws, in doublings,"
             found.append(_Figure(name=name, off=off, error=error, limit=limits.ALLOWED, fault=1.0))

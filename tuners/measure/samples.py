@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from advisor.cache.config import Config
-from advisor.tuners.decisions import DISTURBED, LOST, POINTS
+from advisor.tuners.decisions import LOST, PERTURBATION, POINTS
 
-Named = dict[str, Tensor]
+NamedTensors = dict[str, Tensor]
 # Relative changes of the weights that show what rounding alone does to a tensor; and that to bf16.
 NUDGE, COARSE = 8 * torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps / 2
 # The first seed of fp32's own draws: along the mean of the same masks a mean would seem too large.
-OWN_SEEDS = 1_000_003
+FP32_SEEDS = 1_000_003
 TINY = 1e-30  # instead of 0 in a denominator
 _MAX_ELEMENTS = 2**16 + 1  # elements of a tensor that are compared, evenly spaced
 
@@ -36,18 +36,18 @@ class NoTime(Exception):
 class Sample:
     """Outputs and gradients of one pass, by name and made by `sampled`."""
 
-    outputs: Named
-    gradients: Named
+    outputs: NamedTensors
+    gradients: NamedTensors
     loss: float | None = None  # if it is known
 
 
-class Subject(Protocol):
+class RepeatableStep(Protocol):
     """A training step that can be made again under any config, at POINTS of weights and batch."""
 
     draws: bool  # whether a pass draws random numbers, as dropout does
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
-        """Make one pass from a seed, with the weights that `move` makes for a point: below POINTS;
+        """Make a pass from a seed, with the weights that `perturb` makes for a point below POINTS;
         add POINTS for weights nudged by NUDGE, twice that for COARSE. Raises Overflow if no loss
         scale is found, and anything else that a config raises."""
 
@@ -55,15 +55,15 @@ class Subject(Protocol):
         """`worst_update` of a config's optimizer; (0, '') if the config sets none."""
 
 
-def is_disturbed(point: int) -> bool:
+def is_perturbed(point: int) -> bool:
     """Whether a point is not at the kept weights; every second half of POINTS is."""
     return point % POINTS >= POINTS // 2
 
 
 @torch.no_grad()
-def move(weights: Sequence[Tensor], point: int) -> None:
+def perturb(weights: Sequence[Tensor], point: int) -> None:
     """Change kept weights, in place, to those of a point: constants made of them become stale."""
-    disturbed, nudged = is_disturbed(point), point >= POINTS
+    disturbed, nudged = is_perturbed(point), point >= POINTS
     if not (disturbed or nudged):
         return
     seen: Counter[int] = Counter()
@@ -73,10 +73,10 @@ def move(weights: Sequence[Tensor], point: int) -> None:
         noise = 2 * torch.rand(weight.shape, generator=draw, device=weight.device) - 1
         if disturbed:
             # Up and down in turn, so that no activation grows with the depth.
-            factor = (1 + DISTURBED) ** (1 if seen[weight.dim()] % 2 else -1)
+            factor = (1 + PERTURBATION) ** (1 if seen[weight.dim()] % 2 else -1)
             seen[weight.dim()] += 1
-            zeros = DISTURBED / 10 * noise * (weight == 0)
-            weight.copy_(weight * (factor * (1 + DISTURBED / 2 * noise)) + zeros)
+            zeros = PERTURBATION / 10 * noise * (weight == 0)
+            weight.copy_(weight * (factor * (1 + PERTURBATION / 2 * noise)) + zeros)
         if nudged:
             weight.mul_(1 + (NUDGE if point < 2 * POINTS else COARSE) * noise)
 
@@ -90,7 +90,6 @@ def part_of(tensor: Tensor) -> Tensor:
 
 
 def sampled(tensor: Tensor) -> Tensor:
-    """A float32 copy of `part_of` a tensor."""
     return part_of(tensor).to(torch.float32, copy=True)
 
 
@@ -116,33 +115,33 @@ class Draws:
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
         self.count = 0
-        self.apart: list[Tensor] = []  # by point: how far its first pass is from fp32's
+        self.distances: list[Tensor] = []  # by point: how far its first pass is from fp32's
         self.shift = torch.zeros(())  # (tensor) how far its means are from fp32's
         self._before: dict[int, Tensor] = {}
-        self._along: list[Tensor] = []
+        self._projections: list[Tensor] = []
         self._spreads: list[Tensor] = []
         self._losses: list[float] = []
 
     def add(self, vector: Tensor, loss: float | None, direction: Tensor) -> None:
         """Add a pass at the next point, whose mean in fp32 is `direction`."""
         reference, point = self._reference, self.count % POINTS
-        self._along.append(reference.dots(vector, direction))
+        self._projections.append(reference.dots(vector, direction))
         if reference.draws:
             outputs = vector[: sum(reference.sizes[: reference.outputs])].clone()
             if self.count // POINTS % 2:
-                apart = reference.norms(outputs - self._before[point], outputs=True)
-                self._spreads.append(apart.square() / 2)
+                distances = reference.norms(outputs - self._before[point], outputs=True)
+                self._spreads.append(distances.square() / 2)
             self._before[point] = outputs
         self._losses.append(math.nan if loss is None else loss)
         self.count += 1
 
     @property
-    def along(self) -> Tensor:
+    def projections(self) -> Tensor:
         """(round, point, tensor) scalar products with fp32's mean of this point."""
-        return torch.stack(self._along).view(-1, POINTS, len(self._along[0]))
+        return torch.stack(self._projections).view(-1, POINTS, len(self._projections[0]))
 
     @property
-    def spreads(self) -> Tensor:
+    def variances(self) -> Tensor:
         """(round / 2, point, output) half the squared distances of two draws."""
         if not self._spreads:
             return torch.zeros(0, POINTS, 0)
@@ -165,7 +164,7 @@ class Reference:
         usual: (point, tensor) a gradient of the usual size, as a part of it.
     """
 
-    def __init__(self, subject: Subject, fp32: Config) -> None:
+    def __init__(self, subject: RepeatableStep, fp32: Config) -> None:
         self._subject, self.fp32 = subject, fp32
         self.draws = subject.draws
         self.rounds = POINTS if self.draws else 1
@@ -233,8 +232,8 @@ class Reference:
             if self.draws:
                 sums[point, number // POINTS % 2] += vector
             if number < POINTS:
-                apart = self.norms(vector - self._firsts[point])
-                drawn.apart.append(apart / self._size[point])
+                distances = self.norms(vector - self._firsts[point])
+                drawn.distances.append(distances / self._size[point])
         if self.draws and not first:
             # The product of two halves: what the draws differ by has no part in it.
             halves = (sums - self._sums) / (self.rounds / 2)
@@ -249,26 +248,25 @@ class Reference:
             share = self.rounding
             if plain != self.fp32:
                 drawn = self.draw(plain, first=True) if self.draws else self.of(plain)
-                apart = torch.stack(drawn.apart)
+                distances = torch.stack(drawn.distances)
                 if self.draws:  # equal seeds may be other masks in another format
-                    apart = apart.minimum(self.of(plain).shift)
-                share = share.maximum(apart)
+                    distances = distances.minimum(self.of(plain).shift)
+                share = share.maximum(distances)
             usual = share.median(dim=1, keepdim=True).values.clamp(max=LOST)
             self._shares[plain] = share.maximum(usual)
         return self._shares[plain]
 
     def _own_seed(self, count: int) -> int:
-        return OWN_SEEDS + count if self.draws else count
+        return FP32_SEEDS + count if self.draws else count
 
     def _halves(self, point: int) -> tuple[Tensor, Tensor]:
-        """fp32's mean over the even rounds, and over as many odd ones."""
         if not self.draws:
             return self._firsts[point], self._firsts[point]
         even, odd = self._sums[point] / (self.own.count / POINTS / 2)
         return even, odd
 
     def sample(self, config: Config, point: int, seed: int) -> tuple[Tensor, float | None]:
-        """A `Subject.sample` and its loss; raises NoTime if the last took longer than is left."""
+        """A pass as one vector, and its loss; raises NoTime if too little time is left."""
         began = time.perf_counter()
         if self.left_s() < self.took_s[config]:
             raise NoTime
@@ -285,7 +283,6 @@ class Reference:
         return vector, found.loss
 
     def dots(self, ours: Tensor, theirs: Tensor) -> Tensor:
-        """The scalar product of each tensor, as float64 on the host."""
         pairs = zip(ours.split(self.sizes), theirs.split(self.sizes), strict=True)
         return torch.stack([torch.dot(a, b) for a, b in pairs]).double().cpu()
 

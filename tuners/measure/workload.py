@@ -24,12 +24,12 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.capture.step_graph import StepGraph
 from advisor.tuners.decisions import MAX_OBSERVED_STEPS, POINTS
 from advisor.tuners.measure.samples import (
-    Named,
+    NamedTensors,
     Overflow,
+    RepeatableStep,
     Sample,
-    Subject,
-    move,
     part_of,
+    perturb,
     sampled,
     worst_update,
 )
@@ -37,7 +37,7 @@ from advisor.tuners.target import Loaded, build, failed
 
 OPTIMIZER_STEPS = 2  # that are compared: what is kept of the first shows in the second
 SCALE_STEPS = 20  # halvings of 65536, GradScaler's first scale, after which it is below 1
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+OPTIMIZER_FACTORIES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **how: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **how),
     "adamw": lambda parameters, **how: torch.optim.AdamW(parameters, lr=1e-4, **how),
 }
@@ -106,7 +106,7 @@ class Workload:
         self.model = advice.prepare(build(loaded))
         self.model.train(training)
         self.loss: Tensor | None = None
-        self.plain_optimizer = OPTIMIZERS[task.optimizer]  # without advice
+        self.plain_optimizer = OPTIMIZER_FACTORIES[task.optimizer]  # without advice
         self.optimizer = self._optimizer() if training else None
         self._own = _Step(self.model, loaded.loss or _loss, advice, self.optimizer)
         made = list(given) or self._made_batches(batch, seed + 1, count)
@@ -276,8 +276,8 @@ def layer_that_raised(model: nn.Module, exc: BaseException) -> str:
     return ""
 
 
-class WorkloadSubject:
-    """A Subject over the workloads that are timed; `build` makes their model as it was at first."""
+class RepeatableWorkload:
+    """A RepeatableStep of a timed workload; `build` makes its model as it was at first."""
 
     def __init__(
         self,
@@ -288,7 +288,7 @@ class WorkloadSubject:
         self._build, self._workload = build, workload
         self._device = device
         self.draws = False
-        self._values: Named = {}
+        self._values: NamedTensors = {}
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
         workload = self._workload(config)
@@ -353,7 +353,7 @@ class WorkloadSubject:
             self._values = {name: one.to(self._device) for name, one in self._host.items()}
         for name, tensor in _state(workload.model):
             tensor.copy_(self._values[name])
-        move([weight for _, weight in _trained(workload)], point)
+        perturb([weight for _, weight in _trained(workload)], point)
         states = workload.optimizer.state.values() if workload.optimizer is not None else ()
         for state in states:
             for value in state.values():
@@ -361,11 +361,11 @@ class WorkloadSubject:
                     value.zero_()
 
     @functools.cached_property
-    def _host(self) -> Named:
+    def _host(self) -> NamedTensors:
         return {name: tensor.detach() for name, tensor in _state(self._build())}
 
 
-_: Callable[..., Subject] = WorkloadSubject
+_: Callable[..., RepeatableStep] = RepeatableWorkload
 
 
 def _state(model: nn.Module) -> list[tuple[str, Tensor]]:

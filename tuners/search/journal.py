@@ -26,7 +26,7 @@ from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
 from advisor.errors import RecordDamaged, UsageError
-from advisor.tuners.measure.place import Compared
+from advisor.tuners.measure.runner import Compared
 from advisor.tuners.search.ratio import Ratio
 from advisor.tuners.search.sampler import FAILED, SECONDS
 from advisor.tuners.search.space import Space

@@ -19,7 +19,7 @@ from advisor.tuners.decisions import SLACK
 from advisor.tuners.length import Length
 
 if TYPE_CHECKING:
-    from advisor.tuners.measure.place import Compared
+    from advisor.tuners.measure.runner import Compared
     from advisor.tuners.measure.worker.wire import Facts
     from advisor.tuners.search.ratio import Ratio
     from advisor.tuners.search.space import Space

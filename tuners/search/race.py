@@ -15,7 +15,7 @@ from advisor.errors import WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.decisions import CLEARLY, GAIN, HOPELESS, LOOKS, NOTABLE, RESOLVABLE, TURN_S
 from advisor.tuners.doubt import is_doubtful
-from advisor.tuners.measure.place import ConfigFailed
+from advisor.tuners.measure.runner import ConfigFailed
 from advisor.tuners.search.ratio import LEVEL, UNMEASURED, Noise, Ratio, paired
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit, Visitor

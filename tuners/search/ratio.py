@@ -44,7 +44,7 @@ class Ratio:
         return self.mean >= 1 / CLEARLY or (self.mean >= 1 / GAIN and self.high >= 1.0)
 
 
-UNKNOWN = Ratio(mean=1.0, low=0.0, high=math.inf)
+UNKNOWN_RATIO = Ratio(mean=1.0, low=0.0, high=math.inf)
 LEVEL = Ratio(mean=1.0, low=1.0, high=1.0)  # of a config to itself
 
 
@@ -81,7 +81,7 @@ def ratio_of(logs: Sequence[float], noise: Noise = UNMEASURED) -> Ratio:
     luck. That of two turns holds both; one turn has none.
     """
     if not logs:
-        return UNKNOWN
+        return UNKNOWN_RATIO
     mean = statistics.fmean(logs)
     if len(logs) == 1 or (len(logs) == 2 and noise.turns < 2):
         return Ratio(mean=math.exp(mean), low=0.0, high=math.inf)

@@ -1,4 +1,4 @@
-"""The search: visits configs of a place until nothing more fits into the budget, then races them.
+"""The search: visits configs until nothing more fits into the budget, then races them.
 
 The best verified config is replaced only by one that is faster and trains like strict fp32, so that
 more time cannot give less, and an interruption keeps the best so far.
@@ -21,9 +21,8 @@ from advisor.errors import TargetFailed, WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.decisions import CLEARLY, NOTABLE, PAIRS, TURN_S
 from advisor.tuners.length import Length
-from advisor.tuners.measure.place import UNVERIFIED, Compared, ConfigFailed, Place
+from advisor.tuners.measure.runner import UNVERIFIED, Compared, ConfigFailed, Runner
 from advisor.tuners.search.journal import Journal, JournaledTrial
-from advisor.tuners.search.order import LOADER_TURN_S, Proposal, Recipe
 from advisor.tuners.search.plan import ENOUGH, Clock, Progress
 from advisor.tuners.search.race import (
     Rates,
@@ -34,6 +33,7 @@ from advisor.tuners.search.race import (
     race,
     shown,
 )
+from advisor.tuners.search.recipe import LOADER_TURN_S, Proposal, Recipe
 from advisor.tuners.search.sampler import GainPerSecond
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit, Visitor
@@ -71,16 +71,16 @@ class Tuner:
 
     def __init__(
         self,
-        place: Place,
+        runner: Runner,
         space: Space,
         study: optuna.Study,
         scope: SearchOptions,
         progress: Progress,
         clock: Clock,
     ) -> None:
-        self._place, self._space, self._scope = place, space, scope
+        self._runner, self._space, self._scope = runner, space, scope
         self._progress, self.clock = progress, clock
-        self._visitor = Visitor(place, space.default, self.clock, self._tell)
+        self._visitor = Visitor(runner, space.default, self.clock, self._tell)
         self._visits = Visits(space, compares=scope.compares, length=scope.length)
         self._costs = TimeEstimates(space, self._visits, self.clock, scope.modules)
         self._among: list[Config] = []
@@ -136,7 +136,7 @@ class Tuner:
         return self._decide(raced, interrupted)
 
     def _search(self) -> Rates:
-        """Visit what fits, then race the leaders; a place that is lost ends the search."""
+        """Visit what fits, then race the leaders; losing the runner ends the search."""
         try:
             self._measure_without()
             for proposal in self._proposals():
@@ -299,12 +299,12 @@ class Tuner:
         self._progress.visited(trial, visit.ratio, compared, best, self.clock.left_s)
 
     def _rule_out(self, visit: Visit) -> None:
-        """Strike out what failed in a visit, and free what does not lead."""
+        """Rule out what failed in a visit, and free what does not lead."""
         visits, config = self._visits, visit.config
         if visit.outcome == "timed_out":
             self._passed_over[config] = 2 * visit.seconds
-        if visit.outcome in ("failed", "crashed") and (struck := visits.rule_out_failed(config)):
-            what = knobs.described(struck, self._space.default)
+        if visit.outcome in ("failed", "crashed") and (failed := visits.rule_out_failed(config)):
+            what = knobs.described(failed, self._space.default)
             self._progress.notice(f"continues without {what}: {visit.reason}")
         leading = {visits.best(use, self._space.batch).config for use in self._space.uses}
         leading |= {self._space.default, *visits.leaders()}
@@ -374,7 +374,7 @@ class Tuner:
             for config in chosen & {one for one in self._visitor.built if knobs.compiles(one)}:
                 file = folder / config.digest
                 with contextlib.suppress(ConfigFailed, WorkerError, TargetFailed):
-                    self._place.save(config, file)
+                    self._runner.save(config, file)
                 if file.exists():
                     found[config] = file
         return found
@@ -391,7 +391,12 @@ def measurement_of(compared: Compared) -> Measurement:
 
 
 def tuned_loader(
-    place: Place, space: Space, step: Config, found: SearchResult, clock: Clock, progress: Progress
+    runner: Runner,
+    space: Space,
+    step: Config,
+    found: SearchResult,
+    clock: Clock,
+    progress: Progress,
 ) -> SearchResult:
     """A search's findings and the loader that feeds a step best, in the rest of the budget.
 
@@ -404,7 +409,7 @@ def tuned_loader(
     study = optuna.create_study(direction="maximize")
     its_clock = Clock(clock.left_s, now=clock.now)
     try:
-        fed = Tuner(place, inputs, study, scope, progress, its_clock).run()
+        fed = Tuner(runner, inputs, study, scope, progress, its_clock).run()
     except WorkerError as exc:
         progress.notice(f"the loader is not tuned: {exc}")
         return found

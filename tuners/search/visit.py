@@ -19,9 +19,9 @@ from advisor.tuners.decisions import (
     SLOW_TURN_S,
     TURN_S,
 )
-from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
+from advisor.tuners.measure.runner import Block, Compared, ConfigFailed, Runner
 from advisor.tuners.search.plan import Clock
-from advisor.tuners.search.ratio import LEVEL, UNKNOWN, UNMEASURED, Noise, Ratio, ratio_of
+from advisor.tuners.search.ratio import LEVEL, UNKNOWN_RATIO, UNMEASURED, Noise, Ratio, ratio_of
 
 BUILDING, MEASURING, COMPARING = "building", "measuring", "comparing with fp32"
 Tell = Callable[[Config, str], None]
@@ -49,7 +49,7 @@ class Visit:
     first_s: float = 0.0  # until its first step was done
     settle_s: float = 0.0  # from then on until its steps took equally long
     turns: tuple[PairedTurn, ...] = ()
-    ratio: Ratio = UNKNOWN  # over the baseline
+    ratio: Ratio = UNKNOWN_RATIO  # over the baseline
     seconds: float = 0.0  # of the whole visit
 
     @property
@@ -110,10 +110,10 @@ class Visit:
 
 
 class Visitor:
-    """Visits configs of a place, one after the other; `own` is the baseline."""
+    """Visits configs, one after the other; `own` is the baseline."""
 
-    def __init__(self, place: Place, own: Config, clock: Clock, tell: Tell) -> None:
-        self._place, self.own, self.clock, self._tell = place, own, clock, tell
+    def __init__(self, runner: Runner, own: Config, clock: Clock, tell: Tell) -> None:
+        self._runner, self.own, self.clock, self._tell = runner, own, clock, tell
         self.baseline: list[Block] = []  # its blocks, in order
         self._last: Block | None = None
         self._current: Config | None = None
@@ -176,7 +176,7 @@ class Visitor:
         )
 
     def block(self, config: Config, seconds: float = TURN_S) -> Block:
-        """One timed block in which nothing was compiled; raises as `Place.block`."""
+        """One timed block in which nothing was compiled; raises as `Runner.block`."""
         if config not in self._settled:
             self._settle(config)
         for _ in range(SETTLE_BLOCKS):
@@ -189,11 +189,11 @@ class Visitor:
     def compare(self, config: Config) -> Compared:
         self._tell(config, COMPARING)
         self._last = self._current = None
-        return self._place.compare(config, deadline_s=self.clock.deadline_s)
+        return self._runner.compare(config, deadline_s=self.clock.deadline_s)
 
     def forget(self, config: Config) -> None:
         if self._settled.pop(config, None) is not None:
-            self._place.forget(config)
+            self._runner.forget(config)
 
     def _turn(self, config: Config, before: Block, seconds: float) -> PairedTurn:
         began = self.clock.now()
@@ -245,7 +245,7 @@ class Visitor:
         # Batches that workers had ready are used up first: a run does not find them ready.
         warm = max(1, self._outrun.get(config, 0)) if config != self._current else 0
         self._current = None
-        block = self._place.block(config, steps, warm=warm, deadline_s=self.clock.deadline_s)
+        block = self._runner.block(config, steps, warm=warm, deadline_s=self.clock.deadline_s)
         self._current = config
         most = turn_steps(block.step_s, SLOW_TURN_S)
         self._outrun[config] = min(block.prefetched, most) if block.outruns_loader else 0

@@ -20,14 +20,14 @@ from advisor.tuners.decisions import (
     TURN_S,
 )
 from advisor.tuners.length import Length, Pace, first_step_seen
-from advisor.tuners.measure.place import Compared
+from advisor.tuners.measure.runner import Compared
 from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit
 
 
 def score(visit: Visit) -> float:
-    """The speed-up of a visit, as if it were fed where it waits for its data."""
+    """The speed-up of a visit; of one that waits for data, what it would be without waiting."""
     return visit.fed if visit.waits else visit.ratio.mean
 
 
@@ -64,14 +64,14 @@ class Visits(dict[Config, Visit]):
     def baseline(self) -> Visit:
         return self[self._space.default]
 
-    # What is struck out -------------------------------------------------------------------------
+    # What is ruled out -------------------------------------------------------------------------
 
     def changed(self, configs: Iterable[Config]) -> set[tuple[str, Value]]:
         """The values that some configs change."""
         return {pair for one in configs for pair in one.changed(self._space.default).items()}
 
     def rule_out_failed(self, config: Config) -> Config:
-        """Strike out values of a config that never ran, and return them: the code that is built,
+        """Rule out values of a config that never ran, and return them: the code that is built,
         else the only new value, else the number format."""
         new = self.changed([config]) - self.changed(one.config for one in self.values() if one.ok)
         found = {(n, v) for n, v in new if knobs.BY_NAME[n].compile_s or knobs.BY_NAME[n].captured}
@@ -93,7 +93,7 @@ class Visits(dict[Config, Visit]):
         return self._compared.get(self.code(config))
 
     def add_comparison(self, config: Config, compared: Compared) -> None:
-        """Remember a comparison, and strike out the values that a wrong one blames and no other one
+        """Remember a comparison, and rule out the values that a wrong one blames and no other one
         has shown to be right."""
         self._compared[self.code(config)] = compared
         if compared.outcome == "wrong":

@@ -30,7 +30,7 @@ from advisor.errors import printable
 from advisor.jobs.spec import JobSpec
 from advisor.service.executors import Executor, ExecutorAway, Room, Start, Status, Unplaceable
 from advisor.tuners.environment import Gpu, gpus, host_cpu
-from advisor.tuners.measure.run.guarded import how
+from advisor.tuners.measure.run.guarded_process import exit_text
 
 STOPS_S = 15.0
 """For a worker that was told to end: to save its search and to say so. Then it is killed."""
@@ -342,7 +342,7 @@ def environment(start: Start, shown: str) -> dict[str, str]:
 
 def _ended(code: int | None) -> str:
     """How a worker ended, as far as that is known."""
-    return "its worker is gone" if code is None else f"its worker ended ({how(code)})"
+    return "its worker is gone" if code is None else f"its worker ended ({exit_text(code)})"
 
 
 def _proof(executor: Local) -> Executor:

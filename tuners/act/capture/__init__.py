@@ -1,1 +1,1 @@
-"""A whole training step recorded once and replayed, where that comes to the same."""
+"""A whole training step, captured as one CUDA graph and replayed if the result is the same."""

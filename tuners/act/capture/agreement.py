@@ -1,5 +1,5 @@
-"""Whether two ways to take a step come to the same. Kernels that add in any order differ from run
-to run, which Adam's first updates, signs of gradients, magnify: repeated runs say what is near."""
+"""Whether a replayed step gives the same result as the eager one. Kernels that sum in any order
+differ from run to run, and Adam's first updates magnify that: repeated runs set the tolerance."""
 
 from __future__ import annotations
 

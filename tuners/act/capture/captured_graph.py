@@ -239,7 +239,7 @@ class CapturedGraph:
             self.gradients.append(Gradient(weight, None if clears else found, left, clears))
         self.attached = False  # whether the weights have the gradients that a replay writes
         replaced = objects.replaced(before)
-        self._replaced = [(place, name) for place, name, _new in replaced]
+        self._replaced = [(holder, name) for holder, name, _new in replaced]
         leaves, self._tree = tree_flatten((output, [new for *_, new in replaced]))
         self._output = [detached(leaf) for leaf in leaves]
         self._alive = before  # the graph still reads tensors that were replaced
@@ -255,7 +255,7 @@ class CapturedGraph:
         return self.objects.changed()
 
     def replaced(self) -> list[Any]:
-        return [place.read()[name] for place, name in self._replaced]
+        return [holder.read()[name] for holder, name in self._replaced]
 
     def replay(self, leaves: list[Any]) -> Any:
         """Take the step on a batch; returns a copy of its output: the next replay writes over the
@@ -272,8 +272,8 @@ class CapturedGraph:
             if not self.attached or (before is None and not clears):
                 weight.grad = after
         self.attached = True
-        for (place, name), value in zip(self._replaced, new, strict=True):
-            place.write(name, value)
+        for (holder, name), value in zip(self._replaced, new, strict=True):
+            holder.write(name, value)
         return output
 
 

@@ -1,4 +1,4 @@
-"""The Python values that a training step uses, which stand still in a replay: closures and globals
+"""The Python values that a training step uses, which no replay updates: closures and globals
 of the step and of the user's functions that it names, attributes of its object that their code
 names, and what these hold, one level deep."""
 
@@ -33,7 +33,7 @@ Values = list[dict[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ValueHolder:
     """What holds values: a dictionary, a sequence, a class, a closure's cell."""
 
     label: str  # what a person calls it
@@ -97,7 +97,7 @@ class ObjectGraph:
         modules: Iterable[nn.Module],
         stepped: Collection[torch.optim.Optimizer | torch.amp.GradScaler],
     ) -> None:
-        self._places: list[Place] = []
+        self._holders: list[ValueHolder] = []
         self._reads: list[tuple[str, Callable[[], Any]]] = [("no_grad", torch.is_grad_enabled)]
         self._watched: list[tuple[str, Callable[[], Any], Any]] = []
         self._names: set[str] = set()  # in the code of the step
@@ -110,19 +110,19 @@ class ObjectGraph:
             self._add(train_step, "self")
             self._add_function(type(train_step).__call__)
         known = 0
-        while known < len(self._places):  # a method that is found names others
-            known = len(self._places)
+        while known < len(self._holders):  # a method that is found names others
+            known = len(self._holders)
             for _place, _name, value in self._entries():
                 self._add_function(value)
-        for place, name, value in self._entries():
-            self._add(value, place.called(name))
+        for holder, name, value in self._entries():
+            self._add(value, holder.called(name))
         for one in (*modules, *stepped):
             self._add(one, type(one).__name__)
         held = (value for *_at, value in self._entries() if isinstance(value, Tensor))
         self.tensors = [value for value in dict.fromkeys(held) if not value.is_inference()]
 
-    def _entries(self) -> list[tuple[Place, Any, Any]]:
-        return [(place, *entry) for place in self._places for entry in place.read().items()]
+    def _entries(self) -> list[tuple[ValueHolder, Any, Any]]:
+        return [(holder, *entry) for holder in self._holders for entry in holder.read().items()]
 
     def _add_function(self, value: Any) -> None:
         """Of a function, a method or a property: its closure, and the globals that it names."""
@@ -139,12 +139,12 @@ class ObjectGraph:
             loads = (one for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL")
             read |= {str(one.argval) for one in loads}
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        self._places += [Place(name, cell) for name, cell in cells]
+        self._holders += [ValueHolder(name, cell) for name, cell in cells]
         world = function.__globals__
-        self._places.append(Place("", world, read))
+        self._holders.append(ValueHolder("", world, read))
         for name in read & world.keys():
             if isinstance(world[name], ModuleType) and not _installed(world[name].__name__):
-                self._places.append(Place(name, vars(world[name]), self._names))
+                self._holders.append(ValueHolder(name, vars(world[name]), self._names))
 
     def _add_module(self, whole: nn.Module, label: str) -> None:
         for name, module in whole.named_modules(prefix=label):
@@ -155,16 +155,16 @@ class ObjectGraph:
             }
             names.update(*map(vars, kinds))  # what its class has, it may have itself later
             parts = (module._parameters, module._buffers, module._modules)
-            self._places += [Place(name, part) for part in parts if part]
-            self._places.append(Place(name, vars(module), names))
-        self._places += [Place(label, kind, self._names) for kind in _kinds(whole)]
+            self._holders += [ValueHolder(name, part) for part in parts if part]
+            self._holders.append(ValueHolder(name, vars(module), names))
+        self._holders += [ValueHolder(label, kind, self._names) for kind in _kinds(whole)]
         self._reads.append(("which weights train", partial(_train, [*whole.parameters()])))
 
     def _add_optimizer(self, value: torch.optim.Optimizer, label: str) -> None:
         other = id(value) not in self._stepped
-        self._places += [Place(label, group, inside=other) for group in value.param_groups]
+        self._holders += [ValueHolder(label, group, inside=other) for group in value.param_groups]
         states = [state for state in value.state.values() if isinstance(state, dict)]
-        self._places += [Place(f"{label}.state", state, inside=True) for state in states]
+        self._holders += [ValueHolder(f"{label}.state", state, inside=True) for state in states]
         if not other:
             weights = [one for group in value.param_groups for one in group["params"]]
             self._reads += [
@@ -178,45 +178,45 @@ class ObjectGraph:
         """What an object holds, and below it what PyTorch's own hold: only these if `deeper`."""
         if id(value) in self._met or not isinstance(value, _TORCH if deeper else object):
             return
-        known = len(self._places)
+        known = len(self._holders)
         self._met[id(value)] = value
         if isinstance(value, nn.Module):
             self._add_module(value, label)
         elif isinstance(value, torch.amp.GradScaler):
-            self._places.append(Place(label, vars(value), _SCALER))
+            self._holders.append(ValueHolder(label, vars(value), _SCALER))
         elif isinstance(value, torch.optim.Optimizer):
             self._add_optimizer(value, label)
         elif isinstance(value, _SCHEDULER):
-            self._places.append(Place(label, vars(value), inside=True))
+            self._holders.append(ValueHolder(label, vars(value), inside=True))
         elif isinstance(value, dict | list | deque):
-            self._places.append(Place(label, value))
+            self._holders.append(ValueHolder(label, value))
         elif isinstance(value, tuple):
             for part in value[:_WIDE]:
                 self._add(part, label)
         elif not isinstance(value, type | ModuleType) and (kinds := _kinds(value)):
             held = (getattr(value, "__dict__", {}), *kinds)
-            self._places += [Place(label, one, self._names) for one in held]
-        for place in () if deeper else self._places[known:]:
-            for name, part in place.read().items():
-                self._add(part, place.called(name), deeper=True)
+            self._holders += [ValueHolder(label, one, self._names) for one in held]
+        for holder in () if deeper else self._holders[known:]:
+            for name, part in holder.read().items():
+                self._add(part, holder.called(name), deeper=True)
 
     def read(self) -> Values:
-        return [place.read() for place in self._places]
+        return [holder.read() for holder in self._holders]
 
     def changed_in_step(self, before: Values) -> str:
         """What a step has changed in Python, as 'schedule.last_epoch'; '' if nothing. An object in
         the place of another, as an output that is kept, is no change."""
-        for place, old in zip(self._places, before, strict=True):
-            now = place.read()
+        for holder, old in zip(self._holders, before, strict=True):
+            now = holder.read()
             for name in {**now, **old}:
                 if not _alike(now.get(name, _ABSENT), old.get(name, _ABSENT)):
-                    return place.called(name)
+                    return holder.called(name)
         return ""
 
     def restore(self, before: Values) -> None:
         """Each value that was there; a scaler's notes on a step that did not end are dropped."""
-        for place, old in zip(self._places, before, strict=True):
-            place.restore(old)
+        for holder, old in zip(self._holders, before, strict=True):
+            holder.restore(old)
         for one in self._met.values():
             if isinstance(one, torch.amp.GradScaler):
                 one._per_optimizer_states.clear()
@@ -230,25 +230,25 @@ class ObjectGraph:
         scalers = (one for one in self._met.values() if isinstance(one, torch.amp.GradScaler))
         return not any(scaler._per_optimizer_states for scaler in scalers)
 
-    def replaced(self, before: Values) -> list[tuple[Place, Any, Any]]:
+    def replaced(self, before: Values) -> list[tuple[ValueHolder, Any, Any]]:
         """Where another object stands than before: place, name, the object now."""
         return [
-            (place, name, new)
-            for place, old in zip(self._places, before, strict=True)
-            for name, new in place.read().items()
+            (holder, name, new)
+            for holder, old in zip(self._holders, before, strict=True)
+            for name, new in holder.read().items()
             if name in old and old[name] is not new and not _scalar(new)
         ]
 
     def watch(self, before: Values, followed: Collection[int]) -> None:
         """Have `changed` compare with what there is now, but for what the step itself replaces, and
         learning rates of groups with these ids."""
-        own = {id(place): ["lr"] for place in self._places if id(place.held) in followed}
-        for place, name, _new in self.replaced(before):
-            own.setdefault(id(place), []).append(name)
+        own = {id(holder): ["lr"] for holder in self._holders if id(holder.held) in followed}
+        for holder, name, _new in self.replaced(before):
+            own.setdefault(id(holder), []).append(name)
         reads = list(self._reads)
-        for place in self._places:
-            if not place.inside:
-                reads += place.reads(own.get(id(place), ()))
+        for holder in self._holders:
+            if not holder.inside:
+                reads += holder.reads(own.get(id(holder), ()))
         self._watched = [(label, read, read()) for label, read in reads]
 
     def changed(self) -> str:
@@ -264,7 +264,6 @@ def _train(weights: list[Tensor]) -> bytes:
 
 
 def _kinds(value: object) -> list[type]:
-    """The user's classes among those of an object."""
     return [kind for kind in type(value).__mro__ if not _installed(kind.__module__)]
 
 
@@ -275,7 +274,6 @@ def _scalar(value: Any) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether values are one object, or equal as far as Python can tell."""
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     return a is b or (_scalar(a) and _alike(a, b))

@@ -24,16 +24,16 @@ from advisor.tuners.act.capture.captured_graph import (
     detached,
 )
 from advisor.tuners.act.capture.object_graph import ObjectGraph, Values
-from advisor.tuners.decisions import CHECKED, CHECKED_AGAIN, IN_A_ROW, LARGE
+from advisor.tuners.decisions import CHECKED, CHECKED_AGAIN, IN_A_ROW, LARGE_BYTES
 from advisor.tuners.faults import is_out_of_memory
 
-_MEND = (
+_REMEDY = (
     "let it return tensors, and look at them outside: no .item(), .cpu(), print(loss), and no "
     "decision on their values"
 )
 
 
-class _Unfit(Exception):
+class _NotCapturable(Exception):
     """Why a step cannot be replayed; and, if it has trained on its batch, what it returned."""
 
     def __init__(self, reason: str, *output: Any) -> None:
@@ -92,16 +92,16 @@ class StepGraph:
         if self.failure:
             return self._train_step(batch)
         try:
-            return self._take(batch)
-        except _Unfit as exc:
+            return self._run(batch)
+        except _NotCapturable as exc:
             reason, output = str(exc), exc.output
         self._give_up(reason)  # here nothing of the attempt holds memory any more
         return output[0] if output else self._train_step(batch)
 
-    def _take(self, batch: Any) -> Any:
+    def _run(self, batch: Any) -> Any:
         leaves = self._buffers.leaves(batch)
         if leaves is None:
-            return self._other(batch)
+            return self._run_unlike(batch)
         self._others = 0
         if self._done < CHECKED:
             return self._warm_up(batch)
@@ -109,7 +109,7 @@ class StepGraph:
         if self._captured is not None and (changed := self._captured.changed()):
             self._captured, self._wasted = None, self._wasted + 1
             if self._wasted >= IN_A_ROW:
-                raise _Unfit(f"{changed} is changed at every step")
+                raise _NotCapturable(f"{changed} is changed at every step")
         if self._captured is None:
             self._captured = self._capture(leaves)
             self._done = min(self._done, 2 * CHECKED - 1)
@@ -121,13 +121,13 @@ class StepGraph:
         with _memory("to replay it"):
             return self._captured.replay(leaves)
 
-    def _plainly(self, batch: Any) -> Any:
+    def _run_eager(self, batch: Any) -> Any:
         if self._captured is not None:
             self._captured.attached = False
         # Detached: a loss that is held would keep nodes of its graph, and with them their stream.
         return tree_map(detached, self._train_step(batch))
 
-    def _other(self, batch: Any) -> Any:
+    def _run_unlike(self, batch: Any) -> Any:
         self._others += 1
         if self._others == IN_A_ROW and self._done <= CHECKED:
             warnings.warn(
@@ -138,7 +138,7 @@ class StepGraph:
                 stacklevel=4,
             )
         if self._captured is None:
-            return self._plainly(batch)
+            return self._run_eager(batch)
         # Buffers are small and are copied for a second try; weights are not.
         buffers = [buffer for model in self._models for buffer in model.buffers()]
         start = StateSnapshot(buffers, [], self._recorder, self._captured.objects)
@@ -146,35 +146,35 @@ class StepGraph:
             self._optimizers.counting() as stepped,
             _memory("for it beside a batch of another shape", start, stepped),
         ):
-            return self._plainly(batch)
+            return self._run_eager(batch)
 
     def _warm_up(self, batch: Any) -> Any:
         self._done += 1
-        objects, drawn = self._look(), self._drawn()
+        objects, drawn = self._read_objects(), self._host_rng_state()
         before, versions = objects.read(), [tensor._version for tensor in objects.tensors]
         with self._optimizers.counting() as stepped, self._recorder.side_stream() as waits:
-            output = self._plainly(batch)
-        wrong = self._obstacle(objects, before, drawn, stepped)
+            output = self._run_eager(batch)
+        wrong = self._why_not_replayed(objects, before, drawn, stepped)
         if waits and not wrong:
-            wrong = f"it waits for the device ({waits[0]}); {_MEND}"
+            wrong = f"it waits for the device ({waits[0]}); {_REMEDY}"
         # Before the capture: one that fails half-way leaves PyTorch's generator in it.
         if wrong and self._done == CHECKED:
-            raise _Unfit(wrong, output)
+            raise _NotCapturable(wrong, output)
         self._stepped = stepped
         pairs = zip(objects.tensors, versions, strict=True)
-        self._written = [t for t, was in pairs if t._version != was or t.nbytes < LARGE]
+        self._written = [t for t, was in pairs if t._version != was or t.nbytes < LARGE_BYTES]
         return output
 
-    def _look(self) -> ObjectGraph:
+    def _read_objects(self) -> ObjectGraph:
         return ObjectGraph(self._train_step, self._models, (*self._optimizers, *self._scalers))
 
-    def _drawn(self) -> object:
+    def _host_rng_state(self) -> object:
         numpy = sys.modules.get("numpy")
         drawn = numpy and repr(numpy.random.get_state(legacy=False))
         beside = self._recorder.device != "cpu"
         return random.getstate(), drawn, beside and torch.get_rng_state().numpy().tobytes()
 
-    def _obstacle(
+    def _why_not_replayed(
         self, objects: ObjectGraph, before: Values, drawn: object, stepped: list[int]
     ) -> str:
         """What the step that was just taken did that a replay would not; '' if nothing."""
@@ -186,18 +186,17 @@ class StepGraph:
             return f"it changes {changed} in Python, which a replay would not: do that outside"
         if not objects.between_steps:
             return "it steps by a GradScaler and leaves it as it is: call its update in the step"
-        if drawn != self._drawn():
+        if drawn != self._host_rng_state():
             return "it draws random numbers of Python, NumPy or the host, which would stand still"
         return "" if stepped == self._stepped else "not every call steps the same optimizers"
 
     def _capture(self, leaves: list[Any]) -> CapturedGraph:
-        """A graph of the step; everything else is as before."""
         before: Values = []
         gradients: list[tuple[Tensor, Tensor | None]] = []
         try:
             self._buffers.fill(leaves)
             self._optimizers.begin()
-            objects = self._look()
+            objects = self._read_objects()
             before = objects.read()
             gradients = [(weight, weight.grad) for weight in self._optimizers.weights()]
             with self._optimizers.capturable():
@@ -207,7 +206,7 @@ class StepGraph:
                 objects.restore(before)
             for weight, gradient in gradients:
                 weight.grad = gradient
-            raise _Unfit(_why(exc)) from None
+            raise _NotCapturable(_why(exc)) from None
         followed = self._optimizers.rates
         return CapturedGraph(recording, self._buffers, gradients, objects, before, followed)
 
@@ -219,16 +218,16 @@ class StepGraph:
                 wrong = self._disagreement(captured, start, leaves)
             finally:
                 start.restore()
-        drawn = self._drawn()
+        drawn = self._host_rng_state()
         with (
             self._optimizers.counting() as stepped,
             _memory("for the step itself beside it", start),
         ):
-            output = self._plainly(batch)
+            output = self._run_eager(batch)
         self._done += 1
         self._replays = 0
-        if wrong := self._obstacle(captured.objects, start.values, drawn, stepped) or wrong:
-            raise _Unfit(wrong, output)
+        if wrong := self._why_not_replayed(captured.objects, start.values, drawn, stepped) or wrong:
+            raise _NotCapturable(wrong, output)
         return output
 
     def _disagreement(
@@ -252,7 +251,7 @@ class StepGraph:
                     # A step that clears them first, as it must have, does not see this.
                     gradient.weight.grad.detach().fill_(torch.nan)
             with self._optimizers.capturable(), self._recorder.side_stream():
-                output = self._plainly(self._buffers.batch())
+                output = self._run_eager(self._buffers.batch())
             for weight, by in nudges:
                 weight.sub_(by)
             return left(output)
@@ -319,7 +318,7 @@ def _memory(
             raise
         if start is not None:
             start.restore()
-        raise _Unfit(f"there is no memory {purpose}") from None
+        raise _NotCapturable(f"there is no memory {purpose}") from None
 
 
 def _why(exc: Exception) -> str:
@@ -327,5 +326,5 @@ def _why(exc: Exception) -> str:
     if is_out_of_memory(exc):
         return "there is no memory to capture it"
     if "captur" in said.lower():
-        return f"it does what a CUDA graph cannot hold ({said}); {_MEND}"
+        return f"it does what a CUDA graph cannot hold ({said}); {_REMEDY}"
     return f"{type(exc).__name__}: {said}"[:300]

@@ -72,7 +72,6 @@ class Redirection:
         sys.meta_path.insert(0, self)
 
     def uninstall(self) -> None:
-        """Put back what nobody has patched since."""
         with contextlib.suppress(ValueError):
             sys.meta_path.remove(self)
         for owner, name, ours, plain in reversed(self._patched):
@@ -123,7 +122,6 @@ class Redirection:
         return None
 
     def _there(self, path: Any) -> Path | None:
-        """The scratch copy of a path, if there is one."""
         found = self._scratch(path)
         return found if found is not None and found.exists() else None
 
@@ -143,7 +141,6 @@ class Redirection:
         return path if found is None or found.is_dir() else str(found)
 
     def _to_folder(self, path: Any) -> Any:
-        """The scratch folder for one of the user's."""
         if (found := self._scratch(path)) is None:
             return path
         found.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from advisor.tuners.decisions import MAX_OBSERVED_STEPS, MIN_OBSERVED_STEPS
 VARIES = 0
 # Optimizers of earlier folds, which are ignored: models may train in turn.
 RETIRED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-Kind = Literal["known", "new", "similar", "retired", "other"]
+OptimizerKind = Literal["known", "new", "similar", "retired", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class LoopObserver:
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._awaited: list[weakref.ref[torch.optim.Optimizer]] | None = None
         self._gradients: dict[int, weakref.ref[Tensor]] = {}
-        self._kinds: weakref.WeakKeyDictionary[torch.optim.Optimizer, Kind]
+        self._kinds: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerKind]
         self._kinds = weakref.WeakKeyDictionary()
 
     def on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ class LoopObserver:
             self.frees_gradients &= before is None or before() is not gradients[0]
             self._gradients[at] = weakref.ref(gradients[0])
 
-    def kind(self, optimizer: torch.optim.Optimizer) -> Kind:
+    def kind(self, optimizer: torch.optim.Optimizer) -> OptimizerKind:
         """What an optimizer is to those seen before.
 
         'known': one of them, or one that has taken over their models. 'new': it holds a weight of a
@@ -149,7 +149,7 @@ class LoopObserver:
             self._kinds[optimizer] = self._kind(optimizer)
         return self._kinds[optimizer]
 
-    def _kind(self, optimizer: torch.optim.Optimizer) -> Kind:
+    def _kind(self, optimizer: torch.optim.Optimizer) -> OptimizerKind:
         weights = _weights(optimizer)
         ours = {id(weight) for one in self.trained() for weight in one.model.parameters()}
         if optimizer in self.optimizers or id(next(iter(weights), None)) in ours:

@@ -1,4 +1,4 @@
-"""The pilot of a process: watches the first steps of a script, then does what its guide orders."""
+"""A pilot: watches the first steps of a script, then sets the configs that its guide asks for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from advisor.errors import AdvisorError
 from advisor.tuners import host
 from advisor.tuners.act import hooks
 from advisor.tuners.act.compiled import graphs_compiled
-from advisor.tuners.act.hooks import EVERY_STEP
+from advisor.tuners.act.hooks import STEP_HOOKS
 from advisor.tuners.act.pilot.loaders import Loaders
 from advisor.tuners.act.pilot.loop_observer import RETIRED, LoopObserver, TrainedModel
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, CompareRequest, Guide
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import ConfigSwitch
 
 P = ParamSpec("P")
-Verdict = tuple[str, str, str]  # a Lap's outcome, reason and blames
+Verdict = tuple[str, str, str]  # a BlockResult's outcome, reason and blames
 OK = ("ok", "", "")
 _log = logging.getLogger("advisor")
 
@@ -92,12 +92,12 @@ class Pilot:
         self._fresh = self._cut = self._flags_released = False
         self._verdict: Verdict = OK
         self._loaders = Loaders(self._gave_up, override=settings.overrides_loader())
-        self._calls = hooks.Calls(
+        self._calls = hooks.CallHooks(
             self._guarded(self._observer.on_call),
             self._guarded(self._observer.on_autocast),
         )
-        self._count_no_more = EVERY_STEP.tell(self._guarded(self._stepped))
-        self._unhook_failure = hooks.on_failure(self._ended)
+        self._count_no_more = STEP_HOOKS.register(self._guarded(self._stepped))
+        self._unhook_failure = hooks.on_script_failure(self._ended)
         self._at_exit = atexit.register(self._guarded(self._exits))
 
     def release(self) -> None:
@@ -107,7 +107,7 @@ class Pilot:
 
     def _leave(self) -> None:
         """The same, but for hooks that are part of the script's compiled code."""
-        self._calls.rest()
+        self._calls.pause()
         if self._comparer is not None:
             self._comparer.close()
         if self._switch is not None:
@@ -204,7 +204,7 @@ class Pilot:
         from advisor.tuners.act.pilot.script_facts import ScriptFacts
         from advisor.tuners.act.pilot.switch import ConfigSwitch
 
-        self._calls.rest()
+        self._calls.pause()
         if not self._guide.takes_over():
             return self._leave()
         self._seen = seen = ScriptFacts.of(self._observer, self._loaders.seen())
@@ -228,7 +228,7 @@ class Pilot:
                 self._verdict = verdict
                 self._finish(switch)
             return
-        # All processes of a job must end a lap with the same step, or some wait in backward.
+        # All processes of a job must end a block with the same step, or some wait in backward.
         alone = self._seen.processes == 1
         cut_short = alone and self._verdict is not OK
         if self._warm and not cut_short:
@@ -240,7 +240,7 @@ class Pilot:
             return
         self._done += 1
         if alone and not self._cut and any(one.evaluated for one in self._trained):
-            self._cut = True  # once: a lap with a second one is longer than what lies between them
+            self._cut = True  # once: the block is longer than the steps between two evaluations
             self._begin_block()
         elif self._done >= self._request.steps or cut_short:
             self._synchronize()
@@ -288,7 +288,7 @@ class Pilot:
             request = self._guide.next(self._result())
 
     def _begin(self, switch: ConfigSwitch, request: BlockRequest) -> bool:
-        """Begin an order; whether it is over at once."""
+        """Begin a request; returns whether it is over at once."""
         self._fresh = request.config != switch.config
         self._verdict = OK
         self._switched = time.perf_counter()
@@ -336,7 +336,7 @@ class Pilot:
         if request.needs_room and not self._has_room(2 * HEADROOM, host.peak_bytes()):
             self._verdict = ("out_of_memory", "little memory is free", "")
             return True
-        assert self._comparer is not None, "a guide that compares comes with a watch"
+        assert self._comparer is not None, "a guide that compares comes with a comparer"
         verdict = self._comparer.begin(switch, self._trained, self._device, asked)
         self._verdict = verdict or OK
         return verdict is not None
@@ -348,14 +348,14 @@ class Pilot:
             self._guide.config_dropped(exc)
 
     def _call_failed(self, switch: ConfigSwitch, exc: Exception) -> None:
-        """A model's call has raised under a config: the lap ends with this step."""
+        """A model's call has raised under a config: the block ends with this step."""
         switch.drop_config()
         self._gave_up(exc)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _backward_failed(self, switch: ConfigSwitch, exc: Exception) -> None:
-        """Backward has raised under a config. The script may end of it: the lap, and with it the
+        """Backward has raised under a config. The script may end of it: the block, and with it the
         next order, waits for the next step."""
         switch.drop_config()
         self._verdict = (*failure(exc), "")
@@ -388,14 +388,14 @@ class ActivePilot:
 
     def release(self) -> None:
         """Leave the script and PyTorch as they were found, including the flags of an advice."""
-        from advisor.tuners.act.artifacts import have_own_keys
-        from advisor.tuners.act.in_force import IN_FORCE
+        from advisor.tuners.act.artifacts import restore_keys
+        from advisor.tuners.act.process_flags import PROCESS_FLAGS
 
         if self._pilot is not None:
             self._pilot.release()
             self._pilot = None
-        IN_FORCE.release()
-        have_own_keys()
+        PROCESS_FLAGS.release()
+        restore_keys()
 
 
 ACTIVE_PILOT = ActivePilot()

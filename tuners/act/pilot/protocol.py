@@ -1,4 +1,4 @@
-"""What the pilot and its guide exchange, and the local socket by which it asks another process.
+"""What the pilot and its guide exchange, and the local socket to a guide in another process.
 
 What only a run with training steps needs is imported late: every process of a command that loads
 torch imports this module, and what starts a command needs no PyTorch.
@@ -52,22 +52,22 @@ class BlockRequest:
     needs_room: bool = False  # set the config only if memory is free for it
     compare: CompareRequest | None = None  # if need be on unmodified steps
     forget: Config | None = None  # free its compiled code first
-    found: str = ""  # what was measured of the last order's config
+    found: str = ""  # what was measured of the last request's config
     saves: str = ""  # a file for the artifacts of compilation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockResult:
-    """The timed steps of one order."""
+    """The timed steps of one request."""
 
     steps: Count = 0
     samples: Count = 0  # of this process
     seconds: Seconds = 0.0  # wall clock, including the device's work
-    first_s: Seconds = 0.0  # of the untimed steps, if the order switched to another config
+    first_s: Seconds = 0.0  # of the untimed steps, if the request switched to another config
     waited_s: Seconds = 0.0  # for data
     peak_bytes: Bytes = 0
     compiled: Count = 0  # graphs that torch.compile made
-    drained_share: Share = 0.0  # of the batches of a loader's workers: these have not replaced them
+    drained_share: Share = 0.0  # by which the backlog of the loader's workers grew
     prefetched: Count = 0  # batches that workers are asked for at a time
     outcome: str = "ok"  # or how the config failed, without which the script then went on
     reason: str = ""
@@ -81,22 +81,22 @@ class Guide(Protocol):
         """Whether to act on a script, which may follow advice by itself. Resets advice's flags."""
 
     def begin(self, seen: ScriptFacts) -> BlockRequest:
-        """The first order."""
+        """The first request."""
 
     def next(self, result: BlockResult) -> BlockRequest:
-        """The next order, once the steps of the last are over."""
+        """The next request, once the steps of the last are over."""
 
     def failed(self, exc: BaseException) -> None:
         """The script, or the pilot, ends with this."""
 
     def script_failed(self, exc: BaseException, request: BlockRequest) -> None:
-        """The script has ended with this under an order's config, and it was printed."""
+        """The script has ended with this under a request's config, and it was printed."""
 
     def config_dropped(self, exc: BaseException) -> None:
         """The config that was to stay has raised this; the script goes on without it."""
 
     def backward_failed(self, exc: Exception, request: BlockRequest) -> None:
-        """Backward has raised this under an order's config; the script gets it, and may end."""
+        """Backward has raised this under a request's config; the script gets it, and may end."""
 
 
 def checkpoints() -> Path | None:
@@ -141,11 +141,11 @@ class PilotClient:
 
     def takes_over(self) -> bool:
         """As `Guide.takes_over`: an advice that the script follows is part of the script."""
-        from advisor.tuners.act.following import followed
-        from advisor.tuners.act.in_force import IN_FORCE
+        from advisor.tuners.act.advice_usage import is_followed
+        from advisor.tuners.act.process_flags import PROCESS_FLAGS
 
-        if not followed():
-            IN_FORCE.release()
+        if not is_followed():
+            PROCESS_FLAGS.release()
         return True
 
     def begin(self, seen: ScriptFacts) -> BlockRequest:
@@ -176,7 +176,7 @@ class PilotClient:
             self._note(said)
 
     def script_failed(self, *_: object, **_named: object) -> None:
-        """The tuning process hears of it by `failed`, or by the lap."""
+        """The tuning process hears of it by `failed`, or by the result."""
 
     config_dropped = backward_failed = script_failed
 
@@ -217,6 +217,6 @@ class PilotClient:
 
 
 def from_environment() -> PilotClient | None:
-    """The line to the tuning process that started this one, if any."""
+    """A client of the tuning process that started this one, if any."""
     address = os.environ.get(ADDRESS)
     return PilotClient(address, bytes.fromhex(os.environ[SECRET])) if address else None

@@ -56,7 +56,7 @@ class ScriptFacts:
 
     @classmethod
     def of(cls, observer: LoopObserver, loading: LoaderFacts) -> ScriptFacts:
-        """What the steps of a crew show, once its period is known."""
+        """What an observer has seen, once it knows which steps make one step of the script."""
         trained = observer.trained()
         main = trained[0]
         samples = max(1, main.batch(observer.period()))

@@ -16,15 +16,15 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from advisor.cache.config import Config
 from advisor.tuners.act import hooks, layouts
-from advisor.tuners.act.acting import Acting
-from advisor.tuners.act.artifacts import have_own_keys, have_stable_keys
+from advisor.tuners.act.applied import AppliedConfig
+from advisor.tuners.act.artifacts import restore_keys, use_stable_keys
 from advisor.tuners.act.compiled import CompiledCode, RecompileLimit, fallbacks, free
 from advisor.tuners.act.gate import Gate
 from advisor.tuners.act.hooks import Patch
-from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.layouts import Storages, strided
 from advisor.tuners.act.pilot.loop_observer import TrainedModel
 from advisor.tuners.act.pilot.trees import map_tensors
+from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.decisions import LEAST_FREE
 from advisor.tuners.faults import is_config_error
@@ -49,12 +49,12 @@ class ModelCall:
         """Call the model as before, unless it has been compiled since."""
         if vars(self.module).get("_compiled_call_impl") is self:
             own = self.plain == self.module._call_impl
-            hooks.through(self.module, None if own else self.plain)
+            hooks.replace_call(self.module, None if own else self.plain)
 
     def put(self, compiled: bool) -> None:
         """Call the model's parts through their compiled code, or not."""
         for module, call in self.regions.items():
-            hooks.through(module, call if compiled else None)
+            hooks.replace_call(module, call if compiled else None)
 
     def uncompiled(self, *args: Any, **kwargs: Any) -> Any:
         """The uncompiled call."""
@@ -68,7 +68,7 @@ class ModelCall:
         if not torch.is_grad_enabled() or not self.one.model.training:
             self.one.evaluated |= not self.one.model.training
             return self.uncompiled(*args, **kwargs)
-        if hooks.recomputes():
+        if hooks.in_backward():
             return self.act(*args, **kwargs)
         if self.act is self.plain:
             self.one.saw(args, kwargs)
@@ -130,14 +130,14 @@ class ConfigSwitch:
         self._steps_on_host = not any(one.get("fused") or one.get("capturable") for one in every)
         for one in optimizers:
             self._attached.callback(one.register_state_dict_post_hook(self._saved).remove)
-        self._attached.callback(have_own_keys)
+        self._attached.callback(restore_keys)
         self._replays = Replays()
         self._fallbacks = math.inf
         self._recompile_limit = RecompileLimit()
         self._attached.callback(self._recompile_limit.restore)
         self._compiled_code = CompiledCode()
         self._made: dict[Config, tuple[set[str], set[int]]] = {}
-        self._seen = {own: Acting(own, own, device)}
+        self._seen = {own: AppliedConfig(own, own, device)}
         self._flags = Config()
         self._kept: dict[Config, dict[nn.Module, tuple[Callable[..., Any], CompiledRegions]]] = {}
         self.calls: list[ModelCall] = []
@@ -145,51 +145,50 @@ class ConfigSwitch:
             module = callable_module(trains.outer)
             if module is not None and all(call.module is not module for call in self.calls):
                 self.calls.append(ModelCall(trains, module))
-                hooks.through(module, self.calls[-1])
+                hooks.replace_call(module, self.calls[-1])
 
     @property
     def fell_back(self) -> bool:
-        """Whether torch.compile has given up on the config that is set."""
         return fallbacks() > self._fallbacks
 
     def set(self, config: Config, on_error: OnError = None, on_backward: OnError = None) -> None:
         """Have the script train with a config from here on.
 
         Args:
-            struck: told what the config raises in a call or a step, which is made again without it.
-            lost: told what it raises where nothing can be made again; the script gets that.
+            on_error: gets what the config raises in a call or step, which is then made without it.
+            on_backward: gets what backward raises under it; the script gets that too.
         """
         self._claim()
         self._watching.close()
         if on_backward is not None:
             self._watching.callback(hooks.on_backward(failed=on_backward))
-        acting = self._seen[config] = Acting(config, self.own, self._device)
-        IN_FORCE.release(self._flags)
-        self._flags = Config({knob.name: value for knob, value in acting.rows if knob.flag})
+        applied = self._seen[config] = AppliedConfig(config, self.own, self._device)
+        PROCESS_FLAGS.release(self._flags)
+        self._flags = Config({knob.name: value for knob, value in applied.rows if knob.flag})
         self.put_flags()
-        self._feed(acting.loader())
+        self._feed(applied.loader())
         with torch.no_grad():
-            self._lay_out(acting)
-            self._set_optimizers(acting.optimizer(), on_error, on_backward)
+            self._lay_out(applied)
+            self._set_optimizers(applied.optimizer(), on_error, on_backward)
         for call in self.calls:
             call.put(False)
-            call.act, call.regions = self._act(call, acting)
+            call.act, call.regions = self._act(call, applied)
             call.put(True)
             call.on_error = on_error
         self.config = config
-        compiles = any(knob.compile_s for knob, _value in acting.rows)
+        compiles = any(knob.compile_s for knob, _value in applied.rows)
         self._fallbacks = fallbacks() if compiles else math.inf
         self._make_room()
 
     def put_flags(self) -> None:
         """Put the flags of the config that is set in force."""
-        IN_FORCE.put(self._flags)
+        PROCESS_FLAGS.put(self._flags)
 
     def release_flags(self) -> None:
         """Set them back: another model trains, for which they were not measured. Code that was
         compiled under them would be compiled again without."""
         if not self._seen[self.config].compiles:
-            IN_FORCE.release(self._flags)
+            PROCESS_FLAGS.release(self._flags)
 
     def forget(self, config: Config) -> None:
         """Free what only this config has compiled and laid out, unless it is set now."""
@@ -200,7 +199,7 @@ class ConfigSwitch:
         if code not in map(_code, self._seen.values()):
             self._kept.pop(code, None)
             free(*self._made.pop(code, (set(), set())))
-        if not any(acting.layouts for acting in self._seen.values()):
+        if not any(applied.layouts for applied in self._seen.values()):
             self._storages = Storages()  # weights are where the script has them
         self._make_room()
 
@@ -221,7 +220,7 @@ class ConfigSwitch:
         """Within a step: call models as the script does, and drop what the config compiled. Weights
         stay laid out until the next `set`: the step may still need them so."""
         self._watching.close()
-        IN_FORCE.release(self._flags)
+        PROCESS_FLAGS.release(self._flags)
         self._kept.pop(_code(self._seen[self.config]), None)
         self._set_optimizers({})
         for call in self.calls:
@@ -242,7 +241,6 @@ class ConfigSwitch:
                 call.leave()
 
     def release(self) -> None:
-        """Leave the script as it was found."""
         self.set(self.own)
         for call in self.calls:
             call.leave()
@@ -251,10 +249,10 @@ class ConfigSwitch:
         self._kept.clear()
         self._storages = Storages()
 
-    def _lay_out(self, acting: Acting) -> None:
+    def _lay_out(self, applied: AppliedConfig) -> None:
         changes = False
         for tensor, stride in self._strides.items():  # the script's own
-            for layout, value in acting.layouts:
+            for layout, value in applied.layouts:
                 if (found := layout(tensor, value)) is not None:
                     stride = torch.empty_like(tensor, device="meta", memory_format=found).stride()
             laid_out = self._storages.laid_out(id(tensor), tensor.data, stride)
@@ -342,36 +340,38 @@ class ConfigSwitch:
                 state[index] = kept | {"step": step.cpu()}
         return saved | {"param_groups": groups, "state": state}
 
-    def _act(self, call: ModelCall, acting: Acting) -> tuple[Callable[..., Any], CompiledRegions]:
+    def _act(
+        self, call: ModelCall, applied: AppliedConfig
+    ) -> tuple[Callable[..., Any], CompiledRegions]:
         """The training calls of a model under a config, and its compiled parts."""
-        code = _code(acting)
+        code = _code(applied)
         if not code:
             return call.plain, {}
         kept = self._kept.setdefault(code, {})
         if call.module not in kept:
             inner: Callable[..., Any] = call.plain
             regions: CompiledRegions = {}
-            if acting.undoes_compile:
+            if applied.undoes_compile:
                 inner = torch.compiler.set_stance("force_eager")(call.plain)
-            elif acting.compiles:
-                inner = self._compiled(call, acting)
+            elif applied.compiles:
+                inner = self._compiled(call, applied)
                 regions = _detach_regions(call.module)
-            kept[call.module] = _wrapped(inner, acting, self._device), regions
+            kept[call.module] = _wrapped(inner, applied, self._device), regions
         return kept[call.module]
 
-    def _compiled(self, call: ModelCall, acting: Acting) -> Gate:
+    def _compiled(self, call: ModelCall, applied: AppliedConfig) -> Gate:
         module = call.module
         self._recompile_limit.raise_it()
-        have_stable_keys()
-        hooks.through(module, None)
-        for knob, value in acting.rows:
+        use_stable_keys()
+        hooks.replace_call(module, None)
+        for knob, value in applied.rows:
             if knob.model is not None and not knob.layout:
                 knob.model(module, value)
-        if acting.graphs:
+        if applied.graphs:
             self._replays.attach(module)
         found = vars(module).get("_compiled_call_impl") or call.plain
-        hooks.through(module, call)
-        sizes, seen = not acting.any_size, call.one.signatures
+        hooks.replace_call(module, call)
+        sizes, seen = not applied.any_size, call.one.signatures
         return Gate(module, found, call.uncompiled, seen=seen, sizes=sizes)
 
 
@@ -380,14 +380,14 @@ def _detach_regions(outer: nn.Module) -> CompiledRegions:
     inner = (module for module in outer.modules() if module is not outer)
     found = {m: call for m in inner if (call := vars(m).get("_compiled_call_impl")) is not None}
     for module in found:
-        hooks.through(module, None)
+        hooks.replace_call(module, None)
     return found
 
 
-def _code(acting: Acting) -> Config:
+def _code(applied: AppliedConfig) -> Config:
     """The part of a config that decides the code of a model's call; flags are part of such code."""
-    flags = acting.compiles
-    decides = ((k, v) for k, v in acting.rows if k.model or k.autocast or (k.flag and flags))
+    flags = applied.compiles
+    decides = ((k, v) for k, v in applied.rows if k.model or k.autocast or (k.flag and flags))
     return Config({knob.name: value for knob, value in decides})
 
 
@@ -448,10 +448,12 @@ def replicates(outer: nn.Module) -> bool:
     return isinstance(outer, nn.DataParallel) and len(outer.device_ids) > 1
 
 
-def _wrapped(inner: Callable[..., Any], acting: Acting, device: torch.device) -> Callable[..., Any]:
+def _wrapped(
+    inner: Callable[..., Any], applied: AppliedConfig, device: torch.device
+) -> Callable[..., Any]:
     """A call with its inputs laid out, in autocast, its outputs in float32. The script's loss stays
     outside, because some losses forbid autocast, as BCELoss does."""
-    dtype, layouts = acting.autocast, acting.layouts
+    dtype, layouts = applied.autocast, applied.layouts
 
     def placed(tensor: Tensor) -> Tensor:
         for layout, wanted in layouts:
@@ -462,7 +464,7 @@ def _wrapped(inner: Callable[..., Any], acting: Acting, device: torch.device) ->
     def call(*args: Any, **kwargs: Any) -> Any:
         if layouts:
             args, kwargs = map_tensors(placed, (args, kwargs))
-        if dtype is None and not acting.undoes_autocast:
+        if dtype is None and not applied.undoes_autocast:
             found = inner(*args, **kwargs)
         else:
             with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):

@@ -1,4 +1,4 @@
-"""A run as a place: configs are switched at the step boundaries of a command that trains."""
+"""A run as a Runner: configs are switched at the step boundaries of a command that trains."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ from advisor.tuners.act.pilot.protocol import BlockRequest, CompareRequest
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
 from advisor.tuners.measure.compare import plain_of
-from advisor.tuners.measure.place import UNVERIFIED, Block, Compared, ConfigFailed, Place
-from advisor.tuners.measure.run.mapped import Mapped
-from advisor.tuners.measure.run.session import AttachedScript, Command, Ended, Flight, shown
+from advisor.tuners.measure.run.mapped_options import MappedOptions
+from advisor.tuners.measure.run.session import (
+    AttachedScript,
+    CommandProcess,
+    PilotSession,
+    RunEnded,
+    show_log,
+)
+from advisor.tuners.measure.runner import UNVERIFIED, Block, Compared, ConfigFailed, Runner
 
 T = TypeVar("T")
 SAVE_TIMEOUT_S = 30.0  # for saving what was compiled
-MEND = "mend that, and the same command goes on with what was measured"
+RETRY_HINT = "mend that, and the same command goes on with what was measured"
 
 
 class Run:
-    """A Place: a command that is measured, and started anew where it ended.
+    """A Runner: a command that is measured, and restarted when it ends.
 
     Args:
         injected: the folder with the sitecustomize that brings the pilot.
@@ -43,19 +49,19 @@ class Run:
         show: Callable[[str], None] | None = None,
         options: Mapping[str, Value] | None = None,
     ) -> None:
-        self.command = Mapped(command, options or {})
+        self.command = MappedOptions(command, options or {})
         self._injected, self._log = injected, log
         # Set once the script's space is known: what it does itself, the tolerance of comparisons,
         # as in a `Task`, and bytes of the device, if they are known.
         self.baseline, self.tolerance, self.memory = Config(), 0.0, 0
         # By the words of the command; the last one used comes last.
-        self._sessions: dict[tuple[str, ...], Flight] = {}
+        self._sessions: dict[tuple[str, ...], PilotSession] = {}
         self._processes = 1
         self._survived = 0  # steps, unmodified, after a start that failed
         self._reasons: set[str] = set()  # why starts failed
         self._peak_bytes = 0  # of a step at the script's own batch
         self._shown = show is not None
-        self._showing: AbstractContextManager[None] = shown(log, show) if show else nullcontext()
+        self._showing: AbstractContextManager[None] = show_log(log, show) if show else nullcontext()
 
     def __enter__(self) -> Self:
         self._showing.__enter__()
@@ -69,8 +75,8 @@ class Run:
         """Start the command; raises TargetFailed if it ends before its first steps, WorkerError if
         they do not come in time."""
         try:
-            seen = self._ensured(self.baseline, time.monotonic() + START_S).seen
-        except Ended as exc:
+            seen = self._running(self.baseline, time.monotonic() + START_S).seen
+        except RunEnded as exc:
             if exc.outcome == "timed_out":
                 raise WorkerError(str(exc)) from exc
             raise TargetFailed(str(exc), "") from exc
@@ -81,8 +87,8 @@ class Run:
         """Raise UsageError unless an option of the command sets a knob to a value."""
         config = self.baseline.replace(**{name: value})
         try:
-            self._ensured(config, time.monotonic() + START_S)
-        except Ended as exc:
+            self._running(config, time.monotonic() + START_S)
+        except RunEnded as exc:
             if exc.outcome in ("out_of_memory", "timed_out"):
                 return  # it was taken
             number = self.command.numbers(config, self.baseline, self._processes)[name]
@@ -93,10 +99,10 @@ class Run:
         within = self.command.within(config, self.baseline)
         request = BlockRequest(config=within, own=self.baseline, steps=steps, warm=warm)
         try:
-            block = self._tried(config, deadline_s, lambda at, until: at.block(request, until))
-        except Ended as exc:
+            block = self._attempt(config, deadline_s, lambda at, until: at.block(request, until))
+        except RunEnded as exc:
             if exc.own:
-                raise TargetFailed(f"the script fails by itself ({exc}): {MEND}", "") from exc
+                raise TargetFailed(f"the script fails by itself ({exc}): {RETRY_HINT}", "") from exc
             why = f"the command ends before a config is measured ({exc})"
             raise WorkerError(f"{why}; give it more to train on, as more epochs") from exc
         if config.batch == self.baseline.batch:
@@ -108,28 +114,32 @@ class Run:
         asked = comparison(within, self.baseline, self.tolerance, deadline_s)
         request = BlockRequest(config=self.baseline, own=self.baseline, steps=1, compare=asked)
         try:
-            results = self._tried(config, deadline_s, lambda at, until: at.results(request, until))
-        except (ConfigFailed, Ended) as exc:
+            results = self._attempt(
+                config, deadline_s, lambda at, until: at.results(request, until)
+            )
+        except (ConfigFailed, RunEnded) as exc:
             return Compared(UNVERIFIED, f"the command ended while it was compared: {exc}")
         # The first process that objects decides.
         worst = next((result for result in results if result.outcome != "ok"), results[0])
         return Compared(worst.outcome, worst.reason, worst.blames)
 
-    def _tried(self, config: Config, deadline_s: float, act: Callable[[Flight, float], T]) -> T:
-        """Do something with a start of the command, or another if it ends; may raise Ended."""
+    def _attempt(
+        self, config: Config, deadline_s: float, act: Callable[[PilotSession, float], T]
+    ) -> T:
+        """Do something with a start of the command, or another if it ends; may raise RunEnded."""
         until = time.monotonic() + deadline_s
-        last: Ended | None = None
+        last: RunEnded | None = None
         for _ in range(STARTS):
             try:
-                return act(self._ensured(config, until), until)
-            except Ended as exc:
+                return act(self._running(config, until), until)
+            except RunEnded as exc:
                 made = self._end(self._words(config))
                 if exc.outcome == "timed_out":
                     if last is not None and config == self.baseline:
                         break
                     again = "the budget was over before it had started again"
                     raise ConfigFailed(exc.outcome, again if last else str(exc)) from exc
-                self._check_own(exc, made, until)
+                self._check_unmodified(exc, made, until)
                 if exc.outcome == "out_of_memory" and self._sessions:
                     self.stop()  # once more with all of the memory
                 elif exc.code and config != self.baseline:
@@ -149,7 +159,7 @@ class Run:
             request = BlockRequest(
                 config=self.baseline, own=self.baseline, steps=1, saves=str(file)
             )
-            with suppress(Ended):
+            with suppress(RunEnded):
                 session.results(request, time.monotonic() + SAVE_TIMEOUT_S)
 
     def stop(self) -> None:
@@ -162,7 +172,7 @@ class Run:
         session.end()
         return session.made
 
-    def _check_own(self, ended: Ended, made: int, until: float) -> None:
+    def _check_unmodified(self, ended: RunEnded, made: int, until: float) -> None:
         """If a start failed as scripts do by themselves, or as another config did, raise
         TargetFailed unless the unmodified command survives as many steps."""
         again = str(ended) in self._reasons
@@ -173,26 +183,26 @@ class Run:
         words = self._words(self.baseline)
         try:
             self._end(words)
-            flight = self._ensured(self.baseline, until)
+            session = self._running(self.baseline, until)
             # One more: what is raised between two steps shows in the second.
-            while flight.made <= made and time.monotonic() < until:
-                steps = max(1, min(made + 1 - flight.made, 16))
-                flight.block(
+            while session.made <= made and time.monotonic() < until:
+                steps = max(1, min(made + 1 - session.made, 16))
+                session.block(
                     BlockRequest(config=self.baseline, own=self.baseline, steps=steps), until
                 )
-            self._survived = max(self._survived, flight.made)
+            self._survived = max(self._survived, session.made)
         except ConfigFailed:
             return
-        except Ended as exc:
+        except RunEnded as exc:
             self._end(words)
             if exc.code and exc.outcome in ("failed", "crashed"):
-                raise TargetFailed(f"the script fails by itself ({exc}): {MEND}", "") from exc
+                raise TargetFailed(f"the script fails by itself ({exc}): {RETRY_HINT}", "") from exc
 
     def _words(self, config: Config) -> tuple[str, ...]:
         return self.command.at(config, self.baseline, self._processes)
 
-    def _ensured(self, config: Config, until: float) -> Flight:
-        """The command at its first steps, with its options set for a config; raises Ended if it
+    def _running(self, config: Config, until: float) -> PilotSession:
+        """The command at its first steps, with its options set for a config; raises RunEnded if it
         does not come so far, or its options set something else."""
         words = self._words(config)
         if words in self._sessions and self._sessions[words].command.ended:
@@ -201,18 +211,17 @@ class Run:
         if session is None:
             while self._sessions and not self._has_room(config):
                 self._end(next(iter(self._sessions)))
-            session = self._started(words, max(1.0, until - time.monotonic()))
+            session = self._start(words, max(1.0, until - time.monotonic()))
         self._sessions[words] = session
         for name in self.command.changed(config, self.baseline):
             _check_shown(session.seen, name, config[name], self.baseline.batch)
         return session
 
-    def _started(self, words: tuple[str, ...], start_s: float) -> Flight:
-        command = Command(words, injected=self._injected, log=self._log)
-        return Flight(command, start_s, None if self._shown else self._log, real=False)
+    def _start(self, words: tuple[str, ...], start_s: float) -> PilotSession:
+        command = CommandProcess(words, injected=self._injected, log=self._log)
+        return PilotSession(command, start_s, None if self._shown else self._log, real=False)
 
     def _has_room(self, config: Config) -> bool:
-        """Whether one more start may run beside those that do."""
         # A launcher of several processes holds a port.
         if self._processes > 1 or len(self._sessions) >= STARTS:
             return False
@@ -223,7 +232,6 @@ class Run:
 
 
 def comparison(config: Config, own: Config, tolerance: float, left_s: float) -> CompareRequest:
-    """What compares a config with strict fp32."""
     fp32 = knobs.strict(own)
     plain = plain_of(config, fp32)
     return CompareRequest(
@@ -237,9 +245,11 @@ def _check_shown(seen: ScriptFacts, name: str, value: Value, own_batch: int) -> 
     if name == BATCH:
         # Not the very number: the last batch of an epoch is shorter.
         if abs(seen.shape[0] - value) >= abs(seen.shape[0] - own_batch):
-            raise Ended("failed", f"a step has {seen.shape[0]} samples, not {value}")
+            raise RunEnded("failed", f"a step has {seen.shape[0]} samples, not {value}")
     elif (has := seen.own.get(name, 0)) != value:
-        raise Ended("failed", f"the script has {knobs.described(Config({name: has}))}, not {value}")
+        raise RunEnded(
+            "failed", f"the script has {knobs.described(Config({name: has}))}, not {value}"
+        )
 
 
 class AttachedRun(Run):
@@ -251,27 +261,29 @@ class AttachedRun(Run):
         self._script = script
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        """As Place; unverified where the run might not be the same afterwards."""
+        """As Runner; unverified where the run might not be the same afterwards."""
         found = super().compare(config, deadline_s=deadline_s)
         return found if found.outcome in ("ok", "wrong") else Compared(UNVERIFIED, found.reason)
 
     def leave(self, config: Config, found: str) -> None:
         """Have the script train on with a config, to its end; `found`: see `BlockRequest`."""
-        flight = self._ensured(config, time.monotonic() + START_S)
-        flight.tell(BlockRequest(config=config, own=self.baseline, found=found))
+        session = self._running(config, time.monotonic() + START_S)
+        session.tell(BlockRequest(config=config, own=self.baseline, found=found))
 
     def stop(self) -> None:
         """The script waits for what it is to go on with: see `leave`."""
 
-    def _tried(self, config: Config, deadline_s: float, act: Callable[[Flight, float], T]) -> T:
+    def _attempt(
+        self, config: Config, deadline_s: float, act: Callable[[PilotSession, float], T]
+    ) -> T:
         until = time.monotonic() + START_S
         try:
-            return act(self._ensured(config, until), until)
-        except Ended as exc:
+            return act(self._running(config, until), until)
+        except RunEnded as exc:
             raise WorkerError(f"the script is over: {exc}") from exc
 
-    def _started(self, words: tuple[str, ...], start_s: float) -> Flight:
-        return Flight(self._script, start_s, self._log, real=True)
+    def _start(self, words: tuple[str, ...], start_s: float) -> PilotSession:
+        return PilotSession(self._script, start_s, self._log, real=True)
 
 
-_: type[Place] = Run
+_: type[Runner] = Run

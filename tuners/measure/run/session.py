@@ -29,20 +29,26 @@ from advisor.tuners.act.pilot.protocol import (
 )
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import MIN_OBSERVED_STEPS
-from advisor.tuners.measure.place import Block, ConfigFailed
-from advisor.tuners.measure.run.guarded import END_S, Guarded, how, inductor_folder, measurable
+from advisor.tuners.measure.run.guarded_process import (
+    END_S,
+    GuardedProcess,
+    exit_text,
+    inductor_folder,
+    measurable,
+)
+from advisor.tuners.measure.runner import Block, ConfigFailed
 from advisor.tuners.measure.worker.wire import receive, send
-from advisor.tuners.scratch import Scratch
+from advisor.tuners.scratch import ScratchFolder
 
-LOOK_S = 0.2  # between two looks at a command, or its log
-TOGETHER_S = 60.0  # between the first steps of a job's first process and those of its last
+LOG_POLL_S = 0.2  # between two looks at a command, or its log
+RANKS_S = 60.0  # between the first steps of a job's first process and those of its last
 GONE = (
     "the process that trained is gone, and the command goes on without it; of a command that "
     "starts several in turn give the one that trains"
 )
-MEND = "mend that first"
+FIX_HINT = "mend that first"
 T = TypeVar("T")
-CONTAINED = {
+TRACKERS_OFF = {
     "WANDB_MODE": "disabled",
     "WANDB_DISABLED": "true",
     "COMET_MODE": "DISABLED",
@@ -60,13 +66,13 @@ CONTAINED = {
 saves or pushes itself, nor the loggers of Lightning."""
 
 
-class Command(Guarded):
+class CommandProcess(GuardedProcess):
     """One start of a command, whose Python looks into the folder `injected` first, for the pilot;
     raises UsageError as `measurable`, and if the temporary folder's name is too long."""
 
     def __init__(self, words: Sequence[str], *, injected: Path, log: Path) -> None:
         path = measurable(words)
-        self._folder = Scratch()
+        self._folder = ScratchFolder()
         secret = secrets.token_bytes(32)
         self._address = str(self._folder.path / "pilot")
         try:
@@ -82,7 +88,7 @@ class Command(Guarded):
             # Collect garbage before each CUDA graph capture (torch.compiler.config): a graph that
             # is freed meanwhile breaks the capture.
             "TORCH_CUDAGRAPH_GC": "1",
-            **{name: value.format(scratch) for name, value in CONTAINED.items()},
+            **{name: value.format(scratch) for name, value in TRACKERS_OFF.items()},
             # Not in the scratch folder: the next start loads what this one compiles.
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR")
             or inductor_folder(),
@@ -95,7 +101,6 @@ class Command(Guarded):
 
     @property
     def note(self) -> str | None:
-        """Why a process failed before its first steps, or ''; None if none has loaded torch."""
         return startup_failure(self._address)
 
     def accepted(self, seconds: float) -> Connection | None:
@@ -127,7 +132,7 @@ class AttachedScript:
             return None
         return Connection(self.listener.accept()[0].detach())
 
-    def obituary(self) -> tuple[int, str]:
+    def exit_report(self) -> tuple[int, str]:
         return 1, ""
 
     def end(self) -> None:
@@ -135,7 +140,7 @@ class AttachedScript:
 
 
 @contextlib.contextmanager
-def shown(log: Path, show: Callable[[str], None]) -> Iterator[None]:
+def show_log(log: Path, show: Callable[[str], None]) -> Iterator[None]:
     """Show what is written to a log meanwhile, from another thread."""
     over = threading.Event()
 
@@ -143,7 +148,7 @@ def shown(log: Path, show: Callable[[str], None]) -> Iterator[None]:
         with log.open(errors="replace") as file:
             last = False
             while not last:
-                last = over.wait(LOOK_S)
+                last = over.wait(LOG_POLL_S)
                 if said := file.read():
                     show(said)
 
@@ -157,7 +162,7 @@ def shown(log: Path, show: Callable[[str], None]) -> Iterator[None]:
         thread.join()
 
 
-class Ended(Exception):
+class RunEnded(Exception):
     """The command is over, makes no more steps, or answers nonsense."""
 
     def __init__(
@@ -170,8 +175,8 @@ class Ended(Exception):
         self.own = own  # a script more likely ends so by itself than because of a config
 
 
-class Flight:
-    """The pilots in a command that runs: its processes wait for orders between two blocks. Every
+class PilotSession:
+    """The pilots in a command that runs: its processes wait for requests between two blocks. Every
     method, the start too, may raise Ended; `until` is by time.monotonic().
 
     Args:
@@ -181,7 +186,7 @@ class Flight:
     """
 
     def __init__(
-        self, command: Command | AttachedScript, start_s: float, log: Path | None, real: bool
+        self, command: CommandProcess | AttachedScript, start_s: float, log: Path | None, real: bool
     ) -> None:
         self.command, self._log, self._real = command, log, real
         self._pipes: list[Connection] = []
@@ -195,7 +200,7 @@ class Flight:
             raise
 
     def block(self, request: BlockRequest, until: float) -> Block:
-        """Have every process make the order's steps; raises ConfigFailed if its config fails."""
+        """Have every process make the requested steps; raises ConfigFailed if the config fails."""
         results = self.results(request, until)
         if result := next((result for result in results if result.outcome != "ok"), None):
             raise ConfigFailed(result.outcome, result.reason)
@@ -216,15 +221,14 @@ class Flight:
         forget = self.forgotten.pop(0) if self.forgotten else None
         self.made += request.warm + request.steps
         self.tell(dataclasses.replace(request, needs_room=self._real, forget=forget))
-        return [self._heard(pipe, "lap", BlockResult, until) for pipe in self._pipes]
+        return [self._receive(pipe, "lap", BlockResult, until) for pipe in self._pipes]
 
     def tell(self, request: BlockRequest) -> None:
-        """Give an order to every process; to one of no steps there is no answer."""
         try:
             for pipe in self._pipes:
                 send(pipe, to_plain(request))
         except OSError:
-            raise self._why() from None
+            raise self._end_reason() from None
 
     def end(self) -> None:
         """End the command, and everything it started."""
@@ -237,65 +241,67 @@ class Flight:
         seen: list[ScriptFacts] = []
         until = time.monotonic() + start_s
         while not seen or len(seen) < seen[0].processes:
-            while (pipe := self.command.accepted(LOOK_S)) is None:
+            while (pipe := self.command.accepted(LOG_POLL_S)) is None:
                 if self.command.ended:
-                    raise self._why()
+                    raise self._end_reason()
                 if time.monotonic() > until:
                     reason = f"{len(seen)} of its processes came to their first steps, not all"
                     if not seen:
                         sooner = "give a larger --budget, or a command that trains sooner"
-                        reason = self._never(f"it has run for {start_s:.0f} s", sooner)
-                    raise Ended("timed_out", reason)
-            seen.append(self._heard(pipe, "seen", ScriptFacts, until))
+                        reason = self._why_no_steps(f"it has run for {start_s:.0f} s", sooner)
+                    raise RunEnded("timed_out", reason)
+            seen.append(self._receive(pipe, "seen", ScriptFacts, until))
             self._pipes.append(pipe)
-            until = min(until, time.monotonic() + TOGETHER_S)
+            until = min(until, time.monotonic() + RANKS_S)
         return min(seen, key=lambda one: one.rank)
 
-    def _heard(self, pipe: Connection, what: str, cls: type[T], until: float) -> T:
+    def _receive(self, pipe: Connection, what: str, cls: type[T], until: float) -> T:
         try:
-            while not pipe.poll(LOOK_S):
+            while not pipe.poll(LOG_POLL_S):
                 if self.command.ended and not pipe.poll(0):
-                    raise self._why()
+                    raise self._end_reason()
                 if time.monotonic() > until:
-                    raise Ended("timed_out", "the budget was over before it was measured")
+                    raise RunEnded("timed_out", "the budget was over before it was measured")
             message = receive(pipe)
             if failed := message.get("failed"):
                 if failed["outcome"] == TRAINING_OVER:
-                    raise Ended("failed", failed["reason"], 0)
-                raise Ended(failed["outcome"], failed["reason"], own=bool(failed.get("own")))
+                    raise RunEnded("failed", failed["reason"], 0)
+                raise RunEnded(failed["outcome"], failed["reason"], own=bool(failed.get("own")))
             return from_plain(cls, message[what])
         except (EOFError, OSError):
-            raise self._why() from None
+            raise self._end_reason() from None
         except (KeyError, TypeError, ValueError, RecordDamaged) as exc:
-            raise Ended("crashed", f"the pilot's answer made no sense: {exc}") from exc
+            raise RunEnded("crashed", f"the pilot's answer made no sense: {exc}") from exc
 
-    def _why(self) -> Ended:
+    def _end_reason(self) -> RunEnded:
         """Why the command is over, or one of its processes is."""
         until = time.monotonic() + END_S
         while not self.command.ended and time.monotonic() < until:
             time.sleep(0.05)
         if not self.command.ended:
             several = "one of its processes is gone, others are not"
-            return Ended("crashed", GONE if len(self._pipes) == 1 else several)
-        code, last = self.command.obituary()
-        ended, note = f"ended with {how(code)}", self.command.note
+            return RunEnded("crashed", GONE if len(self._pipes) == 1 else several)
+        code, last = self.command.exit_report()
+        ended, note = f"ended with {exit_text(code)}", self.command.note
         printed = f": {last}" if last and code else ""  # the last words of a failure say why
         if self._pipes:
-            return Ended("crashed", f"the command {ended}{printed}", code, own=code > 0)
-        mend = MEND if code else "give a command that trains for longer"
-        never = self._never(f"it {ended}{'' if note else printed}", mend)
-        return Ended("failed", never, code or 1, f"it {ended}{f': {note}' if note else printed}")
+            return RunEnded("crashed", f"the command {ended}{printed}", code, own=code > 0)
+        mend = FIX_HINT if code else "give a command that trains for longer"
+        never = self._why_no_steps(f"it {ended}{'' if note else printed}", mend)
+        return RunEnded("failed", never, code or 1, f"it {ended}{f': {note}' if note else printed}")
 
-    def _never(self, so_far: str, mend: str) -> str:
+    def _why_no_steps(self, so_far: str, mend: str) -> str:
         """What to say of a command that made no steps; `mend`: what to do about it."""
         note = self.command.note
         if note:
-            seen, mend = f"it failed before a step could be measured: {note}", MEND
+            seen, mend = f"it failed before a step could be measured: {note}", FIX_HINT
         elif note is not None:
             steps = f"{MIN_OBSERVED_STEPS} steps of a torch.optim optimizer"
             seen = f"torch was imported, but no {steps} came"
         else:
             seen = "no process of the command has imported torch"
-            mend = mend if mend == MEND else "give the command that trains, as you would type it"
+            mend = (
+                mend if mend == FIX_HINT else "give the command that trains, as you would type it"
+            )
         where = "See what it printed" if self._log is None else f"What it printed is in {self._log}"
         return f"{seen}; {so_far}. {where}; {mend}"

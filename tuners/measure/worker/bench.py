@@ -22,20 +22,20 @@ from advisor.cache.shown import size
 from advisor.errors import TargetError, TargetFailed
 from advisor.tuners import host, target
 from advisor.tuners.act import artifacts
-from advisor.tuners.act.acting import Acting
 from advisor.tuners.act.advice import Advice
+from advisor.tuners.act.advice_usage import Served
+from advisor.tuners.act.applied import AppliedConfig
 from advisor.tuners.act.compiled import CompiledCode, RecompileLimit, free, graphs_compiled
-from advisor.tuners.act.following import Served
-from advisor.tuners.act.in_force import IN_FORCE
 from advisor.tuners.act.pilot.loop_observer import RngState
+from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.faults import failure
 from advisor.tuners.knobs import INPUT, KNOBS, TORCH
 from advisor.tuners.measure.compare import References, plain_of
 from advisor.tuners.measure.loading import Described, LoaderFeed, costs, described
-from advisor.tuners.measure.place import Block, Compared, ConfigFailed
+from advisor.tuners.measure.runner import Block, Compared, ConfigFailed
 from advisor.tuners.measure.worker.wire import DataFacts, SampleCosts, WorkerJob
-from advisor.tuners.measure.workload import Workload, WorkloadSubject
+from advisor.tuners.measure.workload import RepeatableWorkload, Workload
 
 T = TypeVar("T")
 INPUTS = tuple(knob.name for knob in KNOBS if knob.stage == INPUT)
@@ -78,7 +78,7 @@ class Bench:
         with contextlib.suppress(TargetError):  # of a very large file
             # Read at import: what is edited later is not what is measured.
             self.code = self.loaded.spec.code
-        self._subject = WorkloadSubject(self.new_model, self._workload, self.device)
+        self._subject = RepeatableWorkload(self.new_model, self._workload, self.device)
 
     @functools.cached_property
     def loading(self) -> Described:
@@ -89,7 +89,7 @@ class Bench:
         return self.loading.facts
 
     def block(self, config: Config, steps: int, warm: int) -> Block:
-        """As Place; raises ConfigFailed."""
+        """As Runner; raises ConfigFailed."""
         foreign = self._foreign_bytes()
         try:
             return self._with_room(config, lambda: self._block(config, steps, warm))
@@ -146,7 +146,6 @@ class Bench:
             free(codes, replays)
 
     def save(self, config: Config, file: str) -> bool:
-        """Save all that this process has compiled, a config among it."""
         self._with_room(config, lambda: self._workload(config.without(*INPUTS)))
         artifacts.save(Path(file))
         return True
@@ -224,7 +223,7 @@ class Bench:
     def _switch(self, config: Config, workload: Workload) -> None:
         """Put a config in force, and start its loader."""
         self.reset_peak()
-        IN_FORCE.release()
+        PROCESS_FLAGS.release()
         if self._loads(config):
             advice = self._advice(config)
             feeding = LoaderFeed(self.loading.data.loader(**advice.loader))
@@ -243,7 +242,7 @@ class Bench:
 
     def _workload(self, config: Config) -> Workload:
         workload = self._build(config).workload
-        IN_FORCE.release()
+        PROCESS_FLAGS.release()
         workload.advice.set_flags()
         return workload
 
@@ -252,9 +251,9 @@ class Bench:
             return self._built[config]
         if self._free_bytes() < self._peak_bytes:
             self.release()
-        if Acting(config, TORCH, self.device).compiles:
+        if AppliedConfig(config, TORCH, self.device).compiles:
             self._limit.raise_it()
-            artifacts.have_stable_keys()
+            artifacts.use_stable_keys()
         before = self._allocated()
         self.reset_peak()
         workload = self.workload(config)
@@ -266,8 +265,7 @@ class Bench:
         return built
 
     def workload(self, config: Config, built: nn.Module | None = None) -> Workload:
-        """A new workload, before its first step; of a model that is `built` on made-up batches."""
-        IN_FORCE.release()
+        PROCESS_FLAGS.release()
         batch = config.batch or self._task.batch
         own = batch == self._task.batch
         given = self.loading.batches if self._task.data and own and built is None else ()
@@ -290,12 +288,10 @@ class Bench:
         return Advice(config, device=self.job.device, batch_size=batch, served=served)
 
     def new_model(self) -> nn.Module:
-        """The model as it is at first."""
         torch.manual_seed(self.job.seed)
         return target.build(self.loaded)
 
     def release(self) -> None:
-        """Drop all workloads, and give their memory back."""
         self._leave()
         for config in list(self._built):
             self.forget(config)

@@ -22,7 +22,7 @@ from advisor.tuners import fingerprint, fp8, target
 from advisor.tuners.act.pilot.script_facts import model_facts
 from advisor.tuners.faults import is_out_of_memory
 from advisor.tuners.knobs import plain
-from advisor.tuners.measure.place import ConfigFailed
+from advisor.tuners.measure.runner import ConfigFailed
 from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.wire import CHANGED, Facts, WorkerJob, receive, send
 from advisor.tuners.measure.workload import Workload, layer_that_raised

@@ -26,7 +26,7 @@ import scratch  # type: ignore[import-not-found]
 
 LOGGED = 2**26  # bytes of output that are written to the log
 WORDS = 4000  # bytes of the end of the output that are reported
-LOOK_S = 0.1  # between two looks at the worker and the memory in use
+WATCH_S = 0.1  # between two looks at the worker and the memory in use
 FAMILY_S = 1.0  # between two searches for what the worker started: each reads all of /proc
 COMPILERS = ("g++", "gcc", "c++", "cc", "clang++", "clang")
 COMPILERS_S = 0.2  # to remove what they have half written, which torch.compile would load later
@@ -78,7 +78,7 @@ class Guard:
     def run(self) -> None:
         family, searched = [self._worker], 0.0
         while self._status is None:
-            ready, _, _ = select.select(self._heard, [], [], LOOK_S)
+            ready, _, _ = select.select(self._heard, [], [], WATCH_S)
             if self._output in ready:
                 self._drain()
             self._reap()

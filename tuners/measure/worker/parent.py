@@ -17,8 +17,8 @@ from advisor.cache.shown import size
 from advisor.errors import RecordDamaged, TargetError, TargetFailed, WorkerError
 from advisor.tuners import host
 from advisor.tuners.knobs import KNOBS, compiles, plain, strict
-from advisor.tuners.measure.place import Block, Compared, ConfigFailed, Place
-from advisor.tuners.measure.run.guarded import Guarded, how, inductor_folder
+from advisor.tuners.measure.run.guarded_process import GuardedProcess, exit_text, inductor_folder
+from advisor.tuners.measure.runner import Block, Compared, ConfigFailed, Runner
 from advisor.tuners.measure.worker.wire import (
     DataFacts,
     Facts,
@@ -27,7 +27,7 @@ from advisor.tuners.measure.worker.wire import (
     receive,
     send,
 )
-from advisor.tuners.scratch import Scratch
+from advisor.tuners.scratch import ScratchFolder
 
 T = TypeVar("T")
 LOAD_S = 300.0
@@ -43,18 +43,18 @@ one value of LASTING in a process for each of PICKING, which tell convolutions a
 
 
 class Worker(contextlib.AbstractContextManager["Worker"]):
-    """A Place in a child process; one that dies or hangs is replaced. `deadline_s`: for describing
+    """A Runner in a child process; one that dies or hangs is replaced. `deadline_s`: for describing
     the job, and for what its data costs."""
 
     def __init__(self, job: WorkerJob, *, deadline_s: float) -> None:
         self._job, self.deadline_s = job, deadline_s
         self.baseline = plain(job.task, job.device)  # until it is set
-        self._process: Guarded | None = None
+        self._process: GuardedProcess | None = None
         self._pipe: Connection | None = None
         self._data_s = 0.0  # that loading took at most; 0 before `describe_data`
         self._picked: dict[Config, Config] = {}  # LASTING by PICKING
         self._built: set[Config] = set()
-        self._scratch = Scratch()
+        self._scratch = ScratchFolder()
 
     def __exit__(self, *_exc: object) -> None:
         self.stop()
@@ -83,11 +83,11 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         return self._of_data(SampleCosts, "costs", max(LOAD_S, self.deadline_s), seconds=seconds)
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
-        """As Place; steps of a config with a loader are whole rounds of its workers."""
+        """As Runner; steps of a config with a loader are whole rounds of its workers."""
         return self._asked(Block, "block", deadline_s, config, steps=steps, warm=warm)
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        """As Place; a config of another batch is compared at the user's."""
+        """As Runner; a config of another batch is compared at the user's."""
         batch = self._job.task.batch
         given = {"fp32": dict(strict(self.baseline).at(batch)), "seconds": deadline_s}
         try:
@@ -108,7 +108,6 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
                 self._asked(bool, "save", LATE_S + self.deadline_s, config, file=str(file))
 
     def stop(self) -> None:
-        """End the worker and everything it started."""
         self._kill()
         self._scratch.remove()
 
@@ -120,7 +119,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         config: Config | None = None,
         **given: Any,
     ) -> T:
-        """What a worker answers to a request, of a config or of the job; raises as Place.block."""
+        """What a worker answers to a request, of a config or of the job; raises as Runner.block."""
         others = self._built - {config}
         request = {"do": what, **given} | ({} if config is None else {"config": dict(config)})
         self._ready(plain(self._job.task, self._job.device) if config is None else config)
@@ -185,7 +184,9 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         words = [sys.executable, "-P", "-m", "advisor.tuners.measure.worker", str(pipe)]
         try:
             with theirs:
-                self._process = Guarded(words, environment=environment, pipe=pipe, memory=memory)
+                self._process = GuardedProcess(
+                    words, environment=environment, pipe=pipe, memory=memory
+                )
             load = {"do": "load", "job": to_plain(self._job)}
             self._answered(load, max(LOAD_S, self.deadline_s))
         except (ConfigFailed, OSError) as exc:
@@ -210,18 +211,18 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
                 kind = TargetError if reply["error"] == TargetError.__name__ else TargetFailed
                 failed = kind(reply["message"], reply["details"])
         except (EOFError, OSError):
-            failed = ConfigFailed(*self._obituary())
+            failed = ConfigFailed(*self._exit_reason())
         except (KeyError, ValueError) as exc:
             failed = ConfigFailed("crashed", f"the worker's answer made no sense: {exc}")
         self._kill()
         raise failed
 
-    def _obituary(self) -> tuple[str, str]:
+    def _exit_reason(self) -> tuple[str, str]:
         assert self._process is not None
-        code, last = self._process.obituary()
+        code, last = self._process.exit_report()
         if over := self._process.over:
             return "out_of_memory", f"it held {size(over)} of the {size(self._permitted)} permitted"
-        outcome, ended = "crashed", how(code)
+        outcome, ended = "crashed", exit_text(code)
         if code == -signal.SIGKILL:
             ended += ", as the kernel does where memory runs out: try a smaller batch"
             if host.killed_for_memory() > self._killed:
@@ -239,4 +240,4 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             process.end()
 
 
-_: Callable[..., Place] = Worker
+_: Callable[..., Runner] = Worker

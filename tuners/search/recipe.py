@@ -82,7 +82,7 @@ class Recipe:
         return config in self._visits and self._runs(config)
 
     def _recipes(self) -> Iterator[Config]:
-        """Those whose number format is not struck out."""
+        """Those whose number format is not ruled out."""
         for changes in knobs.RECIPE:
             formats = {(n, v) for n, v in changes.items() if n in knobs.FORMATS}
             if not formats & self._visits.ruled_out:

@@ -23,7 +23,7 @@ _ISOLATED = re.compile(r"-[A-Za-z]*[IES][A-Za-z]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 
 
-class Guarded:
+class GuardedProcess:
     """A command in a session of its own, under the guard of `measure/worker/guard.py`; raises
     OSError if no process can be started.
 
@@ -43,7 +43,7 @@ class Guarded:
         pipe: int = -1,
         memory: int = 0,
     ) -> None:
-        self.over = 0  # bytes that they held when the guard ended them for it; see `obituary`
+        self.over = 0  # bytes that they held when the guard ended them for it; see `exit_report`
         theirs, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -72,7 +72,7 @@ class Guarded:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
-    def obituary(self) -> tuple[int, str]:
+    def exit_report(self) -> tuple[int, str]:
         """(Exit code, the last line with words that it printed) of a command that is over."""
         assert self._process.stdout is not None
         try:
@@ -98,7 +98,7 @@ class Guarded:
             self._process.stdout.close()
 
 
-def how(code: int) -> str:
+def exit_text(code: int) -> str:
     """'exit code 1', or 'signal SIGKILL'."""
     if code >= 0:
         return f"exit code {code}"

@@ -1,4 +1,4 @@
-"""The steps of a running script as a Subject: its models' calls, made again under any config.
+"""The steps of a running script, repeatable: its models' calls, made again under any config.
 
 Of four unmodified steps each call of the script's models is kept: its arguments, and the gradients
 of what it returned; so are the weights before the first. A pass copies these into the parameters,
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from advisor.cache.config import Config
 from advisor.tuners.act import hooks
-from advisor.tuners.act.acting import Acting
+from advisor.tuners.act.applied import AppliedConfig
 from advisor.tuners.act.pilot.loop_observer import RngState, TrainedModel
 from advisor.tuners.act.pilot.protocol import CompareRequest
 from advisor.tuners.act.pilot.switch import ConfigSwitch, ModelCall
@@ -32,9 +32,14 @@ from advisor.tuners.act.pilot.trees import map_tensors, mutable_class, tensors
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.faults import failure
 from advisor.tuners.measure.compare import References
-from advisor.tuners.measure.place import UNVERIFIED, Compared
-from advisor.tuners.measure.run.kept import KeptUpdates, hooked, keep_attributes, watched
-from advisor.tuners.measure.samples import Named, Sample, is_disturbed, move, sampled
+from advisor.tuners.measure.run.recorded_state import (
+    RecordedUpdates,
+    detect_changes,
+    has_hooks,
+    save_attributes,
+)
+from advisor.tuners.measure.runner import UNVERIFIED, Compared
+from advisor.tuners.measure.samples import NamedTensors, Sample, is_perturbed, perturb, sampled
 
 _Place = tuple[dict[str, Any], str]  # where a module holds a parameter or buffer, by its name
 _Autocast = tuple[str, torch.dtype, bool, bool]  # the arguments of torch.autocast
@@ -44,7 +49,7 @@ _COPIES = 3  # of the weights, in memory: the kept ones, the script's own meanwh
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _RecordedCall:
     """A call that the script made."""
 
     call: ModelCall
@@ -73,8 +78,8 @@ class _Kept:
             self.lost(exc)
 
 
-class KeptCalls:
-    """Compares configs with strict fp32 on a script's own steps: a Subject and a StepComparer.
+class RecordedSteps:
+    """Compares configs with strict fp32 on recorded steps: a RepeatableStep and a StepComparer.
     `careful`, as in a real run: only if all that a call of the model changes can be restored."""
 
     def __init__(self, *, careful: bool = False) -> None:
@@ -90,22 +95,21 @@ class KeptCalls:
         self._switch: ConfigSwitch | None = None
         self._refused = ""
         # The calls of each step, and the sum of its losses; None where the script has none.
-        self._steps: list[tuple[list[_Kept], float | None]] = []
-        self._calls: list[_Kept] = []
+        self._steps: list[tuple[list[_RecordedCall], float | None]] = []
+        self._calls: list[_RecordedCall] = []
         self._losses: list[Tensor] = []
         self._looked = 0  # at so many steps
         self._raised = self.draws = False
-        self._named: Named = {}
+        self._named: NamedTensors = {}
         self._modules: list[nn.Module] = []
         self._places: list[_Place] = []
         self._parameters = 0  # that come first in `_places`
         self._values: list[Tensor] = []
-        self._updates: KeptUpdates | None = None
+        self._updates: RecordedUpdates | None = None
         self._references: References | None = None
 
     @property
     def _ready(self) -> bool:
-        """A config can be compared without another step of the script."""
         return bool(self._refused) or len(self._steps) == POINTS
 
     def begin(
@@ -126,7 +130,7 @@ class KeptCalls:
             }
             self._modules = list({m: None for one in trained for m in one.model.modules()})
             if self._careful:
-                self._refused = _why_never_again(self._modules)
+                self._refused = _why_not_repeatable(self._modules)
         if not self._ready:
             switch.set(switch.own)
             self._look()
@@ -139,7 +143,7 @@ class KeptCalls:
             loss = float(torch.stack(self._losses).sum()) if self._losses else None
             self._steps.append((calls, loss))
             if self._updates is None:
-                self._updates = KeptUpdates(self._of_switch.optimizers)
+                self._updates = RecordedUpdates(self._of_switch.optimizers)
         self._looked += 1
         if not self._ready and self._looked >= _MOST_STEPS:
             self._refuse("no gradient came back to what the model returned")
@@ -164,7 +168,7 @@ class KeptCalls:
             torch.cuda.empty_cache()
         return found.outcome, found.reason, found.blames
 
-    # A Subject.
+    # A RepeatableStep.
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
         if self._of_switch.config != config:
@@ -180,7 +184,7 @@ class KeptCalls:
         return found
 
     def optimizer_error(self, config: Config) -> tuple[float, str]:
-        own = Acting(config, self._of_switch.own, self._device).optimizer()
+        own = AppliedConfig(config, self._of_switch.own, self._device).optimizer()
         if not own or self._updates is None:
             return 0.0, ""
         names = {id(tensor): name for name, tensor in self._named.items()}
@@ -189,8 +193,8 @@ class KeptCalls:
     def _pass(self, point: int) -> Sample:
         """Make the calls of a step, each with its backward pass before the next one."""
         calls, loss = self._steps[point % POINTS]
-        outputs: Named = {}
-        gradients: Named = {}
+        outputs: NamedTensors = {}
+        gradients: NamedTensors = {}
         slope = torch.zeros((), device=self._device)
         for number, kept in enumerate(calls):
             of = f" of call {number}" if len(calls) > 1 else ""
@@ -214,7 +218,7 @@ class KeptCalls:
         if loss is not None:
             own = [kept.slope for kept in calls if kept.slope is not None]
             loss += float(slope - torch.stack(own).sum())
-        known = None if is_disturbed(point) else loss
+        known = None if is_perturbed(point) else loss
         return Sample(outputs=outputs, gradients=gradients, loss=known)
 
     # What is kept, and put back.
@@ -263,9 +267,9 @@ class KeptCalls:
             self._refuse(exc)
             return call.plain(*args, **kwargs)
         needs = [tensor.requires_grad for tensor in self._tensors(self._parameters)]
-        kept = _Kept(call, given, _autocast(self._device.type), needs, self._refuse)
+        kept = _RecordedCall(call, given, _autocast(self._device.type), needs, self._refuse)
         rng = RngState()
-        changed = watched(self._modules) if self._careful else None
+        changed = detect_changes(self._modules) if self._careful else None
         try:
             result = call.plain(*args, **kwargs)
         except BaseException:
@@ -295,7 +299,7 @@ class KeptCalls:
         """Set the script's own weights, buffers, attributes and random numbers aside meanwhile."""
         switch = self._of_switch
         switch.set(switch.own)
-        rng, self._put_attributes = RngState(), keep_attributes(self._modules)
+        rng, self._put_attributes = RngState(), save_attributes(self._modules)
         tensors, values = self._tensors(), self._copies()
         needs = [tensor.requires_grad for tensor in tensors]
         self._placed = -1
@@ -310,12 +314,12 @@ class KeptCalls:
 
     def _place(self, point: int) -> None:
         """Put kept buffers and the weights of a point in place."""
-        weights = point // POINTS * 2 + is_disturbed(point)
+        weights = point // POINTS * 2 + is_perturbed(point)
         tensors, count = self._tensors(), self._parameters
         _copy(tensors[count:], self._values[count:])
         if weights != self._placed:
             _copy(tensors[:count], self._values[:count])
-            move(tensors[:count], point)
+            perturb(tensors[:count], point)
             self._placed = weights
 
 
@@ -331,7 +335,6 @@ def _autocast(kind: str) -> _Autocast:
 
 
 def _places(tables: Sequence[dict[str, Any]]) -> list[_Place]:
-    """Where tensors are, each once."""
     found = {id(one): (table, name) for table in tables for name, one in table.items()}
     return [(table, name) for table, name in found.values() if table[name] is not None]
 
@@ -349,16 +352,15 @@ def _require(tensors: Sequence[Tensor], needs: Sequence[bool]) -> None:
             tensor.requires_grad_(one)
 
 
-def _why_never_again(modules: Sequence[nn.Module]) -> str:
+def _why_not_repeatable(modules: Sequence[nn.Module]) -> str:
     """Why the models of a real run cannot be called again, whatever a call does; or ''."""
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     if there and torch.distributed.get_world_size() > 1:
         return "of several processes one might wait for another within a call made again"
-    return "the script has hooks in its model, which would run again" if hooked(modules) else ""
+    return "the script has hooks in its model, which would run again" if has_hooks(modules) else ""
 
 
 def _floating(value: Any) -> list[Tensor]:
-    """The tensors in it that may have a gradient."""
     return [tensor for tensor in tensors(value) if tensor.is_floating_point()]
 
 

@@ -9,7 +9,7 @@ from advisor.errors import UsageError
 from advisor.tuners import knobs
 
 
-class Mapped:
+class MappedOptions:
     """A command, and which of its options set knobs, by what `--map` calls these; raises UsageError
     if the command gives such an option no whole number."""
 
@@ -39,7 +39,6 @@ class Mapped:
         return tuple(words)
 
     def numbers(self, config: Config, own: Config, processes: int) -> dict[str, int]:
-        """What its options are given for a config, by knob; `own`: of all processes together."""
         found = {}
         for name in self.names:
             value, given = config.get(name), self._given[name]
@@ -60,7 +59,6 @@ class Mapped:
         return config.replace(**{name: own[name] for name in self.names if name in own})
 
     def given(self, name: str) -> bool:
-        """Whether the command itself gives the option of a knob."""
         return self._given[name] is not None
 
     def described(self, numbers: Mapping[str, int]) -> str:
@@ -68,7 +66,6 @@ class Mapped:
         return ", ".join(f"{self._options[name]} {number}" for name, number in numbers.items())
 
     def _number(self, option: str) -> int | None:
-        """What the command gives an option; the last one counts."""
         found = None
         for at, before in _places(self._words, option):
             text = self._words[at].removeprefix(before)

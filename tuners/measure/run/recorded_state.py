@@ -21,7 +21,7 @@ _MOST_PARAMETERS = 64  # of an optimizer, evenly spaced over all
 _MOST_ELEMENTS = 2**22  # of a parameter; both for the memory of the copies
 
 
-def keep_attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:
+def save_attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:
     """Keep which objects modules hold; the result has them hold the same ones again."""
     tables: list[dict[str, Any]] = [t for one in modules for t in (vars(one), one._buffers)]
     kept = [{name: held for name, held in table.items() if name != _OURS} for table in tables]
@@ -35,7 +35,7 @@ def keep_attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:
     return put
 
 
-def watched(modules: Sequence[nn.Module]) -> Callable[[], str]:
+def detect_changes(modules: Sequence[nn.Module]) -> Callable[[], str]:
     """The result tells what a call has changed since that cannot be put back, or '': objects that
     modules hold, as lists and parameters, and numpy's random numbers; nothing deeper, no files."""
     before = [
@@ -83,7 +83,7 @@ def _numpy() -> object:
     return numpy and repr(numpy.random.get_state(legacy=False))
 
 
-def hooked(modules: Sequence[nn.Module]) -> bool:
+def has_hooks(modules: Sequence[nn.Module]) -> bool:
     """Whether the script has hooks that a call of these would run."""
     tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     parameters = (p for one in modules for p in one.parameters(recurse=False))
@@ -104,7 +104,7 @@ class _Parameter:
 _Groups = list[tuple[dict[str, Any], list[_Parameter]]]  # by group: settings, parameters
 
 
-class KeptUpdates:
+class RecordedUpdates:
     """What optimizers that know `fused` would make of the dense gradients that are there now."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -160,7 +160,6 @@ def _cloned(values: Mapping[str, Any]) -> dict[str, Any]:
 def _made(
     optimizer: torch.optim.Optimizer, groups: _Groups, settings: Mapping[str, Any]
 ) -> list[Tensor]:
-    """The parameters after a step with these settings."""
     step = _plain_step(optimizer)
     assert step is not None, "others are not kept"
     state: dict[Tensor, Any] = defaultdict(dict)

@@ -1,4 +1,4 @@
-"""What a config comes to through the rows of the table."""
+"""A config, resolved to what it changes in a training step."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from advisor.cache.config import BATCH, Config
 from advisor.tuners.knobs import KNOBS, WORKERS, Knob
 
 
-def rows_of(config: Config, default: Config) -> tuple[Knob, ...]:
-    """The rows whose value in `config` is not torch's own; True and 1 differ."""
+def changed_knobs(config: Config, default: Config) -> tuple[Knob, ...]:
+    """The knobs whose value in `config` is not the default; True and 1 differ."""
     changed = {*config.changed(default)}
     if config.batch and config.batch != default.batch:
         changed.add(BATCH)
     return tuple(knob for knob in KNOBS if knob.name in changed)
 
 
-class Acting:
-    """The rows through which a config acts on a device, and what they make of a step."""
+class AppliedConfig:
+    """The knobs that a config changes on a device, and their effect on a step."""
 
     def __init__(self, config: Config, default: Config, device: torch.device) -> None:
-        self.rows = rows = tuple((knob, config[knob.name]) for knob in rows_of(config, default))
+        self.rows = rows = tuple(
+            (knob, config[knob.name]) for knob in changed_knobs(config, default)
+        )
         # What lays a batch out:
         self.layouts = [(k.layout, value) for k, value in rows if k.layout and value]
         formats = (k.autocast[value] for k, value in rows if value in k.autocast)

@@ -8,7 +8,7 @@ from advisor.cache.config import Config, Value
 from advisor.tuners.knobs import BY_NAME, Flag
 
 
-class _Put(NamedTuple):
+class _SetFlag(NamedTuple):
     """A flag that was set; `before` and `after` are what `Flag.now` read around it."""
 
     flag: Flag
@@ -17,15 +17,15 @@ class _Put(NamedTuple):
     after: Any
 
     @property
-    def stands(self) -> bool:
+    def is_intact(self) -> bool:
         return bool(self.flag.now() == self.after)
 
 
-class InForce:
+class ProcessFlags:
     """What advice has put in force in this process, as long as nobody else changes it."""
 
     def __init__(self) -> None:
-        self._put: dict[str, _Put] = {}
+        self._put: dict[str, _SetFlag] = {}
 
     def put(self, flags: Config) -> None:
         for name, value in flags.items():
@@ -34,7 +34,7 @@ class InForce:
             held, now = self._put.get(name), flag.now()
             before = held.before if held is not None and held.after == now else now
             flag.set(value)
-            self._put[name] = _Put(flag, value, before, flag.now())
+            self._put[name] = _SetFlag(flag, value, before, flag.now())
 
     def release(self, flags: Config | None = None) -> None:
         """Set these flags, or all, back to what they were; what others have changed since stays."""
@@ -42,18 +42,16 @@ class InForce:
             if flags is not None and (name not in flags or flags[name] != held.value):
                 continue
             del self._put[name]
-            if held.stands:
+            if held.is_intact:
                 (held.flag.back or held.flag.set)(held.before)
 
     @property
     def config(self) -> Config:
-        """The value of each flag that is still what it was set to."""
-        return Config({name: held.value for name, held in self._put.items() if held.stands})
+        return Config({name: held.value for name, held in self._put.items() if held.is_intact})
 
     @property
     def changed(self) -> dict[str, Any]:
-        """What others have set since, by knob, as `Flag.now` reads it."""
-        return {name: one.flag.now() for name, one in self._put.items() if not one.stands}
+        return {name: one.flag.now() for name, one in self._put.items() if not one.is_intact}
 
 
-IN_FORCE = InForce()
+PROCESS_FLAGS = ProcessFlags()

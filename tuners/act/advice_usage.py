@@ -1,4 +1,4 @@
-"""What a lookup serves a script, and how far the script follows it: the pieces that it has used."""
+"""The advice that a script was given, and which pieces of it the script has used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from advisor.cache.explanation import Explanation
 from advisor.cache.record import LOOP, USES, Record
 from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import times
-from advisor.tuners.act.in_force import IN_FORCE
+from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.knobs import Knob, caveats, described
 
 _log = logging.getLogger("advisor")
@@ -58,11 +58,11 @@ def _needs(knob: Knob, value: Value) -> set[Piece]:
         "step": value in knob.scaled,
         "capture": value in knob.captured,
     }
-    return {piece for piece, acting in acts.items() if acting}
+    return {piece for piece, applied in acts.items() if applied}
 
 
 @dataclass(slots=True, eq=False)
-class Following:
+class AdviceUsage:
     advised: tuple[tuple[Knob, Value], ...]  # rows that differ from torch's own
     served: Served
     used: set[Piece] = field(default_factory=set)  # which the script adds to, at every step
@@ -91,13 +91,12 @@ class Following:
         if name in self.kept:
             who = "the environment sets it" if knob.chosen and knob.chosen() else "as it was set"
             return f"{shown} was so already: {who}" if now == advised else f"{shown} stays, {who}"
-        if name not in self.put or IN_FORCE.config.get(name) == self.put[name]:
+        if name not in self.put or PROCESS_FLAGS.config.get(name) == self.put[name]:
             return ""
-        who = "as it was set" if name in IN_FORCE.changed else "as other advice set it"
+        who = "as it was set" if name in PROCESS_FLAGS.changed else "as other advice set it"
         return f"{shown} now, {who} since"
 
     def reason(self) -> str:
-        """What is in force, and what would be; it claims no speed-up that is not."""
         if self.piloted:
             return self.piloted
         said = self.served.reason
@@ -150,7 +149,7 @@ class Following:
             return f"not in effect: {said}: {calls} not used"
         return f"in effect: {said}"
 
-    def tell(self) -> None:
+    def log(self) -> None:
         """One line in the log: a warning if something advised never took effect."""
         if not self.advised or not self.used or self.piloted:
             return  # nothing to tell, only looked at, or not what acts
@@ -160,22 +159,21 @@ class Following:
         _log.log(level, "advice at the end: %s%s", self.reason(), never)
 
 
-_last: deque[Following] = deque(maxlen=8)
+_last: deque[AdviceUsage] = deque(maxlen=8)
 
 
-def followed() -> bool:
-    """Whether the script follows an advice beyond its flags, so that no pilot is to act."""
+def is_followed() -> bool:
     return any(one.advised and one.used - {"set_flags"} for one in _last)
 
 
-def give_way(line: str) -> None:
+def defer_to_pilot(line: str) -> None:
     """Have every advice whose flags the script has set say what a pilot does in its place."""
     for one in _last:
         if "set_flags" in one.used:
             one.piloted = line
 
 
-def claim_for(model: str) -> None:
+def disclaim_other_models(model: str) -> None:
     """Claim no speed-up that was measured on another model than the one with this fingerprint."""
     for one in _last:
         tuned = one.served.record
@@ -183,13 +181,13 @@ def claim_for(model: str) -> None:
             one.another = one.another or f"what trains is not what was tuned as {tuned.target.name}"
 
 
-def tell_at_exit(one: Following) -> None:
+def log_at_exit(one: AdviceUsage) -> None:
     """Once in this process, when it ends."""
     if not _last:
-        atexit.register(_tell_all)
+        atexit.register(_log_all)
     _last.append(one)
 
 
-def _tell_all() -> None:
+def _log_all() -> None:
     for one in _last:
-        one.tell()
+        one.log()

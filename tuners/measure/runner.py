@@ -1,4 +1,4 @@
-"""A place where configs are visited: a running script, or a worker with made-up data."""
+"""The protocol of what measures configs: a running script, or a worker with made-up data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Block:
     gpu_s: float = 0.0  # of `seconds`, by the device's clock; 0 if that is not known
     peak_bytes: int = 0  # of device memory since the config was switched to
     compiled: int = 0  # graphs that torch.compile made within the timed steps
-    drained_share: float = 0.0  # share of batches that were ready, and that workers did not replace
+    drained_share: float = 0.0  # share of batches by which the loader's backlog grew
     prefetched: int = 0  # batches that the loader's workers may have ready
 
     @property
@@ -39,7 +39,7 @@ class Block:
 
     @property
     def rate(self) -> float:
-        """Sustained samples per second: without borrowed batches."""
+        """Sustained samples per second: without batches that only drained the queue."""
         return self.samples * max(1 - self.drained_share, MIN_SHARE) / self.seconds
 
     @property
@@ -62,15 +62,15 @@ class Compared:
 
 
 class ConfigFailed(Exception):
-    """A config failed; the place goes on without it."""
+    """A config failed; the runner goes on without it."""
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason)
         self.outcome = outcome  # as in `Measurement`: 'out_of_memory', 'failed', 'crashed', ...
 
 
-class Place(Protocol):
-    """Where configs are visited. What was built for a config stays alive until `forget`."""
+class Runner(Protocol):
+    """Measures configs. What was built for a config stays alive until `forget`."""
 
     baseline: Config  # what others are compared with: the unmodified script, or torch's default
 
