@@ -426,7 +426,7 @@ def test_records_are_checked_and_shown_without_torch(lite: str) -> None:
         token = f"token={server.token}".encode()
         login = ask(server.port, "POST", "/login", "", token, form)
         cookie = {"Cookie": login.headers["set-cookie"].partition(";")[0]}
-        for path in ("/", f"/records/{one.id}", "/why?target=model.py:Net"):
+        for path in ("/", f"/records/{one.id}"):
             page = ask(server.port, "GET", path, headers=cookie)
             assert page.status == 200 and b"model.py:Net" in page.data
         assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
