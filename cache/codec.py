@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import re
 import reprlib
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -48,6 +49,9 @@ _TYPES = {
     "object": "a map",
 }
 """Types as msgspec names them, for people."""
+
+_DESCRIBING = threading.Lock()
+_described: set[type] = set()
 
 T = TypeVar("T")
 
@@ -268,6 +272,14 @@ def to_plain(value: object) -> Any:
     return {name: to_plain(getattr(value, name)) for name in cls.__dataclass_fields__}
 
 
+def _describe(cls: type) -> None:
+    """Have msgspec look at a class: it crashes if two threads do that first at once."""
+    with _DESCRIBING:
+        if cls not in _described:
+            msgspec.json.Decoder(cls, dec_hook=_config)
+            _described.add(cls)
+
+
 def from_plain(cls: type[T], data: object) -> T:
     """The inverse of `to_plain` for a dataclass `cls`.
 
@@ -277,6 +289,8 @@ def from_plain(cls: type[T], data: object) -> T:
         RecordDamaged: data is not what cls needs; says which field is wrong.
     """
     what = cls.__name__.lower()
+    if cls not in _described:
+        _describe(cls)
     for place, text in _texts(data):
         if not is_line(text):
             raise _unexpected(what + _path(place), _LINE, text)

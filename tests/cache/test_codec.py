@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -305,3 +307,32 @@ def test_text_that_no_terminal_shows_as_it_is_is_replaced() -> None:
     named = replace(record().target, name="a\udc80\x1b[31mb\nc\u202ed.py")
     broken = replace(record(), target=named)
     assert decode(encode(broken)).target.name == "a??[31mb c?d.py"
+
+
+THREADS = """
+import sys, threading
+from dataclasses import make_dataclass
+from advisor.cache.codec import from_plain
+
+sys.setswitchinterval(1e-6)
+for number in range(100):
+    inner = make_dataclass("Inner", [("a", int), ("b", tuple[int, ...], ())])
+    outer = make_dataclass("Outer", [("x", inner), ("y", tuple[inner, ...], ())])
+    start = threading.Barrier(8)
+
+    def read():
+        start.wait()
+        from_plain(outer, {"x": {"a": 1}, "y": [{"a": 2}]})
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_several_threads_may_be_the_first_to_read_a_class() -> None:
+    """In a process of its own: msgspec crashes if two of them describe it at once."""
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
