@@ -495,7 +495,7 @@ class TestNothingARecordNamesIsRun:
         """As in the folder that a job was sent from, whose worker had the code elsewhere."""
         records, record = held()
         target = replace(record.target, origin="0" * 16)
-        records.delete(record)
+        records.remove(records.versions(record))
         records.put(replace(record, target=target))
         done = advisor(tuned, "verify", record.id, "--budget", "3s")
         assert done.returncode == 0 and done.stdout.endswith("the record holds\n"), done.stderr

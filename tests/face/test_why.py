@@ -149,7 +149,8 @@ class TestNearest:
             keep(made(device__memory_gib=there))
             advice, _said = look_up(shape=None, on_miss="nearest")
             assert (advice.status, advice.batch_size) == ("nearest", batch)
-            open_records(None).delete(open_records(None).all()[0])
+            records = open_records(None)
+            records.remove(records.versions(records.all()[0]))
 
     def test_what_the_script_permits_holds(
         self, here: Path, monkeypatch: pytest.MonkeyPatch
