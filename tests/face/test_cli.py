@@ -218,7 +218,7 @@ def test_the_line_of_a_store_elsewhere_names_it(
     monkeypatch.chdir(tuned)
     advice = serve(line_to_paste(shown.stdout))
     assert (advice.status, advice.record.id) == ("exact", first["id"])
-    assert f'cache="disk:{elsewhere}"' in shown.stdout
+    assert f'store="disk:{elsewhere}"' in shown.stdout
 
 
 def test_each_record_is_found_by_its_own_line(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
