@@ -14,9 +14,9 @@ from advisor.cache.shown import interval, size, times
 from advisor.cache.task import PERMITTED
 from advisor.errors import NoRecord
 from advisor.finding import horizon
+from advisor.finding.doubt import without_doubtful
 from advisor.finding.request import Fits, Request, anything
 from advisor.tuners import knobs
-from advisor.tuners.doubt import without_doubtful
 from advisor.tuners.length import Length
 
 NOISE = 1.03

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from advisor.cache.record import Record
 from advisor.cache.shown import size
 from advisor.finding.answer import break_even
+from advisor.finding.doubt import doubtful
 from advisor.printed import about, script_line
 from advisor.report import charts, feeding, tables
 from advisor.report.data import Report, Section
 from advisor.report.text import spread
-from advisor.tuners.doubt import doubtful
 from advisor.tuners.knobs import described
 
 

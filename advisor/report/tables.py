@@ -13,13 +13,14 @@ from advisor.cache.record import CAPTURE, FLAGS, INTERRUPTED, PILOT, Choice, Par
 from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import interval, size, tells, times
 from advisor.finding.answer import break_even, unverified
+from advisor.finding.doubt import DOUBTFUL, doubtful
 from advisor.finding.horizon import Row
 from advisor.printed import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Table
 from advisor.report.text import age, duration, outcome, rate, ratio, ratios, spread
 from advisor.tuners.decisions import NOTABLE
-from advisor.tuners.doubt import DOUBTFUL, doubtful, unsteady
+from advisor.tuners.doubt import unsteady
 from advisor.tuners.knobs import INPUT_PIPELINE, caveats, described
 
 WAITED = 0.1

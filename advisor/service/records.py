@@ -24,10 +24,10 @@ from advisor.cache.record import Record
 from advisor.cache.stores.store import MAX_BYTES, Store
 from advisor.errors import RecordDamaged, StoreError
 from advisor.finding.answer import unverified
+from advisor.finding.doubt import doubtful
 from advisor.service import quotas
 from advisor.service.schema import Item
 from advisor.service.tokens import Caller, note
-from advisor.tuners.doubt import doubtful
 
 TRUSTS = ("verified", "unverified", "doubtful", "stale")
 """Compared with fp32, or nothing in it changes numbers; not compared; measured on a host too busy
