@@ -12,28 +12,17 @@ from advisor.tuners.knobs import THREADS
 
 
 def unsteady(turns: Sequence[float], interval: float = math.inf) -> bool:
-    """Whether a race's baseline moved by more than the interval of what was found.
-
-    The fastest and slowest turns are left out, as in the speed-up: noise of single turns moves the
-    rest by less than that interval, a load that stays for several turns by more.
-
-    Args:
-        turns: samples/s of the baseline.
-        interval: upper over lower end of the speed-up; whatever it is, NOTABLE is allowed and more
-            than RESOLVABLE is not.
-    """
+    """Whether a baseline's turns (samples/s), without the fastest and slowest, moved by more than
+    an interval (upper over lower end); at least NOTABLE is allowed, at most RESOLVABLE."""
     kept = inner([math.log(rate) for rate in turns])
     moved = math.exp(kept[-1] - kept[0]) if kept else 1.0
     return moved > min(RESOLVABLE, max(NOTABLE, interval))
 
 
 def is_doubtful(choice: Choice, baseline: Choice) -> bool:
-    """Whether a config may have gained only as long as the host was busy.
-
-    That is so on a CPU alone, whose configs are known by their threads: there other jobs slow one
-    config more than another (one network gained 22.9 times beside another tuning, and nothing
-    without). A load on a GPU slows all configs alike.
-    """
+    """Whether a config may have gained only as long as the host was busy. Other jobs slow configs
+    of a GPU alike, and those of a CPU, which have threads, not: one network gained 22.9 times
+    beside another tuning, and nothing without."""
     on_cpu = baseline.config.get(THREADS) is not None
     if not on_cpu or choice.config == baseline.config or choice.speedup_low <= 1:
         return False

@@ -115,18 +115,9 @@ def choose(
     first_s: Callable[[Config], float] = lambda _config: 0.0,
     noise: Noise = UNMEASURED,
 ) -> SearchResult:
-    """The winners; only configs that are clearly faster than the baseline are advised.
-
-    Args:
-        peaks: bytes.
-        weigh: samples/s over the whole job, from those of the steady state: the choice is made on
-            these, and the choices tell the steady ones.
-        first_s: seconds of a config's first step.
-        noise: of the baseline.
-
-    Raises:
-        WorkerError: the baseline did not finish the race.
-    """
+    """The winners: configs that clearly beat the baseline. `weigh` gives samples/s over the whole
+    job, which decide, from steady ones, which are told. `peaks`: bytes; `first_s`: seconds of a
+    first step. Raises WorkerError if the baseline did not finish the race."""
     if not rates.get(space.default):
         raise WorkerError("the baseline did not finish the race; tune again")
     over_job = {c: [max(1e-9, weigh(c, rate)) for rate in seen] for c, seen in rates.items()}

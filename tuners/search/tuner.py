@@ -59,15 +59,8 @@ class SearchOptions:
 
 
 class Tuner:
-    """One search on one place.
-
-    Args:
-        study: on disk; keeps the trials.
-        clock: of the budget.
-
-    Attributes:
-        known: trials of earlier runs. Configs that had no time then are tried again.
-    """
+    """One search on one place. `study`: on disk, keeps the trials; those of earlier runs count, and
+    configs that had no time then are tried again."""
 
     def __init__(
         self,
