@@ -168,6 +168,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return list(_texts(Task, {name: getattr(task, name) for name in rows(Task)}))
 
 
+msgspec.json.Decoder(JobSpec)  # described before threads use it; see `cache.codec`
+
+
 def where(gpu: str, gpus: int) -> str:
     """For people, where a job is to run: '4 x H100', 'any GPU', 'the CPU'."""
     named = gpu or "any GPU"
