@@ -9,7 +9,7 @@ MUT := .venv/.installed-mutants
 
 RUN := $(BIN)/python examples/train_mnist_plain.py
 
-.PHONY: demo test check lint mutants dev
+.PHONY: demo test test-all check lint mutants dev
 
 ## Tune the run of an ordinary script, then hold it as it is against it with what was found.
 demo: $(USE)
@@ -23,6 +23,11 @@ demo: $(USE)
 test: $(DEV)
 	$(BIN)/python -m compileall -q advisor tuners cache
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+## Also what takes long: a Ray cluster, thousands of made-up requests.
+test-all: $(DEV)
+	$(BIN)/python -m compileall -q advisor tuners cache
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "long or not long"
 
 ## Everything that CI checks.
 check: lint test

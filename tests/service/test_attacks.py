@@ -26,6 +26,7 @@ from tests.service.test_serve import process
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("role", ["admin", "read", ""])
 def test_whatever_is_sent_is_answered_as_described(running_lite: Served, role: str) -> None:
     """No fault of the server's, and every status, media type and body one that OpenAPI names. What

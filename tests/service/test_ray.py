@@ -240,6 +240,7 @@ def steal(team: Team, one: Asked) -> None:
     assert ask(port, "POST", "/api/attempt/begin", start, own).status == 409
 
 
+@pytest.mark.long
 def test_placed_by_label_while_the_server_is_killed(team: Team) -> None:
     one, two = team.ask("H100", "the server was killed"), team.ask("A100", "the server was killed")
     none = team.ask("H200", "no node has that GPU")
@@ -260,6 +261,7 @@ def test_placed_by_label_while_the_server_is_killed(team: Team) -> None:
     assert "H100" in job.reason and "A100" in job.reason
 
 
+@pytest.mark.long
 def test_what_others_use_is_no_room(cluster: Cluster) -> None:
     executor = RayExecutor(cluster.address)
     job = {"entrypoint": "sleep 60", "submission_id": "others", "entrypoint_num_gpus": 1}
@@ -278,12 +280,14 @@ def test_a_token_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mo
         RayExecutor("ray-jobs:http://127.0.0.1:1").room()
 
 
+@pytest.mark.long
 def test_a_wrong_token(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of-another-cluster")
     with pytest.raises(ExecutorAway, match="set RAY_AUTH_TOKEN"):
         RayExecutor(cluster.address).room()
 
 
+@pytest.mark.long
 def test_a_node_is_gone_and_what_goes_on_is_cancelled(team: Team) -> None:
     asked = team.ask("A100", "the node was killed; then it was cancelled")
     asked.begun()
@@ -302,6 +306,7 @@ def test_a_node_is_gone_and_what_goes_on_is_cancelled(team: Team) -> None:
     assert (job.state, states(job)) == ("cancelled", ["preempted", "cancelled"])
 
 
+@pytest.mark.long
 def test_the_head_is_gone_and_remembers_nothing(team: Team) -> None:
     asked = team.ask("H100", "the head was killed")
     asked.begun()
