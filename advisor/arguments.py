@@ -157,6 +157,12 @@ def split(what: str | Model | Sequence[str] | None) -> tuple[Model, tuple[str, .
     return Model(), words
 
 
+def check_type(name: str, value: object, cls: type[Permit] | type[Budget]) -> None:
+    """Raise UsageError if an argument is no object of its class."""
+    if not isinstance(value, cls):
+        raise UsageError(f"{name} {value!r}: expected advisor.{cls.__name__}(...)")
+
+
 def urls_of(store: Store | Cache) -> Cache:
     """The URLs of the stores that a public function was given."""
     from advisor.store import Store

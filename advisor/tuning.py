@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import advisor
-from advisor.arguments import Budget, Model, OnEvent, Permit, split, urls_of
+from advisor.arguments import Budget, Model, OnEvent, Permit, check_type, split, urls_of
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
@@ -123,6 +123,8 @@ def tune(
         WorkerError: the baseline cannot be measured. StoreError: the store cannot be written.
         Busy: another process measures the same, or on this device.
     """
+    check_type("permit", permit, Permit)
+    check_type("budget", budget, Budget)
     plan, cache, progress = Plan.of(budget.given), urls_of(store), progress_of(on_event)
     model, command = split(what)
     if command:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from advisor.arguments import Model, Permit, length_given, urls_of
+from advisor.arguments import Model, Permit, check_type, length_given, urls_of
 from advisor.cache import settings
 from advisor.cache.asking import Said
 from advisor.cache.config import Config
@@ -154,6 +154,7 @@ def _asked(
 ) -> tuple[str | nn.Module | None, dict[str, Any]]:
     """The target, and all else that `lookup` was given as `Request.of` takes it."""
     model = Model.of(target)
+    check_type("permit", permit, Permit)
     described = model.given | permit.given
     asked = {row.keyword for row in rows(Task).values() if row.asked}
     described = {name: value for name, value in described.items() if name in asked}

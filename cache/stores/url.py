@@ -50,6 +50,7 @@ class RemoteUrl:
         """
         place, _, query = url.partition("?")
         try:
+            urlsplit(place)
             given = parse_qsl(query, strict_parsing=bool(query))
         except ValueError as exc:
             raise UsageError(f"cache URL {without_password(url)!r}: {_FORM}") from exc

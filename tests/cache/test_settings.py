@@ -199,6 +199,8 @@ def test_no_password_is_ever_shown(url: str) -> None:
         ("redis://h:port", "expected SCHEME://"),
         ("redis://h/abc", "database 'abc': expected a number"),
         ("redis://u:secret@h?x", "expected SCHEME://"),
+        ("http://[::1", "expected SCHEME://"),
+        ("redis://[::1", "expected SCHEME://"),
     ],
 )
 def test_wrong_urls(url: str, says: str) -> None:

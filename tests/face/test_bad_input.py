@@ -7,9 +7,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import advisor as package
+from advisor.errors import UsageError
 from tests.face.commands import MODEL, SHAPE, advisor
 
 FILES = {
@@ -285,3 +288,10 @@ def test_a_model_argument_beyond_64_bits_is_refused(tmp_path: Path) -> None:
     given = ("--shape", SHAPE, "--model-arg", f"width={2**70}")
     done = advisor(tmp_path, "tune", "model.py", *given)
     assert done.returncode == 2 and "at most 64 bits" in done.stderr
+
+
+@pytest.mark.parametrize("given", [{"budget": "15s"}, {"permit": "bf16"}])
+def test_an_argument_of_another_type(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(UsageError, match=rf"{name} '\w+': expected advisor\.{name.title()}\("):
+        package.tune(["python", "x.py"], **given)

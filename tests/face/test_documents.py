@@ -105,7 +105,7 @@ def check_words(words: list[str]) -> None:
         if "--" in rest:
             check_words(rest[rest.index("--") + 1 :])
     elif program == "make":
-        rules = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        rules = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(words[1:]) <= set(rules)
     elif program == "python" and words[1].startswith("examples/"):
         assert (ROOT / words[1]).is_file()
