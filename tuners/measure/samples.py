@@ -116,7 +116,7 @@ class Draws:
         self._reference = reference
         self.count = 0
         self.distances: list[Tensor] = []  # by point: how far its first pass is from fp32's
-        self.shift = torch.zeros(())  # (tensor) how far its means are from fp32's
+        self.shift = torch.zeros(())  # (tensor) how far its means are from fp32's, if asked for
         self._before: dict[int, Tensor] = {}
         self._projections: list[Tensor] = []
         self._spreads: list[Tensor] = []
@@ -213,28 +213,32 @@ class Reference:
         if config == self.fp32 and not self.draws:
             return self.own
         if (config, self.rounds) not in self._formats:
-            self._formats[config, self.rounds] = self.draw(config)
+            means = self.draws and config != self.fp32
+            self._formats[config, self.rounds] = self.draw(config, means=means)
         return self._formats[config, self.rounds]
 
-    def draw(self, config: Config, offset: int = 0, *, first: bool = False) -> Draws:
+    def draw(
+        self, config: Config, offset: int = 0, *, first: bool = False, means: bool = False
+    ) -> Draws:
         """Passes of any config, at points moved by `offset`. All have the same seeds: equal masks
-        leave little to chance. `first`: one round, with the seeds of fp32's own first one."""
+        leave little to chance. `first`: one round, with the seeds of fp32's own first one. `means`:
+        also how far they shift, which takes a sum of all passes."""
         drawn, count = Draws(self), self.rounds * POINTS
         seeds = range(count, 2 * count)
         if first or not self.draws:
             seeds = range(self._own_seed(0), self._own_seed(POINTS))
-        sums = torch.zeros_like(self._sums)
+        sums = torch.zeros_like(self._sums) if means else None
         for number, seed in enumerate(seeds):
             point = number % POINTS
             vector, loss = self.sample(config, point + offset, seed)
             even, odd = self._halves(point)
             drawn.add(vector, loss, (even + odd) / 2)
-            if self.draws:
+            if sums is not None:
                 sums[point, number // POINTS % 2] += vector
             if number < POINTS:
                 distances = self.norms(vector - self._firsts[point])
                 drawn.distances.append(distances / self._size[point])
-        if self.draws and not first:
+        if sums is not None:
             # The product of two halves: what the draws differ by has no part in it.
             halves = (sums - self._sums) / (self.rounds / 2)
             squares = torch.stack([self.dots(*halves[point]) for point in range(POINTS)]).sum(0)
