@@ -483,7 +483,7 @@ class _OfTarget(_Tuning):
 
 
 class OfRun(_Tuning):
-    """A command as it is, with a pilot inside."""
+    """An unmodified command, with a pilot inside."""
 
     def __init__(
         self,

@@ -261,7 +261,7 @@ def _why_run(command: tuple[str, ...], cache: str | None, as_json: bool) -> bool
     click.echo(f"looked for  {typed}")
     click.echo(f"looked in   {', '.join(store.url for store in records.stores)}")
     for one in found:
-        what = described(one.advised.config, one.record.baseline.config, nothing="as it is")
+        what = described(one.advised.config, one.record.baseline.config, nothing="unmodified")
         signed = "" if one.signed else f"; {UNSIGNED}"
         click.echo(f"{one.record.id}  {one.state}: {what}, {spread(one.advised)}{signed}")
     if not found:

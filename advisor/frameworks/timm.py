@@ -1,4 +1,4 @@
-"""timm: the YAML file that its train.py takes with -c; the script stays as it is."""
+"""timm: the YAML file that its train.py takes with -c; the script stays unmodified."""
 
 from __future__ import annotations
 

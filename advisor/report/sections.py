@@ -115,7 +115,7 @@ def _inputs(record: Record) -> Section:
     chart = charts.inputs(record)
     missing = feeding.UNTUNED
     if record.key.task.command:
-        missing = f"The script as it is waits for its data {tables.waits(record):.0%} of the time."
+        missing = f"Your unmodified script waits for its data {tables.waits(record):.0%} of the time."
     return Section(
         name="loader",
         title="Loader against step",

@@ -34,7 +34,7 @@ UNSTEADY = 1.2
 
 def verdict(record: Record) -> Table:
     """What was found for each use."""
-    over = "x as it is (95%)" if record.key.task.command else "x default (95%)"
+    over = "speed-up (95%)"
     table = Table(
         f"What was found for each use, raced in turn with {record.key.task.baseline}",
         ("", "config", "batch", "samples/s", "turns", over, "peak"),
@@ -134,7 +134,7 @@ def _loader(record: Record) -> Iterator[str]:
 
 def called(record: Record, config: Config) -> str:
     """What a config of a record does otherwise than its baseline."""
-    nothing = "as it is" if record.key.task.command else "torch default"
+    nothing = "unmodified" if record.key.task.command else "torch default"
     return described(config, record.baseline.config, nothing=nothing)
 
 
@@ -181,7 +181,7 @@ def said(record: Record) -> Iterator[str]:
     if (waited := waits(record)) >= WAITED:
         tried = set(INPUT_PIPELINE) & set(record.baseline.config)
         mend = "" if tried or not record.compares else _MORE_WORKERS
-        yield f"As it is, it waits for its data {waited:.0%} of the time{mend}."
+        yield f"Your unmodified script waits for its data {waited:.0%} of the time{mend}."
 
 
 def caveats_of(record: Record) -> Iterator[str]:
@@ -191,7 +191,7 @@ def caveats_of(record: Record) -> Iterator[str]:
 
 
 def waits(record: Record) -> float:
-    """Share of the time in which a run as it is waits for its data."""
+    """Share of the time in which an unmodified run waits for its data."""
     default = record.baseline.config
     return max((t.measurement.waited for t in record.trials if t.config == default), default=0.0)
 

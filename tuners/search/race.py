@@ -263,7 +263,7 @@ def gains(
             why = _why_not(visits, visit, ratio)
             turns = rates.get(config, rates[own])
             if is_doubtful(choice_of(config, turns, rates[own], {}, noise), baseline):
-                why = "doubtful: the host is busy, and it may gain only as long as it is"
+                why = "doubtful: the host is busy, and it may gain only while it is"
             yield f"{named(config)}: {shown(ratio)}, not advised: {why}"
     clear = (one for one in visits.ranked() if one.unstarved_ratio(noise).faster)
     best = next(clear, visits.baseline)
