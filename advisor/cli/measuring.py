@@ -143,8 +143,7 @@ def tune(
         record = found.record
         with environment(overriding):
             short = any(one.endswith(ENOUGH) for one in found.remarks)
-            here = tables.start(record, cache, command, short=short)
-            lines += tables.start_anywhere(record, reader) if reader else here
+            lines += tables.start(record, cache, command, url=reader or "", short=short)
     elif not found.interrupted:
         lines += ["", _unfinished(found.record, plan, reader)]
     for line in one_remedy(lines):

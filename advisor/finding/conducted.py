@@ -60,7 +60,9 @@ class Conducted(Found):
             return known
         local = int(os.environ.get("LOCAL_WORLD_SIZE") or seen.processes)
         if local < seen.processes:
-            warn("tune: a job on several machines is not tuned within its run; it goes on unmodified")
+            warn(
+                "tune: a job on several machines is not tuned within its run; it goes on unmodified"
+            )
             return self.left()
         tell(f"tune: tries configs for {self._tune_s:g} s; every step trains")
         self._began = time.monotonic()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
 from advisor.cache.reader import Held
-from advisor.cache.record import CAPTURE, FLAGS, INTERRUPTED, PILOT, Choice, Part, Record
+from advisor.cache.record import CAPTURE, FLAGS, INTERRUPTED, Choice, Part, Record
 from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import interval, size, tells, times
 from advisor.finding.answer import break_even, unverified
 from advisor.finding.doubt import DOUBTFUL, doubtful
-from advisor.finding.horizon import Row
 from advisor.printed import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Table
@@ -66,15 +65,32 @@ def summary(record: Record, cache: str | None) -> Iterator[str]:
 
 
 def start(
-    record: Record, cache: str | None, command: Sequence[str] = (), *, short: bool = False
+    record: Record,
+    cache: str | None,
+    command: Sequence[str] = (),
+    *,
+    url: str = "",
+    short: bool = False,
 ) -> Iterator[str]:
-    """What to write for a record to be followed, and where; `command`: as typed, of a run. `short`:
-    there was no time for some configs."""
+    """How to apply a record.
+
+    Args:
+        cache: its store.
+        command: the run's, as typed.
+        url: of the store that has the record for a reader on another machine.
+        short: some configs had no time.
+    """
+    yield ""
     if not gains(record):
-        yield from ("", nothing_to_gain(record, short=short))
+        yield nothing_to_gain(record, short=short)
         return
-    line = script_line(record, cache, command=command)
-    yield from _started(where(record), line, [*_loader(record), *other_uses(record, cache)])
+    place, line = where(record), script_line(record, cache, command=command)
+    if url:
+        place, line = f"{place}, with ADVISOR_CACHE={shlex.quote(url)}", line_anywhere(record)
+    yield from (f"{place}:", f"    {line}")
+    if record.input and not record.key.task.command:
+        yield "    loader = DataLoader(dataset, **advice.loader)"
+    yield from (f"    {other}" for other in other_uses(record, None if url else cache))
 
 
 def gains(record: Record) -> bool:
@@ -113,25 +129,6 @@ def undecided(record: Record) -> bool:
     return timed_out or restless or any(one >= NOTABLE for one in most.values())
 
 
-def start_anywhere(record: Record, url: str) -> Iterator[str]:
-    """The same for a reader elsewhere, to whom the record is in the store of this URL."""
-    if not gains(record):
-        yield from ("", nothing_to_gain(record))
-        return
-    place = f"{where(record)}, with ADVISOR_CACHE={shlex.quote(url)}"
-    yield from _started(place, line_anywhere(record), [*_loader(record), *other_uses(record)])
-
-
-def _started(place: str, line: str, others: Iterable[str]) -> Iterator[str]:
-    yield from ("", f"{place}:", f"    {line}", *(f"    {other}" for other in others))
-
-
-def _loader(record: Record) -> Iterator[str]:
-    """The line that follows what was found of the loader."""
-    if record.input and not record.key.task.command:
-        yield "loader = DataLoader(dataset, **advice.loader)"
-
-
 def called(record: Record, config: Config) -> str:
     """What a config of a record does otherwise than its baseline."""
     nothing = "unmodified" if record.key.task.command else "torch default"
@@ -165,10 +162,7 @@ def said(record: Record) -> Iterator[str]:
         yield f"Chosen for a job of {made.steps:,} steps."
     elif made.duration_s:
         yield f"Chosen for a job of {duration(made.duration_s)}."
-    if paying := pays(record, break_even(record)):
-        yield paying
-    if loading := first_step(record):
-        yield loading
+    yield from filter(None, (pays(record), first_step(record)))
     unsteady = advised.high / advised.low if advised.low > 0 else 0.0
     if unsteady >= UNSTEADY and record.compares:
         what = described(advised.config, record.baseline.config, nothing=baseline)
@@ -221,33 +215,25 @@ def cost(record: Record) -> str:
 
 
 def other_uses(record: Record, cache: str | None = None) -> Iterator[str]:
-    """What the script can ask for instead, where it gains by that."""
+    """What else the record offers, if it gains more."""
+    use, default = record.use, record.baseline.config
+    advised, free = record.winner(use), record.winner(use, free=True)
     if record.key.task.command:
-        yield from _free_run(record, cache)
+        if free.batch != record.batch:
+            yield (
+                f"or, with the batch free ({free.batch} samples a step; a larger batch trains "
+                f"differently): {script_line(record, cache, free=True)}"
+            )
         return
-    loop, default = record.winner(record.use), record.baseline
-    captured, flags, free = (
-        record.winner(CAPTURE),
-        record.winner(FLAGS),
-        record.winner(record.use, free=True),
-    )
-    if captured.config not in (loop.config, default.config):
+    captured, flags = record.winner(CAPTURE), record.winner(FLAGS)
+    if captured.config not in (advised.config, default):
         yield f"or, with its step given to advice.capture: capture=True: {spread(captured)}"
-    if flags.config not in (loop.config, default.config):
+    if flags.config not in (advised.config, default):
         yield f"a script that calls apply(TARGET) alone gets the flags alone: {spread(flags)}"
     if free.batch != record.batch:
         yield (
-            f'or, with the batch free: batch="free" ({free.batch} samples a step; another '
-            "batch is another optimisation)"
-        )
-
-
-def _free_run(record: Record, cache: str | None) -> Iterator[str]:
-    free = record.winner(PILOT, free=True)
-    if free.batch != record.batch:
-        yield (
-            f"or, with the batch free ({free.batch} samples a step; another batch is another "
-            f"optimisation): {script_line(record, cache, free=True)}"
+            f'or, with the batch free: batch="free" ({free.batch} samples a step; a larger batch '
+            "trains differently)"
         )
 
 
@@ -280,14 +266,14 @@ def parts(record: Record) -> Table:
     return table
 
 
-def horizon(record: Record, rows: Sequence[Row]) -> Table:
-    """Which config is the best from how many steps on, at the user's batch."""
+def horizon(record: Record) -> Table:
+    """The best config for each length of a job, at the user's batch."""
     table = Table(
         "The best config at your batch, by the length of a job",
         ("best from step", "after", "config", "first step", "step", "how"),
         right=("best from step", "after", "first step", "step"),
     )
-    for row in rows:
+    for row in break_even(record):
         one = row.candidate
         table.row(
             f"{row.steps:,}",
@@ -301,16 +287,16 @@ def horizon(record: Record, rows: Sequence[Row]) -> Table:
     return table
 
 
-def pays(record: Record, rows: Sequence[Row]) -> str:
-    """'pays from step 1,252 on (38.1 s)': the advice, or '' where it is the default."""
+def pays(record: Record) -> str:
+    """From which step on the advice pays; '' if it is the baseline or that is not known."""
     advised = record.winner(record.use).config
     if advised == record.baseline.config:
         return ""
-    for row in rows:
-        if row.candidate.config == advised:
-            after = f" ({duration(row.seconds)})" if row.steps > 1 else ""
-            return f"The advice pays from step {row.steps:,} on{after}."
-    return ""
+    row = next((one for one in break_even(record) if one.candidate.config == advised), None)
+    if row is None:
+        return ""
+    after = f" ({duration(row.seconds)})" if row.steps > 1 else ""
+    return f"The advice pays from step {row.steps:,} on{after}."
 
 
 def first_step(record: Record) -> str:
@@ -379,28 +365,21 @@ def trials(record: Record) -> Table:
 
 
 def memory(record: Record) -> Table:
-    """The peak of each config that was raced."""
+    """The peak memory of each config that was raced."""
     device = record.key.environment.device
+    place = "host" if device.kind == "cpu" else "device"
     table = Table(
-        f"Peak memory of what was raced; the {where_memory_is(record)} has {device.memory_gib} GiB",
+        f"Peak memory of what was raced; the {place} has {device.memory_gib} GiB",
         ("config", "batch", "peak", "of it"),
         right=("batch", "peak", "of it"),
     )
     for choice in raced(record):
         if choice.peak_bytes:
-            share = choice.peak_bytes / (device.memory_gib * 2**30) if device.memory_gib else 0.0
-            table.row(
-                called(record, choice.config),
-                str(choice.batch),
-                size(choice.peak_bytes),
-                f"{share:.1%}" if share else "-",
-            )
+            whole = device.memory_gib * 2**30
+            share = f"{choice.peak_bytes / whole:.1%}" if whole else "-"
+            config = called(record, choice.config)
+            table.row(config, str(choice.batch), size(choice.peak_bytes), share)
     return table
-
-
-def where_memory_is(record: Record) -> str:
-    """'device' or 'host'."""
-    return "host" if record.key.environment.device.kind == "cpu" else "device"
 
 
 def raced(record: Record) -> list[Choice]:

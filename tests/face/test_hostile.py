@@ -116,7 +116,7 @@ def test_a_dataset_that_is_long_in_the_making_is_told_of(monkeypatch: pytest.Mon
             while not said.getvalue() and time.monotonic() < deadline:
                 time.sleep(0.01)
         told = said.getvalue()
-        assert "data 'data.py:make': its dataset" in told and "given up after 1m 00s" in told
+        assert "data 'data.py:make': making its dataset" in told and "gives up after 1m 00s" in told
         with progress.making("data.py:make", 60.0):
             pass
     assert said.getvalue() == told

@@ -35,7 +35,7 @@ def test_nothing_to_gain_is_not_started_with_an_advice(key: object, how: str) ->
     said = f"Nothing to gain on this machine; {how}."
     nothing = advising(choice(), key)
     assert list(tables.start(nothing, None)) == ["", said]
-    assert list(tables.start_anywhere(nothing, "https://host")) == ["", said]
+    assert list(tables.start(nothing, None, url="https://host")) == ["", said]
     (section,) = (one for one in report(nothing).sections if one.name == "script")
     assert (section.lines, section.code) == ((said,), ())
 
