@@ -196,3 +196,9 @@ def console(**how: Any) -> Console:
 
     console = Console(**how)
     return console if console.is_terminal else Console(width=140, **how)
+
+
+def say(out: Console, *lines: str, style: str = "") -> None:
+    """Print lines, whatever they contain: no markup, no folding."""
+    for line in lines:
+        out.print(line, style=style, highlight=False, markup=False, soft_wrap=True)

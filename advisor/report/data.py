@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -169,21 +170,8 @@ def explained(offer: Offer) -> dict[str, Any]:
         "batch_size": offer.batch_size,
         "record": served.record.id if served.record else None,
     }
-    if found is None:
-        return data
-    return data | {
-        "stores": [{"url": url, "said": said} for url, said in found.stores],
-        "refused": list(found.refused),
-        "near_misses": [
-            {
-                "id": near.id,
-                "target": near.target,
-                "store": near.store,
-                "signed": near.signed,
-                "differs": [
-                    {"field": d.field, "wanted": d.wanted, "found": d.found} for d in near.differs
-                ],
-            }
-            for near in found.near_misses
-        ],
-    }
+    if found is not None:
+        data["stores"] = [{"url": url, "said": said} for url, said in found.stores]
+        data["refused"] = list(found.refused)
+        data["near_misses"] = msgspec.to_builtins(found.near_misses)
+    return data
