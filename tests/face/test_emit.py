@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 import advisor as package
-from advisor import frameworks
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import Key
 from advisor.cache.record import Measurement, Record, Target, Trial, Winner
@@ -33,10 +32,10 @@ from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cache.task import Task
 from advisor.errors import AdvisorWarning, NoRecord, UsageError
-from advisor.frameworks import NAMES
-from advisor.frameworks.following import Told, told
-from advisor.frameworks.text import data, text
-from advisor.frameworks.words import Scene, Words
+from advisor.frameworks import NAMES, tables
+from advisor.frameworks.text import Emitted, data, text
+from advisor.frameworks.text import emitted as emitted_by
+from advisor.frameworks.words import Framework, Scene, Setup
 from advisor.tuners import fingerprint, target, tf32
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.environment import detect, own_threads
@@ -97,8 +96,13 @@ def record_of(
     )
 
 
-def emitted(name: str, record: Record, batch: int | None = None, free: bool = False) -> Told:
-    return told(frameworks.framework(name), record, batch=batch, free=free)
+def framework(name: str) -> Framework:
+    found: Framework = getattr(tables, name)
+    return found
+
+
+def emitted(name: str, record: Record, batch: int | None = None, free: bool = False) -> Emitted:
+    return emitted_by(framework(name), record, batch=batch, free=free)
 
 
 # What is served
@@ -106,7 +110,7 @@ def emitted(name: str, record: Record, batch: int | None = None, free: bool = Fa
 
 def test_the_loops_winner_where_all_of_it_can_be_said() -> None:
     found = emitted("hf", record_of((BF16, 300.0), loop=BF16))
-    assert found.words == Words(
+    assert found.setup == Setup(
         settings={
             "bf16": True,
             "tf32": True,
@@ -141,10 +145,10 @@ def test_a_fused_optimizer() -> None:
         (ADAMW, {"optim": "adamw_torch_fused"}, {}),
         (SGD, {}, {"fused": True}),
     ):
-        words = emitted("hf", record_of((fused, 400.0), task=task, loop=fused)).words
-        assert settings.items() <= words.settings.items()
-        assert words.optimizer == own
-    plain = emitted("hf", record_of((BF16, 400.0), task=ADAMW, loop=BF16)).words
+        setup = emitted("hf", record_of((fused, 400.0), task=task, loop=fused)).setup
+        assert settings.items() <= setup.settings.items()
+        assert setup.optimizer == own
+    plain = emitted("hf", record_of((BF16, 400.0), task=ADAMW, loop=BF16)).setup
     assert plain.settings["optim"] == "adamw_torch"  # and not its own default, the fused one
 
 
@@ -168,7 +172,7 @@ def test_a_knob_that_a_framework_does_not_know(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_rows_are_of_knobs(name: str) -> None:
-    assert set(frameworks.framework(name).rows) <= set(BY_NAME)
+    assert set(framework(name).rows) <= set(BY_NAME)
 
 
 def test_what_the_task_asks_for_is_said_or_refused() -> None:
@@ -176,7 +180,7 @@ def test_what_the_task_asks_for_is_said_or_refused() -> None:
     task = replace(SGD, deterministic=True)
     record = record_of(task=task, base=fixed, loop=fixed, flags=fixed)
     assert "torch.use_deterministic_algorithms(True)\n" in text(emitted("hf", record))
-    assert emitted("lightning", record).words.settings["deterministic"] is True
+    assert emitted("lightning", record).setup.settings["deterministic"] is True
     with pytest.raises(NoRecord, match=r"timm's train.py cannot be told cudnn_deterministic=True"):
         emitted("timm", record)
     with pytest.raises(NoRecord, match="tuned for mode infer"):
@@ -198,14 +202,14 @@ def test_the_batch_asked_for_is_kept(name: str, settings: dict[str, int]) -> Non
     rates += [(CUDA.at(size), 90.0) for size in (16, 24, 128)]
     free = record_of(*rates, task=SGD, loop=TF32, free_loop=small)
     found = emitted(name, free, free=True)
-    assert settings.items() <= found.words.settings.items()
-    assert found.words.loader.get(BATCH, 16) == 16
+    assert settings.items() <= found.setup.settings.items()
+    assert found.setup.loader.get(BATCH, 16) == 16
     assert "4 batches of 16 make one of 64" in text(found)
     # At the user's own batch, and at a larger one that was asked to be free, nothing is added up.
     free_large = record_of(*rates, task=SGD, loop=TF32, free_loop=large)
     alone = [name for name, value in settings.items() if value == 4]
     for plain in (emitted(name, free), emitted(name, free_large, free=True)):
-        assert not any(setting in plain.words.settings for setting in alone)
+        assert not any(setting in plain.setup.settings for setting in alone)
     with pytest.raises(NoRecord):  # 24 does not go into 64
         emitted(name, record_of(*rates, task=SGD, loop=TF32, free_loop=odd), free=True)
 
@@ -231,7 +235,7 @@ def test_of_a_run_the_batch_is_as_it_was_seen(
     task = replace(SGD, command=command, others=others, processes=processes)
     found = emitted("hf", record_of((TF32, 200.0), task=task, loop=TF32))
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    assert tuple(map(found.words.settings.get, names)) == settings
+    assert tuple(map(found.setup.settings.get, names)) == settings
     assert said in text(found)
     assert ("accumulation" in text(found)) == bool(said)
 
@@ -279,28 +283,28 @@ def test_the_lines_set_what_the_knob_sets(
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     flag = BY_NAME[name].flag
     assert flag is not None
-    scene = Scene.of(record_of(), CUDA.replace(**{name: value}))
-    words = frameworks.framework("accelerate").rows[name](value, scene)
-    assert words is not None
+    scene = Scene(record_of(), CUDA.replace(**{name: value}))
+    setup = tables.accelerate.rows[name](value, scene)
+    assert setup is not None
     flag.set(value)
     wanted = state()
     _put_back()
-    exec("\n".join(words.flags), {"torch": torch, "os": os})
+    exec("\n".join(setup.flags), {"torch": torch, "os": os})
     assert state() == wanted
 
 
 def test_the_lines_lay_out_and_compile_as_the_knob_does() -> None:
-    words = emitted("lightning", record_of((COMPILED, 300.0), loop=COMPILED)).words
-    assert words.model == (
+    setup = emitted("lightning", record_of((COMPILED, 300.0), loop=COMPILED)).setup
+    assert setup.model == (
         "model = model.to(memory_format=torch.channels_last)",
         'model.compile(mode="reduce-overhead")',
     )
     # Measured with a torch whose compiler is wrong without.
     right = "torch._inductor.config.triton.mix_order_reduction = False"
-    assert right in words.flags
+    assert right in setup.flags
     scope = {"torch": torch, "model": nn.Sequential(nn.Conv2d(3, 8, 3))}
     with torch._inductor.config.patch({"triton.mix_order_reduction": True}):
-        exec("\n".join((right, *words.model)), scope)
+        exec("\n".join((right, *setup.model)), scope)
         assert not torch._inductor.config.triton.mix_order_reduction
     assert scope["model"][0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]
     assert scope["model"]._compiled_call_impl is not None  # type: ignore[attr-defined]
@@ -310,11 +314,11 @@ def test_tf32_stays_off_where_a_framework_switches_it_on() -> None:
     plain = CUDA.replace(compile="default")
     record = record_of((plain, 200.0), loop=plain)
     found = emitted("hf", record)
-    assert found.words.settings["tf32"] is False
-    assert "By itself it switches TF32 on" in text(found)
+    assert found.setup.settings["tf32"] is False
+    assert "are made, as it switches TF32 on:" in text(found)
     off = ("torch.backends.cuda.matmul.allow_tf32 = False",)
-    assert found.words.after == emitted("accelerate", record).words.after == off
-    assert "By itself it switches TF32 on" in text(emitted("accelerate", record))
+    assert found.setup.after == emitted("accelerate", record).setup.after == off
+    assert "are made, as it switches TF32 on:" in text(emitted("accelerate", record))
     said = text(emitted("timm", record))
     assert "By itself it compiles with triton.mix_order_reduction, known to be wrong" in said
     assert "By itself it sets cudnn.benchmark to True; this was measured without." in said
@@ -328,18 +332,18 @@ def test_transformers_own_switch_agrees_with_the_lines(flags_put_back: None, val
     from transformers.utils.import_utils import enable_tf32
 
     config = CUDA.replace(precision=value, compile="default")
-    words = emitted("hf", record_of((config, 200.0), loop=config)).words
+    setup = emitted("hf", record_of((config, 200.0), loop=config)).setup
     flag = BY_NAME["precision"].flag
     assert flag is not None
     flag.set(value)
     wanted = tf32.describe()
     _put_back()
     try:
-        exec("\n".join(words.flags), {"torch": torch})
-        enable_tf32.__wrapped__(words.settings["tf32"])
-        if words.after:  # as Accelerate does, where it compiles in float32
+        exec("\n".join(setup.flags), {"torch": torch})
+        enable_tf32.__wrapped__(setup.settings["tf32"])
+        if setup.after:  # as Accelerate does, where it compiles in float32
             torch.backends.cuda.matmul.allow_tf32 = True
-        exec("\n".join(words.after), {"torch": torch})
+        exec("\n".join(setup.after), {"torch": torch})
         assert tf32.describe() == wanted
         assert torch.get_float32_matmul_precision() == (
             "high" if "matmul=tf32" in wanted else "highest"
@@ -356,8 +360,8 @@ def test_the_python_that_is_printed_runs(flags_put_back: None, name: str) -> Non
     found = emitted(name, record_of((COMPILED, 300.0), loop=COMPILED))
     scope: dict[str, Any] = {}
     exec(text(found), scope)
-    assert list(scope["arguments"]) == list(found.words.settings)
-    assert torch.backends.cudnn.benchmark is ("benchmark" not in found.words.settings)
+    assert list(scope["arguments"]) == list(found.setup.settings)
+    assert torch.backends.cudnn.benchmark is ("benchmark" not in found.setup.settings)
 
 
 def test_the_yaml_that_is_printed_reads() -> None:
@@ -396,14 +400,14 @@ def test_a_record_says_nothing_but_comments() -> None:
 
 def every_setting(name: str) -> dict[str, set[Any]]:
     """Each setting that a framework's file can say, with its values that are text or numbers."""
-    framework, found = frameworks.framework(name), dict[str, set[Any]]()
-    for task, kind in itertools.product((SGD, ADAMW, WORDS), framework.devices):
-        scene = replace(Scene.of(record_of(task=task), CUDA), device=kind)
+    found: dict[str, set[Any]] = {}
+    for task, of_cpu in itertools.product((SGD, ADAMW, WORDS), (False, True)):
+        record = on_cpu() if of_cpu else record_of(task=task)
         for knob, compiled in itertools.product(KNOBS, ("none", "default")):
             for value in (16, 64) if isinstance(knob.domain, range) else knob.domain:
                 config = CUDA.replace(compile=compiled).replace(**{knob.name: value})
-                words, _unsaid = framework.say(replace(scene, config=config))
-                for setting, said in words.settings.items():
+                setup, _unsupported = framework(name).setup(Scene(record, config))
+                for setting, said in setup.settings.items():
                     plain = isinstance(said, str | int | float)
                     found.setdefault(setting, set()).update([said] if plain else [])
     return found
@@ -610,8 +614,6 @@ def test_nothing_is_loaded_before_it_is_used() -> None:
     code = (
         "import sys, advisor\n"
         "advisor.hf, advisor.lightning, advisor.accelerate\n"
-        "from advisor.frameworks import NAMES, framework\n"
-        "[framework(name) for name in NAMES]\n"
         "heavy = 'torch', 'transformers', 'lightning', 'accelerate', 'timm'\n"
         "print([one for one in heavy if one in sys.modules])"
     )
