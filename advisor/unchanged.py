@@ -38,7 +38,7 @@ class Asked:
     """One call of `advisor tune -- COMMAND`: what it would measure, if it were started.
 
     Args:
-        permitted: fields of a Task, as `measured_run` takes them.
+        permitted: fields of a Task, as `RunWorkload` takes them.
     """
 
     records: Records

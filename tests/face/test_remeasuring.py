@@ -24,7 +24,7 @@ from advisor.cache.records import Records
 from advisor.errors import WorkerError
 from advisor.keeping import measuring
 from advisor.opening import open_records
-from advisor.remeasuring import FAILS, HOLDS, UNTOLD, _Again, _idle, _parts, judged
+from advisor.remeasuring import FAILS, HOLDS, INCONCLUSIVE, Remeasurement, is_idle, judged, parts_of
 from advisor.report.tables import part_name
 from advisor.report.tables import parts as parts_table
 from advisor.tuners.measure.runner import Compared
@@ -210,8 +210,8 @@ def test_what_changes_numbers_is_compared_before_the_race(
     assert advised in place.blocks, "what is compared was timed"
 
 
-def again(record: Record, place: MadeUp, budget_s: float = 400.0) -> _Again:
-    return _Again(record, place, Clock(budget_s, now=place.now))
+def again(record: Record, place: MadeUp, budget_s: float = 400.0) -> Remeasurement:
+    return Remeasurement(record, place, Clock(budget_s, now=place.now))
 
 
 def place_of(record: Record, channels_last: float = 1.0, **more: Any) -> MadeUp:
@@ -236,7 +236,7 @@ def test_what_is_as_fast_without_is_set_back(channels_last: float, dropped: bool
     )
     place = place_of(record, channels_last)
     measured = again(record, place)
-    idle = [next(iter(part.knob)) for part in measured.parts() if _idle(part)]
+    idle = [next(iter(part.knob)) for part in measured.parts() if is_idle(part)]
     assert idle == (["channels_last"] if dropped else [])
     raced = len(place.blocks)
     simpler, names = measured.simplified(record, ["channels_last"])
@@ -259,7 +259,7 @@ def test_several_that_contribute_nothing_are_set_back_together() -> None:
     )
     record = replace(record, winners=winners)
     measured = again(record, place_of(record))
-    idle = [next(iter(part.knob)) for part in measured.parts() if _idle(part)]
+    idle = [next(iter(part.knob)) for part in measured.parts() if is_idle(part)]
     assert sorted(idle) == ["channels_last", "cudnn_benchmark"]
     simpler, names = measured.simplified(record, idle)
     assert sorted(names) == sorted(idle) and simpler.winner(LOOP).config == fast
@@ -278,9 +278,9 @@ def test_what_was_measured_once_is_no_part() -> None:
     whole, without = Config(precision="bf16", fused_optimizer=True), Config(precision="bf16")
     knobs = {"fused_optimizer": without, "precision": Config(fused_optimizer=True)}
     once = {whole: [2.0], without: [1.0]}
-    assert list(_parts(once, whole, knobs, "compute")) == []
+    assert list(parts_of(once, whole, knobs, "compute")) == []
     twice = {whole: [2.0, 2.0, 2.0], without: [1.0, 1.0, 1.0]}
-    (part,) = _parts(twice, whole, knobs, "compute")
+    (part,) = parts_of(twice, whole, knobs, "compute")
     assert (part.knob, part.ratio) == (Config(fused_optimizer=True), pytest.approx(2.0))
 
 
@@ -302,7 +302,7 @@ def test_a_budget_that_is_too_small_says_so() -> None:
 )
 def test_which_knob_contributes_nothing(low: float, ratio: float, high: float, idle: bool) -> None:
     """Not one of which nothing is known."""
-    assert _idle(Part(knob=Config(precision="bf16"), ratio=ratio, low=low, high=high)) == idle
+    assert is_idle(Part(knob=Config(precision="bf16"), ratio=ratio, low=low, high=high)) == idle
 
 
 def test_a_part_that_cannot_be_told_shows_no_figures() -> None:
@@ -363,11 +363,11 @@ def test_a_fault_counts_before_a_doubt() -> None:
         (14.31, (20.0, 19.0, 21.0), HOLDS, ""),
         (14.31, (13.0, 11.0, 15.4), HOLDS, ""),
         (14.31, (20.0, 13.0, 30.8), HOLDS, ""),
-        (14.31, (6.37, 0.4, 101.0), UNTOLD, "252x from end to end"),
-        (14.31, (6.37, 2.0, 20.3), UNTOLD, "10.2x from end to end"),
-        (14.31, (14.31, 9.0, 22.8), UNTOLD, "2.53x from end to end"),
-        (14.31, (6.37, 0.0, math.inf), UNTOLD, "more than 1000x from end to end"),
-        (1.02, (1.02, 0.99, 1.05), UNTOLD, "1.06x from end to end"),
+        (14.31, (6.37, 0.4, 101.0), INCONCLUSIVE, "252x from end to end"),
+        (14.31, (6.37, 2.0, 20.3), INCONCLUSIVE, "10.2x from end to end"),
+        (14.31, (14.31, 9.0, 22.8), INCONCLUSIVE, "2.53x from end to end"),
+        (14.31, (6.37, 0.0, math.inf), INCONCLUSIVE, "more than 1000x from end to end"),
+        (1.02, (1.02, 0.99, 1.05), INCONCLUSIVE, "1.06x from end to end"),
         (17.6, (8.1, 7.0, 9.4), FAILS, "8.10x (7.00-9.40) torch's default now, 17.60x when"),
         (1.05, (1.0, 0.995, 1.005), FAILS, "it is not faster any more"),
     ],
@@ -393,7 +393,7 @@ def test_what_was_not_known_well_is_no_promise() -> None:
     ("rates", "verdict"),
     [
         ([1900.0, 2000.0, 1500.0], HOLDS),
-        ([600.0, 700.0, 1900.0], UNTOLD),
+        ([600.0, 700.0, 1900.0], INCONCLUSIVE),
         ([600.0, 700.0, 800.0], FAILS),
     ],
 )
@@ -407,7 +407,7 @@ def test_the_samples_a_second_count_too(rates: list[float], verdict: str) -> Non
 
 @pytest.mark.parametrize(
     ("now", "verdict"),
-    [((1.5, 1.48, 1.52), UNTOLD), ((1.5, 0.1, 9.0), UNTOLD), ((1.2, 1.1, 1.3), FAILS)],
+    [((1.5, 1.48, 1.52), INCONCLUSIVE), ((1.5, 0.1, 9.0), INCONCLUSIVE), ((1.2, 1.1, 1.3), FAILS)],
 )
 def test_a_host_that_is_slower_as_a_whole_tells_nothing(
     now: tuple[float, float, float], verdict: str
@@ -417,7 +417,7 @@ def test_a_host_that_is_slower_as_a_whole_tells_nothing(
     base = [record.baseline.samples_per_s / 10]
     found, reason = judged(record, {LOOP: ratio(*now)}, [200.0], base)
     assert found == verdict
-    assert ("the host is 10x slower than then" in reason) == (verdict == UNTOLD)
+    assert ("the host is 10x slower than then" in reason) == (verdict == INCONCLUSIVE)
 
 
 def test_there_is_nothing_to_explain_of_a_default(tuned: Path) -> None:
