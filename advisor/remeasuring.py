@@ -23,10 +23,10 @@ from advisor.cache.task import Task, checked, permissions, permitted
 from advisor.errors import UsageError, WorkerError
 from advisor.events import progress_of
 from advisor.finding.lookups import set_up_logging
-from advisor.keeping import measuring
+from advisor.keeping import lock_names, measuring
 from advisor.opening import open_records
 from advisor.printed import about, is_copy, reach
-from advisor.tuners.search.plan import EXPLAIN, VERIFY, Clock, Progress
+from advisor.tuners.search.plan import EXPLAIN, VERIFY, Clock
 from advisor.workload import RunWorkload, TargetWorkload, Workload
 
 if TYPE_CHECKING:
@@ -39,22 +39,13 @@ if TYPE_CHECKING:
 HOLDS, FAILS, INCONCLUSIVE = "holds", "does not hold", "could not tell"
 """Verdicts of `verify`."""
 
-CONTRIBUTES = 1.01
-"""A knob that gains less contributes nothing, as does one whose interval holds 1."""
-KEPT_SPEEDUP = 0.9
-"""Share of the record's speed-up that must be left for it to hold."""
-KEPT_RATE = 0.7
-"""The same of its samples/s, which differ on one host from day to day."""
-WIDE = 0.25
-"""An interval that reaches further than this share to a side cannot tell whether a speed-up
-holds."""
-MAX_SHOWN = 1000
-"""Ends of an interval that are further apart are not shown."""
-COSTS, COSTS_S = 0.1, 5.0
-"""Share of explain's budget, and seconds at most, to measure what a sample costs."""
-SIMPLER, SIMPLER_S = 0.3, 4.0
-"""The same for the advice without what contributes nothing: three turns of three configs, 0.3 s
-each, and what switching takes."""
+CONTRIBUTES = 1.01  # a knob that gains less contributes nothing, as one whose interval holds 1
+KEPT_SPEEDUP = 0.9  # share of the record's speed-up that must be left for it to hold
+KEPT_RATE = 0.7  # the same of its samples/s, which differ on one host from day to day
+WIDE = 0.25  # share by which an interval may reach to a side and still tell
+MAX_SHOWN = 1000  # ends of an interval that are further apart are not shown
+COSTS, COSTS_S = 0.1, 5.0  # share of explain's budget, and seconds at most, for a sample's costs
+SIMPLER, SIMPLER_S = 0.3, 4.0  # the same for three turns of the advice without idle knobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,15 +124,14 @@ def explain(
             must be given.
         WorkerError: it cannot be measured. Busy: it is being measured. StoreError.
     """
-    budget_s = Seconds().checked("budget", budget)
-    found = _Found.of("explain", key, what, map, store, on_event)
-    with found.opened(budget_s, reserve_s=min(SIMPLER_S, SIMPLER * budget_s)) as again:
-        costs = again.costs(min(COSTS_S, COSTS * budget_s)) if found.task.data else None
-        parts = again.parts(loaded=bool(found.task.data))
+    with _opened("explain", key, what, map, budget, store, on_event) as again:
+        loaded = bool(again.task.data)
+        costs = again.costs() if loaded else None
+        parts = again.parts(loaded=loaded)
         idle = [next(iter(one.knob)) for one in parts if one.stage == "compute" and is_idle(one)]
-        explained = dataclasses.replace(found.record, parts=tuple(parts))
+        explained = dataclasses.replace(again.record, parts=tuple(parts))
         simpler, dropped = again.simplified(explained, idle)
-        return Explained(record=found.revise(simpler), dropped=dropped, costs=costs)
+        return Explained(record=again.revise(simpler), dropped=dropped, costs=costs)
 
 
 def verify(
@@ -165,22 +155,20 @@ def verify(
     from advisor.tuners.environment import detect
     from advisor.tuners.search.ratio import paired
 
-    budget_s = Seconds().checked("budget", budget)
-    found = _Found.of("verify", key, what, map, store, on_event)
-    record = found.record
-    base, advised = record.baseline.config, record.winner(record.use).config
-    uses = (FLAGS, PILOT) if record.key.task.command else RACED
-    winners = {use: record.winner(use).config for use in uses}
-    with found.opened(budget_s) as again:
+    with _opened("verify", key, what, map, budget, store, on_event) as again:
+        record = again.record
+        base, advised = record.baseline.config, record.winner(record.use).config
+        uses = (FLAGS, PILOT) if record.key.task.command else RACED
+        winners = {use: record.winner(use).config for use in uses}
         numerics, wrong = again.compared(advised)
         configs = list(dict.fromkeys([base, *winners.values()]))
         rates = again.race(configs, configs)
         now = {use: paired(rates[one], rates[base]) for use, one in winners.items() if one != base}
         verdict, reason = judged(record, now, rates[advised], rates[base], wrong)
         if verdict == INCONCLUSIVE:
-            reason += f"; measure on a quieter machine, or with more than {budget_s:g}s"
+            reason += f"; measure on a quieter machine, or with more than {again.clock.budget_s:g}s"
         elif reason != record.stale:
-            record = found.revise(dataclasses.replace(record, stale=reason))
+            record = again.revise(dataclasses.replace(record, stale=reason))
         here = dataclasses.replace(record.key, environment=detect(_device(record)))
         middle = statistics.median_high
         return Verified(
@@ -253,15 +241,29 @@ def is_idle(part: Part) -> bool:
 
 
 class Remeasurement:
-    """A record that is measured again. `clock`: of the budget."""
+    """A record that is measured again.
 
-    def __init__(self, record: Record, runner: Runner, clock: Clock) -> None:
+    Args:
+        task: its task, with the data that the user named.
+        clock: of the budget.
+    """
+
+    def __init__(
+        self, record: Record, task: Task, records: Records, runner: Runner, clock: Clock
+    ) -> None:
         from advisor.tuners.search.visit import Visitor
 
-        self._record, self._runner, self._clock = record, runner, clock
+        self.record, self.task, self.clock = record, task, clock
+        self._records, self._runner = records, runner
         self._base, self._advised = record.baseline.config, record.winner(record.use).config
         self._visitor = Visitor(runner, self._base, clock, lambda _config, _doing: None)
         self._rates: Rates = {}
+
+    def revise(self, record: Record) -> Record:
+        """Keep a changed version of the record."""
+        revised = dataclasses.replace(record, revised=time.time())
+        self._records.put(revised, revises=self.record)
+        return revised
 
     def race(self, configs: Sequence[Config], needed: Sequence[Config]) -> Rates:
         """Samples/s of each round of configs measured in turn, the first of them as reference.
@@ -280,17 +282,17 @@ class Remeasurement:
     def _lost(self, config: Config, why: ConfigFailed | None) -> WorkerError:
         from advisor.tuners.knobs import described
 
-        named = described(config, self._base, nothing=self._record.key.task.baseline)
+        named = described(config, self._base, nothing=self.record.key.task.baseline)
         if why is None or why.outcome == "timed_out":
             return WorkerError(f"no time was left to measure {named}; give a larger --budget")
         return WorkerError(f"{named} does not run here any more: {why}; tune again with --force")
 
-    def costs(self, seconds: float) -> SampleCosts:
+    def costs(self) -> SampleCosts:
         """What a sample of the data costs a worker of its loader."""
         from advisor.tuners.measure.worker.parent import Worker
 
         assert isinstance(self._runner, Worker)  # a run has no data of its own
-        return self._runner.costs(seconds)
+        return self._runner.costs(min(COSTS_S, COSTS * self.clock.budget_s))
 
     def parts(self, *, loaded: bool = False) -> list[Part]:
         """What each knob of the advice contributes, the most first; those of the loader where its
@@ -304,7 +306,7 @@ class Remeasurement:
             self._rates = self.race([chosen, default, *without.values()], [chosen])
             found += parts_of(self._rates, chosen, without, "compute")
         if loaded and (fed := self._without_input()):
-            whole = Config(chosen | self._record.input)
+            whole = Config(chosen | self.record.input)
             found += parts_of(self.race([whole, *fed.values()], [whole]), whole, fed, "input")
         return sorted(found, key=lambda part: -part.ratio)
 
@@ -313,7 +315,7 @@ class Remeasurement:
         from advisor.tuners.knobs import WORKERS, SearchContext
         from advisor.tuners.search.space import Space
 
-        fed, device = self._record.input, self._record.key.environment.device.kind
+        fed, device = self.record.input, self.record.key.environment.device.kind
         context = SearchContext(device=device, loaded=True, workers=2, any_order=True)
         own = Space.of(context).default_input
         return {
@@ -325,7 +327,7 @@ class Remeasurement:
     def simplified(self, record: Record, idle: Sequence[str]) -> tuple[Record, tuple[str, ...]]:
         """The record with these knobs at their default, all or else the one that matters least,
         and which; the record as it was where that is slower, or not sound."""
-        self._clock.release()
+        self.clock.release()
         for names in dict.fromkeys([tuple(idle), tuple(idle[-1:])]) if idle else ():
             simple = self._advised.replace(**{name: self._base[name] for name in names})
             choice = self._no_slower(simple)
@@ -350,7 +352,7 @@ class Remeasurement:
         from advisor.tuners.search.race import choice_of
         from advisor.tuners.search.ratio import paired
 
-        record, base, chosen, rates = self._record, self._base, self._advised, self._rates
+        record, base, chosen, rates = self.record, self._base, self._advised, self._rates
         if simple not in rates:
             try:
                 rates = self.race([base, chosen, simple], [base, chosen, simple])
@@ -397,7 +399,7 @@ class Remeasurement:
         """Why a config is not compared with strict fp32, or ''."""
         from advisor.tuners.knobs import needs_comparison
 
-        task = self._record.key.task
+        task = self.record.key.task
         if not needs_comparison(config, self._base):
             return "the advice changes no numbers"
         if task.mode != "train":
@@ -407,15 +409,15 @@ class Remeasurement:
     def _compare(self, config: Config) -> Trial:
         from advisor.tuners.search.tuner import measurement_of
 
-        began = self._clock.now()
+        began = self.clock.now()
         compared = self._visitor.compare(config)
         return Trial(
-            number=len(self._record.trials),
+            number=len(self.record.trials),
             config=config,
             measurement=measurement_of(compared),
             stage="numerics",
             origin="fp32",
-            seconds=self._clock.now() - began,
+            seconds=self.clock.now() - began,
         )
 
 
@@ -432,64 +434,40 @@ def parts_of(
             yield Part(knob=knob, ratio=ratio.mean, low=ratio.low, high=ratio.high, stage=stage)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A record, and what is run for it: a target with its data in `task`, or a command."""
-
-    records: Records
-    record: Record
-    task: Task
+@contextlib.contextmanager
+def _opened(
+    verb: str,
+    key: str,
+    what: str | Model | Sequence[str] | None,
+    map: Mapping[str, str] | None,
+    budget: float | str,
+    store: Store | Cache,
+    on_event: OnEvent | None,
+) -> Iterator[Remeasurement]:
+    """A record at its first steps, while nobody else measures it. Raises as `explain`."""
+    set_up_logging()
+    budget_s = Seconds().checked("budget", budget)
+    (model, command), cache = split(what), urls_of(store)
+    records = open_records(cache, fallback=True)
+    records.first_writable()
+    held = records.one(key)
+    record = held.record
+    _refuse(record, about(verb, record, cache), model, command)
+    data = checked(Task, {"data": model.data, "data_args": model.data_args})
+    # No data that only the record names.
+    task = dataclasses.replace(record.key.task, **{"data": "", "data_args": Config(), **data})
     workload: Workload
-    progress: Progress
-
-    @classmethod
-    def of(
-        cls,
-        verb: str,
-        key: str,
-        what: str | Model | Sequence[str] | None,
-        map: Mapping[str, str] | None,
-        store: Store | Cache,
-        on_event: OnEvent | None,
-    ) -> _Found:
-        """The record of a key and what is run for it. Raises as `explain`."""
-        set_up_logging()
-        (model, command), cache = split(what), urls_of(store)
-        records = open_records(cache, fallback=True)
-        records.first_writable()
-        held = records.one(key)
-        record = held.record
-        _refuse(record, about(verb, record, cache), model, command)
-        data = checked(Task, {"data": model.data, "data_args": model.data_args})
-        # No data that only the record names.
-        task = dataclasses.replace(record.key.task, **{"data": "", "data_args": Config(), **data})
-        workload: Workload
-        if command:
-            options = permissions({"map": map}).get("map", {})
-            workload = RunWorkload(command, permitted(record.key.task), options=options)
-        else:
-            name = _target(record, model.target, trusted=held.trusted)
-            task = dataclasses.replace(task, target=name, device=_device(record))
-            workload = TargetWorkload(task)
-        return cls(records, record, task, workload, progress_of(on_event))
-
-    def revise(self, record: Record) -> Record:
-        """Keep a changed version of the record."""
-        revised = dataclasses.replace(record, revised=time.time())
-        self.records.put(revised, revises=self.record)
-        return revised
-
-    @contextlib.contextmanager
-    def opened(self, budget_s: float, *, reserve_s: float = 0.0) -> Iterator[Remeasurement]:
-        """Run it, while nobody else measures it, or on its device.
-
-        Args:
-            reserve_s: part of the budget that is kept for `Remeasurement.simplified`.
-        """
-        workload = self.workload
-        running = workload.reopen(self.record, self.records, self.progress)
-        with measuring(self.records, workload.words, workload.devices()), running as runner:
-            yield Remeasurement(self.record, runner, Clock(budget_s, reserve_s=reserve_s))
+    if command:
+        options = permissions({"map": map}).get("map", {})
+        workload = RunWorkload(command, permitted(record.key.task), options=options)
+    else:
+        name = _target(record, model.target, trusted=held.trusted)
+        workload = TargetWorkload(dataclasses.replace(task, target=name, device=_device(record)))
+    running = workload.reopen(record, records, progress_of(on_event))
+    reserve_s = min(SIMPLER_S, SIMPLER * budget_s) if verb == "explain" else 0.0
+    with measuring(records, workload.words, lock_names(workload.device)), running as runner:
+        clock = Clock(budget_s, reserve_s=reserve_s)
+        yield Remeasurement(record, task, records, runner, clock)
 
 
 def _device(record: Record) -> str:

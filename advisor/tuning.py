@@ -27,7 +27,7 @@ from advisor.finding.answer import unverified
 from advisor.finding.doubt import doubtful
 from advisor.finding.horizon import length_of
 from advisor.finding.lookups import set_up_logging
-from advisor.keeping import check_writable, keep, keep_artifacts, locked, measuring
+from advisor.keeping import check_writable, keep, keep_artifacts, lock_names, locked, measuring
 from advisor.opening import Cache, open_records
 from advisor.tuners.decisions import NOTABLE, WORTH
 from advisor.tuners.doubt import unsteady
@@ -131,10 +131,10 @@ def tuned(
     set_up_logging()
     records = open_records(cache, fallback=True)
     tuning = Tuning(workload, plan, records, progress or Progress())
-    with measuring(records, workload.words, workload.devices()):
+    with measuring(records, workload.words, lock_names(workload.device)):
         if not isinstance(workload, RunWorkload):
             return tuning.run()
-        asked = Asked(records, workload.command, workload.permitted, plan)
+        asked = Asked(records, workload.words, workload.permitted, plan)
         if not plan.force and (known := asked.known()) is not None:
             return Tuned(record=known, known=True, finished=True)
         before = asked.state()
@@ -288,10 +288,11 @@ class Tuning:
         remarks = found.remarks
         replaces = earlier.clear is None or is_clear(record)
         if earlier.clear is not None and not replaces:
-            cut = record.provenance.effort == INTERRUPTED
-            why = "This tuning was cut short" if cut else "This tuning was too noisy to tell"
+            why = "was too noisy to tell" if record.compares else "had no time to race anything"
+            if record.provenance.effort == INTERRUPTED:
+                why = "was cut short"
             on = "" if self.plan.force else "; the same command goes on"
-            remarks += (f"{why}: the earlier record stays in use, and is shown here{on}.",)
+            remarks += (f"This tuning {why}: the earlier record stays in use, and is shown here{on}.",)
             record = self._named(earlier.clear, opened)
         else:
             anew = earlier.fresh or earlier.replaced

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +18,6 @@ from advisor.cache.records import Records
 from advisor.cache.stores.filesystem import make_folder
 from advisor.cache.task import Task
 from advisor.errors import StoreError, TargetError, UsageError
-from advisor.keeping import lock_names
 from advisor.printed import tune_again
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.search.plan import Plan, Progress
@@ -62,37 +59,13 @@ class OpenWorkload:
         return self.key.task
 
 
-class Workload(ABC):
-    """What is tuned."""
+class TargetWorkload:
+    """A model on made-up data, in a worker process.
 
-    command: tuple[str, ...] = ()
-    """Of a run."""
-
-    @property
-    @abstractmethod
-    def words(self) -> Sequence[str]:
-        """Its command or its target: no other process may measure it meanwhile."""
-
-    @abstractmethod
-    def devices(self) -> list[str]:
-        """The locks of what it may run on, as `lock_names` has them."""
-
-    @abstractmethod
-    def open(
-        self, plan: Plan, records: Records, progress: Progress
-    ) -> AbstractContextManager[OpenWorkload]:
-        """Start it and find out what may be tried; what runs ends with the context."""
-
-    @abstractmethod
-    def reopen(
-        self, record: Record, records: Records, progress: Progress
-    ) -> AbstractContextManager[Runner]:
-        """Start it to measure a record of it again. Raises UsageError if the record is of something
-        else."""
-
-
-class TargetWorkload(Workload):
-    """A model on made-up data, in a worker process."""
+    Attributes:
+        words: what no other process may measure meanwhile.
+        device: where it runs.
+    """
 
     def __init__(self, task: Task) -> None:
         from advisor.tuners.environment import default_device
@@ -101,38 +74,33 @@ class TargetWorkload(Workload):
         self._spec = parse(task.target)
         if task.data:
             parse(task.data, role="data")
-        self._task, self._device = task, task.device or default_device()
-
-    @property
-    def words(self) -> Sequence[str]:
-        return [self._task.target]
-
-    def devices(self) -> list[str]:
-        return lock_names(self._device)
+        self.words, self.device = (task.target,), task.device or default_device()
+        self._task = task
 
     def _worker(self, *, seed: int, deadline_s: float, known: tuple[str, ...] = ()) -> Worker:
         from advisor.tuners.measure.worker.parent import Worker
         from advisor.tuners.measure.worker.wire import WorkerJob
 
-        job = WorkerJob(task=self._task, device=self._device, seed=seed, known=known)
+        job = WorkerJob(task=self._task, device=self.device, seed=seed, known=known)
         return Worker(job, deadline_s=deadline_s)
 
     @contextlib.contextmanager
     def open(self, plan: Plan, records: Records, progress: Progress) -> Iterator[OpenWorkload]:
+        """Start it and find out what may be tried; what runs ends with the context."""
         from advisor.tuners.environment import detect
         from advisor.tuners.search.space import Space
 
-        task, environment = self._task, detect(self._device)
+        task, environment = self._task, detect(self.device)
         with self._worker(seed=plan.seed, deadline_s=max(30.0, plan.seconds)) as worker:
             facts = worker.describe()
-            _check_device(self._device, facts.device_uuid)
+            _check_device(self.device, facts.device_uuid)
             key = Key(
                 environment=environment,
                 model=facts.model,
                 hooks=facts.hooks,
                 task=task,
                 libraries=facts.libraries,
-                threads=facts.threads if self._device == "cpu" else 0,
+                threads=facts.threads if self.device == "cpu" else 0,
             )
             context = _search_context(key, plan, facts)
             if task.data:
@@ -144,6 +112,7 @@ class TargetWorkload(Workload):
 
     @contextlib.contextmanager
     def reopen(self, record: Record, records: Records, progress: Progress) -> Iterator[Runner]:
+        """Start it to measure a record again. Raises UsageError if it is of something else."""
         from advisor.tuners.measure.worker.wire import CHANGED
 
         known = record.key.model, record.key.hooks
@@ -159,8 +128,8 @@ class TargetWorkload(Workload):
             yield worker
 
 
-class RunWorkload(Workload):
-    """The user's own command, with a pilot inside.
+class RunWorkload:
+    """The user's own command, with a pilot inside; as TargetWorkload, on any device.
 
     Args:
         permitted: fields of a Task that say what may be changed.
@@ -178,16 +147,10 @@ class RunWorkload(Workload):
         show: Callable[[str], None] | None = None,
         attached: AttachedRun | None = None,
     ) -> None:
-        self.command, self.permitted = tuple(command), dict(permitted)
+        self.words, self.permitted = tuple(command), dict(permitted)
+        self.device: str | None = None
         self._options = self.permitted.get("map") if options is None else options
         self._show, self._attached = show, attached
-
-    @property
-    def words(self) -> Sequence[str]:
-        return self.command
-
-    def devices(self) -> list[str]:
-        return lock_names()
 
     def _start(self, records: Records, progress: Progress) -> Run:
         """The run, which starts once it is entered and described; its side effects are said now."""
@@ -197,8 +160,8 @@ class RunWorkload(Workload):
 
         if self._attached is not None:
             return self._attached
-        measurable(self.command)
-        log = _new_log(records, self.command)
+        measurable(self.words)
+        log = _new_log(records, self.words)
         saved = "are saved" if os.environ.get(KEEP_CHECKPOINTS) else "go to a scratch folder"
         progress.notice(
             f"starts the command and ends it; checkpoints {saved}, reports to wandb, "
@@ -206,7 +169,7 @@ class RunWorkload(Workload):
         )
         if self._show is None:
             progress.notice(f"its output: {log}")
-        return Run(self.command, injected=INJECTED, log=log, show=self._show, options=self._options)
+        return Run(self.words, injected=INJECTED, log=log, show=self._show, options=self._options)
 
     def _key(self, seen: ScriptFacts) -> Key:
         from advisor.tuners.environment import detect
@@ -214,7 +177,7 @@ class RunWorkload(Workload):
         return Key(
             environment=detect(seen.device),
             model=seen.model,
-            task=seen.task(self.command, self.permitted),
+            task=seen.task(self.words, self.permitted),
             libraries=seen.libraries,
             threads=seen.threads if seen.device == "cpu" else 0,
         )
@@ -258,6 +221,9 @@ class RunWorkload(Workload):
             yield run
 
 
+Workload = TargetWorkload | RunWorkload
+
+
 def _other_loader(record: Record, seen: ScriptFacts, run: Run) -> str:
     """Why a run's loader, which is no part of its key, cannot work as the record's did; or ''."""
     from advisor.tuners.knobs import INPUT_PIPELINE, described
@@ -280,22 +246,17 @@ def _facts_of_run(seen: ScriptFacts, key: Key) -> Facts:
     from advisor.tuners.environment import device_uuid
     from advisor.tuners.measure.worker.wire import Facts
 
+    shared = {field.name for field in dataclasses.fields(seen)}
+    seen_of = {f.name: getattr(seen, f.name) for f in dataclasses.fields(Facts) if f.name in shared}
     return Facts(
         name=key.task.target,
-        model=seen.model,
         hooks="",
         code="",
-        libraries=seen.libraries,
-        family=seen.family,
-        modules=seen.modules,
-        parameters=seen.parameters,
-        convolves=seen.convolves,
-        repeats=seen.repeats,
-        threads=seen.threads,
         device_uuid=device_uuid(seen.device),
         memory_bytes=_memory_of(key.environment.device),
         peak_bytes=0,
         step_s=0.0,
+        **seen_of,
     )
 
 

@@ -1,11 +1,10 @@
-"""A record in a framework's own words: what is served, that it is all said, that it is real.
+"""A record as a framework's settings: which config is served, all of it, under real names.
 
-What needs a framework is skipped where it is not installed, and says so: `pip install -e .[dev]`.
+A test that needs a framework is skipped where it is not installed: `pip install -e .[dev]`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 import json
@@ -101,6 +100,10 @@ def framework(name: str) -> Framework:
     return found
 
 
+def installed(name: str) -> Any:
+    return pytest.importorskip(name, reason=f"NOT CHECKED: {name} is not installed")
+
+
 def emitted(name: str, record: Record, batch: int | None = None, free: bool = False) -> Emitted:
     return emitted_by(framework(name), record, batch=batch, free=free)
 
@@ -168,10 +171,6 @@ def test_a_knob_that_a_framework_does_not_know(name: str) -> None:
     found = emitted(name, record_of((sour, 400.0), (TF32, 200.0), task=SGD, loop=sour))
     assert found.scene.config == TF32
     assert "# Cannot be expressed here:\n#     at your batch, 4.00x: slack=9\n" in text(found)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_rows_are_of_knobs(name: str) -> None:
     assert set(framework(name).rows) <= set(BY_NAME)
 
 
@@ -328,7 +327,7 @@ def test_tf32_stays_off_where_a_framework_switches_it_on() -> None:
 @pytest.mark.parametrize("value", ["default", "tf32", "fp32", "bf16"])
 def test_transformers_own_switch_agrees_with_the_lines(flags_put_back: None, value: str) -> None:
     """It sets the new switches alone; where the old ones differ, reading them raises."""
-    pytest.importorskip("transformers", reason="NOT CHECKED: transformers is not installed")
+    installed("transformers")
     from transformers.utils.import_utils import enable_tf32
 
     config = CUDA.replace(precision=value, compile="default")
@@ -356,7 +355,7 @@ def test_transformers_own_switch_agrees_with_the_lines(flags_put_back: None, val
 @pytest.mark.parametrize("name", ["hf", "lightning", "accelerate"])
 def test_the_python_that_is_printed_runs(flags_put_back: None, name: str) -> None:
     if name == "accelerate":
-        pytest.importorskip("accelerate", reason="NOT CHECKED: accelerate is not installed")
+        installed("accelerate")
     found = emitted(name, record_of((COMPILED, 300.0), loop=COMPILED))
     scope: dict[str, Any] = {}
     exec(text(found), scope)
@@ -413,47 +412,33 @@ def every_setting(name: str) -> dict[str, set[Any]]:
     return found
 
 
-def test_names_of_transformers() -> None:
-    transformers = pytest.importorskip(
-        "transformers", reason="NOT CHECKED: transformers is not installed"
-    )
-    said = every_setting("hf")
-    fields = {one.name: one for one in dataclasses.fields(transformers.TrainingArguments)}
-    assert {"bf16", "fp16", "tf32", "optim", "torch_compile_backend"} <= set(said) <= set(fields)
-    from transformers.training_args import OptimizerNames
-
-    assert said["optim"] <= {one.value for one in OptimizerNames}
-    assert said["torch_compile_mode"] == set(BY_NAME["compile"].domain) - {
-        *("none", "cudagraphs", "blocks")
-    }
-
-
-def test_names_of_lightning() -> None:
-    pytest.importorskip("lightning", reason="NOT CHECKED: lightning is not installed")
+def test_the_names_are_real() -> None:
+    installed("transformers"), installed("lightning"), installed("accelerate")
+    from accelerate import Accelerator
+    from accelerate.utils import DynamoBackend, PrecisionType
     from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT_STR
     from lightning.pytorch import Trainer
+    from transformers import TrainingArguments
+    from transformers.training_args import OptimizerNames
 
-    said = every_setting("lightning")
-    known = set(inspect.signature(Trainer.__init__).parameters)
-    assert {"precision", "benchmark", "deterministic"} <= set(said) <= known
-    assert said["precision"] <= set(typing.get_args(_PRECISION_INPUT_STR))
-
-
-def test_names_of_accelerate() -> None:
-    accelerate = pytest.importorskip(
-        "accelerate", reason="NOT CHECKED: accelerate is not installed"
-    )
-    said = every_setting("accelerate")
-    known = set(inspect.signature(accelerate.Accelerator.__init__).parameters)
-    assert {"mixed_precision", "dynamo_backend", "dynamo_plugin"} <= set(said) <= known
-    from accelerate.utils import DynamoBackend, PrecisionType
-
-    assert said["mixed_precision"] <= {one.value for one in PrecisionType}
-    assert {one.upper() for one in said["dynamo_backend"]} <= {one.value for one in DynamoBackend}
+    hf, lightning, accelerate = map(every_setting, ("hf", "lightning", "accelerate"))
+    for said, some, known in (
+        (hf, {"bf16", "fp16", "tf32", "optim", "torch_compile_backend"}, TrainingArguments),
+        (lightning, {"precision", "benchmark", "deterministic"}, Trainer.__init__),
+        (accelerate, {"mixed_precision", "dynamo_backend", "dynamo_plugin"}, Accelerator.__init__),
+    ):
+        assert some <= set(said) <= set(inspect.signature(known).parameters)
+    assert hf["optim"] <= {one.value for one in OptimizerNames}
+    modes = set(BY_NAME["compile"].domain) - {"none", "cudagraphs", "blocks"}
+    assert hf["torch_compile_mode"] == modes
+    assert lightning["precision"] <= set(typing.get_args(_PRECISION_INPUT_STR))
+    assert accelerate["mixed_precision"] <= {one.value for one in PrecisionType}
+    backends = {one.value for one in DynamoBackend}
+    assert {one.upper() for one in accelerate["dynamo_backend"]} <= backends
 
 
 def test_timms_optimizers_take_what_is_said() -> None:
-    optim = pytest.importorskip("timm.optim", reason="NOT CHECKED: timm is not installed")
+    optim = installed("timm.optim")
     for name in ("sgd", "adamw"):
         made = optim.create_optimizer_v2(nn.Linear(2, 2), opt=name, lr=0.1, fused=True)
         assert made.defaults["fused"] is True
@@ -470,39 +455,35 @@ def on_cpu(*, compile: str = "none") -> Record:
     return replace(made, key=replace(made.key, environment=detect("cpu")))
 
 
-@pytest.mark.filterwarnings("ignore")  # the framework's own
-def test_transformers_is_made_of_it(tmp_path: Path) -> None:
-    transformers = pytest.importorskip(
-        "transformers", reason="NOT CHECKED: transformers is not installed"
-    )
+def arguments_of(name: str, compile: str = "default") -> dict[str, Any]:
+    """What the printed Python makes."""
     scope: dict[str, Any] = {}
-    exec(text(emitted("hf", on_cpu(compile="default"))), scope)
-    made = transformers.TrainingArguments(output_dir=str(tmp_path), **scope["arguments"])
+    exec(text(emitted(name, on_cpu(compile=compile))), scope)
+    found: dict[str, Any] = scope["arguments"]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # the frameworks' own
+def test_arguments_and_a_trainer_are_made_of_it(tmp_path: Path) -> None:
+    made = installed("transformers").TrainingArguments(
+        output_dir=str(tmp_path), **arguments_of("hf")
+    )
     assert (made.bf16, made.per_device_train_batch_size, made.use_cpu) == (True, 64, True)
     assert (made.torch_compile_mode, made.dataloader_pin_memory) == ("default", False)
-
-
-@pytest.mark.filterwarnings("ignore")  # the framework's own
-def test_a_trainer_is_made_of_it(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning", reason="NOT CHECKED: lightning is not installed")
-    scope: dict[str, Any] = {}
-    exec(text(emitted("lightning", on_cpu(compile="default"))), scope)
-    made = lightning.Trainer(logger=False, default_root_dir=tmp_path, **scope["arguments"])
-    assert made.precision == "bf16-mixed"
+    trainer = installed("lightning").Trainer(
+        logger=False, default_root_dir=tmp_path, **arguments_of("lightning")
+    )
+    assert trainer.precision == "bf16-mixed"
 
 
 @pytest.mark.filterwarnings("ignore")  # the framework's own
 @pytest.mark.parametrize("mode", ["none", "default", "reduce-overhead"])
 def test_an_accelerator_is_made_of_it(mode: str) -> None:
-    accelerate = pytest.importorskip(
-        "accelerate", reason="NOT CHECKED: accelerate is not installed"
-    )
+    accelerate = installed("accelerate")
     from accelerate.state import AcceleratorState
 
-    scope: dict[str, Any] = {}
-    exec(text(emitted("accelerate", on_cpu(compile=mode))), scope)
     try:
-        made = accelerate.Accelerator(**scope["arguments"])
+        made = accelerate.Accelerator(**arguments_of("accelerate", mode))
         assert made.mixed_precision == "bf16"
         plugin = made.state.dynamo_plugin
         assert plugin.backend.value == ("NO" if mode == "none" else "INDUCTOR")
@@ -559,7 +540,8 @@ def remember() -> Record:
     return found
 
 
-ASKED = {"shape": (4, 3, 8, 8), "device": "cpu"}
+def asked(**more: Any) -> dict[str, Any]:
+    return lookup_arguments("model.py:Net", **{"shape": (4, 3, 8, 8), "device": "cpu", **more})
 
 
 def test_arguments_are_of_what_they_can_express_whole(
@@ -568,44 +550,34 @@ def test_arguments_are_of_what_they_can_express_whole(
     """The loop's winner needs a line on the model: the next best that was measured is served."""
     monkeypatch.delenv("OMP_NUM_THREADS")  # whoever set them keeps them
     remember()
-    assert package.hf.arguments(**lookup_arguments("model.py:Net", **ASKED)) == {
+    assert package.hf.arguments(**asked()) == {
         "use_cpu": True,
         "bf16": True,
         "per_device_train_batch_size": 4,
     }
-    assert package.lightning.arguments(**lookup_arguments("model.py:Net", **ASKED)) == {
+    assert package.lightning.arguments(**asked()) == {
         "accelerator": "cpu",
         "precision": "bf16-mixed",
     }
-    asked = {**ASKED, "precisions": ["default"]}
-    assert package.accelerate.arguments(**lookup_arguments("model.py:Net", **asked)) == {
-        "cpu": True
-    }
+    assert package.accelerate.arguments(**asked(precisions=["default"])) == {"cpu": True}
     assert torch.get_num_threads() == own_threads() + 1
 
 
 def test_arguments_keep_the_batch_by_accumulation(here: Path) -> None:
     remember()
-    found = package.hf.arguments(**lookup_arguments("model.py:Net", **{**ASKED, "batch": "free"}))
+    found = package.hf.arguments(**asked(batch="free"))
     assert found["per_device_train_batch_size"] == found["gradient_accumulation_steps"] == 2
     with pytest.raises(UsageError, match="leaves the loader to the script"):
-        package.accelerate.arguments(
-            **lookup_arguments("model.py:Net", **{**ASKED, "batch": "free"})
-        )
+        package.accelerate.arguments(**asked(batch="free"))
 
 
 def test_arguments_break_nothing(here: Path) -> None:
     before = state()
     with pytest.warns(AdvisorWarning, match="advisor tune"):
-        assert (
-            package.hf.arguments(package.Model("model.py:Net", device="cpu"), shape=(4, 3, 9, 9))
-            == {}
-        )
+        assert package.hf.arguments(**asked(shape=(4, 3, 9, 9))) == {}
     assert state() == before
     with pytest.raises(NoRecord):
-        package.hf.arguments(
-            package.Model("model.py:Net", device="cpu"), shape=(4, 3, 9, 9), strict=True
-        )
+        package.hf.arguments(**asked(shape=(4, 3, 9, 9), strict=True))
     with pytest.raises(TypeError, match="flavour"):
         package.hf.arguments("model.py:Net", flavour="sour")
 
@@ -622,7 +594,7 @@ def test_nothing_is_loaded_before_it_is_used() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # the framework's own
 def test_the_callback_lays_out_the_part_that_was_tuned(here: Path) -> None:
-    lightning = pytest.importorskip("lightning", reason="NOT CHECKED: lightning is not installed")
+    lightning = installed("lightning")
     remember()
 
     class Lit(lightning.LightningModule):  # type: ignore[misc]
@@ -649,7 +621,7 @@ def test_the_callback_lays_out_the_part_that_was_tuned(here: Path) -> None:
         )
         trainer.fit(Lit(part), torch.utils.data.DataLoader(torch.randn(8, 3, 8, 8), batch_size=4))
 
-    advised = package.lightning.callback(**lookup_arguments("model.py:Net", **ASKED))
+    advised = package.lightning.callback(**asked())
     assert advised.advice.config.channels_last is True
     part = net()
     fit(part)

@@ -211,7 +211,8 @@ def test_what_changes_numbers_is_compared_before_the_race(
 
 
 def again(record: Record, place: MadeUp, budget_s: float = 400.0) -> Remeasurement:
-    return Remeasurement(record, place, Clock(budget_s, now=place.now))
+    clock = Clock(budget_s, now=place.now)
+    return Remeasurement(record, record.key.task, open_records(None), place, clock)
 
 
 def place_of(record: Record, channels_last: float = 1.0, **more: Any) -> MadeUp:

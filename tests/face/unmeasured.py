@@ -16,8 +16,10 @@ from advisor.cache.task import Task
 from advisor.keeping import keep
 from advisor.tuners import fingerprint
 from advisor.tuners import target as targets
+from advisor.tuners.act.pilot.script_facts import ScriptFacts, model_facts
 from advisor.tuners.environment import own_threads
 from advisor.tuners.knobs import plain
+from advisor.tuners.measure.run.mapped_options import MappedOptions
 from advisor.tuners.measure.worker import parent
 from advisor.tuners.measure.worker.child import recognise
 from advisor.tuners.measure.worker.wire import Facts, WorkerJob
@@ -66,6 +68,36 @@ class Describing:
         )
 
 
+class DescribedRun:
+    """A run that is never started: its script trains model.py's Net, of 4x3x8x8, by SGD."""
+
+    def __init__(self, command: Sequence[str], **_how: Any) -> None:
+        self.command = MappedOptions(command, {})
+
+    def __enter__(self) -> DescribedRun:
+        return self
+
+    def __exit__(self, *_exc: object) -> None: ...
+
+    def describe(self) -> ScriptFacts:
+        return ScriptFacts(
+            **model_facts([targets.build(targets.load(targets.parse("model.py"), Config()))]),
+            shape=(4, 3, 8, 8),
+            dtype="float32",
+            others="",
+            varies=False,
+            optimizer="sgd",
+            own=Config(),
+            kept=(),
+            limits=(),
+            rank=0,
+            processes=1,
+            device="cpu",
+            workers=0,
+            room=0,
+        )
+
+
 @contextlib.contextmanager
 def unmeasured() -> Iterator[list[Task]]:
     """Tuning remembers a made-up record; the tasks that would have been measured."""
@@ -90,6 +122,7 @@ def unmeasured() -> Iterator[list[Task]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parent, "Worker", Describing)
+        patch.setattr("advisor.tuners.measure.run.run.Run", DescribedRun)
         patch.setattr(Tuning, "search", search)
         patch.setattr(sys, "path", [*sys.path])
         yield measured
