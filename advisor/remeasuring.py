@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from advisor.arguments import Model, OnEvent, split, urls_of
 from advisor.cache.config import Config
@@ -26,15 +25,21 @@ from advisor.finding.lookups import set_up_logging
 from advisor.keeping import lock_names, measuring
 from advisor.opening import open_records
 from advisor.printed import about, is_copy, reach
+from advisor.store import Store
+from advisor.tuners import environment
+from advisor.tuners.decisions import CLEARLY, PAIRS
+from advisor.tuners.knobs import WORKERS, SearchContext, described, needs_comparison
+from advisor.tuners.measure.runner import ConfigFailed, Runner
+from advisor.tuners.measure.worker.parent import Worker
+from advisor.tuners.measure.worker.wire import SampleCosts
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Clock
+from advisor.tuners.search.race import Rates, choice_of, race
+from advisor.tuners.search.ratio import Ratio, paired
+from advisor.tuners.search.space import Space
+from advisor.tuners.search.tuner import measurement_of
+from advisor.tuners.search.visit import Visitor
+from advisor.tuners.target import parse
 from advisor.workload import RunWorkload, TargetWorkload, Workload
-
-if TYPE_CHECKING:
-    from advisor.store import Store
-    from advisor.tuners.measure.runner import ConfigFailed, Runner
-    from advisor.tuners.measure.worker.wire import SampleCosts
-    from advisor.tuners.search.race import Rates
-    from advisor.tuners.search.ratio import Ratio
 
 HOLDS, FAILS, INCONCLUSIVE = "holds", "does not hold", "could not tell"
 """Verdicts of `verify`."""
@@ -152,9 +157,6 @@ def verify(
 
     Args and errors as `explain`; no loader is measured.
     """
-    from advisor.tuners.environment import detect
-    from advisor.tuners.search.ratio import paired
-
     with _opened("verify", key, what, map, budget, store, on_event) as again:
         record = again.record
         base, advised = record.baseline.config, record.winner(record.use).config
@@ -169,7 +171,7 @@ def verify(
             reason += f"; measure on a quieter machine, or with more than {again.clock.budget_s:g}s"
         elif reason != record.stale:
             record = again.revise(dataclasses.replace(record, stale=reason))
-        here = dataclasses.replace(record.key, environment=detect(_device(record)))
+        here = dataclasses.replace(record.key, environment=environment.detect(_device(record)))
         middle = statistics.median_high
         return Verified(
             record=record,
@@ -251,8 +253,6 @@ class Remeasurement:
     def __init__(
         self, record: Record, task: Task, records: Records, runner: Runner, clock: Clock
     ) -> None:
-        from advisor.tuners.search.visit import Visitor
-
         self.record, self.task, self.clock = record, task, clock
         self._records, self._runner = records, runner
         self._base, self._advised = record.baseline.config, record.winner(record.use).config
@@ -271,8 +271,6 @@ class Remeasurement:
         Raises:
             WorkerError: one that is needed does not run any more, or there was no time for it.
         """
-        from advisor.tuners.search.race import race
-
         rates, reasons = race(self._visitor, configs)
         for config in needed:
             if not rates.get(config):
@@ -280,8 +278,6 @@ class Remeasurement:
         return rates
 
     def _lost(self, config: Config, why: ConfigFailed | None) -> WorkerError:
-        from advisor.tuners.knobs import described
-
         named = described(config, self._base, nothing=self.record.key.task.baseline)
         if why is None or why.outcome == "timed_out":
             return WorkerError(f"no time was left to measure {named}; give a larger --budget")
@@ -289,8 +285,6 @@ class Remeasurement:
 
     def costs(self) -> SampleCosts:
         """What a sample of the data costs a worker of its loader."""
-        from advisor.tuners.measure.worker.parent import Worker
-
         assert isinstance(self._runner, Worker)  # a run has no data of its own
         return self._runner.costs(min(COSTS_S, COSTS * self.clock.budget_s))
 
@@ -312,9 +306,6 @@ class Remeasurement:
 
     def _without_input(self) -> dict[str, Config]:
         """The advice without each knob of its loader; without workers there are no others."""
-        from advisor.tuners.knobs import WORKERS, SearchContext
-        from advisor.tuners.search.space import Space
-
         fed, device = self.record.input, self.record.key.environment.device.kind
         context = SearchContext(device=device, loaded=True, workers=2, any_order=True)
         own = Space.of(context).default_input
@@ -348,10 +339,6 @@ class Remeasurement:
 
     def _no_slower(self, simple: Config) -> Choice | None:
         """The choice of a simpler config that is as fast as the advice; None if it is slower."""
-        from advisor.tuners.decisions import CLEARLY, PAIRS
-        from advisor.tuners.search.race import choice_of
-        from advisor.tuners.search.ratio import paired
-
         record, base, chosen, rates = self.record, self._base, self._advised, self._rates
         if simple not in rates:
             try:
@@ -380,8 +367,6 @@ class Remeasurement:
         Raises:
             WorkerError: it does not run any more.
         """
-        from advisor.tuners.measure.runner import ConfigFailed
-
         if why := self._exempt(config):
             return f"not compared with fp32: {why}", ""
         for one in (self._base, config):  # what is compared is the code that was timed
@@ -397,8 +382,6 @@ class Remeasurement:
 
     def _exempt(self, config: Config) -> str:
         """Why a config is not compared with strict fp32, or ''."""
-        from advisor.tuners.knobs import needs_comparison
-
         task = self.record.key.task
         if not needs_comparison(config, self._base):
             return "the advice changes no numbers"
@@ -407,8 +390,6 @@ class Remeasurement:
         return "" if task.tolerance else "it was tuned with --no-verify"
 
     def _compare(self, config: Config) -> Trial:
-        from advisor.tuners.search.tuner import measurement_of
-
         began = self.clock.now()
         compared = self._visitor.compare(config)
         return Trial(
@@ -425,8 +406,6 @@ def parts_of(
     rates: Rates, whole: Config, without: Mapping[str, Config], stage: str
 ) -> Iterator[Part]:
     """What each knob contributes; none of one that fails without it, or was not measured twice."""
-    from advisor.tuners.search.ratio import paired
-
     for name, config in without.items():
         ratio = paired(rates[whole], rates.get(config, []))
         if math.isfinite(ratio.high):
@@ -471,9 +450,7 @@ def _opened(
 
 
 def _device(record: Record) -> str:
-    from advisor.tuners.environment import default_device
-
-    return "cpu" if record.key.environment.device.kind == "cpu" else default_device()
+    return "cpu" if record.key.environment.device.kind == "cpu" else environment.default_device()
 
 
 def _target(record: Record, named: object, *, trusted: bool) -> str:
@@ -486,8 +463,6 @@ def _target(record: Record, named: object, *, trusted: bool) -> str:
     Raises:
         UsageError: a record alone never has anything imported or built.
     """
-    from advisor.tuners.target import parse
-
     if isinstance(named, str):
         return named
     here, tuned, arguments = reach(record), record.target, record.key.task.model_args
@@ -512,9 +487,7 @@ def _target(record: Record, named: object, *, trusted: bool) -> str:
 def _refuse(record: Record, line: str, model: Model, command: Sequence[str]) -> None:
     """Raise UsageError if the record is of another device, or of a run without its command, or of a
     target with one; `line`: the command line to type instead."""
-    from advisor.tuners.environment import detect
-
-    device, now = record.key.environment.device, detect(_device(record)).device
+    device, now = record.key.environment.device, environment.detect(_device(record)).device
     why = ""
     if now != device:
         why = f"is of {device.name}; this is {now.name}: measure it there"

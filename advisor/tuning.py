@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import advisor
 from advisor.arguments import Budget, Model, OnEvent, Permit, check_type, split, urls_of
@@ -29,17 +29,16 @@ from advisor.finding.horizon import length_of
 from advisor.finding.lookups import set_up_logging
 from advisor.keeping import check_writable, keep, keep_artifacts, lock_names, locked, measuring
 from advisor.opening import Cache, open_records
+from advisor.store import Store
+from advisor.tuners import environment, fp8
 from advisor.tuners.decisions import NOTABLE, WORTH
 from advisor.tuners.doubt import unsteady
 from advisor.tuners.scratch import ScratchFolder
+from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
-from advisor.unchanged import Asked, larger
+from advisor.tuners.search.race import SearchResult
+from advisor.tuners.search.tuner import SearchOptions, Tuner, tuned_loader
 from advisor.workload import OpenWorkload, RunWorkload, TargetWorkload, Workload
-
-if TYPE_CHECKING:
-    from advisor.store import Store
-    from advisor.tuners.search.race import SearchResult
-    from advisor.tuners.search.tuner import SearchOptions, Tuner
 
 LOADER_S, LOADER_SHARE = 25.0, 0.25
 """Kept for the loader of a workload's own data: two turns of a second for some ten settings; and no
@@ -132,16 +131,7 @@ def tuned(
     records = open_records(cache, fallback=True)
     tuning = Tuning(workload, plan, records, progress or Progress())
     with measuring(records, workload.words, lock_names(workload.device)):
-        if not isinstance(workload, RunWorkload):
-            return tuning.run()
-        asked = Asked(records, workload.words, workload.permitted, plan)
-        if not plan.force and (known := asked.known()) is not None:
-            return Tuned(record=known, known=True, finished=True)
-        before = asked.state()
-        found = tuning.run()
-        if found.finished and not found.earlier:
-            asked.remember(found.record, before)
-        return found
+        return tuning.run()
 
 
 class _Earlier(NamedTuple):
@@ -226,7 +216,7 @@ class Tuning:
             return f"tuned without --map {', '.join(sorted(more))}; goes on with it"
         if not suffices(made.effort, plan.effort):
             return f"tuned {made.how}; goes on with --effort {plan.effort}"
-        if larger(plan, made):
+        if plan.budget_s is not None and plan.budget_s > made.budget_s:
             return f"tuned with --budget {made.budget_s:g}s; goes on with {plan.seconds:g}s"
         if length_of(known) != plan.length(task.batch):
             return "tuned for a job of another length; the choice is made again"
@@ -257,10 +247,6 @@ class Tuning:
 
     def search(self, opened: OpenWorkload, first: Sequence[Config], earlier: _Earlier) -> Tuned:
         """Search and remember; nobody else measures this key meanwhile."""
-        from advisor.tuners.environment import bf16_notice
-        from advisor.tuners.search.journal import open_study
-        from advisor.tuners.search.tuner import Tuner
-
         facts, studies, seconds = opened.facts, self.records.studies, self.plan.seconds
         self._refuse_small_budget(facts.step_s)
         name = study_name(opened)
@@ -273,7 +259,9 @@ class Tuning:
             clock = Clock(seconds, reserve_s=loader_s)
             tuner = Tuner(opened.runner, opened.space, study, options, self.progress, clock)
             self.progress.started(facts, opened.key, opened.space, tuner.known)
-            if line := bf16_notice(opened.key.environment.device.kind, opened.task.precisions):
+            if line := environment.bf16_notice(
+                opened.key.environment.device.kind, opened.task.precisions
+            ):
                 self.progress.notice(line)
             found = tuner.run()
             if opened.space.inputs and not found.interrupted:
@@ -292,7 +280,9 @@ class Tuning:
             if record.provenance.effort == INTERRUPTED:
                 why = "was cut short"
             on = "" if self.plan.force else "; the same command goes on"
-            remarks += (f"This tuning {why}: the earlier record stays in use, and is shown here{on}.",)
+            remarks += (
+                f"This tuning {why}: the earlier record stays in use, and is shown here{on}.",
+            )
             record = self._named(earlier.clear, opened)
         else:
             anew = earlier.fresh or earlier.replaced
@@ -310,8 +300,6 @@ class Tuning:
     def _options(
         self, opened: OpenWorkload, first: Sequence[Config], folder: Path
     ) -> SearchOptions:
-        from advisor.tuners.search.tuner import SearchOptions
-
         plan, task = self.plan, opened.task
         return SearchOptions(
             compares=task.mode == "train" and task.tolerance > 0,
@@ -330,8 +318,6 @@ class Tuning:
 
     def _with_loader(self, opened: OpenWorkload, found: SearchResult, tuner: Tuner) -> SearchResult:
         """The loader that feeds the loop's winner, searched for in the same way."""
-        from advisor.tuners.search.tuner import tuned_loader
-
         tuner.clock.release()
         step = next(w.choice.config for w in found.winners if w.use == LOOP and not w.free)
         return tuned_loader(opened.runner, opened.space, step, found, tuner.clock, self.progress)
@@ -339,8 +325,6 @@ class Tuning:
     def _record(
         self, opened: OpenWorkload, found: SearchResult, study: str, seconds: float
     ) -> Record:
-        from advisor.tuners.environment import host_cpu
-
         plan, facts = self.plan, opened.facts
         effort = plan.effort if found.complete else INTERRUPTED
         made = Provenance(
@@ -349,7 +333,7 @@ class Tuning:
             trials=len(found.trials),
             advisor=advisor.__version__,
             device_uuid=facts.device_uuid,
-            host_cpu=host_cpu(),
+            host_cpu=environment.host_cpu(),
             seed=plan.seed,
             study=study,
             budget_s=plan.seconds,
@@ -412,8 +396,6 @@ def _loader_of(task: Task) -> tuple[object, ...]:
 
 def _of_fp8(opened: OpenWorkload) -> str:
     """Whether fp8, where it is permitted, is tried, or why not."""
-    from advisor.tuners import fp8
-
     task, wide = opened.task, opened.facts.wide
     why = fp8.lacking(opened.key.environment.device.compute_capability, wide)
     if task.command or task.mode != "train":

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import Device, Key, fingerprint
@@ -18,18 +18,20 @@ from advisor.cache.records import Records
 from advisor.cache.stores.filesystem import make_folder
 from advisor.cache.task import Task
 from advisor.errors import StoreError, TargetError, UsageError
+from advisor.piloting import INJECTED
 from advisor.printed import tune_again
+from advisor.tuners import environment, fp8, worker_limits
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.knobs import BY_NAME, COMPILE, FORMATS, INPUT_PIPELINE, SearchContext, described
+from advisor.tuners.measure.run import run as runs
+from advisor.tuners.measure.run.guarded_process import measurable
+from advisor.tuners.measure.runner import Runner
+from advisor.tuners.measure.worker import parent
+from advisor.tuners.measure.worker.wire import CHANGED, DataFacts, Facts, WorkerJob
 from advisor.tuners.search.plan import Plan, Progress
-
-if TYPE_CHECKING:
-    from advisor.tuners.act.pilot.script_facts import ScriptFacts
-    from advisor.tuners.knobs import SearchContext
-    from advisor.tuners.measure.run.run import AttachedRun, Run
-    from advisor.tuners.measure.runner import Runner
-    from advisor.tuners.measure.worker.parent import Worker
-    from advisor.tuners.measure.worker.wire import DataFacts, Facts
-    from advisor.tuners.search.space import Space
+from advisor.tuners.search.space import Space, ladder
+from advisor.tuners.target import parse
 
 DATA_S = 60.0
 """Seconds in which a dataset must be made; or twice the budget, if that is more."""
@@ -68,34 +70,27 @@ class TargetWorkload:
     """
 
     def __init__(self, task: Task) -> None:
-        from advisor.tuners.environment import default_device
-        from advisor.tuners.target import parse
-
         self._spec = parse(task.target)
         if task.data:
             parse(task.data, role="data")
-        self.words, self.device = (task.target,), task.device or default_device()
+        self.words, self.device = (task.target,), task.device or environment.default_device()
         self._task = task
 
-    def _worker(self, *, seed: int, deadline_s: float, known: tuple[str, ...] = ()) -> Worker:
-        from advisor.tuners.measure.worker.parent import Worker
-        from advisor.tuners.measure.worker.wire import WorkerJob
-
+    def _worker(
+        self, *, seed: int, deadline_s: float, known: tuple[str, ...] = ()
+    ) -> parent.Worker:
         job = WorkerJob(task=self._task, device=self.device, seed=seed, known=known)
-        return Worker(job, deadline_s=deadline_s)
+        return parent.Worker(job, deadline_s=deadline_s)
 
     @contextlib.contextmanager
     def open(self, plan: Plan, records: Records, progress: Progress) -> Iterator[OpenWorkload]:
         """Start it and find out what may be tried; what runs ends with the context."""
-        from advisor.tuners.environment import detect
-        from advisor.tuners.search.space import Space
-
-        task, environment = self._task, detect(self.device)
+        task, here = self._task, environment.detect(self.device)
         with self._worker(seed=plan.seed, deadline_s=max(30.0, plan.seconds)) as worker:
             facts = worker.describe()
             _check_device(self.device, facts.device_uuid)
             key = Key(
-                environment=environment,
+                environment=here,
                 model=facts.model,
                 hooks=facts.hooks,
                 task=task,
@@ -113,8 +108,6 @@ class TargetWorkload:
     @contextlib.contextmanager
     def reopen(self, record: Record, records: Records, progress: Progress) -> Iterator[Runner]:
         """Start it to measure a record again. Raises UsageError if it is of something else."""
-        from advisor.tuners.measure.worker.wire import CHANGED
-
         known = record.key.model, record.key.hooks
         seed = record.provenance.seed
         with self._worker(seed=seed, deadline_s=DEADLINE_S, known=known) as worker:
@@ -145,19 +138,15 @@ class RunWorkload:
         *,
         options: Mapping[str, Value] | None = None,
         show: Callable[[str], None] | None = None,
-        attached: AttachedRun | None = None,
+        attached: runs.AttachedRun | None = None,
     ) -> None:
-        self.words, self.permitted = tuple(command), dict(permitted)
+        self.words, self._permitted = tuple(command), dict(permitted)
         self.device: str | None = None
-        self._options = self.permitted.get("map") if options is None else options
+        self._options = self._permitted.get("map") if options is None else options
         self._show, self._attached = show, attached
 
-    def _start(self, records: Records, progress: Progress) -> Run:
+    def _start(self, records: Records, progress: Progress) -> runs.Run:
         """The run, which starts once it is entered and described; its side effects are said now."""
-        from advisor.piloting import INJECTED
-        from advisor.tuners.measure.run.guarded_process import measurable
-        from advisor.tuners.measure.run.run import Run
-
         if self._attached is not None:
             return self._attached
         measurable(self.words)
@@ -169,15 +158,15 @@ class RunWorkload:
         )
         if self._show is None:
             progress.notice(f"its output: {log}")
-        return Run(self.words, injected=INJECTED, log=log, show=self._show, options=self._options)
+        return runs.Run(
+            self.words, injected=INJECTED, log=log, show=self._show, options=self._options
+        )
 
     def _key(self, seen: ScriptFacts) -> Key:
-        from advisor.tuners.environment import detect
-
         return Key(
-            environment=detect(seen.device),
+            environment=environment.detect(seen.device),
             model=seen.model,
-            task=seen.task(self.words, self.permitted),
+            task=seen.task(self.words, self._permitted),
             libraries=seen.libraries,
             threads=seen.threads if seen.device == "cpu" else 0,
         )
@@ -224,10 +213,8 @@ class RunWorkload:
 Workload = TargetWorkload | RunWorkload
 
 
-def _other_loader(record: Record, seen: ScriptFacts, run: Run) -> str:
+def _other_loader(record: Record, seen: ScriptFacts, run: runs.Run) -> str:
     """Why a run's loader, which is no part of its key, cannot work as the record's did; or ''."""
-    from advisor.tuners.knobs import INPUT_PIPELINE, described
-
     feeds = record.winner(record.use).config.changed(record.baseline.config).only(*INPUT_PIPELINE)
     if not feeds.without(*run.command.names) or seen.workers:
         return ""
@@ -235,7 +222,7 @@ def _other_loader(record: Record, seen: ScriptFacts, run: Run) -> str:
     return f"it has {described(feeds, Config())}, which this one is not given ({why})"
 
 
-def _prepare(run: Run, key: Key, baseline: Config) -> None:
+def _prepare(run: runs.Run, key: Key, baseline: Config) -> None:
     """Tell a described run what it is compared with, and how."""
     task = key.task
     run.baseline, run.memory = baseline, _memory_of(key.environment.device)
@@ -243,16 +230,13 @@ def _prepare(run: Run, key: Key, baseline: Config) -> None:
 
 
 def _facts_of_run(seen: ScriptFacts, key: Key) -> Facts:
-    from advisor.tuners.environment import device_uuid
-    from advisor.tuners.measure.worker.wire import Facts
-
     shared = {field.name for field in dataclasses.fields(seen)}
     seen_of = {f.name: getattr(seen, f.name) for f in dataclasses.fields(Facts) if f.name in shared}
     return Facts(
         name=key.task.target,
         hooks="",
         code="",
-        device_uuid=device_uuid(seen.device),
+        device_uuid=environment.device_uuid(seen.device),
         memory_bytes=_memory_of(key.environment.device),
         peak_bytes=0,
         step_s=0.0,
@@ -282,9 +266,6 @@ def _space_of_run(
     seen: ScriptFacts, key: Key, plan: Plan, facts: Facts, mapped: tuple[str, ...]
 ) -> Space:
     """What may be tried; `mapped`: knobs that options of the command set."""
-    from advisor.tuners.knobs import INPUT_PIPELINE
-    from advisor.tuners.search.space import Space
-
     feeds = bool(set(INPUT_PIPELINE) & set(mapped))
     context = dataclasses.replace(
         _search_context(key, plan, facts),
@@ -303,15 +284,11 @@ def _space_of_run(
 
 def _replays(name: str, value: Value) -> bool:
     """Whether a value captures: a script that reads a replay's outputs too late gets an error."""
-    from advisor.tuners.knobs import BY_NAME
-
     return value in BY_NAME[name].graphs
 
 
 def _without_own(seen: ScriptFacts, default: Config) -> list[Config]:
     """The script without its own autocast, and without its own compilation."""
-    from advisor.tuners.knobs import BY_NAME, COMPILE, FORMATS
-
     return [
         default.replace(**{name: BY_NAME[name].default})
         for name in (*FORMATS, COMPILE)
@@ -320,7 +297,7 @@ def _without_own(seen: ScriptFacts, default: Config) -> list[Config]:
     ]
 
 
-def _try_options(run: Run, space: Space) -> None:
+def _try_options(run: runs.Run, space: Space) -> None:
     """Raise UsageError if an option of the command does not set what it is mapped to."""
     for name in run.command.names:
         if name not in space.choices:
@@ -332,18 +309,14 @@ def _try_options(run: Run, space: Space) -> None:
 
 
 def _search_context(key: Key, plan: Plan, facts: Facts) -> SearchContext:
-    from advisor.tuners import fp8
-    from advisor.tuners.environment import cpu_has_bf16, threads_set
-    from advisor.tuners.knobs import SearchContext
-
     task, device, much = key.task, key.environment.device, plan.much
     return SearchContext(
         device=device.kind,
         capability=device.compute_capability,
-        cpu_bf16=cpu_has_bf16(),
+        cpu_bf16=environment.cpu_has_bf16(),
         cores=device.multiprocessors,
         threads=facts.threads,
-        threads_set=threads_set(),
+        threads_set=environment.threads_set(),
         dimensions=len(task.shapes[0]),
         convolves=facts.convolves,
         repeats=facts.repeats,
@@ -361,8 +334,6 @@ def _search_context(key: Key, plan: Plan, facts: Facts) -> SearchContext:
 
 def _batches(task: Task, facts: Facts, memory_bytes: int) -> tuple[int, ...]:
     """Batch sizes to try, the user's first."""
-    from advisor.tuners.search.space import ladder
-
     if task.batches is not None:
         return (task.batch, *task.batches)
     per_sample = max(1.0, facts.peak_bytes / task.batch)
@@ -376,9 +347,7 @@ def _batches(task: Task, facts: Facts, memory_bytes: int) -> tuple[int, ...]:
 
 def _check_device(named: str, uuid: str) -> None:
     """Raise UsageError if the device that was measured is not the one that the key names."""
-    from advisor.tuners.environment import device_uuid
-
-    expected = device_uuid(named)
+    expected = environment.device_uuid(named)
     if uuid and expected and uuid.lower() != expected.lower():
         raise UsageError(
             f"device {named!r}: the driver's order of the GPUs is not CUDA's here; set "
@@ -387,12 +356,10 @@ def _check_device(named: str, uuid: str) -> None:
 
 
 def _with_loader(
-    context: SearchContext, worker: Worker, task: Task, plan: Plan, progress: Progress
+    context: SearchContext, worker: parent.Worker, task: Task, plan: Plan, progress: Progress
 ) -> SearchContext:
     """The context with what the loader of the task's data may have."""
-    from advisor.tuners.measure.worker.parent import LOAD_S
-
-    most_s = min(LOAD_S, max(DATA_S, 2 * plan.seconds))
+    most_s = min(parent.LOAD_S, max(DATA_S, 2 * plan.seconds))
     with progress.making(task.data, most_s):
         data = worker.describe_data(most_s)
     workers, by_name, lines = loader_limits(data)
@@ -406,8 +373,6 @@ def _with_loader(
 def loader_limits(data: DataFacts) -> tuple[int, bool, list[str]]:
     """(Workers that a loader of the data may have here, whether they share memory by its name,
     lines on both)."""
-    from advisor.tuners import worker_limits
-
     of = f"data {data.name!r}:"
     if data.held_open:
         held = data.held_open[0]

@@ -2,84 +2,66 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from advisor.cache.config import Config
-from advisor.cache.record import LOOP, Choice, Record
+from advisor.cache.record import LOOP, Record
 from advisor.cache.shown import times
 from advisor.errors import NoRecord, printable
 from advisor.frameworks.words import Framework, Made, Scene, Setup
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Emitted:
-    """A record's config as a framework's setup.
-
-    Attributes:
-        reason: what the config is, as '1.50x torch's default at batch 64'.
-        beyond: faster choices of the record by their names in a report, each with the values that
-            the framework cannot express.
-        unsupported: such values of this config: of the input pipeline alone.
-    """
-
-    framework: Framework
-    scene: Scene
-    setup: Setup
-    reason: str
-    beyond: Mapping[str, tuple[Choice, Config]]
-    unsupported: Config
-
-
-def emitted(
-    framework: Framework, record: Record, *, batch: int | None = None, free: bool = False
-) -> Emitted:
-    """The fastest measured config that a framework can express whole.
+    """The fastest measured config of a record that a framework can express whole.
 
     Args:
         batch: another one than the record's.
         free: the best batch size that was found; if it is smaller, gradient accumulation keeps the
             record's.
 
+    Attributes:
+        reason: what the config is, as '1.50x torch's default at batch 64'.
+        beyond: faster choices of the record by their names in a report, each with the values that
+            the framework cannot express.
+        unsupported: such values of this config: of the input pipeline alone.
+
     Raises:
         NoRecord: the framework cannot even express what the record was tuned with.
     """
-    from advisor.finding.answer import answer
-    from advisor.finding.request import Request
 
-    task, title = record.key.task, framework.title
-    if task.mode != "train":
-        raise NoRecord(f"{record.id} was tuned for mode {task.mode}: {title} trains")
-    if lacks := framework.setup(Scene(record, record.baseline.config))[1]:
-        listed = ", ".join(f"{name}={value}" for name, value in lacks.items())
-        raise NoRecord(f"{title} cannot be told {listed}, with which {record.id} is tuned")
-    request = Request(
-        target=record.target.name,
-        given={},
-        batch=batch,
-        free=free,
-        use=LOOP,
-        device=record.key.environment.device.kind,
-        fits=lambda _record, config: not framework.setup(Scene(record, config, batch))[1],
-    )
-    answered = answer(record, request)
-    scene = Scene(record, answered.config, batch)
-    setup, unsupported = framework.setup(scene)
-    return Emitted(
-        framework=framework,
-        scene=scene,
-        setup=setup,
-        reason=answered.reason,
-        beyond={
+    def __init__(
+        self, framework: Framework, record: Record, *, batch: int | None = None, free: bool = False
+    ) -> None:
+        from advisor.finding.answer import answer
+        from advisor.finding.request import Request
+
+        task, title = record.key.task, framework.title
+        if task.mode != "train":
+            raise NoRecord(f"{record.id} was tuned for mode {task.mode}: {title} trains")
+        if lacks := framework.setup(Scene(record, record.baseline.config))[1]:
+            listed = ", ".join(f"{name}={value}" for name, value in lacks.items())
+            raise NoRecord(f"{title} cannot be told {listed}, with which {record.id} is tuned")
+        request = Request(
+            target=record.target.name,
+            given={},
+            batch=batch,
+            free=free,
+            use=LOOP,
+            device=record.key.environment.device.kind,
+            fits=lambda _record, config: not framework.setup(Scene(record, config, batch))[1],
+        )
+        answered = answer(record, request)
+        self.framework, self.reason = framework, answered.reason
+        self.scene = Scene(record, answered.config, batch)
+        self.setup, self.unsupported = framework.setup(self.scene)
+        self.beyond = {
             name: (choice, lacks)
             for name, choice in record.choices.items()
             if choice.batch == record.batch or free
             if (lacks := framework.setup(Scene(record, choice.config))[1])
-        },
-        unsupported=unsupported,
-    )
+        }
 
 
 def text(found: Emitted) -> str:
@@ -104,15 +86,11 @@ def data(found: Emitted) -> dict[str, Any]:
         "record": found.scene.record.id,
         "reason": found.reason,
         "config": dict(found.scene.config),
+        **{field.name: getattr(setup, field.name) for field in dataclasses.fields(setup)},
         "settings": {
             name: _literal(value) if isinstance(value, Made) else value
             for name, value in setup.settings.items()
         },
-        "flags": list(setup.flags),
-        "model": list(setup.model),
-        "after": list(setup.after),
-        "optimizer": dict(setup.optimizer),
-        "loader": dict(setup.loader),
         "by_itself": found.framework.notes(found.scene, setup),
         "not_expressed": lacks | pipeline,
     }

@@ -33,8 +33,7 @@ from advisor.cache.task import Task
 from advisor.errors import AdvisorWarning, NoRecord, UsageError
 from advisor.frameworks import NAMES, tables
 from advisor.frameworks.text import Emitted, data, text
-from advisor.frameworks.text import emitted as emitted_by
-from advisor.frameworks.words import Framework, Scene, Setup
+from advisor.frameworks.words import Framework, Scene
 from advisor.tuners import fingerprint, target, tf32
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.environment import detect, own_threads
@@ -105,29 +104,10 @@ def installed(name: str) -> Any:
 
 
 def emitted(name: str, record: Record, batch: int | None = None, free: bool = False) -> Emitted:
-    return emitted_by(framework(name), record, batch=batch, free=free)
+    return Emitted(framework(name), record, batch=batch, free=free)
 
 
 # What is served
-
-
-def test_the_loops_winner_where_all_of_it_can_be_said() -> None:
-    found = emitted("hf", record_of((BF16, 300.0), loop=BF16))
-    assert found.setup == Setup(
-        settings={
-            "bf16": True,
-            "tf32": True,
-            "per_device_train_batch_size": 64,
-            "dataloader_pin_memory": False,
-        },
-        flags=(
-            "torch.backends.cudnn.benchmark = True",
-            "torch.backends.cuda.matmul.allow_tf32 = True",
-            "torch.backends.cudnn.allow_tf32 = True",
-        ),
-        model=("model = model.to(memory_format=torch.channels_last)",),
-    )
-    assert found.reason == "3.00x torch's default at batch 64"
 
 
 def test_a_config_is_served_whole_or_not_at_all() -> None:
@@ -155,15 +135,6 @@ def test_a_fused_optimizer() -> None:
     assert plain.settings["optim"] == "adamw_torch"  # and not its own default, the fused one
 
 
-def test_a_captured_step_is_said_to_be_missing() -> None:
-    record = record_of((GRAPHED, 500.0), (BF16, 300.0), loop=BF16, capture=GRAPHED)
-    for name in ("hf", "lightning", "accelerate", "timm"):
-        found = emitted(name, record)
-        assert found.scene.config == BF16
-        assert "step captured, 5.00x: step_graph=True" in text(found)
-        assert data(found)["not_expressed"] == {"step captured": {"step_graph": True}}
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_knob_that_a_framework_does_not_know(name: str) -> None:
     """Is named, and what has it is not served."""
@@ -171,6 +142,7 @@ def test_a_knob_that_a_framework_does_not_know(name: str) -> None:
     found = emitted(name, record_of((sour, 400.0), (TF32, 200.0), task=SGD, loop=sour))
     assert found.scene.config == TF32
     assert "# Cannot be expressed here:\n#     at your batch, 4.00x: slack=9\n" in text(found)
+    assert data(found)["not_expressed"] == {"at your batch": {"slack": 9}}
     assert set(framework(name).rows) <= set(BY_NAME)
 
 
