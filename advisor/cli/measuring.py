@@ -107,24 +107,24 @@ def tune(
     permitted = permissions(given) if command else {}
     task = Task.of(target, given) if target else None
     # What can be refused without torch, which takes seconds to import, was refused.
-    from advisor import tuning
     from advisor.report import data, tables
     from advisor.report.progress import Shown
     from advisor.report.text import age
+    from advisor.tuning import tuned
+    from advisor.workload import RunWorkload, TargetWorkload, Workload
 
     shown = Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds, events=events)
     overriding = LOADER.get(loader or "", {})
     kept = {KEEP_CHECKPOINTS: "1"} if keep_checkpoints else {}
     with shown as progress, environment(overriding | kept):
-        if task is None:
-            show = progress.output if show_output else None
-            found = tuning.measured_run(
-                command, permitted, plan, cache=cache, progress=progress, show=show
-            )
-        else:
-            found = tuning.measured(task, plan, cache=cache, progress=progress)
+        show = progress.output if show_output else None
+        workload: Workload = (
+            RunWorkload(command, permitted, show=show) if task is None else TargetWorkload(task)
+        )
+        found = tuned(workload, plan, cache=cache, progress=progress)
     if as_json:
-        status = "known" if found.known else "tuned" if found.finished else "unfinished"
+        done = "tuned" if found.finished else "unfinished"
+        status = "known" if found.known or found.earlier else done
         click.echo(json.dumps({"status": status, "record": data.as_data(found.record, cache)}))
         ctx.exit(_exit_code(found, reader))
     out = console()
@@ -137,7 +137,7 @@ def tune(
     out.print(tables.verdict(found.record))
     out.print()
     lines = [*tables.summary(found.record, cache), *found.remarks]
-    if found.interrupted:
+    if found.interrupted and not found.earlier:
         lines.append("Interrupted: the best so far is kept; the same command continues.")
     if found.finished:
         record = found.record

@@ -111,6 +111,7 @@ def keep(data: bytes, what: Purpose) -> tuple[Store, str]:
     return store, key
 
 
+@pytest.mark.long
 def test_a_fresh_process_finds_what_the_worker_compiled(record: Record, tmp_path: Path) -> None:
     file = tmp_path / "saved"
     with Worker(WorkerJob(task=record.key.task, device="cpu", seed=0), deadline_s=240) as worker:
