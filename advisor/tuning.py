@@ -59,6 +59,7 @@ class Tuned:
         earlier: the record is an earlier one: what was measured now was cut short or too noisy to
             replace it.
         remarks: lines on what was faster and is not advised, and on what limits the rest.
+        short: one of them names the budget that an untried config needs.
     """
 
     record: Record
@@ -67,6 +68,7 @@ class Tuned:
     interrupted: bool = False
     earlier: bool = False
     remarks: tuple[str, ...] = ()
+    short: bool = False
 
 
 def tune(
@@ -295,6 +297,7 @@ class Tuning:
             interrupted=found.interrupted,
             earlier=not replaces,
             remarks=remarks,
+            short=found.short,
         )
 
     def _options(

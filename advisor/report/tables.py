@@ -54,11 +54,11 @@ def verdict(record: Record) -> Table:
     return table
 
 
-def summary(record: Record, cache: str | None) -> Iterator[str]:
-    """The lines below the verdict: the loader, and what it cost."""
+def summary(record: Record, *, short: bool = False) -> Iterator[str]:
+    """The lines below the verdict; `short` as in `start`."""
     if record.stale:
         yield stale(record)
-    yield from said(record)
+    yield from said(record, short=short)
     yield from compared(record)
     yield from feeding.said(record)
     yield f"record {record.id}: {cost(record)}"
@@ -78,7 +78,7 @@ def start(
         cache: its store.
         command: the run's, as typed.
         url: of the store that has the record for a reader on another machine.
-        short: some configs had no time.
+        short: a remark names the budget that an untried config needs: that is the one remedy.
     """
     yield ""
     if not gains(record):
@@ -106,7 +106,8 @@ def nothing_to_gain(record: Record, *, short: bool = False) -> str:
     if record.provenance.effort == INTERRUPTED:
         return f"Nothing was found to gain before it was cut short; {how}."
     if undecided(record):
-        return f"Could not tell what gains on this machine; {how}. {AGAIN}"
+        again = "" if short else f" {AGAIN}"
+        return f"Could not tell what gains on this machine; {how}.{again}"
     if short:
         return f"Nothing that there was time for gains on this machine; {how}."
     return f"Nothing to gain on this machine; {how}."
@@ -145,8 +146,8 @@ def stale(record: Record) -> str:
     return f"Marked stale by advisor verify: {record.stale}." if record.stale else ""
 
 
-def said(record: Record) -> Iterator[str]:
-    """What must be known of the verdict."""
+def said(record: Record, *, short: bool = False) -> Iterator[str]:
+    """What limits the verdict; `short` as in `start`."""
     made, advised, baseline = record.provenance, record.winner(record.use), record.key.task.baseline
     if not record.compares:
         yield (
@@ -166,7 +167,8 @@ def said(record: Record) -> Iterator[str]:
     unsteady = advised.high / advised.low if advised.low > 0 else 0.0
     if unsteady >= UNSTEADY and record.compares:
         what = described(advised.config, record.baseline.config, nothing=baseline)
-        again = f" {AGAIN}" if gains(record) and made.effort != INTERRUPTED else ""
+        repeats = gains(record) and made.effort != INTERRUPTED and not short
+        again = f" {AGAIN}" if repeats else ""
         yield (
             f"The fastest turn of {what} was {unsteady:.2f}x its slowest: the host, "
             "which is the limit here, was busy or shared, and the speed-up is known no better than "

@@ -139,7 +139,7 @@ def test_what_contributes_nothing_is_set_back(tuned: Path, monkeypatch: pytest.M
     record = advise({"precision": "bf16"})
     done = advisor(tuned, "explain", record.id, "--budget", "20s", "--plot", "why.png")
     assert done.returncode == 0, done.stderr
-    assert "Set back to torch's default, as no slower: precision" in done.stdout
+    assert "Removed from the advice, as no slower without: precision" in done.stdout
     assert (tuned / "why.png").stat().st_size > 1000
     _, now = held()
     parts = {next(iter(part.knob)): part for part in now.parts if part.stage == "compute"}

@@ -103,6 +103,7 @@ class SearchResult:
     trials: tuple[Trial, ...] = ()
     artifacts: Mapping[Config, Path] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()  # lines on what gained and is not advised, and on what limits
+    short: bool = False  # a remark names the budget that an untried config needs
     interrupted: bool = False  # by Ctrl-C
     complete: bool = True  # neither interrupted nor ended by the place
 
