@@ -74,7 +74,8 @@ class TargetWorkload:
         if task.data:
             parse(task.data, role="data")
         self.words, self.device = (task.target,), task.device or environment.default_device()
-        self._task = task
+        # A device that is not there is refused before anything is written.
+        self._task, self._environment = task, environment.detect(self.device)
 
     def _worker(
         self, *, seed: int, deadline_s: float, known: tuple[str, ...] = ()
@@ -85,12 +86,12 @@ class TargetWorkload:
     @contextlib.contextmanager
     def open(self, plan: Plan, records: Records, progress: Progress) -> Iterator[OpenWorkload]:
         """Start it and find out what may be tried; what runs ends with the context."""
-        task, here = self._task, environment.detect(self.device)
+        task = self._task
         with self._worker(seed=plan.seed, deadline_s=max(30.0, plan.seconds)) as worker:
             facts = worker.describe()
             _check_device(self.device, facts.device_uuid)
             key = Key(
-                environment=here,
+                environment=self._environment,
                 model=facts.model,
                 hooks=facts.hooks,
                 task=task,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from advisor.cli.options import (
     COMMAND,
     DONE,
     FAILED,
+    FILE,
     INTERRUPTED,
     LOADER,
     UNFINISHED,
@@ -30,7 +32,6 @@ from advisor.cli.options import (
     console,
     data_args_option,
     data_option,
-    environment,
     json_option,
     loader_option,
     map_option,
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--events",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     metavar="FILE",
     help="Append each trial to FILE when it ends, as a line of JSON.",
 )
@@ -115,7 +116,8 @@ def tune(
     variables = dict(LOADER.get(loader or "", {}))
     kept = {KEEP_CHECKPOINTS: "1"} if keep_checkpoints else {}
     shown = Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds, events=events)
-    with shown as progress, environment(variables | kept):
+    os.environ.update(variables | kept)  # for the run that is started, and the lines to copy
+    with shown as progress:
         show = progress.output if show_output else None
         workload: Workload = (
             RunWorkload(command, permitted, show=show) if task is None else TargetWorkload(task)
@@ -128,8 +130,7 @@ def tune(
         status = "known" if found.known or found.earlier else done
         click.echo(json.dumps({"status": status, "record": as_data(found.record, cache)}))
     else:
-        with environment(variables):
-            _print_tuned(found, plan, command, cache, url)
+        _print_tuned(found, plan, command, cache, url)
     if found.interrupted:
         ctx.exit(INTERRUPTED)
     # Only a worker, which tunes for another machine, has to know that it must go on.
@@ -230,12 +231,7 @@ def _warn(event: Mapping[str, Any]) -> None:
 
 @click.command(cls=OrCommand)
 @click.argument("key")
-@click.option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Also a bar chart, as .png or .svg.",
-)
+@click.option("--plot", type=FILE, metavar="FILE", help="Also a bar chart, as .png or .svg.")
 @data_option
 @data_args_option
 @_again_options(EXPLAIN)

@@ -1,4 +1,4 @@
-"""The command that runs another one: with the advice in force."""
+"""advisor run: start a command with its advice."""
 
 from __future__ import annotations
 

@@ -103,7 +103,6 @@ def said(record: Record) -> Iterator[str]:
         yield "loader: DataLoader default; nothing measured is clearly faster"
     if chosen is not None:
         yield from _gain(record, chosen)
-        yield from _any_order(record)
         yield _limit(record, chosen)
 
 
@@ -122,19 +121,6 @@ def _gain(record: Record, chosen: Pair) -> Iterator[str]:
             f"with that loader the step is {times(chosen.together.samples_per_s / theirs)} as fast "
             f"as with a DataLoader without workers ({rate(theirs)} samples/s)"
         )
-
-
-def _any_order(record: Record) -> Iterator[str]:
-    """What came of --any-order, if it is not advised."""
-    if not record.key.task.any_order or record.input.get("in_order") is False:
-        return
-    if any(one.loader.get("in_order") is False for one in pairs(record)):
-        why = "tried, and not clearly faster"
-    elif knobs.workers(record.input) <= 1:
-        why = "not tried, because it needs two workers"
-    else:
-        why = "not tried: no time was left, or the step does not wait"
-    yield f"batches in any order: {why}"
 
 
 def explained(record: Record, costs: SampleCosts | None, data: str = "") -> Iterator[str]:

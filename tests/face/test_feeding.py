@@ -109,27 +109,6 @@ def test_the_gain_of_the_loader_and_how_to_apply_it() -> None:
         assert any(line in shown for shown in tables.start(one, None)) == applies
 
 
-@pytest.mark.parametrize(
-    ("workers", "tried", "why"),
-    [
-        (8, True, "tried, and not clearly faster"),
-        (8, False, "not tried: no time was left, or the step does not wait"),
-        (0, False, "not tried, because it needs two workers"),
-    ],
-)
-def test_what_came_of_any_order(workers: int, tried: bool, why: str) -> None:
-    record = starved()
-    trials = [fed(9, 3000.0, Config(EIGHT | {"in_order": False}))] if tried else []
-    permits = replace(record.key, task=replace(record.key.task, any_order=True))
-    advised = Config(num_workers=workers) if workers else Config()
-    permitted = replace(record, key=permits, trials=(*record.trials, *trials), input=advised)
-    line = f"batches in any order: {why}"
-    assert line in feeding.said(permitted)
-    assert line not in feeding.said(replace(permitted, key=record.key))
-    taken = replace(permitted, input=Config(EIGHT | {"in_order": False}))
-    assert not any(one.startswith("batches in any") for one in feeding.said(taken))
-
-
 def test_a_loader_is_shown_by_the_measurement_with_most_turns() -> None:
     record = starved()
     turns = [
