@@ -24,6 +24,14 @@ _MODULES = {
     "sharing": ("export", "import", "sync", "gc"),
 }
 """The commands of each module. One is loaded at a time: `advisor run` is part of every start."""
+_HELP = {
+    "Tune and run": ("tune", "run"),
+    "Records": ("show", "why", "report", "emit", "explain", "verify", "forget", "gc"),
+    "Stores": ("export", "import", "sync"),
+    "A team's server": ("submit", "jobs", "logs", "cancel", "serve", "token"),
+    "This machine": ("env", "completion"),
+}
+"""The commands as `advisor --help` lists them."""
 
 
 class _Commands(click.Group):
@@ -38,6 +46,14 @@ class _Commands(click.Group):
                 command: click.Command = getattr(loaded, name)
                 return command
         return None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in _HELP.items():
+            commands = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(name, one.get_short_help_str(100)) for name, one in commands if one], 10
+                )
 
 
 @click.group(

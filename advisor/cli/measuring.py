@@ -88,12 +88,17 @@ def tune(
     url: str | None,
     **options: Any,
 ) -> None:
-    """Measure TARGET, or your own run, and remember the fastest safe config.
+    """Find the fastest safe config for your run, or for a model.
 
-    TARGET: model.py, model.py:Net, package.module:factory or torchvision:resnet50.
+    \b
+    advisor tune -- python train.py --epochs 100
+    advisor tune model.py --shape 64x3x256x256
 
-    A run: advisor tune -- python train.py --epochs 100, the command as you would type it. advisor
-    starts it once, switches configs between its steps, on its own data, and then ends it.
+    For a run, type your command after --. advisor starts it once, switches configs between its
+    steps, on its own data, and then ends it.
+
+    TARGET is a model on its own, trained on made-up data: model.py, model.py:Net,
+    package.module:factory or torchvision:resnet50.
     """
     command = ctx.meta[COMMAND]
     if bool(command) == bool(target):

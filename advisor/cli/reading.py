@@ -144,7 +144,10 @@ def _artifacts(records: Records, record: Record) -> Iterator[dict[str, Any]]:
 )
 @cache_option
 def report(key: str, file: Path, cache: str | None) -> None:
-    """Write the record KEY as one page: charts, tables, no script, nothing from a network."""
+    """Write the record KEY as one HTML page with charts.
+
+    The page has no script and loads nothing from a network.
+    """
     from advisor.report.html import page, save
 
     text = page(open_records(cache, fallback=True).get(key), cache)
@@ -186,7 +189,7 @@ def why(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Say what apply() would get for TARGET here, and how other records differ.
+    """Say what apply() would get here, and how other records differ.
 
     For a command, advisor why -- python train.py: the records of exactly this command. advisor
     starts nothing. `advisor run` also finds records by the model, once the script trains.
@@ -331,7 +334,7 @@ def _readable(records: Records, ids: Collection[str]) -> dict[str, Record]:
 @cache_option
 @json_option
 def env(device: str | None, cache: str | None, as_json: bool) -> None:
-    """Show the device and software that a record belongs to, and the stores."""
+    """Show this machine as records describe it, and the stores."""
     from advisor.cache.codec import to_plain
     from advisor.report.tables import environment
     from advisor.tuners.environment import default_device, detect

@@ -40,7 +40,7 @@ def run(
     map: tuple[str, ...],
     loader: str | None,
 ) -> None:
-    """Run COMMAND, unmodified, with the advice for it in force.
+    """Run your command with the advice that was found for it.
 
     Write it after --: advisor run -- python train.py --epochs 90. Exit code, signals, input and
     output are the command's own.

@@ -24,14 +24,14 @@ def race(record: Record) -> Comparison | None:
         if choice.config != record.baseline.config
     )
     baseline = record.key.task.baseline
-    title = f"Speed-up over {baseline}, in the final race"
-    return Comparison(title, f"{title} (95% interval)", rows) if rows else None
+    axis = f"speed-up over {baseline}, with its 95% interval"
+    return Comparison("The final race", axis, rows) if rows else None
 
 
 def parts(record: Record) -> Comparison | None:
     """What each knob contributes; None before `advisor explain`."""
     rows = tuple(Estimate(part_name(one), one.ratio, one.low, one.high) for one in record.parts)
-    axis = "speed of the advice over the advice without this knob (95% interval)"
+    axis = "speed-up over the advice without this knob, with its 95% interval"
     return Comparison("What each knob contributes", axis, rows) if rows else None
 
 

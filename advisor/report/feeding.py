@@ -77,8 +77,8 @@ def table(record: Record) -> Table | None:
     alone = step(record).samples_per_s
     shown = Table(
         f"The advised step takes {rate(alone)} samples/s; with each loader it makes",
-        ("loader", "with the step", "turns", "of the step"),
-        right=("with the step", "of the step"),
+        ("loader", "samples/s", "turns", "of the step"),
+        right=("samples/s", "of the step"),
         whole=("turns",),
         spare=("turns",),
     )

@@ -39,8 +39,8 @@ def _headline(record: Record) -> str:
         return f"The advice is {record.key.task.baseline}"
     what = described(advised.config, record.baseline.config)
     if doubtful(record):
-        return f"Doubtful, and not advised: {what}, as the host was busy"
-    return f"{spread(advised)} {record.key.task.baseline} with {what}"
+        return f"Doubtful, and not advised, because the host was busy: {what}"
+    return f"{spread(advised)} as fast as {record.key.task.baseline}: {what}"
 
 
 def _provenance(record: Record) -> Iterator[tuple[str, str]]:
@@ -58,13 +58,13 @@ def _sections(record: Record, cache: str | None, line: str | None) -> Iterator[S
         "tried",
         "What was tried",
         tables.trials(record),
-        "The record has no trials: it was made by hand, or its search is not in it.",
+        "The record has no trials.",
         chart=charts.timeline(record),
     )
     yield _knobs(record, cache)
     yield _section(
         "length",
-        "From which step on it pays",
+        "When it pays off",
         tables.horizon(record),
         "Not known: no first step was measured. advisor tune with --force measures them.",
     )
@@ -73,21 +73,21 @@ def _sections(record: Record, cache: str | None, line: str | None) -> Iterator[S
         untuned = (
             f"Your unmodified script waits for its data {tables.waits(record):.0%} of the time."
         )
-    yield _section("loader", "Loader against step", feeding.table(record), untuned)
+    yield _section("loader", "The loader", feeding.table(record), untuned)
     memory, most = tables.memory(record), record.key.task.max_memory
     yield _section(
         "memory",
         "Memory",
         memory,
-        "Not known: this device does not say what is in use.",
-        [f"All within the {size(most)} that were permitted."] if most and memory.rows else (),
+        "Not known: this device does not report its memory use.",
+        [f"All configs stayed within the permitted {size(most)}."] if most and memory.rows else (),
     )
     yield _section(
         "numerics",
-        "Numerics",
+        "Comparison with fp32",
         tables.numerics(record),
-        "What was chosen changes no number format and compiles nothing; rounding may differ.",
-        tuple(tables.unheld(record)),
+        "Not needed: the advice changes no number format and compiles nothing.",
+        tuple(tables.uncompared(record)),
     )
     yield _start(record, cache, line)
 
@@ -107,7 +107,7 @@ def _section(
 
 
 def _knobs(record: Record, cache: str | None) -> Section:
-    title = "What each knob gives"
+    title = "What each knob contributes"
     if record.parts:
         return Section("knobs", title, tables.parts(record), chart=charts.parts(record))
     if record.winner(record.use).config == record.baseline.config and not record.input:

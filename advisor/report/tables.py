@@ -23,19 +23,19 @@ from advisor.tuners.doubt import unsteady
 from advisor.tuners.knobs import INPUT_PIPELINE, caveats, described
 
 WAITED = 0.1
-"""Share of the time that a run waits for its data from which that is worth a word."""
+"""Share of a run's time from which its waiting for data gets a line."""
 _MORE_WORKERS = ": more workers in its DataLoader may give more than any config"
 AGAIN = "Measure again with --force when it is quiet."
-"""The remedy at the end of a line where the host was too busy to tell."""
+"""The remedy on a busy host, at the end of a line."""
 UNSTEADY = 1.2
-"""Fastest over slowest turn of the advice from which the host's own noise is worth a word."""
+"""Fastest over slowest turn of the advice from which a line names the busy host."""
 
 
 def verdict(record: Record) -> Table:
     """What was found for each use."""
     over = "speed-up (95%)"
     table = Table(
-        f"What was found for each use, raced in turn with {record.key.task.baseline}",
+        f"The winner for each use, measured in turn with {record.key.task.baseline}",
         ("", "config", "batch", "samples/s", "turns", over, "peak"),
         right=("batch", "samples/s", "peak"),
         whole=("", "batch", "samples/s", "turns", over, "peak"),
@@ -94,7 +94,7 @@ def start(
 
 
 def gains(record: Record) -> bool:
-    """Whether a record advises anything beside its baseline, be it for another use."""
+    """Whether a record advises anything for any use."""
     return bool(record.input) or any(
         one.choice.config != record.baseline.config for one in record.winners
     )
@@ -114,8 +114,7 @@ def nothing_to_gain(record: Record, *, short: bool = False) -> str:
 
 
 def undecided(record: Record) -> bool:
-    """Whether something may gain as much as `advisor tune` mentions, and was not measured well
-    enough to tell, or not at all."""
+    """Whether something may gain NOTABLE, and was not measured well enough to tell."""
     default, seen = record.baseline.config, ratios(record.trials, record.baseline.config)
     last = {one.config: one for one in record.trials if one.stage != "numerics"}
     timed_out = any(one.measurement.outcome == "timed_out" for one in last.values())
@@ -131,13 +130,13 @@ def undecided(record: Record) -> bool:
 
 
 def called(record: Record, config: Config) -> str:
-    """What a config of a record does otherwise than its baseline."""
+    """How a config differs from the baseline."""
     nothing = "unmodified" if record.key.task.command else "torch default"
     return described(config, record.baseline.config, nothing=nothing)
 
 
 def where(record: Record) -> str:
-    """What the lines that apply a record stand under."""
+    """The title above the lines that apply a record."""
     return "Start it like this" if record.key.task.command else "In your script"
 
 
@@ -151,8 +150,8 @@ def said(record: Record, *, short: bool = False) -> Iterator[str]:
     made, advised, baseline = record.provenance, record.winner(record.use), record.key.task.baseline
     if not record.compares:
         yield (
-            f"Nothing was raced beside {baseline} for long enough to tell: that is the advice "
-            "until something is."
+            f"The final race was too short to compare anything with {baseline}, which is the "
+            "advice until then."
         )
     elif advised == record.baseline:
         yield f"Nothing measured is clearly faster at your batch: the advice is {baseline}."
@@ -170,9 +169,8 @@ def said(record: Record, *, short: bool = False) -> Iterator[str]:
         repeats = gains(record) and made.effort != INTERRUPTED and not short
         again = f" {AGAIN}" if repeats else ""
         yield (
-            f"The fastest turn of {what} was {unsteady:.2f}x its slowest: the host, "
-            "which is the limit here, was busy or shared, and the speed-up is known no better than "
-            f"its interval says.{again}"
+            f"The fastest turn of {what} was {unsteady:.2f}x its slowest, because the host was "
+            f"busy: the speed-up may lie anywhere in its interval.{again}"
         )
     if (waited := waits(record)) >= WAITED:
         tried = set(INPUT_PIPELINE) & set(record.baseline.config)
@@ -181,7 +179,7 @@ def said(record: Record, *, short: bool = False) -> Iterator[str]:
 
 
 def caveats_of(record: Record) -> Iterator[str]:
-    """What no comparison shows of what was chosen."""
+    """What a comparison with fp32 cannot show of the advice."""
     every = (said for one in record.winners for said in caveats(one.choice.config))
     yield from dict.fromkeys(every)
 
@@ -193,18 +191,18 @@ def waits(record: Record) -> float:
 
 
 def compared(record: Record) -> Iterator[str]:
-    """What was held against fp32, and what was served without."""
+    """The comparisons with strict fp32, and what was not compared."""
     default = record.baseline.config
     for trial in record.trials:
         if trial.stage == "numerics":
             ok = trial.measurement.ok
             state = "trains like fp32" if ok else outcome(trial.measurement)
             yield f"{described(trial.config, default)}: {state}, {trial.measurement.reason}"
-    yield from unheld(record)
+    yield from uncompared(record)
 
 
-def unheld(record: Record) -> Iterator[str]:
-    """What changes numerics and was not held against fp32."""
+def uncompared(record: Record) -> Iterator[str]:
+    """Advice that changes numerics and was not compared with fp32."""
     for name, choice in record.choices.items():
         if why := unverified(record, choice.config):
             yield f"{name}: {described(choice.config, record.baseline.config)}{why}"
@@ -248,9 +246,9 @@ def parts(record: Record) -> Table:
     """What each knob of the advice contributes."""
     baseline = record.key.task.baseline
     table = Table(
-        f"Samples/s of the advice over those with one knob alone set back to {baseline}",
-        ("knob", "contributes", "95%", "note"),
-        right=("contributes",),
+        f"Speed-up of the advice over the advice with this knob as in {baseline}",
+        ("knob", "speed-up", "95%", "note"),
+        right=("speed-up",),
         whole=("95%",),
     )
     held = record.winner(record.use).config | record.input
@@ -258,9 +256,9 @@ def parts(record: Record) -> Table:
         name, value = next(iter(part.knob.items()))
         note = "through a DataLoader" if part.stage == "input" else ""
         if held.get(name) != value or type(held.get(name)) is not type(value):
-            note = f"not needed, set back to {baseline}"
+            note = "not needed, removed from the advice"
         elif not tells(part.low, part.high):
-            note = "a larger --budget or a quieter machine tells"
+            note = "use a larger --budget or a quieter machine"
         elif part.low <= 1:
             note = "nothing by itself"
         given = times(part.ratio) if tells(part.low, part.high) else "?"
@@ -271,7 +269,7 @@ def parts(record: Record) -> Table:
 def horizon(record: Record) -> Table:
     """The best config for each length of a job, at the user's batch."""
     table = Table(
-        "The best config at your batch, by the length of a job",
+        "The best config for each length of a job, at your batch",
         ("best from step", "after", "config", "first step", "step", "how"),
         right=("best from step", "after", "first step", "step"),
     )
@@ -302,13 +300,12 @@ def pays(record: Record) -> str:
 
 
 def first_step(record: Record) -> str:
-    """What the advice takes before its first step, with its artifacts and without; '' where that
-    was not measured."""
+    """Seconds of the first step with artifacts and without; '' if they were not measured."""
     advised = record.winner(record.use)
     if not advised.loaded_step_s or not advised.first_step_s:
         return ""
     fresh, loaded = duration(advised.first_step_s), duration(advised.loaded_step_s)
-    return f"Its first step takes {fresh}, {loaded} with what is kept of its compilation."
+    return f"Its first step takes {fresh}, or {loaded} with the compiled code that was kept."
 
 
 def listing(found: Sequence[tuple[Held, Sequence[Difference]]]) -> Table:
@@ -317,6 +314,7 @@ def listing(found: Sequence[tuple[Held, Sequence[Difference]]]) -> Table:
         "What is tuned",
         ("key", "device", "target", "mode", "sample", "speed-up", "age", "state"),
         whole=("key", "speed-up", "age"),
+        spare=("mode", "sample"),
     )
     for held, differs in found:
         record = held.record
@@ -340,11 +338,23 @@ def listing(found: Sequence[tuple[Held, Sequence[Difference]]]) -> Table:
 
 def trials(record: Record) -> Table:
     """Each trial of the search, the fastest first, those that failed last."""
-    headings = ("#", "what", "batch", "samples/s", "x", "step", "first step", "peak", "how")
+    headings = (
+        "#",
+        "config",
+        "batch",
+        "samples/s",
+        "speed-up",
+        "step",
+        "first step",
+        "peak",
+        "from",
+    )
     table = Table(
-        f"Every trial, the fastest first; x is over the trial of {record.key.task.baseline}",
+        f"Every trial, the fastest first; speed-up is over {record.key.task.baseline}",
         headings,
-        right=[heading for heading in headings if heading not in ("what", "how")],
+        right=[heading for heading in headings if heading not in ("config", "from")],
+        whole=("samples/s", "speed-up", "step", "first step", "peak"),
+        spare=("first step", "peak"),
     )
     tried = [trial for trial in record.trials if trial.stage == "compute"]
     over = ratios(tried, record.baseline.config)
@@ -372,8 +382,8 @@ def memory(record: Record) -> Table:
     place = "host" if device.kind == "cpu" else "device"
     table = Table(
         f"Peak memory of what was raced; the {place} has {device.memory_gib} GiB",
-        ("config", "batch", "peak", "of it"),
-        right=("batch", "peak", "of it"),
+        ("config", "batch", "peak", "of all"),
+        right=("batch", "peak", "of all"),
     )
     for choice in raced(record):
         if choice.peak_bytes:
@@ -385,7 +395,7 @@ def memory(record: Record) -> Table:
 
 
 def raced(record: Record) -> list[Choice]:
-    """Torch's default, what was chosen and what else finished the race, each config once."""
+    """The baseline, the winners and what else finished the race, each config once."""
     found: dict[Config, Choice] = {}
     for choice in (record.baseline, *record.choices.values(), *record.raced):
         found.setdefault(choice.config, choice)
@@ -393,9 +403,9 @@ def raced(record: Record) -> list[Choice]:
 
 
 def numerics(record: Record) -> Table:
-    """What was held against strict fp32, and how that ended."""
+    """What was compared with strict fp32, and the result."""
     headings = ("config", "batch", "outcome", "distance")
-    table = Table("Held against strict fp32 on this model", headings, right=("batch",))
+    table = Table("Compared with strict fp32 on this model", headings, right=("batch",))
     for trial in record.trials:
         if trial.stage == "numerics":
             measured = trial.measurement

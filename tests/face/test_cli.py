@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from rich.console import Console
 
@@ -20,6 +22,7 @@ from advisor.cache.name import Name
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cache.task import Task
+from advisor.cli import cli
 from advisor.opening import open_records
 from advisor.printed import reach, script_line
 from advisor.report import tables
@@ -354,6 +357,8 @@ def test_version_and_help(tmp_path: Path) -> None:
     assert asked.returncode == 0
     unasked = advisor(tmp_path)
     assert (unasked.returncode, unasked.stdout, unasked.stderr) == (2, "", asked.stdout)
+    listed = set(re.findall(r"^  ([a-z]+) ", asked.stdout, re.MULTILINE))
+    assert listed == set(cli.list_commands(click.Context(cli)))
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

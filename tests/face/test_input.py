@@ -58,7 +58,7 @@ def test_a_loader_is_tuned_shown_and_explained(folder: Path) -> None:
     assert "Already tuned" in again.stdout
     assert "the step alone takes" in again.stdout and "input-bound" in again.stdout
     shown = advisor(folder, "show", record["id"], "--cache", "store")
-    assert "with the step" in shown.stdout and "0 loader workers" in shown.stdout
+    assert "of the step" in shown.stdout and "0 loader workers" in shown.stdout
 
     why = ("explain", record["id"], "--cache", "store", "--budget", "20s")
     told = advisor(folder, *why, "--data", "data.py")

@@ -149,7 +149,7 @@ def test_what_contributes_nothing_is_set_back(tuned: Path, monkeypatch: pytest.M
     assert parts["precision"].low <= 1 or parts["precision"].ratio < 1.01
     assert now.winner(LOOP).config == record.winner(LOOP).config.replace(precision="default")
     shown = advisor(tuned, "show", record.id).stdout
-    assert "contributes" in shown and "not needed, set back to torch's default" in shown
+    assert "not needed, removed from the advice" in shown
 
 
 def test_a_record_that_no_longer_holds_is_stale_until_it_is_tuned_again(tuned: Path) -> None:

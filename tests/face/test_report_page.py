@@ -212,7 +212,7 @@ def test_every_section_has_its_numbers() -> None:
     found = well_made(page(record))
     assert "out of memory" in found.text and "said so" in found.text
     assert "loss within 0.03% of fp32" in found.text and "wrong result" in found.text
-    assert "1.50x (1.47-1.53) torch's default" in found.text
+    assert "1.50x (1.47-1.53) as fast as torch's default" in found.text
     assert "batch free" in found.text and '# or, with the batch free: batch="free"' in found.text
     assert [row.cells[3] for row in table(told["loader"])] == ["80%", "97%"]
     assert {row.cells[-1] for row in table(told["memory"])} == {"0.7%"}
