@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from advisor.cache.config import BATCH, Config, Value
-from advisor.cache.key import Device, Key, fingerprint
+from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.match import compare
 from advisor.cache.record import PILOT, Record, Target
 from advisor.cache.records import Records
@@ -74,7 +74,7 @@ class TargetWorkload:
         if task.data:
             parse(task.data, role="data")
         self.words, self.device = (task.target,), task.device or environment.default_device()
-        self._task = task
+        self._task, self._environment = task, environment.detect(self.device)
 
     def _worker(
         self, *, seed: int, deadline_s: float, known: tuple[str, ...] = ()
@@ -85,18 +85,11 @@ class TargetWorkload:
     @contextlib.contextmanager
     def open(self, plan: Plan, records: Records, progress: Progress) -> Iterator[OpenWorkload]:
         """Start it and find out what may be tried; what runs ends with the context."""
-        task, here = self._task, environment.detect(self.device)
+        task = self._task
         with self._worker(seed=plan.seed, deadline_s=max(30.0, plan.seconds)) as worker:
             facts = worker.describe()
             _check_device(self.device, facts.device_uuid)
-            key = Key(
-                environment=here,
-                model=facts.model,
-                hooks=facts.hooks,
-                task=task,
-                libraries=facts.libraries,
-                threads=facts.threads if self.device == "cpu" else 0,
-            )
+            key = _key(task, self._environment, facts, facts.hooks)
             context = _search_context(key, plan, facts)
             if task.data:
                 context = _with_loader(context, worker, task, plan, progress)
@@ -163,13 +156,8 @@ class RunWorkload:
         )
 
     def _key(self, seen: ScriptFacts) -> Key:
-        return Key(
-            environment=environment.detect(seen.device),
-            model=seen.model,
-            task=seen.task(self.words, self._permitted),
-            libraries=seen.libraries,
-            threads=seen.threads if seen.device == "cpu" else 0,
-        )
+        task = seen.task(self.words, self._permitted)
+        return _key(task, environment.detect(seen.device), seen)
 
     @contextlib.contextmanager
     def open(self, plan: Plan, records: Records, progress: Progress) -> Iterator[OpenWorkload]:
@@ -211,6 +199,17 @@ class RunWorkload:
 
 
 Workload = TargetWorkload | RunWorkload
+
+
+def _key(task: Task, where: Environment, seen: Facts | ScriptFacts, hooks: str = "") -> Key:
+    return Key(
+        environment=where,
+        model=seen.model,
+        hooks=hooks,
+        task=task,
+        libraries=seen.libraries,
+        threads=seen.threads if where.device.kind == "cpu" else 0,
+    )
 
 
 def _other_loader(record: Record, seen: ScriptFacts, run: runs.Run) -> str:
