@@ -36,13 +36,16 @@ class _Log(Progress):
         self.notice(text)
 
 
-def tune_online(told: Mapping[str, Any]) -> None:
+def tune_online(message: Mapping[str, Any]) -> None:
     """Find what is best, keep it, and have the script go on with it."""
-    given = {name: tuple(v) if isinstance(v, list) else v for name, v in told["given"].items()}
-    script = AttachedScript(socket.socket(fileno=told["socket"]))
-    run = AttachedRun(script, told["command"], log=Path(told["folder"], "log"))
-    workload = RunWorkload(told["command"], given, attached=run)
-    records, plan = open_records(told["cache"], fallback=True), Plan.of({"budget": told["tune_s"]})
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in message["given"].items()}
+    script = AttachedScript(socket.socket(fileno=message["socket"]))
+    run = AttachedRun(script, message["command"], log=Path(message["folder"], "log"))
+    workload = RunWorkload(message["command"], given, attached=run)
+    records, plan = (
+        open_records(message["cache"], fallback=True),
+        Plan.of({"budget": message["tune_s"]}),
+    )
     record = Tuning(workload, plan, records, _Log()).run().record
     run.leave(record.winner(PILOT).config, gain(record, PILOT))
 
@@ -55,10 +58,10 @@ def _end_with_script(folder: str) -> None:
 
 
 def main() -> int:
-    told = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_script, args=[told["folder"]], daemon=True).start()
+    message = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_script, args=[message["folder"]], daemon=True).start()
     try:
-        tune_online(told)
+        tune_online(message)
     except AdvisorError as exc:
         sys.stderr.write(f"advisor: {exc}\n")
         return 1

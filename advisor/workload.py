@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from advisor.cache.config import BATCH, Config, Value
-from advisor.cache.key import Device, Key, fingerprint
+from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.match import compare
 from advisor.cache.record import PILOT, Record, Target
 from advisor.cache.records import Records
@@ -74,7 +74,6 @@ class TargetWorkload:
         if task.data:
             parse(task.data, role="data")
         self.words, self.device = (task.target,), task.device or environment.default_device()
-        # A device that is not there is refused before anything is written.
         self._task, self._environment = task, environment.detect(self.device)
 
     def _worker(
@@ -90,14 +89,7 @@ class TargetWorkload:
         with self._worker(seed=plan.seed, deadline_s=max(30.0, plan.seconds)) as worker:
             facts = worker.describe()
             _check_device(self.device, facts.device_uuid)
-            key = Key(
-                environment=self._environment,
-                model=facts.model,
-                hooks=facts.hooks,
-                task=task,
-                libraries=facts.libraries,
-                threads=facts.threads if self.device == "cpu" else 0,
-            )
+            key = _key(task, self._environment, facts, facts.hooks)
             context = _search_context(key, plan, facts)
             if task.data:
                 context = _with_loader(context, worker, task, plan, progress)
@@ -164,13 +156,8 @@ class RunWorkload:
         )
 
     def _key(self, seen: ScriptFacts) -> Key:
-        return Key(
-            environment=environment.detect(seen.device),
-            model=seen.model,
-            task=seen.task(self.words, self._permitted),
-            libraries=seen.libraries,
-            threads=seen.threads if seen.device == "cpu" else 0,
-        )
+        task = seen.task(self.words, self._permitted)
+        return _key(task, environment.detect(seen.device), seen)
 
     @contextlib.contextmanager
     def open(self, plan: Plan, records: Records, progress: Progress) -> Iterator[OpenWorkload]:
@@ -212,6 +199,17 @@ class RunWorkload:
 
 
 Workload = TargetWorkload | RunWorkload
+
+
+def _key(task: Task, where: Environment, seen: Facts | ScriptFacts, hooks: str = "") -> Key:
+    return Key(
+        environment=where,
+        model=seen.model,
+        hooks=hooks,
+        task=task,
+        libraries=seen.libraries,
+        threads=seen.threads if where.device.kind == "cpu" else 0,
+    )
 
 
 def _other_loader(record: Record, seen: ScriptFacts, run: runs.Run) -> str:

@@ -9,7 +9,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import BATCH, Value
-from advisor.frameworks.words import Framework, Made, Row, Scene, Setup, installed, only
+from advisor.frameworks.words import (
+    ConfigContext,
+    Framework,
+    LazyObject,
+    Row,
+    Setup,
+    installed,
+    only,
+)
 from advisor.tuners.compiling import avoiding
 
 if TYPE_CHECKING:
@@ -20,7 +28,7 @@ _MATMUL, _CUDNN = "torch.backends.cuda.matmul.allow_tf32", "torch.backends.cudnn
 
 def _row(*unset: Value | None, **needs: Callable[[Any], Any]) -> Row:
     """A row whose Setup has these fields, each made of the value; `unset` values need nothing."""
-    return lambda value, _scene: (
+    return lambda value, _context: (
         Setup() if value in unset else Setup(**{name: make(value) for name, make in needs.items()})
     )
 
@@ -37,10 +45,10 @@ def _argument(name: str, *unset: Value | None) -> Row:
 def _precision(half: Mapping[str, Mapping[str, object]], *, sets_tf32: bool = False) -> Row:
     """`half`: settings for bf16 and fp16; `sets_tf32`: whether compiling turns TF32 on."""
 
-    def row(value: Value, scene: Scene) -> Setup:
+    def row(value: Value, context: ConfigContext) -> Setup:
         found = Setup(settings=half.get(str(value), {}))
-        resets = sets_tf32 and scene.config.get("compile", "none") != "none"
-        if scene.device == "cuda" and (value != "default" or resets):
+        resets = sets_tf32 and context.config.get("compile", "none") != "none"
+        if context.device == "cuda" and (value != "default" or resets):
             # In half precision TF32 computes what stays in float32.
             on = value not in ("default", "fp32")
             flags = f"{_MATMUL} = {on}", f"{_CUDNN} = {value != 'fp32'}"
@@ -53,13 +61,13 @@ def _precision(half: Mapping[str, Mapping[str, object]], *, sets_tf32: bool = Fa
 def _compile(of_mode: Callable[[str], Setup]) -> Row:
     """`of_mode`: what a mode of torch.compile needs, or its backend 'cudagraphs'."""
 
-    def row(value: Value, scene: Scene) -> Setup | None:
+    def row(value: Value, context: ConfigContext) -> Setup | None:
         if value == "blocks":
             return None  # Accelerate's own regional compilation compiles the rest in pieces, too
         if value == "none":
             return Setup()
         # Known faults of the inductor of the torch that measured.
-        avoided = {} if value == "cudagraphs" else avoiding(scene.torch)
+        avoided = {} if value == "cudagraphs" else avoiding(context.torch)
         flags = tuple(f"torch._inductor.config.{name} = {it}" for name, it in avoided.items())
         return of_mode(str(value)) + Setup(flags=flags)
 
@@ -70,10 +78,10 @@ def _batch(accumulation: str, size: str = "") -> Row:
     """`accumulation`: the setting for the number of batches that make one of the user's; `size`:
     that for the batch size, '' if the DataLoader is the user's."""
 
-    def row(_value: Value, scene: Scene) -> Setup | None:
-        if scene.accumulation is None:
+    def row(_value: Value, context: ConfigContext) -> Setup | None:
+        if context.accumulation is None:
             return None
-        samples, calls = scene.accumulation
+        samples, calls = context.accumulation
         if not samples:
             return Setup()  # the run's own batch size is not known
         settings = {accumulation: calls} if calls > 1 else {}
@@ -84,15 +92,15 @@ def _batch(accumulation: str, size: str = "") -> Row:
     return row
 
 
-def _channels_last(value: Value, scene: Scene) -> Setup:
+def _channels_last(value: Value, context: ConfigContext) -> Setup:
     # Only the weights: the first layer converts its input.
-    layout = "channels_last_3d" if len(scene.task.sample) == 4 else "channels_last"
+    layout = "channels_last_3d" if len(context.task.sample) == 4 else "channels_last"
     line = f"model = model.to(memory_format=torch.{layout})"
     return Setup(model=(line,)) if value else Setup()
 
 
-def _threads(value: Value, scene: Scene) -> Setup:
-    changed = value != scene.default.get("threads")
+def _threads(value: Value, context: ConfigContext) -> Setup:
+    changed = value != context.default.get("threads")
     return Setup(flags=(f"torch.set_num_threads({value})",)) if changed else Setup()
 
 
@@ -124,7 +132,9 @@ def _by_accelerate(mode: str) -> Setup:
     if mode in ("cudagraphs", "default"):
         return Setup(settings={"dynamo_backend": mode.replace("default", "inductor")})
     how = {"backend": "inductor", "mode": mode}
-    return Setup(settings={"dynamo_plugin": Made("accelerate.utils", "TorchDynamoPlugin", how)})
+    return Setup(
+        settings={"dynamo_plugin": LazyObject("accelerate.utils", "TorchDynamoPlugin", how)}
+    )
 
 
 accelerate = Framework(
@@ -144,8 +154,8 @@ accelerate = Framework(
 _hf_precision = _precision({name: {name: True} for name in ("bf16", "fp16")}, sets_tf32=True)
 
 
-def _hf_tf32(value: Value, scene: Scene) -> Setup | None:
-    found = _hf_precision(value, scene)
+def _hf_tf32(value: Value, context: ConfigContext) -> Setup | None:
+    found = _hf_precision(value, context)
     if not found or not found.flags:
         return found
     # Alone it sets only torch's new switches; the flags set the old ones too (`tuners.tf32`).
@@ -157,9 +167,9 @@ def _by_hf(mode: str) -> Setup:
     return Setup(settings={"torch_compile": True, name: mode})
 
 
-def _hf_optimizer(value: Value, scene: Scene) -> Setup | None:
-    if scene.task.optimizer != "adamw":  # the optimizer is the user's own
-        return _SCRIPT["fused_optimizer"](value, scene)
+def _hf_optimizer(value: Value, context: ConfigContext) -> Setup | None:
+    if context.task.optimizer != "adamw":  # the optimizer is the user's own
+        return _SCRIPT["fused_optimizer"](value, context)
     return Setup(settings={"optim": "adamw_torch_fused" if value else "adamw_torch"})
 
 
@@ -225,19 +235,19 @@ lightning = _Lightning(
 )
 
 
-def _timm_precision(value: Value, _scene: Scene) -> Setup | None:
+def _timm_precision(value: Value, _context: ConfigContext) -> Setup | None:
     if half := {"bf16": "bfloat16", "fp16": "float16"}.get(str(value)):
         return Setup(settings={"amp": True, "amp_dtype": half})
     return None if value == "fp32" else Setup()
 
 
-def _timm_channels_last(value: Value, scene: Scene) -> Setup | None:
-    if value and len(scene.task.sample) != 3:
+def _timm_channels_last(value: Value, context: ConfigContext) -> Setup | None:
+    if value and len(context.task.sample) != 3:
         return None
     return Setup(settings={"channels_last": True} if value else {})
 
 
-def _by_timm(value: Value, _scene: Scene) -> Setup | None:
+def _by_timm(value: Value, _context: ConfigContext) -> Setup | None:
     if value in ("none", "blocks"):
         return None if value == "blocks" else Setup()
     if value == "cudagraphs":
@@ -245,14 +255,14 @@ def _by_timm(value: Value, _scene: Scene) -> Setup | None:
     return Setup(settings={"torchcompile": "inductor", "torchcompile_mode": value})
 
 
-def _of_timm(scene: Scene, setup: Setup) -> list[str]:
-    if scene.device != "cuda":
+def _of_timm(context: ConfigContext, setup: Setup) -> list[str]:
+    if context.device != "cuda":
         return []
-    faults = avoiding(scene.torch) if "torchcompile_mode" in setup.settings else ()
-    lines = [f"compiles with {name}, known to be wrong in torch {scene.torch}" for name in faults]
-    if not scene.config.get("cudnn_benchmark"):
+    faults = avoiding(context.torch) if "torchcompile_mode" in setup.settings else ()
+    lines = [f"compiles with {name}, known to be wrong in torch {context.torch}" for name in faults]
+    if not context.config.get("cudnn_benchmark"):
         lines.append("sets cudnn.benchmark to True")
-    if scene.config.get("precision") == "default":
+    if context.config.get("precision") == "default":
         lines.append("switches TF32 on for matrix products")
     return [f"{line}; this was measured without" for line in lines]
 

@@ -10,7 +10,7 @@ from typing import Any
 from advisor.cache.record import LOOP, Record
 from advisor.cache.shown import times
 from advisor.errors import NoRecord, printable
-from advisor.frameworks.words import Framework, Made, Scene, Setup
+from advisor.frameworks.words import ConfigContext, Framework, LazyObject, Setup
 
 
 class Emitted:
@@ -40,7 +40,7 @@ class Emitted:
         task, title = record.key.task, framework.title
         if task.mode != "train":
             raise NoRecord(f"{record.id} was tuned for mode {task.mode}: {title} trains")
-        if lacks := framework.setup(Scene(record, record.baseline.config))[1]:
+        if lacks := framework.setup(ConfigContext(record, record.baseline.config))[1]:
             listed = ", ".join(f"{name}={value}" for name, value in lacks.items())
             raise NoRecord(f"{title} cannot be told {listed}, with which {record.id} is tuned")
         request = Request(
@@ -50,17 +50,19 @@ class Emitted:
             free=free,
             use=LOOP,
             device=record.key.environment.device.kind,
-            fits=lambda _record, config: not framework.setup(Scene(record, config, batch))[1],
+            fits=lambda _record, config: (
+                not framework.setup(ConfigContext(record, config, batch))[1]
+            ),
         )
         answered = answer(record, request)
         self.framework, self.reason = framework, answered.reason
-        self.scene = Scene(record, answered.config, batch)
-        self.setup, self.unsupported = framework.setup(self.scene)
+        self.context = ConfigContext(record, answered.config, batch)
+        self.setup, self.unsupported = framework.setup(self.context)
         self.beyond = {
             name: (choice, lacks)
             for name, choice in record.choices.items()
             if choice.batch == record.batch or free
-            if (lacks := framework.setup(Scene(record, choice.config))[1])
+            if (lacks := framework.setup(ConfigContext(record, choice.config))[1])
         }
 
 
@@ -83,15 +85,15 @@ def data(found: Emitted) -> dict[str, Any]:
     pipeline = {"input pipeline": dict(found.unsupported)} if found.unsupported else {}
     return {
         "framework": found.framework.title,
-        "record": found.scene.record.id,
+        "record": found.context.record.id,
         "reason": found.reason,
-        "config": dict(found.scene.config),
+        "config": dict(found.context.config),
         **{field.name: getattr(setup, field.name) for field in dataclasses.fields(setup)},
         "settings": {
-            name: _literal(value) if isinstance(value, Made) else value
+            name: _literal(value) if isinstance(value, LazyObject) else value
             for name, value in setup.settings.items()
         },
-        "by_itself": found.framework.notes(found.scene, setup),
+        "by_itself": found.framework.notes(found.context, setup),
         "not_expressed": lacks | pipeline,
     }
 
@@ -99,7 +101,7 @@ def data(found: Emitted) -> dict[str, Any]:
 def _python(setup: Setup, call: str) -> str:
     """The switches, then a dictionary `arguments`; `call`: where it goes."""
     used = [n for n in ("os", "torch") if any(line.startswith(f"{n}.") for line in setup.flags)]
-    made = [value for value in setup.settings.values() if isinstance(value, Made)]
+    made = [value for value in setup.settings.values() if isinstance(value, LazyObject)]
     imports = [f"import {name}" for name in used]
     imports += [f"from {one.module} import {one.name}" for one in made]
     settings = [f'    "{name}": {_literal(value)},' for name, value in setup.settings.items()]
@@ -115,7 +117,7 @@ def _yaml(setup: Setup) -> str:
 
 
 def _literal(value: object) -> str:
-    if isinstance(value, Made):
+    if isinstance(value, LazyObject):
         return f"{value.name}({_keywords(value.keywords)})"
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
@@ -125,16 +127,17 @@ def _keywords(given: Mapping[str, object]) -> str:
 
 
 def _head(found: Emitted) -> Iterator[str]:
-    scene, record = found.scene, found.scene.record
+    context, record = found.context, found.context.record
     task, device = record.key.task, record.key.environment.device.name
     yield f"{record.id}: {record.target.name}, {task.inputs}, batch {record.batch}, on {device}"
     yield f"{found.reason}; measured as one: leave nothing out"
     if record.stale:
         yield f"marked stale by advisor verify: {record.stale}"
-    size, calls = scene.accumulation or (0, 0)
+    size, calls = context.accumulation or (0, 0)
     if size and calls > 1:
-        each = f" in each of {scene.processes} processes" * (scene.processes > 1)
-        yield f"{calls} batches of {size}{each} make one of {scene.batch}, by gradient accumulation"
+        each = f" in each of {context.processes} processes" * (context.processes > 1)
+        made = f"{calls} batches of {size}{each} make one of {context.batch}"
+        yield f"{made}, by gradient accumulation"
 
 
 def _by_hand(found: Emitted) -> Iterator[str]:
@@ -154,7 +157,7 @@ def _by_hand(found: Emitted) -> Iterator[str]:
 
 def _notes(found: Emitted) -> Iterator[str]:
     """What the framework does by itself, and what it cannot express."""
-    for line in found.framework.notes(found.scene, found.setup):
+    for line in found.framework.notes(found.context, found.setup):
         yield f"By itself it {line}."
     lost = [
         f"    {name}, {times(choice.speedup)}: {_keywords(lacks)}"

@@ -25,7 +25,7 @@ UNSUPPORTED = Config(precision="fp8")
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class ConfigContext:
     """A config of a record, and the batch that the user trains with; None for the record's."""
 
     record: Record
@@ -77,7 +77,7 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class LazyObject:
     """An object of the framework among its settings; a call loads the framework and makes it."""
 
     module: str
@@ -117,7 +117,7 @@ class Setup:
         )
 
 
-Row = Callable[[Value, Scene], Setup | None]
+Row = Callable[[Value, ConfigContext], Setup | None]
 """What a value needs; None if the framework cannot express it. A row also gets torch's own values,
 because the framework may have other defaults."""
 
@@ -138,15 +138,15 @@ class Framework:
     call: str
     rows: Mapping[str, Row]
     devices: Mapping[str, Mapping[str, object]]
-    notes: Callable[[Scene, Setup], list[str]] = lambda _scene, _setup: []
+    notes: Callable[[ConfigContext, Setup], list[str]] = lambda _context, _setup: []
     makes_loader: bool = False
 
-    def setup(self, scene: Scene) -> tuple[Setup, Config]:
+    def setup(self, context: ConfigContext) -> tuple[Setup, Config]:
         """(What a config needs, its values that this framework cannot express)."""
-        whole, unsupported = Setup(settings=self.devices[scene.device]), {}
-        for name, value in scene.config.items():
-            row = self.rows.get(name) or only(scene.default.get(name))
-            needs = None if value == UNSUPPORTED.get(name) else row(value, scene)
+        whole, unsupported = Setup(settings=self.devices[context.device]), {}
+        for name, value in context.config.items():
+            row = self.rows.get(name) or only(context.default.get(name))
+            needs = None if value == UNSUPPORTED.get(name) else row(value, context)
             if needs is None:
                 unsupported[name] = value
             else:
@@ -184,7 +184,7 @@ class Framework:
         batch = named_batch({**asked, "batch": None} if free else asked)
 
         def fits(record: Record, config: Config) -> bool:
-            needs, unsupported = self.setup(Scene(record, config, batch))
+            needs, unsupported = self.setup(ConfigContext(record, config, batch))
             by_hand = needs.optimizer or needs.after or (needs.model and not on_model)
             return not unsupported and not by_hand
 
@@ -192,14 +192,14 @@ class Framework:
         advice.hand_over()
         if advice.record is None:
             return advice, {}
-        settings = self.setup(Scene(advice.record, advice.config, batch))[0].settings
+        settings = self.setup(ConfigContext(advice.record, advice.config, batch))[0].settings
         with installed():
-            return advice, {n: v() if isinstance(v, Made) else v for n, v in settings.items()}
+            return advice, {n: v() if isinstance(v, LazyObject) else v for n, v in settings.items()}
 
 
 def only(*values: Value | None) -> Row:
     """The row of a knob without a setting: these values are what the framework does anyway."""
-    return lambda value, _scene: Setup() if value in values else None
+    return lambda value, _context: Setup() if value in values else None
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from advisor.cache.task import Task
 from advisor.errors import AdvisorWarning, NoRecord, UsageError
 from advisor.frameworks import NAMES, tables
 from advisor.frameworks.text import Emitted, data, text
-from advisor.frameworks.words import Framework, Scene
+from advisor.frameworks.words import ConfigContext, Framework
 from advisor.tuners import fingerprint, target, tf32
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.environment import detect, own_threads
@@ -115,10 +115,10 @@ def test_a_config_is_served_whole_or_not_at_all() -> None:
     without = BF16.replace(cudnn_deterministic=True)
     record = record_of((without, 400.0), (BF16, 300.0), (TF32, 200.0), loop=without)
     found = emitted("timm", record)
-    assert found.scene.config == BF16
+    assert found.context.config == BF16
     assert found.reason == "3.00x torch's default at batch 64, each measured once"
     assert "#     at your batch, 4.00x: cudnn_deterministic=True\n" in text(found)
-    assert emitted("hf", record).scene.config == without
+    assert emitted("hf", record).context.config == without
 
 
 def test_a_fused_optimizer() -> None:
@@ -140,7 +140,7 @@ def test_a_knob_that_a_framework_does_not_know(name: str) -> None:
     """Is named, and what has it is not served."""
     sour = TF32.replace(slack=9)
     found = emitted(name, record_of((sour, 400.0), (TF32, 200.0), task=SGD, loop=sour))
-    assert found.scene.config == TF32
+    assert found.context.config == TF32
     assert "# Cannot be expressed here:\n#     at your batch, 4.00x: slack=9\n" in text(found)
     assert data(found)["not_expressed"] == {"at your batch": {"slack": 9}}
     assert set(framework(name).rows) <= set(BY_NAME)
@@ -254,8 +254,8 @@ def test_the_lines_set_what_the_knob_sets(
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     flag = BY_NAME[name].flag
     assert flag is not None
-    scene = Scene(record_of(), CUDA.replace(**{name: value}))
-    setup = tables.accelerate.rows[name](value, scene)
+    context = ConfigContext(record_of(), CUDA.replace(**{name: value}))
+    setup = tables.accelerate.rows[name](value, context)
     assert setup is not None
     flag.set(value)
     wanted = state()
@@ -377,7 +377,7 @@ def every_setting(name: str) -> dict[str, set[Any]]:
         for knob, compiled in itertools.product(KNOBS, ("none", "default")):
             for value in (16, 64) if isinstance(knob.domain, range) else knob.domain:
                 config = CUDA.replace(compile=compiled).replace(**{knob.name: value})
-                setup, _unsupported = framework(name).setup(Scene(record, config))
+                setup, _unsupported = framework(name).setup(ConfigContext(record, config))
                 for setting, said in setup.settings.items():
                     plain = isinstance(said, str | int | float)
                     found.setdefault(setting, set()).update([said] if plain else [])
