@@ -142,19 +142,7 @@ def explained(record: Record, costs: SampleCosts | None, data: str = "") -> Iter
     if chosen is None:
         yield f"To see what would help, tune the loader first: advisor tune with --data {data}"
     elif not _keeps_up(record, chosen) and _speed(record, chosen) < KEEPS_UP * _takes(record):
-        yield _workers_needed(record, costs)
         yield from _parts(record, chosen, costs)
-
-
-def _workers_needed(record: Record, costs: SampleCosts) -> str:
-    needed = math.ceil(_takes(record) * costs.seconds)
-    batches = costs.samples // record.batch
-    if 0 < batches < needed:
-        return (
-            f"the step needs {needed:,} workers, but an epoch has only {batches:,} "
-            f"batch{'es' * (batches != 1)}, and more workers than batches do nothing"
-        )
-    return f"the step needs {_with_cores(needed)}; this machine has {worker_limits.cores():,}"
 
 
 def _parts(record: Record, chosen: Pair, costs: SampleCosts) -> Iterator[str]:
@@ -206,7 +194,9 @@ def _wanted(record: Record) -> str:
     if most.workers <= 1 < worker_limits.cores():
         return ""
     one = _speed(record, fewest) / max(1, fewest.workers)
-    return f"; about {_with_cores(math.ceil(_takes(record) / one))} would feed it"
+    needed = math.ceil(_takes(record) / one)
+    cores = f"{needed:,} workers with a core each" if needed != 1 else "1 worker with its own core"
+    return f"; about {cores} would feed it, and this machine has {worker_limits.cores():,}"
 
 
 def _speed(record: Record, pair: Pair) -> float:
@@ -214,7 +204,3 @@ def _speed(record: Record, pair: Pair) -> float:
     add up."""
     takes, both = _takes(record), pair.together.samples_per_s
     return both if pair.workers or both >= takes else takes * both / (takes - both)
-
-
-def _with_cores(workers: int) -> str:
-    return f"{workers:,} workers with a core each" if workers != 1 else "1 worker with its own core"

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 
 from advisor.cache.record import Record
-from advisor.cache.shown import size
 from advisor.finding.doubt import doubtful
 from advisor.printed import about, script_line
 from advisor.report import charts, feeding, tables
@@ -74,14 +73,6 @@ def _sections(record: Record, cache: str | None, line: str | None) -> Iterator[S
             f"Your unmodified script waits for its data {tables.waits(record):.0%} of the time."
         )
     yield _section("loader", "The loader", feeding.table(record), untuned)
-    memory, most = tables.memory(record), record.key.task.max_memory
-    yield _section(
-        "memory",
-        "Memory",
-        memory,
-        "Not known: this device does not report its memory use.",
-        [f"All configs stayed within the permitted {size(most)}."] if most and memory.rows else (),
-    )
     yield _section(
         "numerics",
         "Comparison with fp32",

@@ -376,24 +376,6 @@ def trials(record: Record) -> Table:
     return table
 
 
-def memory(record: Record) -> Table:
-    """The peak memory of each config that was raced."""
-    device = record.key.environment.device
-    place = "host" if device.kind == "cpu" else "device"
-    table = Table(
-        f"Peak memory of what was raced; the {place} has {device.memory_gib} GiB",
-        ("config", "batch", "peak", "of all"),
-        right=("batch", "peak", "of all"),
-    )
-    for choice in raced(record):
-        if choice.peak_bytes:
-            whole = device.memory_gib * 2**30
-            share = f"{choice.peak_bytes / whole:.1%}" if whole else "-"
-            config = called(record, choice.config)
-            table.row(config, str(choice.batch), size(choice.peak_bytes), share)
-    return table
-
-
 def raced(record: Record) -> list[Choice]:
     """The baseline, the winners and what else finished the race, each config once."""
     found: dict[Config, Choice] = {}

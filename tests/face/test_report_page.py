@@ -17,7 +17,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import Choice, Part, Record, Trial, Winner
 from advisor.cache.task import Task
 from advisor.opening import open_records
-from advisor.report.data import Comparison, Row, Section, Timeline
+from advisor.report.data import Comparison, Timeline
 from advisor.report.html import Scale, across, page
 from advisor.report.sections import report
 from tests.cache import examples
@@ -31,7 +31,7 @@ TAGS = frozenset(
         "code dl dt dd",
     )
 )
-SECTIONS = ("chosen", "tried", "knobs", "length", "loader", "memory", "numerics", "script")
+SECTIONS = ("chosen", "tried", "knobs", "length", "loader", "numerics", "script")
 T = TypeVar("T")
 FAST = examples.DEFAULT.replace(precision="bf16", channels_last=True)
 
@@ -204,13 +204,8 @@ def test_every_section_has_its_numbers() -> None:
     assert "loss within 0.03% of fp32" in found.text and "wrong result" in found.text
     assert "1.50x (1.47-1.53) as fast as torch's default" in found.text
     assert "batch free" in found.text and '# or, with the batch free: batch="free"' in found.text
-    assert [row.cells[3] for row in table(told["loader"])] == ["80%", "97%"]
-    assert {row.cells[-1] for row in table(told["memory"])} == {"0.7%"}
-
-
-def table(section: Section) -> list[Row]:
-    assert section.table
-    return section.table.rows
+    loader = told["loader"].table
+    assert loader and [row.cells[3] for row in loader.rows] == ["80%", "97%"]
 
 
 def test_the_best_so_far_is_at_the_users_batch() -> None:
@@ -237,7 +232,7 @@ def test_what_is_empty_says_what_to_do(tmp_path: Path) -> None:
     found = well_made(page(bare, cache))
     assert f"advisor explain {bare.id} --cache '{cache}'" in found.text
     told = {section.name: section for section in report(bare).sections}
-    for name in ("tried", "knobs", "length", "loader", "memory"):
+    for name in ("tried", "knobs", "length", "loader"):
         assert told[name].table is None and told[name].lines, name
     default = tuple(replace(one, choice=bare.baseline) for one in bare.winners)
     nothing = well_made(page(replace(bare, winners=default, input=Config())))
