@@ -120,14 +120,13 @@ def tune(
 
     variables = dict(LOADER.get(loader or "", {}))
     kept = {KEEP_CHECKPOINTS: "1"} if keep_checkpoints else {}
-    shown = Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds, events=events)
     os.environ.update(variables | kept)  # for the run that is started, and the lines to copy
-    with shown as progress:
-        show = progress.output if show_output else None
-        workload: Workload = (
-            RunWorkload(command, permitted, show=show) if task is None else TargetWorkload(task)
-        )
-        found = tuned(workload, plan, cache=cache, progress=progress)
+    progress = Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds, events=events)
+    show = progress.output if show_output else None
+    workload: Workload = (
+        RunWorkload(command, permitted, show=show) if task is None else TargetWorkload(task)
+    )
+    found = tuned(workload, plan, cache=cache, progress=progress)
     if as_json:
         from advisor.report.data import as_data
 

@@ -1,6 +1,6 @@
-"""What `advisor tune` shows while it works: a live table on a terminal, plain lines elsewhere.
+"""What `advisor tune` prints while it works: a line for each trial.
 
-It draws between measurements only, because a redraw would slow down a step that the CPU limits.
+It prints between measurements only: a clock that ticks would slow down a step that the CPU limits.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
 from advisor.cache.config import BATCH, Config
 from advisor.cache.key import Key
@@ -36,10 +33,6 @@ if TYPE_CHECKING:
 
 SILENT_S, AGAIN_S = 5.0, 30.0
 """Seconds until a line says that a dataset is still being made, and until the next such line."""
-TICK_S = 2.0
-"""Seconds between two redraws during a compilation."""
-SHOWN = 12
-"""Trials in the live table."""
 REASON_LENGTH = 60
 WAITED = 0.05
 """Share of a run's time from which waiting for data is shown."""
@@ -54,20 +47,7 @@ class Shown(Progress):
 
     def __init__(self, console: Console, *, budget_s: float, events: Path | None = None) -> None:
         self._console, self._events, self._budget_s = console, events, budget_s
-        self._live: Live | None = None
-        self._default, self._run = Config(), False
-        self._rows: list[tuple[str, ...]] = []
-        self._best = self._status = ""
-        self._left_s, self._left_at = budget_s, time.monotonic()
-        self._redrawing = contextlib.ExitStack()
-
-    def __enter__(self) -> Shown:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self._redrawing.close()
-        if self._live is not None:
-            self._live.stop()
+        self._default, self._run, self._best = Config(), False, Config()
 
     def started(self, facts: Facts, key: Key, space: Space, resumed: int) -> None:
         self._default, self._run = space.default, bool(key.task.command)
@@ -79,37 +59,20 @@ class Shown(Progress):
         if resumed:
             self._say(f"continues after {resumed} visits of an earlier run")
         self._say(f"budget {duration(self._budget_s)}; Ctrl-C keeps the best config so far")
-        self._now(self._budget_s)
-        if self._console.is_terminal:
-            self._live = Live(console=self._console, auto_refresh=False)
-            self._live.start()
 
     def doing(self, config: Config, what: str, best: Config | None, left_s: float) -> None:
-        self._now(left_s)
-        compiles = what == "building"
-        self._status = f"{'compiling' if compiles else what}: {self._described(config)}"
-        if self._live is not None:
-            self._draw()
-            if compiles:
-                redraw = repeating(lambda _s: self._draw(), TICK_S, TICK_S)
-                self._redrawing.enter_context(redraw)
-        elif compiles:
-            self._say(f"{self._status} ... {self._left()}")
+        if what == "building":
+            self._say(f"compiling: {self._described(config)} ... {self._left(left_s)}")
 
     def visited(
         self, trial: Trial, ratio: Ratio, compared: Compared | None, best: Config, left_s: float
     ) -> None:
-        self._now(left_s)
-        self._rows.append(self._cells(trial, ratio, compared))
-        if trial.config == best and best != self._default and ratio.faster:
-            checked = ", verified" if compared is not None and compared.ok else ""
-            self._best = f"best so far: {self._described(best)} {times(ratio.mean)}{checked}"
+        parts = [f"trial {trial.number}:", *self._parts(trial, ratio, compared)]
+        if trial.config == best and best not in (self._default, self._best) and ratio.faster:
+            self._best = best
+            parts.append("the best so far")
+        self._say("  ".join(filter(None, [*parts, self._left(left_s)])))
         self._append(trial, ratio, compared)
-        if self._live is not None:
-            self._draw()
-            return
-        parts = [f"trial {trial.number}:", *self._rows[-1], self._best, self._left()]
-        self._say("  ".join(filter(None, parts)))
 
     def making(self, data: str, most_s: float) -> AbstractContextManager[None]:
         def tell(seconds: float) -> None:
@@ -121,12 +84,7 @@ class Shown(Progress):
         return repeating(tell, SILENT_S, AGAIN_S)
 
     def phase(self, what: str) -> None:
-        self._redrawing.close()
-        self._status = what
-        if self._live is not None:
-            self._draw()
-        else:
-            self._say(what)
+        self._say(what)
 
     def notice(self, text: str) -> None:
         self._say(f"advisor: {text}")
@@ -137,7 +95,7 @@ class Shown(Progress):
         self._console.quiet = quiet
 
     def output(self, text: str) -> None:
-        """Print what a command prints, above the table."""
+        """Print what a command prints."""
         self._console.print(text, end="", highlight=False, markup=False, soft_wrap=True)
 
     def _say(self, text: str) -> None:
@@ -160,13 +118,8 @@ class Shown(Progress):
         with self._events.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _now(self, left_s: float) -> None:
-        self._redrawing.close()
-        self._left_s, self._left_at = left_s, time.monotonic()
-
-    def _left(self) -> str:
+    def _left(self, left_s: float) -> str:
         """'32 s left of 1m 00s'."""
-        left_s = max(0.0, self._left_s - (time.monotonic() - self._left_at))
         return f"{duration(left_s)} left of {duration(self._budget_s)}"
 
     def _described(self, config: Config) -> str:
@@ -175,30 +128,24 @@ class Shown(Progress):
         nothing = "your script, unmodified" if self._run else "torch default"
         return described(config, self._default, nothing=nothing) + at
 
-    def _cells(self, trial: Trial, ratio: Ratio, compared: Compared | None) -> tuple[str, ...]:
-        measured, named = trial.measurement, self._described(trial.config)
+    def _parts(self, trial: Trial, ratio: Ratio, compared: Compared | None) -> Iterator[str]:
+        measured = trial.measurement
+        yield self._described(trial.config)
         if not measured.ok:
-            why = shorten(measured.reason, REASON_LENGTH, placeholder=" ...")
-            return named, outcome(measured), "", "", why
-        speed = f"{rate(1 / measured.step_s)} steps/s" if measured.step_s else ""
-        waits = f"waits {measured.waited:.0%}" if measured.waited >= WAITED else ""
+            yield outcome(measured)
+            yield shorten(measured.reason, REASON_LENGTH, placeholder=" ...")
+            return
+        if measured.step_s:
+            yield f"{rate(1 / measured.step_s)} steps/s"
+        if measured.waited >= WAITED:
+            yield f"waits {measured.waited:.0%}"
+        yield times(ratio.mean)
         notes = []
         if trial.config != self._default and tells(ratio.low, ratio.high):
             notes.append(f"({interval(ratio.low, ratio.high)})")
         if compared is not None:
             notes.append("trains like fp32" if compared.ok else compared.outcome)
-        return named, speed, waits, times(ratio.mean), " ".join(notes)
-
-    def _draw(self) -> None:
-        assert self._live is not None
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for heading in ("config", "speed", "data", "speed-up", ""):
-            table.add_column(heading, justify="left" if heading == "config" else "right")
-        for row in self._rows[-SHOWN:]:
-            table.add_row(*map(Text, row))
-        best = [Text(self._best, "bold")] if self._best else []
-        status = Text(f"{self._status}  {self._left()}", "dim")
-        self._live.update(Group(table, Text(), *best, status), refresh=True)
+        yield " ".join(notes)
 
 
 @contextlib.contextmanager
