@@ -228,7 +228,7 @@ def test_a_job_from_the_login_to_its_record(team: Team, sits: Sits) -> None:
     for person in both:
         person.page.reload()
         person.page.get_by_role("link", name=f"{number}: ").click()
-        assert person.text("#now .badge >> nth=0") == "queued"
+        assert person.text("#live .badge >> nth=0") == "queued"
         person.page.evaluate("window.stayed = true")
         person.shoot("2-queued")
     team.claim()
@@ -239,7 +239,7 @@ def test_a_job_from_the_login_to_its_record(team: Team, sits: Sits) -> None:
     team.beat(range(1, 9), "".join(f"trial {n}: <b>measured</b>\n" for n in range(40)))
     for person in both:
         person.page.wait_for_selector("svg.timeline circle >> nth=7", state="attached")
-        assert person.text("#now .badge >> nth=0") == "running"
+        assert person.text("#live .badge >> nth=0") == "running"
         assert "<b>measured</b>" in person.text("#log")
         assert person.page.locator("#log b").count() == 0
         assert "out of memory" in person.text("tr.warns")
@@ -251,7 +251,7 @@ def test_a_job_from_the_login_to_its_record(team: Team, sits: Sits) -> None:
     for person in both:
         link = person.page.get_by_role("button", name="See the record")
         link.wait_for()
-        assert person.text("#now .badge >> nth=0") == "done"
+        assert person.text("#live .badge >> nth=0") == "done"
         assert person.page.evaluate("window.stayed"), "it was loaded again"
         assert person.page.locator("#log").inner_text().count("epoch 1") == 1
         person.shoot("4-done")
@@ -270,9 +270,9 @@ def test_what_is_asked_for_is_begun_on_this_machine(team: Team, sits: Sits, tmp_
     person = sits(LARGE, "light")
     person.go(f"/jobs/{number}")
     person.page.evaluate("window.stayed = true")
-    failed = person.page.locator("#now .is-failed").first
+    failed = person.page.locator("#live .is-failed").first
     failed.wait_for(timeout=10 * WAITS_MS)
-    assert "no data here" in person.text("#now") and "no data here" in person.text("#log")
+    assert "no data here" in person.text("#live") and "no data here" in person.text("#log")
     assert person.page.evaluate("window.stayed"), "it was loaded again"
     assert tempfile.gettempdir() not in person.text("main")  # what lay there is gone
 
@@ -363,30 +363,30 @@ def test_a_keyboard_reaches_everything(team: Team, sits: Sits) -> None:
     person.go(f"/jobs/{number}")
     person.page.locator("#cancel").focus()
     person.page.keyboard.press("Enter")
-    person.page.wait_for_selector("#now .badge:text-is('cancelled')")
+    person.page.wait_for_selector("#live .badge:text-is('cancelled')")
     assert person.page.locator("#cancel").count() == 0
-    assert "by first admin" in person.text("#now")
+    assert "by first admin" in person.text("#live")
 
 
 def test_without_scripts_a_job_is_followed_by_loading_it_again(team: Team, sits: Sits) -> None:
     person = sits(SMALL, "light", java_script_enabled=False)
     number = team.submit("python", "still.py")
     person.go(f"/jobs/{number}")
-    assert "queued" in person.text("#now")
+    assert "queued" in person.text("#live")
     person.shoot("6-without-scripts")
     team.claim()
     team.beat(range(4), "begun\n")
     person.page.get_by_role("link", name="load it again").click()
-    assert "running" in person.text("#now") and "begun" in person.text("#log")
+    assert "running" in person.text("#live") and "begun" in person.text("#log")
     assert person.page.locator("svg.timeline circle").count() == 3
     person.page.get_by_role("button", name="Cancel the job").click()
-    assert "cancelled" in person.text("#now")
+    assert "cancelled" in person.text("#live")
 
 
 def test_nothing_moves_for_who_asks_for_that(team: Team, sits: Sits) -> None:
     number = team.submit("python", "calm.py")
     team.claim()
-    moves = "getComputedStyle(document.querySelector('#now .badge'), '::before').animationName"
+    moves = "getComputedStyle(document.querySelector('#live .badge'), '::before').animationName"
     person = sits(LARGE, "light")
     person.go(f"/jobs/{number}")
     for reduced, name in (("no-preference", "beat"), ("reduce", "none")):
@@ -459,4 +459,4 @@ def test_a_record_is_measured_again_at_the_press_of_a_button(team: Team, sits: S
     person.page.get_by_role("button", name="See the record").click()
     person.page.get_by_role("button", name="Measure again").click()
     person.page.wait_for_url("**/jobs/*")
-    assert "python again.py" in person.text("h1") and "queued" in person.text("#now")
+    assert "python again.py" in person.text("h1") and "queued" in person.text("#live")
