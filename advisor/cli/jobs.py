@@ -25,7 +25,7 @@ from advisor.cli.options import (
     row_options,
 )
 from advisor.errors import UsageError
-from advisor.jobs.states import STATES
+from advisor.jobs.states import STATES, WAITING
 from advisor.tuners.search.plan import Plan
 
 if TYPE_CHECKING:
@@ -121,13 +121,15 @@ def submit(
     )
     client = _client(server)
     submission = Submission.of(asked, Path.cwd())
-    if submission.parcel is not None and not as_json:
-        for line in shown.travels(submission.parcel):
+    if submission.code is not None and not as_json:
+        for line in shown.travels(submission.code):
             click.echo(line)
     job = client.ask(submission)
     if not as_json:
         click.echo(_greeting(job, server))
         click.echo(f"watch   {client.page(job.id)}")
+        if job.reason and job.state in WAITING:
+            click.echo(f"waits   {job.reason}")
     if follow:
         ctx.exit(_followed(client, job.id, as_json))
     if as_json:
@@ -152,10 +154,10 @@ def _greeting(job: Job, server: str | None) -> str:
 
 
 def _code(submission: Submission) -> dict[str, Any] | None:
-    if submission.parcel is None:
+    if submission.code is None:
         return None
-    told = dataclasses.asdict(submission.parcel)
-    return told | {"archive": len(submission.parcel.archive), "root": str(submission.parcel.root)}
+    told = dataclasses.asdict(submission.code)
+    return told | {"archive": len(submission.code.archive), "root": str(submission.code.root)}
 
 
 def _followed(client: Client, id: int, as_json: bool) -> int:

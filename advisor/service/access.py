@@ -16,14 +16,14 @@ from advisor.cache.codec import MAX_BYTES
 from advisor.cache.reader import Reader
 from advisor.cache.settings import MAX_ARTIFACTS
 from advisor.errors import StoreError
-from advisor.jobs.bounds import MOST_STUDY
-from advisor.jobs.parcel import MOST_PACKED
+from advisor.jobs.bounds import MAX_STUDY
+from advisor.jobs.parcel import MAX_PACKED
 from advisor.service import attempts, tokens
 from advisor.service.database import Database
 from advisor.service.limits import Guesses, Rate, Rates, bearer
 from advisor.service.lookups import Lookups
 from advisor.service.loop import Loop
-from advisor.service.machines import Machines
+from advisor.service.machines import Machine
 from advisor.service.metrics import Metrics
 from advisor.service.schema import Attempt
 from advisor.service.tokens import Caller
@@ -50,7 +50,7 @@ class Service:
         stopping: set when the server stops; requests that have come are answered.
         lookups: counts that are not in the database yet.
         loops: the server's threads.
-        machines: what jobs can be started on.
+        machines: what jobs can be started on, by the executor's name.
     """
 
     database: Database
@@ -63,7 +63,7 @@ class Service:
     stopping: threading.Event = field(default_factory=threading.Event)
     lookups: Lookups = field(default_factory=Lookups)
     loops: list[Loop] = field(default_factory=list)
-    machines: Machines = field(default_factory=Machines)
+    machines: dict[str, Machine] = field(default_factory=dict)
 
     @property
     def troubles(self) -> list[str]:
@@ -113,9 +113,9 @@ class Service:
             raise unknown("a token is asked for, as Authorization: Bearer TOKEN")
         caller = self.admit(token, self.address(request))
         large = {
-            "/api/archives/": ("submit", MOST_PACKED),
+            "/api/archives/": ("submit", MAX_PACKED),
             "/api/artifacts/": ("worker", MAX_ARTIFACTS),
-            "/api/attempt/studies/": ("worker", MOST_STUDY),
+            "/api/attempt/studies/": ("worker", MAX_STUDY),
         }
         for start, (role, most) in large.items():
             if request.url.path.startswith(start) and caller.may(role):

@@ -347,7 +347,7 @@ def revoke(
 
 @site.get("/machines")
 def machines_page(request: Request, here: Here, caller: Reader) -> HTMLResponse:
-    seen = here.machines.look()
+    seen = list(here.machines.values())
     with here.database.reading() as session:
         running = machines.running(session)
     known = {one.name for one in seen}

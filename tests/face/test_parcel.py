@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advisor.errors import StoreError, UsageError
+from advisor.errors import UsageError
 from advisor.jobs import parcel
 from advisor.jobs.parcel import pack, unpack
 
@@ -66,7 +66,7 @@ def test_what_was_packed_is_what_is_unpacked(project: Path, tmp_path: Path) -> N
     assert os.access(tmp_path / "there" / "run.sh", os.X_OK)
     assert not os.access(tmp_path / "there" / "train.py", os.X_OK)
     assert (tmp_path / "there" / "latest").is_symlink()
-    with pytest.raises(StoreError, match="not empty"):
+    with pytest.raises(FileExistsError):
         unpack(packed.archive, tmp_path / "there")
 
 
@@ -178,14 +178,14 @@ def test_too_much_is_refused_and_the_largest_named(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (project / "big.txt").write_bytes(os.urandom(3000))
-    monkeypatch.setattr(parcel, "MOST_PACKED", 2000)
+    monkeypatch.setattr(parcel, "MAX_PACKED", 2000)
     with pytest.raises(UsageError, match=r"packed.* 1.95 KiB.*largest.* big.txt \(2.93 KiB\)"):
         pack(project)
-    monkeypatch.setattr(parcel, "MOST_UNPACKED", 2999)
+    monkeypatch.setattr(parcel, "MAX_UNPACKED", 2999)
     with pytest.raises(UsageError, match=r"at most 2.93 KiB.* big.txt .*\.advisorignore"):
         pack(project)
-    monkeypatch.setattr(parcel, "MOST_UNPACKED", 1e9)
-    monkeypatch.setattr(parcel, "MOST_FILES", 4)
+    monkeypatch.setattr(parcel, "MAX_UNPACKED", 1e9)
+    monkeypatch.setattr(parcel, "MAX_FILES", 4)
     with pytest.raises(UsageError, match=r"5 files, at most 4 .* \. \(4\), nets \(1\)"):
         pack(project)
 
@@ -204,7 +204,7 @@ def test_files_that_cannot_be_used(project: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         pack(project / "none")
     (project / ".advisorignore").write_bytes(b"\xff\xfe\0")
-    with pytest.raises(UsageError, match="is no text"):
+    with pytest.raises(UsageError, match="not a list of patterns"):
         pack(project)
 
 
@@ -244,26 +244,26 @@ def several(*some: Make) -> Make:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (member("/etc/passwd"), "names a file"),
-        (member("../outside"), "names a file"),
-        (member("a/../../outside"), "names a file"),
-        (member("a//b"), "names a file"),
-        (member("./a"), "names a file"),
-        (member("a\x1b[2J"), "names a file"),
-        (member("a\nb"), "names a file"),
-        (member("a" * 256), "names a file"),
-        (member("/".join(["a"] * 600)), "names a file"),
-        (member("a\u202eb"), "names a file"),
+        (member("/etc/passwd"), "with the name"),
+        (member("../outside"), "with the name"),
+        (member("a/../../outside"), "with the name"),
+        (member("a//b"), "with the name"),
+        (member("./a"), "with the name"),
+        (member("a\x1b[2J"), "with the name"),
+        (member("a\nb"), "with the name"),
+        (member("a" * 256), "with the name"),
+        (member("/".join(["a"] * 600)), "with the name"),
+        (member("a\u202eb"), "with the name"),
         (link("a", "/etc/passwd"), "out of the folder"),
         (link("a", ".."), "out of the folder"),
         (link("a/b", "../../outside"), "out of the folder"),
         (link("a/b", "c/../../../outside"), "out of the folder"),
         (link("a", ""), "out of the folder"),
-        (several(link("a", "b"), member("a/c", b"x")), "no folder"),
-        (several(member("a"), member("a/c")), "no folder"),
-        (several(member("a/c"), link("a", "b")), "there twice"),
-        (several(member("a"), member("a")), "there twice"),
-        (several(member("a", type=tarfile.DIRTYPE), link("a", "b")), "there twice"),
+        (several(link("a", "b"), member("a/c", b"x")), "twice, or"),
+        (several(member("a"), member("a/c")), "twice, or"),
+        (several(member("a/c"), link("a", "b")), "twice, or"),
+        (several(member("a"), member("a")), "twice, or"),
+        (several(member("a", type=tarfile.DIRTYPE), link("a", "b")), "twice, or"),
         (link("a", "train.py", tarfile.LNKTYPE), "no plain file"),
         (member("a", type=tarfile.CHRTYPE), "no plain file"),
         (member("a", type=tarfile.BLKTYPE), "no plain file"),
@@ -297,21 +297,21 @@ def claiming(size: int, kind: bytes) -> bytes:
 
 
 def test_bombs_are_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parcel, "MOST_UNPACKED", 2**20)
-    monkeypatch.setattr(parcel, "MOST_FILES", 50)
+    monkeypatch.setattr(parcel, "MAX_UNPACKED", 2**20)
+    monkeypatch.setattr(parcel, "MAX_FILES", 50)
     many = several(*(member(str(n)) for n in range(60)))
     deep = several(*(member(f"{n}/a/b/c/d") for n in range(20)))
     for at, (data, says) in enumerate(
         [
             (archived(member("zeros", bytes(2**20 + 1))), "more than 1 MiB"),
             (archived(several(*(member(str(n), bytes(2**18)) for n in range(5)))), "than 1 MiB"),
-            (archived(many), "more than 50 files"),
-            (archived(deep), "more than 50 files"),
+            (archived(many), "more than 50 files or folders"),
+            (archived(deep), "more than 50 files or folders"),
             (claiming(2**40, tarfile.REGTYPE), "more than 1 MiB"),
-            (claiming(2**40, tarfile.XHDTYPE), "too large"),
-            (claiming(2**30, tarfile.GNUTYPE_LONGNAME), "too large"),
-            (claiming(-(2**20), tarfile.REGTYPE), "archive of code"),
-            (chained(5000), "archive of code"),
+            (claiming(2**40, tarfile.XHDTYPE), "code archive: "),
+            (claiming(2**30, tarfile.GNUTYPE_LONGNAME), "code archive: "),
+            (claiming(-(2**20), tarfile.REGTYPE), "code archive: "),
+            (chained(5000), "code archive: "),
             (archived(member("cut", bytes(5000)))[:60], "damaged"),
             (gzip.compress(tarfile.TarInfo("x").tobuf()[:300]), "damaged"),
             (b"", "damaged"),

@@ -23,7 +23,7 @@ from advisor.cache.record import Part
 from advisor.jobs import parcel
 from advisor.service import attempts, schema
 from advisor.service.database import Database
-from advisor.service.executors import Room
+from advisor.service.executors import Capacity
 from tests.cache.examples import KEY, changed, record
 from tests.service.serving import Answer, ask, begun
 from tests.service.test_serve import Process
@@ -93,7 +93,7 @@ class Team:
         job = 0
         while job != self.submitted:
             with self.database.writing() as session:
-                found = attempts.claim(session, "local:here", Room(gpu="NVIDIA Z9000", gpus=1))
+                found = attempts.claim(session, "local:here", Capacity(gpu="NVIDIA Z9000", gpus=1))
             assert found is not None
             job = found.job
         self.attempt = begun(self.database, found)

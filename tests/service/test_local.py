@@ -11,7 +11,7 @@ import pytest
 
 from advisor.errors import UsageError
 from advisor.jobs.spec import JobSpec
-from advisor.service.executors import ExecutorAway, Room, Start, Unplaceable
+from advisor.service.executors import Capacity, ExecutorAway, Start, Unplaceable
 from advisor.service.executors.local import Local, environment
 from advisor.service.executors.schemes import open_executors
 from advisor.tuners.environment import Gpu
@@ -29,6 +29,9 @@ def gpu(number: int, name: str = H100, *users: int) -> Gpu:
 def start(external: str = "advisor-1-1", gpus: int = 0, name: str = "") -> Start:
     """Of a worker whose server does not answer: it waits for it."""
     return Start(
+        attempt=1,
+        job=1,
+        number=1,
         external=external,
         server_url=f"http://127.0.0.1:{servers.free_port()}",
         token="adv_secret-of-the-attempt",
@@ -65,9 +68,9 @@ def environ(folder: Path) -> dict[str, str]:
 
 
 def test_the_cpu_is_one_room(local: Local, tmp_path: Path) -> None:
-    assert local.room() == [Room(gpu="", gpus=0)]
+    assert local.capacity() == [Capacity(gpu="", gpus=0)]
     assert local.start(start())
-    assert local.room() == []
+    assert local.capacity() == []
     with pytest.raises(Unplaceable, match="CPU of this machine is measured on"):
         local.start(start("advisor-2-1"))
     with pytest.raises(Unplaceable, match="CPU of this machine is measured on"):
@@ -76,7 +79,7 @@ def test_the_cpu_is_one_room(local: Local, tmp_path: Path) -> None:
     wait_until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
     local.stop("advisor-1-1")
     wait_until(lambda: states(local, "advisor-1-1") == ["ended"])
-    assert local.room() == [Room(gpu="", gpus=0)]
+    assert local.capacity() == [Capacity(gpu="", gpus=0)]
     local.stop("advisor-1-1")
     assert places(tmp_path) == [] and states(local, "advisor-1-1") == ["unknown"]
 
@@ -86,15 +89,15 @@ def test_a_gpu_is_given_once_and_not_where_others_use_it(
 ) -> None:
     gpus += [gpu(0), gpu(1, H100, os.getpid()), gpu(2), gpu(3, L4)]
     used = f"GPU 1 is used by other processes: {os.getpid()} ("
-    h100, l4, cpu = local.room()
+    h100, l4, cpu = local.capacity()
     assert (h100.gpu, h100.gpus, h100.total, h100.why[: len(used)]) == (H100, 2, 3, used)
-    assert (l4, cpu) == (Room(gpu=L4, gpus=1, total=1), Room(gpu="", gpus=0))
+    assert (l4, cpu) == (Capacity(gpu=L4, gpus=1, total=1), Capacity(gpu="", gpus=0))
     with pytest.raises(Unplaceable, match=r"GPU 1 is used by other processes: \d+ \("):
         local.start(start(gpus=3))
     with pytest.raises(Unplaceable, match="GPU 1 is used"):
         local.start(start(gpus=1, name="B200"))
     assert local.start(start(gpus=2, name="h100")) == f"{H100}, {H100}"
-    h100, l4 = local.room()  # what measures on a GPU needs the CPU
+    h100, l4 = local.capacity()  # what measures on a GPU needs the CPU
     assert (h100.gpus, l4.gpus) == (0, 1)
     assert "GPU 0 is measured on" in h100.why and "GPU 2 is measured on" in h100.why
     wait_until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
@@ -122,12 +125,12 @@ def test_a_server_finds_its_workers_again(local: Local, tmp_path: Path) -> None:
     wait_until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
     again = Local(DATABASE, tmp_path, list)
     with pytest.raises(ExecutorAway, match="another server here"):
-        again.room()
+        again.capacity()
     (pid,) = (int(path.read_text()) for path in tmp_path.glob("*/advisor-1-1/pid"))
     assert local._owner is not None
     os.close(local._owner)  # as the kernel does
     local._owner = None
-    assert again.room() == [] and states(again, "advisor-1-1") == ["running"]
+    assert again.capacity() == [] and states(again, "advisor-1-1") == ["running"]
     assert again.start(start())  # it is there already
     assert [int(path.read_text()) for path in tmp_path.glob("*/*/pid")] == [pid]
     os.kill(pid, signal.SIGKILL)

@@ -17,9 +17,9 @@ from advisor.jobs.spec import JobSpec
 from advisor.opening import refusal
 from advisor.service import attempts, jobs
 from advisor.service.access import Service
-from advisor.service.attempts import LEASE_S, MOST_LOST, PATIENCE_S
+from advisor.service.attempts import LEASE_S, MAX_LOST, PATIENCE_S
 from advisor.service.database import Database
-from advisor.service.executors import Executor, ExecutorAway, Room, Start, Status, Unplaceable
+from advisor.service.executors import Capacity, Executor, ExecutorAway, Start, Status, Unplaceable
 from advisor.service.loop import LATE_PERIODS, Loop
 from advisor.service.reconcile import EVERY_S, SILENT_S, Reconciler
 from advisor.service.routes.health import healthz, readyz
@@ -53,14 +53,16 @@ class Made:
         self.away = self.full = self.silent = ""
         self._lock = threading.Lock()
 
-    def room(self) -> Sequence[Room]:
+    def capacity(self) -> Sequence[Capacity]:
         self._answer()
         running = [one for one in self.started if self._runs(one.external)]
         free = self._gpus - sum(one.asked.gpus for one in running)
-        room = Room(gpu=self._gpu, gpus=free, total=self._gpus, why="" if free else "used")
+        room = Capacity(gpu=self._gpu, gpus=free, total=self._gpus, why="" if free else "used")
         rooms = [room] if self._gpus else []
         return (
-            rooms if any(not one.asked.gpus for one in running) else [*rooms, Room(gpu="", gpus=0)]
+            rooms
+            if any(not one.asked.gpus for one in running)
+            else [*rooms, Capacity(gpu="", gpus=0)]
         )
 
     def start(self, start: Start) -> str:
@@ -178,8 +180,8 @@ def test_what_cannot_be_placed_says_what_is_missing(team: Team) -> None:
     named, many = team.submit("a", gpu="B200"), team.submit("b", gpus=4)
     reconciler.turn()
     assert made.started == []
-    there = "there are: NVIDIA H100, the CPU"
-    assert team.job(named) == ("queued", f"no executor has a GPU named 'B200'; {there}")
+    why = "no machine known now has a GPU named 'B200' (known: NVIDIA H100, the CPU); the job waits"
+    assert team.job(named) == ("queued", why)
     assert team.job(many) == ("queued", "waits for 4 GPUs of NVIDIA H100: 1 free")
     # A server that knows less does not take back what another one said.
     Reconciler(team.database, [Made("other")], HERE).turn()
@@ -205,7 +207,7 @@ def test_what_needs_many_gpus_is_not_passed_for_ever(team: Team) -> None:
     reconciler.turn()
     assert team.job(later[0]) == ("queued", f"lets job {large} go first")
     assert team.job(large) == ("queued", "waits for 4 GPUs of NVIDIA H100: 2 free")
-    assert "no executor has" in team.job(later[1])[1] and team.job(cpu)[0] == "running"
+    assert "no machine known now has" in team.job(later[1])[1] and team.job(cpu)[0] == "running"
     for start in made.started:
         made.states[start.external] = Status(state="preempted", reason="over")
     for number in (first, after):
@@ -219,9 +221,9 @@ def test_what_needs_many_gpus_is_not_passed_for_ever(team: Team) -> None:
 
 def test_of_several_nodes_one_is_left_free(team: Team) -> None:
     class Nodes(Made):
-        def room(self) -> Sequence[Room]:
+        def capacity(self) -> Sequence[Capacity]:
             left = 2 - len(self.started)
-            return [Room(gpu="H100", gpus=2, total=4), Room(gpu="H100", gpus=left, total=4)]
+            return [Capacity(gpu="H100", gpus=2, total=4), Capacity(gpu="H100", gpus=left, total=4)]
 
     made = Nodes()
     team.submit("large", gpus=4)
@@ -236,16 +238,14 @@ def test_what_is_gone_is_started_again_a_few_times(team: Team) -> None:
     made = Made()
     reconciler = Reconciler(team.database, [made], HERE)
     number = team.submit(gpus=0)
-    for turn in range(1, MOST_LOST + 1):
+    for turn in range(1, MAX_LOST + 1):
         reconciler.turn()
         assert team.job(number)[0] == "running" and len(made.started) == turn
         made.states[made.started[-1].external] = Status(state="ended", reason=f"node {turn} burnt")
     reconciler.turn()
     state, reason = team.job(number)
-    assert state == "failed" and reason.startswith(
-        f"{MOST_LOST} attempts were lost: node 1 burnt; "
-    )
-    assert team.tries(number) == ["lost"] * MOST_LOST and len(made.started) == MOST_LOST
+    assert state == "failed" and reason.startswith(f"{MAX_LOST} attempts were lost: node 1 burnt; ")
+    assert team.tries(number) == ["lost"] * MAX_LOST and len(made.started) == MAX_LOST
 
 
 def test_what_is_cancelled_is_stopped(team: Team) -> None:
@@ -298,7 +298,7 @@ def test_what_was_claimed_and_never_started(team: Team) -> None:
     """Its server was killed in between: the executor has never heard of it."""
     number = team.submit(gpus=0)
     with team.database.writing() as session:
-        attempts.claim(session, "made", Room(gpu="", gpus=0))
+        attempts.claim(session, "made", Capacity(gpu="", gpus=0))
     made = Made()
     reconciler = Reconciler(team.database, [made], HERE)
     reconciler.turn()
@@ -326,7 +326,7 @@ def test_what_an_executor_does_not_answer_to_was_never_begun(team: Team) -> None
     made = Made()
     number = team.submit(gpus=0)
     made.silent = "the head timed out"
-    for _ in range(MOST_LOST + 1):
+    for _ in range(MAX_LOST + 1):
         Reconciler(team.database, [made], HERE).turn()
         assert (team.job(number), team.tries(number)) == (("queued", made.silent), [])
         with team.database.writing() as session:
@@ -335,7 +335,7 @@ def test_what_an_executor_does_not_answer_to_was_never_begun(team: Team) -> None
     made.silent = ""
     Reconciler(team.database, [made], HERE).turn()
     assert team.job(number)[0] == "running" and team.tries(number) == ["running"]
-    assert len(made.started) == MOST_LOST + 2
+    assert len(made.started) == MAX_LOST + 2
 
 
 def test_a_database_that_is_away_is_told_once_and_asked_again(
@@ -344,13 +344,14 @@ def test_a_database_that_is_away_is_told_once_and_asked_again(
     away = Database(f"postgresql+psycopg://me@127.0.0.1:{free_port()}/x")
     made, clock = Made(), Clock()
     reconciler = Reconciler(away, [made], HERE, now=clock)
+    loop = Loop("reconciler", EVERY_S, reconciler.turn)
     for _ in range(2):
-        reconciler.loop.once()
+        loop.once()
     assert [one.message.partition(":")[0] for one in caplog.records] == ["reconciler"]
     team = Team(lite)
     number = team.submit(gpus=0)
     reconciler._database = team.database  # it is back
-    reconciler.loop.once()
+    loop.once()
     assert team.job(number)[0] == "running"
     for one in (away, team.database):
         one.close()
@@ -378,20 +379,21 @@ def test_an_unforeseen_exception_ends_no_loop(
 ) -> None:
     made = Made()
     reconciler = Reconciler(team.database, [made], HERE)
-    app = Service(team.database, Reader(UNSEALED, refusal), loops=[reconciler.loop])
+    loop = Loop("reconciler", EVERY_S, reconciler.turn)
+    app = Service(team.database, Reader(UNSEALED, refusal), loops=[loop])
     number = team.submit(gpus=0)
     with monkeypatch.context() as broken:
         broken.setattr(made, "start", lambda _start: {}["nobody foresaw it"])
-        reconciler.loop.once()
+        loop.once()
     with pytest.raises(HTTPException) as caught:
         healthz(app)
     assert caught.value.status_code == 503
     assert caught.value.detail == "the reconciler failed (KeyError); see the server's log"
-    assert "nobody foresaw it" in caplog.text and reconciler.loop.pause_s > EVERY_S
+    assert "nobody foresaw it" in caplog.text and loop.pause_s > EVERY_S
     assert team.job(number) == ("queued", "executor made failed (KeyError); see the server's log")
     with team.database.writing() as session:
         session.execute(update(Job).values(due=0.0))
-    reconciler.loop.once()
+    loop.once()
     assert (team.job(number)[0], app.troubles) == ("running", [])
     assert healthz(app) == {"status": "ok"}
 
@@ -413,7 +415,10 @@ def test_a_loop_goes_on_after_an_unforeseen_exception() -> None:
 def test_a_server_without_executors_says_why_nothing_starts(team: Team) -> None:
     number = team.submit()
     Reconciler(team.database, [], HERE).turn()
-    assert team.job(number) == ("queued", "no executor has a GPU; there are: none now")
+    assert team.job(number) == (
+        "queued",
+        "no machine known now has a GPU (known: none); the job waits",
+    )
 
 
 def test_several_servers_start_each_job_once(new_postgresql: str) -> None:

@@ -31,7 +31,7 @@ from advisor.errors import StoreError, UsageError
 from advisor.service import attempts, tokens
 from advisor.service import records as records_of
 from advisor.service.database import Database
-from advisor.service.executors import Room
+from advisor.service.executors import Capacity
 from advisor.service.run import Where, _listening, new_token
 from advisor.service.schema import Token
 from tests.cache import servers
@@ -132,7 +132,7 @@ def test_killed_while_it_writes(database_url: str, monkeypatch: pytest.MonkeyPat
                 asked = {"command": ["train"], "options": {"seed": seed}}
                 assert ask(port, "POST", "/api/jobs", token, asked).status == 201
                 with other.writing() as session:
-                    one = attempts.claim(session, "here", Room(gpu="", gpus=1))
+                    one = attempts.claim(session, "here", Capacity(gpu="", gpus=1))
                 assert one is not None
                 own = begun(other, one)
                 said = ask(port, "POST", "/api/attempt/end", own, {"state": "failed"})

@@ -9,10 +9,10 @@ from pydantic import AfterValidator, Field
 
 from advisor.cache.domain import line
 from advisor.cache.stores.http_client import BYTES
-from advisor.jobs.bounds import MOST_TRIALS
+from advisor.jobs.bounds import MAX_TRIALS
 from advisor.service import attempts
 from advisor.service.access import Here, Own, Starts
-from advisor.service.attempts import Beat, End
+from advisor.service.attempts import End
 from advisor.service.routes.parsing import (
     SENDS_BYTES,
     Body,
@@ -51,7 +51,7 @@ class Tried(Strict):
 
 
 class Said(Strict):
-    trials: list[Tried] = Field(default=[], max_length=MOST_TRIALS)
+    trials: list[Tried] = Field(default=[], max_length=MAX_TRIALS)
     log: str = ""
     device: OneLine = ""
 
@@ -84,8 +84,8 @@ def told(here: Here, own: Own) -> dict[str, Any]:
 def beat(here: Here, own: Own, said: Said) -> dict[str, bool]:
     trials = [trial.model_dump() for trial in said.trials]
     with here.database.writing() as session:
-        heard = Beat(trials=trials, log=said.log, device=said.device)
-        return {"go_on": attempts.beat(session, own.attempt.id, heard)}
+        go_on = attempts.beat(session, own.attempt.id, trials, said.log, said.device)
+    return {"go_on": go_on}
 
 
 @api.get(

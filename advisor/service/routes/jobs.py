@@ -17,6 +17,7 @@ from advisor.jobs.spec import JobSpec
 from advisor.jobs.states import State
 from advisor.service import archives, jobs
 from advisor.service.access import Here, Reads, Service, Submits, Works, forbidding
+from advisor.service.machines import why_waits
 from advisor.service.routes.parsing import (
     KEPT,
     SENDS_BYTES,
@@ -93,7 +94,8 @@ async def _asked(request: Request) -> JobSpec:
 def submit(
     here: Here, caller: Submits, asked: Annotated[JobSpec, Depends(_asked)], response: Response
 ) -> dict[str, Any]:
-    return _submitted(here, response, lambda session: jobs.submit(session, asked, caller))
+    reason, _known = why_waits(asked.gpu, asked.gpus, list(here.machines.values()))
+    return _submitted(here, response, lambda session: jobs.submit(session, asked, caller, reason))
 
 
 @api.post(
@@ -127,7 +129,7 @@ def listed(
     _caller: Reads,
     state: Annotated[list[State] | None, Query()] = None,
     before: Annotated[int | None, Query(ge=1, lt=2**31)] = None,
-    most: Annotated[int, Query(ge=1, le=jobs.MOST_LISTED)] = 50,
+    most: Annotated[int, Query(ge=1, le=jobs.MAX_LISTED)] = 50,
 ) -> dict[str, Any]:
     with here.database.reading() as session:
         found, more = jobs.listed(session, state or (), before, most)
