@@ -19,7 +19,7 @@ import subprocess
 import tarfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -78,12 +78,14 @@ class CodeArchive:
 
 
 @dataclass(frozen=True, slots=True)
-class _Checkout:
+class _Tree:
+    """The names of files below `root`."""
+
     root: Path
-    tracked: Sequence[str]
-    untracked: Sequence[str]
-    commit: str
-    dirty: bool
+    tracked: Sequence[str] = ()
+    untracked: Iterable[str] = ()
+    commit: str = ""
+    dirty: bool = False
 
 
 def pack(folder: Path) -> CodeArchive:
@@ -92,34 +94,42 @@ def pack(folder: Path) -> CodeArchive:
     Raises:
         UsageError: it is too large, cannot be read, or is the home folder.
     """
-    folder = folder.resolve()
     left_out: dict[str, str] = {}
     try:
-        checkout = _checkout(folder)
-        root = checkout.root if checkout else folder
-        if _is_home(root):
-            raise UsageError(f"{root}: this is no project's folder, so nothing of it is sent")
-        own, every = _ignored(root)
-        tracked = checkout.tracked if checkout else ()
-        untracked = checkout.untracked if checkout else _walk(root, every, left_out)
-        found = itertools.chain(
-            _members(root, sorted(set(tracked)), left_out, own),
-            _members(root, untracked, left_out, every, skips_data=True),
-        )
-        members = sorted(itertools.islice(found, 4 * MAX_FILES), key=lambda one: one.name)
-        whole = _check_size(root, members)
-        archive = _archived(root, members)
+        tree = _checkout(folder.resolve()) or _folder(folder.resolve(), left_out)
+        found = itertools.islice(_members(tree, left_out), 4 * MAX_FILES)
+        members = sorted(found, key=lambda one: one.name)
+        sizes = Counter({one.name: one.size for one in members})
+        folders = Counter(str(PurePosixPath(one.name).parent) for one in members)
+        if max(len(members), len(folders)) > MAX_FILES:
+            what = f"{len(members):,} files, at most {MAX_FILES:,}"
+            raise _too_much(tree.root, what, folders, "{:,} files".format)
+        if sizes.total() > MAX_UNPACKED:
+            what = f"{size(sizes.total())}, at most {size(MAX_UNPACKED)}"
+            raise _too_much(tree.root, what, sizes, size)
+        archive = _archived(tree.root, members)
+        if len(archive) > MAX_PACKED:
+            raise _too_much(tree.root, f"packed, at most {size(MAX_PACKED)}", sizes, size)
     except OSError as exc:
         raise UsageError(f"{exc.filename or folder}: cannot be read ({exc.strerror})") from exc
     return CodeArchive(
         archive=archive,
         digest=hashlib.sha256(archive).hexdigest(),
-        root=root,
+        root=tree.root,
         files=len(members),
-        size=whole,
-        commit=checkout.commit if checkout else "",
-        dirty=bool(checkout and checkout.dirty),
+        size=sizes.total(),
+        commit=tree.commit,
+        dirty=tree.dirty,
         left_out=tuple(printable(f"{name}: {why}") for name, why in sorted(left_out.items())),
+    )
+
+
+def _too_much(
+    root: Path, what: str, amounts: Counter[str], shown: Callable[[int], str]
+) -> UsageError:
+    most = ", ".join(f"{name} ({shown(count)})" for name, count in amounts.most_common(_LISTED))
+    return UsageError(
+        f"{root}: {what} can be sent; most is in {most}; list in {IGNORE} what no run needs"
     )
 
 
@@ -131,41 +141,40 @@ def _is_home(folder: Path) -> bool:
         return False
 
 
-def _checkout(folder: Path) -> _Checkout | None:
+def _checkout(folder: Path) -> _Tree | None:
     """The git checkout around a folder; None if there is none, or if it is that of a whole home.
 
     Raises:
         UsageError: there is one, and git fails, so that nobody knows what it ignores.
     """
     try:
-        root = Path(_git(folder, "rev-parse", "--show-toplevel").rstrip("\n"))
+        root = Path(_git(folder, "rev-parse", "--show-toplevel")[0].rstrip("\n"))
         if _is_home(root):
             return None
-        status = _git(root, "status", "--porcelain=v2", "--branch", "-z", "-uall").split("\0")
-        tracked = _git(root, "ls-files", "-z", "-c", "--recurse-submodules").split("\0")
+        status = _git(root, "status", "--porcelain=v2", "--branch", "-z", "-uall")
+        tracked = _git(root, "ls-files", "-z", "-c", "--recurse-submodules")
     except (OSError, subprocess.CalledProcessError) as exc:
         within = itertools.takewhile(lambda one: not _is_home(one), (folder, *folder.parents))
         if not any((one / ".git").exists() for one in within):
             return None
-        if isinstance(exc, OSError):
-            raise UsageError(
-                f"{folder}: this is a git checkout, and only git knows what it ignores; install git"
-            ) from exc
-        why = printable(" ".join(os.fsdecode(exc.stderr).split()))
-        raise UsageError(f"{folder}: git {exc.cmd[3]} failed ({why})") from exc
-    headers = [line.removeprefix("# ") for line in status if line.startswith("# ")]
-    about = dict(line.partition(" ")[::2] for line in headers)
-    commit = about.get("branch.oid", "")
-    return _Checkout(
+        why = "it is not installed"
+        if isinstance(exc, subprocess.CalledProcessError):
+            why = printable(" ".join(os.fsdecode(exc.stderr).split()))
+        raise UsageError(
+            f"{folder}: this is a git checkout, and git, which knows what it ignores, fails ({why})"
+        ) from exc
+    commit = next(line for line in status if line.startswith("# branch.oid "))[13:]
+    return _Tree(
         root=root,
-        tracked=[name for name in tracked if name],
+        tracked=tracked,
         untracked=[line.removeprefix("? ") for line in status if line.startswith("? ")],
         commit="" if commit == "(initial)" else commit,
-        dirty=any(line and not line.startswith("# ") for line in status),
+        dirty=any(not line.startswith("# ") for line in status),
     )
 
 
-def _git(folder: Path, *words: str) -> str:
+def _git(folder: Path, *words: str) -> list[str]:
+    """What a command of git's prints, split at NUL."""
     done = subprocess.run(
         ["git", "-C", folder, *words],
         env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
@@ -173,7 +182,14 @@ def _git(folder: Path, *words: str) -> str:
         capture_output=True,
         check=True,
     )
-    return os.fsdecode(done.stdout)
+    return [part for part in os.fsdecode(done.stdout).split("\0") if part]
+
+
+def _folder(root: Path, left_out: dict[str, str]) -> _Tree:
+    """A folder that git does not know."""
+    if _is_home(root):
+        raise UsageError(f"{root}: this is no project's folder, so nothing of it is sent")
+    return _Tree(root, untracked=_walk(root, left_out))
 
 
 def _ignored(root: Path) -> tuple[GitIgnoreSpec, GitIgnoreSpec]:
@@ -192,8 +208,9 @@ def _ignored(root: Path) -> tuple[GitIgnoreSpec, GitIgnoreSpec]:
         raise UsageError(f"{file}: not a list of patterns ({exc})") from exc
 
 
-def _walk(root: Path, ignored: GitIgnoreSpec, left_out: dict[str, str]) -> Iterator[str]:
+def _walk(root: Path, left_out: dict[str, str]) -> Iterator[str]:
     """The files below a folder, without a look into ignored folders."""
+    _own, ignored = _ignored(root)
 
     def fail(exc: OSError) -> None:
         raise exc
@@ -213,44 +230,37 @@ def _walk(root: Path, ignored: GitIgnoreSpec, left_out: dict[str, str]) -> Itera
         yield from (str(below / name) for name in files)
 
 
-def _members(
-    root: Path,
-    names: Iterable[str],
-    left_out: dict[str, str],
-    ignored: GitIgnoreSpec,
-    skips_data: bool = False,
-) -> Iterator[tarfile.TarInfo]:
-    """What is packed of some files; the names of others go into `left_out`."""
+def _members(tree: _Tree, left_out: dict[str, str]) -> Iterator[tarfile.TarInfo]:
+    """What is packed; the names of other files go into `left_out`."""
     from pathspec import GitIgnoreSpec
 
-    data = GitIgnoreSpec.from_lines(DATA.split() if skips_data else [])
+    own, every = _ignored(tree.root)
+    data, known = GitIgnoreSpec.from_lines(DATA.split()), set(tree.tracked)
     real = functools.cache(lambda folder: os.path.realpath(folder) == folder)
-    for name in names:
-        path = root / name
+    for name in itertools.chain(sorted(known), tree.untracked):
         try:
-            about = path.lstat()
+            member = _member(name, tree.root / name)
         except (FileNotFoundError, NotADirectoryError):  # tracked, and deleted since
             continue
-        if not real(str(path.parent)):  # a link replaced a tracked folder
+        if not real(str((tree.root / name).parent)):  # a link replaced a tracked folder
             continue
-        member = _member(name, about, path)
-        if ignored.match_file(name):
+        if (own if name in known else every).match_file(name):
             left_out[name] = "ignored"
-        elif about.st_size > LARGE and data.match_file(name):
-            left_out[name] = f"{size(about.st_size)} of data"
-        elif not _is_portable(name):
-            left_out[name] = "its name"
         elif member is None:
             left_out[name] = "no regular file"
+        elif name not in known and member.size > LARGE and data.match_file(name):
+            left_out[name] = f"{size(member.size)} of data"
+        elif not _is_portable(name):
+            left_out[name] = "its name"
         elif member.issym() and not _stays_inside(name, member.linkname):
             left_out[name] = "a link that leads out"
         else:
             yield member
 
 
-def _member(name: str, about: os.stat_result, path: Path) -> tarfile.TarInfo | None:
+def _member(name: str, path: Path) -> tarfile.TarInfo | None:
     """A file or link without owner and time; None for anything else."""
-    member = tarfile.TarInfo(name)
+    member, about = tarfile.TarInfo(name), path.lstat()
     if stat.S_ISLNK(about.st_mode):
         member.type, member.linkname = tarfile.SYMTYPE, str(path.readlink())
     elif stat.S_ISREG(about.st_mode):
@@ -280,33 +290,8 @@ def _stays_inside(name: str, target: str) -> bool:
     return up <= name.count("/") and (_is_portable(rest) if rest else up > 0)
 
 
-def _check_size(root: Path, members: Sequence[tarfile.TarInfo]) -> int:
-    """The bytes of all files. Raises UsageError if they are too many or too large."""
-    folders = Counter(str(PurePosixPath(one.name).parent) for one in members)
-    if max(len(members), len(folders)) > MAX_FILES:
-        most = {name: f"{count:,}" for name, count in folders.most_common(_LISTED)}
-        what = f"{len(members):,} files, at most {MAX_FILES:,}"
-        raise _too_much(root, what, "most are in", most)
-    whole = sum(one.size for one in members)
-    if whole > MAX_UNPACKED:
-        what = f"{size(whole)}, at most {size(MAX_UNPACKED)}"
-        raise _too_much(root, what, "the largest files are", _largest(members))
-    return whole
-
-
-def _largest(members: Iterable[tarfile.TarInfo]) -> dict[str, str]:
-    ordered = sorted(members, key=lambda one: -one.size)
-    return {one.name: size(one.size) for one in ordered[:_LISTED]}
-
-
-def _too_much(root: Path, what: str, are: str, named: Mapping[str, str]) -> UsageError:
-    listed = ", ".join(f"{name} ({amount})" for name, amount in named.items())
-    return UsageError(
-        f"{root}: {what} can be sent; {are} {listed}; list in {IGNORE} what no run needs"
-    )
-
-
 def _archived(root: Path, members: Sequence[tarfile.TarInfo]) -> bytes:
+    """The archive; where it is too large, the beginning."""
     buffer = io.BytesIO()
     with (
         gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=buffer, mtime=0) as zipped,
@@ -318,9 +303,6 @@ def _archived(root: Path, members: Sequence[tarfile.TarInfo]) -> bytes:
             archive.addfile(member, io.BytesIO(data))
             if buffer.tell() > MAX_PACKED:
                 break
-    if buffer.tell() > MAX_PACKED:
-        what = f"packed, at most {size(MAX_PACKED)}"
-        raise _too_much(root, what, "the largest files are", _largest(members))
     return buffer.getvalue()
 
 

@@ -3,7 +3,7 @@
 `python -m advisor.jobs.worker [PLACE]`, with $ADVISOR_SERVER and $ADVISOR_START_TOKEN. Others may
 read these variables, as on Ray. So the worker exchanges the start token at once for a token that is
 only in its memory. It works in a new folder below the system's temporary one, because a socket's
-path must be short. In a folder PLACE it leaves `pid`, and a link to that folder, `work`.
+path must be short, and leaves a link to it, `work`, in the folder PLACE.
 
 Submitted code runs in a guarded child without the token. When the child or the worker is gone,
 nothing that the code has started is left.
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import quote
 
 from advisor.cache.record import Record
@@ -198,17 +198,6 @@ class FileTail:
         return data.decode(errors="replace")
 
 
-class Child(Protocol):
-    """The process of `advisor tune`; see `GuardedProcess`."""
-
-    @property
-    def ended(self) -> bool: ...
-
-    def exit_report(self) -> tuple[int, str]: ...
-
-    def end(self) -> None: ...
-
-
 class Worker:
     """One attempt.
 
@@ -223,7 +212,7 @@ class Worker:
         server: AttemptClient,
         folder: Path,
         *,
-        start: Callable[..., Child] = GuardedProcess,
+        start: Callable[..., GuardedProcess] = GuardedProcess,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._server, self._folder, self._start, self._now = server, folder, start, now
@@ -452,14 +441,11 @@ def main(place: str = "") -> None:
     host.keep_private()
     folder = Path(tempfile.mkdtemp(prefix="advisor-"))
     try:
-        server = AttemptClient(os.environ["ADVISOR_SERVER"], os.environ["ADVISOR_START_TOKEN"])
-        worker = Worker(server, folder)
-        signal.signal(signal.SIGTERM, lambda *_: server.preempted.set())
         if place:
             Path(place, "work").symlink_to(folder)
-            Path(place, "pid.new").write_text(str(os.getpid()))
-            Path(place, "pid.new").rename(Path(place, "pid"))
-        worker.run()
+        server = AttemptClient(os.environ["ADVISOR_SERVER"], os.environ["ADVISOR_START_TOKEN"])
+        signal.signal(signal.SIGTERM, lambda *_: server.preempted.set())
+        Worker(server, folder).run()
         if place:  # the server knows the outcome
             remove_folder(Path(place))
     except (AdvisorError, OSError) as exc:

@@ -124,11 +124,11 @@ def test_nothing_travels_where_git_does_not_say_what_it_ignores(
     (project / ".gitignore").write_text("secrets.yaml\n")
     (project / "secrets.yaml").write_text("key: 1")
     committed(project)
-    with monkeypatch.context() as without, pytest.raises(UsageError, match="install git"):
+    with monkeypatch.context() as without, pytest.raises(UsageError, match="not installed"):
         without.setenv("PATH", str(project))
         pack(project / "nets")
     (project / ".git" / "HEAD").write_text("damaged")
-    with pytest.raises(UsageError, match=r"git rev-parse failed \(fatal: "):
+    with pytest.raises(UsageError, match=r"fails \(fatal: "):
         pack(project)
 
 
@@ -179,14 +179,14 @@ def test_too_much_is_refused_and_the_largest_named(
 ) -> None:
     (project / "big.txt").write_bytes(os.urandom(3000))
     monkeypatch.setattr(parcel, "MAX_PACKED", 2000)
-    with pytest.raises(UsageError, match=r"packed.* 1.95 KiB.*largest.* big.txt \(2.93 KiB\)"):
+    with pytest.raises(UsageError, match=r"packed.* 1.95 KiB.* big.txt \(2.93 KiB\)"):
         pack(project)
     monkeypatch.setattr(parcel, "MAX_UNPACKED", 2999)
     with pytest.raises(UsageError, match=r"at most 2.93 KiB.* big.txt .*\.advisorignore"):
         pack(project)
     monkeypatch.setattr(parcel, "MAX_UNPACKED", 1e9)
     monkeypatch.setattr(parcel, "MAX_FILES", 4)
-    with pytest.raises(UsageError, match=r"5 files, at most 4 .* \. \(4\), nets \(1\)"):
+    with pytest.raises(UsageError, match=r"5 files, at most 4 .* \. \(4 files\), nets \(1 files\)"):
         pack(project)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from advisor.errors import UsageError
 from advisor.jobs.spec import JobSpec
 from advisor.service.executors import Capacity, ExecutorAway, Start, Unplaceable
-from advisor.service.executors.local import Local, environment
+from advisor.service.executors.local import STOPS_S, Local, environment
 from advisor.service.executors.schemes import open_executors
 from advisor.tuners.environment import Gpu
 from tests.cache import servers
@@ -60,11 +61,11 @@ def places(folder: Path) -> Sequence[Path]:
     return [one for one in folder.glob("*/advisor-*") if one.is_dir()]
 
 
-def environ(folder: Path) -> dict[str, str]:
-    """That of the one worker there."""
-    (pid,) = folder.glob("*/advisor-*/pid")
-    text = Path(f"/proc/{pid.read_text()}/environ").read_text()
-    return dict(line.split("=", 1) for line in text.split("\0") if line)
+def worker(folder: Path) -> int:
+    """The process of the one worker, once it works."""
+    wait_until(lambda: bool(list(folder.glob("*/advisor-1-1/work"))))
+    (pid,) = folder.glob("*/advisor-1-1/pid")
+    return int(pid.read_text())
 
 
 def test_the_cpu_is_one_room(local: Local, tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_the_cpu_is_one_room(local: Local, tmp_path: Path) -> None:
     with pytest.raises(Unplaceable, match="CPU of this machine is measured on"):
         local.start(start("advisor-3-1", gpus=1))
     assert states(local, "advisor-1-1", "advisor-2-1") == ["running", "unknown"]
-    wait_until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
+    worker(tmp_path)
     local.stop("advisor-1-1")
     wait_until(lambda: states(local, "advisor-1-1") == ["ended"])
     assert local.capacity() == [Capacity(gpu="", gpus=0)]
@@ -100,8 +101,8 @@ def test_a_gpu_is_given_once_and_not_where_others_use_it(
     h100, l4 = local.capacity()  # what measures on a GPU needs the CPU
     assert (h100.gpus, l4.gpus) == (0, 1)
     assert "GPU 0 is measured on" in h100.why and "GPU 2 is measured on" in h100.why
-    wait_until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
-    assert environ(tmp_path)["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-2"
+    environ = Path(f"/proc/{worker(tmp_path)}/environ").read_text().split("\0")
+    assert "CUDA_VISIBLE_DEVICES=GPU-0,GPU-2" in environ
     with pytest.raises(Unplaceable, match="something is measured on this machine"):
         local.start(start("advisor-2-1"))
 
@@ -122,17 +123,14 @@ def test_a_worker_sees_no_secret_of_the_server(monkeypatch: pytest.MonkeyPatch) 
 def test_a_server_finds_its_workers_again(local: Local, tmp_path: Path) -> None:
     """After it was killed: nothing of what it knew is left but what lies on the disk."""
     local.start(start())
-    wait_until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
+    pid = worker(tmp_path)
     again = Local(DATABASE, tmp_path, list)
     with pytest.raises(ExecutorAway, match="another server here"):
         again.capacity()
-    (pid,) = (int(path.read_text()) for path in tmp_path.glob("*/advisor-1-1/pid"))
     assert local._owner is not None
     os.close(local._owner)  # as the kernel does
     local._owner = None
     assert again.capacity() == [] and states(again, "advisor-1-1") == ["running"]
-    assert again.start(start())  # it is there already
-    assert [int(path.read_text()) for path in tmp_path.glob("*/*/pid")] == [pid]
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: states(again, "advisor-1-1") == ["ended"])
     assert again.status(["advisor-1-1"])["advisor-1-1"].reason == "its worker is gone"
@@ -142,12 +140,11 @@ def test_a_server_finds_its_workers_again(local: Local, tmp_path: Path) -> None:
 def test_one_that_does_not_end_is_killed(
     local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("advisor.service.executors.local.STOPS_S", 0.1)
     local.start(start())
-    wait_until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
-    (pid,) = (int(path.read_text()) for path in tmp_path.glob("*/advisor-1-1/pid"))
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(worker(tmp_path), signal.SIGSTOP)
     local.stop("advisor-1-1")
+    assert states(local, "advisor-1-1") == ["running"]
+    monkeypatch.setattr(local, "_now", lambda: time.monotonic() + STOPS_S)
     wait_until(lambda: states(local, "advisor-1-1") == ["ended"])
     assert "SIGKILL" in local.status(["advisor-1-1"])["advisor-1-1"].reason
 

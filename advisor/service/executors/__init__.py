@@ -81,7 +81,7 @@ class Executor(Protocol):
     def capacity(self) -> Sequence[Capacity]: ...
 
     def start(self, start: Start) -> str:
-        """Start an attempt, once however often it is asked to; on which device, for people.
+        """Start an attempt; on which device, for people.
 
         Raises:
             Unplaceable: it has nothing that fits.

@@ -107,15 +107,12 @@ class Local:
     def start(self, start: Start) -> str:
         with self._owning(), contextlib.ExitStack() as held:
             place = _Place(self._folder / start.external)
-            if place.alive:
-                return place.device
             if start.asked.env:
                 raise Unplaceable("this machine has no environment but its own; ask for none")
             given, locks = self._given(start.asked, held)
-            device = ", ".join(gpu.name for gpu in given) or host_cpu()
             try:
-                locks.append(place.begin(device, held))
-                self._processes[start.external] = subprocess.Popen(
+                locks.append(place.begin(held))
+                process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "advisor.jobs.worker", str(place.path)],
                     pass_fds=locks,
                     cwd=place.path,
@@ -125,9 +122,11 @@ class Local:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
+                place.pid.write_text(str(process.pid))
             except OSError as exc:
                 raise Unplaceable(f"{self._folder}: {exc.strerror or exc}") from exc
-            return device
+            self._processes[start.external] = process
+            return ", ".join(gpu.name for gpu in given) or host_cpu()
 
     def status(self, external: Sequence[str]) -> Mapping[str, Status]:
         with self._owning():
@@ -242,27 +241,25 @@ class Local:
     def _sweep(self) -> None:
         """Kill workers that do not end when told to; remove what is over, after a while."""
         now = self._now()
-        for place in self._places():
-            external = place.path.name
-            if place.alive:
-                self._over.pop(external, None)
-                if now - self._stopped.get(external, now) > STOPS_S:
-                    place.send(signal.SIGKILL)
-            elif now - self._over.setdefault(external, now) > KEPT_S:
-                place.remove()
+        places = {place.path.name: place for place in self._places()}
+        for external, place in places.items():
+            if not place.alive:
+                if now - self._over.setdefault(external, now) > KEPT_S:
+                    place.remove()
+            elif now - self._stopped.get(external, now) > STOPS_S:
+                place.send(signal.SIGKILL)
         for external, process in list(self._processes.items()):
-            if process.poll() is not None and not (self._folder / external).exists():
-                del self._processes[external]
-                self._stopped.pop(external, None)
-                self._over.pop(external, None)
+            if process.poll() is not None and external not in places:
+                for kept in (self._processes, self._stopped, self._over):
+                    kept.pop(external, None)
 
 
 class _Place:
     """An attempt's folder. `lock` is held by its worker while it lives, `pid` is its number,
-    `printed` its output, `device` what it was given, `work` a link to where it works."""
+    `printed` its output, `work` a link to where it works."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.printed = path, path / "printed"
+        self.path, self.pid, self.printed = path, path / "pid", path / "printed"
 
     @property
     def alive(self) -> bool:
@@ -275,13 +272,6 @@ class _Place:
         return lock is None
 
     @property
-    def device(self) -> str:
-        try:
-            return (self.path / "device").read_text()
-        except FileNotFoundError:  # it is over, since this instant
-            return ""
-
-    @property
     def last_line(self) -> str:
         try:
             with self.printed.open("rb") as file:
@@ -291,11 +281,10 @@ class _Place:
             return ""
         return printable(next((line for line in reversed(lines) if line.strip()), ""))[:300]
 
-    def begin(self, device: str, held: contextlib.ExitStack) -> int:
+    def begin(self, held: contextlib.ExitStack) -> int:
         """Make the folder; its lock, which `held` has until the worker has it."""
         self.remove()
         make_folder(self.path)
-        (self.path / "device").write_text(device)
         lock = _locked(self.path / "lock")
         assert lock is not None  # nobody else makes this folder
         held.callback(os.close, lock)
@@ -305,7 +294,7 @@ class _Place:
         """Send the worker a signal if it lives: else its number may be another's by now."""
         with contextlib.suppress(OSError, ValueError):
             if self.alive:
-                os.kill(int((self.path / "pid").read_text()), number)
+                os.kill(int(self.pid.read_text()), number)
 
     def remove(self) -> None:
         work = self.path / "work"
