@@ -322,9 +322,12 @@ def unpack(archive: bytes, folder: Path) -> None:
         with gzip.open(io.BytesIO(archive)) as zipped:
             data = io.BytesIO(zipped.read(most))
         with tarfile.open(fileobj=data, mode="r:", encoding="utf-8", errors="strict") as tar:
-            # Links come last: nothing is written through one.
-            for member in sorted(_checked(tar), key=tarfile.TarInfo.issym):
+            members = _checked(tar)
+            for member in members:
                 _write(tar, member, folder / member.name)
+        # Links come last: nothing is written through one.
+        for member in filter(tarfile.TarInfo.issym, members):
+            (folder / member.name).symlink_to(member.linkname)
     except (FileExistsError, NotADirectoryError) as exc:
         name = os.path.relpath(exc.filename, folder)
         raise _refused(f"has {name} twice, or as a folder and as something else") from exc
@@ -362,10 +365,9 @@ def _checked(tar: tarfile.TarFile) -> list[tarfile.TarInfo]:
 
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    """Write a file, or make the folder of a link."""
     (path if member.isdir() else path.parent).mkdir(parents=True, exist_ok=True)
-    if member.issym():
-        path.symlink_to(member.linkname)
-    elif member.isreg():
+    if member.isreg():
         source = tar.extractfile(member)
         assert source is not None
         with path.open("xb") as file:
