@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from sqlalchemy import BigInteger, ForeignKey, Index, String, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-_Bytewise = String().with_variant(String(collation="C"), "postgresql")
+Bytewise = Annotated[str, mapped_column(String().with_variant(String(collation="C"), "postgresql"))]
 """Text that is ordered by its bytes, whatever the language of the database."""
+Large = Annotated[int, mapped_column(BigInteger)]
+TokenId = Annotated[int, mapped_column(ForeignKey("tokens.id"))]
+JobId = Annotated[int, mapped_column(ForeignKey("jobs.id"))]
 NARROWED = {
     **{name: (name,) for name in ("model", "target", "file", "family", "command")},
     **{name: (name, "target") for name in ("origin", "code")},
@@ -42,28 +47,28 @@ class Item(Base):
         Index("items_of_token", "token", "size"),
     )
 
-    key: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
-    place: Mapped[str] = mapped_column(_Bytewise, index=True)
-    model: Mapped[str] = mapped_column(_Bytewise)
-    id: Mapped[str] = mapped_column(_Bytewise)
-    batch: Mapped[int] = mapped_column(BigInteger)
-    target: Mapped[str] = mapped_column(_Bytewise, default="")
-    origin: Mapped[str] = mapped_column(_Bytewise, default="")
+    key: Mapped[Bytewise] = mapped_column(primary_key=True)
+    place: Mapped[Bytewise] = mapped_column(index=True)
+    model: Mapped[Bytewise]
+    id: Mapped[Bytewise]
+    batch: Mapped[Large]
+    target: Mapped[Bytewise] = mapped_column(default="")
+    origin: Mapped[Bytewise] = mapped_column(default="")
     called: Mapped[str] = mapped_column(default="")
-    file: Mapped[str] = mapped_column(_Bytewise, default="")
-    code: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
-    family: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
-    command: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
-    device: Mapped[str] = mapped_column(_Bytewise, default="", index=True)
+    file: Mapped[Bytewise] = mapped_column(default="")
+    code: Mapped[Bytewise] = mapped_column(default="")
+    family: Mapped[Bytewise] = mapped_column(default="")
+    command: Mapped[Bytewise] = mapped_column(default="")
+    device: Mapped[Bytewise] = mapped_column(default="", index=True)
     fields: Mapped[str] = mapped_column(default="")
-    terms: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
+    terms: Mapped[Bytewise] = mapped_column(default="")
     speedup: Mapped[float] = mapped_column(default=0.0)
-    trust: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
-    framework: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
+    trust: Mapped[Bytewise] = mapped_column(default="")
+    framework: Mapped[Bytewise] = mapped_column(default="")
     created: Mapped[float] = mapped_column(default=0.0)
     stored: Mapped[float]
     size: Mapped[int]
-    token: Mapped[int] = mapped_column(ForeignKey("tokens.id"))
+    token: Mapped[TokenId]
     data: Mapped[bytes]
 
 
@@ -79,11 +84,11 @@ class Artifacts(Base):
     __tablename__ = "artifacts"
     __table_args__ = (Index("artifacts_of_token", "token", "size"),)
 
-    name: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
-    place: Mapped[str] = mapped_column(_Bytewise)
+    name: Mapped[Bytewise] = mapped_column(primary_key=True)
+    place: Mapped[Bytewise]
     size: Mapped[int]
     stored: Mapped[float]
-    token: Mapped[int] = mapped_column(ForeignKey("tokens.id"))
+    token: Mapped[TokenId]
     data: Mapped[bytes] = mapped_column(deferred=True)
 
 
@@ -108,7 +113,7 @@ class Session(Base):
     __tablename__ = "sessions"
 
     digest: Mapped[bytes] = mapped_column(primary_key=True)
-    token: Mapped[int] = mapped_column(ForeignKey("tokens.id"))
+    token: Mapped[TokenId]
     expires: Mapped[float]
 
 
@@ -119,7 +124,7 @@ class Event(Base):
 
     id: Mapped[int] = mapped_column(primary_key=True)
     at: Mapped[float]
-    token: Mapped[int | None] = mapped_column(ForeignKey("tokens.id"))
+    token: Mapped[TokenId | None]
     action: Mapped[str]
     subject: Mapped[str]
     address: Mapped[str]
@@ -154,15 +159,15 @@ class Job(Base):
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    key: Mapped[str] = mapped_column(_Bytewise)
+    key: Mapped[Bytewise]
     state: Mapped[str]
     reason: Mapped[str] = mapped_column(default="")
     what: Mapped[str]
     asked: Mapped[str]
-    archive: Mapped[str] = mapped_column(_Bytewise)
-    gpu: Mapped[str] = mapped_column(_Bytewise)
+    archive: Mapped[Bytewise]
+    gpu: Mapped[Bytewise]
     gpus: Mapped[int]
-    token: Mapped[int] = mapped_column(ForeignKey("tokens.id"))
+    token: Mapped[TokenId]
     created: Mapped[float]
     changed: Mapped[float]
     due: Mapped[float] = mapped_column(default=0.0)
@@ -192,7 +197,7 @@ class Attempt(Base):
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    job: Mapped[int] = mapped_column(ForeignKey("jobs.id"))
+    job: Mapped[JobId]
     number: Mapped[int]
     executor: Mapped[str]
     external: Mapped[str]
@@ -202,7 +207,7 @@ class Attempt(Base):
     started: Mapped[float]
     beat: Mapped[float]
     ended: Mapped[float | None]
-    token: Mapped[int] = mapped_column(ForeignKey("tokens.id"), unique=True)
+    token: Mapped[TokenId] = mapped_column(unique=True)
     start: Mapped[bytes]
     begun: Mapped[float | None]
 
@@ -222,10 +227,10 @@ class Trial(Base):
 
     attempt: Mapped[int] = mapped_column(ForeignKey("attempts.id"), primary_key=True)
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    job: Mapped[int] = mapped_column(ForeignKey("jobs.id"))
+    job: Mapped[JobId]
     at: Mapped[float]
     what: Mapped[str]
-    batch: Mapped[int | None] = mapped_column(BigInteger)
+    batch: Mapped[Large | None]
     samples_per_s: Mapped[float]
     ratio: Mapped[float]
     outcome: Mapped[str]
@@ -239,7 +244,7 @@ class Log(Base):
     __table_args__ = (Index("logs_of_job", "job", "id"),)
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    job: Mapped[int] = mapped_column(ForeignKey("jobs.id"))
+    job: Mapped[JobId]
     attempt: Mapped[int] = mapped_column(ForeignKey("attempts.id"))
     data: Mapped[str]
 
@@ -249,8 +254,8 @@ class Study(Base):
 
     __tablename__ = "studies"
 
-    job: Mapped[int] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
-    name: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
+    job: Mapped[JobId] = mapped_column(primary_key=True)
+    name: Mapped[Bytewise] = mapped_column(primary_key=True)
     data: Mapped[bytes]
 
 
@@ -260,9 +265,9 @@ class Archive(Base):
     __tablename__ = "archives"
     __table_args__ = (Index("archives_of_token", "token", "size"),)
 
-    digest: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
+    digest: Mapped[Bytewise] = mapped_column(primary_key=True)
     size: Mapped[int]
-    token: Mapped[int] = mapped_column(ForeignKey("tokens.id"))
+    token: Mapped[TokenId]
     created: Mapped[float]
     used: Mapped[float]
     data: Mapped[bytes]
@@ -281,8 +286,8 @@ class Lookup(Base):
     __tablename__ = "lookups"
 
     day: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    device: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
-    place: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
-    model: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
-    outcome: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
-    count: Mapped[int] = mapped_column(BigInteger)
+    device: Mapped[Bytewise] = mapped_column(primary_key=True)
+    place: Mapped[Bytewise] = mapped_column(primary_key=True)
+    model: Mapped[Bytewise] = mapped_column(primary_key=True)
+    outcome: Mapped[Bytewise] = mapped_column(primary_key=True)
+    count: Mapped[Large]

@@ -120,7 +120,7 @@ def fresh(served: Served) -> None:
             session.execute(table.delete())
     served.tokens = {role: token(database, role) for role in tokens.ROLES}
     began = Service(database, service.reader)
-    for name in ("reads", "writes", "guesses", "behind_proxy", "lookups", "loops", "machines"):
+    for name in ("guesses", "behind_proxy", "lookups", "loops", "machines"):
         setattr(service, name, getattr(began, name))
 
 

@@ -18,7 +18,7 @@ from urllib.parse import quote, urlencode
 
 import pytest
 
-from advisor.service.limits import Guesses, Rate
+from advisor.service.limits import Guesses
 from tests.service.serving import Served, fresh, wait_until
 from tests.service.test_access import filled
 from tests.service.test_serve import process
@@ -32,7 +32,7 @@ def test_whatever_is_sent_is_answered_as_described(running_lite: Served, role: s
     """No fault of the server's, and every status, media type and body one that OpenAPI names. What
     longer runs gave is in benchmarks/results/service.md."""
     fresh(running_lite)
-    running_lite.service.guesses = Guesses(Rate(a_second=1e6, at_once=1e6))
+    running_lite.service.guesses = Guesses(most=10**6)
     said = attacked(running_lite, role, "--max-examples", "2")
     assert said.returncode == 0, said.stdout[-5000:]
     if role:

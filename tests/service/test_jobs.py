@@ -18,9 +18,10 @@ from sqlalchemy import select, update
 from advisor.cache.codec import to_plain
 from advisor.cache.key import fields
 from advisor.errors import UsageError
+from advisor.jobs.parcel import MAX_PACKED
 from advisor.jobs.spec import JobSpec, gpu_matches
 from advisor.jobs.token import digest, made
-from advisor.service import access, attempts, jobs, limits, quotas, schema, tokens, upkeep
+from advisor.service import attempts, jobs, quotas, schema, tokens, upkeep
 from advisor.service.executors import Capacity, Start
 from tests.cache.examples import KEY, changed, record
 from tests.service.serving import Answer, Served, ask, begun
@@ -515,35 +516,21 @@ def test_of_those_who_exchange_at_once_one_has_the_attempt(served: Served) -> No
     assert served.ask("GET", "/api/attempt", "own").json["number"] == 1
 
 
-def test_archives_are_bounded_and_what_they_say(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(access, "MAX_PACKED", 3 * 2**20)
+def test_archives_are_bounded_and_what_they_say(served: Served) -> None:
     large = gzip.compress(random.Random(1).randbytes(2**21), 1)
     digest = hashlib.sha256(large).hexdigest()
-    for role, status in (("read", 413), ("submit", 201), ("submit", 200)):
+    for role, status in (("read", 403), ("submit", 201), ("submit", 200)):
         assert served.ask("PUT", f"/api/archives/{digest}", role, large).status == status
     assert served.ask("PUT", f"/api/archives/{DIGEST}", "submit", large).status == 422
     plain = hashlib.sha256(b"no gzip").hexdigest()
     assert served.ask("PUT", f"/api/archives/{plain}", "submit", b"no gzip").status == 422
-    too_large = b"x" * (3 * 2**20 + 1)
+    too_large = bytes(MAX_PACKED + 1)
     assert served.ask("PUT", f"/api/archives/{digest}", "submit", too_large).status == 413
     assert served.ask("POST", "/api/jobs", "submit", b"x" * (2**20 + 1)).status == 413
     one = started(served)
     study = b"x" * (2**20 + 1)
     assert served.ask("PUT", "/api/attempt/studies/x", one.external, study).status == 200
-    assert served.ask("PUT", "/api/attempt/studies/x", "submit", study).status == 413
-
-
-def test_large_bodies_are_few(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, large = f"/api/archives/{DIGEST}", b"x" * 2**21
-    monkeypatch.setattr(limits, "MOST_LARGE", 0)
-    refused = served.ask("PUT", place, "submit", large)
-    assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-    assert served.ask("PUT", place, "submit", CODE).status == 201
-    monkeypatch.setattr(limits, "MOST_LARGE", 1)
-    for _ in range(2):
-        assert served.ask("PUT", place, "submit", large).status == 422  # not of this digest
+    assert served.ask("PUT", "/api/attempt/studies/x", "submit", study).status == 403
 
 
 def test_what_is_old_goes(served: Served) -> None:

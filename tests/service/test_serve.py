@@ -168,7 +168,7 @@ def test_killed_while_it_writes(database_url: str, monkeypatch: pytest.MonkeyPat
         assert len(records.all()) == len(there) and records.damaged == []
         with served.database.reading() as session:
             events = tokens.events(session, None, 10**6)
-            noted = [event.subject for event, _name in events if event.action == "put"]
+            noted = [event["subject"] for event in events if event["action"] == "put"]
     assert sorted(noted) == sorted(there)
 
 
