@@ -48,7 +48,7 @@ from advisor.cache.stores.http import HttpStore
 from advisor.opening import open_records
 from advisor.service import attempts, tokens
 from advisor.service.database import Database
-from advisor.service.executors import Room
+from advisor.service.executors import Capacity
 from advisor.service.schema import Item
 from tests.cache import servers
 from tests.service.serving import begun
@@ -171,7 +171,7 @@ class Bench:
     def beats(self) -> Iterator[Asked]:
         """Of a hundred attempts, each with a trial and a line of its log."""
         with self.database.writing() as session:
-            claims = [attempts.claim(session, "here", Room(gpu="", gpus=1)) for _ in range(100)]
+            claims = [attempts.claim(session, "here", Capacity(gpu="", gpus=1)) for _ in range(100)]
         own = [begun(self.database, one) for one in claims if one is not None]
         for number in itertools.count():
             for token in own:

@@ -20,7 +20,7 @@ from advisor.service.database import Database
 from advisor.service.limits import Guesses
 from advisor.service.lookups import Lookups
 from advisor.service.loop import Loop
-from advisor.service.machines import Machines
+from advisor.service.machines import Machine
 from advisor.service.metrics import Metrics
 from advisor.service.roles import Role
 from advisor.service.schema import Attempt
@@ -45,7 +45,7 @@ class Service:
         stopping: set when the server stops; requests that have come are answered.
         lookups: counts that are not in the database yet.
         loops: the server's threads.
-        machines: what jobs can be started on.
+        machines: what jobs can be started on, by the executor's name.
     """
 
     database: Database
@@ -57,7 +57,7 @@ class Service:
     stopping: threading.Event = field(default_factory=threading.Event)
     lookups: Lookups = field(default_factory=Lookups)
     loops: list[Loop] = field(default_factory=list)
-    machines: Machines = field(default_factory=Machines)
+    machines: dict[str, Machine] = field(default_factory=dict)
 
     @property
     def troubles(self) -> list[str]:

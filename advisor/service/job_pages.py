@@ -51,7 +51,7 @@ def listed(
             lines=lines,
             progress=progress.of_jobs(session, [line["id"] for line in lines]),
             counts=jobs.counts(session).jobs,
-            troubles=here.troubles + troubles(here.machines.look()),
+            troubles=here.troubles + troubles(list(here.machines.values())),
             where=where,
             more=more,
             state=state,

@@ -301,7 +301,7 @@ def revoke(here: Here, caller: Admin, _form: Form, number: Number) -> Response:
 
 @site.get("/machines")
 def machines_page(request: Request, here: Here, caller: Reader) -> HTMLResponse:
-    seen = here.machines.look()
+    seen = list(here.machines.values())
     with here.database.reading() as session:
         running = machines.running(session)
     return shown(

@@ -21,8 +21,8 @@ from advisor.opening import refusal
 from advisor.service import attempts, schema, tokens
 from advisor.service.access import Service
 from advisor.service.app import application
-from advisor.service.attempts import Claimed
 from advisor.service.database import Database
+from advisor.service.executors import Start
 from advisor.service.run import Server
 from tests.cache import servers
 
@@ -104,7 +104,7 @@ def statements(database: Database) -> Iterator[list[tuple[str, Any]]]:
         event.remove(database._engine, "before_cursor_execute", note)
 
 
-def begun(database: Database, one: Claimed) -> str:
+def begun(database: Database, one: Start) -> str:
     """The token for which a worker exchanges what it was started with."""
     own = made()
     with database.writing() as session:

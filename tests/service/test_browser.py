@@ -20,7 +20,7 @@ from advisor.cache.config import Config
 from advisor.cache.name import Name
 from advisor.cache.record import Part, Record
 from advisor.service import attempts, schema
-from advisor.service.executors import Room
+from advisor.service.executors import Capacity
 from tests.cache.examples import KEY, changed, record
 from tests.service.serving import Answer, Served, begun
 
@@ -91,7 +91,7 @@ class Team:
         job = 0
         while job != self.submitted:
             with self.served.database.writing() as session:
-                found = attempts.claim(session, "local:here", Room(gpu="NVIDIA Z9000", gpus=1))
+                found = attempts.claim(session, "local:here", Capacity(gpu="NVIDIA Z9000", gpus=1))
             assert found is not None
             job = found.job
         self.attempt = self.served.tokens["attempt"] = begun(self.served.database, found)

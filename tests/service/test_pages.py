@@ -7,7 +7,6 @@ import html.parser
 import json
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -29,9 +28,9 @@ from advisor.report.text import LISTED
 from advisor.service import catalog, job_pages, jobs, lookups, progress, records, schema, tokens
 from advisor.service.access import COOKIE
 from advisor.service.catalog import View
-from advisor.service.executors import ExecutorAway, Room
+from advisor.service.executors import Capacity
 from advisor.service.loop import Loop
-from advisor.service.machines import Machines
+from advisor.service.machines import Machine
 from advisor.service.roles import MAY
 from tests.cache.examples import KEY, changed, choice, record
 from tests.service.serving import Answer, Served, token
@@ -410,30 +409,19 @@ def test_versions_of_one_record_are_one_line_and_each_record_is_reached(
     assert pages[0][0][0].speedup == 1.25 and {number for _lines, number in pages} == {2}
 
 
-class Made:
-    """An executor with these rooms, or one that is away."""
-
-    def __init__(self, name: str, rooms: Sequence[Room] = (), away: str = "") -> None:
-        self.name, self._rooms, self._away = name, rooms, away
-
-    def room(self) -> Sequence[Room]:
-        if self._away:
-            raise ExecutorAway(self._away)
-        return self._rooms
-
-
 def test_machines(served: Served) -> None:
     browser = Browser(served, "read")
     for path in ("/machines", "/jobs"):
         assert 'role="alert"' in browser.get(path).data.decode(), "there is no executor"
     one = started(served)
     rooms = [
-        Room(gpu="NVIDIA H200", gpus=0, total=4, why="a job runs there"),
-        Room(gpu="NVIDIA H200", gpus=3, total=4),
-        Room(gpu="NVIDIA B200", gpus=0, total=1, why=EVIL),
+        Capacity(gpu="NVIDIA H200", gpus=0, total=4, why="a job runs there"),
+        Capacity(gpu="NVIDIA H200", gpus=3, total=4),
+        Capacity(gpu="NVIDIA B200", gpus=0, total=1, why=EVIL),
     ]
-    up, down = Made("local:here", rooms), Made("ray:there", away="no answer")
-    served.service.machines = Machines([up, down])  # type: ignore[list-item]
+    up = Machine(name="local:here", capacities=rooms)
+    down = Machine(name="ray:there", why="no answer")
+    served.service.machines = {one.name: one for one in (up, down)}
     text = browser.get("/machines").data.decode()
     cells = r'<tr><th scope="row">(.*?)</th><td .*?><span.*?>(.*?)</span></td><td.*?>(.*?)<'
     rows = re.findall(cells, text)
@@ -445,14 +433,14 @@ def test_machines(served: Served) -> None:
     assert ">up<" in text and ">down<" in text and "no answer" in text and EVIL not in text
     assert f"/jobs/{one.job}" in [link["href"] for link in Read(text).all("a")]
     assert 'role="alert"' not in text
-    served.service.machines = Machines([down])  # type: ignore[list-item]
+    served.service.machines = {down.name: down}
     text = browser.get("/machines").data.decode()
     assert 'role="alert"' in text and "ray:there is down: no answer" in text
     assert "another server" in text and f"/jobs/{one.job}" in text
 
 
 def test_a_thread_that_fails_is_shown(served: Served) -> None:
-    served.service.machines = Machines([Made("local:here")])  # type: ignore[list-item]
+    served.service.machines = {"local:here": Machine(name="local:here")}
 
     def turn() -> None:
         raise RuntimeError

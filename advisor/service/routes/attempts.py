@@ -8,10 +8,10 @@ from fastapi import APIRouter, HTTPException, Path, Request, Response
 from pydantic import AfterValidator, Field
 
 from advisor.cache.domain import line
-from advisor.jobs.bounds import MOST_STUDY, MOST_TRIALS
+from advisor.jobs.bounds import MAX_STUDY, MAX_TRIALS
 from advisor.service import attempts
 from advisor.service.access import Here, Own, Starts, Works
-from advisor.service.attempts import Beat, End
+from advisor.service.attempts import End
 from advisor.service.routes.parsing import SENDS_BYTES, Bytes, LargeBody, Strict
 
 OVER = "this attempt is over"
@@ -44,7 +44,7 @@ class Tried(Strict):
 
 
 class Said(Strict):
-    trials: list[Tried] = Field(default=[], max_length=MOST_TRIALS)
+    trials: list[Tried] = Field(default=[], max_length=MAX_TRIALS)
     log: str = ""
     device: OneLine = ""
 
@@ -75,9 +75,8 @@ def told(here: Here, attempt: Own) -> dict[str, Any]:
 
 @api.post("/beat", summary="An attempt is alive; whether it is to go on")
 def beat(here: Here, attempt: Own, said: Said) -> dict[str, bool]:
-    heard = Beat(**said.model_dump())
     with here.database.writing() as session:
-        return {"go_on": attempts.beat(session, attempt.id, heard)}
+        return {"go_on": attempts.beat(session, attempt.id, **said.model_dump())}
 
 
 @api.get("/studies/{name}", summary="A file of the job's search", response_class=Bytes)
@@ -93,7 +92,7 @@ def study(here: Here, attempt: Own, name: Name) -> Response:
     "/studies/{name}",
     summary="Keep a file of the job's search",
     openapi_extra=SENDS_BYTES,
-    max_body_size=MOST_STUDY,
+    max_body_size=MAX_STUDY,
 )
 def keep_study(here: Here, attempt: Own, name: Name, data: LargeBody) -> dict[str, bool]:
     with here.database.writing() as session:

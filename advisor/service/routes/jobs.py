@@ -11,11 +11,12 @@ from msgspec.json import schema_components
 from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
-from advisor.jobs.parcel import MOST_PACKED
+from advisor.jobs.parcel import MAX_PACKED
 from advisor.jobs.spec import JobSpec
 from advisor.jobs.states import State
 from advisor.service import archives, jobs
 from advisor.service.access import Here, Reads, Service, Submits, Works
+from advisor.service.machines import why_waits
 from advisor.service.routes.parsing import KEPT, SENDS_BYTES, Bytes, LargeBody, Number, RecordId
 
 Digest = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of its bytes.")]
@@ -36,7 +37,7 @@ api = APIRouter(tags=["jobs"])
     summary="Keep the code of a job",
     openapi_extra=SENDS_BYTES,
     responses=KEPT,
-    max_body_size=MOST_PACKED,
+    max_body_size=MAX_PACKED,
 )
 def keep(
     here: Here, caller: Submits, digest: Digest, data: LargeBody, response: Response
@@ -76,7 +77,8 @@ async def _spec(request: Request) -> JobSpec:
 def submit(
     here: Here, caller: Submits, asked: Annotated[JobSpec, Depends(_spec)], response: Response
 ) -> dict[str, Any]:
-    return _submitted(here, response, lambda session: jobs.submit(session, asked, caller))
+    reason, _known = why_waits(asked.gpu, asked.gpus, list(here.machines.values()))
+    return _submitted(here, response, lambda session: jobs.submit(session, asked, caller, reason))
 
 
 @api.post(
@@ -107,7 +109,7 @@ def listed(
     _caller: Reads,
     state: Annotated[list[State] | None, Query()] = None,
     before: Annotated[int | None, Query(ge=1, lt=2**31)] = None,
-    most: Annotated[int, Query(ge=1, le=jobs.MOST_LISTED)] = 50,
+    most: Annotated[int, Query(ge=1, le=jobs.MAX_LISTED)] = 50,
 ) -> dict[str, Any]:
     with here.database.reading() as session:
         found, more = jobs.listed(session, state or (), before, most)
