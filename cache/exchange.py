@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from advisor.cache.codec import content
-from advisor.cache.name import Mark, Name, ranked
+from advisor.cache.codec import open_envelope
+from advisor.cache.name import Name, StaleMarker, parse_key, ranked
 from advisor.cache.reader import AT_ONCE, Reader
 from advisor.cache.record import Record
 from advisor.cache.records import Records
@@ -45,19 +45,19 @@ def carry(
 ) -> Iterator[Carried]:
     """Put what may be used of a source into a store, one after another; what became of each.
 
-    Marks follow the records that they are on.
+    Markers follow the records that they are on.
 
     Raises:
         StoreError: the store cannot be read or written; the source cannot be read on.
     """
     there: dict[str, list[Name]] = {}
     for name in records.names(store):
-        there.setdefault(name.place, []).append(name)
-    marks: list[tuple[Mark, bytes]] = []
+        there.setdefault(name.record_key, []).append(name)
+    marks: list[tuple[StaleMarker, bytes]] = []
     taken: set[str] = set()
     for text, data in source:
         try:
-            if mark := Mark.parse(text):
+            if mark := StaleMarker.parse(text):
                 marks.append((mark, sound_mark(mark, data)))
                 continue
             record, name, data = sound(records, text, data)
@@ -66,15 +66,15 @@ def carry(
             continue
         if not wanted(record):
             continue
-        taken.add(name.place)
+        taken.add(name.record_key)
         try:
-            outcome = _put(store, name, data, there.setdefault(name.place, []))
+            outcome = _put(store, name, data, there.setdefault(name.record_key, []))
         except RecordDamaged as exc:  # as a server of another version says
             yield Carried(name=text, outcome="refused", reason=str(exc))
             continue
         yield Carried(name=name.text, outcome=outcome, target=record.target.name)
     for mark, data in marks:
-        if mark.place in taken and store.get_many([mark.text]).get(mark.text) != data:
+        if mark.record_key in taken and store.get_many([mark.text]).get(mark.text) != data:
             store.put(mark.text, data)
             yield Carried(name=mark.text, outcome="marked")
 
@@ -102,7 +102,7 @@ def sound(reader: Reader, text: str, data: bytes | RecordDamaged) -> tuple[Recor
     Raises:
         RecordDamaged: why not.
     """
-    name = reader.parse(text)
+    name = Name.parse(text, reader.keyring)
     if name is None:
         raise RecordDamaged(f"{text[:80]!r}: no name of a record")
     if isinstance(data, RecordDamaged):
@@ -110,7 +110,7 @@ def sound(reader: Reader, text: str, data: bytes | RecordDamaged) -> tuple[Recor
     return reader.read(name, data), name, data
 
 
-def sound_mark(mark: Mark, data: bytes | RecordDamaged) -> bytes:
+def sound_mark(mark: StaleMarker, data: bytes | RecordDamaged) -> bytes:
     """The bytes of a mark, if they are what its name says.
 
     Raises:
@@ -118,7 +118,7 @@ def sound_mark(mark: Mark, data: bytes | RecordDamaged) -> bytes:
     """
     if isinstance(data, RecordDamaged):
         raise data
-    content(data)
+    open_envelope(data)
     if hashlib.sha256(data).hexdigest()[: len(mark.digest)] != mark.digest:
         raise RecordDamaged(f"mark on {mark.record_id}: it is not what its name says; refused")
     return data
@@ -134,11 +134,11 @@ def carry_artifacts(
         StoreError: one of the stores cannot be read or written.
     """
     artifacts = records.artifacts
-    if not store.takes_blobs or not artifacts.loads:
+    if not store.takes_blobs or not artifacts.most:
         return
     there = store.sizes()
     for label in artifacts.on(source):
-        if not label.trusted or label.record not in places:
+        if not label.trusted or label.record_key not in places:
             continue
         try:
             packed = artifacts.checked(source, label)
@@ -161,7 +161,7 @@ def carry_artifacts(
 
 def contents(store: Store) -> Iterator[tuple[str, bytes | RecordDamaged]]:
     """Every version of every record in a store, and every mark."""
-    names = [text for text in store.keys() if Name.parse(text) or Mark.parse(text)]
+    names = [text for text in store.keys() if parse_key(text)]
     for start in range(0, len(names), AT_ONCE):
         yield from store.get_many(names[start : start + AT_ONCE]).items()
 
@@ -185,7 +185,7 @@ def export(
                 yield text, data
 
     write(path, found())
-    return len({one.name.place for one in chosen}), records.damaged
+    return len({one.name.record_key for one in chosen}), records.damaged
 
 
 def unpack(

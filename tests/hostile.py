@@ -25,15 +25,15 @@ from typing import Any
 
 import msgpack
 
-from advisor.cache.codec import MAX_BYTES, encode, enveloped, plain
+from advisor.cache.codec import MAX_BYTES, encode, make_envelope, to_plain
 from advisor.cache.name import Name
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.seal import Seal
+from advisor.cache.seal import KeyRing
 from advisor.cache.stores import open_store
 from tests.cache.examples import KEY, changed, record
 
-MINE = Seal(own=b"m" * 32)
+MINE = KeyRing(own=b"m" * 32)
 OTHER = record(key=changed(KEY, "mode", "infer"))
 """What the hostile record would be, were it honest: one that nothing else is in the place of."""
 
@@ -65,13 +65,13 @@ def _planted(path: str, value: object) -> Callable[[Path], str]:
 
     def make(folder: Path) -> str:
         url = _honest(f"dir:{folder}/store")
-        content = plain(OTHER)
+        content = to_plain(OTHER)
         *owners, last = path.split(".")
         here: Any = content
         for owner in owners:
             here = here[int(owner) if isinstance(here, list) else owner]
         here[last] = value
-        data = enveloped(msgpack.packb(content))
+        data = make_envelope(msgpack.packb(content))
         # Under the name that it would have, as far as one can be made from what is planted.
         return _put(url, data)
 
@@ -144,16 +144,14 @@ class Bomb:
 def _lying_name(folder: Path) -> str:
     url = _honest(f"dir:{folder}/store")
     data = encode(record())
-    name = Name.of(record(), data)
-    version = dataclasses.replace(name.version, effort=3, created=int((time.time() - 60) * 1e6))
-    open_store(url).put(dataclasses.replace(name, version=version).untagged, data)
-    return url
+    made = dataclasses.replace(record().provenance, created=time.time() - 60, effort="exhaustive")
+    return _put(url, data, dataclasses.replace(record(), provenance=made))
 
 
 def _earlier(folder: Path) -> str:
     """A stranger's of the same key, newer and of more effort, in a store before one's own."""
     first, second = f"dir:{folder}/first", f"dir:{folder}/store"
-    Records(open_store(second), seal=MINE).put(record())
+    Records(open_store(second), keyring=MINE).put(record())
     theirs = record(created=1.74e9)
     made = dataclasses.replace(theirs.provenance, effort="exhaustive")
     theirs = dataclasses.replace(theirs, provenance=made)
@@ -283,7 +281,7 @@ CASES = (
     Case("a trial of no stage", _planted("trials.0.stage", "\x1b"), refused="expected"),
     Case("rubbish", _bytes(os.urandom(500)), refused="not msgpack"),
     Case("lists in lists", _bytes(b"\xdd\x00\x00\x07\xff" * 1000), refused="not msgpack"),
-    Case("an older format", _bytes(msgpack.packb({"format": 1, "record": plain(OTHER)}))),
+    Case("an older format", _bytes(msgpack.packb({"format": 1, "record": to_plain(OTHER)}))),
     Case("a newer format", _bytes(msgpack.packb({"format": 99})), refused="upgrade advisor"),
     Case(
         "changed since",

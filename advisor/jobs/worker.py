@@ -31,7 +31,7 @@ from urllib.parse import quote
 
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.seal import Seal
+from advisor.cache.seal import KeyRing
 from advisor.cache.shown import speedup
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.filesystem import beside, make_folder, read_regular, remove_folder
@@ -361,7 +361,7 @@ class Working:
             record = self._scratch.record()
         if record is None:
             return Outcome(state="failed", reason="advisor tune ended, and left no record")
-        records = Records(self._server.store, seal=Seal.from_environment())
+        records = Records(self._server.store, keyring=KeyRing.from_environment())
         self._patiently(lambda: records.put(record))
         if not finished:
             raced = "its budget left no time but for the baseline; give a larger --budget"

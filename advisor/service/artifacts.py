@@ -52,7 +52,7 @@ def put(session: Session, name: str, data: bytes, by: Caller) -> bool | None:
     if there is not None and not by.owns(there.token):
         return None
     quotas.check(session, Artifacts, by, len(data) - (there.size if there else 0))
-    kept = there or Artifacts(name=name, place=label.record)
+    kept = there or Artifacts(name=name, place=label.record_key)
     kept.data, kept.size, kept.token, kept.stored = data, len(data), by.token, time.time()
     session.add(kept)
     note(session, by, "artifacts put", name)

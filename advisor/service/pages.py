@@ -17,7 +17,7 @@ from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-from advisor.cache.reader import Sought, once
+from advisor.cache.reader import RecordFilter, once
 from advisor.errors import StoreError, UsageError
 from advisor.printed import line_anywhere
 from advisor.report.data import Section
@@ -278,7 +278,7 @@ def record(
     id, _, batch = key.partition("@")
     with here.database.reading() as session:
         kept = Kept(session, Question(id=id, batch=int(batch)))
-        held = here.reader.look_into(kept, Sought(id=id, batch=int(batch))).held
+        held = here.reader.look_into(kept, RecordFilter(id=id, batch=int(batch))).held
         job = jobs.finder(session, key)
     if not held:
         raise HTTPException(404, f"there is no record {key} that can be read")

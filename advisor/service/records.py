@@ -18,7 +18,7 @@ from advisor.cache.codec import to_plain
 from advisor.cache.exchange import sound, sound_mark
 from advisor.cache.key import as_fields, completed, fields, terms_of
 from advisor.cache.match import Kind, Standing, kind_of, relation, standing
-from advisor.cache.name import Mark, command_part
+from advisor.cache.name import StaleMarker, command_digest
 from advisor.cache.reader import Reader
 from advisor.cache.record import Record
 from advisor.cache.stores.store import MAX_BYTES, Store
@@ -75,7 +75,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is looked for; see `cache.reader.Sought.question`, whose fields these are.
+    """What is looked for; see `cache.reader.RecordFilter.questions`, whose fields these are.
 
     `family` is None where no kin is asked for, '' of a model without one.
     """
@@ -300,12 +300,12 @@ def put(session: Session, reader: Reader, key: str, data: bytes, by: Caller) -> 
 
 def item_of(reader: Reader, key: str, data: bytes) -> Item:
     """The row of a record or a mark; raises RecordDamaged as `put` does."""
-    if mark := Mark.parse(key):
+    if mark := StaleMarker.parse(key):
         if len(data) > MOST_MARK:
             raise RecordDamaged(f"mark: {len(data)} bytes, expected at most {MOST_MARK}")
         sound_mark(mark, data)
-        model, id, batch = mark.place.split("/")
-        whole = {"place": mark.place, "model": model, "id": id, "batch": int(batch)}
+        model, id, batch = mark.record_key.split("/")
+        whole = {"place": mark.record_key, "model": model, "id": id, "batch": int(batch)}
         return Item(key=key, data=data, size=len(data), **whole)
     record, name, data = sound(reader, key, data)
     known = to_plain(fields(record.key))
@@ -313,17 +313,17 @@ def item_of(reader: Reader, key: str, data: bytes) -> Item:
         key=key,
         data=data,
         size=len(data),
-        place=name.place,
-        model=name.model,
+        place=name.record_key,
+        model=record.key.model[:12],
         id=name.id,
         batch=name.batch,
-        target=name.target,
-        origin=name.origin,
+        target=name.target[0],
+        origin=name.target[1],
         called=record.target.name,
         file=record.target.name.partition(":")[0],
         code=record.target.code,
         family=record.family,
-        command=command_part(record.key.task.command),
+        command=command_digest(record.key.task.command),
         device=record.key.environment.device.name,
         fields=json.dumps(known),
         terms=terms_of(known),

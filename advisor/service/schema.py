@@ -28,7 +28,7 @@ class Item(Base):
         speedup: of the loop's winner. All from `target` to `created` is empty of marks.
         trust: one of `records.TRUSTS`; `framework`: the libraries that the model's classes are of.
         code: of the target, as `cache.record.Target` has it; `family` as the record has it;
-            `command` as `command_part`.
+            `command` as `command_digest`.
         device: its name; `fields` every field of the record's key, as JSON; `terms` their digest,
             see `terms_of`.
         created: when it was measured, in Unix seconds; `stored` when it came here.

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from advisor.cache.codec import FORMAT, decode, encode, enveloped, from_plain, plain, to_plain
+from advisor.cache.codec import FORMAT, decode, encode, from_plain, make_envelope, to_plain
 from advisor.cache.config import Config
 from advisor.cache.record import OUTCOMES, STAGES, Choice, Measurement, Record, Trial
-from advisor.cache.seal import Seal
+from advisor.cache.seal import KeyRing
 from advisor.errors import RecordDamaged
 from tests.cache.examples import choice, record
 from tests.cache.test_config import configs
@@ -79,7 +79,7 @@ EXAMPLE = encode(record())
 @given(records)
 def test_round_trip(one: Record) -> None:
     assert decode(encode(one)) == one
-    assert from_plain(Record, json.loads(json.dumps(plain(one)))) == one
+    assert from_plain(Record, json.loads(json.dumps(to_plain(one)))) == one
 
 
 @given(measurements)
@@ -111,7 +111,7 @@ def test_cut_bytes_are_damaged(length: int) -> None:
 
 
 def enclosed(content: object, **changes: object) -> bytes:
-    envelope = msgpack.unpackb(enveloped(msgpack.packb(content)))
+    envelope = msgpack.unpackb(make_envelope(msgpack.packb(content)))
     return msgpack.packb(envelope | changes)  # type: ignore[no-any-return]
 
 
@@ -137,23 +137,23 @@ MEASUREMENT = "trials.1.measurement"
     ("change", "says"),
     [
         (drop("target"), "record: Object missing required field `target`"),
-        (put("baseline.batch", True), r"baseline\.batch: expected an integer, got True"),
+        (put("baseline.batch", True), r"baseline\.batch: expected an integer"),
         (
             put("baseline.batch", 0),
-            r"record\.baseline\.batch: expected an integer >= 1, got 0",
+            r"record\.baseline\.batch: expected an integer >= 1",
         ),
         (put("key.task.shapes", [[3, "x"]]), r"key\.task\.shapes\[0\]\[1\]: expected an integer"),
         (put("key.task.shapes", [[-3, 3]]), "each number from 1"),
         (put("key.task.deterministic", 1), "expected true or false"),
         (
             put(f"{MEASUREMENT}.outcome", "splendid"),
-            r"trials\[1\]\.measurement\.outcome: expected .*ok.*splendid",
+            r"trials\[1\]\.measurement\.outcome: expected .*ok",
         ),
         (
             put(f"{MEASUREMENT}.low", float("inf")),
-            r"measurement\.low: expected a number <= 1.*, got inf",
+            r"measurement\.low: expected a number <= 1",
         ),
-        (put(f"{MEASUREMENT}.low", "fast"), "expected a number, got 'fast'"),
+        (put(f"{MEASUREMENT}.low", "fast"), "expected a number, got text"),
         (put("input", {"a": [1]}), r"record\.input: config value a"),
         (put("baseline", None), r"record\.baseline: expected a map"),
         (put("target.name", "x" * (2**16 + 1)), "not msgpack"),
@@ -161,7 +161,7 @@ MEASUREMENT = "trials.1.measurement"
     ],
 )
 def test_names_what_is_wrong(change: Callable[[dict[str, Any]], None], says: str) -> None:
-    content = plain(record())
+    content = to_plain(record())
     change(content)
     with pytest.raises(RecordDamaged, match=says):
         decode(enclosed(content))
@@ -173,19 +173,19 @@ def test_names_what_is_wrong(change: Callable[[dict[str, Any]], None], says: str
         ({"format": FORMAT + 1}, f"newer than {FORMAT}.*upgrade advisor"),
         ({"format": FORMAT - 1}, f"format {FORMAT - 1} is no longer read"),
         ({"format": "1"}, "format: missing"),
-        ({"record": [1]}, "expected bytes in its envelope"),
+        ({"record": [1]}, "envelope.record: expected"),
         ({"record": b"\x80"}, "do not match their checksum"),
         ({"sha256": b""}, "do not match their checksum"),
-        ({"sha256": None}, "do not match their checksum"),
+        ({"sha256": None}, "envelope.sha256: expected"),
     ],
 )
 def test_names_what_is_wrong_with_the_envelope(changes: dict[str, object], says: str) -> None:
     with pytest.raises(RecordDamaged, match=says):
-        decode(enclosed(plain(record()), **changes))
+        decode(enclosed(to_plain(record()), **changes))
 
 
 def test_tolerates() -> None:
-    content = plain(record())
+    content = to_plain(record())
     content["unknown"] = [1]
     content["baseline"]["speedup"] = 1  # an integer where a number is asked
     del content["trials"][0]["measurement"]["gpu_s"]  # has a default
@@ -193,7 +193,7 @@ def test_tolerates() -> None:
 
 
 def test_what_a_newer_version_wrote_survives() -> None:
-    content = plain(record())
+    content = to_plain(record())
     content["later"] = {"deep": [1, 2]}
     content["provenance"]["cluster"] = "eu"
     content["baseline"]["watts"] = 500
@@ -222,24 +222,24 @@ def test_what_is_too_large_is_thinned_out() -> None:
     assert slow.number not in [trial.number for trial in found.trials]
 
 
-SEAL = Seal(b"a secret of a team", required=True)
+KEYRING = KeyRing(b"a secret of a team", required=True)
 
 
 def test_signed() -> None:
-    signed = encode(record(), SEAL)
-    assert decode(signed, SEAL) == record()
+    signed = encode(record(), KEYRING)
+    assert decode(signed, KEYRING) == record()
     assert decode(signed) == record()
-    other = Seal(b"the secret of another", required=True)
-    for data, seal, says in (
-        (EXAMPLE, SEAL, "not signed"),
+    other = KeyRing(b"the secret of another", required=True)
+    for data, keyring, says in (
+        (EXAMPLE, KEYRING, "not signed"),
         (signed, other, "signed with another secret"),
     ):
         with pytest.raises(RecordDamaged, match=says):
-            decode(data, seal)
+            decode(data, keyring)
     envelope = msgpack.unpackb(signed)
-    forged = enclosed(plain(replace(record(), stale="no longer")), hmac=envelope["hmac"])
+    forged = enclosed(to_plain(replace(record(), stale="no longer")), hmac=envelope["hmac"])
     with pytest.raises(RecordDamaged, match="changed since"):
-        decode(forged, SEAL)
+        decode(forged, KEYRING)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_greedy_bytes_take_no_memory(data: bytes) -> None:
 
 
 def test_what_could_not_be_read_is_not_written() -> None:
-    with pytest.raises(RecordDamaged, match="speedup: expected a number >= 1e-06, got nan"):
+    with pytest.raises(RecordDamaged, match="speedup: expected a number >= 1e-06"):
         encode(replace(record(), baseline=choice(speedup=float("nan"))))
     with pytest.raises(RecordDamaged, match="cannot be stored"):
         encode(replace(record(), trials=(replace(record().trials[0], number=2**70),)))
@@ -287,7 +287,7 @@ def test_what_could_not_be_read_is_not_written() -> None:
     ],
 )
 def test_what_contradicts_itself_is_refused(path: str, value: object, says: str) -> None:
-    content = plain(record())
+    content = to_plain(record())
     put(path, value)(content)
     with pytest.raises(RecordDamaged, match=says):
         decode(enclosed(content))

@@ -310,10 +310,10 @@ def used(team: Team) -> int:
         data = encode(one)
         team.ask("PUT", f"/api/records/{quote(Name.of(one, data).text)}", data)
     rows = [
-        ("NVIDIA H200", name.place, "ab" * 6, "exact", 1200),
-        ("NVIDIA H200", name.place, "ab" * 6, "stale", 90),
+        ("NVIDIA H200", name.record_key, "ab" * 6, "exact", 1200),
+        ("NVIDIA H200", name.record_key, "ab" * 6, "stale", 90),
         ("NVIDIA B200", "", "cd" * 6, "miss", 40),
-        ("NVIDIA L40S", name.place, "ab" * 6, "nearest", 25),
+        ("NVIDIA L40S", name.record_key, "ab" * 6, "nearest", 25),
         ("NVIDIA L40S", "", "ab" * 6, "miss", 7),
     ]
     names, today = ("device", "place", "model", "outcome", "count"), int(time.time() // 86_400)

@@ -12,7 +12,7 @@ from fastapi import HTTPException
 from sqlalchemy import select, update
 
 from advisor.cache.reader import Reader
-from advisor.cache.seal import UNSEALED
+from advisor.cache.seal import NO_KEYS
 from advisor.jobs.spec import JobSpec
 from advisor.opening import refusal
 from advisor.service import attempts, jobs
@@ -360,7 +360,7 @@ def test_a_loop_that_does_not_come_round_is_seen(team: Team) -> None:
     clock, hung = Clock(), threading.Event()
     slow = Loop("reconciler", 30.0, lambda: bool(hung.wait()) or None, now=clock)
     slow.start()
-    app = Service(team.database, Reader(UNSEALED, refusal), loops=[slow])
+    app = Service(team.database, Reader(NO_KEYS, refusal), loops=[slow])
     assert healthz(app) == readyz(app) == {"status": "ok"}
     clock.now += LATE_PERIODS * 30.0 + 1
     for route in (healthz, readyz):
@@ -378,7 +378,7 @@ def test_an_unforeseen_exception_ends_no_loop(
 ) -> None:
     made = Made()
     reconciler = Reconciler(team.database, [made], HERE)
-    app = Service(team.database, Reader(UNSEALED, refusal), loops=[reconciler.loop])
+    app = Service(team.database, Reader(NO_KEYS, refusal), loops=[reconciler.loop])
     number = team.submit(gpus=0)
     with monkeypatch.context() as broken:
         broken.setattr(made, "start", lambda _start: {}["nobody foresaw it"])

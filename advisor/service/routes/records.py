@@ -53,7 +53,7 @@ def self_(here: Here, caller: Reads) -> dict[str, Any]:
 
 
 class Looked(Strict):
-    """What a lookup is narrowed and ordered by; see `cache.reader.Sought.question`."""
+    """What a lookup is narrowed and ordered by; see `cache.reader.RecordFilter.questions`."""
 
     model: str = Field("", pattern=r"^[0-9a-f]{12,128}$|^$")
     target: Part = ""
