@@ -177,8 +177,8 @@ def test_workers_of_the_script_are_set_at_a_start_of_its_own(
     [
         ("batch=--bs", "map: with --bs 8 it ended with exit code 2: train.py: error: unrec"),
         ("batch=--workers", "map: with --workers 8 a step has 4 samples, not 8"),
-        ("batch", "map 'batch': expected KNOB=OPTION, e.g. batch=--batch-size"),
-        ("width=--width", "map 'width': expected one of batch, num_workers"),
+        ("batch", "map ('batch',): expected KNOB=OPTION, e.g. batch=--batch-size"),
+        ("width=--width", "map ('width=--width',): expected KNOB=OPTION, e.g. batch=--batch-size"),
     ],
 )
 def test_what_is_no_such_option(folder: Path, option: str, said: str) -> None:
