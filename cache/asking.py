@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from advisor.cache.reader import Listing, Markers, StoredRecord, united
+from advisor.cache.reader import Listing, StoredRecord, united
 from advisor.cache.records import Records
 from advisor.cache.stores import Remote, Store
 from advisor.cache.stores.timeout import run_with_timeout
@@ -28,9 +28,8 @@ _LEAST_S = 0.01
 MOST_TOLD = 8
 """Of the records of one store that may not be used."""
 
-Read = Callable[[Store, Markers], Listing]
-"""How a store is read: `Records.look_into` with what is looked for. `Markers` are of the stores
-before it."""
+Read = Callable[[Store], Listing]
+"""How a store is read: `Records.look_into` with what is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +75,6 @@ def ask(
     """
     until = time.monotonic() + deadline_s
     said: Said[C] = Said()
-    marks: Markers = {}
     behind: list[Store] = []
     for store in records.stores:
         began = time.perf_counter()
@@ -85,7 +83,7 @@ def ask(
             if store is not records.stores[-1]:
                 seconds /= 2  # for those behind it, where it hangs
             keep = functools.partial(_keep, records, choose)
-            listing = _one(store, functools.partial(read, store, marks), seconds, keep)
+            listing = _one(store, functools.partial(read, store), seconds, keep)
         except StoreError as exc:
             said.failed.append(exc)
             said.stores.append((store.url, str(exc).removeprefix(f"cache {store.url}: ")))

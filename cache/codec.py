@@ -55,17 +55,11 @@ T = TypeVar("T")
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """An encoded record or marker with its checksum and, if it is signed, its signature."""
+    """An encoded record with its checksum and, if it is signed, its signature."""
 
     record: bytes
     sha256: bytes
     hmac: bytes = b""
-
-
-class StaleReason(msgspec.Struct, frozen=True):
-    """What a stale marker holds: why a record is stale, '' if it is not."""
-
-    stale: str
 
 
 def encode(record: Record, keyring: KeyRing = NO_KEYS, *, revises: bytes = b"") -> bytes:
@@ -112,23 +106,6 @@ def decode_signed(data: bytes, keyring: KeyRing = NO_KEYS) -> tuple[Record, bool
     record = from_plain(Record, unpack(payload))
     check_consistency(record)
     return record, signed
-
-
-def encode_stale(reason: str, keyring: KeyRing) -> bytes:
-    """The content of a stale marker."""
-    return make_envelope(_pack({"stale": line(reason)}), keyring)
-
-
-def decode_stale(data: bytes, keyring: KeyRing) -> str:
-    """The reason in a stale marker.
-
-    Raises:
-        RecordDamaged: it is no marker, or none of the keys signed it.
-    """
-    payload, signed = open_envelope(data, keyring)
-    if not signed:
-        raise RecordDamaged("mark: not signed by you or your team; refused")
-    return from_plain(StaleReason, unpack(payload)).stale
 
 
 def make_envelope(payload: bytes, keyring: KeyRing = NO_KEYS) -> bytes:
@@ -314,3 +291,4 @@ def _texts(data: object) -> set[str]:
 
 
 describe(Record)
+describe(Envelope)

@@ -6,14 +6,12 @@ each signature stays its owner's.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from advisor.cache.codec import open_envelope
-from advisor.cache.name import Name, StaleMarker, parse_key, ranked
+from advisor.cache.name import Name, ranked
 from advisor.cache.reader import AT_ONCE, Reader
 from advisor.cache.record import Record
 from advisor.cache.records import Records
@@ -22,13 +20,13 @@ from advisor.cache.stores import Store
 from advisor.cache.stores.pack import read, write
 from advisor.errors import RecordDamaged, StoreError, Unauthorized
 
-Outcome = Literal["added", "updated", "older", "marked", "known", "refused"]
+Outcome = Literal["added", "updated", "older", "known", "refused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
     """What became of one record: 'added' is of a key that was not there, 'updated' counts from now
-    on, 'older' was kept beside one that counts more, 'marked' is a mark on one, 'known' was there.
+    on, 'older' was kept beside one that counts more, 'known' was there.
     `reason`: why refused."""
 
     name: str
@@ -45,38 +43,26 @@ def carry(
 ) -> Iterator[Carried]:
     """Put what may be used of a source into a store, one after another; what became of each.
 
-    Markers follow the records that they are on.
-
     Raises:
         StoreError: the store cannot be read or written; the source cannot be read on.
     """
     there: dict[str, list[Name]] = {}
     for name in records.names(store):
         there.setdefault(name.record_key, []).append(name)
-    marks: list[tuple[StaleMarker, bytes]] = []
-    taken: set[str] = set()
     for text, data in source:
         try:
-            if mark := StaleMarker.parse(text):
-                marks.append((mark, sound_mark(mark, data)))
-                continue
             record, name, data = sound(records, text, data)
         except RecordDamaged as exc:
             yield Carried(name=text, outcome="refused", reason=str(exc))
             continue
         if not wanted(record):
             continue
-        taken.add(name.record_key)
         try:
             outcome = _put(store, name, data, there.setdefault(name.record_key, []))
         except RecordDamaged as exc:  # as a server of another version says
             yield Carried(name=text, outcome="refused", reason=str(exc))
             continue
         yield Carried(name=name.text, outcome=outcome, target=record.target.name)
-    for mark, data in marks:
-        if mark.record_key in taken and store.get_many([mark.text]).get(mark.text) != data:
-            store.put(mark.text, data)
-            yield Carried(name=mark.text, outcome="marked")
 
 
 def _put(store: Store, name: Name, data: bytes, known: list[Name]) -> Outcome:
@@ -108,20 +94,6 @@ def sound(reader: Reader, text: str, data: bytes | RecordDamaged) -> tuple[Recor
     if isinstance(data, RecordDamaged):
         raise data
     return reader.read(name, data), name, data
-
-
-def sound_mark(mark: StaleMarker, data: bytes | RecordDamaged) -> bytes:
-    """The bytes of a mark, if they are what its name says.
-
-    Raises:
-        RecordDamaged: why not.
-    """
-    if isinstance(data, RecordDamaged):
-        raise data
-    open_envelope(data)
-    if hashlib.sha256(data).hexdigest()[: len(mark.digest)] != mark.digest:
-        raise RecordDamaged(f"mark on {mark.record_id}: it is not what its name says; refused")
-    return data
 
 
 def carry_artifacts(
@@ -160,8 +132,8 @@ def carry_artifacts(
 
 
 def contents(store: Store) -> Iterator[tuple[str, bytes | RecordDamaged]]:
-    """Every version of every record in a store, and every mark."""
-    names = [text for text in store.keys() if parse_key(text)]
+    """Every version of every record in a store."""
+    names = [text for text in store.keys() if Name.parse(text)]
     for start in range(0, len(names), AT_ONCE):
         yield from store.get_many(names[start : start + AT_ONCE]).items()
 
@@ -169,7 +141,7 @@ def contents(store: Store) -> Iterator[tuple[str, bytes | RecordDamaged]]:
 def export(
     records: Records, path: Path, wanted: Callable[[Record], bool] = lambda _record: True
 ) -> tuple[int, list[str]]:
-    """Write the records that count into a pack, with their marks and all their targets' names: how
+    """Write the records that count into a pack, with all their targets' names: how
     many, and a line for each that cannot be read.
 
     Raises:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from advisor.cache.artifacts import Artifacts, Label, bare_reason, compiled_digest
 from advisor.cache.match import place_of
-from advisor.cache.name import Name, StaleMarker, StoreKey, parse_key, ranked
-from advisor.cache.reader import Markers, grouped, stale_by_marker
+from advisor.cache.name import Name, StoreKey, ranked
+from advisor.cache.reader import grouped
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.shown import size
@@ -68,22 +68,12 @@ def garbage(records: Records, store: Store) -> list[Garbage]:
 
 def _versions(records: Records, store: Store) -> Iterator[tuple[StoreKey, str]]:
     """Damaged versions; versions behind one of at least their effort under the same target's name;
-    markers that a newer one replaces or whose version is gone; records of an earlier driver."""
-    texts = store.keys()
-    keys = [key for text in texts if (key := parse_key(text, records.keyring))]
-    markers: Markers = {}
-    records.add_markers(markers, store, texts)
-    versions = {(key.record_key, key.digest) for key in keys if isinstance(key, Name)}
-    for key in keys:
-        if not isinstance(key, StaleMarker) or not key.trusted:
-            continue
-        if markers[key.marked][0] != key or key.marked not in versions:
-            yield key, "superseded"
+    records of an earlier driver."""
     counting: list[tuple[Name, Record]] = []
-    own = [key for key in keys if isinstance(key, Name) and key.trusted]
+    own = [name for name in records.names(store) if name.trusted]
     for group in grouped(own, lambda name: (name.record_key, name.target)).values():
         first: Name | None = None
-        for name in ranked(group, stale_by_marker(group, markers)):
+        for name in ranked(group):
             if first is not None:
                 if name.effort <= first.effort:
                     yield name, "superseded"

@@ -8,16 +8,13 @@ A name ends in a tag that only the owner of a signing key can make (see `seal`).
 their team signed comes first, whatever others claim. Among the rest of each side, fresh versions
 come before stale ones, then more effort before less, then newer before older. So two readers may
 prefer different versions, and nobody can hide another's work.
-
-To call somebody else's version stale, a small signed marker is put beside it. It counts for
-whoever signed it and their team.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
@@ -27,7 +24,6 @@ from advisor.cache.record import EFFORTS, Record, Target
 from advisor.cache.seal import NO_KEYS, KeyRing
 
 PREFIX = "record/"
-MARKERS = "mark/"
 _HEX = r"([0-9a-f]{12})"
 _TIME = r"([0-9a-f]{14})"
 _BATCH = r"([1-9][0-9]{0,9})"
@@ -35,7 +31,6 @@ _TAG = rf"(?:\.{_HEX})?"
 _NAME = re.compile(
     rf"{PREFIX}{_HEX}/{_HEX}/{_HEX}/{_HEX}/{_BATCH}/([0-9])(s?)\.{_TIME}\.{_TIME}\.{_HEX}{_TAG}"
 )
-_MARKER = re.compile(rf"{MARKERS}({_HEX}/{_HEX}/{_BATCH})/{_HEX}/([sf])\.{_TIME}\.{_HEX}{_TAG}")
 TARGET, ORIGIN = slice(20, 32), slice(33, 45)
 """Where a name has the digests of its target and origin, to filter thousands of names fast."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -128,44 +123,6 @@ class Name(StoreKey, frozen=True, kw_only=True):
         return name
 
 
-class StaleMarker(StoreKey, frozen=True, kw_only=True):
-    """mark/MODEL/ID/BATCH/DIGEST/s.TIME.DIGEST[.TAG]: says that the version with the first digest
-    is stale, or with f for s that it is not, whatever the version itself says."""
-
-    version: str
-    stale: bool
-    made: int
-    digest: str
-
-    @property
-    def marked(self) -> tuple[str, str]:
-        """Record key and digest of the version that is marked."""
-        return self.record_key, self.version
-
-    @classmethod
-    def parse(cls, text: str, keyring: KeyRing = NO_KEYS) -> StaleMarker | None:
-        """The marker that a store's key is, or None."""
-        found = _MARKER.fullmatch(text)
-        if not found:
-            return None
-        record_key, _model, _id, _batch, version, stale, made, digest, tag = found.groups()
-        return cls(
-            text=text,
-            record_key=record_key,
-            trusted=bool(tag) and keyring.trusts(text),
-            version=version,
-            stale=stale == "s",
-            made=int(made, 16),
-            digest=digest,
-        )
-
-    @staticmethod
-    def text_of(name: Name, stale: bool, seconds: float, data: bytes, keyring: KeyRing) -> str:
-        """The key of a marker on a version; `data` is its encoded reason."""
-        version = f"{MARKERS}{name.record_key}/{name.digest}"
-        return keyring.tagged(f"{version}/{'fs'[stale]}.{_time(seconds)}.{_digest(data)}")
-
-
 def record_key(record: Record) -> str:
     """MODEL/ID/BATCH, as in `StoreKey`."""
     return f"{record.key.model[:12]}/{record.key.id}/{record.batch}"
@@ -207,15 +164,12 @@ def _time(seconds: float) -> str:
     return f"{min(max(0, int(seconds * 1e6)), 2**56 - 1):014x}"
 
 
-def ranked(names: Iterable[Name], stale: Mapping[str, bool] | None = None) -> list[Name]:
+def ranked(names: Iterable[Name]) -> list[Name]:
     """Versions of one record, the one that counts first; the top of this file has the order.
 
     Of several revisions of one measurement, the last one comes first.
-
-    Args:
-        stale: what a marker says of a version, by the name's text.
     """
-    names, marked = list(names), stale or {}
+    names = list(names)
     last: dict[tuple[object, ...], int] = {}
     for name in names:
         group = (*_side(name), name.created)
@@ -224,7 +178,7 @@ def ranked(names: Iterable[Name], stale: Mapping[str, bool] | None = None) -> li
     def order(name: Name) -> tuple[object, ...]:
         side = _side(name)
         is_last = name.revised == last[*side, name.created]
-        fresh = not marked.get(name.text, name.stale)
+        fresh = not name.stale
         return *side, is_last, fresh, name.effort, name.created, name.revised, name.digest
 
     return sorted(names, key=order, reverse=True)
@@ -234,8 +188,3 @@ def _side(name: Name) -> tuple[bool, bool]:
     """Whether the reader signed it, and whether its times are possible."""
     times = [name.created, *([name.revised] if name.revised else [])]
     return name.trusted, all(is_moment(one / 1e6) for one in times)
-
-
-def parse_key(text: str, keyring: KeyRing = NO_KEYS) -> Name | StaleMarker | None:
-    """The name or the marker that a store's key is, or None."""
-    return Name.parse(text, keyring) or StaleMarker.parse(text, keyring)

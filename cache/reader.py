@@ -1,6 +1,6 @@
 """Read one store: for each record, the version that counts for the reader.
 
-Names and markers tell which version that is (see `name`). Only that one is fetched, and the next
+Names tell which version that is (see `name`). Only that one is fetched, and the next
 one only if it is damaged.
 """
 
@@ -15,16 +15,14 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from advisor.cache.codec import decode_signed, decode_stale, to_plain
+from advisor.cache.codec import decode_signed, to_plain
 from advisor.cache.key import Key, fields
 from advisor.cache.match import Query
 from advisor.cache.name import (
-    MARKERS,
     ORIGIN,
     PREFIX,
     TARGET,
     Name,
-    StaleMarker,
     StoreKey,
     command_digest,
     ranked,
@@ -35,7 +33,7 @@ from advisor.cache.record import Record
 from advisor.cache.seal import NO_KEYS, KeyRing
 from advisor.cache.stores import Narrowing, Store
 from advisor.cache.stores.timeout import check_deadline
-from advisor.errors import RecordDamaged, StoreError
+from advisor.errors import RecordDamaged
 
 Check = Callable[[Record], str]
 """Returns what is wrong with a record that the cache cannot know, as a knob's domain; or ''."""
@@ -57,8 +55,8 @@ class StoredRecord(Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: of the version that counts.
-        texts: the keys to copy so that another store has the same: the version, the marker on it,
-            and the version under the target's name if that is another one.
+        texts: the keys to copy so that another store has the same: the version, and the one under
+            the target's name if that is another one.
         trusted: the reader or their team measured and signed it.
     """
 
@@ -80,10 +78,6 @@ class Listing(Struct, frozen=True, kw_only=True):
     held: tuple[StoredRecord, ...]
     damaged: tuple[str, ...]
     left: frozenset[str] = frozenset()
-
-
-Markers = dict[tuple[str, str], tuple[StaleMarker, Store]]
-"""The newest trusted marker on each version, by `StaleMarker.marked`, and its store."""
 
 
 class CurrentFile(Struct, frozen=True, kw_only=True):
@@ -199,13 +193,8 @@ class Reader:
         self.keyring = keyring
         self._check = check
 
-    def look_into(
-        self, store: Store, wanted: RecordFilter = EVERYTHING, markers: Markers | None = None
-    ) -> Listing:
+    def look_into(self, store: Store, wanted: RecordFilter = EVERYTHING) -> Listing:
         """What one store has of what is wanted.
-
-        Args:
-            markers: those of the stores before it; this one's are added.
 
         Raises:
             StoreError: the store cannot be read.
@@ -215,11 +204,9 @@ class Reader:
             texts = [*dict.fromkeys(itertools.chain.from_iterable(asked))]
         else:
             texts = [] if wanted.origins == frozenset() else store.keys()
-        markers = {} if markers is None else markers
-        self.add_markers(markers, store, texts)
-        look = _Look(self, store, wanted.digests, markers)
+        look = _Look(self, store, wanted.digests)
         versions, left = wanted.limited(self._versions(texts, wanted))
-        orders = [ranked(names, stale_by_marker(names, markers)) for names in versions]
+        orders = list(map(ranked, versions))
         for start in range(0, len(orders), AT_ONCE):
             look.take(orders[start : start + AT_ONCE])
         return Listing(
@@ -246,24 +233,6 @@ class Reader:
             if name is not None and (keys is None or name.record_key in keys):
                 found.append(name)
         return grouped(found, lambda name: name.record_key)
-
-    def add_markers(self, markers: Markers, store: Store, texts: Iterable[str]) -> None:
-        """Add the trusted markers among a store's keys, unless a newer one is there."""
-        for text in texts:
-            marker = StaleMarker.parse(text, self.keyring) if text.startswith(MARKERS) else None
-            if marker is None or not marker.trusted:
-                continue
-            known = markers.get(marker.marked)
-            if known is None or (known[0].made, known[0].digest) < (marker.made, marker.digest):
-                markers[marker.marked] = marker, store
-
-    def reason(self, marker: StaleMarker, store: Store) -> str | None:
-        """Why a version is stale, '' if it is not; None if the marker cannot be read."""
-        try:
-            data = store.get(marker.text)
-            return None if data is None else decode_stale(data, self.keyring)
-        except StoreError:
-            return None
 
     def is_ours(self, key: StoreKey) -> bool:
         """Whether the reader or their team wrote it; for a reader without any key, all are."""
@@ -305,12 +274,10 @@ def _checked(data: bytes, keyring: KeyRing, check: Check) -> tuple[Record, bool,
 class _Look:
     """One look into a store. `digests`: as `RecordFilter.digests`."""
 
-    def __init__(
-        self, reader: Reader, store: Store, digests: frozenset[str] | None, markers: Markers
-    ) -> None:
+    def __init__(self, reader: Reader, store: Store, digests: frozenset[str] | None) -> None:
         self.held: list[StoredRecord] = []
         self.damaged: list[str] = []
-        self._reader, self._store, self._digests, self._markers = reader, store, digests, markers
+        self._reader, self._store, self._digests = reader, store, digests
         self._fetched: dict[str, bytes | RecordDamaged | None] = {}
 
     def take(self, orders: Sequence[Sequence[Name]]) -> None:
@@ -363,17 +330,14 @@ class _Look:
                 break
 
     def _add(self, name: Name, record: Record, trusted: bool, *texts: str) -> None:
-        """Add a version, stale or not as the marker on it says."""
-        texts = (name.text, *texts)
-        if found := self._markers.get((name.record_key, name.digest)):
-            marker, store = found
-            reason = self._reader.reason(marker, store)
-            if reason is not None and bool(reason) == marker.stale:
-                record = dataclasses.replace(record, stale=reason)
-            if store is self._store:
-                texts = (*texts, marker.text)
         self.held.append(
-            StoredRecord(record=record, name=name, store=self._store, texts=texts, trusted=trusted)
+            StoredRecord(
+                record=record,
+                name=name,
+                store=self._store,
+                texts=(name.text, *texts),
+                trusted=trusted,
+            )
         )
 
 
@@ -396,15 +360,8 @@ def once(held: Iterable[StoredRecord]) -> dict[str, StoredRecord]:
 
 def _counting(several: Sequence[StoredRecord]) -> list[StoredRecord]:
     """The version of a record that counts, under each name that it has here."""
-    stale = {one.name.text: bool(one.record.stale) for one in several}
-    first = ranked([one.name for one in several], stale)[0]
+    first = ranked(one.name for one in several)[0]
     return [one for one in several if one.name.text == first.text]
-
-
-def stale_by_marker(names: Iterable[Name], markers: Markers) -> dict[str, bool]:
-    """Whether markers call versions stale, by the text of their names."""
-    found = ((name, markers.get((name.record_key, name.digest))) for name in names)
-    return {name.text: marker[0].stale for name, marker in found if marker}
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from advisor.cache.artifacts import Artifacts
-from advisor.cache.codec import decode, encode, encode_stale
+from advisor.cache.codec import decode, encode
 from advisor.cache.key import Key
 from advisor.cache.match import Kin, kin
-from advisor.cache.name import Name, StaleMarker, StoreKey, parse_key, record_id, record_key
+from advisor.cache.name import Name, StoreKey, record_id, record_key
 from advisor.cache.reader import (
     EVERYTHING,
     Check,
-    Markers,
     Reader,
     RecordFilter,
     StoredRecord,
@@ -99,8 +96,7 @@ class Records(Reader):
         self.damaged = []
         left: set[str] = set()
         found: list[StoredRecord] = []
-        markers: Markers = {}
-        for _, listing in self.of_each(lambda store: self.look_into(store, wanted, markers)):
+        for _, listing in self.of_each(lambda store: self.look_into(store, wanted)):
             self.damaged += listing.damaged
             found += listing.held
             left |= listing.left
@@ -165,30 +161,28 @@ class Records(Reader):
             raise RecordDamaged("; ".join(self.damaged))
         return next(iter(found.values()))
 
-    def named(self, id_prefix: str | None = None) -> list[tuple[Store, StoreKey]]:
-        """Every version, readable or not, of the one record that a text names as for `get`, and
-        the markers on them; of all records for None. `unreachable`: stores that were not listed.
+    def named(self, id_prefix: str | None = None) -> list[tuple[Store, Name]]:
+        """Every version, readable or not, of the one record that a text names as for `get`; of all
+        records for None. `unreachable`: stores that were not listed.
 
         Raises:
             UsageError: no record is named so, or several are.
         """
         start, batch = ("", None) if id_prefix is None else _id(id_prefix)
-        found: list[tuple[Store, StoreKey]] = []
+        found: list[tuple[Store, Name]] = []
         for store, texts in self.of_each(lambda store: store.keys(), needs_one=False):
-            for key in filter(None, (parse_key(text, self.keyring) for text in texts)):
-                id, _, at = key.record_id.partition("@")
-                if id.startswith(start) and batch in (None, int(at)):
-                    found.append((store, key))
+            for name in filter(None, map(Name.parse, texts)):
+                if name.id.startswith(start) and batch in (None, name.batch):
+                    found.append((store, name))
         if id_prefix is not None:
-            _check_one({key.record_id for _store, key in found}, id_prefix)
+            _check_one({name.record_id for _store, name in found}, id_prefix)
         return found
 
     def put(self, record: Record, *, revises: Record | None = None) -> Store:
         """Keep it in the first store that can be written; returns that store.
 
         A signature says that its owner measured what is in a record. So a revision is signed only
-        if what it revises was. If somebody else's record is found stale, or fresh again, a signed
-        marker is put beside it; any other revision of it is kept without a signature.
+        if the reader's keys signed what it revises.
 
         Args:
             revises: what it was made of: fields of a newer version of advisor in it stay. The same
@@ -200,13 +194,6 @@ class Records(Reader):
         self.keyring = self.keyring.ready()
         before = None if revises is None else self._stored(revises)
         is_own = revises is None or (before is not None and before.trusted)
-        if revises is not None and before is not None and not is_own and self.keyring.signs:
-            same = dataclasses.replace(record, stale=revises.stale, revised=revises.revised)
-            if same == revises:
-                data = encode_stale(record.stale, self.keyring)
-                made, stale = record.revised or time.time(), bool(record.stale)
-                text = StaleMarker.text_of(before.name, stale, made, data, self.keyring)
-                return self._put(text, data)
         keyring = self.keyring if is_own else NO_KEYS
         there = b"" if before is None else before.store.get(before.name.text) or b""
         data = encode(record, keyring, revises=there)

@@ -55,7 +55,7 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=True):
     kind: kinds.Kind[Any]
     help: str
     keyword: str = ""
-    option: str | None = None
+    option: str = "--"
     switches: Mapping[str, Any] = {}
     decides: bool = True
     asked: bool = True
@@ -88,7 +88,8 @@ def rows(cls: Hashable) -> dict[str, FieldSpec]:
     for field in dataclasses.fields(cast(Any, cls)):
         if known := field.metadata.get(_KEY):
             keyword = known.keyword or field.name
-            option = "--" + keyword.replace("_", "-") if known.option is None else known.option
+            own = "--" + keyword.replace("_", "-")
+            option = own if known.option == "--" else known.option
             found[field.name] = msgspec.structs.replace(
                 known, name=field.name, keyword=keyword, option=option
             )

@@ -12,7 +12,7 @@ import click
 from advisor import sharing
 from advisor.cache.artifacts import OTHER_KEY, Label
 from advisor.cache.exchange import Carried
-from advisor.cache.name import Name, StaleMarker
+from advisor.cache.name import Name
 from advisor.cache.shown import size
 from advisor.cache.stores.url import without_password
 from advisor.cli.options import DONE, FAILED, cache_option, json_option
@@ -78,7 +78,7 @@ def _carried(rows: Iterable[Carried], as_json: bool, where: str) -> int:
         listed.append({"name": row.name, "outcome": row.outcome, "reason": row.reason})
         if as_json or row.outcome == "known":
             continue
-        name = Name.parse(row.name) or StaleMarker.parse(row.name) or Label.parse(row.name)
+        name = Name.parse(row.name) or Label.parse(row.name)
         id = name.record_id if name else ascii(row.name[:60])
         what = f"{id}  {row.target or row.reason}"
         click.echo(f"{row.outcome:<8} {what}", err=row.outcome == "refused")

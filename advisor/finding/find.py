@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from advisor.cache.asking import Chosen, Said, ask
 from advisor.cache.match import MISS, Match, Query
-from advisor.cache.reader import CurrentFile, Listing, Markers, RecordFilter, StoredRecord
+from advisor.cache.reader import CurrentFile, Listing, RecordFilter, StoredRecord
 from advisor.cache.records import Records
 from advisor.cache.stores import Store
 from advisor.errors import NoRecord, TargetError
@@ -45,8 +45,8 @@ def find(records: Records, request: Request, meant: Meant, query: Query) -> Said
     """
     sought = _sought(request, meant, query)
 
-    def read(store: Store, marks: Markers) -> Listing:
-        return records.look_into(store, sought, marks)
+    def read(store: Store) -> Listing:
+        return records.look_into(store, sought)
 
     def choose(held: Sequence[StoredRecord]) -> Outcome:
         ours = [one for one in held if records.is_ours(one.name)]

@@ -15,10 +15,10 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from advisor.cache.codec import to_plain
-from advisor.cache.exchange import sound, sound_mark
+from advisor.cache.exchange import sound
 from advisor.cache.key import as_fields, completed, fields, terms_of
 from advisor.cache.match import Kind, Standing, kind_of, relation, standing
-from advisor.cache.name import StaleMarker, command_digest
+from advisor.cache.name import command_digest
 from advisor.cache.reader import Reader
 from advisor.cache.record import Record
 from advisor.cache.stores.store import MAX_BYTES, Store
@@ -42,8 +42,6 @@ MOST_FETCHED = 2**24
 """Bytes of records that were asked for by their keys, in one answer."""
 MOST_LISTED = 10_000
 """Keys on one page."""
-MOST_MARK = 2**14
-"""Bytes of a mark."""
 _MOST_ALIKE, _MOST_FOUND = 1000, 4 * MOST_PLACES
 """Terms that match alike, and places of them, among which those to be sent are."""
 _ALIKE: Standing = (0, 0)
@@ -274,7 +272,7 @@ def listed(session: Session, after: str, most: int = MOST_LISTED) -> tuple[list[
 
 
 def put(session: Session, reader: Reader, key: str, data: bytes, by: Caller) -> Put:
-    """Keep a record or a mark. Nothing is overwritten: what is there already is known.
+    """Keep a record. Nothing is overwritten: what is there already is known.
 
     Raises:
         RecordDamaged: it is none that may be used, or not what its key says.
@@ -299,14 +297,7 @@ def put(session: Session, reader: Reader, key: str, data: bytes, by: Caller) -> 
 
 
 def item_of(reader: Reader, key: str, data: bytes) -> Item:
-    """The row of a record or a mark; raises RecordDamaged as `put` does."""
-    if mark := StaleMarker.parse(key):
-        if len(data) > MOST_MARK:
-            raise RecordDamaged(f"mark: {len(data)} bytes, expected at most {MOST_MARK}")
-        sound_mark(mark, data)
-        model, id, batch = mark.record_key.split("/")
-        whole = {"place": mark.record_key, "model": model, "id": id, "batch": int(batch)}
-        return Item(key=key, data=data, size=len(data), **whole)
+    """The row of a record; raises RecordDamaged as `put` does."""
     record, name, data = sound(reader, key, data)
     known = to_plain(fields(record.key))
     return Item(

@@ -16,7 +16,7 @@ import pytest
 
 from advisor.cache.asking import MOST_TOLD, Chosen, Said, ask
 from advisor.cache.name import Name
-from advisor.cache.reader import Listing, Markers, RecordFilter, StoredRecord
+from advisor.cache.reader import Listing, RecordFilter, StoredRecord
 from advisor.cache.records import Records
 from advisor.cache.stores import Remote, Store, open_store
 from advisor.cache.stores.dir import DirStore
@@ -39,8 +39,8 @@ def asked(
     choose: Callable[[Sequence[StoredRecord]], Chosen] = first,
     **more: float,
 ) -> Said[Chosen]:
-    def read(store: Store, marks: Markers) -> Listing:
-        return records.look_into(store, RecordFilter(target="model.py:Net"), marks)
+    def read(store: Store) -> Listing:
+        return records.look_into(store, RecordFilter(target="model.py:Net"))
 
     return ask(records, read, choose, **more)
 
@@ -237,7 +237,7 @@ from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 records = Records([open_store(url) for url in sys.argv[1:]])
 def look(records=records):
-    return ask(records, lambda store, marks: records.look_into(store, markers=marks),
+    return ask(records, records.look_into,
                lambda held: Chosen(held=held[0] if held else None))
 stop = False
 def always():

@@ -41,7 +41,7 @@ def test_what_is_hostile_costs_nothing_else(case: hostile.Case, tmp_path: Path) 
     began = time.monotonic()
     said = ask(
         records,
-        lambda store, marks: records.look_into(store, RecordFilter(target="model.py:Net"), marks),
+        lambda store: records.look_into(store, RecordFilter(target="model.py:Net")),
         choose,
         deadline_s=0.5,
     )

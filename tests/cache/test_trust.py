@@ -1,4 +1,4 @@
-"""Whose word counts: versions of several writers, signatures, marks, names, and what may go."""
+"""Whose record counts: versions of several writers, signatures, names, and what gc removes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from advisor.cache import exchange
 from advisor.cache.codec import encode
 from advisor.cache.garbage import garbage
 from advisor.cache.name import Name
@@ -101,8 +100,7 @@ def test_a_copied_tag_on_other_bytes_is_refused(store: Store) -> None:
 
 def test_what_was_not_measured_here_is_never_signed(store: Store) -> None:
     """verify and explain of a forged record do not make its other claims trusted."""
-    forged = made(winners=record().winners, input=replace(record()).input)
-    put_raw(store, forged)
+    put_raw(store, made())
     records = Records(store, keyring=MINE)
     (seen,) = records.all()
     records.put(replace(seen, parts=(), family="ab", revised=NEW), revises=seen)
@@ -111,34 +109,27 @@ def test_what_was_not_measured_here_is_never_signed(store: Store) -> None:
     assert all(not name.trusted for name in records.names(store))
 
 
-def test_a_mark_of_ones_own_is_not_outvoted_by_a_date(store: Store) -> None:
+def test_what_verify_says_of_somebody_elses_record_is_a_version_without_signature(
+    store: Store,
+) -> None:
+    """It counts for all but the owner and their team, until somebody says otherwise."""
     theirs = made(1.7e9)
     put_raw(store, theirs, THEIRS)
     records = Records(store, keyring=MINE)
-    (seen,) = records.all()
-    assert seen == theirs
-    records.put(replace(seen, stale="slower now", revised=1.71e9), revises=seen)
-    (marked,) = records.all()
-    assert marked.stale == "slower now"
-    # Whoever wrote it dates what it says anew: the version that was verified stays marked.
-    assert Records(store, keyring=THEIRS).all() == [theirs]  # their own store of trust
+    stale = replace(theirs, stale="slower now", revised=1.71e9)
+    records.put(stale, revises=theirs)
+    assert records.all() == [stale]
+    assert Records(store, keyring=THEIRS).all() == [theirs]
     other = made(1.6e9)
     put_raw(store, other)
-    assert records.all() == [other]  # what is not marked comes before it
-    assert records.get(marked.id) == other
+    assert records.all() == [other]  # a fresh one counts before it
+    assert not any(one.trusted for one in records.held())
+    again = replace(stale, stale="", revised=1.72e9)
+    records.put(again, revises=stale)
+    assert records.all() == [again]
 
 
-def test_a_mark_is_taken_away_again(store: Store) -> None:
-    put_raw(store, made(), THEIRS)
-    records = Records(store, keyring=MINE)
-    (seen,) = records.all()
-    records.put(replace(seen, stale="slower now", revised=1.71e9), revises=seen)
-    (marked,) = records.all()
-    records.put(replace(marked, stale="", revised=1.72e9), revises=marked)
-    assert records.all() == [seen]
-
-
-def test_a_mark_of_ones_own_record_is_a_signed_revision(store: Store) -> None:
+def test_what_verify_says_of_ones_own_record_is_signed(store: Store) -> None:
     records = Records(store, keyring=MINE)
     records.put(made())
     records.put(replace(made(), stale="slower now", revised=1.71e9), revises=made())
@@ -146,27 +137,6 @@ def test_a_mark_of_ones_own_record_is_a_signed_revision(store: Store) -> None:
     assert held.trusted and held.record.stale == "slower now"
     put_raw(store, made(revised=NEW))  # a stranger's: it holds after all
     assert records.all() == [held.record]
-
-
-def test_marks_travel_with_their_records(store: Store, tmp_path: Path) -> None:
-    put_raw(store, made(), THEIRS)
-    records = Records(store, keyring=MINE)
-    (seen,) = records.all()
-    records.put(replace(seen, stale="slower now", revised=1.71e9), revises=seen)
-    other = open_store(f"disk:{tmp_path}/other")
-    rows = list(exchange.carry(exchange.contents(store), Records(other, keyring=MINE), other))
-    assert [row.outcome for row in rows] == ["added", "marked"]
-    (marked,) = Records(other, keyring=MINE).all()
-    assert marked.stale == "slower now"
-    (one,) = Records(other, keyring=TEAM).all()  # not for those who do not know who says so
-    assert one.stale == ""
-    # A mark here counts for a record that only a store behind has.
-    again = open_store(f"dir:{tmp_path}/again")
-    again.put(*next((text, other.get(text) or b"") for text in other.keys() if "mark" in text))
-    theirs = open_store(f"dir:{tmp_path}/theirs")
-    put_raw(theirs, made(), THEIRS)
-    (marked,) = Records([again, theirs], keyring=MINE).all()
-    assert marked.stale == "slower now"
 
 
 def named_too(records: Records, one: Record, target: Target) -> Record:
@@ -300,26 +270,6 @@ def test_all_names_of_a_record_stay(store: Store) -> None:
     assert len(reasons(records, store)) == 1  # the first; the other name has no better version
 
 
-def test_what_a_mark_is_on_is_gone(store: Store) -> None:
-    name = put_raw(store, made(), THEIRS)
-    records = Records(store, keyring=MINE)
-    (seen,) = records.all()
-    records.put(replace(seen, stale="slower now", revised=1.71e9), revises=seen)
-    assert reasons(records, store) == {}
-    store.delete(name.text)
-    assert list(reasons(records, store).values()) == ["superseded"]
-
-
-def test_marks_of_others_are_named_with_their_record(store: Store) -> None:
-    """So that forgetting a record leaves nothing of it."""
-    put_raw(store, made(), THEIRS)
-    records = Records(store, keyring=MINE)
-    (seen,) = records.all()
-    records.put(replace(seen, stale="slower now", revised=1.71e9), revises=seen)
-    stranger = Records(store, keyring=THEIRS)
-    assert stranger.remove(stranger.named(seen.id)) == 2 and store.keys() == []
-
-
 def test_one_id_names_one_record(store: Store) -> None:
     records = Records(store, keyring=MINE)
     small = made(key=changed(KEY, "shapes", ((8, 3, 256, 256),)))
@@ -343,8 +293,31 @@ def test_a_damaged_record_is_removed_alone(store: Store) -> None:
     store.put(Name.of(bad, b"rubbish").text, b"rubbish")
     with pytest.raises(RecordDamaged):
         records.get(bad.id)
+    assert reasons(records, store) == {}  # somebody else's
     assert records.remove(records.named(bad.id)) == 1
     assert records.all() == [good]
+
+
+@pytest.mark.parametrize("cut", [b"", b"torn", encode(made(), MINE)[:-1]])
+def test_gc_takes_what_one_wrote_and_is_damaged(store: Store, cut: bytes) -> None:
+    records = Records(store, keyring=MINE)
+    good, bad = made(1.7e9), made(1.72e9)
+    records.put(good)
+    records.put(bad)
+    (text,) = (name.text for name in records.names(store) if name.created == int(1.72e15))
+    store.put(text, cut)
+    assert reasons(records, store) == {text: "damaged: its bytes are not what was written"}
+    (one,) = garbage(records, store)
+    assert (one.kind, one.what) == ("damaged", bad.id)
+    one.remove()
+    assert records.all() == [good] and not records.damaged
+
+
+def test_gc_leaves_what_a_newer_version_may_read(store: Store) -> None:
+    records = Records(store, keyring=MINE)
+    records.put(made())
+    strict = Records(store, keyring=MINE, check=lambda _record: "an unknown knob")
+    assert strict.all() == [] and reasons(strict, store) == {}
 
 
 def test_now_is_a_moment(store: Store) -> None:

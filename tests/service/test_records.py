@@ -17,10 +17,10 @@ from sqlalchemy import text
 
 from advisor.cache import key as key_of
 from advisor.cache import match
-from advisor.cache.codec import decode, encode, encode_stale, to_plain
+from advisor.cache.codec import decode, encode, to_plain
 from advisor.cache.key import PLACE, fields
 from advisor.cache.match import Query
-from advisor.cache.name import Name, StaleMarker, command_digest, text_digest
+from advisor.cache.name import Name, command_digest, text_digest
 from advisor.cache.record import Record
 from advisor.cache.seal import NO_KEYS, KeyRing
 from advisor.service import records
@@ -150,19 +150,6 @@ def test_what_a_team_did_not_sign_is_refused_where_that_is_asked_for(lite: str) 
         assert put(served, *named(record())).status == 422
         assert put(served, *named(record(), OURS)).status == 422
         assert put(served, *named(record(), KeyRing(secret=b"s" * 32))).status == 201
-
-
-def test_marks(served: Served) -> None:
-    key, data = named(record(), OURS)
-    name = Name.parse(key, OURS)
-    assert name is not None
-    put(served, key, data)
-    reason = encode_stale("slower now", OURS)
-    mark = StaleMarker.text_of(name, True, 1.75e9, reason, OURS)
-    assert put(served, mark, encode_stale("something else", OURS)).status == 422
-    assert put(served, mark, b"x" * (records.MOST_MARK + 1)).status == 422
-    assert put(served, mark, reason).status == 201
-    assert items(look(served, id=name.id)) == {key: data, mark: reason}
 
 
 def test_a_lookup_is_narrowed(served: Served) -> None:
