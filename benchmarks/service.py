@@ -43,7 +43,7 @@ from made_up import A_MODEL, POPULAR, READER
 import advisor
 from advisor.cache.match import Query
 from advisor.cache.name import Name
-from advisor.cache.reader import Now, Sought
+from advisor.cache.reader import CurrentFile, RecordFilter
 from advisor.cache.stores.http import HttpStore
 from advisor.opening import open_records
 from advisor.service import attempts, tokens
@@ -134,14 +134,18 @@ class Bench:
             model = rng.randrange(self.models // 10) * 10 + 1
             of = UNKNOWN if by == "miss" else made_up.fingerprint_of(model)
             code = made_up.code_of(model) if by == "popular" else UNKNOWN[:16]
-            sought = Sought(model=of, query=replace(query, model=of))
+            sought = RecordFilter(model=of, query=replace(query, model=of))
             if by.startswith("popular"):
-                sought = Sought(target=POPULAR, query=query, now=Now(code=code, origin="0e"))
+                sought = RecordFilter(
+                    target=POPULAR, query=query, now=CurrentFile(code=code, origin="0e")
+                )
             if by == "kin":
-                sought = Sought(kin_of=replace(key, model=of), family=self.copied[0].record.family)
+                sought = RecordFilter(
+                    kin_of=replace(key, model=of), family=self.copied[0].record.family
+                )
             plain = {
                 name: json.dumps(value) if name == "wanted" else value
-                for name, value in sought.question.items()
+                for name, value in next(sought.questions()).items()
             }
             path = f"/api/lookup?{urlencode(plain, doseq=True)}"
             yield Asked("GET", path, rng.choice(self.readers))

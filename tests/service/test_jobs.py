@@ -634,7 +634,7 @@ def test_lookups_are_counted(served: Served) -> None:
     with served.database.reading() as session:
         rows = session.scalars(select(schema.Lookup)).all()
         found = {(one.outcome, one.device): one.count for one in rows}
-        places = {one.outcome: bool(one.place) for one in rows}
+        places = {one.outcome: bool(one.record_key) for one in rows}
     here = KEY.environment.device.name
     assert found == {
         ("exact", here): 3,

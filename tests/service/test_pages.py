@@ -17,7 +17,7 @@ from advisor.cache.codec import encode, to_plain
 from advisor.cache.config import Config
 from advisor.cache.key import fields
 from advisor.cache.name import Name
-from advisor.cache.reader import Sought
+from advisor.cache.reader import RecordFilter
 from advisor.cache.record import Record, Target
 from advisor.cache.records import Records
 from advisor.client import Job
@@ -336,7 +336,7 @@ def test_a_record_of_a_run_and_of_a_target_is_one_version_whole(
     with served.database.reading() as session:
         stored = records.Kept(session, records.Question())
         assert Records(stored).get(run.id) == counts
-        (of_run,) = Records(stored).held(Sought(target=script))
+        (of_run,) = Records(stored).held(RecordFilter(target=script))
     assert of_run.record == run, "its numbers, as its words"
 
 

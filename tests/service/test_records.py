@@ -17,23 +17,23 @@ from sqlalchemy import text
 
 from advisor.cache import key as key_of
 from advisor.cache import match
-from advisor.cache.codec import decode, encode, reason_of, to_plain
+from advisor.cache.codec import decode, encode, to_plain
 from advisor.cache.key import PLACE, fields
 from advisor.cache.match import Query
-from advisor.cache.name import Mark, Name, command_part, target_part
+from advisor.cache.name import Name, command_digest, text_digest
 from advisor.cache.record import Record
-from advisor.cache.seal import UNSEALED, Seal
+from advisor.cache.seal import NO_KEYS, KeyRing
 from advisor.service import records
 from tests.cache.examples import ENVIRONMENT, KEY, changed, record
 from tests.cache.mutations import corpus, mutated
 from tests.service.serving import Answer, Served, serving
 
-OURS = Seal(own=b"k" * 32)
+OURS = KeyRing(own=b"k" * 32)
 
 
-def named(one: Record, seal: Seal = UNSEALED) -> tuple[str, bytes]:
-    data = encode(one, seal)
-    return Name.of(one, data, seal).text, data
+def named(one: Record, keyring: KeyRing = NO_KEYS) -> tuple[str, bytes]:
+    data = encode(one, keyring)
+    return Name.of(one, data, keyring).text, data
 
 
 def put(served: Served, key: str, data: bytes, role: str = "worker") -> Answer:
@@ -145,24 +145,11 @@ def test_mutated_records_are_refused_or_records(served: Served) -> None:
 
 
 def test_what_a_team_did_not_sign_is_refused_where_that_is_asked_for(lite: str) -> None:
-    team = Seal(secret=b"s" * 32, required=True)
-    with serving(lite, seal=team) as served:
+    team = KeyRing(secret=b"s" * 32, required=True)
+    with serving(lite, keyring=team) as served:
         assert put(served, *named(record())).status == 422
         assert put(served, *named(record(), OURS)).status == 422
-        assert put(served, *named(record(), Seal(secret=b"s" * 32))).status == 201
-
-
-def test_marks(served: Served) -> None:
-    key, data = named(record(), OURS)
-    name = Name.parse(key, OURS)
-    assert name is not None
-    put(served, key, data)
-    reason = reason_of("slower now", OURS)
-    mark = Mark.on(name, True, 1.75e9, reason, OURS)
-    assert put(served, mark.text, reason_of("something else", OURS)).status == 422
-    assert put(served, mark.text, b"x" * (records.MOST_MARK + 1)).status == 422
-    assert put(served, mark.text, reason).status == 201
-    assert items(look(served, id=name.id)) == {key: data, mark.text: reason}
+        assert put(served, *named(record(), KeyRing(secret=b"s" * 32))).status == 201
 
 
 def test_a_lookup_is_narrowed(served: Served) -> None:
@@ -180,9 +167,9 @@ def test_a_lookup_is_narrowed(served: Served) -> None:
         ({"model": KEY.model}, first),
         ({"model": "cd" * 32}, second),
         ({"file": "other.py"}, second),
-        ({"target": name.target}, first),
-        ({"origins": [name.origin, "00" * 6]}, first),
-        ({"command": command_part(["python", "train.py", "--epochs", "3"])}, second),
+        ({"target": name.target[0]}, first),
+        ({"origins": [name.target[1], "00" * 6]}, first),
+        ({"command": command_digest(["python", "train.py", "--epochs", "3"])}, second),
         ({"id": one.key.id[:4]}, first),
         ({"id": one.key.id, "batch": 64}, first),
     ):
@@ -233,7 +220,7 @@ def test_of_many_the_nearest_come(served: Served, monkeypatch: pytest.MonkeyPatc
     query = Query(environment=ENVIRONMENT, model=KEY.model, given={"mode": "train"})
     found = look(served, model=KEY.model, wanted=json.dumps(to_plain(query.stated)))
     assert list(items(found)) == [written[4][0], written[3][0]]  # what fits, and nothing else
-    monkeypatch.setattr(records, "MOST_PLACES", 1)
+    monkeypatch.setattr(records, "MOST_RECORDS", 1)
     found = look(served, model=KEY.model, wanted=json.dumps(to_plain(query.stated)))
     assert list(items(found)) == [written[4][0]]
     wanted = to_plain(fields(KEY)) | {"optimizer": "adamw"}
@@ -248,11 +235,11 @@ def test_many_of_one_name_cost_no_more(served: Served) -> None:
         one = replace(one, target=replace(one.target, code=f"{number:02x}"))
         put(served, *named(one))
     wanted = json.dumps(to_plain(Query(environment=ENVIRONMENT).stated))
-    asked = {"target": target_part("model.py:Net"), "wanted": wanted}
+    asked = {"target": text_digest("model.py:Net"), "wanted": wanted}
     (mine,) = items(look(served, **asked, code="03"))
     assert f"/{3:064x}"[:13] in mine
     assert len(items(look(served, **asked, code="ff"))) == records.MOST_NEAREST  # none is it
-    assert len(items(look(served, **asked))) == records.MOST_PLACES
+    assert len(items(look(served, **asked))) == records.MOST_RECORDS
     seen: list[str] = []
     fields_of = records._fields
     with pytest.MonkeyPatch.context() as patched:

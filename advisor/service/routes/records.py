@@ -1,4 +1,4 @@
-"""Records and marks: looked up, listed, kept, removed."""
+"""Records: looked up, listed, kept, removed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from advisor.service.access import Here, Reads, Works
 from advisor.service.records import Question
 from advisor.service.routes.parsing import KEPT, SENDS_BYTES, Body, Strict
 
-_KEY = r"^(record|mark)/[0-9a-fs./]{1,200}$"
+_KEY = r"^record/[0-9a-fs./]{1,200}$"
 
 Key = Annotated[str, StringConstraints(pattern=_KEY)]
 Named = Annotated[str, Path(pattern=_KEY, description="The key that a store has it by.")]
@@ -61,7 +61,7 @@ def lookup(
     return Msgpack(msgpack.packb({"items": items}), headers=headers)
 
 
-@api.get("/api/records", summary="A page of the keys of all records and marks")
+@api.get("/api/records", summary="A page of the keys of all records")
 def listed(
     here: Here, _caller: Reads, after: Annotated[str, Query(pattern=_KEY + "|^$")] = ""
 ) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def fetched(here: Here, _caller: Reads, asked: Keys) -> Response:
 
 @api.put(
     "/api/records/{key:path}",
-    summary="Keep a record or a mark",
+    summary="Keep a record",
     openapi_extra=SENDS_BYTES,
     responses=KEPT,
 )
