@@ -98,9 +98,7 @@ def _where(view: View) -> list[ColumnElement[bool]]:
 def choices(session: Session) -> dict[str, Sequence[str]]:
     """The values that each filter offers."""
     return {
-        name: session.scalars(
-            select(column).distinct().order_by(column)
-        ).all()
+        name: session.scalars(select(column).distinct().order_by(column)).all()
         for name, column in (("device", Item.device), ("framework", Item.framework))
     }
 

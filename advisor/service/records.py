@@ -62,8 +62,8 @@ class Search(NamedTuple):
 
 
 class Question(BaseModel):
-    """What is looked for; its fields are those of `cache.reader.RecordFilter.questions`. `family` is None
-    unless similar models are asked for too, '' for a model without one."""
+    """What is looked for, as `cache.reader.RecordFilter.questions` says it. `family` is None unless
+    similar models are asked for too, '' for a model without one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

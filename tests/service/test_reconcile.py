@@ -405,7 +405,7 @@ def test_an_unforeseen_exception_ends_no_loop(
 ) -> None:
     team, fake = lite_team, FakeExecutor()
     loop = Loop("reconciler", EVERY_S, team.reconciler(fake).turn)
-    app = Service(team.database, Reader(UNSEALED, refusal), loops=[loop])
+    app = Service(team.database, Reader(NO_KEYS, refusal), loops=[loop])
     number = team.submit(gpus=0)
     with monkeypatch.context() as broken:
         broken.setattr(fake, "start", lambda _start: {}["nobody foresaw it"])
