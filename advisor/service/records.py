@@ -398,6 +398,11 @@ class Kept(Store):
     def get(self, key: str, most: int = MAX_BYTES) -> bytes | None:
         return self._data.get(key)
 
+    def get_many(
+        self, keys: Iterable[str], most: int = MAX_BYTES
+    ) -> dict[str, bytes | RecordDamaged]:
+        return {key: self._data[key] for key in keys if key in self._data}
+
     def put(self, key: str, data: bytes) -> None:
         self.check_writable()
 
