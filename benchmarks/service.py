@@ -33,7 +33,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 import record as results
-from http_clients import Asked, at_a_rate, at_once, tags_of
+from http_clients import Asked, at_a_rate, at_once
 from sqlalchemy import insert, text
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -149,13 +149,6 @@ class Bench:
             }
             path = f"/api/lookup?{urlencode(plain, doseq=True)}"
             yield Asked("GET", path, rng.choice(self.readers))
-
-    def known(self) -> Iterator[Asked]:
-        """Lookups of who has the answer already, each with its ETag."""
-        asked = list(itertools.islice(self.lookups("hit"), 200))
-        tags = asyncio.run(tags_of(self.process.port, asked))
-        known = [replace(one, etag=tag, expected=304) for one, tag in zip(asked, tags, strict=True)]
-        return itertools.cycle(known)
 
     def writes(self) -> Iterator[Asked]:
         """Records of models that are not there yet."""
@@ -307,7 +300,6 @@ def bench(url: str, given: argparse.Namespace) -> list[dict[str, Any]]:
         for clients in CLIENTS:
             for by in ("hit", "miss", "popular"):
                 one.measure(f"lookup: {by}", one.lookups(by), clients)
-            one.measure("lookup: known", one.known(), clients)
         one.steady(given.hosts / 600)
         one.burst(1000, rounds=2)
         one.burst(64, rounds=10)

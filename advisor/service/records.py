@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -149,11 +148,6 @@ class Found:
     sizes: Mapping[str, int]
     record_key: str = ""
     kind: Kind = "miss"
-
-    @property
-    def etag(self) -> str:
-        """A key holds the digest of its bytes: equal keys, equal answer."""
-        return f'"{hashlib.sha256(" ".join(self.sizes).encode()).hexdigest()[:32]}"'
 
 
 def look(session: Session, question: Question) -> Found:

@@ -233,30 +233,6 @@ def test_of_many_a_server_has_what_a_folder_has(
             assert asked == ["GET /api/lookup"]
 
 
-def test_what_did_not_change_does_not_come_again(
-    served: Served, token: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = open_store(served.url)
-    assert isinstance(store, HttpStore)
-    Records(store).put(record())
-    sent: list[int] = []
-    request = store.client.request
-
-    def told(*given: Any, **more: Any) -> Any:
-        answer = request(*given, **more)
-        sent.append(answer.status)
-        return answer
-
-    monkeypatch.setattr(store.client, "request", told)
-    for _ in range(2):
-        assert [one.record for one in Records(store).held(RecordFilter(model=KEY.model))] == [
-            record()
-        ]
-    assert sent == [200, 304]
-    Records(store).put(record(created=1.72e9))
-    assert len(store.narrowed({"model": KEY.model})) == 2
-
-
 def test_more_than_one_answer_holds(
     served: Served, token: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

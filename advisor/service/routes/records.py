@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgpack
-from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
+from fastapi import APIRouter, HTTPException, Path, Query, Response
 from pydantic import Field, StringConstraints
 
 from advisor.service import records
@@ -45,20 +45,14 @@ def self_(here: Here, caller: Reads) -> dict[str, Any]:
     "/api/lookup",
     summary="The nearest records of those that are looked for, as msgpack",
     response_class=Msgpack,
-    responses={304: {"description": "As If-None-Match has it."}},
 )
-def lookup(
-    here: Here, _caller: Reads, question: Annotated[Question, Query()], request: Request
-) -> Response:
+def lookup(here: Here, _caller: Reads, question: Annotated[Question, Query()]) -> Response:
     with here.database.reading() as session:
         found = records.look(session, question)
         here.lookups.count(question, found)
-        headers = {"ETag": found.etag, "Cache-Control": "private, no-cache"}
-        if request.headers.get("if-none-match", "").removeprefix("W/") == found.etag:
-            return Response(status_code=304, headers=headers)
         data = records.data_of(session, records.within(found.sizes, records.MOST_BYTES))
     items = [[key, data.get(key)] for key in found.sizes]
-    return Msgpack(msgpack.packb({"items": items}), headers=headers)
+    return Msgpack(msgpack.packb({"items": items}))
 
 
 @api.get("/api/records", summary="A page of the keys of all records")
