@@ -118,6 +118,7 @@ def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
 # Commands as they are typed
 
 
+@pytest.mark.e2e
 def test_processes_of_torchrun_get_the_same_orders_and_one_may_be_killed(folder: Path) -> None:
     source = """
 import os, pathlib
@@ -161,6 +162,7 @@ train(model=nn.parallel.DistributedDataParallel(Net(8, 4)), after=after)
     assert {"bf16", "as it is"} == set(both[0])
 
 
+@pytest.mark.e2e
 def test_hooks_processes_and_checkpoints_of_a_script_are_its_own(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -508,6 +510,7 @@ for _ in range(int(os.environ.get("STEPS", 10**7))):
 """channels_last is twice as fast."""
 
 
+@pytest.mark.e2e
 def test_killed_interrupted_gone_on_with_and_run(folder: Path) -> None:
     """Kill -9 leaves no process and no file; Ctrl-C keeps the best so far, which a run is given."""
     (folder / "package" / "train.py").write_text(PACED)
@@ -578,6 +581,7 @@ def run(folder: Path, *command: str, said: str = "", **env: str) -> Done:
     )
 
 
+@pytest.mark.e2e
 def test_a_run_of_which_nothing_is_known(folder: Path) -> None:
     ran = run(folder, *script("from training import train\ntrain(20)\nprint('through')"))
     assert (ran.returncode, ran.stdout) == (0, "through\n")
@@ -638,6 +642,7 @@ while True:
 """
 
 
+@pytest.mark.e2e
 def test_workers_are_tried_for_a_script_that_waits_for_its_data(folder: Path) -> None:
     events: list[Mapping[str, Any]] = []
     found = package.tune(
