@@ -16,7 +16,7 @@ from advisor.cache.config import Config
 from advisor.cache.key import fingerprint
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Kin, compare
-from advisor.cache.name import command_part
+from advisor.cache.name import command_digest
 from advisor.cache.record import INTERRUPTED, LOOP, WITHIN, Provenance, Record
 from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
@@ -59,6 +59,7 @@ class Tuned:
         earlier: the record is an earlier one: what was measured now was cut short or too noisy to
             replace it.
         remarks: lines on what was faster and is not advised, and on what limits the rest.
+        short: one of them names the budget that an untried config needs.
     """
 
     record: Record
@@ -67,6 +68,7 @@ class Tuned:
     interrupted: bool = False
     earlier: bool = False
     remarks: tuple[str, ...] = ()
+    short: bool = False
 
 
 def tune(
@@ -294,6 +296,7 @@ class Tuning:
             interrupted=found.interrupted,
             earlier=not replaces,
             remarks=remarks,
+            short=found.short,
         )
 
     def _options(
@@ -384,7 +387,7 @@ def _measured_alike(then: Task, now: Task) -> bool:
     What options of a command gave is known of that command alone."""
     if not now.command or not then.command:
         return not now.command and not then.command
-    return not now.map or command_part(then.command) == command_part(now.command)
+    return not now.map or command_digest(then.command) == command_digest(now.command)
 
 
 def _loader_of(task: Task) -> tuple[object, ...]:

@@ -19,7 +19,7 @@ from advisor.opening import open_records
 @cache_option
 @json_option
 def emit(framework: str, key: str, batch: str | None, cache: str | None, as_json: bool) -> None:
-    """Print the record KEY as the framework's own configuration."""
+    """Print the record KEY as a framework's configuration."""
     from advisor.frameworks import tables
     from advisor.frameworks.text import Emitted, data, text
 

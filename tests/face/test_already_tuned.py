@@ -119,7 +119,7 @@ def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
         assert first.returncode == 0 and "Already tuned" not in first.stdout
         assert "trial 1:" not in first.stderr, "the budget was meant for the default alone"
         assert first.stdout.splitlines()[-1] == (
-            "Not tuned yet: 3 s left too little time to measure anything beside torch's default. "
+            "Not tuned yet: 3 s was too short to compare anything with torch's default. "
             "Give a larger --budget."
         )
         assert "In your script" not in first.stdout, "there is nothing to follow yet"
@@ -358,6 +358,6 @@ def test_what_made_up_data_gave_is_never_told_as_a_run(here: Path, unmeasured: l
 def test_too_few_trials_are_not_said_to_be_too_small_a_budget(here: Path) -> None:
     few = advisor(here, *TUNE, "--fixed-batch", "--no-compile", "--no-verify", "--trials", "1")
     assert few.stdout.splitlines()[-1] == (
-        "Not tuned yet: --trials 1 left nothing to race beside torch's default. Give a larger "
+        "Not tuned yet: --trials 1 left nothing to compare with torch's default. Give a larger "
         "--trials, or none."
     )

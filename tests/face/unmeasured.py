@@ -20,9 +20,10 @@ from advisor.tuners.act.pilot.script_facts import ScriptFacts, model_facts
 from advisor.tuners.environment import own_threads
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.run.mapped_options import MappedOptions
-from advisor.tuners.measure.worker import parent
+from advisor.tuners.measure.worker import child, parent
+from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import recognise
-from advisor.tuners.measure.worker.wire import Facts, WorkerJob
+from advisor.tuners.measure.worker.wire import DataFacts, Facts, WorkerJob
 from advisor.tuners.search.plan import Clock
 from advisor.tuning import Tuned, Tuning, study_name
 from tests.builders import GAINS, MadeUp
@@ -66,6 +67,17 @@ class Describing:
             peak_bytes=1,
             step_s=0.001,
         )
+
+
+class InProcess(Describing):
+    """A worker that takes the model's first steps, and loads its data, in this process."""
+
+    def describe(self) -> Facts:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return child.describe(Bench(self._job))
+
+    def describe_data(self, most_s: float) -> DataFacts:
+        return Bench(self._job).describe_data()
 
 
 class DescribedRun:
