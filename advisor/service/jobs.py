@@ -85,6 +85,7 @@ def submit(session: Session, asked: JobSpec, by: Caller, reason: str = "") -> Su
         archive=asked.archive,
         gpu=asked.gpu,
         gpus=asked.gpus,
+        budget_s=asked.plan.seconds,
         token=by.token,
         created=at,
         changed=at,
@@ -244,17 +245,6 @@ def _trials(session: Session, number: int) -> list[dict[str, Any]]:
     query = query.where(Trial.job == number).order_by(Trial.at, Attempt.number, Trial.number)
     found = session.execute(query.limit(MAX_TRIALS))
     return [{"attempt": attempt, **_fields(one, *names)} for one, attempt in found]
-
-
-def mark(session: Session, number: int) -> Sequence[object]:
-    """A value that changes whenever `told` does, from one small query: only a job's last attempt
-    changes, and its trials only become more."""
-    count = select(func.count()).where(Trial.job == number).scalar_subquery()
-    last = (Attempt.job == Job.id) & (Attempt.number == Job.attempts)
-    of_last = (Attempt.state, Attempt.reason, Attempt.device)
-    query = select(Job.state, Job.reason, Job.changed, Job.attempts, *of_last, count)
-    found = session.execute(query.join(Attempt, last, isouter=True).where(Job.id == number))
-    return tuple(found.one())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -466,11 +466,13 @@ def test_how_far_a_job_is(served: Served) -> None:
     ]
     served.ask("POST", "/api/attempt/beat", one.external, {"trials": trials})
     with served.database.writing() as session:
-        attempt = session.get_one(schema.Attempt, one.attempt)
-        attempt.started -= 100
-        assert attempt.begun is not None
-        attempt.begun -= 100
-        session.get_one(schema.Job, one.job).created -= 160
+        job = session.get_one(schema.Job, one.job)
+        assert job.started is not None
+        job.started, job.changed, job.created = (
+            job.started - 100,
+            job.changed - 100,
+            job.created - 160,
+        )
     waiting = submit(served, options={"seed": 3}).json["id"]
     with served.database.reading() as session:
         found = progress.of_jobs(session, [one.job, waiting])
