@@ -134,14 +134,6 @@ def put_back(session: Session, attempt: int, reason: str) -> bool:
     return True
 
 
-def placed(session: Session, attempt: int, device: str) -> bool:
-    """Note an attempt's device; whether the attempt still runs."""
-    if (found := _locked(session, attempt)) is None:
-        return False
-    found[1].device = jobs.short(device)
-    return True
-
-
 class Running(NamedTuple):
     """A running attempt. `unwanted`: its job was cancelled."""
 

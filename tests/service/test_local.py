@@ -75,7 +75,7 @@ def caught(pid: int) -> str:
 
 def test_the_cpu_is_one_room(local: Local, tmp_path: Path) -> None:
     assert local.capacity() == [Capacity(gpu="", gpus=0)]
-    assert local.start(start())
+    local.start(start())
     assert local.capacity() == []
     with pytest.raises(Unplaceable, match="CPU of this machine is measured on"):
         local.start(start("advisor-2-1"))
@@ -102,7 +102,7 @@ def test_a_gpu_is_given_once_and_not_where_others_use_it(
         local.start(start(gpus=3))
     with pytest.raises(Unplaceable, match="GPU 1 is used"):
         local.start(start(gpus=1, name="B200"))
-    assert local.start(start(gpus=2, name="h100")) == f"{H100}, {H100}"
+    local.start(start(gpus=2, name="h100"))
     h100, l4 = local.capacity()  # what measures on a GPU needs the CPU
     assert (h100.gpus, l4.gpus) == (0, 1)
     assert "GPU 0 is measured on" in h100.why and "GPU 2 is measured on" in h100.why

@@ -439,6 +439,18 @@ def test_machines(served: Served) -> None:
     assert "another server" in text and f"/jobs/{one.job}" in text
 
 
+def test_a_job_says_at_once_that_no_known_machine_has_its_gpu(served: Served) -> None:
+    cpu = Machine(name="local:here", capacities=[Capacity(gpu="", gpus=0)])
+    served.service.machines = {cpu.name: cpu}
+    why = "no machine known now has a GPU named 'H100' (known: the CPU); the job waits"
+    said = submit(served, gpu="H100").json
+    assert (said["state"], said["reason"]) == ("queued", why)
+    assert submit(served, gpus=0).json["reason"] == ""
+    for path in ("/jobs", f"/jobs/{said['id']}"):
+        text = html.unescape(Browser(served, "read").get(path).data.decode())
+        assert why.partition(" (")[0] in text
+
+
 def test_a_thread_that_fails_is_shown(served: Served) -> None:
     served.service.machines = {"local:here": Machine(name="local:here")}
 

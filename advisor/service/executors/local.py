@@ -39,7 +39,7 @@ from advisor.service.executors import (
     Status,
     Unplaceable,
 )
-from advisor.tuners.environment import Gpu, gpus, host_cpu
+from advisor.tuners.environment import Gpu, gpus
 from advisor.tuners.measure.run.guarded_process import exit_text
 
 STOPS_S = 15.0
@@ -149,7 +149,7 @@ class Local:
             busy = cpu is None or any(one.alive for one in workers.values())
             return found if busy else [*found, Capacity(gpu="", gpus=0)]
 
-    def start(self, start: Start) -> str:
+    def start(self, start: Start) -> None:
         with self._here() as workers, contextlib.ExitStack() as held:
             if start.asked.env:
                 raise Unplaceable("this machine has no environment but its own; ask for none")
@@ -171,7 +171,6 @@ class Local:
             except OSError as exc:
                 raise Unplaceable(f"{folder}: {exc.strerror or exc}") from exc
             workers[start.external] = _Worker(process.pid, Path(folder), process, printed)
-            return ", ".join(gpu.name for gpu in given) or host_cpu()
 
     def status(self, external: Sequence[str]) -> Mapping[str, Status]:
         with self._here() as workers:
