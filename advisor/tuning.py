@@ -19,7 +19,7 @@ from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Kin
-from advisor.cache.name import command_part
+from advisor.cache.name import command_digest
 from advisor.cache.record import INTERRUPTED, LOOP, PILOT, WITHIN, Provenance, Record, Target
 from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
@@ -537,7 +537,7 @@ class OfRun(_Tuning):
     def _answers(self, record: Record, subject: Subject) -> bool:
         """What is put into the words of a command is known of that command alone."""
         command = record.key.task.command
-        alike = not subject.task.map or command_part(command) == command_part(self._command)
+        alike = not subject.task.map or command_digest(command) == command_digest(self._command)
         return bool(command) and alike
 
     def _known(self, record: Record, subject: Subject) -> Record:

@@ -14,9 +14,9 @@ import click
 from click.shell_completion import get_completion_class
 
 from advisor.cache import settings
-from advisor.cache.artifacts import compiled_of, place_of
-from advisor.cache.name import Mark, Name
-from advisor.cache.reader import Held, Sought
+from advisor.cache.artifacts import compiled_digest
+from advisor.cache.name import StoreKey, record_key
+from advisor.cache.reader import RecordFilter, StoredRecord
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.seal import UNSIGNED
@@ -100,7 +100,7 @@ def _artifacts(records: Records, record: Record) -> list[dict[str, Any]]:
     that is refused."""
     uses: dict[str, list[str]] = {}
     for winner in record.winners:
-        uses.setdefault(compiled_of(record, winner.choice.config), []).append(winner.use)
+        uses.setdefault(compiled_digest(record, winner.choice.config), []).append(winner.use)
     artifacts = records.artifacts
     return [
         {
@@ -109,11 +109,11 @@ def _artifacts(records: Records, record: Record) -> list[dict[str, Any]]:
             "store": store.url,
             "refused": artifacts.fault(store, label),
         }
-        for store, label, bytes_ in artifacts.listed({place_of(record)})
+        for store, label, bytes_ in artifacts.listed({record_key(record)})
     ]
 
 
-def _show(held: Held, cache: str | None, artifacts: list[dict[str, Any]]) -> None:
+def _show(held: StoredRecord, cache: str | None, artifacts: list[dict[str, Any]]) -> None:
     from advisor.report.sections import report
 
     out, shown = console(), report(held.record, cache)
@@ -291,11 +291,11 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
     records = open_records(cache)
     going = records.named(key)
     away = records.unreachable
-    chosen: dict[str, list[tuple[Store, Name | Mark]]] = {}
+    chosen: dict[str, list[tuple[Store, StoreKey]]] = {}
     for store, name in going:
         chosen.setdefault(name.record_id, []).append((store, name))
     readable = _readable(records, chosen)
-    kept = list(records.artifacts.listed({name.place for _store, name in going}))
+    kept = list(records.artifacts.listed({name.record_key for _store, name in going}))
     if not as_json:
         for id, versions in chosen.items():
             what = readable[id].target.name if id in readable else "an unreadable record"
@@ -322,9 +322,11 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
 
 def _readable(records: Records, ids: Collection[str]) -> dict[str, Record]:
     """Those of some ids whose record can be read."""
-    found: list[Held] = []
+    found: list[StoredRecord] = []
     with contextlib.suppress(StoreError):
-        found = records.held(Sought(id=next(iter(ids)).partition("@")[0] if len(ids) == 1 else ""))
+        found = records.held(
+            RecordFilter(id=next(iter(ids)).partition("@")[0] if len(ids) == 1 else "")
+        )
     return {one.name.record_id: one.record for one in found if one.name.record_id in ids}
 
 

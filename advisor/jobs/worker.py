@@ -30,7 +30,7 @@ from urllib.parse import quote
 
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.seal import Seal
+from advisor.cache.seal import KeyRing
 from advisor.cache.shown import speedup
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.filesystem import beside, make_folder, read_regular, remove_folder
@@ -314,7 +314,7 @@ class Worker:
         record = max(found, key=lambda one: one.provenance.created, default=None)
         if record is None:
             return Outcome(state="failed", reason="advisor tune ended, and left no record")
-        records = Records(self._server.store, seal=Seal.from_environment())
+        records = Records(self._server.store, keyring=KeyRing.from_environment())
         self._server.patiently(lambda: records.put(record))
         if not finished:
             why = "its budget left time for the baseline only; give a larger --budget"

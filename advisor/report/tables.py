@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
-from advisor.cache.reader import Held
+from advisor.cache.reader import StoredRecord
 from advisor.cache.record import CAPTURE, FLAGS, INTERRUPTED, PILOT, Choice, Part, Record
 from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import interval, size, tells, times
@@ -323,7 +323,7 @@ def first_step(record: Record) -> str:
     return f"Its first step takes {fresh}, {loaded} with what is kept of its compilation."
 
 
-def listing(found: Sequence[tuple[Held, Sequence[Difference]]]) -> Table:
+def listing(found: Sequence[tuple[StoredRecord, Sequence[Difference]]]) -> Table:
     """One line a record."""
     table = Table(
         "What is tuned",

@@ -52,7 +52,7 @@ def put(session: Session, name: str, data: bytes, by: Caller) -> bool:
     if there is not None:
         by.check_owns(there.token)
     quotas.check(session, Artifacts, by, len(data) - (there.size if there else 0))
-    kept = there or Artifacts(name=name, place=label.record)
+    kept = there or Artifacts(name=name, record_key=label.record_key)
     kept.data, kept.size, kept.token, kept.stored = data, len(data), by.token, time.time()
     session.add(kept)
     note(session, by, "artifacts put", name)
@@ -76,6 +76,6 @@ def delete(session: Session, name: str, by: Caller) -> bool:
 
 def tidy(session: Session) -> None:
     """Remove those whose record is gone."""
-    alone = ~exists().where(Item.place == Artifacts.place, Item.fields != "")
+    alone = ~exists().where(Item.record_key == Artifacts.record_key)
     old = Artifacts.stored < time.time() - KEPT_S
     session.execute(removing(Artifacts).where(old, alone))

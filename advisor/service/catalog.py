@@ -71,9 +71,9 @@ def listed(session: Session, view: View) -> tuple[Sequence[RowMapping], int]:
     by = columns[view.sort.removeprefix("-")]
     query = (
         _newest(*(column.label(name) for name, column in columns.items()))
-        .join(uses, Item.place == uses.c.place, isouter=True)
+        .join(uses, Item.record_key == uses.c.record_key, isouter=True)
         .where(*_where(view))
-        .order_by(by.desc() if view.sort.startswith("-") else by, Item.place)
+        .order_by(by.desc() if view.sort.startswith("-") else by, Item.record_key)
         .offset(view.page * ON_A_PAGE)
     )
     number = session.scalar(_newest(func.count()).where(*_where(view))) or 0
@@ -98,9 +98,7 @@ def _where(view: View) -> list[ColumnElement[bool]]:
 def choices(session: Session) -> dict[str, Sequence[str]]:
     """The values that each filter offers."""
     return {
-        name: session.scalars(
-            select(column).where(Item.fields != "", column != "").distinct().order_by(column)
-        ).all()
+        name: session.scalars(select(column).distinct().order_by(column)).all()
         for name, column in (("device", Item.device), ("framework", Item.framework))
     }
 

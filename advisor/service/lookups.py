@@ -40,8 +40,8 @@ class Lookups:
         device = str(question.fields.get("device.name", ""))[:MOST_DEVICE]
         if not device or question.family is not None or question.command:
             return
-        outcome = OUTCOMES[found.kind] if found.place else "miss"
-        key = (_today(), device, found.place, question.model[:12], outcome)
+        outcome = OUTCOMES[found.kind] if found.record_key else "miss"
+        key = (_today(), device, found.record_key, question.model[:12], outcome)
         with self._lock:
             if key in self._counts or len(self._counts) < MOST_KINDS:
                 self._counts[key] += 1
@@ -96,11 +96,11 @@ def covered(session: Session) -> Counter[str]:
 
 
 def uses() -> Subquery:
-    """How often each record was found, by its place: `used`, and with other software `stale`."""
+    """How often each record was found, by its key: `used`, and with other software `stale`."""
     stale = case((Lookup.outcome == "stale", Lookup.count), else_=0)
     sums = (func.sum(Lookup.count).label("used"), func.sum(stale).label("stale"))
-    found = (_lately(), Lookup.place != "", Lookup.outcome.in_(("exact", "stale")))
-    return select(Lookup.place, *sums).where(*found).group_by(Lookup.place).subquery()
+    found = (_lately(), Lookup.record_key != "", Lookup.outcome.in_(("exact", "stale")))
+    return select(Lookup.record_key, *sums).where(*found).group_by(Lookup.record_key).subquery()
 
 
 def missed(session: Session, most: int = 10) -> Sequence[RowMapping]:

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, HTTPException, Query, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from advisor.cache.reader import Sought, once
+from advisor.cache.reader import RecordFilter, once
 from advisor.errors import StoreError, UsageError
 from advisor.printed import line_anywhere
 from advisor.report.data import Section
@@ -231,7 +231,7 @@ def record(request: Request, here: Here, caller: Reader, record: RecordId) -> HT
     with here.database.reading() as session:
         kept = Kept(session, Question(id=id, batch=int(batch)))
         job = jobs.finder(session, record)
-    held = here.reader.look_into(kept, Sought(id=id, batch=int(batch))).held
+    held = here.reader.look_into(kept, RecordFilter(id=id, batch=int(batch))).held
     if not held:
         raise HTTPException(404, f"there is no record {record} that can be read")
     found = next(iter(once(held).values())).record

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,10 +16,10 @@ from sqlalchemy.orm import Session
 
 from advisor.cache.codec import to_plain
 from advisor.cache.domain import LONGEST, is_line
-from advisor.cache.exchange import sound, sound_mark
+from advisor.cache.exchange import sound
 from advisor.cache.key import are_whole, as_fields, completed, fields, terms_of
 from advisor.cache.match import Kind, Standing, kind_of, relation, standing
-from advisor.cache.name import Mark, command_part
+from advisor.cache.name import command_digest
 from advisor.cache.reader import Reader
 from advisor.cache.record import Record
 from advisor.cache.stores.store import MAX_BYTES, Store
@@ -34,7 +33,7 @@ from advisor.service.tokens import Caller, note
 Trust = Literal["verified", "unverified", "doubtful", "stale"]
 """Compared with fp32, or changes no numbers; not compared; measured on a host too busy to tell;
 found to hold no longer."""
-MOST_PLACES, MOST_NEAREST = 32, 8
+MOST_RECORDS, MOST_NEAREST = 32, 8
 """Records in one answer, with all their versions: of those that fit, and of others."""
 MOST_BYTES = 2**22
 """Of the records in one answer; of others only the keys are sent."""
@@ -42,10 +41,8 @@ MOST_FETCHED = 2**24
 """Bytes of records that were asked for by their keys, in one answer."""
 MOST_LISTED = 10_000
 """Keys on one page."""
-MOST_MARK = 2**14
-"""Bytes of a mark."""
-_MOST_ALIKE, _MOST_FOUND = 1000, 4 * MOST_PLACES
-"""Terms that match alike, and their places, among which those to be sent are."""
+_MOST_ALIKE, _MOST_FOUND = 1000, 4 * MOST_RECORDS
+"""Terms that match alike, and their records, of which some are sent."""
 _MOST_KNOWN = 4000
 """Records whose fields are in memory, at some 5 KB each."""
 
@@ -64,8 +61,8 @@ class Search(NamedTuple):
 
 
 class Question(BaseModel):
-    """What is looked for; its fields are those of `cache.reader.Sought.question`. `family` is None
-    unless similar models are asked for too, '' for a model without one."""
+    """What is looked for, as `cache.reader.RecordFilter.questions` says it. `family` is None unless
+    similar models are asked for too, '' for a model without one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -145,45 +142,40 @@ class Question(BaseModel):
 class Found:
     """The keys of what was found, the nearest record's first, and how many bytes each has.
 
-    `place` is the nearest's, '' for none; `kind` how the best of its versions matches.
+    `record_key` is the nearest's, '' for none; `kind` how the best of its versions matches.
     """
 
     sizes: Mapping[str, int]
-    place: str = ""
+    record_key: str = ""
     kind: Kind = "miss"
-
-    @property
-    def etag(self) -> str:
-        """A key holds the digest of its bytes: equal keys, equal answer."""
-        return f'"{hashlib.sha256(" ".join(self.sizes).encode()).hexdigest()[:32]}"'
 
 
 def look(session: Session, question: Question) -> Found:
-    """What fits of what is looked for, else the nearest: all versions, and the marks on them."""
-    places = _nearest(session, question)
-    if not places:
+    """What fits of what is looked for, else the nearest: all versions."""
+    nearest = _nearest(session, question)
+    if not nearest:
         return Found(sizes={})
-    rows = session.execute(select(Item.place, Item.key, Item.size).where(Item.place.in_(places)))
-    order = {place: number for number, place in enumerate(places)}
-    found = sorted((order[place], key, size) for place, key, size in rows)
-    place, kind = next(iter(places.items()))
-    return Found(sizes={key: size for _number, key, size in found}, place=place, kind=kind)
+    own = Item.record_key.in_(nearest)
+    rows = session.execute(select(Item.record_key, Item.key, Item.size).where(own))
+    order = {record: number for number, record in enumerate(nearest)}
+    found = sorted((order[record], key, size) for record, key, size in rows)
+    record, kind = next(iter(nearest.items()))
+    return Found(sizes={key: size for _number, key, size in found}, record_key=record, kind=kind)
 
 
 def _nearest(session: Session, question: Question) -> dict[str, Kind]:
-    """The places of what is sent, and how each matches: what fits, else the nearest."""
+    """The keys of the records to send, and how each matches: what fits, else the nearest."""
     found: dict[str, Kind] = {}
     fitted = False
     for search, one, terms in _groups(session, question):
-        akin = question.family is not None
-        may = akin or kind_of(one) != "miss"
+        may = question.family is not None or kind_of(one) != "miss"
         fits = may and search.answers
-        most = MOST_PLACES if fits else MOST_NEAREST
+        most = MOST_RECORDS if fits else MOST_NEAREST
         if len(found) >= most or (fitted and not fits):
             break
         fitted = fits
-        places = _places(session, search, terms, question.near if may else None)
-        new = [place for place in places if place not in found][: most - len(found)]
+        records = _records(session, search, terms, question.near if may else None)
+        new = [record for record in records if record not in found][: most - len(found)]
         found |= dict.fromkeys(new, kind_of(one) if fits else "miss")
     return found
 
@@ -207,21 +199,22 @@ def _groups(
 
 def _terms(session: Session, search: Search) -> Sequence[Row[str, str]]:
     """Each terms among some records, with the fields of one of them, as JSON."""
-    where = (*search.where, Item.terms != "")
+    where = search.where
     terms = select(Item.terms).where(*where).distinct().subquery()
     one = select(Item.fields).where(*where, Item.terms == terms.c.terms).limit(1)
     return session.execute(select(terms.c.terms, one.correlate(terms).scalar_subquery())).all()
 
 
-def _places(
+def _records(
     session: Session, search: Search, terms: Sequence[str] | None, near: int | None
 ) -> Sequence[str]:
-    """The places of records with these terms: those of the batch that is near, then the newest."""
-    of_terms = Item.terms != "" if terms is None else Item.terms.in_(terms[:_MOST_ALIKE])
-    query = select(Item.place).where(*search.where, of_terms).group_by(Item.place, Item.batch)
+    """The keys of records with these terms: those of the batch that is near, then the newest."""
+    query = select(Item.record_key).where(*search.where).group_by(Item.record_key, Item.batch)
+    if terms is not None:
+        query = query.where(Item.terms.in_(terms[:_MOST_ALIKE]))
     if near is not None:
         query = query.order_by((Item.batch == near).desc())
-    newest = query.order_by(func.max(Item.created).desc(), Item.place)
+    newest = query.order_by(func.max(Item.created).desc(), Item.record_key)
     return session.scalars(newest.limit(_MOST_FOUND)).all()
 
 
@@ -267,7 +260,7 @@ def listed(session: Session, after: str, most: int = MOST_LISTED) -> tuple[list[
 def put(
     session: Session, reader: Reader, key: str, data: bytes, by: Caller
 ) -> Literal["added", "known"]:
-    """Store a record or a mark. Nothing is overwritten: what is there already is known.
+    """Store a record. Nothing is overwritten: what is there already is known.
 
     Raises:
         RecordDamaged: it is invalid, or not what its key says.
@@ -292,31 +285,24 @@ def put(
 
 
 def item_of(reader: Reader, key: str, data: bytes) -> Item:
-    """The row of a record or a mark; raises RecordDamaged as `put` does."""
-    if mark := Mark.parse(key):
-        if len(data) > MOST_MARK:
-            raise RecordDamaged(f"mark: {len(data)} bytes, expected at most {MOST_MARK}")
-        sound_mark(mark, data)
-        model, id, batch = mark.place.split("/")
-        whole = {"place": mark.place, "model": model, "id": id, "batch": int(batch)}
-        return Item(key=key, data=data, size=len(data), **whole)
+    """The row of a record; raises RecordDamaged as `put` does."""
     record, name, data = sound(reader, key, data)
     known = to_plain(fields(record.key))
     return Item(
         key=key,
         data=data,
         size=len(data),
-        place=name.place,
-        model=name.model,
+        record_key=name.record_key,
+        model=record.key.model[:12],
         id=name.id,
         batch=name.batch,
-        target=name.target,
-        origin=name.origin,
+        target=name.target[0],
+        origin=name.target[1],
         called=record.target.name,
         file=record.target.name.partition(":")[0],
         code=record.target.code,
         family=record.family,
-        command=command_part(record.key.task.command),
+        command=command_digest(record.key.task.command),
         device=record.key.environment.device.name,
         fields=json.dumps(known),
         terms=terms_of(known),
@@ -359,7 +345,7 @@ def delete(session: Session, key: str, by: Caller) -> bool:
 
 def count(session: Session) -> int:
     """Of records, in all versions."""
-    return session.scalar(select(func.count()).where(Item.terms != "")) or 0
+    return session.scalar(select(func.count()).select_from(Item)) or 0
 
 
 def known(session: Session, id: str) -> bool:
@@ -381,7 +367,7 @@ def device_of(session: Session, id: str) -> str:
 
 def _of_id(id: str) -> list[ColumnElement[bool]]:
     key, _at, batch = id.partition("@")
-    return [Item.fields != "", Item.id == key, Item.batch == int(batch or 0)]
+    return [Item.id == key, Item.batch == int(batch or 0)]
 
 
 def any_there(session: Session) -> bool:
@@ -391,9 +377,9 @@ def any_there(session: Session) -> bool:
 def newest_versions() -> Subquery:
     """The newest version of each record: a column `key` of `items`."""
     order = func.row_number().over(
-        partition_by=Item.place, order_by=(Item.created.desc(), Item.key)
+        partition_by=Item.record_key, order_by=(Item.created.desc(), Item.key)
     )
-    versions = select(Item.key, order.label("version")).where(Item.fields != "").subquery()
+    versions = select(Item.key, order.label("version")).subquery()
     return select(versions.c.key).where(versions.c.version == 1).subquery()
 
 
@@ -411,6 +397,11 @@ class Kept(Store):
 
     def get(self, key: str, most: int = MAX_BYTES) -> bytes | None:
         return self._data.get(key)
+
+    def get_many(
+        self, keys: Iterable[str], most: int = MAX_BYTES
+    ) -> dict[str, bytes | RecordDamaged]:
+        return {key: self._data[key] for key in keys if key in self._data}
 
     def put(self, key: str, data: bytes) -> None:
         self.check_writable()

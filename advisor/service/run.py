@@ -18,7 +18,7 @@ import uvicorn
 from sqlalchemy.orm import Session
 
 from advisor.cache.reader import Reader
-from advisor.cache.seal import Seal
+from advisor.cache.seal import KeyRing
 from advisor.errors import UsageError
 from advisor.opening import refusal
 from advisor.service import reconcile, tokens, upkeep
@@ -119,7 +119,7 @@ def serve(
         reconciler = Reconciler(database, starters, _for_workers(where, listening))
         service = Service(
             database,
-            Reader(Seal.from_environment(), refusal),
+            Reader(KeyRing.from_environment(), refusal),
             behind_proxy=where.behind_proxy,
             machines=reconciler.machines,
         )

@@ -15,7 +15,7 @@ import uvicorn
 from sqlalchemy import event
 
 from advisor.cache.reader import Reader
-from advisor.cache.seal import UNSEALED, Seal
+from advisor.cache.seal import NO_KEYS, KeyRing
 from advisor.jobs.token import digest, made
 from advisor.opening import refusal
 from advisor.service import attempts, schema, tokens
@@ -126,14 +126,14 @@ def fresh(served: Served) -> None:
 
 @contextlib.contextmanager
 def serving(
-    url: str, seal: Seal = UNSEALED, as_it_is: bool = False, **tls: str
+    url: str, keyring: KeyRing = NO_KEYS, as_it_is: bool = False, **tls: str
 ) -> Iterator[Served]:
     """With nothing in its database, or as it is, which must be there; `tls`: as uvicorn's."""
     database = Database(url)
     began: list[object] = []
     database.start(began.append)
     assert not (as_it_is and began)
-    service = Service(database, Reader(seal, refusal))
+    service = Service(database, Reader(keyring, refusal))
     port = servers.free_port()
     config = uvicorn.Config(
         application(service, "1"),
@@ -159,6 +159,7 @@ def serving(
         yield found
     finally:
         server.should_exit = True
+        server.force_exit = bool(tls)  # or it waits 30 s for each client to end TLS
         thread.join(60)
         database.close()
 

@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from sqlalchemy import update
 
 from advisor.cache import settings
-from advisor.cache.artifacts import place_of
+from advisor.cache.name import record_key
 from advisor.service import artifacts
 from advisor.service.schema import Artifacts
 from tests.cache.examples import record
 from tests.service.serving import Served
 from tests.service.test_records import named, put
 
-ONE = f"{place_of(record()).replace('/', '-')}-{'ef' * 6}.{'09' * 6}"
+ONE = f"{record_key(record()).replace('/', '-')}-{'ef' * 6}.{'09' * 6}"
 ALONE = f"{'ab' * 6}-{'cd' * 6}-1-{'ef' * 6}.{'09' * 6}"
 LARGE = b"\0" * 2**21
 

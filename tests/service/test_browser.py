@@ -284,14 +284,14 @@ def used(users: Team) -> tuple[int, int]:
     users.keep(FOUND)
     for device in ("NVIDIA B200", "NVIDIA A100-SXM4-80GB", "AMD EPYC 9654 96-Core Processor"):
         users.keep(record(key=changed(KEY, "device.name", device)))
-    place = Name.of(FOUND, encode(FOUND)).place
+    place = Name.of(FOUND, encode(FOUND)).record_key
     rows = [
         ("NVIDIA H200", place, "ab" * 6, "exact", 1200),
         ("NVIDIA H200", place, "ab" * 6, "stale", 90),
         ("NVIDIA B200", "", "cd" * 6, "miss", 40),
         ("NVIDIA L40S", place, "ab" * 6, "nearest", 25),
     ]
-    names, today = ("device", "place", "model", "outcome", "count"), int(time.time() // 86_400)
+    names, today = ("device", "record_key", "model", "outcome", "count"), int(time.time() // 86_400)
     with users.served.database.writing() as session:
         for row in rows:
             session.merge(schema.Lookup(day=today, **dict(zip(names, row, strict=True))))

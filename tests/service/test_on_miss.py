@@ -217,6 +217,7 @@ for thread in threading.enumerate():
 """
 
 
+@pytest.mark.long
 def test_a_run_is_asked_for_as_it_was_started(team: Served, project: Path) -> None:
     words = ["run", "--", sys.executable, "train.py", "--lr", "0.1"]
     found = command(project, *words, process=True)

@@ -1,11 +1,11 @@
-"""Records and marks: looked up, listed, kept, removed."""
+"""Records: looked up, listed, kept, removed."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
 import msgpack
-from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
+from fastapi import APIRouter, HTTPException, Path, Query, Response
 from pydantic import Field, StringConstraints
 
 from advisor.service import records
@@ -13,7 +13,7 @@ from advisor.service.access import Here, Reads, Works
 from advisor.service.records import Question
 from advisor.service.routes.parsing import KEPT, SENDS_BYTES, Body, Strict
 
-_KEY = r"^(record|mark)/[0-9a-fs./]{1,200}$"
+_KEY = r"^record/[0-9a-fs./]{1,200}$"
 
 Key = Annotated[str, StringConstraints(pattern=_KEY)]
 Named = Annotated[str, Path(pattern=_KEY, description="The key that a store has it by.")]
@@ -45,23 +45,17 @@ def self_(here: Here, caller: Reads) -> dict[str, Any]:
     "/api/lookup",
     summary="The nearest records of those that are looked for, as msgpack",
     response_class=Msgpack,
-    responses={304: {"description": "As If-None-Match has it."}},
 )
-def lookup(
-    here: Here, _caller: Reads, question: Annotated[Question, Query()], request: Request
-) -> Response:
+def lookup(here: Here, _caller: Reads, question: Annotated[Question, Query()]) -> Response:
     with here.database.reading() as session:
         found = records.look(session, question)
         here.lookups.count(question, found)
-        headers = {"ETag": found.etag, "Cache-Control": "private, no-cache"}
-        if request.headers.get("if-none-match", "").removeprefix("W/") == found.etag:
-            return Response(status_code=304, headers=headers)
         data = records.data_of(session, records.within(found.sizes, records.MOST_BYTES))
     items = [[key, data.get(key)] for key in found.sizes]
-    return Msgpack(msgpack.packb({"items": items}), headers=headers)
+    return Msgpack(msgpack.packb({"items": items}))
 
 
-@api.get("/api/records", summary="A page of the keys of all records and marks")
+@api.get("/api/records", summary="A page of the keys of all records")
 def listed(
     here: Here, _caller: Reads, after: Annotated[str, Query(pattern=_KEY + "|^$")] = ""
 ) -> dict[str, Any]:
@@ -83,7 +77,7 @@ def fetched(here: Here, _caller: Reads, asked: Keys) -> Response:
 
 @api.put(
     "/api/records/{key:path}",
-    summary="Keep a record or a mark",
+    summary="Keep a record",
     openapi_extra=SENDS_BYTES,
     responses=KEPT,
 )
