@@ -37,7 +37,7 @@ def only_options(command: Command) -> Command:
 @cache_option
 @json_option
 def export(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
-    """Write records into the pack FILE: to carry elsewhere, or to read as pack:FILE."""
+    """Write records into the pack FILE. --cache pack:FILE reads it."""
     count, damaged = sharing.export(file, sharing.Only(**only), cache=cache)
     for line in damaged:
         click.echo(f"advisor: {line}", err=True)
@@ -53,7 +53,7 @@ def export(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
 @cache_option
 @json_option
 def import_(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
-    """Take the records of the pack FILE; exit code 1 where one is refused."""
+    """Take the records of the pack FILE. Exit code 1 if one is refused."""
     where, rows = sharing.import_(file, sharing.Only(**only), cache=cache)
     click.get_current_context().exit(_carried(rows, as_json, where))
 
@@ -64,7 +64,7 @@ def import_(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
 @only_options
 @json_option
 def sync(source: str, to: str, as_json: bool, **only: Any) -> None:
-    """Copy what the store FROM has and the store TO has not; exit code 1 where one is refused."""
+    """Copy records that are in store FROM and not in store TO. Exit code 1 if one is refused."""
     rows = sharing.sync(source, to, sharing.Only(**only))
     click.get_current_context().exit(_carried(rows, as_json, to))
 
@@ -96,7 +96,7 @@ def _carried(rows: Iterable[Carried], as_json: bool, where: str) -> int:
 @cache_option
 @json_option
 def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> None:
-    """Show what may go of what you measured: superseded records, outlived ones, artifacts."""
+    """Show or remove what no one needs: older versions, old records, artifacts."""
     records, going = sharing.gc([kinds] if kinds else sharing.GC_KINDS, cache=cache)
     for line in records.unreachable:
         click.echo(f"advisor: {line}", err=True)
