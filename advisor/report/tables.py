@@ -168,9 +168,12 @@ def remarks(record: Record, *, short: bool = False) -> Iterator[str]:
         what = described(advised.config, record.baseline.config, nothing=baseline)
         repeats = gains(record) and made.effort != INTERRUPTED and not short
         again = f" {AGAIN}" if repeats else ""
+        so = "the speed-up may lie anywhere in its interval"
+        if advised.config == record.baseline.config:
+            so = "a gain may have been missed"
         yield (
             f"The fastest turn of {what} was {unsteady:.2f}x its slowest, because the host was "
-            f"busy: the speed-up may lie anywhere in its interval.{again}"
+            f"busy: {so}.{again}"
         )
     if (waited := waits(record)) >= WAITED:
         tried = set(INPUT_PIPELINE) & set(record.baseline.config)
