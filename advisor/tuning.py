@@ -16,7 +16,7 @@ from advisor.cache.config import Config
 from advisor.cache.key import fingerprint
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Kin, compare
-from advisor.cache.name import command_part
+from advisor.cache.name import command_digest
 from advisor.cache.record import INTERRUPTED, LOOP, WITHIN, Provenance, Record
 from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
@@ -387,7 +387,7 @@ def _measured_alike(then: Task, now: Task) -> bool:
     What options of a command gave is known of that command alone."""
     if not now.command or not then.command:
         return not now.command and not then.command
-    return not now.map or command_part(then.command) == command_part(now.command)
+    return not now.map or command_digest(then.command) == command_digest(now.command)
 
 
 def _loader_of(task: Task) -> tuple[object, ...]:

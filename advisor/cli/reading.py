@@ -14,8 +14,9 @@ import click
 from click.shell_completion import get_completion_class
 
 from advisor.cache import settings
-from advisor.cache.artifacts import compiled_of, place_of
-from advisor.cache.reader import Held, Sought
+from advisor.cache.artifacts import compiled_digest
+from advisor.cache.name import record_key
+from advisor.cache.reader import RecordFilter, StoredRecord
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.seal import UNSIGNED
@@ -122,8 +123,8 @@ def _artifacts(records: Records, record: Record) -> Iterator[dict[str, Any]]:
     here."""
     uses: dict[str, set[str]] = {}
     for winner in record.winners:
-        uses.setdefault(compiled_of(record, winner.choice.config), set()).add(winner.use)
-    for store, label, bytes_ in records.artifacts.listed({place_of(record)}):
+        uses.setdefault(compiled_digest(record, winner.choice.config), set()).add(winner.use)
+    for store, label, bytes_ in records.artifacts.listed({record_key(record)}):
         yield {
             "uses": sorted(uses.get(label.config, ())),
             "bytes": bytes_,
@@ -297,7 +298,7 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
     stuck = [f"{line}; nothing was removed there" for line in records.unreachable]
     ids = [name.record_id for _store, name in versions]
     readable = _readable(records, set(ids))
-    artifacts = list(records.artifacts.listed({name.place for _store, name in versions}))
+    artifacts = list(records.artifacts.listed({name.record_key for _store, name in versions}))
     if not as_json:
         for id in dict.fromkeys(ids):
             what = readable[id].target.name if id in readable else "an unreadable record"
@@ -323,9 +324,11 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
 
 def _readable(records: Records, ids: Collection[str]) -> dict[str, Record]:
     """The records of some ids, if they can be read."""
-    found: list[Held] = []
+    found: list[StoredRecord] = []
     with contextlib.suppress(StoreError):
-        found = records.held(Sought(id=next(iter(ids)).partition("@")[0] if len(ids) == 1 else ""))
+        found = records.held(
+            RecordFilter(id=next(iter(ids)).partition("@")[0] if len(ids) == 1 else "")
+        )
     return {one.name.record_id: one.record for one in found if one.name.record_id in ids}
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from advisor import sharing
-from advisor.cache.artifacts import ANOTHERS, Label
+from advisor.cache.artifacts import OTHER_KEY, Label
 from advisor.cache.exchange import Carried
-from advisor.cache.name import Mark, Name
+from advisor.cache.name import Name
 from advisor.cache.shown import size
 from advisor.cache.stores.url import without_password
 from advisor.cli.options import DONE, FAILED, cache_option, json_option
@@ -78,7 +78,7 @@ def _carried(rows: Iterable[Carried], as_json: bool, where: str) -> int:
         listed.append({"name": row.name, "outcome": row.outcome, "reason": row.reason})
         if as_json or row.outcome == "known":
             continue
-        name = Name.parse(row.name) or Mark.parse(row.name) or Label.parse(row.name)
+        name = Name.parse(row.name) or Label.parse(row.name)
         id = name.record_id if name else ascii(row.name[:60])
         what = f"{id}  {row.target or row.reason}"
         click.echo(f"{row.outcome:<8} {what}", err=row.outcome == "refused")
@@ -104,7 +104,7 @@ def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> Non
     said = "removing" if remove else "would go"
     if not as_json:
         for shelf in there:
-            foreign = f", {shelf.foreign} {ANOTHERS}" if shelf.foreign else ""
+            foreign = f", {shelf.foreign} {OTHER_KEY}" if shelf.foreign else ""
             what = f"{shelf.number}, {size(shelf.size)}{foreign}"
             click.echo(f"artifacts  {what}  ({shelf.store.url})")
         for one in going:
@@ -116,7 +116,7 @@ def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> Non
         rows = [
             {
                 "store": one.store.url,
-                "name": one.named.text if isinstance(one.named, Name | Mark) else one.named.name,
+                "name": one.named.name if isinstance(one.named, Label | Path) else one.named.text,
                 "reason": one.reason,
             }
             for one in going

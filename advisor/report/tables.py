@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
-from advisor.cache.reader import Held
+from advisor.cache.reader import StoredRecord
 from advisor.cache.record import CAPTURE, FLAGS, INTERRUPTED, Choice, Part, Record
 from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import interval, size, tells, times
@@ -311,7 +311,7 @@ def first_step_line(record: Record) -> str:
     return f"Its first step takes {fresh}, or {loaded} with the compiled code that was kept."
 
 
-def listing(found: Sequence[tuple[Held, Sequence[Difference]]]) -> Table:
+def listing(found: Sequence[tuple[StoredRecord, Sequence[Difference]]]) -> Table:
     """One line a record."""
     table = Table(
         "What is tuned",
