@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from advisor.cache.config import Config
-from advisor.cache.name import command_part
+from advisor.cache.name import command_digest
 from advisor.errors import AdvisorWarning, UsageError
 from advisor.finding.in_command import InCommand
 from advisor.finding.piloted import _warn_of_another
@@ -54,10 +54,10 @@ def test_workers_are_put_as_they_are_and_are_none_of_the_pilots() -> None:
 
 
 def test_a_command_is_known_but_for_numbers() -> None:
-    part = command_part(["train.py", "--batch-size", "64", "--arch", "r50"])
-    assert part == command_part(["train.py", "--epochs", "90", "--arch", "r50", "--lr=1e-3"])
-    assert part != command_part(["train.py", "--batch-size", "64", "--arch", "r18"])
-    assert command_part([]) == ""
+    part = command_digest(["train.py", "--batch-size", "64", "--arch", "r50"])
+    assert part == command_digest(["train.py", "--epochs", "90", "--arch", "r50", "--lr=1e-3"])
+    assert part != command_digest(["train.py", "--batch-size", "64", "--arch", "r18"])
+    assert command_digest([]) == ""
 
 
 def test_what_is_given_in_the_command_is_a_number() -> None:
@@ -138,7 +138,7 @@ def test_a_store_that_is_away_keeps_no_run_from_starting(
     done = advisor(folder, "run", "--cache", "http://127.0.0.1:1", *MAP, "--", *TRAIN)
     assert started == [[*TRAIN]]
     assert done.stderr.startswith("advisor: cache http://127.0.0.1:1: ")
-    assert done.stderr.endswith(". It runs as it is\n")
+    assert done.stderr.endswith(". It runs unmodified\n")
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def test_an_option_without_effect_is_no_config() -> None:
     [
         ("batch=--bs", "map: with --bs 8 it ended with exit code 2: train.py: error: unrec"),
         ("batch=--workers", "map: with --workers 8 a step has 4 samples, not 8"),
-        ("batch", "map 'batch': expected KNOB=OPTION, e.g. batch=--batch-size"),
-        ("width=--width", "map 'width': expected one of batch, num_workers"),
+        ("batch", "map ('batch',): expected KNOB=OPTION, e.g. batch=--batch-size"),
+        ("width=--width", "map ('width=--width',): expected KNOB=OPTION, e.g. batch=--batch-size"),
     ],
 )
 def test_what_is_no_such_option(folder: Path, option: str, said: str) -> None:
