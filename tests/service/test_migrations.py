@@ -43,7 +43,7 @@ def test_the_steps_make_what_the_models_say(database_url: str) -> None:
 INDEXES: list[tuple[str, Callable[[Session], object]]] = [
     ("jobs_of_state", lambda session: jobs.waiting(session, 1)),
     ("attempts_of_state", attempts.running),
-    ("jobs_of_record", lambda session: jobs.finder(session, "ab" * 6 + "@64")),
+    ("jobs_of_record", lambda session: jobs.last_for(session, "ab" * 6 + "@64")),
 ]
 
 
