@@ -13,7 +13,7 @@ from typing import TypeVar
 from advisor.cache.artifacts import Artifacts, Label, place_of
 from advisor.cache.codec import encode, opened, reason_of
 from advisor.cache.key import Key
-from advisor.cache.match import Kin, kin
+from advisor.cache.match import SimilarRecord, find_similar
 from advisor.cache.name import Mark, Name
 from advisor.cache.reader import (
     EVERYTHING,
@@ -142,14 +142,14 @@ class Records(Reader):
         found = once(self.held(Sought(most=most))).values()
         return sorted(found, key=lambda one: -one.record.provenance.created)
 
-    def akin(self, key: Key, family: str) -> list[Kin]:
+    def akin(self, key: Key, family: str) -> list[SimilarRecord]:
         """Records whose advice is worth trying first for a key, the nearest first.
 
         Those of its model, and of its family a store that knows its records says the nearest, any
         other those that are among its newest records.
         """
         sought = Sought(kin_of=key, family=family, most=MOST_STRANGERS)
-        return kin(key, family, self.under_each_name(sought))
+        return find_similar(key, family, self.under_each_name(sought))
 
     def get(self, id_prefix: str) -> Record:
         """As `one`, without where it is."""
