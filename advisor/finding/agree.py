@@ -9,7 +9,8 @@ from typing import Any
 
 import msgpack
 
-from advisor.cache.codec import decode, encode, from_plain, to_plain, unpacked
+from advisor.cache.codec import decode, encode, to_plain, unpacked
+from advisor.cache.config import Config
 from advisor.errors import AdvisorError, NoRecord, RecordDamaged
 from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.act.ranks import Group
@@ -55,7 +56,13 @@ def _received(data: bytes) -> Served:
         raise NoRecord(f"{why}; decided by rank 0")
     try:
         record = decode(said["record"]) if said["record"] else None
-        served = from_plain(Served, said["served"])
     except RecordDamaged as exc:
         raise NoRecord(f"what rank 0 says cannot be read: {exc}") from exc
-    return dataclasses.replace(served, record=record, reason=f"{served.reason}; decided by rank 0")
+    known = said["served"]
+    configs = {
+        name: Config(known[name])
+        for name in ("config", "default", "flags")
+        if known[name] is not None
+    }
+    reason = f"{known['reason']}; decided by rank 0"
+    return Served(**{**known, **configs, "record": record, "reason": reason})
