@@ -23,7 +23,7 @@ import msgspec
 
 from advisor.cache.stores.http_client import BYTES, JSON, MAP, HttpClient
 from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, printable
-from advisor.jobs.parcel import NEEDS_CODE, Parcel
+from advisor.jobs.parcel import NEEDS_CODE, CodeArchive
 from advisor.jobs.spec import JobSpec, where
 from advisor.jobs.states import LIVE, STATES
 from advisor.jobs.submission import Submission
@@ -183,8 +183,8 @@ class Client:
         """As `submit`, of what was checked and packed before. Code that is there is not sent."""
         body = json.dumps(submission.asked.plain).encode()
         status, data = self._posted(body)
-        if status == NEEDS_CODE and submission.parcel is not None:
-            self._send(submission.parcel)
+        if status == NEEDS_CODE and submission.code is not None:
+            self._send(submission.code)
             status, data = self._posted(body)
         if status == NEEDS_CODE:
             raise UsageError(f"server {self.url}: {self._http.detail(data)}")
@@ -259,11 +259,11 @@ class Client:
         accepts = (NEEDS_CODE,)
         return self._asked("POST", "/api/jobs", body=body, kind=JSON, accepts=accepts)
 
-    def _send(self, parcel: Parcel) -> None:
+    def _send(self, code: CodeArchive) -> None:
         self._asked(
             "PUT",
-            f"/api/archives/{parcel.digest}",
-            body=parcel.archive,
+            f"/api/archives/{code.digest}",
+            body=code.archive,
             kind=BYTES,
             patience_s=SENDING_S,
         )

@@ -19,7 +19,7 @@ from advisor.errors import NoRecord, StoreError, UsageError
 from advisor.opening import Cache, open_records
 
 GC_KINDS = "superseded", "stale", "damaged", "oversized"
-"""Why `gc` takes what it takes, in one word; only artifacts are damaged or oversized."""
+"""Why `gc` takes what it takes, in one word; only artifacts are oversized."""
 
 Wanted = Callable[[Record], bool]
 """Which records to take; `Only` is one."""
@@ -99,7 +99,7 @@ def sync(source: str, target: str, only: Wanted) -> Iterator[Carried]:
     for carried in exchange.carry(exchange.contents(here), records, there, only):
         name = Name.parse(carried.name)
         if name is not None and carried.outcome != "refused":
-            places.add(name.place)
+            places.add(name.record_key)
         yield carried
     yield from exchange.carry_artifacts(records, here, there, places)
 

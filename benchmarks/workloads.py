@@ -21,7 +21,7 @@ TARGETS = {
     "resnet50": ("torchvision:resnet50", "64x3x224x224"),
     "mobilenet_v3_large": ("torchvision:mobilenet_v3_large", "64x3x224x224"),
     "vit_b_16": ("torchvision:vit_b_16", "64x3x224x224"),
-    "efficientnet_v2_s": ("torchvision:efficientnet_v2_s", "32x3x224x224"),
+    "efficientnet_v2_s": ("torchvision:efficientnet_v2_s", "32x3x300x300"),
     "gpt2": ("examples/gpt2.py:GPT2", "8x1024"),
     "mnist": ("examples/mnist.py", "128x1x28x28"),
     "lstm": ("benchmarks/targets/lstm.py", "64x128x256"),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from advisor.cache.match import MISS, Match
-from advisor.cache.reader import Held, Listing, Marks, Sought, united
+from advisor.cache.reader import Listing, RecordFilter, StoredRecord, united
 from advisor.cache.records import Records
 from advisor.cache.stores import Remote, Store
 from advisor.cache.stores.timeout import run_with_timeout
@@ -43,13 +43,13 @@ class Chosen:
     """
 
     match: Match = MISS
-    held: Held | None = None
+    held: StoredRecord | None = None
     final: bool = False
     answer: Any = None
     refused: str = ""
 
 
-Choose = Callable[[Sequence[Held]], Chosen]
+Choose = Callable[[Sequence[StoredRecord]], Chosen]
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class LookupResult:
         failed: the errors of stores that could not be read.
     """
 
-    held: list[Held] = field(default_factory=list)
+    held: list[StoredRecord] = field(default_factory=list)
     chosen: Chosen | None = None
     stores: list[tuple[str, str]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ class LookupResult:
 
 
 def ask(
-    records: Records, sought: Sought, choose: Choose, *, deadline_s: float = DEADLINE_S
+    records: Records, sought: RecordFilter, choose: Choose, *, deadline_s: float = DEADLINE_S
 ) -> LookupResult:
     """Look into one store after another until a choice is final, on every rank alike.
 
@@ -82,7 +82,6 @@ def ask(
     """
     until = time.monotonic() + deadline_s
     result = LookupResult()
-    marks: Marks = {}
     behind: list[Store] = []
     for store in records.stores:
         began = time.perf_counter()
@@ -90,7 +89,7 @@ def ask(
             seconds = _left(until, store)
             if store is not records.stores[-1]:
                 seconds /= 2  # if this one hangs, the next have time
-            read = functools.partial(records.look_into, store, sought, marks)
+            read = functools.partial(records.look_into, store, sought)
             listing = _read(store, read, seconds, functools.partial(_keep, records, choose))
         except StoreError as exc:
             result.failed.append(exc)
@@ -150,7 +149,7 @@ def _keep(records: Records, choose: Choose, listing: Listing) -> None:
         _log.debug("not kept: %s", exc)
 
 
-def _write_back(records: Records, one: Held, stores: Sequence[Store], until: float) -> None:
+def _write_back(records: Records, one: StoredRecord, stores: Sequence[Store], until: float) -> None:
     """Copy a record into the stores before its own that take it."""
     for store in stores:
         if store is one.store:

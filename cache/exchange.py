@@ -6,14 +6,12 @@ each signature stays its owner's.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from advisor.cache.codec import content
-from advisor.cache.name import Mark, Name, ranked
+from advisor.cache.name import Name, ranked
 from advisor.cache.reader import AT_ONCE, Reader
 from advisor.cache.record import Record
 from advisor.cache.records import Records
@@ -22,13 +20,13 @@ from advisor.cache.stores import Store
 from advisor.cache.stores.pack import read, write
 from advisor.errors import RecordDamaged, StoreError, Unauthorized
 
-Outcome = Literal["added", "updated", "older", "marked", "known", "refused"]
+Outcome = Literal["added", "updated", "older", "known", "refused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
     """What became of one record: 'added' is of a key that was not there, 'updated' counts from now
-    on, 'older' was kept beside one that counts more, 'marked' is a mark on one, 'known' was there.
+    on, 'older' was kept beside one that counts more, 'known' was there.
     `reason`: why refused."""
 
     name: str
@@ -45,38 +43,26 @@ def carry(
 ) -> Iterator[Carried]:
     """Put what may be used of a source into a store, one after another; what became of each.
 
-    Marks follow the records that they are on.
-
     Raises:
         StoreError: the store cannot be read or written; the source cannot be read on.
     """
     there: dict[str, list[Name]] = {}
     for name in records.names(store):
-        there.setdefault(name.place, []).append(name)
-    marks: list[tuple[Mark, bytes]] = []
-    taken: set[str] = set()
+        there.setdefault(name.record_key, []).append(name)
     for text, data in source:
         try:
-            if mark := Mark.parse(text):
-                marks.append((mark, sound_mark(mark, data)))
-                continue
             record, name, data = sound(records, text, data)
         except RecordDamaged as exc:
             yield Carried(name=text, outcome="refused", reason=str(exc))
             continue
         if not wanted(record):
             continue
-        taken.add(name.place)
         try:
-            outcome = _put(store, name, data, there.setdefault(name.place, []))
+            outcome = _put(store, name, data, there.setdefault(name.record_key, []))
         except RecordDamaged as exc:  # as a server of another version says
             yield Carried(name=text, outcome="refused", reason=str(exc))
             continue
         yield Carried(name=name.text, outcome=outcome, target=record.target.name)
-    for mark, data in marks:
-        if mark.place in taken and store.get_many([mark.text]).get(mark.text) != data:
-            store.put(mark.text, data)
-            yield Carried(name=mark.text, outcome="marked")
 
 
 def _put(store: Store, name: Name, data: bytes, known: list[Name]) -> Outcome:
@@ -102,26 +88,12 @@ def sound(reader: Reader, text: str, data: bytes | RecordDamaged) -> tuple[Recor
     Raises:
         RecordDamaged: why not.
     """
-    name = reader.parse(text)
+    name = Name.parse(text, reader.keyring)
     if name is None:
         raise RecordDamaged(f"{text[:80]!r}: no name of a record")
     if isinstance(data, RecordDamaged):
         raise data
     return reader.read(name, data), name, data
-
-
-def sound_mark(mark: Mark, data: bytes | RecordDamaged) -> bytes:
-    """The bytes of a mark, if they are what its name says.
-
-    Raises:
-        RecordDamaged: why not.
-    """
-    if isinstance(data, RecordDamaged):
-        raise data
-    content(data)
-    if hashlib.sha256(data).hexdigest()[: len(mark.digest)] != mark.digest:
-        raise RecordDamaged(f"mark on {mark.record_id}: it is not what its name says; refused")
-    return data
 
 
 def carry_artifacts(
@@ -134,11 +106,11 @@ def carry_artifacts(
         StoreError: one of the stores cannot be read or written.
     """
     artifacts = records.artifacts
-    if not store.takes_blobs or not artifacts.loads:
+    if not store.takes_blobs or not artifacts.most:
         return
     there = store.sizes()
     for label in artifacts.on(source):
-        if not label.trusted or label.record not in places:
+        if not label.trusted or label.record_key not in places:
             continue
         try:
             packed = artifacts.checked(source, label)
@@ -160,8 +132,8 @@ def carry_artifacts(
 
 
 def contents(store: Store) -> Iterator[tuple[str, bytes | RecordDamaged]]:
-    """Every version of every record in a store, and every mark."""
-    names = [text for text in store.keys() if Name.parse(text) or Mark.parse(text)]
+    """Every version of every record in a store."""
+    names = [text for text in store.keys() if Name.parse(text)]
     for start in range(0, len(names), AT_ONCE):
         yield from store.get_many(names[start : start + AT_ONCE]).items()
 
@@ -169,7 +141,7 @@ def contents(store: Store) -> Iterator[tuple[str, bytes | RecordDamaged]]:
 def export(
     records: Records, path: Path, wanted: Callable[[Record], bool] = lambda _record: True
 ) -> tuple[int, list[str]]:
-    """Write the records that count into a pack, with their marks and all their targets' names: how
+    """Write the records that count into a pack, with all their targets' names: how
     many, and a line for each that cannot be read.
 
     Raises:
@@ -185,7 +157,7 @@ def export(
                 yield text, data
 
     write(path, found())
-    return len({one.name.place for one in chosen}), records.damaged
+    return len({one.name.record_key for one in chosen}), records.damaged
 
 
 def unpack(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -27,10 +28,16 @@ def _database_option(command: Command) -> Command:
     )(command)
 
 
+def _port(_context: object, _option: object, text: str) -> int:
+    if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65535:
+        raise UsageError(f"--port {text[:40]!r}: expected 0 to 65535; 0 takes any free port")
+    return int(text)
+
+
 @click.command()
 @click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="  [default: 127.0.0.1]")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=8765, help="0: any.  [default: 8765]"
+    "--port", metavar="NUMBER", default="8765", callback=_port, help="0: any.  [default: 8765]"
 )
 @_database_option
 @click.option(
@@ -50,7 +57,10 @@ def _database_option(command: Command) -> Command:
     "--url", default="", help="Where workers find this server  [default: where it listens]"
 )
 def serve(database: str | None, executors: tuple[str, ...], **where: Any) -> None:
-    """Serve records to a team over HTTP, and tune what it submits, until SIGTERM or Ctrl-C."""
+    """Serve records to a team, and tune what it submits.
+
+    The server runs until SIGTERM or Ctrl-C.
+    """
     from advisor import __version__
 
     run = _run()
@@ -70,7 +80,10 @@ def _say(address: str, token: str | None) -> None:
 @_database_option
 @json_option
 def token(name: str, role: str, days: int | None, database: str | None, as_json: bool) -> None:
-    """Make a token called NAME, on the machine that has the server's database; shown once."""
+    """Make a token called NAME, and show it once.
+
+    Run it on the machine that has the server's database.
+    """
     run = _run()
     text = run.new_token(_opened(database), name, role, days)
     click.echo(json.dumps({"name": name, "role": role, "token": text}) if as_json else text)

@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from advisor import sharing
-from advisor.cache.artifacts import ANOTHERS, Label
+from advisor.cache.artifacts import OTHER_KEY, Label
 from advisor.cache.exchange import Carried
-from advisor.cache.name import Mark, Name
+from advisor.cache.name import Name
 from advisor.cache.shown import size
 from advisor.cache.stores.url import without_password
 from advisor.cli.options import DONE, FAILED, cache_option, json_option
@@ -37,7 +37,7 @@ def only_options(command: Command) -> Command:
 @cache_option
 @json_option
 def export(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
-    """Write records into the pack FILE: to carry elsewhere, or to read as pack:FILE."""
+    """Write records into the pack FILE. --cache pack:FILE reads it."""
     count, damaged = sharing.export(file, sharing.Only(**only), cache=cache)
     for line in damaged:
         click.echo(f"advisor: {line}", err=True)
@@ -53,7 +53,7 @@ def export(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
 @cache_option
 @json_option
 def import_(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
-    """Take the records of the pack FILE; exit code 1 where one is refused."""
+    """Take the records of the pack FILE. Exit code 1 if one is refused."""
     where, rows = sharing.import_(file, sharing.Only(**only), cache=cache)
     click.get_current_context().exit(_carried(rows, as_json, where))
 
@@ -64,7 +64,7 @@ def import_(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
 @only_options
 @json_option
 def sync(source: str, to: str, as_json: bool, **only: Any) -> None:
-    """Copy what the store FROM has and the store TO has not; exit code 1 where one is refused."""
+    """Copy records that are in store FROM and not in store TO. Exit code 1 if one is refused."""
     rows = sharing.sync(source, to, sharing.Only(**only))
     click.get_current_context().exit(_carried(rows, as_json, to))
 
@@ -78,7 +78,7 @@ def _carried(rows: Iterable[Carried], as_json: bool, where: str) -> int:
         listed.append({"name": row.name, "outcome": row.outcome, "reason": row.reason})
         if as_json or row.outcome == "known":
             continue
-        name = Name.parse(row.name) or Mark.parse(row.name) or Label.parse(row.name)
+        name = Name.parse(row.name) or Label.parse(row.name)
         id = name.record_id if name else ascii(row.name[:60])
         what = f"{id}  {row.target or row.reason}"
         click.echo(f"{row.outcome:<8} {what}", err=row.outcome == "refused")
@@ -96,7 +96,7 @@ def _carried(rows: Iterable[Carried], as_json: bool, where: str) -> int:
 @cache_option
 @json_option
 def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> None:
-    """Show what may go of what you measured: superseded records, outlived ones, artifacts."""
+    """Show or remove what no one needs: older versions, old records, artifacts."""
     records, going = sharing.gc([kinds] if kinds else sharing.GC_KINDS, cache=cache)
     for line in records.unreachable:
         click.echo(f"advisor: {line}", err=True)
@@ -104,7 +104,7 @@ def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> Non
     said = "removing" if remove else "would go"
     if not as_json:
         for shelf in there:
-            foreign = f", {shelf.foreign} {ANOTHERS}" if shelf.foreign else ""
+            foreign = f", {shelf.foreign} {OTHER_KEY}" if shelf.foreign else ""
             what = f"{shelf.number}, {size(shelf.size)}{foreign}"
             click.echo(f"artifacts  {what}  ({shelf.store.url})")
         for one in going:
@@ -116,7 +116,7 @@ def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> Non
         rows = [
             {
                 "store": one.store.url,
-                "name": one.named.text if isinstance(one.named, Name | Mark) else one.named.name,
+                "name": one.named.name if isinstance(one.named, Label | Path) else one.named.text,
                 "reason": one.reason,
             }
             for one in going

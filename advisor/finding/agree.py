@@ -9,7 +9,7 @@ from typing import Any
 
 import msgpack
 
-from advisor.cache.codec import decode, encode, to_plain, unpacked
+from advisor.cache.codec import decode, encode, to_plain, unpack
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError, NoRecord, RecordDamaged
 from advisor.tuners.act.advice_usage import Served
@@ -50,7 +50,7 @@ def broadcast_from_rank0(decide: Callable[[], Served]) -> Served:
 
 
 def _received(data: bytes) -> Served:
-    said = unpacked(data, max_bin_len=len(data))
+    said = unpack(data, max_bin_len=len(data))
     if not isinstance(said, dict) or "error" in said:
         why = said["error"] if isinstance(said, dict) else said
         raise NoRecord(f"{why}; decided by rank 0")

@@ -10,7 +10,7 @@ from advisor.cache import settings
 from advisor.cache.asking import Chosen, LookupResult, ask
 from advisor.cache.explanation import Explanation, NearMiss
 from advisor.cache.match import Match, Query, compare
-from advisor.cache.reader import Held
+from advisor.cache.reader import StoredRecord
 from advisor.cache.seal import UNSIGNED
 from advisor.errors import NoRecord, StoreError
 from advisor.finding.answer import answer, carried
@@ -41,7 +41,7 @@ def look_up(request: Request, notices: list[str]) -> Served:
     records = open_records(request.cache, patient=False, fallback=True)
     resolver = TargetResolver(request)
 
-    def choose(held: Sequence[Held]) -> Chosen:
+    def choose(held: Sequence[StoredRecord]) -> Chosen:
         """Records of the reader's own side come first; without any key that is every record."""
         ours = [one for one in held if records.is_ours(one.name)]
         chosen = _choose(ours, request, resolver, query)
@@ -83,7 +83,7 @@ def preview(request: Request) -> Served:
 
 
 def _choose(
-    held: Sequence[Held], request: Request, resolver: TargetResolver, query: Query
+    held: Sequence[StoredRecord], request: Request, resolver: TargetResolver, query: Query
 ) -> Chosen:
     try:
         match = resolver.match([one.record for one in held], query)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from advisor.cache.config import Config
 from advisor.cache.match import MISS, Difference, Match, Query, best
-from advisor.cache.reader import Now, Sought
+from advisor.cache.reader import CurrentFile, RecordFilter
 from advisor.cache.record import Record
 from advisor.cache.task import NONE
 from advisor.errors import NoRecord, TargetError, UsageError
@@ -39,19 +39,19 @@ class TargetResolver:
         specs = [self._named] if self._named else [] if request.in_hand else _around_script()
         self._specs = {spec.origin: spec for spec in specs}
 
-    def sought(self, query: Query) -> Sought:
+    def sought(self, query: Query) -> RecordFilter:
         """What a store is asked for."""
         named = self._named
         if self._request.in_hand:
-            return Sought(model=query.model, query=query)
+            return RecordFilter(model=query.model, query=query)
         if named is None:
-            return Sought(origins=frozenset(self._specs), query=query)
+            return RecordFilter(origins=frozenset(self._specs), query=query)
         if not named.attribute:  # the record says of what in the file the code is
-            return Sought(file=named.name, query=query)
+            return RecordFilter(file=named.name, query=query)
         now = None
         with contextlib.suppress(TargetError):  # the file cannot be read
-            now = Now(code=named.code, origin=named.origin)
-        return Sought(target=named.name, query=query, now=now)
+            now = CurrentFile(code=named.code, origin=named.origin)
+        return RecordFilter(target=named.name, query=query, now=now)
 
     def differences(self, record: Record) -> tuple[Difference, ...]:
         """How a record's target differs from the one that is meant: in its file, its code now, or
