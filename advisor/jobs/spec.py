@@ -24,7 +24,6 @@ MAX_GPUS = 64
 MAX_BYTES = 2**16
 """Of a spec as JSON."""
 _MAX_SHOWN = 300
-_MAX_VALUES = 64
 _GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+/-]{0,63}")
 _OF_PLAN = {row.keyword for row in rows(Plan).values()}
 _OF_TASK = {row.keyword for row in rows(Task).values() if row.option or row.switches} - {"target"}
@@ -64,8 +63,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise UsageError("command: expected the name of a program first")
         if self.target.startswith("-"):
             raise UsageError(f"target {self.target[:80]!r}: expected one as model.py:Net")
-        if not _is_plain([self.target, self.folder, self.env, self.options]):
-            raise UsageError("job: expected lines of printable text, and few values an option")
+        if "force" in self.options:
+            raise UsageError("options: give force beside them, not among them")
+        if not all(map(is_line, (self.target, self.folder, *self.env.values(), *self.words()))):
+            raise UsageError("job: expected texts of one line each, without control characters")
         if len(json.dumps(self.plain)) > MAX_BYTES:
             raise UsageError(f"job: expected at most {MAX_BYTES} bytes as JSON")
         self._check_device()
@@ -73,9 +74,6 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         outside = path.is_absolute() or ".." in path.parts or "\\" in self.folder
         if outside or (self.folder and not self.archive):
             raise UsageError(f"folder {self.folder[:80]!r}: expected one in the archive")
-        if "force" in self.options:
-            raise UsageError("options: give force beside them, not among them")
-        self.words()
 
     def _check_device(self) -> None:
         if self.gpu and not self.gpus:
@@ -119,6 +117,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if isinstance(exc.__cause__, UsageError):
                 raise exc.__cause__ from None
             raise UsageError(f"job: {printable(str(exc))[:200]}") from exc
+        except RecursionError as exc:
+            raise UsageError("job: lists or maps are nested too deeply") from exc
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -186,17 +186,3 @@ def gpu_matches(wanted: str, name: str) -> bool:
         return True
     asked, kind = (text.casefold().replace("-", " ") for text in (wanted, name))
     return bool(kind) and re.search(rf"(?<!\w){re.escape(kind)}(?!\w)", asked) is not None
-
-
-def _is_plain(value: object, depth: int = 4) -> bool:
-    """Whether all texts are lines, numbers finite, and lists and maps neither deep nor long."""
-    if isinstance(value, str):
-        return is_line(value)
-    if isinstance(value, int | float):
-        return abs(value) < 2**63  # no NaN is
-    if isinstance(value, Mapping):
-        return _is_plain([*value, *value.values()], depth)
-    if isinstance(value, list | tuple):
-        few = depth > 0 and len(value) <= _MAX_VALUES
-        return few and all(_is_plain(one, depth - 1) for one in value)
-    return value is None
