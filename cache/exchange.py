@@ -93,7 +93,7 @@ def sound(reader: Reader, text: str, data: bytes | RecordDamaged) -> tuple[Recor
         raise RecordDamaged(f"{text[:80]!r}: no name of a record")
     if isinstance(data, RecordDamaged):
         raise data
-    return reader.read(name, data), name, data
+    return reader.read(name, data)[0], name, data
 
 
 def carry_artifacts(

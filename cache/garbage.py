@@ -80,7 +80,7 @@ def _versions(records: Records, store: Store) -> Iterator[tuple[StoreKey, str]]:
             elif (data := store.get_many([name.text]).get(name.text)) is not None:
                 if name.is_of(data):
                     with contextlib.suppress(RecordDamaged):  # a newer version may read it
-                        counting.append((name, records.read(name, data)))
+                        counting.append((name, records.read(name, data)[0]))
                         first = name
                 else:
                     yield name, "damaged: its bytes are not what was written"

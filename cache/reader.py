@@ -1,7 +1,7 @@
 """Read one store: for each record, the version that counts for the reader.
 
-Names tell which version that is (see `name`). Only that one is fetched, and the next
-one only if it is damaged.
+Names tell which version that is (see `name`). Only that one is fetched, and the next one only if it
+is damaged. StoreError says why the store cannot be read, RecordDamaged why a record is refused.
 """
 
 from __future__ import annotations
@@ -194,11 +194,7 @@ class Reader:
         self._check = check
 
     def look_into(self, store: Store, wanted: RecordFilter = EVERYTHING) -> Listing:
-        """What one store has of what is wanted.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
+        """What one store has of what is wanted."""
         if wanted.is_narrow and isinstance(store, Narrowing):
             asked = map(store.narrowed, wanted.questions())
             texts = [*dict.fromkeys(itertools.chain.from_iterable(asked))]
@@ -242,16 +238,9 @@ class Reader:
         """The names of the records in a store, versions that no longer count included."""
         return [name for text in store.keys() if (name := Name.parse(text, self.keyring))]
 
-    def read(self, name: Name, data: bytes | RecordDamaged) -> Record:
-        """The record in what `get_many` gave, if it may be used and is what its name says.
-
-        Raises:
-            RecordDamaged: why not.
-        """
-        return self.read_signed(name, data)[0]
-
-    def read_signed(self, name: Name, data: bytes | RecordDamaged) -> tuple[Record, bool]:
-        """As `read`, and whether one of the reader's keys signed it."""
+    def read(self, name: Name, data: bytes | RecordDamaged) -> tuple[Record, bool]:
+        """The record in what `get_many` gave, if it may be used and is what its name says, and
+        whether one of the reader's keys signed it."""
         if isinstance(data, RecordDamaged):
             raise data
         record, signed, own_name = _checked(data, self.keyring, self._check)
@@ -301,7 +290,7 @@ class _Look:
         if data is None:  # removed since it was listed
             return None
         try:
-            return self._reader.read_signed(name, data)
+            return self._reader.read(name, data)
         except RecordDamaged as exc:
             self.damaged.append(f"{name.record_id}: {exc}")
             return None
