@@ -22,7 +22,6 @@ from advisor.cache.name import Name
 from advisor.cache.reader import Sought
 from advisor.cache.records import Records
 from advisor.cache.stores import Store, open_store
-from advisor.cache.stores import dir as dir_module
 from advisor.cache.stores.disk import DiskStore
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError, UsageError
 from tests.cache import servers
@@ -515,32 +514,3 @@ for n in range(10_000):
         assert disk.health() == "ok"
     disk.put("record/after", b"1")
     assert disk.get("record/after") == b"1"
-
-
-def test_a_folder_is_listed_again_only_where_it_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listed = []
-    scandir = os.scandir
-
-    def counted(path: Path) -> Iterator[os.DirEntry[str]]:
-        listed.append(path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", counted)
-    store = open_store(f"dir:{tmp_path}/store")
-    store.put("a", b"1")
-    for _ in range(3):  # so soon after a change the next one might bear the same time
-        assert store.keys() == ["a"]
-    assert len(listed) == 3
-    monkeypatch.setattr(dir_module, "_SETTLED_S", -60.0)
-    for _ in range(3):
-        assert open_store(store.url).keys() == ["a"]
-    assert len(listed) == 4
-    time.sleep(0.05)
-    store.put("b", b"2")
-    assert store.keys() == ["a", "b"]
-    time.sleep(0.05)
-    (tmp_path / "store" / "b.msgpack").unlink()
-    os.utime(tmp_path / "store", (1.0, 1.0))
-    assert store.keys() == ["a"]

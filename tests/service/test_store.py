@@ -319,7 +319,7 @@ def test_tokens_that_may_not(
         ("http://advisor.team", "in the clear"),
         ("https://user:s3cret@advisor.team", "goes into ADVISOR_TOKEN"),
         ("https://advisor.team?token=s3cret", "timeout and insecure alone"),
-        ("https://advisor.team:x", "HOST"),
+        ("https://advisor.team:x", "port: expected a number from 1 to 65535"),
         ("https:advisor.team", "expected https://"),
     ],
 )
