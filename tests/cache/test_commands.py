@@ -232,7 +232,7 @@ def test_show_says_which_store_has_a_record(url: str, tmp_path: Path) -> None:
     keep(url, GOOD)
     keep(other, INFER)
     listed = run("show", "--cache", f"{url},{other}")
-    assert "store" in listed.splitlines()[1] and listed.count("dir:") == 2
+    assert "store" in listed.splitlines()[0] and listed.count("dir:") == 2
     for one, where in ((GOOD, url), (INFER, other)):
         assert f"  store           {where}\n" in run("show", one.id, "--cache", f"{url},{other}")
     said = json.loads(run("show", "--cache", f"{url},{other}", "--json"))["records"]
