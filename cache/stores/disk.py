@@ -14,6 +14,7 @@ import contextlib
 import functools
 import os
 import re
+import secrets
 import sqlite3
 import stat
 import threading
@@ -119,13 +120,9 @@ class DiskStore(DirStore):
         return super().health()
 
     def quarantine(self) -> Path:
-        stem = aside = self.path / f"records.damaged-{time.strftime('%Y%m%d-%H%M%S')}"
-        number = 1
-        while aside.exists():
-            number += 1
-            aside = stem.with_name(f"{stem.name}-{number}")
+        made = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         with self._errors():
-            return self._records.rename(aside)
+            return self._records.rename(self.path / f"records.damaged-{made}")
 
     def _problem(self) -> str:
         """What is wrong with the database, or ''."""
@@ -164,9 +161,7 @@ class DiskStore(DirStore):
                 if _code(exc) != sqlite3.SQLITE_READONLY:
                     raise
                 # Its first writer was killed: opening it to write undoes what that left.
-                reader = self._connected("mode=rw")
-                reader.execute("PRAGMA query_only = 1")
-                return reader
+                return self._connected("mode=rw")
             # SQLite keeps its lock files beside the database, which a read-only folder forbids.
             log = self._database.with_name("cache.db-wal")
             if log.exists() and log.stat().st_size > 0:
@@ -185,6 +180,7 @@ class DiskStore(DirStore):
         try:
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
             connection.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
+            connection.execute("PRAGMA query_only = 1")
             if planted := _planted(connection):
                 raise self._damaged(planted)
         except BaseException:
@@ -289,11 +285,8 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """One statement at a time in this process, and none while it forks.
-
-    A child of a fork has only the thread that forked: a lock that another thread holds then,
-    SQLite's own included, is held in the child for ever.
-    """
+    """One statement at a time in this process, and none while it forks: a lock that another thread
+    holds then, SQLite's own included, is held in the child for ever."""
     lock = _lock
     if not lock.acquire(timeout=time_left(_BUSY_S)):
         raise StoreError("cache: another thread is still reading; try again")
@@ -303,12 +296,12 @@ def _one_at_a_time() -> Iterator[None]:
         lock.release()
 
 
-def _after_fork() -> None:
-    with contextlib.suppress(RuntimeError):  # another thread has held it all the time
+def _release() -> None:
+    with contextlib.suppress(RuntimeError):  # another thread held it all the time
         _lock.release()
 
 
-def _renew_lock() -> None:
+def _renew() -> None:
     global _lock
     _lock = threading.RLock()
 
@@ -316,8 +309,8 @@ def _renew_lock() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=lambda: _lock.acquire(timeout=_FORKING_S),
-        after_in_parent=_after_fork,
-        after_in_child=_renew_lock,
+        after_in_parent=_release,
+        after_in_child=_renew,
     )
 
 
@@ -326,7 +319,8 @@ def _bytes_disk() -> type[Any]:
     import diskcache  # here, because reading does without
 
     class BytesDisk(diskcache.Disk):  # type: ignore[misc]
-        """Stores only bytes under text keys; never unpickles, never touches a file."""
+        """Writes bytes under text keys. It reads nothing, so it never unpickles, and it removes no
+        file, whatever a row says."""
 
         def put(self, key: object) -> tuple[str, bool]:
             if type(key) is not str:
@@ -343,7 +337,6 @@ def _bytes_disk() -> type[Any]:
 
         fetch = get
 
-        def remove(self, file_path: object) -> None:
-            """No value is in a file; a row that says otherwise is not obeyed."""
+        def remove(self, file_path: object) -> None: ...
 
     return BytesDisk

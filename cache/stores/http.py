@@ -81,7 +81,6 @@ class HttpStore(Remote):
         super().__init__(self.client.given, PATIENCE_S)
         self.address = self.client.address
         self._came: dict[str, bytes] = {}
-        self._looks: dict[str, tuple[str, list[str]]] = {}
 
     def load(self) -> None:
         self.client.load()
@@ -90,16 +89,9 @@ class HttpStore(Remote):
         asked = urlencode(
             {k: json.dumps(v) if k == "wanted" else v for k, v in question.items()}, doseq=True
         )
-        etag, keys = self._looks.get(asked, ("", []))
-        headers = {"If-None-Match": etag} if etag else {}
-        answer = self._request("GET", f"/api/lookup?{asked}", headers=headers)
-        if answer.status == 304:
-            return keys
-        pairs = self._items(answer.data)
+        pairs = self._items(self._request("GET", f"/api/lookup?{asked}").data)
         self._came = {key: data for key, data in pairs if data}
-        keys = [key for key, _data in pairs]
-        self._looks = {asked: (answer.headers.get("etag", ""), keys)}
-        return keys
+        return [key for key, _data in pairs]
 
     def keys(self) -> list[str]:
         return [
@@ -145,7 +137,7 @@ class HttpStore(Remote):
     def delete(self, key: str) -> bool:
         if not is_blob(key) and not _KEY.fullmatch(key):
             return False
-        self._came, self._looks = {}, {}
+        self._came = {}
         return self._request("DELETE", self._place(key), accepts=(404,)).status != 404
 
     def check_writable(self) -> None:

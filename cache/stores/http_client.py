@@ -65,28 +65,25 @@ class HttpClient:
         self._tls = parts.scheme == "https"
         self.address = self.given.address(443 if self._tls else 80)
         self._path = parts.path.rstrip("/")
-        if token and not _TOKEN.fullmatch(token):
-            raise _no_token("token")
+        if token:
+            _check_token(token, "token")
         if parts.query or "@" in parts.netloc:
             raise UsageError(
                 f"{self._shown}: expected {parts.scheme}://HOST[:PORT][/PATH], with the "
                 "options timeout and insecure alone; the token goes into ADVISOR_TOKEN"
             )
-        if not (self._tls or self.address[0] in _LOOPBACK):
-            self._check_insecure()
-        self._opened: tuple[int, urllib3.HTTPConnectionPool] | None = None
-
-    def _check_insecure(self) -> None:
-        if "insecure" not in self.given.options:
+        plain = not self._tls and self.address[0] not in _LOOPBACK
+        if plain and "insecure" not in self.given.options:
             raise UsageError(
                 f"{self._shown}: would send the token in the clear; use https://, or add "
                 "?insecure=1 in a network that nobody else reads"
             )
-        if self._of_project:
+        if plain and self._of_project:
             raise UsageError(
                 f"{self._shown}: pyproject.toml may not say insecure=1; use https://, or set "
                 "ADVISOR_CACHE to this URL"
             )
+        self._opened: tuple[int, urllib3.HTTPConnectionPool] | None = None
 
     def load(self) -> None:
         """Import what a request needs."""
@@ -104,9 +101,8 @@ class HttpClient:
         accepts: Collection[int] = (),
         most: int = MOST_ANSWER,
     ) -> Answer:
-        """Return the answer. A busy server is asked again when it says, within `patience_s`.
-
-        Every request here has the same effect when it is sent twice.
+        """Return the answer. A busy server is asked again when it says, within `patience_s`; every
+        request here has the same effect when it is sent twice.
 
         Args:
             kind: the media type of the body.
@@ -115,50 +111,36 @@ class HttpClient:
 
         Raises:
             StoreError: nobody answers, or with an error. Unauthorized: because of the token.
-            RecordDamaged: because of what was sent.
-            UsageError: the token is malformed, or others can read its file.
+            RecordDamaged: because of what was sent. UsageError: the token is malformed.
         """
-        sent = {"Accept-Encoding": "gzip", **(headers or {})}
-        token = self._token or _token(self.origin, from_environment=not self._of_project)
-        if token:
-            sent["Authorization"] = f"Bearer {token}"
-        if kind:
-            sent["Content-Type"] = kind
-        answer = self._exchange(method, path, body, sent, patience_s, most)
-        if answer.status < 300 or answer.status in (304, *accepts):
-            return answer
-        raise self._refused(answer, bool(token))
-
-    def _exchange(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None,
-        headers: dict[str, str],
-        patience_s: float,
-        most: int,
-    ) -> Answer:
         from urllib3.exceptions import HTTPError
 
+        sent = {"Accept-Encoding": "gzip", **(headers or {})}
+        token = self._token or _token(self.origin, from_environment=not self._of_project)
+        sent |= {"Authorization": f"Bearer {token}"} if token else {}
+        sent |= {"Content-Type": kind} if kind else {}
         try:
             response = self._pool().urlopen(
                 method,
                 self._path + path,
                 body,
-                headers,
+                sent,
                 _retry(time.monotonic() + patience_s),
                 redirect=False,
                 timeout=time_left(patience_s),
                 preload_content=False,
             )
             data = response.read(most + 1)
-            if len(data) > most:
-                response.close()
-                raise self.foreign(f"its answer is larger than {most} bytes")
             response.release_conn()
-            return Answer(response.status, response.headers, data)
         except (OSError, HTTPError, ValueError) as exc:
             raise StoreError(f"{self._shown}: {_reason(exc)}") from exc
+        if len(data) > most:
+            response.close()
+            raise self.foreign(f"its answer is larger than {most} bytes")
+        answer = Answer(response.status, response.headers, data)
+        if answer.status < 300 or answer.status in (304, *accepts):
+            return answer
+        raise self._refused(answer, bool(token))
 
     def _pool(self) -> urllib3.HTTPConnectionPool:
         # A connection is not shared with a parent process.
@@ -253,39 +235,37 @@ def _reason(exc: Exception) -> str:
     return getattr(cause.__cause__, "strerror", "") or str(cause) or type(cause).__name__
 
 
-def _no_token(what: str) -> UsageError:
-    return UsageError(f"{what}: no token; expected what `advisor token` printed")
+def _check_token(token: str, name: str) -> None:
+    """Raise UsageError if a token is malformed."""
+    if not _TOKEN.fullmatch(token):
+        raise UsageError(f"{name}: no token; expected what `advisor token` printed")
 
 
 def _token(origin: str, from_environment: bool) -> str:
-    """The token for a server, '' for none.
-
-    Raises:
-        UsageError: it is malformed, or others can read its file.
-    """
+    """The token for a server, '' for none. Raises UsageError if it is malformed, or others can
+    read its file."""
     token = os.environ.get("ADVISOR_TOKEN", "").strip() if from_environment else ""
-    folder = own_folder()
-    if not token and (named := os.environ.get("ADVISOR_TOKEN_FILE", "")):
-        token = _listed(Path(named), origin, must_exist=True)
-    elif not token and folder is not None:
-        token = _listed(folder / "tokens", origin, must_exist=False)
-    if token and not _TOKEN.fullmatch(token):
-        raise _no_token("ADVISOR_TOKEN")
+    if not token:
+        named, folder = os.environ.get("ADVISOR_TOKEN_FILE", ""), own_folder()
+        if named:
+            token = _listed(Path(named), origin)
+        elif folder is not None and (folder / "tokens").exists():
+            token = _listed(folder / "tokens", origin)
+    if token:
+        _check_token(token, "ADVISOR_TOKEN")
     return token
 
 
-def _listed(path: Path, origin: str, must_exist: bool) -> str:
+def _listed(path: Path, origin: str) -> str:
+    """The token for a server in a file of lines 'https://HOST TOKEN'."""
     try:
         with open_regular(path) as file:
             mode = os.fstat(file.fileno()).st_mode
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise UsageError(f"{path}: holds tokens and others can read it; run: chmod 600 it")
             text = file.read(2**16).decode()
-    except FileNotFoundError as exc:
-        if not must_exist:
-            return ""
-        raise UsageError(f"ADVISOR_TOKEN_FILE {str(path)!r}: there is no such file") from exc
     except (OSError, ValueError) as exc:
-        raise UsageError(f"ADVISOR_TOKEN_FILE {str(path)!r}: cannot be read ({exc})") from exc
+        why = getattr(exc, "strerror", "") or exc
+        raise UsageError(f"ADVISOR_TOKEN_FILE {str(path)!r}: cannot be read ({why})") from exc
     found: list[tuple[str, str]] = _LISTED.findall(text)
     return next((token for url, token in found if url.rstrip("/") == origin), "")

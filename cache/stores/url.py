@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from advisor.errors import UsageError
 
@@ -37,7 +37,7 @@ class RemoteUrl:
         place, _, query = url.partition("?")
         shown = without_password(url)
         try:
-            urlsplit(place)
+            urlsplit(place)  # refuses half an IPv6 address
             given = parse_qsl(query, strict_parsing=bool(query))
         except ValueError as exc:
             raise UsageError(f"cache URL {shown!r}: {_FORM}; {_QUOTE}") from exc
@@ -50,31 +50,28 @@ class RemoteUrl:
         return cls(bare=f"{place}?{rest}" if rest else place, shown=shown, options=options)
 
     def address(self, default_port: int) -> tuple[str, int]:
-        """Host and port.
-
-        Raises:
-            UsageError: the port is none.
-        """
+        """Host and port. Raises UsageError if the port is none."""
         parts = urlsplit(self.bare)
-        return parts.hostname or "localhost", _port(parts, self.shown) or default_port
+        try:
+            port = parts.port
+        except ValueError:
+            port = 0
+        if port == 0:
+            found = re.search(r":(-?\d{1,20})$", parts.netloc)
+            # What follows a colon and is no number may be a password.
+            named = f"port {found[1]}" if found else "port"
+            rule = f"{named}: expected a number from 1 to 65535; {_QUOTE}"
+            raise UsageError(f"cache URL {self.shown!r}: {rule}")
+        return parts.hostname or "localhost", port or default_port
 
     def endpoint(self) -> tuple[str, int] | None:
-        """Host and port of the option `endpoint`, None without one.
-
-        Raises:
-            UsageError: it is no such URL.
-        """
+        """Host and port of the option `endpoint`, None without one."""
         url = self.options.get("endpoint")
         if not url:
             return None
-        try:
-            parts = urlsplit(url)
-        except ValueError:
-            parts = urlsplit("")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not re.match(r"https?://[^/:[]", url):
             raise UsageError(f"cache URL {self.shown!r}: endpoint: expected https://HOST[:PORT]")
-        default = 80 if parts.scheme == "http" else 443
-        return parts.hostname, _port(parts, self.shown) or default
+        return RemoteUrl(url, self.shown, {}).address(443 if url.startswith("https") else 80)
 
     def seconds(self, option: str, default: float) -> float:
         """A time such as 50ms, 2s or 30d.
@@ -92,20 +89,6 @@ class RemoteUrl:
                 f"cache URL {self.shown!r}: {option}={text}: expected a time as 50ms, 2s or 30d"
             )
         return seconds
-
-
-def _port(parts: SplitResult, shown: str) -> int | None:
-    """The port that a URL names, if it does. Raises UsageError if it is none."""
-    try:
-        port = parts.port
-    except ValueError:
-        port = 0
-    if port != 0:
-        return port
-    found = re.search(r":(-?\d{1,20})$", parts.netloc)
-    # What follows a colon and is no number may be a password.
-    text = f"port {found[1]}" if found else "port"
-    raise UsageError(f"cache URL {shown!r}: {text}: expected a number from 1 to 65535; {_QUOTE}")
 
 
 def without_password(url: str) -> str:
