@@ -73,15 +73,18 @@ class DiskStore(DirStore):
     def get_many(
         self, keys: Iterable[str], most: int = MAX_BYTES
     ) -> dict[str, bytes | RecordDamaged]:
-        wanted = list(keys)
-        blobs = [key for key in wanted if is_blob(key)]
+        blobs, records = [], []
+        for key in keys:
+            (blobs if is_blob(key) else records).append(key)
         found = super().get_many(blobs, most)
+        if not records:
+            return found
         sql = (
             "SELECT key, mode, CASE WHEN length(value) <= ? THEN value END FROM Cache "
             "WHERE key = ? AND raw = 1 LIMIT 1"
         )
         limit = min(most, MAX_BYTES)
-        rows = self._select(sql, *((limit, key) for key in wanted if key not in blobs))
+        rows = self._select(sql, *((limit, key) for key in records))
         return found | {key: _sound(key, mode, value) for key, mode, value in rows}
 
     def put(self, key: str, data: bytes) -> None:

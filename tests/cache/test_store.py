@@ -88,6 +88,7 @@ class TestContract:
         assert again.sizes(BLOB[:-12]) == {BLOB: 2**21}
         assert again.sizes(f"artifacts/0{BLOB[10:-12]}") == {}
         assert again.get(BLOB, 2**21) == b"\0" * 2**21
+        assert again.get_many([]) == {} and again.get_many([BLOB, "a"], 2**21).keys() == {BLOB}
         with pytest.raises(StoreError, match="larger than"):
             again.get(BLOB, 2**21 - 1)
         for act in (store.get, store.delete, lambda key: store.put(key, b"")):
