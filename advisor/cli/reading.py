@@ -64,7 +64,8 @@ def show(key: str | None, most: int, cache: str | None, as_json: bool) -> int:
     if key is not None:
         held = records.one(key)
         if as_json:
-            more = {"signed": held.trusted, "artifacts": _artifacts(records, held.record)}
+            more = {"signed": held.trusted, "store": held.store.url}
+            more["artifacts"] = _artifacts(records, held.record)
             click.echo(json.dumps(data.as_data(held.record, cache) | more))
         else:
             _show(held, cache, _artifacts(records, held.record))
@@ -77,7 +78,7 @@ def show(key: str | None, most: int, cache: str | None, as_json: bool) -> int:
         rows = [
             data.as_data(one.record, cache)
             | {"stale": [*filter(None, [one.record.stale]), *map(str, differs)]}
-            | {"signed": one.trusted}
+            | {"signed": one.trusted, "store": one.store.url}
             for one, differs in found
         ]
         click.echo(json.dumps({"records": rows, "damaged": records.damaged, "older": older}))
@@ -89,7 +90,7 @@ def show(key: str | None, most: int, cache: str | None, as_json: bool) -> int:
     elif not found:
         click.echo("Nothing is tuned yet; run: advisor tune -- python train.py")
     else:
-        console().print(tables.listing(found))
+        console().print(tables.listing(found, with_store=len(records.stores) > 1))
         if older:
             click.echo(f"and {older:,} older; to list them: --most {len(found) + older}")
     return DONE
@@ -125,6 +126,7 @@ def _show(held: StoredRecord, cache: str | None, artifacts: list[dict[str, Any]]
     signed = "" if held.trusted else f"  {UNSIGNED}"
     say(shown.title, f"{shown.headline}{signed}", *filter(None, [shown.stale]))
     say(*(f"  {name:<16}{value}" for name, value in shown.facts))
+    say(f"  {'store':<16}{held.store.url}")
     for one in artifacts:
         uses = ", ".join(one["uses"]) or "nothing that is advised"
         refused = f"; refused: {one['refused']}" if one["refused"] else ""

@@ -398,10 +398,9 @@ class Kept(Store):
     def keys(self) -> list[str]:
         return sorted(look(self._session, self._question).sizes)
 
-    def get(self, key: str, most: int = MAX_BYTES) -> bytes | None:
-        return data_of(self._session, [key]).get(key)
-
-    def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
+    def get_many(
+        self, keys: Iterable[str], most: int = MAX_BYTES
+    ) -> dict[str, bytes | RecordDamaged]:
         return {**data_of(self._session, keys)}
 
     def put(self, key: str, data: bytes) -> None:

@@ -17,7 +17,7 @@ from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.seal import KeyRing
 from advisor.cache.stores import Store, open_store
-from advisor.cache.stores.pack import PackStore
+from advisor.cache.stores.pack import PackStore, write
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 from tests.cache.examples import ENVIRONMENT, KEY, changed, record
 
@@ -119,7 +119,7 @@ class TestSeveral:
         return [open_store(f"disk:{tmp_path}/a"), open_store(f"dir:{tmp_path}/b")]
 
     def test_the_first_that_can_be_written_keeps(self, stores: list[Store], tmp_path: Path) -> None:
-        exchange.export(Records(stores[1]), tmp_path / "p")
+        write(tmp_path / "p", [])
         pack = open_store(f"pack:{tmp_path}/p")
         assert Records([pack, *stores]).put(VERSIONS[0]) is stores[0]
         assert Records([pack, *stores]).all() == [VERSIONS[0]]
@@ -177,19 +177,19 @@ def test_a_pack_carries_and_is_a_store(tmp_path: Path) -> None:
     for one in (*VERSIONS, made(key=changed(KEY, "mode", "infer"))):
         records.put(one)
     path = tmp_path / "records.pack"
-    assert exchange.export(records, path) == (2, [])
+    assert exchange.export(records, path) == 2
     pack = PackStore(path)
     assert pack.health() == "ok, read-only"
     assert sorted(r.id for r in Records(pack).all()) == sorted(r.id for r in records.all())
     other = open_store(f"dir:{tmp_path}/o")
-    assert {row.outcome for row in exchange.unpack(path, Records(other), other)} == {"added"}
+    assert {row.outcome for row in exchange.unpack(path, Records(other))[1]} == {"added"}
     assert sorted(other.keys()) == sorted(pack.keys())
     assert pack.get("record/nothing") is None
     whole = path.read_bytes()
     for length in (len(whole) - 1, len(whole) // 2, 1, 0):
         path.write_bytes(whole[:length])
         with pytest.raises(StoreDamaged):
-            list(exchange.unpack(path, Records(other), other))
+            list(exchange.unpack(path, Records(other))[1])
     assert "damaged" in PackStore(path).health()
     path.write_bytes(b"PK\x03\x04 not one of ours, and long enough to have an end")
     with pytest.raises(StoreDamaged, match=r"no pack|damaged"):
@@ -209,10 +209,10 @@ def test_only_signed_records_where_that_is_asked(tmp_path: Path) -> None:
     path = tmp_path / "signed.pack"
     exchange.export(strict, path)
     other = open_store(f"dir:{tmp_path}/o")
-    rows = list(exchange.unpack(path, Records(other, keyring=keyring), other))
+    rows = list(exchange.unpack(path, Records(other, keyring=keyring))[1])
     assert [row.outcome for row in rows] == ["added"]
     foreign = KeyRing(b"the secret of another", required=True)
-    rows = list(exchange.unpack(path, Records(other, keyring=foreign), other))
+    rows = list(exchange.unpack(path, Records(other, keyring=foreign))[1])
     assert [row.outcome for row in rows] == ["refused"]
     assert "another secret" in rows[0].reason
 
