@@ -18,7 +18,7 @@ from advisor.arguments import Budget, Model, OnEvent, Permit, check_type, split,
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
-from advisor.cache.match import Kin
+from advisor.cache.match import SimilarRecord
 from advisor.cache.name import command_digest
 from advisor.cache.record import INTERRUPTED, LOOP, PILOT, WITHIN, Provenance, Record, Target
 from advisor.cache.records import Records
@@ -255,7 +255,7 @@ class _Tuning(ABC):
     def _known(self, record: Record, subject: Subject) -> Record:
         """What is given of a record that answers and may have been tuned under another name."""
 
-    def _before(self, subject: Subject, akin: Sequence[Kin]) -> _Before:
+    def _before(self, subject: Subject, akin: Sequence[SimilarRecord]) -> _Before:
         """What the record of this very task, if there is one, means for this call."""
         plan, key = self._plan, subject.key
         own = f"{key.id}@{key.task.batch}"
@@ -794,9 +794,11 @@ def _record(subject: Subject, decided: SearchResult, made: Provenance) -> Record
     )
 
 
-def _first_guesses(subject: Subject, akin: Sequence[Kin], progress: Progress) -> list[Config]:
+def _first_guesses(
+    subject: Subject, akin: Sequence[SimilarRecord], progress: Progress
+) -> list[Config]:
     """What was best for the nearest records: stale ones, other shapes and devices, the family."""
-    chosen: dict[Config, Kin] = {}
+    chosen: dict[Config, SimilarRecord] = {}
     key = subject.key
     for one in akin:
         default = one.record.baseline.config.knobs

@@ -14,7 +14,7 @@ from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import interval, size, tells, times
 from advisor.finding.answer import break_even, unverified
 from advisor.finding.doubt import DOUBTFUL, doubtful
-from advisor.finding.horizon import Row
+from advisor.finding.horizon import BreakEven
 from advisor.printed import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Table
@@ -280,7 +280,7 @@ def parts(record: Record) -> Table:
     return table
 
 
-def horizon(record: Record, rows: Sequence[Row]) -> Table:
+def horizon(record: Record, rows: Sequence[BreakEven]) -> Table:
     """Which config is the best from how many steps on, at the user's batch."""
     table = Table(
         "The best config at your batch, by the length of a job",
@@ -301,7 +301,7 @@ def horizon(record: Record, rows: Sequence[Row]) -> Table:
     return table
 
 
-def pays(record: Record, rows: Sequence[Row]) -> str:
+def pays(record: Record, rows: Sequence[BreakEven]) -> str:
     """'pays from step 1,252 on (38.1 s)': the advice, or '' where it is the default."""
     advised = record.winner(record.use).config
     if advised == record.baseline.config:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from advisor.cache.config import Config, Value
-from advisor.finding.conducted import Conducted
-from advisor.finding.piloted import Terms
+from advisor.finding.conducted import OnlineTuner
+from advisor.finding.piloted import RunPolicy
 from advisor.opening import open_records
 from advisor.printed import tune_again
 from advisor.tuners import host
@@ -443,8 +443,8 @@ def test_the_search_within_a_run_hears_of_a_failure_before_the_script_may_end_of
             return BlockRequest(config=own, own=own, steps=len(self.results))
 
     own = Config(precision="default")
-    guide = Conducted(["python", "train.py"], Terms(), tune_s=9.0)
-    guide._line = answers = Answers()  # type: ignore[assignment]
+    guide = OnlineTuner(["python", "train.py"], RunPolicy(), tune_s=9.0)
+    guide._client = answers = Answers()  # type: ignore[assignment]
     guide.backward_failed(MemoryError("in backward"), BlockRequest(config=own, own=own, steps=3))
     assert [result.reason for result in answers.results] == ["MemoryError: in backward"]
     assert guide.next(BlockResult(outcome="out_of_memory")).steps == 1  # the answer that came then
