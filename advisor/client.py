@@ -23,7 +23,7 @@ import msgspec
 
 from advisor.cache.stores.http_client import BYTES, JSON, MAP, HttpClient
 from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, printable
-from advisor.jobs.parcel import NEEDS_CODE
+from advisor.jobs.parcel import NEEDS_CODE, CodeArchive
 from advisor.jobs.spec import JobSpec, where
 from advisor.jobs.states import LIVE, STATES
 from advisor.jobs.submission import Submission
@@ -165,12 +165,10 @@ class Client:
     def ask(self, submission: Submission) -> Job:
         """Submit what was checked and packed before. Code that the server has is not sent."""
         body = json.dumps(submission.asked.plain).encode()
-        how: dict[str, Any] = {"body": body, "kind": JSON, "accepts": (NEEDS_CODE,)}
-        status, data = self._asked("POST", "/api/jobs", **how)
-        if status == NEEDS_CODE and (parcel := submission.parcel) is not None:
-            code: dict[str, Any] = {"body": parcel.archive, "kind": BYTES, "patience_s": SENDING_S}
-            self._asked("PUT", f"/api/archives/{parcel.digest}", **code)
-            status, data = self._asked("POST", "/api/jobs", **how)
+        status, data = self._posted(body)
+        if status == NEEDS_CODE and submission.code is not None:
+            self._send(submission.code)
+            status, data = self._posted(body)
         if status == NEEDS_CODE:
             raise UsageError(f"server {self.url}: {self._http.detail(data)}")
         return self._job(self._http.decoded(data, MAP))
@@ -236,6 +234,19 @@ class Client:
         if state not in STATES:
             raise self._http.foreign("it names no state of a job")
         return state
+
+    def _posted(self, body: bytes) -> tuple[int, bytes]:
+        accepts = (NEEDS_CODE,)
+        return self._asked("POST", "/api/jobs", body=body, kind=JSON, accepts=accepts)
+
+    def _send(self, code: CodeArchive) -> None:
+        self._asked(
+            "PUT",
+            f"/api/archives/{code.digest}",
+            body=code.archive,
+            kind=BYTES,
+            patience_s=SENDING_S,
+        )
 
     def _said(self, decoder: msgspec.json.Decoder[T], method: str, path: str) -> T:
         return self._http.decoded(self._asked(method, path)[1], decoder)

@@ -73,7 +73,7 @@ class Copied:
         name = Name.of(copy, data)
         return self.row | {
             "key": name.text,
-            "place": name.record_key,
+            "record_key": name.record_key,
             "model": hex[:12],
             "id": name.id,
             "target": name.target[0],

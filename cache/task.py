@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -358,8 +358,13 @@ def changed(value: Any) -> Iterator[tuple[FieldSpec, Any]]:
 
 def shell(value: Any) -> list[str]:
     """The command line's words for what is not the default, not quoted yet."""
+    return option_words(changed(value))
+
+
+def option_words(given: Iterable[tuple[FieldSpec, Any]]) -> list[str]:
+    """The command line's words for some fields' values."""
     words: list[str] = []
-    for one, held in changed(value):
+    for one, held in given:
         switch = next((name for name, sets in one.switches.items() if sets == held), None)
         if switch is not None:
             words.append(switch)

@@ -26,7 +26,7 @@ def keep(session: Session, digest: str, data: bytes, by: Caller) -> bool:
     """Keep an archive; whether it is new.
 
     Raises:
-        UsageError: it is none, not the one that the digest is of, or beyond the token's quota.
+        UsageError: it is no archive, not of this digest, or beyond the token's quota.
     """
     if hashlib.sha256(data).hexdigest() != digest:
         raise UsageError("archive: is not what its digest says; send it again")
@@ -49,11 +49,7 @@ def use(session: Session, digest: str, at: float) -> bool:
 
 
 def data_of(session: Session, digest: str, by: Caller) -> bytes | None:
-    """An archive; None where it is not there.
-
-    Raises:
-        PermissionError: who asks is neither an attempt of a job with this code nor an admin.
-    """
+    """An archive, for attempts of jobs with this code and admins; None if it is not there."""
     theirs = select(Attempt.id).join(Job, Attempt.job == Job.id)
     theirs = theirs.where(Attempt.token == by.token, Job.archive == digest)
     if not by.may("admin") and session.scalar(theirs) is None:
@@ -61,16 +57,11 @@ def data_of(session: Session, digest: str, by: Caller) -> bytes | None:
     return session.scalar(select(Archive.data).where(Archive.digest == digest))
 
 
-def known(session: Session, digest: str) -> bool:
-    """Whether an archive is there."""
-    return session.scalar(select(Archive.digest).where(Archive.digest == digest)) is not None
-
-
 def tidy(session: Session, live: tuple[str, ...]) -> None:
     """Remove what no job asked for in a while, no live one needs, and no record that is here could
     be measured again with."""
     last = select(func.max(Job.id)).where(Job.record != "").group_by(Job.record).correlate(None)
-    here = exists().where(Item.id == func.substr(Job.record, 1, 12), Item.fields != "")
+    here = exists().where(Item.id == func.substr(Job.record, 1, 12))
     needs = or_(Job.state.in_(live), Job.id.in_(last) & here)
     needed = exists().where(Job.archive == Archive.digest, needs)
     old = Archive.used < now(session) - KEPT_S

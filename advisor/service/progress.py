@@ -95,7 +95,7 @@ def _speedups(session: Session, numbers: Sequence[int]) -> dict[int, float]:
     found = select(Job.id, Job.record).where(Job.id.in_(numbers), Job.record != "")
     records = {job: record for job, record in session.execute(found)}
     ids = [record.partition("@")[0] for record in records.values()]
-    query = select(Item.id, Item.batch, Item.speedup).where(Item.id.in_(ids), Item.fields != "")
+    query = select(Item.id, Item.batch, Item.speedup).where(Item.id.in_(ids))
     rows = session.execute(query.order_by(Item.created))
     newest = {f"{id}@{batch}": speedup for id, batch, speedup in rows}
     return {job: newest[record] for job, record in records.items() if record in newest}

@@ -79,7 +79,7 @@ def test_a_long_command_is_shown_in_short() -> None:
 
 def test_an_unknown_option_is_told_with_those_there_are() -> None:
     for name in ("script", "bogus"):
-        with pytest.raises(UsageError, match=f"{name}: is no option; expected .*budget.*shape"):
+        with pytest.raises(UsageError, match=f"{name}: not an option; expected .*budget.*shape"):
             JobSpec(target="model.py:Net", options={"shape": "64x8", name: "x"})
 
 

@@ -21,8 +21,8 @@ from advisor.opening import refusal
 from advisor.service import attempts, schema, tokens
 from advisor.service.access import Service
 from advisor.service.app import application
-from advisor.service.attempts import Claimed
 from advisor.service.database import Database
+from advisor.service.executors import Start
 from advisor.service.run import Server
 from tests.cache import servers
 
@@ -104,7 +104,7 @@ def statements(database: Database) -> Iterator[list[tuple[str, Any]]]:
         event.remove(database._engine, "before_cursor_execute", note)
 
 
-def begun(database: Database, one: Claimed) -> str:
+def begun(database: Database, one: Start) -> str:
     """The token for which a worker exchanges what it was started with."""
     own = made()
     with database.writing() as session:
@@ -120,7 +120,7 @@ def fresh(served: Served) -> None:
             session.execute(table.delete())
     served.tokens = {role: token(database, role) for role in tokens.ROLES}
     began = Service(database, service.reader)
-    for name in ("reads", "writes", "guesses", "behind_proxy", "lookups", "loops", "machines"):
+    for name in ("guesses", "behind_proxy", "lookups", "loops", "machines"):
         setattr(service, name, getattr(began, name))
 
 

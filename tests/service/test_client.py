@@ -17,7 +17,7 @@ from advisor.client import Client
 from advisor.errors import StoreError, UsageError
 from advisor.jobs.spec import JobSpec
 from advisor.jobs.submission import Submission
-from advisor.service.attempts import Claimed
+from advisor.service.executors import Start
 from tests.cache import servers
 from tests.cache.examples import record
 from tests.face.commands import advisor
@@ -41,12 +41,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def beat(served: Served, one: Claimed, text: str, **more: Any) -> None:
+def beat(served: Served, one: Start, text: str, **more: Any) -> None:
     body = {"log": text, "trials": [], "device": "GPU 0"} | more
     assert served.ask("POST", "/api/attempt/beat", one.external, body).status == 200
 
 
-def end(served: Served, one: Claimed, **last: Any) -> None:
+def end(served: Served, one: Start, **last: Any) -> None:
     assert served.ask("POST", "/api/attempt/end", one.external, last).status == 200
 
 
@@ -188,7 +188,7 @@ def test_servers_that_do_not_serve(team: Served, monkeypatch: pytest.MonkeyPatch
         Client("dir:/data")
     with pytest.raises(UsageError, match="in the clear"):
         Client("http://advisor.team")
-    with pytest.raises(UsageError, match="there is no such job"):
+    with pytest.raises(UsageError, match="there is no job 7"):
         Client(team.url).job(7)
     with pytest.raises(StoreError, match="has no jobs; it is older"):
         Client(f"http://127.0.0.1:{team.port}/below").jobs()
@@ -257,18 +257,21 @@ def told(done: subprocess.CompletedProcess[str]) -> Any:
 def test_submit(team: Served, project: Path) -> None:
     (project / ".env").write_text("KEY=1")
     said = advisor(project, *SUBMIT, *RUN)
-    code, stays, last, watch = said.stdout.splitlines()
+    code, stays, last, watch, waits = said.stdout.splitlines()
     assert code.startswith("code    2 files, 24 B (") and code.endswith(f"packed) of {project}")
     assert stays == "stays   .env: ignored"
     assert last == "job 1 queued; to follow it: advisor logs -f 1"
     assert watch == f"watch   http://127.0.0.1:{team.port}/jobs/1"
+    why = "no machine known now has 2 GPUs named 'H100' (known: none); the job waits"
+    assert waits == f"waits   {why}"
     login = team.ask("GET", watch.partition(str(team.port))[2]).headers["location"]
     assert login == "/login?to=%2Fjobs%2F1"
     again = told(advisor(project, *SUBMIT, "--json", *RUN))
     assert (again["id"], again["new"], again["code"]["files"]) == (1, False, 2)
     assert again["code"]["left_out"] == [".env: ignored"] and watch.endswith(again["page"])
     said = advisor(project, *SUBMIT, *RUN)
-    assert said.stdout.splitlines()[2:] == ["job 1: asked for before, the same; queued", watch]
+    same = ["job 1: asked for before, the same; queued", watch, waits]
+    assert said.stdout.splitlines()[2:] == same
     other = advisor(project, "submit", "--device", "cpu", "--no-compile", "--budget", "1m", *RUN)
     assert other.stdout.splitlines()[2].startswith("job 2 queued")
     assert told(advisor(project, "jobs", "2", "--json"))["gpus"] == 0
@@ -276,6 +279,7 @@ def test_submit(team: Served, project: Path) -> None:
     assert target.stdout.splitlines() == [
         "job 3 queued; to follow it: advisor logs -f 3",
         watch.replace("jobs/1", "jobs/3"),
+        "waits   no machine known now has a GPU (known: none); the job waits",
     ]
 
 
@@ -296,7 +300,7 @@ def test_what_travels_is_told_with_its_commit(team: Served, project: Path) -> No
 
     def first_and_third() -> tuple[str, str]:
         lines = advisor(project, *SUBMIT, *RUN).stdout.splitlines()
-        return lines[0], lines[-2]
+        return lines[0], lines[-3]
 
     git("init", "-q")
     git("add", ".")
@@ -352,9 +356,9 @@ def test_the_server_may_be_named(team: Served, project: Path) -> None:
         ("submit --server dir:x -- python train.py", "server 'dir:x': expected http"),
         ("jobs --state none", "none"),
         ("jobs seven", "seven"),
-        ("jobs 7", "there is no such job"),
-        ("logs 7", "there is no such job"),
-        ("cancel 7", "there is no such job"),
+        ("jobs 7", "there is no job 7"),
+        ("logs 7", "there is no job 7"),
+        ("cancel 7", "there is no job 7"),
     ],
 )
 def test_what_is_refused(team: Served, project: Path, words: str, says: str) -> None:

@@ -18,11 +18,11 @@ from sqlalchemy import select, update
 from advisor.cache.codec import to_plain
 from advisor.cache.key import fields
 from advisor.errors import UsageError
-from advisor.jobs.spec import JobSpec, is_meant
+from advisor.jobs.parcel import MAX_PACKED
+from advisor.jobs.spec import JobSpec, gpu_matches
 from advisor.jobs.token import digest, made
-from advisor.service import access, attempts, jobs, limits, quotas, schema, tokens, upkeep
-from advisor.service.attempts import Claimed
-from advisor.service.executors import Room
+from advisor.service import attempts, jobs, quotas, schema, tokens, upkeep
+from advisor.service.executors import Capacity, Start
 from tests.cache.examples import KEY, changed, record
 from tests.service.serving import Answer, Served, ask, begun
 from tests.service.test_records import look, named, put
@@ -42,31 +42,31 @@ def told(served: Served, number: int) -> dict[str, Any]:
     return found
 
 
-def claimed(served: Served, gpu: str = "NVIDIA H100", gpus: int = 2) -> Claimed | None:
+def claimed(served: Served, gpu: str = "NVIDIA H100", gpus: int = 2) -> Start | None:
     """As a reconciler claims and a worker begins; its own token is then one of the served ones."""
     with served.database.writing() as session:
-        found = attempts.claim(session, "local:here", Room(gpu=gpu, gpus=gpus))
+        found = attempts.claim(session, "local:here", Capacity(gpu=gpu, gpus=gpus))
     if found is not None:
         served.tokens[found.external] = begun(served.database, found)
     return found
 
 
-def exchanged(served: Served, one: Claimed, own: str) -> Answer:
+def exchanged(served: Served, one: Start, own: str) -> Answer:
     """What a worker that has made this token is answered to its first request."""
     body = {"digest": digest(own).hex()}
     return ask(served.port, "POST", "/api/attempt/begin", one.token, body)
 
 
-def waiting_to_begin(served: Served) -> Claimed:
+def waiting_to_begin(served: Served) -> Start:
     """An attempt that was started, and whose worker has not said anything yet."""
     assert submit(served).status < 300
     with served.database.writing() as session:
-        found = attempts.claim(session, "local:here", Room(gpu="NVIDIA H100", gpus=2))
+        found = attempts.claim(session, "local:here", Capacity(gpu="NVIDIA H100", gpus=2))
     assert found is not None
     return found
 
 
-def started(served: Served, **asked: Any) -> Claimed:
+def started(served: Served, **asked: Any) -> Start:
     """A job that was asked for and claimed."""
     assert submit(served, **asked).status == 201
     found = claimed(served)
@@ -74,7 +74,7 @@ def started(served: Served, **asked: Any) -> Claimed:
     return found
 
 
-def ended(served: Served, one: Claimed, **last: Any) -> Answer:
+def ended(served: Served, one: Start, **last: Any) -> Answer:
     return served.ask("POST", "/api/attempt/end", one.external, last)
 
 
@@ -228,8 +228,8 @@ def of(served: Served, change: Callable[..., Any], *what: Any) -> Any:
         ("NVIDIA H100 80GB HBM3", "", False),
     ],
 )
-def test_a_kind_of_gpu_is_meant_by_its_whole_name(gpu: str, name: str, meant: bool) -> None:
-    assert is_meant(gpu, name) is meant
+def test_a_kind_of_gpu_gpu_matches_by_its_whole_name(gpu: str, name: str, meant: bool) -> None:
+    assert gpu_matches(gpu, name) is meant
 
 
 def test_an_attempt_is_done_with_a_record_of_its_own(served: Served) -> None:
@@ -245,29 +245,29 @@ def test_an_attempt_is_done_with_a_record_of_its_own(served: Served) -> None:
 def test_what_is_lost_is_tried_again_and_not_for_ever(served: Served) -> None:
     one = started(served)
     served.ask("PUT", "/api/attempt/studies/x", one.external, b"half")
-    for number in range(1, attempts.MOST_LOST + 1):
+    for number in range(1, attempts.MAX_LOST + 1):
         assert one is not None and one.number == number
         assert served.ask("GET", "/api/attempt/studies/x", one.external).data == b"half"
-        assert of(served, attempts.lose, one.attempt, f"node {number % 2} is gone")
-        assert not of(served, attempts.lose, one.attempt, "again")
+        assert of(served, attempts.end, one.attempt, "lost", f"node {number % 2} is gone")
+        assert not of(served, attempts.end, one.attempt, "lost", "again")
         assert ended(served, one, state="failed").status == 401
         last, one = one, claimed(served)
     assert one is None
     found = told(served, last.job)
-    assert found["state"] == "failed" and len(found["attempts"]) == attempts.MOST_LOST
+    assert found["state"] == "failed" and len(found["attempts"]) == attempts.MAX_LOST
     assert found["reason"] == "5 attempts were lost: node 1 is gone; node 0 is gone"
     assert submit(served).json["new"]
 
 
 def test_what_is_preempted_has_not_failed(served: Served) -> None:
     one = started(served)
-    for _ in range(attempts.MOST_LOST):
+    for _ in range(attempts.MAX_LOST):
         served.ask("POST", "/api/attempt/beat", one.external, {})
         assert ended(served, one, state="preempted", reason="a spot").status == 200
         assert states(served, one.job)[0] == "preempted"
         again = claimed(served)
         assert again is not None and again.job == one.job
-        assert of(served, attempts.preempt, again.attempt, "the node is drained")
+        assert of(served, attempts.end, again.attempt, "preempted", "the node is drained")
         one = again
         one = claimed(served) or pytest.fail("it waits")
     assert states(served, one.job)[0] == "running"
@@ -315,9 +315,9 @@ def test_what_cannot_be_placed_waits_and_says_why(served: Served) -> None:
     assert other is not None and other.job != number  # others do not wait for it
     assert not of(served, attempts.put_back, other.attempt, "what was begun is somewhere")
     assert claimed(served) is None
-    of(served, jobs.because, [schema.Job.id == number], "no executor")
+    of(served, jobs.explain_wait, [schema.Job.id == number], "no executor")
     assert told(served, number)["reason"] == "no executor"
-    of(served, jobs.because, [schema.Job.id == other.job], "no executor")
+    of(served, jobs.explain_wait, [schema.Job.id == other.job], "no executor")
     assert told(served, other.job)["reason"] != "no executor"
     with served.database.writing() as session:
         session.execute(update(schema.Job).values(due=0.0))
@@ -387,7 +387,7 @@ def test_a_job_is_its_owners_to_cancel(served: Served) -> None:
     beat = served.ask("POST", "/api/attempt/beat", one.external, {"log": "last words"})
     assert beat.json == {"go_on": False}
     if number % 2:
-        assert of(served, attempts.stopped, one.attempt)
+        assert of(served, attempts.end, one.attempt, "lost", "")
     else:
         assert ended(served, one, state="done", record=RECORD).status == 200
     assert states(served, one.job) == ("cancelled", ["cancelled"])
@@ -396,7 +396,7 @@ def test_a_job_is_its_owners_to_cancel(served: Served) -> None:
 
 
 def test_a_token_has_so_many_jobs(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "MOST_LIVE", 2)
+    monkeypatch.setattr(jobs, "MAX_LIVE", 2)
     first = submit(served, gpus=1).json["id"]
     assert submit(served, gpus=2).status == 201
     assert "2 jobs of this token" in submit(served, gpus=3).json["detail"]
@@ -425,22 +425,22 @@ def test_what_a_worker_says_is_bounded(served: Served, monkeypatch: pytest.Monke
     wild = {"trials": [{"number": 1, "what": "a\nb\x1b[2J"}], "device": "\x00", "log": "\0a"}
     assert served.ask("POST", "/api/attempt/beat", one.external, wild).status == 200
     assert told(served, one.job)["trials"][0]["what"] == "a b?[2J"
-    monkeypatch.setattr(jobs, "MOST_LOG", 100)
+    monkeypatch.setattr(jobs, "MAX_LOG", 100)
     for _ in range(3):
         served.ask("POST", "/api/attempt/beat", one.external, {"log": "x" * 60})
     text = served.ask("GET", f"/api/jobs/{one.job}/log", "read").json["text"]
     assert len(text) < 200 and text.count("the log ends here") == 1
-    monkeypatch.setattr(jobs, "MOST_TEXT", 50)
+    monkeypatch.setattr(jobs, "MAX_TEXT", 50)
     log, after = "", 0
     for _ in range(4):
         part = served.ask("GET", f"/api/jobs/{one.job}/log?after={after}", "read").json
         log, after = log + part["text"], part["next"]
     assert log == text
-    monkeypatch.setattr(jobs, "MOST_TRIALS", 3)
+    monkeypatch.setattr(jobs, "MAX_TRIALS", 3)
     trials = {"trials": [{"number": number} for number in range(9)]}
     served.ask("POST", "/api/attempt/beat", one.external, trials)
     assert len(told(served, one.job)["trials"]) == 3
-    for number in range(attempts.MOST_STUDIES + 1):
+    for number in range(attempts.MAX_STUDIES + 1):
         kept = served.ask("PUT", f"/api/attempt/studies/{number}", one.external, b"")
     assert kept.status == 422
     assert served.ask("GET", "/api/attempt/studies/nothing", one.external).status == 404
@@ -499,7 +499,7 @@ def test_what_died_before_it_said_anything_has_another_start_token(served: Serve
     one = waiting_to_begin(served)
     own = made()
     assert exchanged(served, one, own).status == 200
-    assert of(served, attempts.lose, one.attempt, "its node is gone")
+    assert of(served, attempts.end, one.attempt, "lost", "its node is gone")
     again = waiting_to_begin(served)
     assert (again.job, again.number) == (one.job, 2) and again.token != one.token
     assert exchanged(served, one, own).status == 409
@@ -516,35 +516,21 @@ def test_of_those_who_exchange_at_once_one_has_the_attempt(served: Served) -> No
     assert served.ask("GET", "/api/attempt", "own").json["number"] == 1
 
 
-def test_archives_are_bounded_and_what_they_say(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(access, "MOST_PACKED", 3 * 2**20)
+def test_archives_are_bounded_and_what_they_say(served: Served) -> None:
     large = gzip.compress(random.Random(1).randbytes(2**21), 1)
     digest = hashlib.sha256(large).hexdigest()
-    for role, status in (("read", 413), ("submit", 201), ("submit", 200)):
+    for role, status in (("read", 403), ("submit", 201), ("submit", 200)):
         assert served.ask("PUT", f"/api/archives/{digest}", role, large).status == status
     assert served.ask("PUT", f"/api/archives/{DIGEST}", "submit", large).status == 422
     plain = hashlib.sha256(b"no gzip").hexdigest()
     assert served.ask("PUT", f"/api/archives/{plain}", "submit", b"no gzip").status == 422
-    too_large = b"x" * (3 * 2**20 + 1)
+    too_large = bytes(MAX_PACKED + 1)
     assert served.ask("PUT", f"/api/archives/{digest}", "submit", too_large).status == 413
     assert served.ask("POST", "/api/jobs", "submit", b"x" * (2**20 + 1)).status == 413
     one = started(served)
     study = b"x" * (2**20 + 1)
     assert served.ask("PUT", "/api/attempt/studies/x", one.external, study).status == 200
-    assert served.ask("PUT", "/api/attempt/studies/x", "submit", study).status == 413
-
-
-def test_large_bodies_are_few(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, large = f"/api/archives/{DIGEST}", b"x" * 2**21
-    monkeypatch.setattr(limits, "MOST_LARGE", 0)
-    refused = served.ask("PUT", place, "submit", large)
-    assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-    assert served.ask("PUT", place, "submit", CODE).status == 201
-    monkeypatch.setattr(limits, "MOST_LARGE", 1)
-    for _ in range(2):
-        assert served.ask("PUT", place, "submit", large).status == 422  # not of this digest
+    assert served.ask("PUT", "/api/attempt/studies/x", "submit", study).status == 403
 
 
 def test_what_is_old_goes(served: Served) -> None:
@@ -648,7 +634,7 @@ def test_lookups_are_counted(served: Served) -> None:
     with served.database.reading() as session:
         rows = session.scalars(select(schema.Lookup)).all()
         found = {(one.outcome, one.device): one.count for one in rows}
-        places = {one.outcome: bool(one.place) for one in rows}
+        places = {one.outcome: bool(one.record_key) for one in rows}
     here = KEY.environment.device.name
     assert found == {
         ("exact", here): 3,
@@ -689,7 +675,7 @@ def together(count: int, does: Callable[[int], Any]) -> list[Any]:
 def test_eight_claim_each_job_once(served: Served) -> None:
     numbers = {submit(served, options={"seed": seed}).json["id"] for seed in range(40)}
 
-    def claim(_number: int) -> list[Claimed]:
+    def claim(_number: int) -> list[Start]:
         return list(itertools.takewhile(bool, (claimed(served) for _ in itertools.count())))  # type: ignore[arg-type]
 
     found = [one for some in together(8, claim) for one in some]
@@ -712,7 +698,7 @@ def test_a_job_is_finished_once(served: Served) -> None:
             lambda one=one: ended(served, one, state="done", record=RECORD).status,  # type: ignore[misc]
             lambda one=one: ended(served, one, state="failed").status,  # type: ignore[misc]
             lambda one=one: cancelled(served, one.job).json["state"],  # type: ignore[misc]
-            lambda one=one: of(served, attempts.lose, one.attempt, "gone"),  # type: ignore[misc]
+            lambda one=one: of(served, attempts.end, one.attempt, "lost", "gone"),  # type: ignore[misc]
         ]
         does = does[turn % 2 :]
         said = together(len(does), lambda number, does=does: does[number]())  # type: ignore[misc]
