@@ -1,9 +1,9 @@
 """The process of one attempt: it tunes what the server asks for, and reports to the server.
 
-`python -m advisor.jobs.worker [PLACE]`, with $ADVISOR_SERVER and $ADVISOR_START_TOKEN. Others may
-read these variables, as on Ray. So the worker exchanges the start token at once for a token that is
-only in its memory. It works in a new folder below the system's temporary one, because a socket's
-path must be short, and leaves a link to it, `work`, in the folder PLACE.
+`python -m advisor.jobs.worker [FOLDER ATTEMPT]`, with $ADVISOR_SERVER and $ADVISOR_START_TOKEN.
+Others may read these variables, as on Ray. So the worker exchanges the start token at once for a
+token that is only in its memory. It works in FOLDER, or a new one below the system's temporary
+folder: a socket's path must be short. ATTEMPT is there to be found in the list of processes.
 
 Submitted code runs in a guarded child without the token. When the child or the worker is gone,
 nothing that the code has started is left.
@@ -432,26 +432,22 @@ def _summary(record: Record) -> str:
     return f"record {record.id}: {what}"
 
 
-def main(place: str = "") -> None:
+def main(folder: str = "", _attempt: str = "") -> None:
     """Work on the attempt of $ADVISOR_START_TOKEN on $ADVISOR_SERVER.
 
     Raises:
         SystemExit: with a line that says why it could not.
     """
     host.keep_private()
-    folder = Path(tempfile.mkdtemp(prefix="advisor-"))
+    folder = folder or tempfile.mkdtemp(prefix="advisor-")
     try:
-        if place:
-            Path(place, "work").symlink_to(folder)
         server = AttemptClient(os.environ["ADVISOR_SERVER"], os.environ["ADVISOR_START_TOKEN"])
         signal.signal(signal.SIGTERM, lambda *_: server.preempted.set())
-        Worker(server, folder).run()
-        if place:  # the server knows the outcome
-            remove_folder(Path(place))
+        Worker(server, Path(folder)).run()
     except (AdvisorError, OSError) as exc:
         sys.exit(f"advisor: {exc}")
     finally:
-        remove_folder(folder)
+        remove_folder(Path(folder))
 
 
 if __name__ == "__main__":

@@ -102,6 +102,7 @@ def _claimed(session: Session, job: Job, asked: JobSpec, executor: str, server_u
     )
     session.add(attempt)
     session.flush()
+    job.started = job.started or at
     jobs.change(session, job, "running", f"attempt {attempt.number} on {executor}", None)
     return Start(
         attempt=attempt.id,
@@ -126,17 +127,10 @@ def put_back(session: Session, attempt: int, reason: str) -> bool:
     session.flush()
     session.delete(token)
     job.attempts -= 1
+    job.started = job.started if job.attempts else None
     job.due = now(session) + PAUSE_S
     if job.state == "running":
         jobs.change(session, job, "queued", reason, None)
-    return True
-
-
-def placed(session: Session, attempt: int, device: str) -> bool:
-    """Note an attempt's device; whether the attempt still runs."""
-    if (found := _locked(session, attempt)) is None:
-        return False
-    found[1].device = jobs.short(device)
     return True
 
 
@@ -187,9 +181,10 @@ def end(
         _close(session, one, "cancelled", job.reason)
         return True
     if state == "done":
-        if not records.known(session, record, one.token):
+        speedup = records.speedup_of(session, record, one.token)
+        if speedup is None:
             raise UsageError(f"record {record[:40]!r}: this attempt did not put it here")
-        job.record = record
+        job.record, job.speedup = record, speedup
     _close(session, one, state, reason)
     if state == "lost":
         _queue_again(session, job, one, reason)
@@ -317,9 +312,12 @@ def beat(
     known = select(Trial.number).where(Trial.attempt == one.id, Trial.number.in_(new))
     for number in session.scalars(known):
         del new[number]
-    count = session.scalar(select(func.count()).where(Trial.job == job.id)) or 0
-    for trial in itertools.islice(new.values(), max(0, jobs.MAX_TRIALS - count)):
+    for trial in itertools.islice(new.values(), max(0, jobs.MAX_TRIALS - job.tried)):
         session.add(Trial(attempt=one.id, job=job.id, at=one.beat, **trial))
+        job.batch = job.batch if job.tried else trial["batch"]
+        job.tried += 1
+        if trial["batch"] == job.batch and not trial["outcome"]:
+            job.speedup = max(job.speedup, trial["ratio"])
     text, left = jobs.log_text(log), jobs.MAX_LOG - job.logged
     if text and left > 0:
         data = text if len(text) < left else text[:left] + _CUT

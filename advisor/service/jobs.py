@@ -49,14 +49,9 @@ _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\
 """Escape sequences of terminals: colours, titles."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submitted:
-    job: Job
-    new: bool
-
-
-def submit(session: Session, asked: JobSpec, by: Caller, reason: str = "") -> Submitted:
-    """Queue a job, or find the live one that is the same, or the done one whose record is here.
+def submit(session: Session, asked: JobSpec, by: Caller, reason: str = "") -> tuple[Job, bool]:
+    """Queue a job, or find the live one that is the same, or the done one whose record is here; and
+    whether it is new.
 
     Args:
         reason: why a new job has to wait, for people.
@@ -69,7 +64,7 @@ def submit(session: Session, asked: JobSpec, by: Caller, reason: str = "") -> Su
     if session.scalar(held) is not None:
         raise UsageError("the token was revoked")
     if found := _same(session, asked):
-        return Submitted(job=found, new=False)
+        return found, False
     at = now(session)
     if asked.archive and not archives.use(session, asked.archive, at):
         raise archives.NoCode(f"archive {asked.archive[:12]}: is not here; send it first")
@@ -85,6 +80,7 @@ def submit(session: Session, asked: JobSpec, by: Caller, reason: str = "") -> Su
         archive=asked.archive,
         gpu=asked.gpu,
         gpus=asked.gpus,
+        budget_s=asked.plan.seconds,
         token=by.token,
         created=at,
         changed=at,
@@ -96,12 +92,12 @@ def submit(session: Session, asked: JobSpec, by: Caller, reason: str = "") -> Su
             note(session, by, "job submitted", f"{job.id} {job.what}")
     except IntegrityError:  # another server was first
         if found := _same(session, asked):
-            return Submitted(job=found, new=False)
+            return found, False
         raise
-    return Submitted(job=job, new=True)
+    return job, True
 
 
-def measure_again(session: Session, record: str, by: Caller) -> Submitted:
+def measure_again(session: Session, record: str, by: Caller) -> tuple[Job, bool]:
     """Queue the job that found a record once more: the same code, on the record's device.
 
     Args:
@@ -204,10 +200,9 @@ def _line(job: Job, by: str) -> dict[str, Any]:
     return {**_fields(job, *_SHOWN), "by": by, "attempt": job.attempts}
 
 
-def answered(session: Session, found: Submitted) -> dict[str, Any]:
+def answered(session: Session, job: Job, new: bool) -> dict[str, Any]:
     """A submitted job as JSON."""
-    by = session.get_one(Token, found.job.token).name
-    return {**_line(found.job, by), "new": found.new}
+    return {**_line(job, session.get_one(Token, job.token).name), "new": new}
 
 
 def listed(

@@ -256,7 +256,7 @@ def _says_something(section: Section) -> bool:
 def measure_again(here: Here, caller: Submitter, _form: Form, record: RecordId) -> Response:
     """Queue the job that found a record once more, and go to its page."""
     with here.database.writing() as session:
-        job = jobs.measure_again(session, record, caller).job.id
+        job = jobs.measure_again(session, record, caller)[0].id
     return RedirectResponse(f"/jobs/{job}", 303)
 
 

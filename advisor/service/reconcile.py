@@ -16,7 +16,7 @@ from advisor.errors import StoreError
 from advisor.service import attempts, jobs
 from advisor.service.attempts import LEASE_S, Running
 from advisor.service.database import Database
-from advisor.service.executors import Capacity, Executor, ExecutorAway, Start, Status, Unplaceable
+from advisor.service.executors import Capacity, Executor, ExecutorAway, Status, Unplaceable
 from advisor.service.machines import Machine, why_waits
 from advisor.service.schema import Job
 
@@ -160,24 +160,18 @@ class Reconciler:
         if start is None:
             return False
         try:
-            device = executor.start(start)
-        except Unplaceable as exc:
-            self._put_back(start, str(exc))
-            return False
-        except ExecutorAway as exc:
-            self._put_back(start, str(exc))
-            raise
+            executor.start(start)
         except Exception as exc:
-            what = f"executor {executor.name} failed ({type(exc).__name__})"
-            self._put_back(start, f"{what}; see the server's log")
-            raise
-        with self._database.writing() as session:
-            attempts.placed(session, start.attempt, device)
+            reason = str(exc)
+            if not isinstance(exc, Unplaceable | ExecutorAway):
+                what = f"executor {executor.name} failed ({type(exc).__name__})"
+                reason = f"{what}; see the server's log"
+            with self._database.writing() as session:
+                attempts.put_back(session, start.attempt, reason)
+            if not isinstance(exc, Unplaceable):
+                raise
+            return False
         return True
-
-    def _put_back(self, start: Start, reason: str) -> None:
-        with self._database.writing() as session:
-            attempts.put_back(session, start.attempt, reason)
 
     def _explain(self) -> None:
         """Note why jobs wait."""

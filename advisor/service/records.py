@@ -344,10 +344,16 @@ def count(session: Session) -> int:
     return session.scalar(select(func.count()).select_from(Item)) or 0
 
 
-def known(session: Session, id: str, token: int | None = None) -> bool:
-    """Whether there is a record of this id, as people type it; of this token, if one is given."""
-    where = _of_id(id) if token is None else [*_of_id(id), Item.token == token]
-    return session.scalar(select(Item.key).where(*where).limit(1)) is not None
+def known(session: Session, id: str) -> bool:
+    """Whether there is a record of this id, as people type it."""
+    return session.scalar(select(Item.key).where(*_of_id(id)).limit(1)) is not None
+
+
+def speedup_of(session: Session, id: str, token: int) -> float | None:
+    """The speed-up of a record that a token stored; None if there is none of this id."""
+    where = (*_of_id(id), Item.token == token)
+    newest = select(Item.speedup).where(*where).order_by(Item.created.desc())
+    return session.scalar(newest.limit(1))
 
 
 def device_of(session: Session, id: str) -> str:

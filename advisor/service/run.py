@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import resource
 import signal
@@ -113,8 +114,7 @@ def serve(
 
     _allow_connections()
     starters = open_executors(executors or where.executors, database.url)
-    listening = _listening(where)
-    try:
+    with contextlib.closing(_listening(where)) as listening, contextlib.closing(database):
         database.start(first)
         reconciler = Reconciler(database, starters, _for_workers(where, listening))
         service = Service(
@@ -127,28 +127,32 @@ def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         say(_address(where, listening), made[0] if made else None)
-        starts = Loop("reconciler", reconcile.EVERY_S, reconciler.turn)
-        counts = Loop("lookup counter", _COUNTS_S, lambda: service.lookups.flush(database))
-        tidies = Loop("upkeep", upkeep.EVERY_S, lambda: upkeep.tidy(service))
-        service.loops += [starts, counts, tidies]
+        _run(service, reconciler, _config(service, version), listening)
 
-        def last() -> None:
-            """While workers can still report."""
-            starts.close()
-            reconciler.close()
 
-        for loop in service.loops:
-            loop.start()
-        try:
-            Server(_config(service, version), service.stopping, last).run(sockets=[listening])
-        finally:
-            service.stopping.set()
-            for loop in service.loops:
-                loop.close()
-            counts.once()
+def _run(
+    service: Service, reconciler: Reconciler, config: uvicorn.Config, listening: socket.socket
+) -> None:
+    """Answer, with all threads, until a signal comes."""
+    starts = Loop("reconciler", reconcile.EVERY_S, reconciler.turn)
+    counts = Loop("lookup counter", _COUNTS_S, lambda: service.lookups.flush(service.database))
+    tidies = Loop("upkeep", upkeep.EVERY_S, lambda: upkeep.tidy(service))
+    service.loops += [starts, counts, tidies]
+
+    def last() -> None:
+        """Comes while workers can still report."""
+        starts.close()
+        reconciler.close()
+
+    for loop in service.loops:
+        loop.start()
+    try:
+        Server(config, service.stopping, last).run(sockets=[listening])
     finally:
-        listening.close()
-        database.close()
+        service.stopping.set()
+        for loop in service.loops:
+            loop.close()
+        counts.once()
 
 
 def _config(service: Service, version: str) -> uvicorn.Config:

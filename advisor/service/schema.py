@@ -133,7 +133,10 @@ class Job(Base):
         archive: the digest of its code, or ''.
         changed: when its state did; `due`: it is not started before.
         record: the id of what it found, '' until it is done.
-        attempts: how many there were; `logged`: characters of its log.
+        attempts: how many there were; `started`: when the first was.
+        budget_s: for measuring. tried: how many trials it has; `batch` of the first.
+        speedup: of its record; before, of the best trial at that batch; 0 if it is not known.
+        logged: characters of its log.
     """
 
     __tablename__ = "jobs"
@@ -161,6 +164,11 @@ class Job(Base):
     due: Mapped[float] = mapped_column(default=0.0)
     record: Mapped[str] = mapped_column(default="")
     attempts: Mapped[int] = mapped_column(default=0)
+    started: Mapped[float | None]
+    budget_s: Mapped[float]
+    tried: Mapped[int] = mapped_column(default=0)
+    batch: Mapped[int | None] = mapped_column(BigInteger)
+    speedup: Mapped[float] = mapped_column(default=0.0)
     logged: Mapped[int] = mapped_column(default=0)
 
 

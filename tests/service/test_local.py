@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,39 +51,43 @@ def gpus() -> list[Gpu]:
 
 
 @pytest.fixture
-def local(tmp_path: Path, gpus: list[Gpu]) -> Iterator[Local]:
-    found = Local(DATABASE, tmp_path, lambda: gpus)
+def local(tmp_path: Path, gpus: list[Gpu], monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = Local(DATABASE, tmp_path / "devices", lambda: gpus)
     yield found
     found.close()
-    assert places(tmp_path) == []
+    assert [*tmp_path.glob("advisor-*")] == []
 
 
-def places(folder: Path) -> Sequence[Path]:
-    return [one for one in folder.glob("*/advisor-*") if one.is_dir()]
+def worker(local: Local, external: str = "advisor-1-1") -> int:
+    """Its process, once it waits for its server."""
+    assert local._workers is not None
+    pid = local._workers[external].pid
+    wait_until(lambda: bool(int(caught(pid), 16) & 1 << signal.SIGTERM - 1))
+    return pid
 
 
-def worker(folder: Path) -> int:
-    """The process of the one worker, once it works."""
-    wait_until(lambda: bool(list(folder.glob("*/advisor-1-1/work"))))
-    (pid,) = folder.glob("*/advisor-1-1/pid")
-    return int(pid.read_text())
+def caught(pid: int) -> str:
+    """The signals that a process handles."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
 
 
 def test_the_cpu_is_one_room(local: Local, tmp_path: Path) -> None:
     assert local.capacity() == [Capacity(gpu="", gpus=0)]
-    assert local.start(start())
+    local.start(start())
     assert local.capacity() == []
     with pytest.raises(Unplaceable, match="CPU of this machine is measured on"):
         local.start(start("advisor-2-1"))
     with pytest.raises(Unplaceable, match="CPU of this machine is measured on"):
         local.start(start("advisor-3-1", gpus=1))
     assert states(local, "advisor-1-1", "advisor-2-1") == ["running", "unknown"]
-    worker(tmp_path)
+    worker(local)
     local.stop("advisor-1-1")
     wait_until(lambda: states(local, "advisor-1-1") == ["ended"])
     assert local.capacity() == [Capacity(gpu="", gpus=0)]
     local.stop("advisor-1-1")
-    assert places(tmp_path) == [] and states(local, "advisor-1-1") == ["unknown"]
+    assert [*tmp_path.glob("advisor-*")] == [] and states(local, "advisor-1-1") == ["unknown"]
 
 
 def test_a_gpu_is_given_once_and_not_where_others_use_it(
@@ -97,11 +102,11 @@ def test_a_gpu_is_given_once_and_not_where_others_use_it(
         local.start(start(gpus=3))
     with pytest.raises(Unplaceable, match="GPU 1 is used"):
         local.start(start(gpus=1, name="B200"))
-    assert local.start(start(gpus=2, name="h100")) == f"{H100}, {H100}"
+    local.start(start(gpus=2, name="h100"))
     h100, l4 = local.capacity()  # what measures on a GPU needs the CPU
     assert (h100.gpus, l4.gpus) == (0, 1)
     assert "GPU 0 is measured on" in h100.why and "GPU 2 is measured on" in h100.why
-    environ = Path(f"/proc/{worker(tmp_path)}/environ").read_text().split("\0")
+    environ = Path(f"/proc/{worker(local)}/environ").read_text().split("\0")
     assert "CUDA_VISIBLE_DEVICES=GPU-0,GPU-2" in environ
     with pytest.raises(Unplaceable, match="something is measured on this machine"):
         local.start(start("advisor-2-1"))
@@ -121,16 +126,16 @@ def test_a_worker_sees_no_secret_of_the_server(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_server_finds_its_workers_again(local: Local, tmp_path: Path) -> None:
-    """After it was killed: nothing of what it knew is left but what lies on the disk."""
+    """After it was killed: what it knew is gone."""
     local.start(start())
-    pid = worker(tmp_path)
-    again = Local(DATABASE, tmp_path, list)
+    pid = worker(local)
+    again = Local(DATABASE, tmp_path / "devices", list)
     with pytest.raises(ExecutorAway, match="another server here"):
         again.capacity()
-    assert local._owner is not None
-    os.close(local._owner)  # as the kernel does
-    local._owner = None
+    local._owning.close()  # as the kernel does
+    stale = Path(tempfile.mkdtemp(prefix=local._prefix))  # of a worker that was killed, too
     assert again.capacity() == [] and states(again, "advisor-1-1") == ["running"]
+    assert not stale.exists()
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: states(again, "advisor-1-1") == ["ended"])
     assert again.status(["advisor-1-1"])["advisor-1-1"].reason == "its worker is gone"
@@ -141,7 +146,7 @@ def test_one_that_does_not_end_is_killed(
     local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local.start(start())
-    os.kill(worker(tmp_path), signal.SIGSTOP)
+    os.kill(worker(local), signal.SIGSTOP)
     local.stop("advisor-1-1")
     assert states(local, "advisor-1-1") == ["running"]
     monkeypatch.setattr(local, "_now", lambda: time.monotonic() + STOPS_S)

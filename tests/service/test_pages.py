@@ -424,6 +424,19 @@ def test_machines(served_lite: Served) -> None:
     assert "another server" in text and f"/jobs/{one.job}" in text
 
 
+def test_a_job_says_at_once_that_no_known_machine_has_its_gpu(served_lite: Served) -> None:
+    served = served_lite
+    cpu = Machine(name="local:here", capacities=[Capacity(gpu="", gpus=0)])
+    served.service.machines = {cpu.name: cpu}
+    why = "no machine known now has a GPU named 'H100' (known: the CPU); the job waits"
+    said = submit(served, gpu="H100").json
+    assert (said["state"], said["reason"]) == ("queued", why)
+    assert submit(served, gpus=0).json["reason"] == ""
+    for path in ("/jobs", f"/jobs/{said['id']}"):
+        text = html.unescape(Browser(served, "read").get(path).data.decode())
+        assert why.partition(" (")[0] in text
+
+
 def test_a_thread_that_fails_is_shown(served_lite: Served) -> None:
     served = served_lite
     served.service.machines = {"local:here": Machine(name="local:here")}
@@ -452,11 +465,13 @@ def test_how_far_a_job_is(served: Served) -> None:
     ]
     served.ask("POST", "/api/attempt/beat", one.external, {"trials": trials})
     with served.database.writing() as session:
-        attempt = session.get_one(schema.Attempt, one.attempt)
-        attempt.started -= 100
-        assert attempt.begun is not None
-        attempt.begun -= 100
-        session.get_one(schema.Job, one.job).created -= 160
+        job = session.get_one(schema.Job, one.job)
+        assert job.started is not None
+        job.started, job.changed, job.created = (
+            job.started - 100,
+            job.changed - 100,
+            job.created - 160,
+        )
     waiting = submit(served, options={"seed": 3}).json["id"]
     with served.database.reading() as session:
         found = progress.of_jobs(session, [one.job, waiting])

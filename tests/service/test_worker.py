@@ -33,6 +33,7 @@ from advisor.jobs import parcel, worker
 from advisor.report.text import spread
 from advisor.service import attempts
 from advisor.service.executors import Capacity
+from advisor.service.executors.local import Local
 from advisor.service.schema import Item
 from advisor.tuners import host
 from advisor.tuners.environment import Gpu
@@ -124,9 +125,14 @@ class Team:
     @property
     def workers(self) -> list[int]:
         """The processes of attempts, each with all that it started."""
-        found = (self.folder / "cache").glob("advisor/jobs/*/advisor-*/pid")
-        pids = [int(path.read_text()) for path in found]
-        return [one for pid in pids if alive(pid) for one in host.family(pid)]
+        mark = Local(f"sqlite:///{self.folder}/service.db").name.rpartition(":")[2]
+        lines = {path.parent.name: path for path in Path("/proc").glob("[0-9]*/cmdline")}
+        found = []
+        for pid, line in lines.items():
+            with contextlib.suppress(OSError):  # it is over
+                if f"/advisor-{mark}-".encode() in line.read_bytes() and alive(int(pid)):
+                    found.append(int(pid))
+        return [one for pid in sorted(found) for one in host.family(pid)]
 
 
 def alive(pid: int) -> bool:

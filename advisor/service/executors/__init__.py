@@ -80,8 +80,8 @@ class Executor(Protocol):
 
     def capacity(self) -> Sequence[Capacity]: ...
 
-    def start(self, start: Start) -> str:
-        """Start an attempt; on which device, for people.
+    def start(self, start: Start) -> None:
+        """Start an attempt.
 
         Raises:
             Unplaceable: it has nothing that fits.

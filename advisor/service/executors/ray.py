@@ -137,13 +137,12 @@ class RayExecutor:
                 rooms.append(Capacity(gpu="", gpus=0))
         return rooms
 
-    def start(self, start: Start) -> str:
+    def start(self, start: Start) -> None:
         asked = start.asked
         labels = self._labels(asked) if asked.gpus else []
         if self._job(start.external) is None:
             said = self._ask("POST", "/api/jobs/", _request(start, labels))[1]
             self._decoded(said, lambda said: said["submission_id"])
-        return f"{asked.gpus} × {' or '.join(labels) or 'any GPU'}" if asked.gpus else "CPU"
 
     def status(self, external: Sequence[str]) -> Mapping[str, Status]:
         jobs = {one: self._job(one) for one in external}

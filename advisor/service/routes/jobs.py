@@ -18,6 +18,7 @@ from advisor.service import archives, jobs
 from advisor.service.access import Here, Reads, Service, Submits, Works
 from advisor.service.machines import why_waits
 from advisor.service.routes.parsing import KEPT, SENDS_BYTES, Bytes, LargeBody, Number, RecordId
+from advisor.service.schema import Job
 
 Digest = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of its bytes.")]
 
@@ -94,12 +95,12 @@ def measure_again(
 
 
 def _submitted(
-    here: Service, response: Response, submit: Callable[[Session], jobs.Submitted]
+    here: Service, response: Response, submit: Callable[[Session], tuple[Job, bool]]
 ) -> dict[str, Any]:
     with here.database.writing() as session:
-        found = submit(session)
-        answer = jobs.answered(session, found)
-    response.status_code = 201 if found.new else 200
+        job, new = submit(session)
+        answer = jobs.answered(session, job, new)
+    response.status_code = 201 if new else 200
     return answer
 
 
