@@ -41,7 +41,7 @@ from advisor.opening import Cache, open_records
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.scratch import ScratchFolder
 from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
-from advisor.unchanged import Asked, larger
+from advisor.unchanged import CommandCall, larger
 
 if TYPE_CHECKING:
     from advisor.store import Store
@@ -165,7 +165,7 @@ def measured_run(
     set_up_logging()
     records = open_records(cache, fallback=True)
     tuning = OfRun(command, permitted, plan, records, progress or Progress(), show)
-    asked = Asked(records, tuple(command), permitted, plan)
+    asked = CommandCall(records, tuple(command), permitted, plan)
     with measuring(records, command, lock_names()):
         if not plan.force and (known := asked.known()) is not None:
             return Tuned(record=known, known=True, finished=True)
