@@ -228,7 +228,7 @@ class _Tuning(ABC):
         max_artifacts()  # where it is none, that is said before anything is measured
         check_writable(self._records, self._progress)
         with self._subject() as subject:
-            akin = self._records.akin(subject.key, subject.facts.family)
+            akin = self._records.similar(subject.key, subject.facts.family)
             for fault in self._records.unreachable:
                 self._progress.notice(f"{fault}; its records are not looked at")
             before = _Before(fresh=True) if self._plan.force else self._before(subject, akin)

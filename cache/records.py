@@ -116,10 +116,10 @@ class Records(Reader):
         found = once(self.held(RecordFilter(most=most))).values()
         return sorted(found, key=lambda one: -one.record.provenance.created)
 
-    def akin(self, key: Key, family: str) -> list[SimilarRecord]:
+    def similar(self, key: Key, family: str) -> list[SimilarRecord]:
         """Records whose advice is worth trying first for a key, the nearest first: of its model,
         and the nearest or newest of its family."""
-        wanted = RecordFilter(kin_of=key, family=family, most=MAX_SIMILAR)
+        wanted = RecordFilter(similar_to=key, family=family, most=MAX_SIMILAR)
         return find_similar(key, family, [one.record for one in self.held(wanted)])
 
     def get(self, id_prefix: str) -> Record:

@@ -226,8 +226,8 @@ def test_of_many_a_server_has_what_a_folder_has(
     for one in several(rng)[:8]:
         for family in ("", "f0"):
             asked.clear()
-            akin = here.akin(one.key, family)[:12]
-            assert there.akin(one.key, family)[:12] == akin and len(akin) > 4
+            akin = here.similar(one.key, family)[:12]
+            assert there.similar(one.key, family)[:12] == akin and len(akin) > 4
             assert asked == ["GET /api/lookup"]
 
 
