@@ -107,13 +107,13 @@ def test_code_that_is_there_is_not_sent_again(
     client: Client, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[str] = []
-    exchange = client._http._exchange
+    request = client._http.request
 
-    def told(method: str, path: str, *more: Any) -> Any:
+    def told(method: str, path: str, **more: Any) -> Any:
         sent.append(method)
-        return exchange(method, path, *more)
+        return request(method, path, **more)
 
-    monkeypatch.setattr(client._http, "_exchange", told)
+    monkeypatch.setattr(client._http, "request", told)
     for gpu, methods in (("A", ["POST", "PUT", "POST"]), ("A", ["POST"]), ("B", ["POST"])):
         client.submit(command=["python", "train.py"], gpu=gpu)
         assert sent == methods
