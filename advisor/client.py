@@ -1,4 +1,4 @@
-"""A server of the team's from Python: ask for a tuning, watch it, read what it prints, end it.
+"""Ask a team's server for a tuning from Python, watch it, read what it prints, cancel it.
 
     client = Client("https://advisor.example")
     job = client.submit("model.py", shape="64x3x256x256", gpu="H100")
@@ -34,7 +34,7 @@ PATIENCE_S, SENDING_S = 10.0, 300.0
 """For one answer; for an archive to be sent."""
 POLL_S = 2.0
 AWAY_S = 120.0
-"""So long who follows a log bears a server that is away."""
+"""How long `Client.log` waits for a server that is away."""
 _MOST_PAGE = 200
 
 
@@ -43,7 +43,7 @@ class Job:
     """A tuning that was asked for.
 
     Attributes:
-        state: one of `advisor.jobs.states.STATES`; `reason`: why, where that needs saying.
+        state: one of `advisor.jobs.states.STATES`; `reason`: why, if that needs saying.
         what: the command or the target, as a line.
         gpu: a part of the device's name, '' for any; gpus: 0 for the CPU.
         by: the name of the token that asked.
@@ -51,8 +51,7 @@ class Job:
         record: the id of what it found, once it is done.
         attempt: the number of its last attempt, 0 before the first.
         new: that it was not asked for before; of `submit` alone.
-        attempts, trials: of `Client.job` alone: each start, and each config that was measured, as
-            the server has them.
+        attempts, trials: of `Client.job` alone: each start, and each config that was measured.
     """
 
     id: int
@@ -78,21 +77,6 @@ class Job:
     def where(self) -> str:
         """'4 x H100', 'any GPU', 'the CPU'."""
         return where(self.gpu, self.gpus)
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Job:
-        """Raises msgspec.ValidationError if it is none."""
-        given = {name: value for name, value in plain.items() if value is not None}
-        return msgspec.convert(_harmless(given), cls)
-
-
-def _harmless(value: Any) -> Any:
-    """Plain data whose texts steer no terminal."""
-    if isinstance(value, dict):
-        return {_harmless(name): _harmless(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_harmless(one) for one in value]
-    return printable(value) if isinstance(value, str) else value
 
 
 class _Jobs(msgspec.Struct):
@@ -124,7 +108,7 @@ class Client:
         token: default: $ADVISOR_TOKEN, or this server's in your file of tokens.
 
     Raises:
-        UsageError: the URL or the token has no such form.
+        UsageError: the URL or the token is malformed.
         StoreError: of every method: the server is away, too old to have jobs, or refuses the token.
     """
 
@@ -139,7 +123,7 @@ class Client:
         return self._http.url
 
     def page(self, id: int) -> str:
-        """Where a browser sees a job as it goes on."""
+        """The address of a job's page, for a browser."""
         return f"{self.url.partition('?')[0].rstrip('/')}/jobs/{id}"
 
     def submit(
@@ -154,9 +138,8 @@ class Client:
         force: bool = False,
         **options: Any,
     ) -> Job:
-        """Ask for a tuning of a target, or of a command as one would type it in a folder.
-
-        The same request twice is one job. The code that lies there travels along.
+        """Ask for a tuning of a target, or of a command as one would type it in `folder`, whose
+        code is sent along. The same request twice is one job.
 
         Args:
             gpu: a part of the GPU's name; gpus: how many, 0 for the CPU; default:
@@ -180,7 +163,7 @@ class Client:
         return self.ask(Submission.of(asked, Path(folder)))
 
     def ask(self, submission: Submission) -> Job:
-        """As `submit`, of what was checked and packed before. Code that is there is not sent."""
+        """Submit what was checked and packed before. Code that the server has is not sent."""
         body = json.dumps(submission.asked.plain).encode()
         status, data = self._posted(body)
         if status == NEEDS_CODE and submission.code is not None:
@@ -191,7 +174,7 @@ class Client:
         return self._job(self._http.decoded(data, MAP))
 
     def jobs(self, states: Sequence[str] = (), most: int = 50) -> list[Job]:
-        """The newest jobs, of these states alone where some are given."""
+        """The newest jobs, only of these states if some are given."""
         if wrong := sorted(set(states) - set(STATES)):
             raise UsageError(f"state {wrong[0]!r}: expected one of {', '.join(STATES)}")
         found: list[Job] = []
@@ -215,37 +198,34 @@ class Client:
         return self._job(self._said(MAP, "GET", f"/api/jobs/{id:d}"))
 
     def log(self, id: int, *, follow: bool = False, poll_s: float = POLL_S) -> Iterator[str]:
-        """What a job has printed, in pieces; with `follow` also what it prints until it is over. A
-        server that is away meanwhile is waited for, up to two minutes.
+        """What a job has printed, in pieces; with `follow` also what it prints until it is over,
+        also if the server is away for up to two minutes.
 
         Raises:
             UsageError: there is no such job.
         """
-        after, seen = 0, time.monotonic()
-        ended = begun = False
+        after, seen, ended = 0, 0.0, False
         while not ended:
             try:
                 said = self._said(_LOG, "GET", f"/api/jobs/{id:d}/log?after={after}")
             except Unauthorized:
                 raise
             except StoreError:
-                if not (follow and begun) or time.monotonic() - seen > AWAY_S:
+                if not (follow and seen) or time.monotonic() - seen > AWAY_S:
                     raise
                 time.sleep(poll_s)
                 continue
-            begun, seen = True, time.monotonic()
             if said.next < after:
                 raise self._http.foreign("its log goes back")
-            if said.text:
-                yield _lines(said.text)
+            after, seen = said.next, time.monotonic()
             ended = said.ended or not (follow or said.text)
-            if not said.text and not ended:
+            if said.text:
+                yield "".join(char if char in "\n\t" else printable(char) for char in said.text)
+            elif not ended:
                 time.sleep(poll_s)
-            after = said.next
 
     def cancel(self, id: int) -> str:
-        """End a job, or forget it where it waits; the state that it has now, another than
-        'cancelled' where it was over before.
+        """End a job, and return the state that it has now: not 'cancelled' if it was over before.
 
         Raises:
             UsageError: there is no such job.
@@ -274,29 +254,34 @@ class Client:
     def _asked(
         self, method: str, path: str, accepts: Collection[int] = (), **how: Any
     ) -> tuple[int, bytes]:
+        """The status and the body of an answer."""
+        how.setdefault("patience_s", self._patience_s)
         try:
-            status, _headers, data = self._http.request(
-                method, path, accepts=(404, *accepts), **{"patience_s": self._patience_s} | how
-            )
+            status, _, data = self._http.request(method, path, accepts=(404, *accepts), **how)
         except RecordDamaged as exc:  # of what was asked, and not of a record
             raise UsageError(str(exc)) from exc
-        if status == 404:
-            why = self._http.detail(data)
-            if why in ("", "Not Found"):
-                raise StoreError(
-                    f"server {self.url}: has no jobs; it is older than this advisor, or of another "
-                    "path; ask who runs it"
-                )
-            raise UsageError(f"server {self.url}: {why}; to see them: advisor jobs")
-        return status, data
+        if status != 404:
+            return status, data
+        why = self._http.detail(data)
+        if why in ("", "Not Found"):
+            raise StoreError(
+                f"server {self.url}: has no jobs; it is older than this advisor, or of another "
+                "path; ask who runs it"
+            )
+        raise UsageError(f"server {self.url}: {why}; to see them: advisor jobs")
 
     def _job(self, plain: dict[str, Any]) -> Job:
+        given = {name: _harmless(value) for name, value in plain.items() if value is not None}
         try:
-            return Job.of(plain)
+            return msgspec.convert(given, Job)
         except msgspec.ValidationError as exc:
             raise self._http.foreign(f"what it tells is no job: {exc}") from exc
 
 
-def _lines(text: str) -> str:
-    """Lines that steer no terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
+def _harmless(value: Any) -> Any:
+    """Plain data whose texts cannot steer a terminal."""
+    if isinstance(value, dict):
+        return {_harmless(name): _harmless(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_harmless(one) for one in value]
+    return printable(value) if isinstance(value, str) else value

@@ -7,7 +7,7 @@ from advisor.cache.records import Records, be_patient
 from advisor.cache.seal import KeyRing
 from advisor.cache.settings import Cache as Cache
 from advisor.cache.stores import open_store as open_store
-from advisor.cache.stores import open_stores
+from advisor.cache.stores import open_stores as open_stores
 
 PATIENCE_S = 10.0
 """What a remote store may take where a person waits for a command."""

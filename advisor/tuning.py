@@ -18,7 +18,7 @@ from advisor.arguments import Budget, Model, OnEvent, Permit, check_type, split,
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.kinds import Shape
-from advisor.cache.match import Kin
+from advisor.cache.match import SimilarRecord
 from advisor.cache.name import command_digest
 from advisor.cache.record import INTERRUPTED, LOOP, PILOT, WITHIN, Provenance, Record, Target
 from advisor.cache.records import Records
@@ -41,7 +41,7 @@ from advisor.opening import Cache, open_records
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.scratch import ScratchFolder
 from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
-from advisor.unchanged import Asked, larger
+from advisor.unchanged import CommandCall, larger
 
 if TYPE_CHECKING:
     from advisor.store import Store
@@ -165,7 +165,7 @@ def measured_run(
     set_up_logging()
     records = open_records(cache, fallback=True)
     tuning = OfRun(command, permitted, plan, records, progress or Progress(), show)
-    asked = Asked(records, tuple(command), permitted, plan)
+    asked = CommandCall(records, tuple(command), permitted, plan)
     with measuring(records, command, lock_names()):
         if not plan.force and (known := asked.known()) is not None:
             return Tuned(record=known, known=True, finished=True)
@@ -228,7 +228,7 @@ class _Tuning(ABC):
         max_artifacts()  # where it is none, that is said before anything is measured
         check_writable(self._records, self._progress)
         with self._subject() as subject:
-            akin = self._records.akin(subject.key, subject.facts.family)
+            akin = self._records.similar(subject.key, subject.facts.family)
             for fault in self._records.unreachable:
                 self._progress.notice(f"{fault}; its records are not looked at")
             before = _Before(fresh=True) if self._plan.force else self._before(subject, akin)
@@ -255,7 +255,7 @@ class _Tuning(ABC):
     def _known(self, record: Record, subject: Subject) -> Record:
         """What is given of a record that answers and may have been tuned under another name."""
 
-    def _before(self, subject: Subject, akin: Sequence[Kin]) -> _Before:
+    def _before(self, subject: Subject, akin: Sequence[SimilarRecord]) -> _Before:
         """What the record of this very task, if there is one, means for this call."""
         plan, key = self._plan, subject.key
         own = f"{key.id}@{key.task.batch}"
@@ -794,9 +794,11 @@ def _record(subject: Subject, decided: SearchResult, made: Provenance) -> Record
     )
 
 
-def _first_guesses(subject: Subject, akin: Sequence[Kin], progress: Progress) -> list[Config]:
+def _first_guesses(
+    subject: Subject, akin: Sequence[SimilarRecord], progress: Progress
+) -> list[Config]:
     """What was best for the nearest records: stale ones, other shapes and devices, the family."""
-    chosen: dict[Config, Kin] = {}
+    chosen: dict[Config, SimilarRecord] = {}
     key = subject.key
     for one in akin:
         default = one.record.baseline.config.knobs

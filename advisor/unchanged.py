@@ -1,5 +1,5 @@
-"""Whether a command was tuned already, told without starting it: nothing that it may depend on has
-changed since. Where that is not sure it is started, and its model says.
+"""Whether a command was tuned already, without starting it: nothing that it may depend on has
+changed since. If that is not sure it is started, and its model says.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from advisor.printed import staleness
 from advisor.tuners.search.plan import Plan, suffices
 
 SUFFIXES = (".py", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg")
-"""Of files below the working folder by which a script may train something else."""
-MOST_FILES = 20_000
-"""That are looked at below it; where there are more, it is not told."""
+"""Files below the working folder that may change what a script trains."""
+MAX_FILES = 20_000
+"""Below the working folder; with more of them the command is started."""
 _VOLATILE = ("_", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "WINDOWID", "PYTEST_CURRENT_TEST")
 _OF_TERMINALS = ("SSH_", "TERM", "TMUX", "XDG_SESSION", "DBUS_", "VTE_")
-"""Variables that are not the same in another terminal, and decide nothing."""
+"""Variables that differ in another terminal, and decide nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One call of `advisor tune -- COMMAND`: what it would measure, if it were started.
+class CommandCall:
+    """One call of `advisor tune -- COMMAND`.
 
     Args:
         permitted: fields of a Task, as `measured_run` takes them.
@@ -47,15 +47,20 @@ class Asked:
     plan: Plan
 
     def state(self) -> str:
-        """A digest of all that it may depend on; '' where that cannot be told."""
+        """A digest of all that the result may depend on; '' if that is not known."""
         plan = dataclasses.replace(self.plan, budget_s=None, trials=None, force=False)
         try:
             files = sorted(_files(self.command))
             folder = str(Path.cwd())
         except OSError:
             return ""
+        variables = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _VOLATILE and not name.startswith(_OF_TERMINALS)
+        }
         asked = [to_plain(plan), {name: to_plain(v) for name, v in self.permitted.items()}]
-        return fingerprint([asked, list(self.command), folder, files, _variables()])
+        return fingerprint([asked, list(self.command), folder, files, variables])
 
     def known(self) -> Record | None:
         """The record of this call, if it was made and nothing has changed since."""
@@ -64,16 +69,15 @@ class Asked:
             if not kept["state"] or kept["state"] != self.state():
                 return None
             record = self.records.get(kept["record"])
-            same = record.key.task.command == self.command and not record.stale
-            made = record.provenance
+            made, same = record.provenance, record.key.task.command == self.command
             enough = suffices(made.effort, self.plan.effort) and not larger(self.plan, made)
-            enough = enough and record.compares
-            if same and enough and not staleness(record) and _are_installed(record.key.libraries):
+            sound = same and enough and record.compares and not record.stale
+            if sound and not staleness(record) and _are_installed(record.key.libraries):
                 return record
         return None
 
     def remember(self, record: Record, before: str) -> None:
-        """That it is tuned; `before`: its state when it was started."""
+        """Keep that it is tuned; `before`: its state when it was started."""
         with contextlib.suppress(OSError, AdvisorError):
             if before and before == self.state():
                 made = {"state": before, "record": record.id}
@@ -86,55 +90,35 @@ class Asked:
 
 
 def larger(plan: Plan, made: Provenance) -> bool:
-    """Whether a larger budget was typed than a record was made with: its tuning goes on."""
+    """Whether the budget is larger than the one a record was made with: its tuning goes on."""
     return plan.budget_s is not None and plan.budget_s > made.budget_s
 
 
 def _files(command: Sequence[str]) -> Iterator[list[Any]]:
-    """What the words of a command name, and what below the working folder says what it does: path,
-    size and time of the last change.
+    """The files that a command names, and those with SUFFIXES below the working folder: path, size
+    and time of the last change.
 
     Raises:
-        OSError: the working folder is gone.
+        OSError: the working folder is gone, or has too many files.
     """
-    named = [Path(word.rpartition("=")[2]) for word in command]
-    below = (
-        Path(folder) / name
-        for folder, folders, names in _walk(Path.cwd())
-        for name in names
-        if name.endswith(SUFFIXES)
-    )
-    for path in (*named, *below):
+    paths = [Path(word.rpartition("=")[2]) for word in command]
+    seen = 0
+    for folder, below, names in os.walk(Path.cwd()):
+        below[:] = [one for one in below if not one.startswith(".") and one != "__pycache__"]
+        paths += [Path(folder) / name for name in names if name.endswith(SUFFIXES)]
+        seen += len(names)
+        if seen > MAX_FILES:
+            raise OSError("too many files")
+    for path in paths:
         with contextlib.suppress(OSError, ValueError):
             found = path.stat()
             if stat.S_ISREG(found.st_mode):
                 yield [str(path), found.st_size, found.st_mtime_ns]
 
 
-def _walk(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    seen = 0
-    for folder, folders, names in os.walk(top):
-        folders[:] = [one for one in folders if not one.startswith(".") and one != "__pycache__"]
-        seen += len(names)
-        yield folder, folders, names
-        if seen > MOST_FILES:
-            raise OSError("too many files to tell")
-
-
-def _variables() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _VOLATILE and not name.startswith(_OF_TERMINALS)
-    }
-
-
 def _are_installed(libraries: Sequence[str]) -> bool:
-    """Whether these are there, each in its version."""
-    try:
-        return all(
-            metadata.version(name) == version
-            for name, _, version in (one.partition("==") for one in libraries)
-        )
-    except metadata.PackageNotFoundError:
-        return False
+    """Whether these are installed in these versions, as 'torchvision==0.26.0'."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        pairs = [one.partition("==")[::2] for one in libraries]
+        return all(metadata.version(name) == version for name, version in pairs)
+    return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from advisor.cli.options import (
     COMMAND,
     DONE,
     FAILED,
-    WRONG_USAGE,
     OrCommand,
     cache_option,
     collected,
@@ -37,7 +35,7 @@ from advisor.cli.options import (
     json_option,
     row_options,
 )
-from advisor.errors import AdvisorWarning, StoreError, UsageError
+from advisor.errors import StoreError, UsageError
 from advisor.opening import open_records
 
 MOST = 200
@@ -64,7 +62,8 @@ def show(key: str | None, most: int, cache: str | None, as_json: bool) -> int:
     if key is not None:
         held = records.one(key)
         if as_json:
-            more = {"signed": held.trusted, "artifacts": _artifacts(records, held.record)}
+            more = {"signed": held.trusted, "store": held.store.url}
+            more["artifacts"] = _artifacts(records, held.record)
             click.echo(json.dumps(data.as_data(held.record, cache) | more))
         else:
             _show(held, cache, _artifacts(records, held.record))
@@ -77,7 +76,7 @@ def show(key: str | None, most: int, cache: str | None, as_json: bool) -> int:
         rows = [
             data.as_data(one.record, cache)
             | {"stale": [*filter(None, [one.record.stale]), *map(str, differs)]}
-            | {"signed": one.trusted}
+            | {"signed": one.trusted, "store": one.store.url}
             for one, differs in found
         ]
         click.echo(json.dumps({"records": rows, "damaged": records.damaged, "older": older}))
@@ -89,7 +88,7 @@ def show(key: str | None, most: int, cache: str | None, as_json: bool) -> int:
     elif not found:
         click.echo("Nothing is tuned yet; run: advisor tune -- python train.py")
     else:
-        console().print(tables.listing(found))
+        console().print(tables.listing(found, with_store=len(records.stores) > 1))
         if older:
             click.echo(f"and {older:,} older; to list them: --most {len(found) + older}")
     return DONE
@@ -125,6 +124,7 @@ def _show(held: StoredRecord, cache: str | None, artifacts: list[dict[str, Any]]
     signed = "" if held.trusted else f"  {UNSIGNED}"
     say(shown.title, f"{shown.headline}{signed}", *filter(None, [shown.stale]))
     say(*(f"  {name:<16}{value}" for name, value in shown.facts))
+    say(f"  {'store':<16}{held.store.url}")
     for one in artifacts:
         uses = ", ".join(one["uses"]) or "nothing that is advised"
         refused = f"; refused: {one['refused']}" if one["refused"] else ""
@@ -203,46 +203,46 @@ def why(
             raise UsageError("a run shows its shapes and what it permits itself; leave them out")
         found = _why_run(command, cache, as_json)
         ctx.exit(FAILED if strict and not found else DONE)
-    from advisor.finding import lookups
+    from advisor.finding.find import preview
+    from advisor.finding.request import Request
     from advisor.report.data import explained
     from advisor.tuners.knobs import described
 
     asked = collected(Task, options)
     if on_miss is None and settings.on_miss() not in _SERVED:
-        on_miss = "default"  # who asks why asks for no tuning
+        on_miss = "default"  # this command asks for no tuning
     own = {"batch": _batch(batch), "capture": capture, "cache": cache, "on_miss": on_miss}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AdvisorWarning)
-        offer = lookups.offered(target, asked | own)
-    explanation = offer.served.explanation
-    if explanation is None and not as_json:  # it did not come as far as looking
-        raise UsageError(offer.served.reason)
+    request = Request.of(target, asked | own)
+    served = preview(request)
+    explanation, size = served.explanation, served.config.batch or request.batch
     if as_json:
-        click.echo(json.dumps(explained(offer)))
+        click.echo(json.dumps(explained(served, size)))
+    elif explanation is None:
+        click.echo(f"{served.status}: {served.reason}")
     else:
         click.echo(str(explanation))
-        assert explanation is not None
         if explanation.served:
-            what = described(offer.config, offer.served.default)
-            click.echo(f"served      {explanation.served}: {what}, batch {offer.batch_size}")
-        if not explanation.seen:
+            what = described(served.config, served.default)
+            click.echo(f"served      {explanation.served}: {what}, batch {size}")
+        elif not explanation.near_misses:
             newest = open_records(cache).newest(MOST)
             if names := sorted({one.record.target.name for one in newest}):
                 click.echo(f"tuned are    {', '.join(names)}")
-    if explanation is None:
-        ctx.exit(WRONG_USAGE)
-    if strict and offer.served.status == "miss":
+    if strict and served.record is None:
         ctx.exit(FAILED)
 
 
 def _why_run(command: tuple[str, ...], cache: str | None, as_json: bool) -> bool:
-    """Show the records of a command as it was typed. Returns whether one fits this machine."""
-    from advisor.finding.commands import of_command
+    """Show the records of a command as it was typed, and what a run would be served. Returns
+    whether that is any config."""
+    from advisor.finding.commands import of_command, served_to_run
+    from advisor.report.data import explained
     from advisor.report.text import spread
     from advisor.tuners.knobs import described
 
     records = open_records(cache, fallback=True)
     found = of_command(records, command)
+    served = served_to_run(command, found, cache)
     complain(records)
     if as_json:
         rows = [
@@ -255,21 +255,20 @@ def _why_run(command: tuple[str, ...], cache: str | None, as_json: bool) -> bool
             }
             for one in found
         ]
-        click.echo(json.dumps({"command": list(command), "records": rows}))
-        return any(one.fits for one in found)
-    typed = shlex.join(command)
-    click.echo(f"looked for  {typed}")
+        would = explained(served, served.config.batch or None)
+        click.echo(json.dumps({"command": list(command), "records": rows, "served": would}))
+        return served.record is not None
+    click.echo(f"looked for  {shlex.join(command)}")
     click.echo(f"looked in   {', '.join(store.url for store in records.stores)}")
     for one in found:
         what = described(one.advised.config, one.record.baseline.config, nothing="as it is")
         signed = "" if one.signed else f"; {UNSIGNED}"
         click.echo(f"{one.record.id}  {one.state}: {what}, {spread(one.advised)}{signed}")
-    if not found:
-        click.echo(
-            "no record was made by these very words; `advisor run` also finds one of the same "
-            f"model and inputs. To tune: advisor tune -- {typed}"
-        )
-    return any(one.fits for one in found)
+    own = served.record.baseline.config if served.record else served.config
+    what = described(served.config, own, nothing="nothing")
+    by = f"{served.record.id}: " if served.record else ""
+    click.echo(f"served      {by}{what}; {served.reason}")
+    return served.record is not None
 
 
 def _batch(text: str | None) -> int | str | None:

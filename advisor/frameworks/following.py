@@ -37,7 +37,7 @@ def advised(
             among the settings cannot be made.
         AdvisorError: with strict=True, why there is no advice.
     """
-    from advisor.finding.lookups import looked_up, named_batch
+    from advisor.finding.lookups import lookup_for, named_batch
 
     free = asked.get("batch") == "free"
     if free and not framework.loads:
@@ -52,7 +52,7 @@ def advised(
         by_hand = words.optimizer or words.after or (words.model and not on_model)
         return not unsaid and not by_hand
 
-    advice = looked_up(target, asked, fits=fits)
+    advice = lookup_for(target, asked, fits=fits)
     advice.hand_over()
     if advice.record is None:
         return advice, {}

@@ -14,7 +14,7 @@ from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import interval, size, tells, times
 from advisor.finding.answer import break_even, unverified
 from advisor.finding.doubt import DOUBTFUL, doubtful
-from advisor.finding.horizon import Row
+from advisor.finding.horizon import BreakEven
 from advisor.printed import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Table
@@ -280,7 +280,7 @@ def parts(record: Record) -> Table:
     return table
 
 
-def horizon(record: Record, rows: Sequence[Row]) -> Table:
+def horizon(record: Record, rows: Sequence[BreakEven]) -> Table:
     """Which config is the best from how many steps on, at the user's batch."""
     table = Table(
         "The best config at your batch, by the length of a job",
@@ -301,7 +301,7 @@ def horizon(record: Record, rows: Sequence[Row]) -> Table:
     return table
 
 
-def pays(record: Record, rows: Sequence[Row]) -> str:
+def pays(record: Record, rows: Sequence[BreakEven]) -> str:
     """'pays from step 1,252 on (38.1 s)': the advice, or '' where it is the default."""
     advised = record.winner(record.use).config
     if advised == record.baseline.config:
@@ -323,11 +323,14 @@ def first_step(record: Record) -> str:
     return f"Its first step takes {fresh}, {loaded} with what is kept of its compilation."
 
 
-def listing(found: Sequence[tuple[StoredRecord, Sequence[Difference]]]) -> Table:
-    """One line a record."""
+def listing(
+    found: Sequence[tuple[StoredRecord, Sequence[Difference]]], with_store: bool = False
+) -> Table:
+    """One line a record; `with_store`: it says which store has it."""
     table = Table(
         "What is tuned",
-        ("key", "device", "target", "mode", "sample", "speed-up", "age", "state"),
+        ("key", "device", "target", "mode", "sample", "speed-up", "age", "state")
+        + ("store",) * with_store,
         whole=("key", "speed-up", "age"),
     )
     for held, differs in found:
@@ -345,6 +348,7 @@ def listing(found: Sequence[tuple[StoredRecord, Sequence[Difference]]]) -> Table
             "?" if doubtful(record) else ratio(record.winner(record.use)),
             age(record.provenance.created),
             state if held.trusted else f"{state}; {UNSIGNED}",
+            *[held.store.url.partition("?")[0]] * with_store,
             warns=bool(why) or not held.trusted,
         )
     return table

@@ -25,7 +25,6 @@ from advisor.cache.record import Measurement, Record, Target, Trial, Winner
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cache.task import Task
-from advisor.finding.answer import answer
 from advisor.tuners import fingerprint, target
 from advisor.tuners.environment import detect, own_threads
 from advisor.tuners.knobs import KNOBS, TORCH
@@ -174,7 +173,7 @@ def told(**arguments: Any) -> tuple[advisor.Advice, str]:
 def test_found(record: Record, here: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any) -> None:
     runs_as(monkeypatch, here / "train.py")
     advice = advisor.lookup(**lookup_arguments(device="cpu", **arguments))
-    assert (advice.status, advice.config) == ("exact", FAST)
+    assert (advice.status, advice.config, advice.served.flags) == ("exact", FAST, ALONE)
     assert advice.record is not None and advice.record.id == record.id
     assert "1.50x" in advice.served.reason and "not in force yet" in advice.reason
 
@@ -199,23 +198,6 @@ def test_every_knob_can_be_read_by_its_name(
         advice.config.thread  # noqa: B018
     copied = pickle.loads(pickle.dumps(advice.config))
     assert copied == advice.config and copied.step_graph is False
-
-
-def test_a_lookup_answers_once(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-
-    def counted(*asked: Any) -> Any:
-        made.append(asked)
-        return answer(*asked)
-
-    monkeypatch.setattr("advisor.finding.find.answer", counted)
-    assert advisor.lookup(advisor.Model("model.py:Net", device="cpu")).config == FAST
-    assert len(made) == 1
-
-
-def test_a_script_that_prepares_nothing_gets_what_won_among_flags(record: Record) -> None:
-    advice = advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
-    assert (advice.config, advice.served.flags) == (FAST, ALONE)
 
 
 def test_found_by_the_model_itself(record: Record) -> None:
@@ -426,18 +408,6 @@ def test_a_job_of_several_processes(record: Record, monkeypatch: pytest.MonkeyPa
         assert advisor.lookup(advisor.Model("nothing.py:Net", device="cpu")).status == "miss"
 
 
-def test_torchrun(record: Record, here: Path) -> None:
-    (here / "train.py").write_text(
-        "import os, advisor\n"
-        "a = advisor.apply(advisor.Model('model.py:Net', device='cpu'), shape=(4, 3, 8, 8))\n"
-        "open('rank' + os.environ['RANK'], 'w').write(f'{a.status} {a.config!r}')\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=here)
-    assert ran.returncode == 0, ran.stderr
-    assert {(here / f"rank{n}").read_text() for n in range(2)} == {f"exact {FAST!r}"}
-
-
 def test_a_changed_model_is_noticed(record: Record) -> None:
     advice = advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
     with warnings.catch_warnings():
@@ -556,19 +526,18 @@ def test_tune_moves_a_damaged_store_aside(
     assert advice.record is not None and advice.record.id == found.record.id
 
 
-@pytest.mark.parametrize("name", ["train_conv.py", "train_mnist.py"])
-def test_examples_train_without_a_record(name: str, here: Path) -> None:
-    examples_folder = Path(__file__).parents[2] / "examples"
-    small = {"train_conv.py": ["--batch", "1"], "train_mnist.py": ["--steps", "3"]}[name]
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "small"),
+    [("train_conv.py", ("--batch", "1")), ("train_mnist.py", ("--steps", "3"))],
+)
+def test_examples_train_without_a_record(name: str, small: tuple[str, str], here: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / name
     ran = subprocess.run(
-        [sys.executable, str(examples_folder / name), *small],
-        capture_output=True,
-        text=True,
-        timeout=240,
+        [sys.executable, str(example), *small], capture_output=True, text=True, timeout=240
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("AdvisorWarning") == 1
-    assert "advisor tune" in ran.stderr
+    assert ran.stderr.count("AdvisorWarning") == 1 and "advisor tune" in ran.stderr
 
 
 def test_logging_is_left_alone(record: Record) -> None:

@@ -14,7 +14,7 @@ from advisor.cache.task import permissions
 from advisor.opening import open_records
 from advisor.tuners.environment import detect, own_threads
 from advisor.tuners.search.plan import Plan
-from advisor.unchanged import Asked
+from advisor.unchanged import CommandCall
 from tests.cache.examples import KEY, TASK, record
 from tests.face.commands import advisor
 
@@ -36,10 +36,10 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
     return made
 
 
-def asked(**changes: object) -> Asked:
+def asked(**changes: object) -> CommandCall:
     plan = Plan.of({name: value for name, value in changes.items() if name != "precisions"})
     permitted = permissions({"precisions": changes.get("precisions")})
-    return Asked(open_records(None), COMMAND, permitted, plan)
+    return CommandCall(open_records(None), COMMAND, permitted, plan)
 
 
 def test_it_is_not_started(made: Record) -> None:

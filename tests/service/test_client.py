@@ -107,13 +107,13 @@ def test_code_that_is_there_is_not_sent_again(
     client: Client, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[str] = []
-    exchange = client._http._exchange
+    request = client._http.request
 
-    def told(method: str, path: str, *more: Any) -> Any:
+    def told(method: str, path: str, **more: Any) -> Any:
         sent.append(method)
-        return exchange(method, path, *more)
+        return request(method, path, **more)
 
-    monkeypatch.setattr(client._http, "_exchange", told)
+    monkeypatch.setattr(client._http, "request", told)
     for gpu, methods in (("A", ["POST", "PUT", "POST"]), ("A", ["POST"]), ("B", ["POST"])):
         client.submit(command=["python", "train.py"], gpu=gpu)
         assert sent == methods
@@ -188,7 +188,7 @@ def test_servers_that_do_not_serve(team: Served, monkeypatch: pytest.MonkeyPatch
         Client("dir:/data")
     with pytest.raises(UsageError, match="in the clear"):
         Client("http://advisor.team")
-    with pytest.raises(UsageError, match="there is no such job"):
+    with pytest.raises(UsageError, match="there is no job 7"):
         Client(team.url).job(7)
     with pytest.raises(StoreError, match="has no jobs; it is older"):
         Client(f"http://127.0.0.1:{team.port}/below").jobs()
@@ -356,9 +356,9 @@ def test_the_server_may_be_named(team: Served, project: Path) -> None:
         ("submit --server dir:x -- python train.py", "server 'dir:x': expected http"),
         ("jobs --state none", "none"),
         ("jobs seven", "seven"),
-        ("jobs 7", "there is no such job"),
-        ("logs 7", "there is no such job"),
-        ("cancel 7", "there is no such job"),
+        ("jobs 7", "there is no job 7"),
+        ("logs 7", "there is no job 7"),
+        ("cancel 7", "there is no job 7"),
     ],
 )
 def test_what_is_refused(team: Served, project: Path, words: str, says: str) -> None:

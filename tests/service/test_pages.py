@@ -320,7 +320,7 @@ def test_a_record_of_a_run_and_of_a_target_is_one_version_whole(
     assert f"<h1>{counts.target.name}</h1>" in page
     assert f"as fast as {counts.key.task.baseline}</div>" in page
     with served.database.reading() as session:
-        stored = records.Kept(session, records.Question())
+        stored = records.StoredAnswer(session, records.Question())
         assert Records(stored).get(run.id) == counts
         (of_run,) = Records(stored).held(RecordFilter(target=script))
     assert of_run.record == run, "its numbers, as its words"
