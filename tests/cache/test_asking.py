@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -190,22 +189,6 @@ def test_no_thread_is_left_for_a_fork() -> None:
     if child == 0:
         os._exit(0 if run_with_timeout(60.0, threading.active_count, "x") == 2 else 3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_an_exclusive_lock_is_a_miss(tmp_path: Path) -> None:
-    store = open_store(f"disk:{tmp_path}/s")
-    Records(store).put(record())
-    connection = sqlite3.connect(tmp_path / "s" / "records" / "cache.db", isolation_level=None)
-    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-    connection.execute("PRAGMA journal_mode = DELETE")
-    connection.execute("BEGIN EXCLUSIVE")
-    behind = open_store(f"dir:{tmp_path}/b")
-    Records(behind).put(record())
-    said = asked(Records([open_store(f"disk:{tmp_path}/s"), behind]), deadline_s=0.3)
-    connection.close()
-    assert len(said.failed) == 1
-    one = served(said)
-    assert one is not None and one.store is behind
 
 
 def test_what_is_late_from_far_is_kept_near(

@@ -13,6 +13,8 @@ from advisor.cache.record import Choice, Measurement, Record, Trial, Winner
 from advisor.errors import NoRecord
 from advisor.finding.answer import answer, break_even, carried, is_sound, unverified
 from advisor.finding.request import Request
+from tests.builders import measured as trial
+from tests.builders import verified
 from tests.cache import examples
 
 GIB = 2**30
@@ -38,39 +40,8 @@ def choice(config: Config, rate: float, first_step_s: float = 0.0, peak_bytes: i
     return replace(made, first_step_s=first_step_s, peak_bytes=peak_bytes)
 
 
-def trial(
-    config: Config,
-    rate: float,
-    first_step_s: float = 1.0,
-    *,
-    stage: str = "compute",
-    origin: str = "guess",
-    peak_bytes: int = GIB,
-) -> Trial:
-    """Measured once, to a percent."""
-    return Trial(
-        number=0,
-        config=config,
-        measurement=Measurement(
-            outcome="ok",
-            samples_per_s=rate,
-            low=0.99 * rate,
-            high=1.01 * rate,
-            first_step_s=first_step_s,
-            peak_bytes=peak_bytes,
-        ),
-        stage=stage,
-        origin=origin,
-        seconds=1.0,
-    )
-
-
 def failed(one: Trial, outcome: str = "wrong", reason: str = "the loss differs") -> Trial:
     return replace(one, measurement=Measurement(outcome=outcome, reason=reason))
-
-
-def verified(config: Config) -> Trial:
-    return trial(config, 0.0, 0.0, stage="numerics")
 
 
 def record(

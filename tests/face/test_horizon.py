@@ -13,18 +13,19 @@ import pytest
 import advisor
 from advisor.cache.codec import decode, encode
 from advisor.cache.config import Config
-from advisor.cache.record import Choice, Measurement, Record, Trial, Winner
+from advisor.cache.record import Choice, Record, Winner
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.finding.answer import break_even
 from advisor.printed import tune_again
 from advisor.tuners.search.plan import suffices
 from advisor.tuning import Tuned
-from tests.builders import lookup_arguments
+from tests.builders import lookup_arguments, verified
+from tests.builders import measured as trial
 from tests.cache import examples
 from tests.face.commands import MODEL, SHAPE
 from tests.face.commands import advisor as command
-from tests.face.test_apply import DEFAULT, compared, remember
+from tests.face.test_apply import DEFAULT, remember
 
 CHEAP = DEFAULT.replace(channels_last=True, compile="none")
 BASE = DEFAULT.replace(compile="none")
@@ -35,25 +36,6 @@ ONCE = BASE.replace(precision="tf32")
 def choice(config: Config, rate: float, first_step_s: float) -> Choice:
     made = examples.choice(config, rate, rate / 100.0)
     return replace(made, first_step_s=first_step_s)
-
-
-def trial(config: Config, rate: float, first_step_s: float) -> Trial:
-    return Trial(
-        number=0,
-        config=config,
-        measurement=Measurement(
-            outcome="ok",
-            samples_per_s=rate,
-            low=0.99 * rate,
-            high=1.01 * rate,
-            step_s=4 / rate,
-            first_step_s=first_step_s,
-            peak_bytes=2**30,
-        ),
-        stage="compute",
-        origin="guess",
-        seconds=1.0,
-    )
 
 
 def winners(loop: Choice, flags: Choice) -> tuple[Winner, ...]:
@@ -86,7 +68,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
             trial(CHEAP, 200.0, 0.05),
             trial(COMPILED, 400.0, 29.0),
             trial(ONCE, 190.0, 0.1),
-            compared(ONCE),
+            verified(ONCE),
         ),
     )
     keep(made)
@@ -149,7 +131,7 @@ def test_what_was_measured_once_is_said_so(record: Record) -> None:
         record,
         raced=record.raced[:1],
         winners=winners(record.baseline, record.baseline),
-        trials=(*record.trials[::3], compared(ONCE)),
+        trials=(*record.trials[::3], verified(ONCE)),
     )
     keep(alone)
     # A race has said that nothing is faster in the steady state: no single measurement undoes it.
