@@ -255,11 +255,19 @@ class Record:
     def choices(self) -> dict[str, Choice]:
         """Every config that was chosen, by its name in a report; equal ones once, by the loop's
         name, as most scripts have a loop."""
-        default = "as it is" if self.key.task.command else "torch default"
-        names = {FLAGS: "flags alone", PILOT: "script as it is", CAPTURE: "step captured"}
+        default = "unmodified" if self.key.task.command else "torch default"
         found = {self.baseline.config: (default, self.baseline)}
         for one in sorted(self.winners, key=lambda one: (one.free, one.use != LOOP)):
-            name = names.get(one.use, "" if one.free else "at your batch")
-            name = ", ".join(filter(None, (name, "batch free" * one.free)))
+            name = _NAMES[one.use]
+            if one.free:
+                name = "batch free" if one.use == LOOP else f"{name}, batch free"
             found.setdefault(one.choice.config, (name, one.choice))
         return dict(found.values())
+
+
+_NAMES = {
+    LOOP: "at your batch",
+    FLAGS: "flags alone",
+    PILOT: "advisor run",
+    CAPTURE: "step captured",
+}

@@ -1,4 +1,4 @@
-"""The command that runs another one: with the advice in force."""
+"""advisor run: start a command with its advice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import click
 from advisor.cli.options import (
     LOADER,
     OfCommand,
-    Time,
     cache_option,
     loader_option,
     map_option,
@@ -25,38 +24,37 @@ from advisor.tuners.measure.run.guarded_process import isolated, program
 @cache_option
 @click.option(
     "--tune",
-    "tune_s",
-    type=Time(),
+    "budget",
     metavar="TIME",
-    help="If nothing is known yet, try configs at the step boundaries of the run's first TIME, "
-    "then go on with the best.",
+    help="If nothing is known yet, try configs between the steps of the run's first TIME, then go "
+    "on with the best.",
 )
 @map_option
 @loader_option
 def run(
     command: tuple[str, ...],
     cache: str | None,
-    tune_s: float | None,
+    budget: str | None,
     map: tuple[str, ...],
     loader: str | None,
 ) -> None:
-    """Run COMMAND, unmodified, with the advice for it in force.
+    """Run your command with the advice that was found for it.
 
     Write it after --: advisor run -- python train.py --epochs 90. Exit code, signals, input and
     output are the command's own.
     """
     from advisor import piloting
 
-    path = program(command)
+    path, tune_s = program(command), 0.0
     if option := isolated(command):
-        click.echo(f"advisor: python {option} keeps advisor out; it runs as it is", err=True)
+        click.echo(f"advisor: python {option} keeps advisor out; it runs unmodified", err=True)
     named = mapped(map)
-    if tune_s:
+    if budget is not None:
         from advisor.tuners.search.plan import Plan
 
-        Plan.of({"budget": tune_s})
+        tune_s = Plan.of({"budget": budget}).seconds
         if named:
-            raise UsageError("--map takes starts of its own, --tune has one; give one of them")
+            raise UsageError("--map restarts your command and --tune does not; give one of them")
     words, options = command, None
     if named:
         from advisor.finding.in_command import override
@@ -65,8 +63,8 @@ def run(
             words, options = override(command, named, cache)
             click.echo(f"advisor: {options.said}, as record {options.record} advises", err=True)
         except (NoRecord, StoreError) as exc:
-            click.echo(f"advisor: {exc}. It runs as it is", err=True)
-    told = piloting.environment(list(command), tune_s or 0.0, options)
+            click.echo(f"advisor: {exc}. It runs unmodified", err=True)
+    told = piloting.environment(list(command), tune_s, options)
     told |= LOADER.get(loader or "", {})
     if cache is not None:
         told["ADVISOR_CACHE"] = cache

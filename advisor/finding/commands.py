@@ -83,7 +83,7 @@ def served_to_run(command: Sequence[str], found: Sequence[OfCommand], cache: Cac
     if not found:
         return Served(
             status="miss",
-            reason="no record was made by these very words; `advisor run` also finds one of the "
+            reason="no record is of exactly this command; `advisor run` also finds one of the "
             f"same model and inputs. To tune: advisor tune -- {shlex.join(command)}",
         )
     record = next((one.record for one in found if one.fits), found[0].record)

@@ -56,7 +56,9 @@ class OnlineTuner(RecordGuide):
             return known
         local = int(os.environ.get("LOCAL_WORLD_SIZE") or seen.processes)
         if local < seen.processes:
-            warn("tune: a job on several machines is not tuned within its run; it goes on as it is")
+            warn(
+                "tune: a job on several machines is not tuned within its run; it goes on unmodified"
+            )
             return self.leave()
         tell(f"tune: tries configs for {self._tune_s:g} s; every step trains")
         self._began = time.monotonic()
@@ -123,7 +125,7 @@ class OnlineTuner(RecordGuide):
     def _lost(self) -> BlockRequest:
         self._end_search(keep_log=True)
         where = f"; see {self._folder}/log" if self._folder else ""
-        warn(f"the search within this run has ended{where}. Training goes on as it is")
+        warn(f"the search within this run has ended{where}. Training goes on unmodified")
         return self.leave()
 
     def _shared_folder(self, seen: ScriptFacts) -> str:

@@ -160,7 +160,7 @@ class RecordGuide:
         self, config: Config, own: Config, reason: str, *, say: Callable[[str], None] = _log.info
     ) -> BlockRequest:
         """The last request, reported here and by every advice that it replaces."""
-        what = "the script as it is" if config == own else knobs.described(config, own)
+        what = "your unmodified script" if config == own else knobs.described(config, own)
         line = f"in force: {what}; {reason.removeprefix(f'{what}: ')}"
         say(line)
         defer_to_pilot(line)
@@ -190,7 +190,7 @@ class RecordGuide:
         if why == "untrained":
             warn(str(exc))
         if why in ("unclear", "over"):
-            warn(f"{exc}. Training goes on as it is")
+            warn(f"{exc}. Training goes on unmodified")
 
     def script_failed(self, exc: BaseException, order: BlockRequest) -> None:
         """As `Guide.script_failed`, unless `backward_failed` has reported it."""
@@ -224,7 +224,7 @@ class RecordGuide:
             assert self._seen is not None
             kept = self._failures(self._seen).keep(order.config, failure(exc)[1])
             said += "; the next start does without it" if kept else "; that could not be kept"
-        return f"{said}. ADVISOR_DISABLE=1 runs the script as it is"
+        return f"{said}. ADVISOR_DISABLE=1 runs the script unmodified"
 
 
 def _warn_of_other_run(overrides: CommandOverrides, record: Record | None, batch: int) -> None:

@@ -107,7 +107,7 @@ def throughput(told: Mapping[str, Any]) -> Timeline | None:
         best = max(best, reached) if at_batch else best
     if not points:
         return None
-    return Timeline(title="Samples/s of each trial since the start", points=tuple(points))
+    return Timeline("Samples/s of each trial since the start", tuple(points))
 
 
 def _asked(asked: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

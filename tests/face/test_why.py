@@ -446,14 +446,14 @@ def test_why_of_a_command_says_what_its_run_is_served(
     missed = advisor(here, "why", "--strict", "--", "python", "other.py")
     assert missed.returncode == 1
     assert missed.stdout.splitlines()[-1] == (
-        "served      nothing; no record was made by these very words; `advisor run` also finds one "
+        "served      nothing; no record is of exactly this command; `advisor run` also finds one "
         "of the same model and inputs. To tune: advisor tune -- python other.py"
     )
     one = keep_run(*TYPED[:2], software__torch="2.0.1")
-    speedup = f"{one.id}: channels_last; 1.50x the script as it is at batch 4"
+    speedup = f"{one.id}: channels_last; 1.50x your unmodified script at batch 4"
     assert why(here, *words)[-1].startswith(f"served      {speedup}; measured elsewhere: torch 2")
     one = keep_run(*TYPED[:2])
-    speedup = f"{one.id}: channels_last; 1.50x the script as it is at batch 4"
+    speedup = f"{one.id}: channels_last; 1.50x your unmodified script at batch 4"
     assert why(here, *words)[-1] == f"served      {speedup}"
     isolated = ("--strict", "--", "python", "-I", "train.py")
     assert why(here, *isolated)[-1] == "served      nothing; python -I keeps advisor out"

@@ -138,7 +138,7 @@ def test_a_store_that_is_away_keeps_no_run_from_starting(
     done = advisor(folder, "run", "--cache", "http://127.0.0.1:1", *MAP, "--", *TRAIN)
     assert started == [[*TRAIN]]
     assert done.stderr.startswith("advisor: cache http://127.0.0.1:1: ")
-    assert done.stderr.endswith(". It runs as it is\n")
+    assert done.stderr.endswith(". It runs unmodified\n")
 
 
 @pytest.mark.parametrize(
