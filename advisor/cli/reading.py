@@ -71,7 +71,7 @@ def show(key: str | None, most: int, cache: str | None, as_json: bool) -> int:
         rows = [
             data.as_data(one.record, cache)
             | {"stale": [*filter(None, [one.record.stale]), *map(str, differs)]}
-            | {"signed": one.trusted}
+            | {"signed": one.trusted, "store": one.store.url}
             for one, differs in found
         ]
         click.echo(json.dumps({"records": rows, "damaged": records.damaged, "older": older}))
