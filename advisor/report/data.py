@@ -161,7 +161,7 @@ def as_data(record: Record, cache: str | None) -> dict[str, Any]:
 
 
 def explained(served: Served, batch_size: int | None) -> dict[str, Any]:
-    """Why a lookup found what it found."""
+    """Why a lookup found what it found, as JSON."""
     found = served.explanation
     data: dict[str, Any] = {
         "status": served.status,

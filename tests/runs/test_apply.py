@@ -449,7 +449,7 @@ def test_flags_that_advice_has_set_are_not_the_scripts_own(monkeypatch: pytest.M
     seen: list[ScriptFacts] = []
     begin = RecordGuide.begin
     monkeypatch.setattr(
-        RecordGuide, "begin", lambda found, one: seen.append(one) or begin(found, one)
+        RecordGuide, "begin", lambda guide, one: seen.append(one) or begin(guide, one)
     )
     with pytest.warns(advisor.AdvisorWarning, match=r"advisor tune -- \S*python"):
         trained(Net())
