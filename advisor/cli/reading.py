@@ -41,7 +41,7 @@ from advisor.cli.options import (
 from advisor.errors import AdvisorWarning, StoreError, UsageError
 from advisor.opening import open_records
 
-LISTED = 200
+MAX_RECORDS = 200
 """Records that a list reads."""
 
 
@@ -50,7 +50,7 @@ LISTED = 200
 @click.option(
     "--most",
     type=click.IntRange(min=1),
-    default=LISTED,
+    default=MAX_RECORDS,
     show_default=True,
     help="Of a list: so many, the newest.",
 )
@@ -238,7 +238,7 @@ def _why(target: str, asked: dict[str, Any], as_json: bool) -> bool:
             what = described(offer.config, offer.served.default)
             click.echo(f"served      {found.served}: {what}, batch {offer.batch_size}")
         elif not found.near_misses:
-            newest = open_records(asked["cache"]).newest(LISTED)
+            newest = open_records(asked["cache"]).newest(MAX_RECORDS)
             if names := sorted({one.record.target.name for one in newest}):
                 click.echo(f"tuned are    {', '.join(names)}")
     return offer.served.status != "miss"
