@@ -1,8 +1,8 @@
 """Compares how a config trains with strict fp32: the same weights and batches, every gradient.
 
-A config's number format alone ('plain') is compared with fp32 once, compiled or captured code with
-that format. A fault in one layer scales its gradient (the *slope*, the part along fp32's gradient,
-is not 1), or adds errors that the format alone does not have.
+A config's number format alone ('plain') is compared with fp32 once, and compiled code with it. A
+fault in one layer scales its gradient (the *slope*, the part along fp32's gradient, is not 1), or
+adds errors that the format alone does not have.
 
 Compiled code draws other random numbers than eager code. So a model with dropout is compared by
 means over as many draws as it takes until a fault of a tenth in one layer would stand out of their
@@ -71,11 +71,10 @@ class _Figure:
 
 
 class References:
-    """Compares configs with samples of strict fp32 and of number formats, which are made once. The
-    loss may always be off by the tolerance, as part of it."""
+    """Compares configs with samples of strict fp32 and of number formats, which are made once."""
 
     def __init__(self, subject: RepeatableStep, fp32: Config, *, tolerance: float) -> None:
-        self._subject, self._tolerance = subject, tolerance
+        self._subject, self._tolerance = subject, tolerance  # of the loss, as part of it
         self._reference = Reference(subject, fp32)
         self._formats: dict[Config, Compared] = {}
         self._coarse: Draws | None = None
@@ -207,19 +206,21 @@ class References:
         points: slice,
         fault: float = math.inf,
     ) -> list[_Figure]:
-        """Of tensors with a limit; `fault` is for those with a gradient of about the usual size."""
-        reference, outputs = self._reference, self._reference.outputs
-        signal = reference.signal[points].sum(0).clamp(min=TINY)
+        """Of tensors with a limit and a mean that stands out of single draws, not lost in `than`.
+        `fault` is for those with a gradient of about the usual size."""
+        reference = self._reference
+        signal, single = reference.signal[points].sum(0), reference.size[points].square().sum(0)
+        stands_out, signal = signal > limits.NEGLIGIBLE * single, signal.clamp(min=TINY)
         off, error = _mean((drawn.projections - than.projections)[:, points] / signal)
-        ours, theirs = (
-            one.projections.mean(0)[points].sum(0) / signal - 1 for one in (drawn, than)
-        )
+        sums = (one.projections.mean(0)[points].sum(0) for one in (drawn, than))
+        ours, theirs = (one / signal - 1 for one in sums)
         # Rounding has a part along the gradient by chance, the larger the fewer its elements.
         elements = reference.counts * len(share[points])
         limit = allowed + limits.STANDARD_ERRORS * share[points].amax(0) * (2 / elements).sqrt()
+        known = limit.isfinite() & stands_out & (theirs.abs() <= limits.LOST)
         element = (reference.signal.sum(0).clamp(min=0) / reference.counts).sqrt()
-        matters = element > limits.NEGLIGIBLE * element[outputs:].median()
-        matters[:outputs] = False
+        matters = element > limits.NEGLIGIBLE * element[reference.outputs :].median()
+        matters[: reference.outputs] = False
         return [
             _Figure(
                 name=f"the slope of {reference.label(at)}",
@@ -229,7 +230,7 @@ class References:
                 fault=fault if matters[at] else math.inf,
                 beside=f" ({float(ours[at]):+.1%} from fp32, {float(theirs[at]):+.1%} without it)",
             )
-            for at in limit.isfinite().nonzero().flatten().tolist()
+            for at in known.nonzero().flatten().tolist()
         ]
 
     def _distances(self, drawn: Draws, share: Tensor, points: slice) -> list[_Figure]:

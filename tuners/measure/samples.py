@@ -159,7 +159,7 @@ class Reference:
 
     Attributes:
         rounds: that a comparison takes. One tells all of a model that draws none.
-        signal: (point, tensor) squares of fp32's mean gradients.
+        signal: (point, tensor) squares of fp32's mean gradients; `size`: norms of single ones.
         rounding: (point, tensor) what rounding alone does to a tensor, as a part of it.
         usual: (point, tensor) a gradient of the usual size, as a part of it.
     """
@@ -204,9 +204,9 @@ class Reference:
         usual = size[:, gradients].norm(dim=1, keepdim=True) / self.counts[gradients].sum().sqrt()
         usual = usual * self.counts.sqrt()
         floor = NUDGE * usual  # a tensor below this is nothing
-        self._size = size.maximum(floor).clamp(min=TINY)
-        self.usual = usual / self._size
-        self.rounding = torch.stack(self._noise).maximum(floor) / self._size
+        self.size = size.maximum(floor).clamp(min=TINY)
+        self.usual = usual / self.size
+        self.rounding = torch.stack(self._noise).maximum(floor) / self.size
 
     def of(self, config: Config) -> Draws:
         """Passes of fp32 or a plain format."""
@@ -220,9 +220,8 @@ class Reference:
     def draw(
         self, config: Config, offset: int = 0, *, first: bool = False, means: bool = False
     ) -> Draws:
-        """Passes of any config, at points moved by `offset`. All have the same seeds: equal masks
-        leave little to chance. `first`: one round, with the seeds of fp32's own first one. `means`:
-        also how far they shift, which takes a sum of all passes."""
+        """Passes of any config, at points moved by `offset`, all with the same seeds. `first`: one
+        round, with the seeds of fp32's own first one. `means`: also how far their means shift."""
         drawn, count = Draws(self), self.rounds * POINTS
         seeds = range(count, 2 * count)
         if first or not self.draws:
@@ -237,7 +236,7 @@ class Reference:
                 sums[point, number // POINTS % 2] += vector
             if number < POINTS:
                 distances = self.norms(vector - self._firsts[point])
-                drawn.distances.append(distances / self._size[point])
+                drawn.distances.append(distances / self.size[point])
         if sums is not None:
             # The product of two halves: what the draws differ by has no part in it.
             halves = (sums - self._sums) / (self.rounds / 2)
