@@ -231,16 +231,7 @@ def test_a_planted_pickle_does_not_run(disk: DiskStore, tmp_path: Path, where: s
     else:
         execute(disk, "UPDATE Cache SET raw = 0, key = ?", payload)
         assert disk.keys() == []
-    assert "did not write" in disk.health()
     disk.check_writable()  # one bad row does not cost the others
-    with disk._writing() as cache:  # diskcache itself reads nothing, and writes only bytes
-        for act in (
-            lambda: cache.get(key) if where == "value" else list(cache),
-            lambda: cache.set("b", {"not": "bytes"}),
-            lambda: cache.set(("not", "text"), b"1"),
-        ):
-            with pytest.raises(RecordDamaged):
-                act()
     disk.put(key, b"1")
     assert disk.delete(key)
     assert not mark.exists()
