@@ -21,7 +21,6 @@ from advisor.errors import StoreError, UsageError
 from advisor.jobs.spec import JobSpec
 from advisor.jobs.submission import Submission
 from advisor.service.attempts import Claimed
-from tests.cache import servers
 from tests.cache.examples import record
 from tests.service.serving import Served
 from tests.service.test_jobs import RECORD, claimed
@@ -36,11 +35,12 @@ def client(team: Served) -> Client:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "nets").mkdir()
-    (tmp_path / "nets" / "net.py").write_text("class Net: ...\n")
-    (tmp_path / "train.py").write_text("print(1)\n")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    folder = tmp_path / "project"
+    (folder / "nets").mkdir(parents=True)
+    (folder / "nets" / "net.py").write_text("class Net: ...\n")
+    (folder / "train.py").write_text("print(1)\n")
+    monkeypatch.chdir(folder)
+    return folder
 
 
 def beat(served: Served, one: Claimed, text: str, **more: Any) -> None:
@@ -81,19 +81,16 @@ def test_a_job_as_python_sees_it(team: Served, client: Client, project: Path) ->
     assert client.jobs(["failed"])[0].id == job.id and client.jobs(["done"]) == []
 
 
-def test_the_cpu_is_asked_for_by_device_alone(client: Client, project: Path) -> None:
-    job = client.submit("nets/net.py:Net", shape="64x8", device="cpu")
-    assert job.where == "the CPU"
-    run = client.submit(command=["python", "train.py"], device="cpu")
-    assert client.submit(command=["python", "train.py"], gpus=0).id == run.id != job.id
-
-
-def test_what_python_gets_wrong(client: Client, project: Path) -> None:
+def test_places_and_wrong_arguments(client: Client, project: Path) -> None:
     with pytest.raises(UsageError, match=r"command 'python train.py': expected a list of words"):
         client.submit(command="python train.py")
     with pytest.raises(UsageError, match="greater than or equal to 1"):
         client.job(0)
     assert client.jobs() == []
+    job = client.submit("nets/net.py:Net", shape="64x8", device="cpu")
+    assert job.where == "the CPU"
+    run = client.submit(command=["python", "train.py"], device="cpu")
+    assert client.submit(command=["python", "train.py"], gpus=0).id == run.id != job.id
 
 
 def test_jobs_come_in_pages(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,43 +156,39 @@ def test_a_command_is_as_another_machine_can_start_it(project: Path) -> None:
     assert wanted(here, target="torchvision:resnet18", **shape).archive == ""
 
 
+NET = "torchvision:resnet18"
+
+
 @pytest.mark.parametrize(
-    ("command", "says"),
+    ("url", "token", "act", "says"),
     [
-        (["python", "trian.py"], "there is no file trian.py"),
-        (["python", "-I", "train.py"], "keeps advisor out"),
-        (["python", "../outside.py"], "lies outside"),
+        (
+            "{url}",
+            "read",
+            lambda c: c.submit(NET, shape=(1, 3, 8, 8)),
+            "may read; this needs submi",
+        ),
+        ("{url}", "adv_" + "x" * 43, lambda c: c.jobs(), "set ADVISOR_TOKEN"),
+        ("{url}", "with blanks", lambda c: c.jobs(), "token: no token"),
+        ("dir:/data", "submit", lambda c: c.jobs(), "expected http"),
+        ("http://advisor.team", "submit", lambda c: c.jobs(), "in the clear"),
+        ("{url}", "submit", lambda c: c.job(7), "there is no such job"),
+        ("http://127.0.0.1:{port}/below", "submit", lambda c: c.jobs(), "has no jobs; it is older"),
+        (
+            "http://127.0.0.1:1",
+            "submit",
+            lambda c: c.jobs(),
+            "^server http://127.0.0.1:1: .*refused",
+        ),
     ],
 )
-def test_commands_that_are_not_sent(project: Path, command: list[str], says: str) -> None:
-    below = project / "below"
-    below.mkdir()
-    (below / "train.py").touch()
-    (project / "outside.py").touch()
-    with pytest.raises(UsageError, match=says):
-        wanted(below, *command)
-
-
-def test_servers_that_do_not_serve(team: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ADVISOR_TOKEN", team.tokens["read"])
-    assert Client(team.url).jobs() == []
-    with pytest.raises(StoreError, match="may read; this needs submit"):
-        Client(team.url).submit("torchvision:resnet18", shape=(1, 3, 8, 8))
-    assert Client(team.url, team.tokens["submit"]).submit("torchvision:a", shape=(1, 8)).new
-    with pytest.raises(StoreError, match="set ADVISOR_TOKEN"):
-        Client(team.url, "adv_" + "x" * 43).jobs()
-    with pytest.raises(UsageError, match="no token"):
-        Client(team.url, "with blanks")
-    with pytest.raises(UsageError, match="expected http"):
-        Client("dir:/data")
-    with pytest.raises(UsageError, match="in the clear"):
-        Client("http://advisor.team")
-    with pytest.raises(UsageError, match="there is no such job"):
-        Client(team.url).job(7)
-    with pytest.raises(StoreError, match="has no jobs; it is older"):
-        Client(f"http://127.0.0.1:{team.port}/below").jobs()
-    with pytest.raises(StoreError, match=r"^server http://127.0.0.1:\d+: .*refused"):
-        Client(f"http://127.0.0.1:{servers.free_port()}").jobs()
+def test_servers_that_do_not_serve(
+    team: Served, url: str, token: str, act: Callable[[Client], object], says: str
+) -> None:
+    place = url.format(url=team.url, port=team.port)
+    with pytest.raises((StoreError, UsageError), match=says):
+        act(Client(place, team.tokens.get(token, token)))
+    assert Client(team.url, team.tokens["read"]).jobs() == []
 
 
 @pytest.mark.parametrize(
@@ -233,18 +226,12 @@ def test_nothing_that_a_server_says_steers_a_terminal() -> None:
 
 def test_a_server_that_is_away_for_a_while_is_followed_on() -> None:
     said = [
-        (200, b'{"text": "a", "next": 1, "ended": false}'),
-        (503, b"{}"),
-        (200, b'{"text": "b", "next": 2, "ended": true}'),
+        (200, {}, b'{"text": "a", "next": 1, "ended": false}'),
+        (503, {}, b"{}"),
+        (200, {}, b'{"text": "b", "next": 2, "ended": true}'),
     ]
-
-    def next_one(_path: str) -> tuple[int, dict[str, str], bytes]:
-        status, data = said.pop(0)
-        return status, {}, data
-
-    with answering(next_one) as store:
-        client = Client(store.url)
-        assert [*client.log(7, follow=True, poll_s=0.01)] == ["a", "b"]
+    with answering(lambda _path: said.pop(0)) as store:
+        assert [*Client(store.url).log(7, follow=True, poll_s=0.01)] == ["a", "b"]
 
 
 @dataclass(frozen=True)
@@ -378,6 +365,8 @@ def test_the_server_may_be_named(team: Served, project: Path, advisor: Run) -> N
         ("submit --device cpu --gpu H100 -- python train.py", "gpu 'H100': the CPU is asked for"),
         ("submit --pip 'a b' -- python train.py", "--pip 'a b': expected one requirement"),
         ("submit -- python none.py", "there is no file none.py"),
+        ("submit -- python -I train.py", "keeps advisor out"),
+        ("submit -- python ../outside.py", "lies outside"),
         ("submit --server dir:x -- python train.py", "server 'dir:x': expected http"),
         ("jobs --state none", "none"),
         ("jobs seven", "seven"),
@@ -387,6 +376,7 @@ def test_the_server_may_be_named(team: Served, project: Path, advisor: Run) -> N
     ],
 )
 def test_what_is_refused(team: Served, advisor: Run, words: str, says: str) -> None:
+    Path("../outside.py").touch()
     said = advisor(*shlex.split(words))
     assert said.returncode == 2 and says in said.stderr
     assert said.stderr.count("\n") == 1 and not said.stdout
