@@ -11,7 +11,7 @@ RUN := $(BIN)/python examples/train_mnist_plain.py
 
 .PHONY: demo test test-all check lint mutants dev
 
-## Tune the run of an ordinary script, then hold it as it is against it with what was found.
+## Tune the run of an ordinary script, then compare it with the original.
 demo: $(USE)
 	$(BIN)/advisor tune --effort quick --budget 90s -- $(RUN) --epochs 100
 	$(BIN)/python examples/compare_run.py $(RUN)

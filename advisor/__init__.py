@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from advisor.finding.inside import release
     from advisor.finding.lookups import apply, lookup
-    from advisor.frameworks import accelerate, hf, lightning
+    from advisor.frameworks.tables import accelerate, hf, lightning
     from advisor.remeasuring import explain, verify
     from advisor.store import Store
     from advisor.tuners.act.advice import Advice
@@ -76,16 +76,16 @@ _HOMES = {
     "Model": "advisor.arguments",
     "Permit": "advisor.arguments",
     "Store": "advisor.store",
+    "accelerate": "advisor.frameworks.tables",
     "apply": "advisor.finding.lookups",
     "explain": "advisor.remeasuring",
+    "hf": "advisor.frameworks.tables",
+    "lightning": "advisor.frameworks.tables",
     "lookup": "advisor.finding.lookups",
     "release": "advisor.finding.inside",
     "tune": "advisor.tuning",
     "verify": "advisor.remeasuring",
 }
-
-_ROOMS = ("accelerate", "hf", "lightning")
-"""Of advisor.frameworks, with functions of their own."""
 
 _OF_SCRIPTS = ("Advice", "apply", "lookup", "release")
 """What needs torch at once."""
@@ -100,8 +100,6 @@ def __getattr__(name: str) -> Any:
     if name in _OF_SCRIPTS:
         # First of all: loading torch may bring a pilot, and that must not find half of advisor.
         importlib.import_module("torch")
-    if name in _ROOMS:
-        return importlib.import_module(f"advisor.frameworks.{name}")
     return getattr(importlib.import_module(_HOMES.get(name, "advisor.errors")), name)
 
 

@@ -1,4 +1,4 @@
-"""The lines that a person copies: they work where they were printed, quoted as they must be."""
+"""Lines to copy into a shell or a script: they work where they were printed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import os
 import shlex
 import sys
@@ -30,56 +31,55 @@ if TYPE_CHECKING:
     from advisor.tuners.target import Spec
 
 _PERMITTED = [field.name for field in dataclasses.fields(Permit)]
-DEEPEST = 3
+MAX_DEPTH, MAX_FOLDERS = 3, 500
 """Folders below this one in which a target's file is looked for."""
-MOST_FOLDERS = 500
 
 
 def script_line(
     record: Record, cache: Cache = None, *, free: bool = False, command: Sequence[str] = ()
 ) -> str:
-    """The line that applies a record in a script, or to a run; `cache`: where it is, as `lookup`
-    takes it; `free`: of a run, with the batch free; `command`: another one that it is for."""
+    """The line that applies a record in a script, or to a run.
+
+    Args:
+        cache: the store of the record, as `lookup` takes it.
+        free: of a run, with the batch free.
+        command: another run than the record's.
+    """
     task = here(record)
     if command:
         task = dataclasses.replace(task, command=tuple(command))
-    return _applies(record, task, cache, free=free)
+    return _line(record, task, _other_stores(cache), free=free)
 
 
 def line_anywhere(record: Record) -> str:
-    """As `script_line`, for a reader whose folder and device are not known, and whose ADVISOR_CACHE
-    names where it is."""
+    """As `script_line`, for a reader in any folder whose ADVISOR_CACHE names the store."""
     device = "cpu" if record.key.environment.device.kind == "cpu" else ""
     task = dataclasses.replace(record.key.task, target=record.target.name, device=device)
-    return _applies(record, task, None)
+    return _line(record, task, ())
 
 
-def _applies(record: Record, task: Task, cache: Cache, *, free: bool = False) -> str:
+def _line(record: Record, task: Task, stores: Sequence[str], *, free: bool = False) -> str:
     if task.command:
-        words = [*_options(record, free=free), *_overriding(record), *_elsewhere(cache)]
-        return shlex.join(["advisor", "run", *words, "--", *task.command])
-    of_model, permitted = [], []
-    shape = ""
-    for said in python(task):
-        name = said.partition("=")[0]
-        if name == "shape":
-            shape = said
-        elif name in _PERMITTED:
-            permitted.append(said)
-        else:
-            of_model.append(said.removeprefix("model_"))
-    target = _python_text(task.target)
-    given = [f"advisor.Model({', '.join([target, *of_model])})" if of_model else target, shape]
+        options = [*_mapped(record, free=free), *_loader(record), *_cache(stores)]
+        return _shell_line("run", *options, run=task.command)
+    target, given = _quoted(task.target), dict(said.split("=", 1) for said in python(task))
+    shape = [f"shape={given.pop('shape')}"] if "shape" in given else []
+    permitted = [f"{name}={given.pop(name)}" for name in _PERMITTED if name in given]
+    of_model = [f"{name.removeprefix('model_')}={value}" for name, value in given.items()]
+    words = [f"advisor.Model({', '.join([target, *of_model])})" if of_model else target, *shape]
     if permitted:
-        given.append(f"permit=advisor.Permit({', '.join(permitted)})")
-    if cache is not None and _urls(cache) != _urls(None):
-        urls = _urls(cache)
-        given.append(f"store={_python_text(urls[0]) if len(urls) == 1 else list(urls)}")
-    return f"advice = advisor.apply({', '.join(filter(None, given))})"
+        words.append(f"permit=advisor.Permit({', '.join(permitted)})")
+    if stores:
+        words.append(f"store={_quoted(stores[0]) if len(stores) == 1 else list(stores)}")
+    return f"advice = advisor.apply({', '.join(words)})"
 
 
-def _options(record: Record, *, free: bool) -> list[str]:
-    """The options that name what of a run's advice is set through its command's own."""
+def _shell_line(*words: str, run: Sequence[str] = ()) -> str:
+    return shlex.join(["advisor", *words, *(["--", *run] if run else [])])
+
+
+def _mapped(record: Record, *, free: bool = False) -> list[str]:
+    """--map, for the options of the run that the advice sets."""
     from advisor.tuners.knobs import KNOBS
 
     changed = record.winner(PILOT, free=free).config.changed(record.baseline.config)
@@ -90,58 +90,64 @@ def _options(record: Record, *, free: bool) -> list[str]:
     return [word for name, option in options.items() for word in ("--map", f"{name}={option}")]
 
 
-def _overriding(record: Record) -> list[str]:
-    """The option without which a script's own loader workers stay, where others are advised."""
+def _loader(record: Record) -> list[str]:
+    """--loader override, if the advice changes the workers that the script sets itself."""
     from advisor.tuners.knobs import INPUT_PIPELINE, WORKERS
 
     default = record.baseline.config
-    fed = record.winner(PILOT).config.changed(default).only(*INPUT_PIPELINE)
-    if not fed or not (default.get(WORKERS) or settings.overrides_loader()):
-        return []
-    return [] if WORKERS in record.key.task.map else ["--loader", "override"]
+    changes = record.winner(PILOT).config.changed(default).only(*INPUT_PIPELINE)
+    own = default.get(WORKERS) or settings.overrides_loader()
+    return (
+        ["--loader", "override"] if changes and own and WORKERS not in record.key.task.map else []
+    )
 
 
-def _python_text(text: str) -> str:
+def _quoted(text: str) -> str:
     return f'"{text}"' if text.isprintable() and not set(text) & {'"', "\\"} else repr(text)
 
 
-def _urls(cache: Cache) -> tuple[str, ...]:
-    """Of the stores, without passwords."""
-    return tuple(store.url for store in open_stores(cache))
+def _other_stores(cache: Cache) -> tuple[str, ...]:
+    """The URLs of some stores, without passwords; () for the default ones."""
+    if cache is None:
+        return ()
+    urls, default = (tuple(store.url for store in open_stores(one)) for one in (cache, None))
+    return urls if urls != default else ()
 
 
-def _elsewhere(cache: Cache) -> list[str]:
-    """The option that names the stores, where they are not those that are meant without."""
-    if cache is None or _urls(cache) == _urls(None):
-        return []
-    return ["--cache", ",".join(_urls(cache))]
+def _cache(stores: Sequence[str]) -> list[str]:
+    return ["--cache", ",".join(stores)] if stores else []
 
 
 def tune_again(record: Record, cache: Cache = None) -> str:
-    """The command that measures a record again; `cache`: where it is, as `lookup` takes it."""
+    """The command that measures a record again."""
     from advisor.tuners.search.plan import Plan
 
     made = record.provenance
     plan = Plan(steps=made.steps or None, duration_s=made.duration_s or None)
     if made.effort in EFFORTS:
         plan = dataclasses.replace(plan, effort=made.effort)
-    more = [*shell(plan), *(["--force"] if record.stale else []), *_elsewhere(cache)]
-    return _tune(here(record), more)
+    force = ["--force"] if record.stale else []
+    return _tune(here(record), [*shell(plan), *force, *_cache(_other_stores(cache))])
 
 
 def about(command: str, record: Record, cache: Cache = None) -> str:
-    """The line of a command that measures a KEY again: 'advisor explain ae1bff61eea5@64'."""
-    run = record.key.task.command
-    words = ["advisor", command, record.id, *_options(record, free=False), *_elsewhere(cache)]
-    return shlex.join([*words, *(["--", *run] if run else [])])
+    """A command on a record: 'advisor explain ae1bff61eea5@64'."""
+    options = [*_mapped(record), *_cache(_other_stores(cache))]
+    return _shell_line(command, record.id, *options, run=record.key.task.command)
+
+
+def _tune(task: Task, more: Sequence[str]) -> str:
+    target = [] if task.command else [task.target]
+    return _shell_line("tune", *target, *shell(task), *more, run=task.command)
 
 
 def tune_first(request: Request, near: Record | None) -> str:
-    """What ends a miss: 'run: ', and the whole command, with all that was asked for, else as in the
-    nearest record; where something of it cannot be known, in words what to give."""
+    """The end of a miss: 'run: ' and a command with all that was asked for, else as in the nearest
+    record; or in words what such a command needs."""
     target, unless, given = _needed(request, near)
     if target and given["shapes"]:
-        return f"run{unless}: {_tune(_first(request, target, given), _elsewhere(request.cache))}"
+        more = _cache(_other_stores(request.cache))
+        return f"run{unless}: {_tune(_task(request, target, given), more)}"
     needed = [f"on {shlex.quote(target)}" if target else "on your model, named as file.py:Class"]
     if not given["shapes"]:
         needed.append("with your batch and one sample as --shape, such as 64x3x256x256")
@@ -149,19 +155,20 @@ def tune_first(request: Request, near: Record | None) -> str:
 
 
 def task_first(request: Request, near: Record | None) -> Task | None:
-    """What that command would tune; None where something of it cannot be known."""
+    """What that command would tune; None if something of it is not known."""
     target, unless, given = _needed(request, near)
-    whole = target and given["shapes"] and not unless
-    return _first(request, target, given) if whole else None
+    known = target and given["shapes"] and not unless
+    return _task(request, target, given) if known else None
 
 
-def _first(request: Request, target: str, given: Mapping[str, Any]) -> Task:
+def _task(request: Request, target: str, given: Mapping[str, Any]) -> Task:
     return Task(**{**given, "target": target, "device": _named(request.device)})
 
 
 def _needed(request: Request, near: Record | None) -> tuple[str, str, dict[str, Any]]:
-    """The target, '' where it has no name; what may be missing from it; the fields of a task."""
-    given = {**({} if near is None else _as_dict(here(near))), **request.given}
+    """The target, '' if it has no name; what may be missing from it; the fields of a task."""
+    nearest = {} if near is None else {name: getattr(here(near), name) for name in rows(Task)}
+    given = {**nearest, **request.given}
     target, unless = given.pop("target", ""), ""
     if isinstance(request.target, str):
         target = request.target
@@ -176,8 +183,8 @@ def _needed(request: Request, near: Record | None) -> tuple[str, str, dict[str, 
 
 
 def _class_of(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[str, str]:
-    """'nets/model.py:Net' for a model of a class that a file of this project has and that builds
-    with these arguments, as far as can be seen, else ''; and what may be missing from them."""
+    """'nets/model.py:Net', or '' if no file of this project has the model's class, or it does not
+    take these arguments; and what may be missing."""
     from advisor.tuners.fingerprint import is_library, unwrapped
 
     kind = type(unwrapped(model))
@@ -198,52 +205,39 @@ def _class_of(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[str, str]
     return f"{file}:{name}", ", with --model-arg for what it was built with" if open_ else ""
 
 
-def _as_dict(task: Task) -> dict[str, Any]:
-    return {name: getattr(task, name) for name in rows(Task)}
-
-
-def _tune(task: Task, more: list[str] | None = None) -> str:
-    words = [*shell(task), *(more or [])]
-    if task.command:
-        return shlex.join(["advisor", "tune", *words, "--", *task.command])
-    return shlex.join(["advisor", "tune", task.target, *words])
-
-
 def here(record: Record) -> Task:
-    """A record's task as it is written in this folder: where the target's file is, which device."""
-    task = record.key.task
+    """A record's task, with its target and device as they are named here."""
     device = _named(record.key.environment.device.kind)
-    return dataclasses.replace(task, target=reach(record), device=device)
+    return dataclasses.replace(record.key.task, target=reach(record), device=device)
 
 
 def _named(device: str) -> str:
-    """'cpu', where that must be said."""
+    """'cpu' on a machine whose default is another device."""
     from advisor.tuners.environment import default_device
 
     return "cpu" if device == "cpu" and default_device() != "cpu" else ""
 
 
 def reach(record: Record) -> str:
-    """How a record's target is called from here: its file where it is, if it is anywhere near; or a
-    copy of it, as it was typed or in this folder."""
+    """The name of a record's target from here: its own file in or below this folder, else a copy of
+    it in this folder."""
     from advisor.tuners.target import origin_of, parse
 
     name, origin = record.target.name, record.target.origin
     file, colon, attribute = name.partition(":")
     if not origin or not file.endswith(".py"):
         return name
-    here = [Path(record.key.task.target.partition(".py")[0] + ".py"), Path(file)]
-    found = (path for path in (*here, *_below(file)) if path.is_file())
-    path = next((one for one in found if origin_of(one) == origin), None)
+    near = [Path(record.key.task.target.partition(".py")[0] + ".py"), Path(file)]
+    files = (path for path in itertools.chain(near, _below(file)) if path.is_file())
+    path = next((one for one in files if origin_of(one) == origin), None)
     if path is None:
-        specs = ((one, parse(str(one))) for one in here if one.is_file())
+        specs = ((one, parse(str(one))) for one in near if one.is_file())
         path = next((one for one, spec in specs if is_copy(spec, record.target)), None)
     return name if path is None else f"{path}{colon}{attribute}"
 
 
 def is_copy(spec: Spec, target: Target) -> bool:
-    """Whether a file has the name of what was tuned in another folder, as by a server's worker, and
-    the same code now."""
+    """Whether a file has the name and the code of a target that was tuned in another folder."""
     name, _, attribute = target.name.rpartition(":")
     if not spec.file or not target.code or spec.name not in (target.name, name):
         return False
@@ -251,23 +245,18 @@ def is_copy(spec: Spec, target: Target) -> bool:
 
 
 def _below(file: str) -> Iterator[Path]:
-    """Where a file may be some folders below."""
-    try:
-        top = Path.cwd()
-    except OSError:
-        return
-    for folder in _folders_below(top):
-        yield folder / file
+    with contextlib.suppress(OSError):
+        yield from (folder / file for folder in _folders_below(Path.cwd()))
 
 
 @functools.lru_cache(maxsize=1)
 def _folders_below(top: Path) -> tuple[Path, ...]:
-    """Some folders below one, walked once for all records of a list."""
+    """Folders below one, relative to it, walked once for all records of a list."""
     found = []
     for seen, (folder, below, _files) in enumerate(os.walk(top)):
         place = Path(folder).relative_to(top)
         below[:] = [name for name in sorted(below) if not name.startswith(".")]
-        if len(place.parts) >= DEEPEST or seen >= MOST_FOLDERS:
+        if len(place.parts) >= MAX_DEPTH or seen >= MAX_FOLDERS:
             below.clear()
         if place.parts:
             found.append(place)
@@ -275,7 +264,7 @@ def _folders_below(top: Path) -> tuple[Path, ...]:
 
 
 def staleness(record: Record) -> tuple[Difference, ...]:
-    """What has changed here since a record of this machine's device was measured."""
+    """What has changed since a record of this machine's device was measured."""
     from advisor.tuners.environment import default_device, detect
 
     device = record.key.environment.device
@@ -287,13 +276,13 @@ def staleness(record: Record) -> tuple[Difference, ...]:
 
 
 def _edited(record: Record) -> Iterator[Difference]:
-    """The code of its target, where that is a file near this folder and other code now."""
+    """The target's code, if its file is near and has changed; modules are not looked for."""
     from advisor.tuners.target import parse
 
     text = reach(record)
-    if not text.partition(":")[0].endswith(".py"):
-        return  # no module that a record names is looked for
-    with contextlib.suppress(UsageError):
-        spec = parse(text)
-        if spec.origin == record.target.origin and (edited := spec.edited(record.target.code)):
-            yield Difference(field="code", wanted=edited, found="as tuned")
+    if text.partition(":")[0].endswith(".py"):
+        with contextlib.suppress(UsageError):
+            spec = parse(text)
+            edited = spec.edited(record.target.code)
+            if spec.origin == record.target.origin and edited:
+                yield Difference(field="code", wanted=edited, found="as tuned")

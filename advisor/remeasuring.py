@@ -1,4 +1,4 @@
-"""explain() and verify(): a record's advice measured again, knob by knob or whole."""
+"""explain() and verify(): measure a record's advice again, knob by knob or as a whole."""
 
 from __future__ import annotations
 
@@ -9,68 +9,53 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
 
 from advisor.arguments import Model, OnEvent, split, urls_of
-from advisor.cache.config import Config, Value
+from advisor.cache.config import Config
 from advisor.cache.kinds import Seconds
-from advisor.cache.match import Difference, compare
-from advisor.cache.record import (
-    FLAGS,
-    PILOT,
-    RACED,
-    Choice,
-    Part,
-    Record,
-    Trial,
-)
+from advisor.cache.match import compare
+from advisor.cache.record import FLAGS, PILOT, RACED, Choice, Part, Record, Trial
 from advisor.cache.records import Records
 from advisor.cache.settings import Cache
 from advisor.cache.shown import speedup, tells, times
 from advisor.cache.task import Task, checked, permissions, permitted
-from advisor.errors import TargetError, UsageError, WorkerError
+from advisor.errors import UsageError, WorkerError
 from advisor.events import progress_of
 from advisor.finding.lookups import set_up_logging
 from advisor.keeping import lock_names, measuring
 from advisor.opening import open_records
-from advisor.printed import about, is_copy, reach, tune_again
-from advisor.tuners.search.plan import EXPLAIN, VERIFY, Progress
-from advisor.tuning import begun, key_of, memory_of
+from advisor.printed import about, is_copy, reach
+from advisor.store import Store
+from advisor.tuners import environment
+from advisor.tuners.decisions import CLEARLY, PAIRS
+from advisor.tuners.knobs import WORKERS, SearchContext, described, needs_comparison
+from advisor.tuners.measure.runner import ConfigFailed, Runner
+from advisor.tuners.measure.worker.parent import Worker
+from advisor.tuners.measure.worker.wire import SampleCosts
+from advisor.tuners.search.plan import EXPLAIN, VERIFY, Clock
+from advisor.tuners.search.race import Rates, choice_of, race
+from advisor.tuners.search.ratio import Ratio, paired
+from advisor.tuners.search.space import Space
+from advisor.tuners.search.tuner import measurement_of
+from advisor.tuners.search.visit import Visitor
+from advisor.tuners.target import parse
+from advisor.workload import RunWorkload, TargetWorkload, Workload
 
-if TYPE_CHECKING:
-    from advisor.store import Store
-    from advisor.tuners.act.pilot.script_facts import ScriptFacts
-    from advisor.tuners.measure.runner import ConfigFailed, Runner
-    from advisor.tuners.measure.worker.wire import SampleCosts
-    from advisor.tuners.search.plan import Clock
-    from advisor.tuners.search.race import Rates
-    from advisor.tuners.search.ratio import Ratio
+HOLDS, FAILS, INCONCLUSIVE = "holds", "does not hold", "could not tell"
+"""Verdicts of `verify`."""
 
-HOLDS, FAILS, UNTOLD = "holds", "does not hold", "could not tell"
-"""What `verify` may find."""
-
-LEAST = 1.01
-"""A knob that gains less contributes nothing, as does one whose interval holds 1."""
-KEPT = 0.9
-"""Of the record's speed-up: what must be left for it to hold."""
-KEPT_ABSOLUTE = 0.7
-"""Of the record's samples/s: the rest is what one host differs by from day to day."""
-WIDE = 0.25
-"""Of a speed-up: an interval that goes further to a side cannot tell whether it holds."""
-MOST_APART = 1000
-"""Ends of an interval: further apart they are not told."""
-COSTS, COSTS_S = 0.1, 5.0
-"""Of explain's budget, at most so many seconds: what a sample costs."""
-SIMPLER, SIMPLER_S = 0.3, 4.0
-"""The same for the advice without what contributes nothing: three turns of three configs, 0.3 s
-each, and what switching takes."""
-DEADLINE_S = 300.0
-"""For one measurement: compiling included, without max-autotune."""
+CONTRIBUTES = 1.01  # a knob that gains less contributes nothing, as one whose interval holds 1
+KEPT_SPEEDUP = 0.9  # share of the record's speed-up that must be left for it to hold
+KEPT_RATE = 0.7  # the same of its samples/s, which differ on one host from day to day
+WIDE = 0.25  # share by which an interval may reach to a side and still tell
+MAX_SHOWN = 1000  # ends of an interval that are further apart are not shown
+COSTS, COSTS_S = 0.1, 5.0  # share of explain's budget, and seconds at most, for a sample's costs
+SIMPLER, SIMPLER_S = 0.3, 4.0  # the same for three turns of the advice without idle knobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """What each knob of the advice contributes, and what a sample costs.
+    """What each knob of the advice contributes.
 
     Attributes:
         record: with its parts.
@@ -144,18 +129,14 @@ def explain(
             must be given.
         WorkerError: it cannot be measured. Busy: it is being measured. StoreError.
     """
-    budget_s = Seconds().checked("budget", budget)
-    subject = _subject("explain", key, what, map, store, on_event)
-    record, task = subject.record, subject.task
-    with subject.measured(budget_s, kept_s=min(SIMPLER_S, SIMPLER * budget_s)) as again:
-        costs = again.costs(min(COSTS_S, COSTS * budget_s)) if task.data else None
-        parts = again.parts(loaded=bool(task.data))
-        idle = [next(iter(part.knob)) for part in parts if part.stage == "compute" and _idle(part)]
-        explained = dataclasses.replace(record, parts=tuple(parts))
+    with _opened("explain", key, what, map, budget, store, on_event) as again:
+        loaded = bool(again.task.data)
+        costs = again.costs() if loaded else None
+        parts = again.parts(loaded=loaded)
+        idle = [next(iter(one.knob)) for one in parts if one.stage == "compute" and is_idle(one)]
+        explained = dataclasses.replace(again.record, parts=tuple(parts))
         simpler, dropped = again.simplified(explained, idle)
-        revised = dataclasses.replace(simpler, revised=time.time())
-        subject.records.put(revised, revises=record)
-        return Explained(record=revised, dropped=dropped, costs=costs)
+        return Explained(record=again.revise(simpler), dropped=dropped, costs=costs)
 
 
 def verify(
@@ -176,46 +157,31 @@ def verify(
 
     Args and errors as `explain`; no loader is measured.
     """
-    from advisor.tuners.search.ratio import paired
-
-    budget_s = Seconds().checked("budget", budget)
-    subject = _subject("verify", key, what, map, store, on_event)
-    record = subject.record
-    with subject.measured(budget_s) as again:
+    with _opened("verify", key, what, map, budget, store, on_event) as again:
+        record = again.record
         base, advised = record.baseline.config, record.winner(record.use).config
-        winners = {use: record.winner(use).config for use in _uses(record)}
+        uses = (FLAGS, PILOT) if record.key.task.command else RACED
+        winners = {use: record.winner(use).config for use in uses}
         numerics, wrong = again.compared(advised)
         configs = list(dict.fromkeys([base, *winners.values()]))
         rates = again.race(configs, configs)
-        now = {
-            use: paired(rates[config], rates[base])
-            for use, config in winners.items()
-            if config != base
-        }
+        now = {use: paired(rates[one], rates[base]) for use, one in winners.items() if one != base}
         verdict, reason = judged(record, now, rates[advised], rates[base], wrong)
-        if verdict == UNTOLD:
-            reason += f"; measure on a quieter machine, or with more than {budget_s:g}s"
-        if verdict != UNTOLD and reason != record.stale:
-            revised = dataclasses.replace(record, stale=reason, revised=time.time())
-            subject.records.put(revised, revises=record)
-            record = revised
+        if verdict == INCONCLUSIVE:
+            reason += f"; measure on a quieter machine, or with more than {again.clock.budget_s:g}s"
+        elif reason != record.stale:
+            record = again.revise(dataclasses.replace(record, stale=reason))
+        here = dataclasses.replace(record.key, environment=environment.detect(_device(record)))
+        middle = statistics.median_high
         return Verified(
             record=record,
             verdict=verdict,
             reason=reason,
             now=now,
-            samples_per_s=(
-                statistics.median_high(rates[base]),
-                statistics.median_high(rates[advised]),
-            ),
+            samples_per_s=(middle(rates[base]), middle(rates[advised])),
             numerics=numerics,
-            differs=_differs(record),
+            differs=tuple(str(one) for one in compare(here, record.key)[1]),
         )
-
-
-def _uses(record: Record) -> Sequence[str]:
-    """Those whose winners are measured again."""
-    return (FLAGS, PILOT) if record.key.task.command else RACED
 
 
 def judged(
@@ -225,100 +191,79 @@ def judged(
     base: Sequence[float],
     wrong: str = "",
 ) -> tuple[str, str]:
-    """(Verdict, reason) of a record's winners, by the speed-ups that they have now.
+    """(Verdict, reason) of a record, by the speed-ups that its winners have now.
 
-    `rates`, `base`: samples/s of each turn of the winner for `Record.use`, of the baseline;
-    `wrong`: what the comparison with strict fp32 found.
+    Args:
+        rates, base: samples/s of each turn of the winner for `Record.use`, and of the baseline.
+        wrong: what the comparison with strict fp32 found.
     """
     then, middle = record.winner(record.use), statistics.median_high(rates)
-    faults = [_fault(record, use, ratio) for use, ratio in now.items()]
-    busy = _busy(record, rates, base) if record.use in now else ""
-    faults += [wrong] if busy else [_slower(then, max(rates), middle), wrong]
-    doubts = [busy, *(_doubt(record, use, ratio) for use, ratio in now.items())]
-    doubts += [_slower(then, middle, middle)]
+    kept = KEPT_RATE * then.samples_per_s
+    slower = f"{middle:,.0f} samples/s now, {then.samples_per_s:,.0f} when it was tuned"
+    host = record.baseline.samples_per_s / statistics.median_high(base)
+    # The baseline is slower by about the same factor.
+    busy = record.use in now and middle < kept and host >= kept / middle
+    judged_uses = [_judged_use(record, use, ratio) for use, ratio in now.items()]
+    faults = [fault for fault, _doubt in judged_uses]
+    faults += ["" if busy or max(rates) >= kept else slower, wrong]
+    beside = f"the host is {host:.2g}x slower than then, with {record.key.task.baseline} too"
+    doubts = [f"{slower}: {beside}" if busy else "", *(doubt for _fault, doubt in judged_uses)]
+    doubts += ["" if middle >= kept else slower]
     if fault := next(filter(None, faults), ""):
         return FAILS, fault
     if doubt := next(filter(None, doubts), ""):
-        return UNTOLD, doubt
+        return INCONCLUSIVE, doubt
     return HOLDS, ""
 
 
-def _fault(record: Record, use: str, now: Ratio) -> str:
-    """Why a winner surely does not hold, or ''."""
-    if now.high < LEAST:
-        return f"{_compared(record, use, now)}: it is not faster any more"
-    then = record.winner(use)
-    if now.mean < _least(then) and now.high < then.speedup:
-        return _compared(record, use, now)
-    return ""
-
-
-def _least(then: Choice) -> float:
-    """What must be left of a speed-up for it to hold; no more than was known of it."""
-    return min(KEPT * then.speedup, then.speedup_low)
-
-
-def _doubt(record: Record, use: str, now: Ratio) -> str:
-    """Why it cannot be told whether a winner holds, or ''."""
-    least = _least(record.winner(use))
-    if now.low > 1 and (now.low >= least or (now.mean >= least and now.within(WIDE))):
-        return ""
-    apart = now.high / now.low if now.low else math.inf
-    wide = f"{apart:.3g}x" if apart < MOST_APART else f"more than {MOST_APART}x"
-    return (
-        f"{_compared(record, use, now)}: the 95% interval, {wide} from end to end, is too wide to "
-        "say"
-    )
-
-
-def _compared(record: Record, use: str, now: Ratio) -> str:
-    what, baseline = "" if use == record.use else f"{use}: ", record.key.task.baseline
+def _judged_use(record: Record, use: str, now: Ratio) -> tuple[str, str]:
+    """(Why the winner for a use does not hold, why that cannot be told); at most one of them."""
+    then, baseline = record.winner(use), record.key.task.baseline
     gained = f"{speedup(now.mean, now.low, now.high)} {baseline}"
     if not tells(now.low, now.high):
         gained = f"about {times(now.mean)} {baseline}"
-    return f"{what}{gained} now, {times(record.winner(use).speedup)} when it was tuned"
+    which = "" if use == record.use else f"{use}: "
+    compared = f"{which}{gained} now, {times(then.speedup)} when it was tuned"
+    # No more than was known of it.
+    least = min(KEPT_SPEEDUP * then.speedup, then.speedup_low)
+    if now.high < CONTRIBUTES:
+        return f"{compared}: it is not faster any more", ""
+    if now.mean < least and now.high < then.speedup:
+        return compared, ""
+    if now.low > 1 and (now.low >= least or (now.mean >= least and now.within(WIDE))):
+        return "", ""
+    apart = now.high / now.low if now.low else math.inf
+    wide = f"{apart:.3g}x" if apart < MAX_SHOWN else f"more than {MAX_SHOWN}x"
+    return "", f"{compared}: the 95% interval, {wide} from end to end, is too wide to say"
 
 
-def _slower(then: Choice, rate: float, middle: float) -> str:
-    """What is to be said where this rate is much less than the record's, else ''."""
-    if rate >= KEPT_ABSOLUTE * then.samples_per_s:
-        return ""
-    return f"{middle:,.0f} samples/s now, {then.samples_per_s:,.0f} when it was tuned"
-
-
-def _busy(record: Record, rates: Sequence[float], base: Sequence[float]) -> str:
-    """What is to be said where the winner is much slower than its record, and the baseline by
-    about the same factor: it is the host that is slower; else ''."""
-    then, default = record.winner(record.use), record.baseline
-    middle, beside = statistics.median_high(rates), statistics.median_high(base)
-    ours, theirs = then.samples_per_s / middle, default.samples_per_s / beside
-    if ours * KEPT_ABSOLUTE < 1 or theirs < KEPT_ABSOLUTE * ours:
-        return ""
-    return (
-        f"{_slower(then, middle, middle)}: the host is {theirs:.2g}x slower than then, with "
-        f"{record.key.task.baseline} too"
-    )
-
-
-def _idle(part: Part) -> bool:
+def is_idle(part: Part) -> bool:
     """Whether a knob contributes nothing, as far as that could be told."""
-    return tells(part.low, part.high) and (part.low <= 1 or part.ratio < LEAST)
+    return tells(part.low, part.high) and (part.low <= 1 or part.ratio < CONTRIBUTES)
 
 
-class _Again:
-    """A record measured again at a place, within a budget.
+class Remeasurement:
+    """A record that is measured again.
 
     Args:
-        clock: of that budget.
+        task: its task, with the data that the user named.
+        clock: of the budget.
     """
 
-    def __init__(self, record: Record, place: Runner, clock: Clock) -> None:
-        from advisor.tuners.search.visit import Visitor
-
-        self._record, self._place, self._clock = record, place, clock
+    def __init__(
+        self, record: Record, task: Task, records: Records, runner: Runner, clock: Clock
+    ) -> None:
+        self.record, self.task, self.clock = record, task, clock
+        self._records, self._runner = records, runner
         self._base, self._advised = record.baseline.config, record.winner(record.use).config
-        self._visitor = Visitor(place, self._base, clock, lambda _config, _doing: None)
+        self._visitor = Visitor(runner, self._base, clock, lambda _config, _doing: None)
         self._rates: Rates = {}
+
+    def revise(self, record: Record) -> Record:
+        """Keep a changed version of the record."""
+        revised = dataclasses.replace(record, revised=time.time())
+        self._records.put(revised, revises=self.record)
+        return revised
 
     def race(self, configs: Sequence[Config], needed: Sequence[Config]) -> Rates:
         """Samples/s of each round of configs measured in turn, the first of them as reference.
@@ -326,8 +271,6 @@ class _Again:
         Raises:
             WorkerError: one that is needed does not run any more, or there was no time for it.
         """
-        from advisor.tuners.search.race import race
-
         rates, reasons = race(self._visitor, configs)
         for config in needed:
             if not rates.get(config):
@@ -335,19 +278,15 @@ class _Again:
         return rates
 
     def _lost(self, config: Config, why: ConfigFailed | None) -> WorkerError:
-        from advisor.tuners.knobs import described
-
-        named = described(config, self._base, nothing=self._record.key.task.baseline)
+        named = described(config, self._base, nothing=self.record.key.task.baseline)
         if why is None or why.outcome == "timed_out":
             return WorkerError(f"no time was left to measure {named}; give a larger --budget")
         return WorkerError(f"{named} does not run here any more: {why}; tune again with --force")
 
-    def costs(self, seconds: float) -> SampleCosts:
+    def costs(self) -> SampleCosts:
         """What a sample of the data costs a worker of its loader."""
-        from advisor.tuners.measure.worker.parent import Worker
-
-        assert isinstance(self._place, Worker)  # a run has no data of its own
-        return self._place.costs(seconds)
+        assert isinstance(self._runner, Worker)  # a run has no data of its own
+        return self._runner.costs(min(COSTS_S, COSTS * self.clock.budget_s))
 
     def parts(self, *, loaded: bool = False) -> list[Part]:
         """What each knob of the advice contributes, the most first; those of the loader where its
@@ -359,41 +298,33 @@ class _Again:
         found: list[Part] = []
         if without:
             self._rates = self.race([chosen, default, *without.values()], [chosen])
-            found += _parts(self._rates, chosen, without, "compute")
+            found += parts_of(self._rates, chosen, without, "compute")
         if loaded and (fed := self._without_input()):
-            whole = Config(chosen | self._record.input)
-            found += _parts(self.race([whole, *fed.values()], [whole]), whole, fed, "input")
+            whole = Config(chosen | self.record.input)
+            found += parts_of(self.race([whole, *fed.values()], [whole]), whole, fed, "input")
         return sorted(found, key=lambda part: -part.ratio)
 
     def _without_input(self) -> dict[str, Config]:
         """The advice without each knob of its loader; without workers there are no others."""
-        from advisor.tuners.knobs import WORKERS, SearchContext
-        from advisor.tuners.search.space import Space
-
-        record = self._record
-        device = record.key.environment.device.kind
-        own = Space.of(
-            SearchContext(device=device, loaded=True, workers=2, any_order=True)
-        ).default_input
+        fed, device = self.record.input, self.record.key.environment.device.kind
+        context = SearchContext(device=device, loaded=True, workers=2, any_order=True)
+        own = Space.of(context).default_input
         return {
-            name: Config(
-                self._advised
-                | ({name: own[name]} if name == WORKERS else {**record.input, name: own[name]})
-            )
-            for name in record.input
+            name: Config(self._advised | ({} if name == WORKERS else fed) | {name: own[name]})
+            for name in fed
             if name in own
         }
 
     def simplified(self, record: Record, idle: Sequence[str]) -> tuple[Record, tuple[str, ...]]:
         """The record with these knobs at their default, all or else the one that matters least,
         and which; the record as it was where that is slower, or not sound."""
-        self._clock.release()
+        self.clock.release()
         for names in dict.fromkeys([tuple(idle), tuple(idle[-1:])]) if idle else ():
             simple = self._advised.replace(**{name: self._base[name] for name in names})
             choice = self._no_slower(simple)
             if choice is None:
                 continue
-            check = self.numerics(simple)
+            check = None if self._exempt(simple) else self._compare(simple)
             if check is not None and check.measurement.outcome == "wrong":
                 continue
             winners = tuple(
@@ -408,29 +339,22 @@ class _Again:
 
     def _no_slower(self, simple: Config) -> Choice | None:
         """The choice of a simpler config that is as fast as the advice; None if it is slower."""
-        from advisor.tuners.decisions import CLEARLY, PAIRS
-        from advisor.tuners.search.race import choice_of
-        from advisor.tuners.search.ratio import paired
-
-        record, base, chosen = self._record, self._base, self._advised
-        rates = self._rates
+        record, base, chosen, rates = self.record, self._base, self._advised, self._rates
         if simple not in rates:
             try:
                 rates = self.race([base, chosen, simple], [base, chosen, simple])
             except WorkerError:
                 return None
-        if base not in rates or len(rates[base]) < PAIRS:
-            return None
-        peaks = {trial.config: trial.measurement.peak_bytes for trial in record.trials}
-        ours, own = rates[simple], rates[base]
-        if not paired(ours, rates[chosen]).level:
+        own = rates.get(base, [])
+        if len(own) < PAIRS or not paired(rates[simple], rates[chosen]).level:
             return None
         if simple == base:
             return record.baseline
+        peaks = {trial.config: trial.measurement.peak_bytes for trial in record.trials}
         # The record keeps one race: beside the turns of the default that it has.
         held = list(record.baseline.rounds)
-        then = [one / now * old for one, now, old in zip(ours, own, held, strict=False)]
-        choice = choice_of(simple, then, held, peaks)
+        turns = [one / now * then for one, now, then in zip(rates[simple], own, held, strict=False)]
+        choice = choice_of(simple, turns, held, peaks)
         if choice.speedup < CLEARLY or choice.speedup_low <= 1:
             return None
         # Fewer knobs take no longer before the first step.
@@ -438,13 +362,11 @@ class _Again:
         return dataclasses.replace(choice, first_step_s=first_step_s)
 
     def compared(self, config: Config) -> tuple[str, str]:
-        """(Whether a config was held against strict fp32 now, why it no longer holds, or '').
+        """(Whether a config was compared with strict fp32 now, why it no longer holds, or '').
 
         Raises:
             WorkerError: it does not run any more.
         """
-        from advisor.tuners.measure.runner import ConfigFailed
-
         if why := self._exempt(config):
             return f"not compared with fp32: {why}", ""
         for one in (self._base, config):  # what is compared is the code that was timed
@@ -452,265 +374,126 @@ class _Again:
                 self._visitor.block(one)
             except ConfigFailed as exc:
                 raise self._lost(one, exc) from exc
-        check = self.numerics(config)
-        assert check is not None
-        said = check.measurement
-        if said.outcome == "wrong":
-            wrong = f"it no longer trains like fp32: {said.reason}"
-            return f"compared with fp32: {said.reason}", wrong
-        how = "compared" if said.ok else "not compared"
-        return f"{how} with fp32: {said.reason}", ""
+        said = self._compare(config).measurement
+        wrong = said.outcome == "wrong"
+        how = "compared" if said.ok or wrong else "not compared"
+        fault = f"it no longer trains like fp32: {said.reason}" if wrong else ""
+        return f"{how} with fp32: {said.reason}", fault
 
     def _exempt(self, config: Config) -> str:
-        """Why a config is not held against strict fp32, or ''."""
-        from advisor.tuners.knobs import needs_comparison
-
-        task = self._record.key.task
+        """Why a config is not compared with strict fp32, or ''."""
+        task = self.record.key.task
         if not needs_comparison(config, self._base):
             return "the advice changes no numbers"
         if task.mode != "train":
             return "inference"
         return "" if task.tolerance else "it was tuned with --no-verify"
 
-    def numerics(self, config: Config) -> Trial | None:
-        """Held against strict fp32, where a change of numbers asks for it and the task permits."""
-        from advisor.tuners.search.tuner import measurement_of
-
-        if self._exempt(config):
-            return None
-        began = self._clock.now()
+    def _compare(self, config: Config) -> Trial:
+        began = self.clock.now()
         compared = self._visitor.compare(config)
         return Trial(
-            number=len(self._record.trials),
+            number=len(self.record.trials),
             config=config,
             measurement=measurement_of(compared),
             stage="numerics",
             origin="fp32",
-            seconds=self._clock.now() - began,
+            seconds=self.clock.now() - began,
         )
 
 
-def _parts(
+def parts_of(
     rates: Rates, whole: Config, without: Mapping[str, Config], stage: str
 ) -> Iterator[Part]:
     """What each knob contributes; none of one that fails without it, or was not measured twice."""
-    from advisor.tuners.search.ratio import paired
-
     for name, config in without.items():
         ratio = paired(rates[whole], rates.get(config, []))
         if math.isfinite(ratio.high):
-            yield Part(
-                knob=Config({name: whole[name]}),
-                ratio=ratio.mean,
-                low=ratio.low,
-                high=ratio.high,
-                stage=stage,
-            )
+            knob = Config({name: whole[name]})
+            yield Part(knob=knob, ratio=ratio.mean, low=ratio.low, high=ratio.high, stage=stage)
 
 
-def _loaded(record: Record, model: Model) -> Task:
-    """The record's task with the data that is named, and none that only the record names.
-
-    Raises:
-        UsageError: there is no such data.
-    """
-    from advisor.tuners.target import parse
-
-    given = checked(Task, {"data": model.data, "data_args": model.data_args})
-    if model.data:
-        parse(model.data, role="data")
-    return dataclasses.replace(record.key.task, **{"data": "", "data_args": Config(), **given})
-
-
-def _differs(record: Record) -> tuple[str, ...]:
-    from advisor.tuners.environment import detect
-
-    here = dataclasses.replace(record.key, environment=detect(_device(record)))
-    return tuple(map(str, compare(here, record.key)[1]))
+@contextlib.contextmanager
+def _opened(
+    verb: str,
+    key: str,
+    what: str | Model | Sequence[str] | None,
+    map: Mapping[str, str] | None,
+    budget: float | str,
+    store: Store | Cache,
+    on_event: OnEvent | None,
+) -> Iterator[Remeasurement]:
+    """A record at its first steps, while nobody else measures it. Raises as `explain`."""
+    set_up_logging()
+    budget_s = Seconds().checked("budget", budget)
+    (model, command), cache = split(what), urls_of(store)
+    records = open_records(cache, fallback=True)
+    records.first_writable()
+    held = records.one(key)
+    record = held.record
+    _refuse(record, about(verb, record, cache), model, command)
+    data = checked(Task, {"data": model.data, "data_args": model.data_args})
+    # No data that only the record names.
+    task = dataclasses.replace(record.key.task, **{"data": "", "data_args": Config(), **data})
+    workload: Workload
+    if command:
+        options = permissions({"map": map}).get("map", {})
+        workload = RunWorkload(command, permitted(record.key.task), options=options)
+    else:
+        name = _target(record, model.target, trusted=held.trusted)
+        workload = TargetWorkload(dataclasses.replace(task, target=name, device=_device(record)))
+    running = workload.reopen(record, records, progress_of(on_event))
+    reserve_s = min(SIMPLER_S, SIMPLER * budget_s) if verb == "explain" else 0.0
+    with measuring(records, workload.words, lock_names(workload.device)), running as runner:
+        clock = Clock(budget_s, reserve_s=reserve_s)
+        yield Remeasurement(record, task, records, runner, clock)
 
 
 def _device(record: Record) -> str:
-    from advisor.tuners.environment import default_device
-
-    return "cpu" if record.key.environment.device.kind == "cpu" else default_device()
+    return "cpu" if record.key.environment.device.kind == "cpu" else environment.default_device()
 
 
-def _target(record: Record, named: str | None, *, trusted: bool) -> str:
-    """What is run: what the user names, else what the record is of where that is plainly meant.
+def _target(record: Record, named: object, *, trusted: bool) -> str:
+    """The target that is run: the one that the user names, else the record's own file.
 
     Args:
         trusted: the user or their team signed the record. Only then a file with the same name and
-            code stands for one of another folder, as a server's worker has it.
+            code may stand for one in another folder, as that of a server's worker.
 
     Raises:
         UsageError: a record alone never has anything imported or built.
     """
-    from advisor.tuners.target import parse
-
-    task = record.key.task
-    if named is not None:
-        parse(named)
+    if isinstance(named, str):
         return named
-    here = reach(record)
+    here, tuned, arguments = reach(record), record.target, record.key.task.model_args
     spec = None
     with contextlib.suppress(UsageError):
         spec = parse(here)
-    tuned = record.target
     mine = spec is not None and (
         spec.kind == "torchvision"
         or (spec.kind == "file" and spec.origin == tuned.origin)
         or (spec.kind == "file" and trusted and is_copy(spec, tuned))
     )
-    if mine and not task.model_args:
+    if mine and not arguments:
         return here
-    what = "its file is not under this folder"
+    why = "its file is not under this folder"
     if mine:
-        what = f"it is built with {', '.join(task.model_args)}"
+        why = f"it is built with {', '.join(arguments)}"
     elif spec is not None and spec.kind == "module":
-        what = "a record alone has nothing imported"
-    raise UsageError(
-        f"record {record.id} is of {record.target.name}, and {what}: name it with --target"
-    )
+        why = "a record alone has nothing imported"
+    raise UsageError(f"record {record.id} is of {tuned.name}, and {why}: name it with --target")
 
 
-def _refuse(record: Record, line: str, target: str | None, command: Sequence[str]) -> None:
-    """Of a run its command must be given, of a target none can be. `line`: as it would be typed.
-
-    Raises:
-        UsageError: it is not so, or this is another device.
-    """
-    from advisor.tuners.environment import detect
-
-    now = detect(_device(record)).device
-    if now != record.key.environment.device:
-        raise UsageError(
-            f"record {record.id} is of {record.key.environment.device.name}; this is {now.name}: "
-            "measure it there"
-        )
-    if record.key.task.command and (target is not None or not command):
-        raise UsageError(f"record {record.id} is of a run: give its command, as in: {line}")
-    if command and not record.key.task.command:
-        raise UsageError(
-            f"record {record.id} is of {record.target.name}: no command is run for it; run: {line}"
-        )
-
-
-def _refuse_fed_otherwise(record: Record, seen: ScriptFacts, mapped: Sequence[str]) -> None:
-    """Refuse a run whose loader, no part of its key, cannot work as the record's did.
-
-    Raises:
-        UsageError: it cannot.
-    """
-    from advisor.tuners.knobs import INPUT_PIPELINE, described
-
-    feeds = record.winner(record.use).config.changed(record.baseline.config).only(*INPUT_PIPELINE)
-    if feeds.without(*mapped) and not seen.workers:
-        why = "; ".join(seen.lines()) or "its steps are fed by no DataLoader"
-        raise UsageError(
-            f"record {record.id} is of another run than this: it has {described(feeds, Config())}, "
-            f"which this one is not given ({why})"
-        )
-
-
-def _subject(
-    verb: str,
-    key: str,
-    what: str | Model | Sequence[str] | None,
-    map: Mapping[str, str] | None,
-    store: Store | Cache,
-    on_event: OnEvent | None,
-) -> _Subject:
-    """The record of a key and what is run for it. Raises as `explain`."""
-    set_up_logging()
-    (model, command), cache = split(what), urls_of(store)
-    records = open_records(cache, fallback=True)
-    records.first_writable()
-    held = records.one(key)
-    record, trusted = held.record, held.trusted
-    target = cast(str | None, model.target)
-    _refuse(record, about(verb, record, cache), target, command)
-    return _Subject(
-        records=records,
-        record=record,
-        trusted=trusted,
-        target=target,
-        command=command,
-        options=permissions({"map": map}).get("map"),
-        progress=progress_of(on_event),
-        task=_loaded(record, model),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Subject:
-    """A record, and what is run for it: a target with its data in `task`, or a command with its
-    `options`. `progress` is told of the latter's side effects."""
-
-    records: Records
-    record: Record
-    trusted: bool
-    target: str | None
-    command: Sequence[str]
-    options: Mapping[str, Value] | None
-    progress: Progress
-    task: Task
-
-    @contextlib.contextmanager
-    def measured(self, budget_s: float, kept_s: float = 0.0) -> Iterator[_Again]:
-        """It runs, while nobody else measures it, or on its device.
-
-        Args:
-            kept_s: of the budget, what is kept until `_Again.simplified`.
-        """
-        from advisor.tuners.search.plan import Clock
-
-        record = self.record
-        what = self.command or [_target(record, self.target, trusted=self.trusted)]
-        running = self._run() if self.command else self._worker()
-        devices = lock_names(None if self.command else _device(record))
-        with measuring(self.records, what, devices), running as place:
-            yield _Again(record, place, Clock(budget_s, reserve_s=kept_s))
-
-    @contextlib.contextmanager
-    def _run(self) -> Iterator[Runner]:
-        """The command at its first steps."""
-        record = self.record
-        with begun(
-            self.command,
-            self.records,
-            self.progress,
-            options=self.options,
-        ) as run:
-            seen = run.describe()
-            key = key_of(seen, self.command, permitted(record.key.task))
-            kind, differs = compare(key, record.key)
-            if key.task.batch != record.batch:
-                differs += (Difference(field="batch", wanted=key.task.batch, found=record.batch),)
-            if kind == "miss" or key.task.batch != record.batch:
-                listed = ", ".join(map(str, differs))
-                raise UsageError(f"record {record.id} is of another run than this: {listed}")
-            _refuse_fed_otherwise(record, seen, run.command.names)
-            run.baseline, run.memory = record.baseline.config, memory_of(key.environment.device)
-            run.tolerance = record.key.task.tolerance
-            yield run
-
-    @contextlib.contextmanager
-    def _worker(self) -> Iterator[Runner]:
-        """The record's own workload in a worker."""
-        from advisor.tuners.measure.worker.parent import Worker
-        from advisor.tuners.measure.worker.wire import CHANGED, WorkerJob
-
-        record, device = self.record, _device(self.record)
-        name = _target(record, self.target, trusted=self.trusted)
-        task = dataclasses.replace(self.task, target=name, device=device)
-        known = record.key.model, record.key.hooks
-        job = WorkerJob(task=task, device=device, seed=record.provenance.seed, known=known)
-        with Worker(job, deadline_s=DEADLINE_S) as worker:
-            try:
-                worker.describe()
-            except TargetError as exc:
-                if CHANGED not in str(exc):
-                    raise
-                raise UsageError(f"record {record.id}: {exc}; run: {tune_again(record)}") from exc
-            worker.baseline = record.baseline.config
-            yield worker
+def _refuse(record: Record, line: str, model: Model, command: Sequence[str]) -> None:
+    """Raise UsageError if the record is of another device, or of a run without its command, or of a
+    target with one; `line`: the command line to type instead."""
+    device, now = record.key.environment.device, environment.detect(_device(record)).device
+    why = ""
+    if now != device:
+        why = f"is of {device.name}; this is {now.name}: measure it there"
+    elif record.key.task.command and (model.target is not None or not command):
+        why = f"is of a run: give its command, as in: {line}"
+    elif command and not record.key.task.command:
+        why = f"is of {record.target.name}: no command is run for it; run: {line}"
+    if why:
+        raise UsageError(f"record {record.id} {why}")

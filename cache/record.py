@@ -272,7 +272,7 @@ class Record:
     def choices(self) -> dict[str, Choice]:
         """Every config that was chosen, by its name in a report; equal ones once, by the loop's
         name, as most scripts have a loop."""
-        default = "as it is" if self.key.task.command else "torch default"
+        default = "unmodified" if self.key.task.command else "torch default"
         found = {self.baseline.config: (default, self.baseline)}
         for one in sorted(self.winners, key=lambda one: (one.free, one.use != LOOP)):
             name = _NAMES[one.use]
@@ -285,6 +285,6 @@ class Record:
 _NAMES = {
     LOOP: "at your batch",
     FLAGS: "flags alone",
-    PILOT: "script as it is",
+    PILOT: "advisor run",
     CAPTURE: "step captured",
 }

@@ -228,9 +228,7 @@ class Task:
         given=False,
     )
 
-    command: tuple[str, ...] = seen(
-        kinds.Words(), "The command that was tuned as it is.", (), decides=False
-    )
+    command: tuple[str, ...] = seen(kinds.Words(), "The command that was tuned.", (), decides=False)
     processes: int = seen(kinds.Whole(), "Of one job.", 1)
     others: str = seen(
         kinds.Line(), "Other inputs of a run's model, and what else makes another job.", ""
@@ -284,7 +282,7 @@ class Task:
     @property
     def baseline(self) -> str:
         """What everything is held against, for people."""
-        return "the script as it is" if self.command else "torch's default"
+        return "your unmodified script" if self.command else "torch's default"
 
     @property
     def batch(self) -> int:

@@ -1,4 +1,4 @@
-"""Runs a command as it is and under `advisor run`, in turn, and says how much faster the one is.
+"""Runs a command unmodified and under `advisor run`, in turn, and says how much faster the one is.
 
 python examples/compare_run.py python examples/train_mnist_plain.py
 
@@ -26,7 +26,7 @@ def main() -> None:
         sys.exit("give the command to run, as you would type it")
     ratios = []
     for _turn in range(2):
-        plain = speed("as it is:    ", command)
+        plain = speed("unmodified:  ", command)
         ratios.append(speed("advisor run: ", [*ADVISED, *command]) / plain)
     print(f"{statistics.geometric_mean(ratios):.2f}x as fast")
 

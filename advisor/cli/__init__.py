@@ -14,45 +14,46 @@ import advisor
 from advisor.cli.options import DONE, FAILED, INTERRUPTED, WRONG_USAGE
 from advisor.errors import AdvisorError, UsageError
 
-_ROOMS = {
-    "tune": "measuring",
-    "run": "running",
-    "show": "reading",
-    "report": "reading",
-    "why": "reading",
-    "emit": "emitting",
-    "explain": "measuring",
-    "verify": "measuring",
-    "export": "sharing",
-    "import": "sharing",
-    "sync": "sharing",
-    "gc": "sharing",
-    "submit": "jobs",
-    "jobs": "jobs",
-    "logs": "jobs",
-    "cancel": "jobs",
-    "serve": "serving",
-    "token": "serving",
-    "forget": "reading",
-    "env": "reading",
-    "completion": "reading",
+_MODULES = {
+    "emitting": ("emit",),
+    "jobs": ("submit", "jobs", "logs", "cancel"),
+    "measuring": ("tune", "explain", "verify"),
+    "reading": ("show", "report", "why", "forget", "env", "completion"),
+    "running": ("run",),
+    "serving": ("serve", "token"),
+    "sharing": ("export", "import", "sync", "gc"),
 }
-"""Where each command is: `advisor run` is part of every start, and loads its own room alone."""
+"""The commands of each module. One is loaded at a time: `advisor run` is part of every start."""
+_HELP = {
+    "Tune and run": ("tune", "run"),
+    "Records": ("show", "why", "report", "emit", "explain", "verify", "forget", "gc"),
+    "Stores": ("export", "import", "sync"),
+    "A team's server": ("submit", "jobs", "logs", "cancel", "serve", "token"),
+    "This machine": ("env", "completion"),
+}
+"""The commands as `advisor --help` lists them."""
 
 
 class _Commands(click.Group):
-    """Those of the rooms, each loaded when it is asked for."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_ROOMS)
+        return sorted(name for names in _MODULES.values() for name in names)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _ROOMS:
-            return None
-        room = importlib.import_module(f"advisor.cli.{_ROOMS[cmd_name]}")
-        name = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
-        command: click.Command = getattr(room, name)
-        return command
+        for module, names in _MODULES.items():
+            if cmd_name in names:
+                name = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
+                loaded = importlib.import_module(f"advisor.cli.{module}")
+                command: click.Command = getattr(loaded, name)
+                return command
+        return None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in _HELP.items():
+            commands = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(name, one.get_short_help_str(100)) for name, one in commands if one], 10
+                )
 
 
 @click.group(
@@ -60,7 +61,7 @@ class _Commands(click.Group):
     invoke_without_command=True,
     subcommand_metavar="COMMAND [ARGS]...",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Find the fastest safe way to train a model here, by measuring, and remember it.",
+    help="Find the fastest safe way to train a model on this machine, and start every run with it.",
 )
 @click.version_option(advisor.__version__, message="advisor %(version)s")
 @click.pass_context
@@ -71,7 +72,7 @@ def cli(ctx: click.Context) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run a command; its exit code."""
     try:
         code = cli.main(arguments, prog_name="advisor", standalone_mode=False)
         sys.stdout.flush()
@@ -88,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as exc:
         if exc.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        # Nobody reads on, or nothing can be written: what is still held back would fail again.
+        # The pipe is closed or the disk full: flushing at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED if exc.errno == errno.EPIPE else _refuse(f"output: {exc.strerror}", FAILED)
     except (KeyboardInterrupt, click.Abort):
@@ -96,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _where_to_read(exc: click.ClickException) -> str:
-    """Which help lists what is allowed, where the message does not: a wrong value's does."""
+    """The help to read, unless the message says what is allowed, as that of a wrong value does."""
     ctx = getattr(exc, "ctx", None)
     if ctx is None or type(exc) is click.BadParameter:
         return ""

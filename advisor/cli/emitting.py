@@ -1,4 +1,4 @@
-"""The command that says a record in a framework's own words."""
+"""advisor emit."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from advisor.opening import open_records
 @cache_option
 @json_option
 def emit(framework: str, key: str, batch: str | None, cache: str | None, as_json: bool) -> None:
-    """Print the record KEY as the framework's own configuration."""
-    from advisor import frameworks
-    from advisor.frameworks.following import told
-    from advisor.frameworks.text import data, text
+    """Print the record KEY as a framework's configuration."""
+    from advisor.frameworks import tables
+    from advisor.frameworks.text import Emitted, data, text
 
     free = batch == "free"
     if batch is not None and not free and not (batch.isdecimal() and int(batch)):
         raise UsageError(f"--batch {batch!r}: expected a number of at least 1, or free")
     record = open_records(cache, fallback=True).get(key)
-    found = told(
-        frameworks.framework(framework),
+    found = Emitted(
+        getattr(tables, framework),
         record,
         batch=int(batch) if batch is not None and not free else None,
         free=free,

@@ -95,7 +95,7 @@ def submit(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Have a server tune TARGET, or your own run, where the GPU is: as `advisor tune` does here.
+    """Have a server tune your run, or a model, where the GPU is.
 
     A run: advisor submit --gpu H100 --gpus 4 -- torchrun --nproc-per-node 4 train.py. The code
     travels along: what git tracks or does not ignore, else this folder, but for what
@@ -229,7 +229,7 @@ def logs(id: int, follow: bool, server: str | None, as_json: bool) -> None:
 @server_option
 @json_option
 def cancel(id: int, server: str | None, as_json: bool) -> None:
-    """End the job ID, with all that it started; exit code 1 where it was over before."""
+    """End the job ID, with all that it started. Exit code 1 if it was over before."""
     state = _client(server).cancel(id)
     if as_json:
         click.echo(json.dumps({"id": id, "state": state}))

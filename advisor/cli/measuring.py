@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from advisor.cli.options import (
     COMMAND,
     DONE,
     FAILED,
+    FILE,
     INTERRUPTED,
     LOADER,
     UNFINISHED,
@@ -30,16 +32,16 @@ from advisor.cli.options import (
     console,
     data_args_option,
     data_option,
-    environment,
     json_option,
     loader_option,
     map_option,
     mapped,
     row_options,
+    say,
 )
 from advisor.errors import UsageError
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
-from advisor.tuners.search.plan import ENOUGH, EXPLAIN, VERIFY, Plan
+from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan
 
 if TYPE_CHECKING:
     from advisor.tuning import Tuned
@@ -61,13 +63,13 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--events",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     metavar="FILE",
-    help="Append each trial as it ends to FILE, as a line of JSON.",
+    help="Append each trial to FILE when it ends, as a line of JSON.",
 )
 @click.option(
     "--for",
-    "reader",
+    "url",
     metavar="URL",
     help="Print commands for another machine, where the record will be in this store.",
 )
@@ -83,15 +85,20 @@ def tune(
     loader: str | None,
     keep_checkpoints: bool,
     events: Path | None,
-    reader: str | None,
+    url: str | None,
     **options: Any,
 ) -> None:
-    """Measure TARGET, or your own run, and remember the fastest safe config.
+    """Find the fastest safe config for your run, or for a model.
 
-    TARGET: model.py, model.py:Net, package.module:factory or torchvision:resnet50.
+    \b
+    advisor tune -- python train.py --epochs 100
+    advisor tune model.py --shape 64x3x256x256
 
-    A run: advisor tune -- python train.py --epochs 100, the command as you would type it. Configs
-    are switched between its own steps, on its own data; then it is ended.
+    For a run, type your command after --. advisor starts it once, switches configs between its
+    steps, on its own data, and then ends it.
+
+    TARGET is a model on its own, trained on made-up data: model.py, model.py:Net,
+    package.module:factory or torchvision:resnet50.
     """
     command = ctx.meta[COMMAND]
     if bool(command) == bool(target):
@@ -106,199 +113,178 @@ def tune(
     given = collected(Task, options)
     permitted = permissions(given) if command else {}
     task = Task.of(target, given) if target else None
-    # What can be refused without torch, which takes seconds to import, was refused.
-    from advisor import tuning
-    from advisor.report import data, tables
+    # Importing torch takes seconds: wrong options were refused before.
     from advisor.report.progress import Shown
+    from advisor.tuning import tuned
+    from advisor.workload import RunWorkload, TargetWorkload, Workload
+
+    variables = dict(LOADER.get(loader or "", {}))
+    kept = {KEEP_CHECKPOINTS: "1"} if keep_checkpoints else {}
+    os.environ.update(variables | kept)  # for the run that is started, and the lines to copy
+    progress = Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds, events=events)
+    show = progress.output if show_output else None
+    workload: Workload = (
+        RunWorkload(command, permitted, show=show) if task is None else TargetWorkload(task)
+    )
+    found = tuned(workload, plan, cache=cache, progress=progress)
+    if as_json:
+        from advisor.report.data import as_data
+
+        done = "tuned" if found.finished else "unfinished"
+        status = "known" if found.known or found.earlier else done
+        click.echo(json.dumps({"status": status, "record": as_data(found.record, cache)}))
+    else:
+        _print_tuned(found, plan, command, cache, url)
+    if found.interrupted:
+        ctx.exit(INTERRUPTED)
+    # Only a worker, which tunes for another machine, has to know that it must go on.
+    ctx.exit(UNFINISHED if url and not found.finished else DONE)
+
+
+def _print_tuned(
+    found: Tuned, plan: Plan, command: Sequence[str], cache: str | None, url: str | None
+) -> None:
+    from advisor.report import tables
     from advisor.report.text import age
 
-    shown = Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds, events=events)
-    overriding = LOADER.get(loader or "", {})
-    kept = {KEEP_CHECKPOINTS: "1"} if keep_checkpoints else {}
-    with shown as progress, environment(overriding | kept):
-        if task is None:
-            show = progress.output if show_output else None
-            found = tuning.measured_run(
-                command, permitted, plan, cache=cache, progress=progress, show=show
-            )
-        else:
-            found = tuning.measured(task, plan, cache=cache, progress=progress)
-    if as_json:
-        status = "known" if found.known else "tuned" if found.finished else "unfinished"
-        click.echo(json.dumps({"status": status, "record": data.as_data(found.record, cache)}))
-        ctx.exit(_exit_code(found, reader))
-    out = console()
+    out, record = console(), found.record
     if found.known:
-        made = age(found.record.provenance.created)
+        made = age(record.provenance.created)
         old = "just now" if made == "now" else f"{made} ago"
-        out.print(f"Already tuned, {old}; --force measures again.\n", highlight=False)
-    else:
-        out.print()
-    out.print(tables.verdict(found.record))
-    out.print()
-    lines = [*tables.summary(found.record, cache), *found.remarks]
-    if found.interrupted:
-        lines.append("Interrupted: the best so far is kept; the same command continues.")
+        say(out, f"Already tuned, {old}; --force measures again.")
+    say(out, "")
+    out.print(tables.verdict(record))
+    say(out, "", *tables.summary(record, short=found.short), *found.remarks)
+    if found.interrupted and not found.earlier:
+        say(out, "Interrupted: the best so far is kept; the same command continues.")
     if found.finished:
-        record = found.record
-        with environment(overriding):
-            short = any(one.endswith(ENOUGH) for one in found.remarks)
-            here = tables.start(record, cache, command, short=short)
-            lines += tables.start_anywhere(record, reader) if reader else here
+        say(out, *tables.start(record, cache, command, url=url or "", short=found.short))
     elif not found.interrupted:
-        lines += ["", _unfinished(found.record, plan, reader)]
-    for line in one_remedy(lines):
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
-    ctx.exit(_exit_code(found, reader))
+        say(out, "", unfinished(record, plan, short=found.short))
 
 
-def _exit_code(found: Tuned, reader: str | None) -> int:
-    """Of `tune`; who tunes for another reader learns that it has to go on."""
-    if found.interrupted:
-        return INTERRUPTED
-    return UNFINISHED if reader and not found.finished else DONE
-
-
-_LARGER = "Give a larger --budget."
-
-
-def one_remedy(lines: Sequence[str]) -> Iterator[str]:
-    """Lines without the remedies that a named budget makes needless: the same command goes on with
-    it, and measures what leads again."""
-    from advisor.report import tables
-
-    named = any(line.endswith(ENOUGH) for line in lines)
-    for line in lines:
-        needless = (f" {tables.AGAIN}", f" {_LARGER}") if named else ()
-        yield next((line.removesuffix(one) for one in needless if line.endswith(one)), line)
-
-
-def _unfinished(record: Record, plan: Plan, reader: str | None) -> str:
-    """Why nothing was measured beside the baseline, and what to give."""
+def unfinished(record: Record, plan: Plan, *, short: bool = False) -> str:
+    """Why nothing was measured beside the baseline, and what to do."""
     from advisor.report.text import duration
 
-    beside = f"beside {record.key.task.baseline}"
-    most, default = plan.trials, record.baseline.config
-    tried = any(one.measurement.ok and one.config != default for one in record.trials)
+    baseline, most = record.baseline.config, plan.trials
+    tried = any(one.measurement.ok and one.config != baseline for one in record.trials)
+    name = record.key.task.baseline
     if most is not None and record.provenance.trials >= most and not tried:
         return (
-            f"Not tuned yet: --trials {most} left nothing to race {beside}. Give a larger "
+            f"Not tuned yet: --trials {most} left nothing to compare with {name}. Give a larger "
             "--trials, or none."
         )
+    larger = "" if short else " Give a larger --budget."
     return (
-        f"Not tuned yet: {duration(plan.seconds)} left too little time to measure anything "
-        f"{beside}. {_LARGER}"
+        f"Not tuned yet: {duration(plan.seconds)} was too short to compare anything with "
+        f"{name}.{larger}"
     )
 
 
-target_option = click.option(
-    "--target",
-    metavar="TARGET",
-    help="What is run  [default: the record's own file, if it is under this folder]",
-)
+def _again_options(budget: str) -> Callable[[Command], Command]:
+    """The options of commands that measure a record again."""
+    options = (
+        click.option(
+            "--budget",
+            type=Time(),
+            default=budget,
+            show_default=True,
+            metavar="TIME",
+            help="Wall time of all measuring; the first start is not counted.",
+        ),
+        click.option(
+            "--target",
+            metavar="TARGET",
+            help="What is run  [default: the record's own file, if it is under this folder]",
+        ),
+        map_option,
+        cache_option,
+        json_option,
+    )
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
-def _meant(ctx: click.Context, model: Model) -> Model | Sequence[str]:
-    """What is run: the command after --, else the model.
+def _again(ctx: click.Context, model: Model, budget: float, map: Any, cache: str | None) -> Any:
+    """The arguments of `explain` and `verify` after the key.
 
     Raises:
-        UsageError: both are given.
+        UsageError: a model and a command are given.
     """
     command: Sequence[str] = ctx.meta[COMMAND]
     if command and (model.target or model.data):
         raise UsageError("give --target and --data, or your command after --, one of them")
-    return command or model
+    return {
+        "what": command or model,
+        "map": mapped(map),
+        "budget": budget,
+        "store": cache,
+        "on_event": _warn,
+    }
 
 
-def _say(event: Mapping[str, Any]) -> None:
-    """Show on stderr what must be said before a command is started."""
-    line = f"advisor: {event['text']}"
-    console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _budget(default: str) -> Callable[[Command], Command]:
-    return click.option(
-        "--budget",
-        type=Time(),
-        default=default,
-        show_default=True,
-        metavar="TIME",
-        help="Wall time of all measuring; the first start is not counted.",
-    )
+def _warn(event: Mapping[str, Any]) -> None:
+    say(console(stderr=True), f"advisor: {event['text']}")
 
 
 @click.command(cls=OrCommand)
 @click.argument("key")
-@click.option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Also a bar chart, as .png or .svg.",
-)
-@_budget(EXPLAIN)
-@target_option
+@click.option("--plot", type=FILE, metavar="FILE", help="Also a bar chart, as .png or .svg.")
 @data_option
 @data_args_option
-@map_option
-@cache_option
-@json_option
+@_again_options(EXPLAIN)
 @click.pass_context
 def explain(
     ctx: click.Context,
+    /,
     key: str,
     plot: Path | None,
-    budget: float,
-    target: str | None,
     data: str | None,
     data_args: tuple[str, ...],
-    map: tuple[str, ...],
-    cache: str | None,
+    target: str | None,
     as_json: bool,
+    **again: Any,
 ) -> None:
     """Measure what each knob of the record KEY's advice contributes.
 
-    What contributes nothing is set back in the advice. Of a run give its command too, as you would
-    type it: advisor explain KEY -- python train.py. With --data of a model's own data also what
-    bounds the training, and what a sample costs.
+    Knobs that contribute nothing leave the advice. For the record of a run, give its command as
+    you would type it: advisor explain KEY -- python train.py. With --data it also says what limits
+    the training, and what a sample costs.
     """
     from advisor import remeasuring
-    from advisor.report import data as shapes
-    from advisor.report import feeding, tables
-    from advisor.report import plots as charts
+    from advisor.report import feeding, plots, tables
+    from advisor.report.data import as_data
 
     if plot is not None:
-        charts.check(plot)
+        plots.check(plot)
     arguments = checked(Task, {"data_args": data_args or None}).get("data_args")
-    found = remeasuring.explain(
-        key,
-        _meant(ctx, Model(target, data=data, data_args=arguments)),
-        map=mapped(map),
-        budget=budget,
-        store=cache,
-        on_event=_say,
-    )
-    if plot is not None and found.record.parts:
-        charts.parts(found.record, plot)
+    model = Model(target, data=data, data_args=arguments)
+    found = remeasuring.explain(key, **_again(ctx, model, **again))
+    record, baseline = found.record, found.record.key.task.baseline
+    if plot is not None and record.parts:
+        plots.parts(record, plot)
     if as_json:
-        shown = shapes.as_data(found.record, cache)
         costs = to_plain(found.costs) if found.costs else None
-        told = {"dropped": list(found.dropped), "costs": costs, "record": shown}
-        click.echo(json.dumps(told))
+        shown = {"dropped": list(found.dropped), "costs": costs}
+        click.echo(json.dumps({**shown, "record": as_data(record, again["cache"])}))
         return
     out = console()
-    for line in feeding.explained(found.record, found.costs, data or ""):
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
-    if not found.record.parts:
-        out.print(f"Nothing to explain: the advice is {found.record.key.task.baseline}.")
+    say(out, *feeding.explained(record, found.costs, data or ""))
+    if not record.parts:
+        say(out, f"Nothing to explain: the advice is {baseline}.")
         return
-    out.print(tables.parts(found.record))
+    out.print(tables.parts(record))
     if found.dropped:
-        baseline = found.record.key.task.baseline
-        out.print(f"\nSet back to {baseline}, as no slower: " + ", ".join(found.dropped))
-    for line in tables.caveats_of(found.record):
-        out.print(f"\n{line}", highlight=False, markup=False, soft_wrap=True)
+        say(out, f"\nRemoved from the advice, as no slower without: {', '.join(found.dropped)}")
+    say(out, *(f"\n{line}" for line in tables.caveats_of(record)))
     if plot is not None:
-        out.print(f"\nchart: {plot}", highlight=False, markup=False)
+        say(out, f"\nchart: {plot}")
 
 
 _LAST = {
@@ -310,73 +296,52 @@ _LAST = {
 
 @click.command(cls=OrCommand)
 @click.argument("key")
-@_budget(VERIFY)
-@target_option
-@map_option
-@cache_option
-@json_option
+@_again_options(VERIFY)
 @click.pass_context
 def verify(
-    ctx: click.Context,
-    key: str,
-    budget: float,
-    target: str | None,
-    map: tuple[str, ...],
-    cache: str | None,
-    as_json: bool,
+    ctx: click.Context, /, key: str, target: str | None, as_json: bool, **again: Any
 ) -> None:
     """Measure the record KEY again: does it still hold?
 
-    Of a run give its command too, as you would type it: advisor verify KEY -- python train.py.
+    For the record of a run, give its command as you would type it: advisor verify KEY -- python
+    train.py.
 
-    Exit code 0: it holds. 1: it does not, and is marked stale; or that could not be told, as the
-    last line says, and nothing is changed: use a quieter machine or a larger --budget.
+    Exit code 0: it holds. 1: it does not, and is marked stale; or advisor could not tell, as the
+    last line says, and changes nothing: use a quieter machine or a larger --budget.
     """
     from advisor import remeasuring
     from advisor.report.text import spread
 
-    found = remeasuring.verify(
-        key,
-        _meant(ctx, Model(target)),
-        map=mapped(map),
-        budget=budget,
-        store=cache,
-        on_event=_say,
-    )
-    record = found.record
+    found = remeasuring.verify(key, **_again(ctx, Model(target), **again))
+    record, (default, speed) = found.record, found.samples_per_s
+    then = {use: record.winner(use) for use in found.now}
     if as_json:
-        click.echo(
-            json.dumps(
-                {
-                    "verdict": found.verdict,
-                    "holds": found.holds,
-                    "reason": found.reason,
-                    "numerics": found.numerics,
-                    "samples_per_s": {
-                        "default": found.samples_per_s[0],
-                        record.use: found.samples_per_s[1],
-                    },
-                    "now": {
-                        use: {"ratio": now.mean, "low": now.low, "high": now.high}
-                        for use, now in found.now.items()
-                    },
-                    "then": {
-                        use: {"ratio": c.speedup, "low": c.speedup_low, "high": c.speedup_high}
-                        for use in found.now
-                        for c in [record.winner(use)]
-                    },
-                    "differs": list(found.differs),
-                }
-            )
-        )
+        shown = {
+            "verdict": found.verdict,
+            "holds": found.holds,
+            "reason": found.reason,
+            "numerics": found.numerics,
+            "samples_per_s": {"default": default, record.use: speed},
+            "now": {use: _ratio(r.mean, r.low, r.high) for use, r in found.now.items()},
+            "then": {
+                use: _ratio(choice.speedup, choice.speedup_low, choice.speedup_high)
+                for use, choice in then.items()
+            },
+            "differs": list(found.differs),
+        }
+        click.echo(json.dumps(shown))
     else:
         for use, now in found.now.items():
             seen = speedup(now.mean, now.low, now.high)
-            click.echo(f"{use:<9}tuned {spread(record.winner(use))}  now {seen}")
-        then, speed = record.winner(record.use), found.samples_per_s[1]
-        click.echo(f"samples/s tuned {then.samples_per_s:,.4g}  now {speed:,.4g}")
+            click.echo(f"{use:<9}tuned {spread(then[use])}  now {seen}")
+        tuned = record.winner(record.use).samples_per_s
+        click.echo(f"samples/s tuned {tuned:,.4g}  now {speed:,.4g}")
         for difference in found.differs:
             click.echo(f"changed since: {difference}")
         click.echo(found.numerics)
         click.echo(_LAST[found.verdict] + found.reason)
     ctx.exit(DONE if found.holds else FAILED)
+
+
+def _ratio(mean: float, low: float, high: float) -> dict[str, float]:
+    return {"ratio": mean, "low": low, "high": high}

@@ -1,10 +1,9 @@
-"""What several commands share: options made of rows, the terminal."""
+"""What several commands share: options made of field specs, and output."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +23,16 @@ DONE, FAILED, WRONG_USAGE, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 130
 
 Command = Callable[..., None]
 COMMAND = "advisor.command"
+FILE = click.Path(dir_okay=False, path_type=Path)
 LOADER = {
     "keep": {"ADVISOR_KEEP_LOADER": "1"},
     "override": {"ADVISOR_OVERRIDE_LOADER": "1"},
 }
-"""What `loader_option` says to the pilot in a run."""
+"""Environment variables that carry `--loader` to the pilot in a run."""
 
 
 def row_options(cls: type, *, asked: bool = False) -> Callable[[Command], Command]:
-    """An option for each row of a dataclass; with `asked` for what a lookup may ask for alone."""
+    """Options for the fields of a dataclass; `asked`: only those that a lookup takes."""
 
     def decorate(command: Command) -> Command:
         for row in reversed(list(rows(cls).values())):
@@ -68,7 +68,7 @@ def _of(switch: str) -> str:
 
 
 def collected(cls: type, options: dict[str, Any]) -> dict[str, Any]:
-    """Take the values of a dataclass's rows out of a command's options, by keyword.
+    """Take the fields of a dataclass out of a command's options, by keyword.
 
     Raises:
         UsageError: an option and a switch for one field are both given.
@@ -89,7 +89,7 @@ def collected(cls: type, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class OrCommand(click.Command):
-    """A command of advisor's that takes another one after '--': in `ctx.meta[COMMAND]`."""
+    """A command that may take the user's own after '--', in `ctx.meta[COMMAND]`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         at = args.index("--") if "--" in args else len(args)
@@ -100,7 +100,7 @@ class OrCommand(click.Command):
 
 
 class OfCommand(click.Command):
-    """A command of advisor's that is of another one alone, written after '--'."""
+    """A command that takes only the user's own, after '--'."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         with _dashes_named(ctx, args, options=True):
@@ -109,7 +109,7 @@ class OfCommand(click.Command):
 
 @contextlib.contextmanager
 def _dashes_named(ctx: click.Context, args: list[str], *, options: bool) -> Iterator[None]:
-    """Say of words too many, and with `options` of an unknown option, that '--' is missing."""
+    """Say that '--' is missing, for extra words and, with `options`, for unknown options."""
     try:
         yield
     except click.UsageError as exc:
@@ -155,31 +155,12 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON doc
 
 
 def mapped(given: tuple[str, ...]) -> dict[str, Any]:
-    """What `map_option` was given, by what it calls the knob.
-
-    Raises:
-        UsageError: one is no such pair.
-    """
+    """The values of `map_option`, by knob. Raises UsageError for a wrong one."""
     return dict(permissions({"map": given})["map"]) if given else {}
 
 
-@contextlib.contextmanager
-def environment(more: Mapping[str, str]) -> Iterator[None]:
-    """Variables for what is started within."""
-    before = {name: os.environ.get(name) for name in more}
-    os.environ.update(more)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def complain(records: Records) -> None:
-    """What could not be read of the stores."""
+    """Print what could not be read of the stores."""
     for line in records.unreachable:
         click.echo(f"advisor: {line}", err=True)
     for line in records.damaged:
@@ -191,8 +172,14 @@ def complete_files(_ctx: Any, _param: Any, incomplete: str) -> list[CompletionIt
 
 
 def console(**how: Any) -> Console:
-    """Wide where no terminal says otherwise, so that a log or a pipe gets whole lines."""
+    """A console; 140 columns wide if it is no terminal, so that a log gets whole lines."""
     from rich.console import Console
 
     console = Console(**how)
     return console if console.is_terminal else Console(width=140, **how)
+
+
+def say(out: Console, *lines: str, style: str = "") -> None:
+    """Print lines, whatever they contain: no markup, no folding."""
+    for line in lines:
+        out.print(line, style=style, highlight=False, markup=False, soft_wrap=True)

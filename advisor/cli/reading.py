@@ -1,4 +1,4 @@
-"""Commands about what is there: show, report, why, forget, env, completion."""
+"""Commands that read the stores: show, report, why, forget, env, completion."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import shlex
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,12 @@ from click.shell_completion import get_completion_class
 
 from advisor.cache import settings
 from advisor.cache.artifacts import compiled_of, place_of
-from advisor.cache.name import Mark, Name
 from advisor.cache.reader import Held, Sought
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import size
-from advisor.cache.stores import Store, note_on
+from advisor.cache.stores import note_on
 from advisor.cache.task import Task
 from advisor.cli.options import (
     COMMAND,
@@ -36,12 +35,13 @@ from advisor.cli.options import (
     console,
     json_option,
     row_options,
+    say,
 )
 from advisor.errors import AdvisorWarning, StoreError, UsageError
 from advisor.opening import open_records
 
-MOST = 200
-"""Records that are read for a list."""
+LISTED = 200
+"""Records that a list reads."""
 
 
 @click.command()
@@ -49,26 +49,20 @@ MOST = 200
 @click.option(
     "--most",
     type=click.IntRange(min=1),
-    default=MOST,
+    default=LISTED,
     show_default=True,
     help="Of a list: so many, the newest.",
 )
 @cache_option
 @json_option
 def show(key: str | None, most: int, cache: str | None, as_json: bool) -> int:
-    """List what is tuned, or show the record KEY whole."""
+    """List what is tuned, or show all of the record KEY."""
     from advisor.printed import staleness
     from advisor.report import data, tables
 
     records = open_records(cache, fallback=True)
     if key is not None:
-        held = records.one(key)
-        if as_json:
-            more = {"signed": held.trusted, "store": held.store.url}
-            more["artifacts"] = _artifacts(records, held.record)
-            click.echo(json.dumps(data.as_data(held.record, cache) | more))
-        else:
-            _show(held, cache, _artifacts(records, held.record))
+        _show(records, key, cache, as_json)
         return DONE
     newest = records.newest(most)
     older = records.left + len(newest[most:])
@@ -82,60 +76,61 @@ def show(key: str | None, most: int, cache: str | None, as_json: bool) -> int:
             for one, differs in found
         ]
         click.echo(json.dumps({"records": rows, "damaged": records.damaged, "older": older}))
-    elif not found and records.damaged:
-        click.echo("No record can be read")
-        return FAILED
-    elif not found and records.unreachable:
-        click.echo("Nothing is tuned in what could be read")
-    elif not found:
-        click.echo("Nothing is tuned yet; run: advisor tune -- python train.py")
-    else:
+    elif found:
         console().print(tables.listing(found, with_store=len(records.stores) > 1))
         if older:
             click.echo(f"and {older:,} older; to list them: --most {len(found) + older}")
+    elif records.damaged:
+        click.echo("No record can be read")
+        return FAILED
+    elif records.unreachable:
+        click.echo("Nothing is tuned in what could be read")
+    else:
+        click.echo("Nothing is tuned yet; run: advisor tune -- python train.py")
     return DONE
 
 
-def _artifacts(records: Records, record: Record) -> list[dict[str, Any]]:
-    """What is kept of what was compiled for a record: for which uses, how large, where, and why
-    that is refused."""
-    uses: dict[str, list[str]] = {}
-    for winner in record.winners:
-        uses.setdefault(compiled_of(record, winner.choice.config), []).append(winner.use)
-    artifacts = records.artifacts
-    return [
-        {
-            "uses": sorted({*uses.get(label.config, ())}),
-            "bytes": bytes_,
-            "store": store.url,
-            "refused": artifacts.fault(store, label),
-        }
-        for store, label, bytes_ in artifacts.listed({place_of(record)})
-    ]
-
-
-def _show(held: Held, cache: str | None, artifacts: list[dict[str, Any]]) -> None:
+def _show(records: Records, key: str, cache: str | None, as_json: bool) -> None:
+    """Print one record."""
+    from advisor.report.data import as_data
     from advisor.report.sections import report
 
+    held = records.one(key)
+    artifacts = list(_artifacts(records, held.record))
+    if as_json:
+        more = {"signed": held.trusted, "store": held.store.url, "artifacts": artifacts}
+        click.echo(json.dumps(as_data(held.record, cache) | more))
+        return
     out, shown = console(), report(held.record, cache)
-
-    def say(*lines: str, style: str = "") -> None:
-        for line in lines:
-            out.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
-
     signed = "" if held.trusted else f"  {UNSIGNED}"
-    say(shown.title, f"{shown.headline}{signed}", *filter(None, [shown.stale]))
-    say(*(f"  {name:<16}{value}" for name, value in shown.facts))
-    say(f"  {'store':<16}{held.store.url}")
+    say(out, shown.title, f"{shown.headline}{signed}", *filter(None, [shown.stale]))
+    say(out, *(f"  {name:<16}{value}" for name, value in shown.facts))
+    say(out, f"  {'store':<16}{held.store.url}")
     for one in artifacts:
         uses = ", ".join(one["uses"]) or "nothing that is advised"
         refused = f"; refused: {one['refused']}" if one["refused"] else ""
-        say(f"  {'artifacts':<16}{size(one['bytes'])} for {uses}, in {one['store']}{refused}")
+        what = f"{size(one['bytes'])} for {uses}, in {one['store']}{refused}"
+        say(out, f"  {'artifacts':<16}{what}")
     for section in shown.sections:
-        say("", section.title, style="bold")
+        say(out, "", section.title, style="bold")
         if section.table:
             out.print(section.table)
-        say(*section.lines, *(f"    {line}" for line in section.code))
+        say(out, *section.lines, *(f"    {line}" for line in section.code))
+
+
+def _artifacts(records: Records, record: Record) -> Iterator[dict[str, Any]]:
+    """The compiled code that is kept for a record: its uses, size and store, and why it is refused
+    here."""
+    uses: dict[str, set[str]] = {}
+    for winner in record.winners:
+        uses.setdefault(compiled_of(record, winner.choice.config), set()).add(winner.use)
+    for store, label, bytes_ in records.artifacts.listed({place_of(record)}):
+        yield {
+            "uses": sorted(uses.get(label.config, ())),
+            "bytes": bytes_,
+            "store": store.url,
+            "refused": records.artifacts.fault(store, label),
+        }
 
 
 @click.command()
@@ -150,7 +145,10 @@ def _show(held: Held, cache: str | None, artifacts: list[dict[str, Any]]) -> Non
 )
 @cache_option
 def report(key: str, file: Path, cache: str | None) -> None:
-    """Write the record KEY as one page: charts, tables, no script, nothing from a network."""
+    """Write the record KEY as one HTML page with charts.
+
+    The page has no script and loads nothing from a network.
+    """
     from advisor.report.html import page, save
 
     text = page(open_records(cache, fallback=True).get(key), cache)
@@ -162,7 +160,7 @@ def report(key: str, file: Path, cache: str | None) -> None:
 
 
 _SERVED = ("default", "nearest")
-"""Of settings.ON_MISS, what says which advice a miss is served."""
+"""Values of $ADVISOR_ON_MISS that serve advice; the others tune."""
 
 
 @click.command(cls=OrCommand)
@@ -173,10 +171,10 @@ _SERVED = ("default", "nearest")
 @click.option(
     "--on-miss",
     type=click.Choice(_SERVED),
-    help="What a miss is served. default: torch's defaults; nearest: what is safe of the nearest "
+    help="If no record fits. default: torch's defaults; nearest: what is safe of the nearest "
     "record.",
 )
-@click.option("--strict", is_flag=True, help="Exit code 1 where nothing fits.")
+@click.option("--strict", is_flag=True, help="Exit code 1 if no record fits.")
 @cache_option
 @json_option
 @click.pass_context
@@ -192,53 +190,62 @@ def why(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Say what apply() would be served for TARGET here, and in what other records differ.
+    """Say what apply() would get here, and how other records differ.
 
-    Of a run, advisor why -- python train.py: what was tuned for that very command. Nothing is
-    started. `advisor run` looks by the model, which shows once the script trains.
+    For a command, advisor why -- python train.py: the records of exactly this command. advisor
+    starts nothing. `advisor run` also finds records by the model, once the script trains.
     """
-    command = ctx.meta[COMMAND]
+    command, asked = ctx.meta[COMMAND], collected(Task, options)
     if bool(command) == bool(target):
         raise UsageError("give a TARGET, or your command after --, one of them")
-    if target is None:
-        if collected(Task, options) or batch or capture or on_miss:
-            raise UsageError("a run shows its shapes and what it permits itself; leave them out")
-        found = _why_run(command, cache, as_json)
-        ctx.exit(FAILED if strict and not found else DONE)
+    if target is not None:
+        own = {"batch": _batch(batch), "capture": capture, "cache": cache, "on_miss": on_miss}
+        fits = _why(target, asked | own, as_json)
+    elif asked or batch or capture or on_miss:
+        raise UsageError("a run shows its shapes and what it permits itself; leave them out")
+    else:
+        fits = _why_command(command, cache, as_json)
+    if strict and not fits:
+        ctx.exit(FAILED)
+
+
+def _batch(text: str | None) -> int | str | None:
+    """As `lookup` takes it; that refuses what is no number."""
+    return int(text) if text is not None and text.isdecimal() and len(text) < 10 else text
+
+
+def _why(target: str, asked: dict[str, Any], as_json: bool) -> bool:
+    """Print what a lookup finds; whether a record fits."""
     from advisor.finding import lookups
     from advisor.report.data import explained
     from advisor.tuners.knobs import described
 
-    asked = collected(Task, options)
-    if on_miss is None and settings.on_miss() not in _SERVED:
-        on_miss = "default"  # who asks why asks for no tuning
-    own = {"batch": _batch(batch), "capture": capture, "cache": cache, "on_miss": on_miss}
+    if asked["on_miss"] is None and settings.on_miss() not in _SERVED:
+        asked["on_miss"] = "default"  # `why` tunes nothing
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AdvisorWarning)
-        offer = lookups.offered(target, asked | own)
-    explanation = offer.served.explanation
-    if explanation is None and not as_json:  # it did not come as far as looking
-        raise UsageError(offer.served.reason)
+        offer = lookups.offered(target, asked)
+    found = offer.served.explanation
     if as_json:
         click.echo(json.dumps(explained(offer)))
+        if found is None:
+            click.get_current_context().exit(WRONG_USAGE)
+    elif found is None:  # something was wrong before the lookup
+        raise UsageError(offer.served.reason)
     else:
-        click.echo(str(explanation))
-        assert explanation is not None
-        if explanation.served:
+        click.echo(str(found))
+        if found.served:
             what = described(offer.config, offer.served.default)
-            click.echo(f"served      {explanation.served}: {what}, batch {offer.batch_size}")
-        if not explanation.seen:
-            newest = open_records(cache).newest(MOST)
+            click.echo(f"served      {found.served}: {what}, batch {offer.batch_size}")
+        elif not found.near_misses:
+            newest = open_records(asked["cache"]).newest(LISTED)
             if names := sorted({one.record.target.name for one in newest}):
                 click.echo(f"tuned are    {', '.join(names)}")
-    if explanation is None:
-        ctx.exit(WRONG_USAGE)
-    if strict and offer.served.status == "miss":
-        ctx.exit(FAILED)
+    return offer.served.status != "miss"
 
 
-def _why_run(command: tuple[str, ...], cache: str | None, as_json: bool) -> bool:
-    """Show the records of a command as it was typed. Returns whether one fits this machine."""
+def _why_command(command: tuple[str, ...], cache: str | None, as_json: bool) -> bool:
+    """Print the records of a command; whether one fits this machine."""
     from advisor.finding.commands import of_command
     from advisor.report.text import spread
     from advisor.tuners.knobs import described
@@ -246,6 +253,7 @@ def _why_run(command: tuple[str, ...], cache: str | None, as_json: bool) -> bool
     records = open_records(cache, fallback=True)
     found = of_command(records, command)
     complain(records)
+    fits = any(one.fits for one in found)
     if as_json:
         rows = [
             {
@@ -258,25 +266,20 @@ def _why_run(command: tuple[str, ...], cache: str | None, as_json: bool) -> bool
             for one in found
         ]
         click.echo(json.dumps({"command": list(command), "records": rows}))
-        return any(one.fits for one in found)
+        return fits
     typed = shlex.join(command)
     click.echo(f"looked for  {typed}")
     click.echo(f"looked in   {', '.join(store.url for store in records.stores)}")
     for one in found:
-        what = described(one.advised.config, one.record.baseline.config, nothing="as it is")
+        what = described(one.advised.config, one.record.baseline.config, nothing="unmodified")
         signed = "" if one.signed else f"; {UNSIGNED}"
         click.echo(f"{one.record.id}  {one.state}: {what}, {spread(one.advised)}{signed}")
     if not found:
         click.echo(
-            "no record was made by these very words; `advisor run` also finds one of the same "
-            f"model and inputs. To tune: advisor tune -- {typed}"
+            "no record is of exactly this command; `advisor run` also finds one of the same model "
+            f"and inputs. To tune: advisor tune -- {typed}"
         )
-    return any(one.fits for one in found)
-
-
-def _batch(text: str | None) -> int | str | None:
-    """As `lookup` takes it, which refuses what is no number."""
-    return int(text) if text is not None and text.isdecimal() and len(text) < 10 else text
+    return fits
 
 
 @click.command()
@@ -291,39 +294,36 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
     from advisor.keeping import forget_studies
 
     records = open_records(cache)
-    going = records.named(key)
-    away = records.unreachable
-    chosen: dict[str, list[tuple[Store, Name | Mark]]] = {}
-    for store, name in going:
-        chosen.setdefault(name.record_id, []).append((store, name))
-    readable = _readable(records, chosen)
-    kept = list(records.artifacts.listed({name.place for _store, name in going}))
+    versions = records.named(key)
+    stuck = [f"{line}; nothing was removed there" for line in records.unreachable]
+    ids = [name.record_id for _store, name in versions]
+    readable = _readable(records, set(ids))
+    artifacts = list(records.artifacts.listed({name.place for _store, name in versions}))
     if not as_json:
-        for id, versions in chosen.items():
+        for id in dict.fromkeys(ids):
             what = readable[id].target.name if id in readable else "an unreadable record"
-            count = f"{len(versions)} version{'s' * (len(versions) > 1)}"
-            if compiled := sum(bytes_ for _store, label, bytes_ in kept if label.record_id == id):
-                count += f", {size(compiled)} of artifacts"
-            click.echo(f"forgetting {id} {what} ({count})")
+            count = f"{ids.count(id)} version{'s' * (ids.count(id) > 1)}"
+            compiled = sum(bytes_ for _store, label, bytes_ in artifacts if label.record_id == id)
+            more = f", {size(compiled)} of artifacts" if compiled else ""
+            click.echo(f"forgetting {id} {what} ({count}{more})")
     for record in readable.values():
         forget_studies(records, record)
-    records.remove([*going, *((store, label) for store, label, _size in kept)])
-    stuck = [f"{line}; nothing was removed there" for line in away]
+    records.remove([*versions, *((store, label) for store, label, _bytes in artifacts)])
     stuck += [f"{line}; it stays" for line in records.stuck]
     for line in stuck:
         click.echo(f"advisor: {line}", err=True)
     if as_json:
-        damaged = len(chosen) - len(readable)
-        total = sum(bytes_ for _store, _label, bytes_ in kept)
-        said = {"forgotten": list(readable), "damaged": damaged, "artifacts_bytes": total}
-        click.echo(json.dumps(said))
-    elif not going:
+        damaged = len(set(ids)) - len(readable)
+        total = sum(bytes_ for _store, _label, bytes_ in artifacts)
+        removed = {"forgotten": list(readable), "damaged": damaged, "artifacts_bytes": total}
+        click.echo(json.dumps(removed))
+    elif not versions:
         click.echo("nothing to forget")
     click.get_current_context().exit(FAILED if stuck else DONE)
 
 
 def _readable(records: Records, ids: Collection[str]) -> dict[str, Record]:
-    """Those of some ids whose record can be read."""
+    """The records of some ids, if they can be read."""
     found: list[Held] = []
     with contextlib.suppress(StoreError):
         found = records.held(Sought(id=next(iter(ids)).partition("@")[0] if len(ids) == 1 else ""))
@@ -335,7 +335,7 @@ def _readable(records: Records, ids: Collection[str]) -> dict[str, Record]:
 @cache_option
 @json_option
 def env(device: str | None, cache: str | None, as_json: bool) -> None:
-    """Show the environment as a key sees it, and the store."""
+    """Show this machine as records describe it, and the stores."""
     from advisor.cache.codec import to_plain
     from advisor.report.tables import environment
     from advisor.tuners.environment import default_device, detect

@@ -1,4 +1,4 @@
-"""The command that runs another one: with the advice in force."""
+"""advisor run: start a command with its advice."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(
     map: tuple[str, ...],
     loader: str | None,
 ) -> None:
-    """Run COMMAND, unmodified, with the advice for it in force.
+    """Run your command with the advice that was found for it.
 
     Write it after --: advisor run -- python train.py --epochs 90. Exit code, signals, input and
     output are the command's own.
@@ -49,7 +49,7 @@ def run(
 
     path = program(command)
     if option := isolated(command):
-        click.echo(f"advisor: python {option} keeps advisor out; it runs as it is", err=True)
+        click.echo(f"advisor: python {option} keeps advisor out; it runs unmodified", err=True)
     named = mapped(map)
     if tune_s:
         from advisor.tuners.search.plan import Plan
@@ -65,7 +65,7 @@ def run(
             words, options = with_advice(command, named, cache)
             click.echo(f"advisor: {options.said}, as record {options.record} advises", err=True)
         except (NoRecord, StoreError) as exc:
-            click.echo(f"advisor: {exc}. It runs as it is", err=True)
+            click.echo(f"advisor: {exc}. It runs unmodified", err=True)
     told = piloting.environment(list(command), tune_s or 0.0, options)
     told |= LOADER.get(loader or "", {})
     if cache is not None:

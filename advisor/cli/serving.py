@@ -50,7 +50,10 @@ def _database_option(command: Command) -> Command:
     "--url", default="", help="Where workers find this server  [default: where it listens]"
 )
 def serve(database: str | None, executors: tuple[str, ...], **where: Any) -> None:
-    """Serve records to a team over HTTP, and tune what it submits, until SIGTERM or Ctrl-C."""
+    """Serve records to a team, and tune what it submits.
+
+    The server runs until SIGTERM or Ctrl-C.
+    """
     from advisor import __version__
 
     run = _run()
@@ -70,7 +73,10 @@ def _say(address: str, token: str | None) -> None:
 @_database_option
 @json_option
 def token(name: str, role: str, days: int | None, database: str | None, as_json: bool) -> None:
-    """Make a token called NAME, on the machine that has the server's database; shown once."""
+    """Make a token called NAME, and show it once.
+
+    Run it on the machine that has the server's database.
+    """
     run = _run()
     text = run.new_token(_opened(database), name, role, days)
     click.echo(json.dumps({"name": name, "role": role, "token": text}) if as_json else text)

@@ -58,7 +58,7 @@ def _only(target: str | None, device: str | None, keys: Sequence[str]) -> Wanted
 @cache_option
 @json_option
 def export(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
-    """Write records into the pack FILE: to carry elsewhere, or to read as pack:FILE."""
+    """Write records into the pack FILE. --cache pack:FILE reads it."""
     records = open_records(cache)
     count = exchange.export(records, file, _only(**only))
     complain(records)
@@ -75,7 +75,7 @@ def export(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
 @cache_option
 @json_option
 def import_(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
-    """Take the records of the pack FILE; exit code 1 where one is refused."""
+    """Take the records of the pack FILE. Exit code 1 if one is refused."""
     store, rows = exchange.unpack(file, open_records(cache), _only(**only))
     click.get_current_context().exit(_carried(rows, as_json, store.url))
 
@@ -86,7 +86,7 @@ def import_(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
 @only_options
 @json_option
 def sync(source: str, to: str, as_json: bool, **only: Any) -> None:
-    """Copy what the store FROM has and the store TO has not; exit code 1 where one is refused."""
+    """Copy records that are in store FROM and not in store TO. Exit code 1 if one is refused."""
     rows = exchange.sync(open_records([source, to]), _only(**only))
     click.get_current_context().exit(_carried(rows, as_json, to))
 
@@ -118,7 +118,7 @@ def _carried(rows: Iterable[Carried], as_json: bool, where: str) -> int:
 @cache_option
 @json_option
 def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> None:
-    """Show what may go of what you measured: superseded records, outlived ones, artifacts."""
+    """Show or remove what no one needs: older versions, old records, artifacts."""
     records = open_records(cache)
     going = garbage.all_garbage(records, [kinds] if kinds else garbage.KINDS)
     complain(records)

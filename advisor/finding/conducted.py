@@ -60,7 +60,9 @@ class Conducted(Found):
             return known
         local = int(os.environ.get("LOCAL_WORLD_SIZE") or seen.processes)
         if local < seen.processes:
-            warn("tune: a job on several machines is not tuned within its run; it goes on as it is")
+            warn(
+                "tune: a job on several machines is not tuned within its run; it goes on unmodified"
+            )
             return self.left()
         tell(f"tune: tries configs for {self._tune_s:g} s; every step trains")
         self._began = time.monotonic()
@@ -132,7 +134,7 @@ class Conducted(Found):
     def _lost(self) -> BlockRequest:
         self._end()
         where = f"; see {self._folder}/log" if self._folder else ""
-        warn(f"the search within this run has ended{where}. Training goes on as it is")
+        warn(f"the search within this run has ended{where}. Training goes on unmodified")
         return self.left()
 
     def _shared_folder(self, seen: ScriptFacts) -> str:

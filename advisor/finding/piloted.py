@@ -161,7 +161,7 @@ class Found:
         if why == "untrained":
             warn(str(exc))
         if why in ("unclear", "over"):
-            warn(f"{exc}. Training goes on as it is")
+            warn(f"{exc}. Training goes on unmodified")
 
     def script_failed(self, exc: BaseException, order: BlockRequest) -> None:
         """As `Guide.script_failed`; of what was lost in backward all is said."""
@@ -197,14 +197,14 @@ class Found:
             failures = Failures(self._terms.cache, self._seen.model, task)
             kept = failures.keep(order.config, failure(exc)[1])
             said += "; the next start does without it" if kept else "; that could not be kept"
-        return f"{said}. ADVISOR_DISABLE=1 runs the script as it is"
+        return f"{said}. ADVISOR_DISABLE=1 runs the script unmodified"
 
 
 def in_force(
     config: Config, own: Config, reason: str, *, say: Callable[[str], None] = _log.info
 ) -> BlockRequest:
     """The last order: said so, and by every advice in whose place it is."""
-    what = "the script as it is" if config == own else knobs.described(config, own)
+    what = "your unmodified script" if config == own else knobs.described(config, own)
     line = f"in force: {what}; {reason.removeprefix(f'{what}: ')}"
     say(line)
     defer_to_pilot(line)

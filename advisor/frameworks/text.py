@@ -1,95 +1,170 @@
-"""What a framework is told, as text to copy: code in its own form, all else in comments."""
+"""`advisor emit`: a record as a framework's own configuration, to copy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from advisor.cache.record import LOOP, Record
 from advisor.cache.shown import times
-from advisor.errors import printable
-from advisor.frameworks.following import Told
-from advisor.frameworks.python import keywords, literal
+from advisor.errors import NoRecord, printable
+from advisor.frameworks.words import ConfigContext, Framework, LazyObject, Setup
 
 
-def text(told: Told) -> str:
-    """The whole, ending with a line break."""
-    above = "".join(_comment(line) for line in _head(told))
-    below = "".join(_comment(line) for line in (*_beside(told), *_left(told)))
-    return f"{above}\n{told.framework.write(told.words)}{below and chr(10)}{below}"
+class Emitted:
+    """The fastest measured config of a record that a framework can express whole.
+
+    Args:
+        batch: another one than the record's.
+        free: the best batch size that was found; if it is smaller, gradient accumulation keeps the
+            record's.
+
+    Attributes:
+        reason: what the config is, as '1.50x torch's default at batch 64'.
+        beyond: faster choices of the record by their names in a report, each with the values that
+            the framework cannot express.
+        unsupported: such values of this config: of the input pipeline alone.
+
+    Raises:
+        NoRecord: the framework cannot even express what the record was tuned with.
+    """
+
+    def __init__(
+        self, framework: Framework, record: Record, *, batch: int | None = None, free: bool = False
+    ) -> None:
+        from advisor.finding.answer import answer
+        from advisor.finding.request import Request
+
+        task, title = record.key.task, framework.title
+        if task.mode != "train":
+            raise NoRecord(f"{record.id} was tuned for mode {task.mode}: {title} trains")
+        if lacks := framework.setup(ConfigContext(record, record.baseline.config))[1]:
+            listed = ", ".join(f"{name}={value}" for name, value in lacks.items())
+            raise NoRecord(f"{title} cannot be told {listed}, with which {record.id} is tuned")
+        request = Request(
+            target=record.target.name,
+            given={},
+            batch=batch,
+            free=free,
+            use=LOOP,
+            device=record.key.environment.device.kind,
+            fits=lambda _record, config: (
+                not framework.setup(ConfigContext(record, config, batch))[1]
+            ),
+        )
+        answered = answer(record, request)
+        self.framework, self.reason = framework, answered.reason
+        self.context = ConfigContext(record, answered.config, batch)
+        self.setup, self.unsupported = framework.setup(self.context)
+        self.beyond = {
+            name: (choice, lacks)
+            for name, choice in record.choices.items()
+            if choice.batch == record.batch or free
+            if (lacks := framework.setup(ConfigContext(record, choice.config))[1])
+        }
 
 
-def data(told: Told) -> dict[str, Any]:
+def text(found: Emitted) -> str:
+    """All of it, settings in the framework's own format and the rest in comments."""
+    # A record may contain any text; a comment is one line.
+    above, below = (
+        "".join(f"# {printable(line)}\n" for line in lines)
+        for lines in (_head(found), [*_by_hand(found), *_notes(found)])
+    )
+    call = found.framework.call
+    code = _python(found.setup, call) if call else _yaml(found.setup)
+    return f"{above}\n{code}{below and chr(10)}{below}"
+
+
+def data(found: Emitted) -> dict[str, Any]:
     """The same for JSON."""
-    words = told.words
+    setup = found.setup
+    lacks = {name: dict(values) for name, (_choice, values) in found.beyond.items()}
+    pipeline = {"input pipeline": dict(found.unsupported)} if found.unsupported else {}
     return {
-        "framework": told.framework.title,
-        "record": told.record.id,
-        "reason": told.reason,
-        "config": dict(told.scene.config),
+        "framework": found.framework.title,
+        "record": found.context.record.id,
+        "reason": found.reason,
+        "config": dict(found.context.config),
+        **{field.name: getattr(setup, field.name) for field in dataclasses.fields(setup)},
         "settings": {
-            name: value if isinstance(value, bool | int | str | list | dict) else literal(value)
-            for name, value in words.settings.items()
+            name: _literal(value) if isinstance(value, LazyObject) else value
+            for name, value in setup.settings.items()
         },
-        "flags": list(words.flags),
-        "model": list(words.model),
-        "after": list(words.after),
-        "optimizer": dict(words.optimizer),
-        "loader": dict(words.loader),
-        "by_itself": told.framework.itself(told.scene, words),
-        "not_expressed": {name: dict(unsaid) for name, (_one, unsaid) in told.beyond.items()}
-        | ({"input pipeline": dict(told.unsaid)} if told.unsaid else {}),
+        "by_itself": found.framework.notes(found.context, setup),
+        "not_expressed": lacks | pipeline,
     }
 
 
-def _comment(line: str) -> str:
-    # A record may name anything; a comment is one line.
-    return f"# {printable(line)}\n"
+def _python(setup: Setup, call: str) -> str:
+    """The switches, then a dictionary `arguments`; `call`: where it goes."""
+    used = [n for n in ("os", "torch") if any(line.startswith(f"{n}.") for line in setup.flags)]
+    made = [value for value in setup.settings.values() if isinstance(value, LazyObject)]
+    imports = [f"import {name}" for name in used]
+    imports += [f"from {one.module} import {one.name}" for one in made]
+    settings = [f'    "{name}": {_literal(value)},' for name, value in setup.settings.items()]
+    body = ["arguments = {", *settings, "}"] if settings else ["arguments = {}"]
+    lines = [*imports, *([""] if imports else []), *setup.flags, *body, f"# {call}"]
+    return "".join(f"{line}\n" for line in lines)
 
 
-def _head(told: Told) -> Iterator[str]:
-    record, scene = told.record, told.scene
+def _yaml(setup: Setup) -> str:
+    # A line of JSON is a line of YAML.
+    lines = [f"{name}: {json.dumps(value)}\n" for name, value in setup.settings.items()]
+    return "# python train.py -c advised.yaml DATA\n" + "".join(lines)
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, LazyObject):
+        return f"{value.name}({_keywords(value.keywords)})"
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def _keywords(given: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={_literal(value)}" for name, value in given.items())
+
+
+def _head(found: Emitted) -> Iterator[str]:
+    context, record = found.context, found.context.record
     task, device = record.key.task, record.key.environment.device.name
     yield f"{record.id}: {record.target.name}, {task.inputs}, batch {record.batch}, on {device}"
-    yield f"{told.reason}; measured as one: leave nothing out"
+    yield f"{found.reason}; measured as one: leave nothing out"
     if record.stale:
         yield f"marked stale by advisor verify: {record.stale}"
-    if scene.size and scene.accumulated > 1:
-        each = f" in each of {scene.processes} processes" * (scene.processes > 1)
-        yield (
-            f"{scene.accumulated} batches of {scene.size}{each} make one of {scene.batch}, by "
-            "gradient accumulation"
-        )
+    size, calls = context.accumulation or (0, 0)
+    if size and calls > 1:
+        each = f" in each of {context.processes} processes" * (context.processes > 1)
+        made = f"{calls} batches of {size}{each} make one of {context.batch}"
+        yield f"{made}, by gradient accumulation"
 
 
-def _beside(told: Told) -> Iterator[str]:
-    """What the user adds in the script."""
-    words, title = told.words, told.framework.title
+def _by_hand(found: Emitted) -> Iterator[str]:
+    """What the user adds to the script."""
+    setup, title = found.setup, found.framework.title
     for where, lines in (
-        (f"Add on the model, before {title} has it", words.model),
-        (f"Add once {title} and what it trains with are made", words.after),
+        (f"Add on the model, before {title} has it", setup.model),
+        (f"Add once {title} and what it trains with are made, as it switches TF32 on", setup.after),
     ):
         if lines:
             yield f"{where}:"
             yield from (f"    {line}" for line in lines)
-    for where, given in (("optimizer", words.optimizer), ("DataLoader", words.loader)):
+    for where, given in (("optimizer", setup.optimizer), ("DataLoader", setup.loader)):
         if given:
-            yield f"Add to the arguments of your {where}: {keywords(given)}"
+            yield f"Add to the arguments of your {where}: {_keywords(given)}"
 
 
-def _left(told: Told) -> Iterator[str]:
-    """What the framework does by itself, and what it cannot be told."""
-    for line in told.framework.itself(told.scene, told.words):
+def _notes(found: Emitted) -> Iterator[str]:
+    """What the framework does by itself, and what it cannot express."""
+    for line in found.framework.notes(found.context, found.setup):
         yield f"By itself it {line}."
     lost = [
-        f"    {name}, {times(choice.speedup)}: {_values(unsaid)}"
-        for name, (choice, unsaid) in told.beyond.items()
+        f"    {name}, {times(choice.speedup)}: {_keywords(lacks)}"
+        for name, (choice, lacks) in found.beyond.items()
     ]
-    if told.unsaid:
-        lost.append(f"    input pipeline: {_values(told.unsaid)}")
+    if found.unsupported:
+        lost.append(f"    input pipeline: {_keywords(found.unsupported)}")
     if lost:
         yield "Cannot be expressed here:"
         yield from lost
-
-
-def _values(config: Any) -> str:
-    return ", ".join(f"{name}={literal(value)}" for name, value in config.items())

@@ -1,91 +1,84 @@
-"""What a framework's file says: a row a knob, from the knob's value to the framework's words.
+"""A framework's table: for each knob a row that turns its value into the framework's settings.
 
-A knob that has no row there is never dropped: where its value is not torch's own, no config with
-it is served to that framework, and `advisor emit` names it.
+A knob without a row is never dropped: if its value is not torch's own, the framework is not given
+that config, and `advisor emit` names the knob.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import Config, Value
 from advisor.cache.record import Record
 from advisor.cache.task import Task
+from advisor.errors import UsageError
+
+if TYPE_CHECKING:
+    from advisor.tuners.act.advice import Advice
+
+UNSUPPORTED = Config(precision="fp8")
+"""No framework has a setting for these: advisor chooses the layers that are in fp8."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
-    """Where a config is followed.
+@dataclass(frozen=True, slots=True)
+class ConfigContext:
+    """A config of a record, and the batch that the user trains with; None for the record's."""
 
-    Attributes:
-        config: all of it.
-        default: what torch does by itself on the device that it was measured on.
-        task: what was tuned.
-        device: 'cuda' or 'cpu'.
-        batch: that the user trains with: kept by accumulation where `config` has a smaller one.
-        torch: the version that it was measured with.
-    """
-
+    record: Record
     config: Config
-    default: Config
-    task: Task
-    device: str
-    batch: int
-    torch: str
+    asked_batch: int | None = None
 
-    @classmethod
-    def of(cls, record: Record, config: Config, batch: int | None = None) -> Scene:
-        """`batch`: the user's, where it is not the record's."""
+    @property
+    def batch(self) -> int:
+        return self.asked_batch or self.record.batch
+
+    @property
+    def task(self) -> Task:
+        return self.record.key.task
+
+    @property
+    def device(self) -> str:
+        """'cuda' or 'cpu'."""
+        return self.record.key.environment.device.kind
+
+    @property
+    def torch(self) -> str:
+        """The version that the config was measured with."""
+        return self.record.key.environment.software.torch
+
+    @property
+    def default(self) -> Config:
+        """What torch does by itself; the task may ask for something else, as determinism."""
         from advisor.tuners.knobs import TORCH
 
-        return cls(
-            config=config,
-            # As in a lookup: what the task itself asks for, as determinism, is no default.
-            default=Config(record.baseline.config | TORCH),
-            task=record.key.task,
-            device=record.key.environment.device.kind,
-            batch=batch or record.batch,
-            torch=record.key.environment.software.torch,
-        )
+        return Config(self.record.baseline.config | TORCH)
 
     @property
     def processes(self) -> int:
-        """That share a batch: those of a run, whose batch is of all of them."""
+        """Those that share a batch."""
         return self.task.processes if self.task.command else 1
 
     @property
-    def size(self) -> int:
-        """Samples that the model is called with, in one process; 0 where they are not alike."""
-        whole, calls = self.config.batch or self.batch, self.processes * self._micro_batches
-        return 0 if whole % calls else whole // calls
-
-    @property
-    def accumulated(self) -> int:
-        """Batches of this size, in each process, that make one of the user's; 0 as of `parts`."""
-        return self.parts * self._micro_batches
-
-    @property
-    def _micro_batches(self) -> int:
+    def accumulation(self) -> tuple[int, int] | None:
+        """(Samples in one call of the model in one process, 0 if not known; calls of each process
+        for one of the user's batches); None if such calls cannot make up that batch."""
         from advisor.tuners.act.pilot.script_facts import micro_batches
 
-        return micro_batches(self.task)
-
-    @property
-    def parts(self) -> int:
-        """Batches of the config that make one of the user's; 0 where no number of them does."""
-        smaller = self.config.batch or self.batch
-        if smaller >= self.batch:
-            return 1
-        return 0 if self.batch % smaller else self.batch // smaller
+        size, micro = self.config.batch or self.batch, micro_batches(self.task)
+        parts, rest = divmod(self.batch, size) if size < self.batch else (1, 0)
+        if rest:
+            return None
+        samples, rest = divmod(size, micro * self.processes)
+        return (0 if rest else samples), parts * micro
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """A framework's object among its settings, made where it is wanted: the framework is loaded
-    then."""
+@dataclass(frozen=True, slots=True)
+class LazyObject:
+    """An object of the framework among its settings; a call loads the framework and makes it."""
 
     module: str
     name: str
@@ -96,16 +89,14 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
-    """How something is said to a framework, and in the script beside it.
+class Setup:
+    """What a config needs of a framework, and of the script beside it.
 
     Attributes:
-        settings: the framework's own, by name.
-        flags: lines of Python at the start of the script, each a switch of the process.
-        model: lines of Python on `model`, before the framework has it.
+        flags: lines of Python at the start of the script; each sets a switch of the process.
+        model: lines of Python on `model`, before the framework gets it.
         after: lines of Python once the framework's own object is made.
-        optimizer: keyword arguments of the user's optimizer.
-        loader: keyword arguments of the user's DataLoader.
+        optimizer, loader: keyword arguments of the user's own.
     """
 
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -115,58 +106,108 @@ class Words:
     optimizer: Mapping[str, object] = field(default_factory=dict)
     loader: Mapping[str, object] = field(default_factory=dict)
 
-    def __add__(self, other: Words) -> Words:
-        return Words(
+    def __add__(self, other: Setup) -> Setup:
+        return Setup(
             settings={**self.settings, **other.settings},
-            flags=(*self.flags, *other.flags),
-            model=(*self.model, *other.model),
-            after=(*self.after, *other.after),
+            flags=self.flags + other.flags,
+            model=self.model + other.model,
+            after=self.after + other.after,
             optimizer={**self.optimizer, **other.optimizer},
             loader={**self.loader, **other.loader},
         )
 
 
-NOTHING = Words()
-
-NOWHERE = Config(precision="fp8")
-"""What no framework has a word for: which layers are in it is advisor's choice."""
-
-Row = Callable[[Value, Scene], Words | None]
-"""How a value is said; None where it cannot be. It is asked for torch's own values too, since a
-framework may do otherwise by itself."""
+Row = Callable[[Value, ConfigContext], Setup | None]
+"""What a value needs; None if the framework cannot express it. A row also gets torch's own values,
+because the framework may have other defaults."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Framework:
     """One framework.
 
     Attributes:
-        title: what takes the settings, 'transformers.TrainingArguments'.
-        rows: by knob.
-        devices: what it must be told of a kind of device.
-        itself: what it switches by itself for a config said so, a line each.
-        write: the settings and the flags as text in its own form, ending with a line break.
-        loads: whether it makes the loader, of the batch that it is told.
+        title: what takes the settings, as 'transformers.TrainingArguments'.
+        call: how a script passes the dictionary `arguments`; '' if the settings are a YAML file.
+        devices: settings for each kind of device.
+        notes: what the framework does otherwise than was measured, a line each.
+        makes_loader: whether it makes the DataLoader, with the batch size that it is given.
     """
 
     title: str
+    call: str
     rows: Mapping[str, Row]
     devices: Mapping[str, Mapping[str, object]]
-    itself: Callable[[Scene, Words], list[str]]
-    write: Callable[[Words], str]
-    loads: bool = False
+    notes: Callable[[ConfigContext, Setup], list[str]] = lambda _context, _setup: []
+    makes_loader: bool = False
 
-    def say(self, scene: Scene) -> tuple[Words, Config]:
-        """How a config is said, and the values of it that cannot be."""
-        words, unsaid = Words(settings=self.devices[scene.device]), {}
-        for name, value in scene.config.items():
-            row = self.rows.get(name)
-            if row is not None:
-                said = None if value == NOWHERE.get(name) else row(value, scene)
+    def setup(self, context: ConfigContext) -> tuple[Setup, Config]:
+        """(What a config needs, its values that this framework cannot express)."""
+        whole, unsupported = Setup(settings=self.devices[context.device]), {}
+        for name, value in context.config.items():
+            row = self.rows.get(name) or only(context.default.get(name))
+            needs = None if value == UNSUPPORTED.get(name) else row(value, context)
+            if needs is None:
+                unsupported[name] = value
             else:
-                said = None if scene.default.get(name) != value else NOTHING
-            if said is None:
-                unsaid[name] = value
-            else:
-                words += said
-        return words, Config(unsaid)
+                whole += needs
+        return whole, Config(unsupported)
+
+    def arguments(self, target: Any = None, **asked: Any) -> dict[str, Any]:
+        """Return keyword arguments for the framework, and set the process's switches.
+
+            TrainingArguments(output_dir="out", **advisor.hf.arguments("model.py:Net"))
+            Trainer(max_epochs=3, **advisor.lightning.arguments("model.py:Net"))
+            Accelerator(**advisor.accelerate.arguments("model.py:Net"))
+
+        Takes the arguments of `advisor.lookup` but `capture`. Serves the best config that these
+        arguments express; without one they are empty, and one AdvisorWarning says why. With
+        `batch="free"`, for transformers alone, gradient accumulation keeps your batch.
+        """
+        return self._advised(target, asked)[1]
+
+    def _advised(
+        self, target: Any, asked: Mapping[str, Any], *, on_model: bool = False
+    ) -> tuple[Advice, dict[str, Any]]:
+        """The advice and the settings; `on_model`: the caller lays out and compiles the model."""
+        # First of all: loading torch may bring a pilot, and that must not find half of advisor.
+        import torch  # noqa: F401
+
+        from advisor.finding.lookups import looked_up, named_batch
+
+        free = asked.get("batch") == "free"
+        if free and not self.makes_loader:
+            raise UsageError(
+                f"batch 'free': {self.title} leaves the loader to the script; name a batch, or "
+                "see advisor emit --batch free"
+            )
+        batch = named_batch({**asked, "batch": None} if free else asked)
+
+        def fits(record: Record, config: Config) -> bool:
+            needs, unsupported = self.setup(ConfigContext(record, config, batch))
+            by_hand = needs.optimizer or needs.after or (needs.model and not on_model)
+            return not unsupported and not by_hand
+
+        advice = looked_up(target, asked, fits=fits)
+        advice.hand_over()
+        if advice.record is None:
+            return advice, {}
+        settings = self.setup(ConfigContext(advice.record, advice.config, batch))[0].settings
+        with installed():
+            return advice, {n: v() if isinstance(v, LazyObject) else v for n, v in settings.items()}
+
+
+def only(*values: Value | None) -> Row:
+    """The row of a knob without a setting: these values are what the framework does anyway."""
+    return lambda value, _context: Setup() if value in values else None
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Raise UsageError if a framework that is imported within is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        raise UsageError(
+            f"{exc.name} is not installed; run: pip install 'advisor[{exc.name}]'"
+        ) from exc

@@ -67,7 +67,7 @@ def _attach() -> None:
 
             Path(address).with_name("torch").write_text(f"advisor is {said}; install it there")
             sys.exit(f"advisor: {said}")
-        sys.stderr.write(f"advisor: {said}; it runs as it is\n")
+        sys.stderr.write(f"advisor: {said}; it runs unmodified\n")
         return
     attach()
 

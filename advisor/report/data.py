@@ -1,14 +1,14 @@
-"""What is shown of a record, as data: a terminal, a page and a plot draw the same, and JSON."""
+"""What is shown of a record: tables and charts for a terminal and a page, and JSON."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table as Drawn
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from advisor.cache.codec import plain
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from advisor.finding.lookups import Offer
 
 WIDE = 100
-"""Columns of a terminal below which a table leaves out what it can spare."""
+"""Columns of a terminal; a narrower one leaves out the `spare` columns of a table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Cells of text; `warns`: the last one is something to be looked at."""
+    """Cells of text; `warns`: the last one is a problem."""
 
     cells: tuple[str, ...]
     warns: bool = False
@@ -33,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text below headings: nothing in them is markup, whatever it looks like.
+    """Rows of text below headings; no cell is read as markup.
 
     Attributes:
         right: headings of columns of numbers.
@@ -46,35 +46,32 @@ class Table:
     right: Sequence[str] = ()
     whole: Sequence[str] = ()
     spare: Sequence[str] = ()
-    rows: list[Row] = dataclasses.field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
 
     def row(self, *cells: str, warns: bool = False) -> None:
         self.rows.append(Row(cells, warns))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        narrow = options.max_width < WIDE
-        shown = [not (narrow and heading in self.spare) for heading in self.headings]
-        drawn = Drawn(box=None, pad_edge=False, header_style="bold")
-        for heading, here in zip(self.headings, shown, strict=True):
-            if here:
-                justify = "right" if heading in self.right else "left"
-                drawn.add_column(
-                    heading,
-                    justify=justify,  # type: ignore[arg-type]
-                    no_wrap=heading in self.whole,
-                    overflow="fold",
-                )
+        left_out = self.spare if options.max_width < WIDE else ()
+        shown = [i for i, heading in enumerate(self.headings) if heading not in left_out]
+        drawn = RichTable(box=None, pad_edge=False, header_style="bold")
+        for heading in (self.headings[i] for i in shown):
+            drawn.add_column(
+                heading,
+                justify="right" if heading in self.right else "left",
+                no_wrap=heading in self.whole,
+                overflow="fold",
+            )
         for row in self.rows:
-            *cells, last = map(Text, row.cells)
-            last.stylize("yellow" if row.warns else "")
-            both = zip([*cells, last], shown, strict=True)
-            drawn.add_row(*(cell for cell, here in both if here))
+            cells = [Text(cell) for cell in row.cells]
+            cells[-1].stylize("yellow" if row.warns else "")
+            drawn.add_row(*(cells[i] for i in shown))
         yield drawn
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A number with its interval, equal ends where it has none."""
+    """A ratio with its 95% interval."""
 
     label: str
     value: float
@@ -82,22 +79,23 @@ class Estimate:
     high: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Comparison:
-    """A chart: one estimate a row on one axis, as dots about `reference`, or as bars from 0 where
-    that is None. `text` is a number as the axis has it."""
+    """A chart: speed-ups as dots on one axis."""
 
     title: str
     axis: str
     rows: tuple[Estimate, ...]
-    text: Callable[[float], str]
-    reference: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """A trial when it ended, `at_s` seconds into the search; `samples_per_s` is 0 where it failed.
-    `at_batch`: at the user's; `leads`: it was the best so far there."""
+    """A trial that ended `at_s` seconds into the search; `samples_per_s` is 0 if it failed.
+
+    Attributes:
+        at_batch: it has the user's batch.
+        leads: it was the best so far at that batch.
+    """
 
     label: str
     at_s: float
@@ -106,7 +104,7 @@ class Tried:
     leads: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Timeline:
     """A chart: samples/s of each trial over the seconds of the search."""
 
@@ -115,40 +113,22 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """Samples/s over loader workers, few first."""
-
-    label: str
-    points: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curves:
-    """A chart: what loaders give by their workers; `level`: samples/s of the step alone."""
-
-    title: str
-    curves: tuple[Curve, ...]
-    level: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
     """One part of a report.
 
     Attributes:
-        name: one word, which a link can name.
-        chart, curves: only a page draws them; the table has the same numbers.
-        lines: what else is to be said.
+        name: one word, for links.
+        lines: text below the table.
         code: lines to copy, into a script or a shell; they come last.
+        chart: drawn on a page only; the table has the same numbers.
     """
 
     name: str
     title: str
-    chart: Comparison | Timeline | None = None
-    curves: Curves | None = None
     table: Table | None = None
     lines: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
+    chart: Comparison | Timeline | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +143,7 @@ class Report:
 
 
 def as_data(record: Record, cache: str | None) -> dict[str, Any]:
-    """A record with its id and the line for a script."""
+    """A record as JSON, with its id and the line for a script."""
     rows = [
         {
             "from_step": row.steps,
@@ -181,7 +161,7 @@ def as_data(record: Record, cache: str | None) -> dict[str, Any]:
 
 
 def explained(offer: Offer) -> dict[str, Any]:
-    """Why a lookup found what it found."""
+    """Why a lookup found what it found, as JSON."""
     served, found = offer.served, offer.served.explanation
     data: dict[str, Any] = {
         "status": served.status,
@@ -190,21 +170,8 @@ def explained(offer: Offer) -> dict[str, Any]:
         "batch_size": offer.batch_size,
         "record": served.record.id if served.record else None,
     }
-    if found is None:
-        return data
-    return data | {
-        "stores": [{"url": url, "said": said} for url, said in found.stores],
-        "refused": list(found.refused),
-        "near_misses": [
-            {
-                "id": near.id,
-                "target": near.target,
-                "store": near.store,
-                "signed": near.signed,
-                "differs": [
-                    {"field": d.field, "wanted": d.wanted, "found": d.found} for d in near.differs
-                ],
-            }
-            for near in found.near_misses
-        ],
-    }
+    if found is not None:
+        data["stores"] = [{"url": url, "said": said} for url, said in found.stores]
+        data["refused"] = list(found.refused)
+        data["near_misses"] = msgspec.to_builtins(found.near_misses)
+    return data

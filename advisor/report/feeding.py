@@ -1,4 +1,4 @@
-"""The loader beside the step that it feeds: what the step takes, and what both make together."""
+"""The loader beside the step: how fast each is, and what limits the training."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ from typing import TYPE_CHECKING
 from advisor.cache.config import Config
 from advisor.cache.record import Choice, Measurement, Record, best_known
 from advisor.cache.shown import times
-from advisor.report import helping
 from advisor.report.data import Table
-from advisor.report.helping import Feeding
 from advisor.report.text import duration, rate
 from advisor.tuners import knobs, worker_limits
-from advisor.tuners.knobs import BY_NAME, INPUT, TORCH, WORKERS, described
+from advisor.tuners.knobs import BY_NAME, INPUT, TORCH, described
 
 if TYPE_CHECKING:
     from advisor.tuners.measure.worker.wire import SampleCosts
 
-BY_THEMSELVES = TORCH | {"prefetch_factor": worker_limits.PREFETCH_FACTOR}
-"""How workers work that are told nothing."""
+WORKER_DEFAULTS = TORCH | {"prefetch_factor": worker_limits.PREFETCH_FACTOR}
 KEEPS_UP = 0.95
-"""Of the step alone: a loader that gives so much of it does not bound it."""
-ORDER = "in_order"
-"""The knob that --any-order permits."""
+"""A loader that delivers this share of the step's own speed does not limit it."""
+LEAST = 0.05
+"""Share of a sample's time from which a part is worth a line."""
 UNTUNED = (
     "The loader is not tuned: --data data.py:make_dataset, or torchvision:FakeData, names what it "
     "loads."
@@ -34,7 +31,7 @@ UNTUNED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A loader, and what it makes with the step, by the most turns that it had."""
+    """A loader, and the speed of the step with it."""
 
     loader: Config
     together: Measurement
@@ -46,17 +43,12 @@ class Pair:
         return "DataLoader default" if said == "torch default" else said
 
     @property
-    def way(self) -> str:
-        """How its workers work, '4 batches ahead, pin_memory'; '' where it is as by themselves."""
-        return described(self.loader.without(WORKERS), BY_THEMSELVES, nothing="")
-
-    @property
     def workers(self) -> int:
         return knobs.workers(self.loader)
 
 
 def pairs(record: Record) -> list[Pair]:
-    """All that were measured, in the order of their workers; empty where none was."""
+    """Every loader that was measured, by its number of workers."""
     found: dict[Config, Measurement] = {}
     for trial in record.trials:
         loader, seen = _loader(trial.config), trial.measurement
@@ -66,79 +58,52 @@ def pairs(record: Record) -> list[Pair]:
     return sorted(made, key=lambda one: one.workers)
 
 
+def _loader(config: Config) -> Config:
+    known = (name for name in config if name in BY_NAME)
+    return config.only(*(name for name in known if BY_NAME[name].stage == INPUT))
+
+
 def step(record: Record) -> Choice | Measurement:
-    """The advised step on a batch that lies on the device: of the data, where there is one."""
+    """The advised step on a batch that is already on the device."""
     own = (t.measurement for t in record.trials if t.stage == INPUT and not _loader(t.config))
     return next((one for one in own if one.ok), record.winner(record.use))
 
 
 def table(record: Record) -> Table | None:
-    """Loaders with what each gives; None where none was measured."""
+    """The speed with each loader; None if none was measured."""
     found = pairs(record)
     if not found:
         return None
-    alone = step(record)
+    alone = step(record).samples_per_s
     shown = Table(
-        f"The loader beside the advised step, which takes {rate(alone.samples_per_s)} samples/s",
-        ("loader", "with the step", "turns", "of the step"),
-        right=("with the step", "of the step"),
+        f"The advised step takes {rate(alone)} samples/s; with each loader it makes",
+        ("loader", "samples/s", "turns", "of the step"),
+        right=("samples/s", "of the step"),
         whole=("turns",),
         spare=("turns",),
     )
     for one in found:
         both = one.together
-        shown.row(
-            one.name,
-            rate(both.samples_per_s),
-            f"{rate(both.low)}-{rate(both.high)}",
-            f"{both.samples_per_s / alone.samples_per_s:.0%}",
-        )
+        turns = f"{rate(both.low)}-{rate(both.high)}"
+        share = f"{both.samples_per_s / alone:.0%}"
+        shown.row(one.name, rate(both.samples_per_s), turns, share)
     return shown
 
 
 def said(record: Record) -> Iterator[str]:
-    """What is chosen of the loader, and what bounds the training then."""
+    """Which loader was chosen, and whether it limits the training."""
     if record.key.task.command:
         return
+    chosen = _chosen(record)
     if record.input:
         yield f"loader: {described(record.input)}"
-    chosen = _chosen(record)
-    if chosen is None:
-        if not record.input:
-            yield _untuned(record)
-        return
-    if not record.input:
-        yield "loader: DataLoader default, which nothing measured is known to beat"
-    elif gain := _gain(record, chosen):
-        yield gain
-    yield from _of_any_order(record)
-    yield _bound(record, chosen)
-
-
-def _gain(record: Record, chosen: Pair) -> str:
-    """How much faster the step is with this loader than with DataLoader's defaults; '' if that was
-    not measured."""
-    plain = next((one for one in pairs(record) if not one.workers), None)
-    if plain is None or not chosen.workers:
-        return ""
-    theirs = plain.together.samples_per_s
-    return (
-        f"with the step that loader gives {times(chosen.together.samples_per_s / theirs)} what a "
-        f"DataLoader without workers does ({rate(theirs)} samples/s)"
-    )
-
-
-def _of_any_order(record: Record) -> Iterator[str]:
-    """What came of the permission that batches may come as their workers finish them."""
-    if not record.key.task.any_order or record.input.get(ORDER) is False:
-        return
-    tried = any(one.loader.get(ORDER) is False for one in pairs(record))
-    why = (
-        "tried, and not clearly faster" if tried else "not tried, as time ran out or nothing waits"
-    )
-    if not tried and knobs.workers(record.input) <= 1:
-        why = "not tried, as that takes two workers"
-    yield f"batches in any order: {why}"
+    elif chosen is None:
+        yield _untuned(record)
+    else:
+        yield "loader: DataLoader default; nothing measured is clearly faster"
+    if chosen is not None:
+        yield from _gain(record, chosen)
+        yield _limit(record, chosen)
 
 
 def _untuned(record: Record) -> str:
@@ -147,105 +112,95 @@ def _untuned(record: Record) -> str:
     return f"The loader is not tuned: {why}" if record.key.task.data else UNTUNED
 
 
+def _gain(record: Record, chosen: Pair) -> Iterator[str]:
+    """How much faster the step is than with a DataLoader without workers."""
+    plain = next((one for one in pairs(record) if not one.workers), None)
+    if record.input and chosen.workers and plain is not None:
+        theirs = plain.together.samples_per_s
+        yield (
+            f"with that loader the step is {times(chosen.together.samples_per_s / theirs)} as fast "
+            f"as with a DataLoader without workers ({rate(theirs)} samples/s)"
+        )
+
+
 def explained(record: Record, costs: SampleCosts | None, data: str = "") -> Iterator[str]:
-    """What bounds the training, what a sample of `data` costs, and what would help, computed from
-    that."""
+    """What limits the training, what a sample of `data` costs, and what would help."""
     chosen, own = _chosen(record), record.key.task.data
     if record.key.task.command:
         return
     if chosen is not None:
-        yield _bound(record, chosen)
+        yield _limit(record, chosen)
         if costs is None:
-            yield "Give --data for what a sample costs, and what would help."
+            yield "With --data, advisor also measures what a sample costs."
         elif own and data != own:
-            yield f"That is of the data of {own}; what follows is of {data}:"
+            yield f"That is for the data of {own}; what follows is for {data}:"
     if costs is None:
         return
-    shares = [f"{one.where} {one.seconds / costs.seconds:.0%}" for one in costs.parts]
-    small = len([share for share in shares if share.endswith(" 0%")])
-    listed = ", ".join(shares[: len(shares) - small])
-    yield f"a sample costs {duration(costs.seconds)} of a worker: {listed}"
+    shares = [(one.where, one.seconds / costs.seconds) for one in costs.parts]
+    listed = ", ".join(f"{where} {share:.0%}" for where, share in shares if share >= 0.005)
+    yield f"a sample costs a worker {duration(costs.seconds)}: {listed}"
     if chosen is None:
-        yield f"what would help is told once the loader is tuned: advisor tune with --data {data}"
-        return
-    takes, gives = step(record).samples_per_s, _gives(record, chosen)
-    on_gpu, task = record.key.environment.device.kind != "cpu", record.key.task
-    if on_gpu and not _keeps_up(record, chosen) and task.dtype == "float32":
-        yield from helping.narrower(costs, record.batch * math.prod(task.sample))
-    if gives >= KEEPS_UP * takes or _keeps_up(record, chosen):
-        return
-    needed = math.ceil(takes * costs.seconds)
-    batches = costs.samples // record.batch
-    if 0 < batches < needed:
-        yield (
-            f"an epoch has {batches:,} batch{'es' * (batches != 1)}, and work for no more workers: "
-            f"by what a sample costs {needed:,} would have to feed the step"
-        )
-    else:
-        yield (
-            f"{_with_cores(needed)} would feed the step, by what a sample costs; "
-            f"{worker_limits.cores():,} there are"
-        )
-    yield "what would help changes your code; computed from that, with the workers that there are:"
-    yield from helping.lines(Feeding(costs=costs, takes=takes, gives=gives, on_gpu=on_gpu))
+        yield f"To see what would help, tune the loader first: advisor tune with --data {data}"
+    elif not _keeps_up(record, chosen) and _speed(record, chosen) < KEEPS_UP * _takes(record):
+        yield from _parts(record, chosen, costs)
+
+
+def _parts(record: Record, chosen: Pair, costs: SampleCosts) -> Iterator[str]:
+    """The loader's speed without each part that costs much."""
+    yield "Without one of its parts, for example cached or on the GPU, the same loader would make:"
+    gives, takes = _speed(record, chosen), _takes(record)
+    for one in costs.parts:
+        if one.seconds >= LEAST * costs.seconds:
+            left_s = costs.seconds - one.seconds
+            most = min(takes, gives * costs.seconds / left_s) if left_s else takes
+            yield f"    without {one.where}: at most {rate(most)} samples/s"
+
+
+def _takes(record: Record) -> float:
+    return step(record).samples_per_s
 
 
 def _chosen(record: Record) -> Pair | None:
-    """What was measured with the step of the loader that is advised."""
+    """The measurement of the advised loader."""
     wanted = knobs.workers(record.input)
     both = [one for one in pairs(record) if one.workers == wanted]
-    # What is taken by rule was not measured.
-    acting = Config({n: v for n, v in record.input.items() if not BY_NAME[n].by_rule})
-    told = acting.changed(BY_THEMSELVES)
-    exact = [one for one in both if one.loader.changed(BY_THEMSELVES) == told]
+    # A knob that is set by a rule was not measured.
+    measured = Config({n: v for n, v in record.input.items() if not BY_NAME[n].by_rule})
+    advised = measured.changed(WORKER_DEFAULTS)
+    exact = [one for one in both if one.loader.changed(WORKER_DEFAULTS) == advised]
     return next(iter(exact or both), None)
 
 
-def _bound(record: Record, chosen: Pair) -> str:
-    return (
-        f"the step can take {rate(step(record).samples_per_s)} samples/s, together they make "
-        f"{rate(chosen.together.samples_per_s)}: {_verdict(record, chosen)}"
-    )
-
-
-def _verdict(record: Record, chosen: Pair) -> str:
+def _limit(record: Record, chosen: Pair) -> str:
+    alone, both = rate(_takes(record)), rate(chosen.together.samples_per_s)
+    said = f"the step alone takes {alone} samples/s, with its loader {both}"
     if _keeps_up(record, chosen):
-        return "the loader keeps up"
-    if not chosen.workers and _gives(record, chosen) >= KEEPS_UP * step(record).samples_per_s:
-        return "input-bound, as no worker loads beside the step"
-    return f"input-bound{_wanted(record)}"
+        return f"{said}: the loader keeps up"
+    if not chosen.workers and _speed(record, chosen) >= KEEPS_UP * _takes(record):
+        return f"{said}: input-bound, because no worker loads during the step"
+    return f"{said}: input-bound{_wanted(record)}"
 
 
 def _keeps_up(record: Record, chosen: Pair) -> bool:
-    """Whether the step, with its loader, is as fast as without."""
-    return chosen.together.samples_per_s >= KEEPS_UP * step(record).samples_per_s
+    """Whether the step is as fast with its loader as alone."""
+    return chosen.together.samples_per_s >= KEEPS_UP * _takes(record)
 
 
 def _wanted(record: Record) -> str:
-    """How many workers would do, by what the fewest give."""
+    """How many workers would be enough, estimated from the fewest that were measured."""
     measured = pairs(record)
     fewest, most = measured[0], measured[-1]
-    # Of some data, as of one that is a single batch, more than one have nothing to do.
+    # Data of a single batch has no work for a second worker.
     if most.workers <= 1 < worker_limits.cores():
         return ""
-    one = _gives(record, fewest) / max(1, fewest.workers)
-    return f"; some {_with_cores(math.ceil(step(record).samples_per_s / one))} would feed it"
+    one = _speed(record, fewest) / max(1, fewest.workers)
+    needed = math.ceil(_takes(record) / one)
+    cores = f"{needed:,} workers with a core each" if needed != 1 else "1 worker with its own core"
+    return f"; about {cores} would feed it, and this machine has {worker_limits.cores():,}"
 
 
-def _gives(record: Record, pair: Pair) -> float:
-    """Samples/s of a loader whose step waits: what both make. Without workers, loading and training
-    take turns, so their times add up."""
-    takes, both = step(record).samples_per_s, pair.together.samples_per_s
+def _speed(record: Record, pair: Pair) -> float:
+    """Samples/s of a loader alone. Without workers, loading and training take turns, so their times
+    add up."""
+    takes, both = _takes(record), pair.together.samples_per_s
     return both if pair.workers or both >= takes else takes * both / (takes - both)
-
-
-def _with_cores(workers: int) -> str:
-    return f"{workers:,} workers with a core each" if workers != 1 else "1 worker with its own core"
-
-
-def _loader(config: Config) -> Config:
-    return config.only(*(name for name in config if name in BY_NAME and _feeds(name)))
-
-
-def _feeds(name: str) -> bool:
-    return BY_NAME[name].stage == INPUT

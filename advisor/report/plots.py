@@ -1,4 +1,4 @@
-"""Charts, as files."""
+"""A chart as a file, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENDINGS = (".png", ".svg")
 
 
 def check(path: Path) -> None:
-    """Refuse a chart that could not be written, before it is measured for minutes.
+    """Refuse a file that cannot be written, before minutes of measuring.
 
     Raises:
         UsageError: another ending than .png or .svg, no such folder, or matplotlib is missing.
@@ -28,25 +28,31 @@ def check(path: Path) -> None:
 
 
 def parts(record: Record, path: Path) -> None:
-    """What each knob contributes: bars from 1x, with 95% intervals."""
+    """Draw what each knob contributes: bars from 1x, with 95% intervals."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     chart = charts.parts(record)
+    assert chart is not None
     rows = chart.rows[::-1]
-    figure, axis = plt.subplots(figsize=(7, 1.4 + 0.45 * len(rows)))
-    for at, row in enumerate(rows):
-        colour = "#2a6f97" if row.low > 1 else "#b0b7bd"
-        axis.barh(at, row.value - 1, left=1, height=0.6, color=colour)
-        reach = [[max(0.0, row.value - row.low)], [max(0.0, row.high - row.value)]]
-        axis.errorbar(row.value, at, xerr=reach, color="black", capsize=3, linewidth=1)
-    axis.set_yticks(range(len(rows)), [row.label for row in rows])
+    values = [row.value for row in rows]
+    below = [max(0.0, row.value - row.low) for row in rows]
+    above = [max(0.0, row.high - row.value) for row in rows]
+    figure, axis = plt.subplots(figsize=(7, 1.4 + 0.45 * len(rows)), layout="tight")
+    axis.barh(
+        [row.label for row in rows],
+        [value - 1 for value in values],
+        left=1,
+        height=0.6,
+        color=["#2a6f97" if row.low > 1 else "#b0b7bd" for row in rows],
+        xerr=[below, above],
+        error_kw={"capsize": 3},
+    )
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_xlabel(chart.axis)
     device = record.key.environment.device.name
     axis.set_title(f"{record.target.name}, batch {record.batch}, {device}", fontsize=10)
-    figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)

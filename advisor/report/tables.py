@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
 from advisor.cache.reader import Held
-from advisor.cache.record import CAPTURE, FLAGS, INTERRUPTED, PILOT, Choice, Part, Record
+from advisor.cache.record import CAPTURE, FLAGS, INTERRUPTED, Choice, Part, Record
 from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import interval, size, tells, times
 from advisor.finding.answer import break_even, unverified
 from advisor.finding.doubt import DOUBTFUL, doubtful
-from advisor.finding.horizon import Row
 from advisor.printed import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Table
@@ -24,19 +23,19 @@ from advisor.tuners.doubt import unsteady
 from advisor.tuners.knobs import INPUT_PIPELINE, caveats, described
 
 WAITED = 0.1
-"""Share of the time that a run waits for its data from which that is worth a word."""
+"""Share of a run's time from which its waiting for data gets a line."""
 _MORE_WORKERS = ": more workers in its DataLoader may give more than any config"
 AGAIN = "Measure again with --force when it is quiet."
-"""The remedy at the end of a line where the host was too busy to tell."""
+"""The remedy on a busy host, at the end of a line."""
 UNSTEADY = 1.2
-"""Fastest over slowest turn of the advice from which the host's own noise is worth a word."""
+"""Fastest over slowest turn of the advice from which a line names the busy host."""
 
 
 def verdict(record: Record) -> Table:
     """What was found for each use."""
-    over = "x as it is (95%)" if record.key.task.command else "x default (95%)"
+    over = "speed-up (95%)"
     table = Table(
-        f"What was found for each use, raced in turn with {record.key.task.baseline}",
+        f"The winner for each use, measured in turn with {record.key.task.baseline}",
         ("", "config", "batch", "samples/s", "turns", over, "peak"),
         right=("batch", "samples/s", "peak"),
         whole=("", "batch", "samples/s", "turns", over, "peak"),
@@ -55,30 +54,47 @@ def verdict(record: Record) -> Table:
     return table
 
 
-def summary(record: Record, cache: str | None) -> Iterator[str]:
-    """The lines below the verdict: the loader, and what it cost."""
+def summary(record: Record, *, short: bool = False) -> Iterator[str]:
+    """The lines below the verdict; `short` as in `start`."""
     if record.stale:
         yield stale(record)
-    yield from said(record)
+    yield from said(record, short=short)
     yield from compared(record)
     yield from feeding.said(record)
     yield f"record {record.id}: {cost(record)}"
 
 
 def start(
-    record: Record, cache: str | None, command: Sequence[str] = (), *, short: bool = False
+    record: Record,
+    cache: str | None,
+    command: Sequence[str] = (),
+    *,
+    url: str = "",
+    short: bool = False,
 ) -> Iterator[str]:
-    """What to write for a record to be followed, and where; `command`: as typed, of a run. `short`:
-    there was no time for some configs."""
+    """How to apply a record.
+
+    Args:
+        cache: its store.
+        command: the run's, as typed.
+        url: of the store that has the record for a reader on another machine.
+        short: a remark names the budget that an untried config needs: that is the one remedy.
+    """
+    yield ""
     if not gains(record):
-        yield from ("", nothing_to_gain(record, short=short))
+        yield nothing_to_gain(record, short=short)
         return
-    line = script_line(record, cache, command=command)
-    yield from _started(where(record), line, [*_loader(record), *other_uses(record, cache)])
+    place, line = where(record), script_line(record, cache, command=command)
+    if url:
+        place, line = f"{place}, with ADVISOR_CACHE={shlex.quote(url)}", line_anywhere(record)
+    yield from (f"{place}:", f"    {line}")
+    if record.input and not record.key.task.command:
+        yield "    loader = DataLoader(dataset, **advice.loader)"
+    yield from (f"    {other}" for other in other_uses(record, None if url else cache))
 
 
 def gains(record: Record) -> bool:
-    """Whether a record advises anything beside its baseline, be it for another use."""
+    """Whether a record advises anything for any use."""
     return bool(record.input) or any(
         one.choice.config != record.baseline.config for one in record.winners
     )
@@ -90,15 +106,15 @@ def nothing_to_gain(record: Record, *, short: bool = False) -> str:
     if record.provenance.effort == INTERRUPTED:
         return f"Nothing was found to gain before it was cut short; {how}."
     if undecided(record):
-        return f"Could not tell what gains on this machine; {how}. {AGAIN}"
+        again = "" if short else f" {AGAIN}"
+        return f"Could not tell what gains on this machine; {how}.{again}"
     if short:
         return f"Nothing that there was time for gains on this machine; {how}."
     return f"Nothing to gain on this machine; {how}."
 
 
 def undecided(record: Record) -> bool:
-    """Whether something may gain as much as `advisor tune` mentions, and was not measured well
-    enough to tell, or not at all."""
+    """Whether something may gain NOTABLE, and was not measured well enough to tell."""
     default, seen = record.baseline.config, ratios(record.trials, record.baseline.config)
     last = {one.config: one for one in record.trials if one.stage != "numerics"}
     timed_out = any(one.measurement.outcome == "timed_out" for one in last.values())
@@ -113,33 +129,14 @@ def undecided(record: Record) -> bool:
     return timed_out or restless or any(one >= NOTABLE for one in most.values())
 
 
-def start_anywhere(record: Record, url: str) -> Iterator[str]:
-    """The same for a reader elsewhere, to whom the record is in the store of this URL."""
-    if not gains(record):
-        yield from ("", nothing_to_gain(record))
-        return
-    place = f"{where(record)}, with ADVISOR_CACHE={shlex.quote(url)}"
-    yield from _started(place, line_anywhere(record), [*_loader(record), *other_uses(record)])
-
-
-def _started(place: str, line: str, others: Iterable[str]) -> Iterator[str]:
-    yield from ("", f"{place}:", f"    {line}", *(f"    {other}" for other in others))
-
-
-def _loader(record: Record) -> Iterator[str]:
-    """The line that follows what was found of the loader."""
-    if record.input and not record.key.task.command:
-        yield "loader = DataLoader(dataset, **advice.loader)"
-
-
 def called(record: Record, config: Config) -> str:
-    """What a config of a record does otherwise than its baseline."""
-    nothing = "as it is" if record.key.task.command else "torch default"
+    """How a config differs from the baseline."""
+    nothing = "unmodified" if record.key.task.command else "torch default"
     return described(config, record.baseline.config, nothing=nothing)
 
 
 def where(record: Record) -> str:
-    """What the lines that apply a record stand under."""
+    """The title above the lines that apply a record."""
     return "Start it like this" if record.key.task.command else "In your script"
 
 
@@ -148,13 +145,13 @@ def stale(record: Record) -> str:
     return f"Marked stale by advisor verify: {record.stale}." if record.stale else ""
 
 
-def said(record: Record) -> Iterator[str]:
-    """What must be known of the verdict."""
+def said(record: Record, *, short: bool = False) -> Iterator[str]:
+    """What limits the verdict; `short` as in `start`."""
     made, advised, baseline = record.provenance, record.winner(record.use), record.key.task.baseline
     if not record.compares:
         yield (
-            f"Nothing was raced beside {baseline} for long enough to tell: that is the advice "
-            "until something is."
+            f"The final race was too short to compare anything with {baseline}, which is the "
+            "advice until then."
         )
     elif advised == record.baseline:
         yield f"Nothing measured is clearly faster at your batch: the advice is {baseline}."
@@ -165,50 +162,47 @@ def said(record: Record) -> Iterator[str]:
         yield f"Chosen for a job of {made.steps:,} steps."
     elif made.duration_s:
         yield f"Chosen for a job of {duration(made.duration_s)}."
-    if paying := pays(record, break_even(record)):
-        yield paying
-    if loading := first_step(record):
-        yield loading
+    yield from filter(None, (pays(record), first_step(record)))
     unsteady = advised.high / advised.low if advised.low > 0 else 0.0
     if unsteady >= UNSTEADY and record.compares:
         what = described(advised.config, record.baseline.config, nothing=baseline)
-        again = f" {AGAIN}" if gains(record) and made.effort != INTERRUPTED else ""
+        repeats = gains(record) and made.effort != INTERRUPTED and not short
+        again = f" {AGAIN}" if repeats else ""
         yield (
-            f"The fastest turn of {what} was {unsteady:.2f}x its slowest: the host, "
-            "which is the limit here, was busy or shared, and the speed-up is known no better than "
-            f"its interval says.{again}"
+            f"The fastest turn of {what} was {unsteady:.2f}x its slowest, because the host was "
+            f"busy: the speed-up may lie anywhere in its interval.{again}"
         )
     if (waited := waits(record)) >= WAITED:
         tried = set(INPUT_PIPELINE) & set(record.baseline.config)
         mend = "" if tried or not record.compares else _MORE_WORKERS
-        yield f"As it is, it waits for its data {waited:.0%} of the time{mend}."
+        yield f"Your unmodified script waits for its data {waited:.0%} of the time{mend}."
 
 
 def caveats_of(record: Record) -> Iterator[str]:
-    """What no comparison shows of what was chosen."""
+    """What a comparison with fp32 cannot show of the advice."""
     every = (said for one in record.winners for said in caveats(one.choice.config))
     yield from dict.fromkeys(every)
 
 
 def waits(record: Record) -> float:
-    """Share of the time in which a run as it is waits for its data."""
+    """Share of the time in which an unmodified run waits for its data."""
     default = record.baseline.config
     return max((t.measurement.waited for t in record.trials if t.config == default), default=0.0)
 
 
 def compared(record: Record) -> Iterator[str]:
-    """What was held against fp32, and what was served without."""
+    """The comparisons with strict fp32, and what was not compared."""
     default = record.baseline.config
     for trial in record.trials:
         if trial.stage == "numerics":
             ok = trial.measurement.ok
             state = "trains like fp32" if ok else outcome(trial.measurement)
             yield f"{described(trial.config, default)}: {state}, {trial.measurement.reason}"
-    yield from unheld(record)
+    yield from uncompared(record)
 
 
-def unheld(record: Record) -> Iterator[str]:
-    """What changes numerics and was not held against fp32."""
+def uncompared(record: Record) -> Iterator[str]:
+    """Advice that changes numerics and was not compared with fp32."""
     for name, choice in record.choices.items():
         if why := unverified(record, choice.config):
             yield f"{name}: {described(choice.config, record.baseline.config)}{why}"
@@ -221,33 +215,25 @@ def cost(record: Record) -> str:
 
 
 def other_uses(record: Record, cache: str | None = None) -> Iterator[str]:
-    """What the script can ask for instead, where it gains by that."""
+    """What else the record offers, if it gains more."""
+    use, default = record.use, record.baseline.config
+    advised, free = record.winner(use), record.winner(use, free=True)
     if record.key.task.command:
-        yield from _free_run(record, cache)
+        if free.batch != record.batch:
+            yield (
+                f"or, with the batch free ({free.batch} samples a step; a larger batch trains "
+                f"differently): {script_line(record, cache, free=True)}"
+            )
         return
-    loop, default = record.winner(record.use), record.baseline
-    captured, flags, free = (
-        record.winner(CAPTURE),
-        record.winner(FLAGS),
-        record.winner(record.use, free=True),
-    )
-    if captured.config not in (loop.config, default.config):
+    captured, flags = record.winner(CAPTURE), record.winner(FLAGS)
+    if captured.config not in (advised.config, default):
         yield f"or, with its step given to advice.capture: capture=True: {spread(captured)}"
-    if flags.config not in (loop.config, default.config):
+    if flags.config not in (advised.config, default):
         yield f"a script that calls apply(TARGET) alone gets the flags alone: {spread(flags)}"
     if free.batch != record.batch:
         yield (
-            f'or, with the batch free: batch="free" ({free.batch} samples a step; another '
-            "batch is another optimisation)"
-        )
-
-
-def _free_run(record: Record, cache: str | None) -> Iterator[str]:
-    free = record.winner(PILOT, free=True)
-    if free.batch != record.batch:
-        yield (
-            f"or, with the batch free ({free.batch} samples a step; another batch is another "
-            f"optimisation): {script_line(record, cache, free=True)}"
+            f'or, with the batch free: batch="free" ({free.batch} samples a step; a larger batch '
+            "trains differently)"
         )
 
 
@@ -260,9 +246,9 @@ def parts(record: Record) -> Table:
     """What each knob of the advice contributes."""
     baseline = record.key.task.baseline
     table = Table(
-        f"Samples/s of the advice over those with one knob alone set back to {baseline}",
-        ("knob", "contributes", "95%", "note"),
-        right=("contributes",),
+        f"Speed-up of the advice over the advice with this knob as in {baseline}",
+        ("knob", "speed-up", "95%", "note"),
+        right=("speed-up",),
         whole=("95%",),
     )
     held = record.winner(record.use).config | record.input
@@ -270,9 +256,9 @@ def parts(record: Record) -> Table:
         name, value = next(iter(part.knob.items()))
         note = "through a DataLoader" if part.stage == "input" else ""
         if held.get(name) != value or type(held.get(name)) is not type(value):
-            note = f"not needed, set back to {baseline}"
+            note = "not needed, removed from the advice"
         elif not tells(part.low, part.high):
-            note = "a larger --budget or a quieter machine tells"
+            note = "use a larger --budget or a quieter machine"
         elif part.low <= 1:
             note = "nothing by itself"
         given = times(part.ratio) if tells(part.low, part.high) else "?"
@@ -280,14 +266,14 @@ def parts(record: Record) -> Table:
     return table
 
 
-def horizon(record: Record, rows: Sequence[Row]) -> Table:
-    """Which config is the best from how many steps on, at the user's batch."""
+def horizon(record: Record) -> Table:
+    """The best config for each length of a job, at the user's batch."""
     table = Table(
-        "The best config at your batch, by the length of a job",
+        "The best config for each length of a job, at your batch",
         ("best from step", "after", "config", "first step", "step", "how"),
         right=("best from step", "after", "first step", "step"),
     )
-    for row in rows:
+    for row in break_even(record):
         one = row.candidate
         table.row(
             f"{row.steps:,}",
@@ -301,26 +287,25 @@ def horizon(record: Record, rows: Sequence[Row]) -> Table:
     return table
 
 
-def pays(record: Record, rows: Sequence[Row]) -> str:
-    """'pays from step 1,252 on (38.1 s)': the advice, or '' where it is the default."""
+def pays(record: Record) -> str:
+    """From which step on the advice pays; '' if it is the baseline or that is not known."""
     advised = record.winner(record.use).config
     if advised == record.baseline.config:
         return ""
-    for row in rows:
-        if row.candidate.config == advised:
-            after = f" ({duration(row.seconds)})" if row.steps > 1 else ""
-            return f"The advice pays from step {row.steps:,} on{after}."
-    return ""
+    row = next((one for one in break_even(record) if one.candidate.config == advised), None)
+    if row is None:
+        return ""
+    after = f" ({duration(row.seconds)})" if row.steps > 1 else ""
+    return f"The advice pays from step {row.steps:,} on{after}."
 
 
 def first_step(record: Record) -> str:
-    """What the advice takes before its first step, with its artifacts and without; '' where that
-    was not measured."""
+    """Seconds of the first step with artifacts and without; '' if they were not measured."""
     advised = record.winner(record.use)
     if not advised.loaded_step_s or not advised.first_step_s:
         return ""
     fresh, loaded = duration(advised.first_step_s), duration(advised.loaded_step_s)
-    return f"Its first step takes {fresh}, {loaded} with what is kept of its compilation."
+    return f"Its first step takes {fresh}, or {loaded} with the compiled code that was kept."
 
 
 def listing(found: Sequence[tuple[Held, Sequence[Difference]]], with_store: bool = False) -> Table:
@@ -330,6 +315,7 @@ def listing(found: Sequence[tuple[Held, Sequence[Difference]]], with_store: bool
         ("key", "device", "target", "mode", "sample", "speed-up", "age", "state")
         + ("store",) * with_store,
         whole=("key", "speed-up", "age"),
+        spare=("mode", "sample"),
     )
     for held, differs in found:
         record = held.record
@@ -354,11 +340,23 @@ def listing(found: Sequence[tuple[Held, Sequence[Difference]]], with_store: bool
 
 def trials(record: Record) -> Table:
     """Each trial of the search, the fastest first, those that failed last."""
-    headings = ("#", "what", "batch", "samples/s", "x", "step", "first step", "peak", "how")
+    headings = (
+        "#",
+        "config",
+        "batch",
+        "samples/s",
+        "speed-up",
+        "step",
+        "first step",
+        "peak",
+        "from",
+    )
     table = Table(
-        f"Every trial, the fastest first; x is over the trial of {record.key.task.baseline}",
+        f"Every trial, the fastest first; speed-up is over {record.key.task.baseline}",
         headings,
-        right=[heading for heading in headings if heading not in ("what", "how")],
+        right=[heading for heading in headings if heading not in ("config", "from")],
+        whole=("samples/s", "speed-up", "step", "first step", "peak"),
+        spare=("first step", "peak"),
     )
     tried = [trial for trial in record.trials if trial.stage == "compute"]
     over = ratios(tried, record.baseline.config)
@@ -380,33 +378,8 @@ def trials(record: Record) -> Table:
     return table
 
 
-def memory(record: Record) -> Table:
-    """The peak of each config that was raced."""
-    device = record.key.environment.device
-    table = Table(
-        f"Peak memory of what was raced; the {where_memory_is(record)} has {device.memory_gib} GiB",
-        ("config", "batch", "peak", "of it"),
-        right=("batch", "peak", "of it"),
-    )
-    for choice in raced(record):
-        if choice.peak_bytes:
-            share = choice.peak_bytes / (device.memory_gib * 2**30) if device.memory_gib else 0.0
-            table.row(
-                called(record, choice.config),
-                str(choice.batch),
-                size(choice.peak_bytes),
-                f"{share:.1%}" if share else "-",
-            )
-    return table
-
-
-def where_memory_is(record: Record) -> str:
-    """'device' or 'host'."""
-    return "host" if record.key.environment.device.kind == "cpu" else "device"
-
-
 def raced(record: Record) -> list[Choice]:
-    """Torch's default, what was chosen and what else finished the race, each config once."""
+    """The baseline, the winners and what else finished the race, each config once."""
     found: dict[Config, Choice] = {}
     for choice in (record.baseline, *record.choices.values(), *record.raced):
         found.setdefault(choice.config, choice)
@@ -414,9 +387,9 @@ def raced(record: Record) -> list[Choice]:
 
 
 def numerics(record: Record) -> Table:
-    """What was held against strict fp32, and how that ended."""
+    """What was compared with strict fp32, and the result."""
     headings = ("config", "batch", "outcome", "distance")
-    table = Table("Held against strict fp32 on this model", headings, right=("batch",))
+    table = Table("Compared with strict fp32 on this model", headings, right=("batch",))
     for trial in record.trials:
         if trial.stage == "numerics":
             measured = trial.measurement

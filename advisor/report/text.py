@@ -1,4 +1,4 @@
-"""What records say, as text."""
+"""Numbers and outcomes as text."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ OUTCOMES = {
     "failed": "failed",
     "wrong": "wrong result",
 }
-
-
 LISTED = 80
 """Characters of a command or a reason in a list."""
 
@@ -50,17 +48,17 @@ def age(created: float, now: float | None = None) -> str:
 
 
 def cut(text: str) -> str:
-    """What a list has of a text: its first LISTED characters."""
+    """The start of a text, for a list."""
     return text if len(text) <= LISTED else f"{text[: LISTED - 4]} ..."
 
 
 def outcome(measured: Measurement) -> str:
-    """'out of memory'; '' where it ran."""
+    """'out of memory'; '' if it ran."""
     return "" if measured.ok else OUTCOMES[measured.outcome]
 
 
 def ratio(choice: Choice) -> str:
-    """'1.38x'; '?' where the race could not tell."""
+    """'1.38x'; '?' if the race could not tell."""
     told = tells(choice.speedup_low, choice.speedup_high)
     return times(choice.speedup) if told else "?"
 
@@ -70,20 +68,13 @@ def spread(choice: Choice) -> str:
     return speedup(choice.speedup, choice.speedup_low, choice.speedup_high)
 
 
-def over(measured: Measurement, baseline: Measurement | None) -> float:
-    """How many times the samples/s of the baseline's own trial a trial has; 0 where that is not
-    known."""
-    if not measured.ok or baseline is None or not baseline.ok:
-        return 0.0
-    return measured.samples_per_s / baseline.samples_per_s
-
-
 def ratios(trials: Iterable[Trial], baseline: Config) -> Mapping[int, float]:
-    """By a trial's number, what was said of it when it ended: over the baseline's latest trial."""
+    """The speed-up of each trial, by number, over the baseline's latest trial then; 0: unknown."""
     found: dict[int, float] = {}
-    latest: Measurement | None = None
+    latest = 0.0
     for trial in sorted(trials, key=lambda one: one.number):
+        speed = trial.measurement.samples_per_s if trial.measurement.ok else 0.0
         if trial.config == baseline:
-            latest = trial.measurement
-        found[trial.number] = over(trial.measurement, latest)
+            latest = speed
+        found[trial.number] = speed / latest if latest else 0.0
     return found

@@ -157,7 +157,7 @@ def throughput(told: Mapping[str, Any]) -> Timeline | None:
         best = max(best, reached) if at_batch else best
     if not points:
         return None
-    return Timeline(title="Samples/s of each trial since the start", points=tuple(points))
+    return Timeline("Samples/s of each trial since the start", tuple(points))
 
 
 def _at(batch: int | None) -> str:

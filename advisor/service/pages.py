@@ -22,7 +22,6 @@ from advisor.errors import StoreError, UsageError
 from advisor.printed import line_anywhere
 from advisor.report.data import Section
 from advisor.report.html import pages as rendering
-from advisor.report.html import template
 from advisor.report.sections import report
 from advisor.report.text import age, cut, duration
 from advisor.service import catalog, coverage, jobs, machines, tokens
@@ -185,9 +184,9 @@ def span(seconds: float) -> str:
 
 @site.get("/style.css")
 def style() -> Response:
-    texts = [template(name, _PACKAGE) for name in ("charts.css", "service.css")]
+    texts = [_templates().get_template(name).render() for name in ("charts.css", "service.css")]
     headers = {"Cache-Control": "public, max-age=300"}
-    return Response("\n".join(filter(None, texts)), media_type="text/css", headers=headers)
+    return Response("\n".join(texts), media_type="text/css", headers=headers)
 
 
 @site.get("/static/{file}")
@@ -302,8 +301,7 @@ def record(
 
 def _says_something(section: Section) -> bool:
     """Whether a section has more than a reason why it is empty."""
-    shows = (section.chart, section.curves, section.table)
-    return section.name in ("chosen", "numerics") or any(shows)
+    return section.name in ("chosen", "numerics") or bool(section.chart or section.table)
 
 
 @site.get("/tokens")

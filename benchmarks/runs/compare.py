@@ -1,4 +1,4 @@
-"""Tune a command as it is, then hold `advisor run` against it as it is and as written by hand.
+"""Tune a command, then compare `advisor run` with the original and with a version by hand.
 
     python benchmarks/runs/compare.py --results runs.jsonl --by-hand -- \\
         python benchmarks/runs/resnet50.py

@@ -2,8 +2,8 @@
 
     python benchmarks/runs/overhead.py --results overhead.jsonl
 
-Steps: the same script runs as it is twice, under `advisor run` with an empty store, and with a
-record whose best is the script as it is. All are there at once, and make a block of steps in turn
+Steps: the same script runs unmodified twice, under `advisor run` with an empty store, and with a
+record whose best is the unmodified script. All are there at once, and make a block of steps in turn
 while the others wait, so that what the machine does to one it does to all; a ratio is that of two
 blocks of one turn, and that of the two as they are is the noise. On a CPU the seconds are the
 process's own.
@@ -119,7 +119,7 @@ class Script:
 
 
 def tuned(name: str, store: str) -> None:
-    """Keep a record for a net, and make the script as it is its best."""
+    """Keep a record for a net, and make the unmodified script its best."""
     from advisor.opening import open_records
 
     least = ["--effort", "quick", "--no-verify", "--no-compile", "--trials", "1", "--budget", "5s"]
@@ -139,7 +139,7 @@ def with_python() -> Mapping[str, str]:
 
 
 def in_turn(name: str, turns: int, stores: Mapping[str, str | None]) -> dict[str, Any]:
-    """What a step takes in each way, against the script as it is."""
+    """What a step takes in each way, against the unmodified script."""
     scripts = {way: Script(name, store) for way, store in stores.items()}
     for one in scripts.values():
         one.steps(STARTED + STEPS[name])
@@ -160,7 +160,7 @@ def in_turn(name: str, turns: int, stores: Mapping[str, str | None]) -> dict[str
 
 
 def counted(name: str, steps: int, stores: Mapping[str, str | None]) -> dict[str, Any]:
-    """What a step takes in instructions in each way, against the script as it is."""
+    """What a step takes in instructions in each way, against the unmodified script."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for way, store in stores.items():

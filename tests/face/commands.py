@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
+from unittest import mock
 
 import pytest
 
@@ -93,6 +94,7 @@ def advisor(folder: Path, *arguments: str, process: bool = False, **env: str) ->
             stdin=subprocess.DEVNULL,
         )
     with (
+        mock.patch.dict(os.environ),
         tempfile.TemporaryFile("w+", encoding="utf-8") as out,
         tempfile.TemporaryFile("w+", encoding="utf-8") as err,
         pytest.MonkeyPatch.context() as patch,

@@ -163,7 +163,7 @@ def test_a_command_is_held_against_itself_with_the_advice() -> None:
         "-c",
         "import os; print(24 if 'ADVISOR_RUN' in os.environ else 12, 'samples/s')",
     ]
-    turn = ["as it is:      12 samples/s", "advisor run:   24 samples/s"]
+    turn = ["unmodified:    12 samples/s", "advisor run:   24 samples/s"]
     assert said_by("compare_run.py", *command) == [*turn, *turn, "2.00x as fast"]
 
 

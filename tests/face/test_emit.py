@@ -1,11 +1,10 @@
-"""A record in a framework's own words: what is served, that it is all said, that it is real.
+"""A record as a framework's settings: which config is served, all of it, under real names.
 
-What needs a framework is skipped where it is not installed, and says so: `pip install -e .[dev]`.
+A test that needs a framework is skipped where it is not installed: `pip install -e .[dev]`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 import json
@@ -25,7 +24,6 @@ import torch
 from torch import nn
 
 import advisor as package
-from advisor import frameworks
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import Key
 from advisor.cache.record import Measurement, Record, Target, Trial, Winner
@@ -33,10 +31,9 @@ from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cache.task import Task
 from advisor.errors import AdvisorWarning, NoRecord, UsageError
-from advisor.frameworks import NAMES
-from advisor.frameworks.following import Told, told
-from advisor.frameworks.text import data, text
-from advisor.frameworks.words import Scene, Words
+from advisor.frameworks import NAMES, tables
+from advisor.frameworks.text import Emitted, data, text
+from advisor.frameworks.words import ConfigContext, Framework
 from advisor.tuners import fingerprint, target, tf32
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.environment import detect, own_threads
@@ -97,30 +94,20 @@ def record_of(
     )
 
 
-def emitted(name: str, record: Record, batch: int | None = None, free: bool = False) -> Told:
-    return told(frameworks.framework(name), record, batch=batch, free=free)
+def framework(name: str) -> Framework:
+    found: Framework = getattr(tables, name)
+    return found
+
+
+def installed(name: str) -> Any:
+    return pytest.importorskip(name, reason=f"NOT CHECKED: {name} is not installed")
+
+
+def emitted(name: str, record: Record, batch: int | None = None, free: bool = False) -> Emitted:
+    return Emitted(framework(name), record, batch=batch, free=free)
 
 
 # What is served
-
-
-def test_the_loops_winner_where_all_of_it_can_be_said() -> None:
-    found = emitted("hf", record_of((BF16, 300.0), loop=BF16))
-    assert found.words == Words(
-        settings={
-            "bf16": True,
-            "tf32": True,
-            "per_device_train_batch_size": 64,
-            "dataloader_pin_memory": False,
-        },
-        flags=(
-            "torch.backends.cudnn.benchmark = True",
-            "torch.backends.cuda.matmul.allow_tf32 = True",
-            "torch.backends.cudnn.allow_tf32 = True",
-        ),
-        model=("model = model.to(memory_format=torch.channels_last)",),
-    )
-    assert found.reason == "3.00x torch's default at batch 64"
 
 
 def test_a_config_is_served_whole_or_not_at_all() -> None:
@@ -128,10 +115,10 @@ def test_a_config_is_served_whole_or_not_at_all() -> None:
     without = BF16.replace(cudnn_deterministic=True)
     record = record_of((without, 400.0), (BF16, 300.0), (TF32, 200.0), loop=without)
     found = emitted("timm", record)
-    assert found.scene.config == BF16
+    assert found.context.config == BF16
     assert found.reason == "3.00x torch's default at batch 64, each measured once"
     assert "#     at your batch, 4.00x: cudnn_deterministic=True\n" in text(found)
-    assert emitted("hf", record).scene.config == without
+    assert emitted("hf", record).context.config == without
 
 
 def test_a_fused_optimizer() -> None:
@@ -141,20 +128,11 @@ def test_a_fused_optimizer() -> None:
         (ADAMW, {"optim": "adamw_torch_fused"}, {}),
         (SGD, {}, {"fused": True}),
     ):
-        words = emitted("hf", record_of((fused, 400.0), task=task, loop=fused)).words
-        assert settings.items() <= words.settings.items()
-        assert words.optimizer == own
-    plain = emitted("hf", record_of((BF16, 400.0), task=ADAMW, loop=BF16)).words
+        setup = emitted("hf", record_of((fused, 400.0), task=task, loop=fused)).setup
+        assert settings.items() <= setup.settings.items()
+        assert setup.optimizer == own
+    plain = emitted("hf", record_of((BF16, 400.0), task=ADAMW, loop=BF16)).setup
     assert plain.settings["optim"] == "adamw_torch"  # and not its own default, the fused one
-
-
-def test_a_captured_step_is_said_to_be_missing() -> None:
-    record = record_of((GRAPHED, 500.0), (BF16, 300.0), loop=BF16, capture=GRAPHED)
-    for name in ("hf", "lightning", "accelerate", "timm"):
-        found = emitted(name, record)
-        assert found.scene.config == BF16
-        assert "step captured, 5.00x: step_graph=True" in text(found)
-        assert data(found)["not_expressed"] == {"step captured": {"step_graph": True}}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -162,13 +140,10 @@ def test_a_knob_that_a_framework_does_not_know(name: str) -> None:
     """Is named, and what has it is not served."""
     sour = TF32.replace(slack=9)
     found = emitted(name, record_of((sour, 400.0), (TF32, 200.0), task=SGD, loop=sour))
-    assert found.scene.config == TF32
+    assert found.context.config == TF32
     assert "# Cannot be expressed here:\n#     at your batch, 4.00x: slack=9\n" in text(found)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_rows_are_of_knobs(name: str) -> None:
-    assert set(frameworks.framework(name).rows) <= set(BY_NAME)
+    assert data(found)["not_expressed"] == {"at your batch": {"slack": 9}}
+    assert set(framework(name).rows) <= set(BY_NAME)
 
 
 def test_what_the_task_asks_for_is_said_or_refused() -> None:
@@ -176,7 +151,7 @@ def test_what_the_task_asks_for_is_said_or_refused() -> None:
     task = replace(SGD, deterministic=True)
     record = record_of(task=task, base=fixed, loop=fixed, flags=fixed)
     assert "torch.use_deterministic_algorithms(True)\n" in text(emitted("hf", record))
-    assert emitted("lightning", record).words.settings["deterministic"] is True
+    assert emitted("lightning", record).setup.settings["deterministic"] is True
     with pytest.raises(NoRecord, match=r"timm's train.py cannot be told cudnn_deterministic=True"):
         emitted("timm", record)
     with pytest.raises(NoRecord, match="tuned for mode infer"):
@@ -198,14 +173,14 @@ def test_the_batch_asked_for_is_kept(name: str, settings: dict[str, int]) -> Non
     rates += [(CUDA.at(size), 90.0) for size in (16, 24, 128)]
     free = record_of(*rates, task=SGD, loop=TF32, free_loop=small)
     found = emitted(name, free, free=True)
-    assert settings.items() <= found.words.settings.items()
-    assert found.words.loader.get(BATCH, 16) == 16
+    assert settings.items() <= found.setup.settings.items()
+    assert found.setup.loader.get(BATCH, 16) == 16
     assert "4 batches of 16 make one of 64" in text(found)
     # At the user's own batch, and at a larger one that was asked to be free, nothing is added up.
     free_large = record_of(*rates, task=SGD, loop=TF32, free_loop=large)
     alone = [name for name, value in settings.items() if value == 4]
     for plain in (emitted(name, free), emitted(name, free_large, free=True)):
-        assert not any(setting in plain.words.settings for setting in alone)
+        assert not any(setting in plain.setup.settings for setting in alone)
     with pytest.raises(NoRecord):  # 24 does not go into 64
         emitted(name, record_of(*rates, task=SGD, loop=TF32, free_loop=odd), free=True)
 
@@ -231,7 +206,7 @@ def test_of_a_run_the_batch_is_as_it_was_seen(
     task = replace(SGD, command=command, others=others, processes=processes)
     found = emitted("hf", record_of((TF32, 200.0), task=task, loop=TF32))
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    assert tuple(map(found.words.settings.get, names)) == settings
+    assert tuple(map(found.setup.settings.get, names)) == settings
     assert said in text(found)
     assert ("accumulation" in text(found)) == bool(said)
 
@@ -279,28 +254,28 @@ def test_the_lines_set_what_the_knob_sets(
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     flag = BY_NAME[name].flag
     assert flag is not None
-    scene = Scene.of(record_of(), CUDA.replace(**{name: value}))
-    words = frameworks.framework("accelerate").rows[name](value, scene)
-    assert words is not None
+    context = ConfigContext(record_of(), CUDA.replace(**{name: value}))
+    setup = tables.accelerate.rows[name](value, context)
+    assert setup is not None
     flag.set(value)
     wanted = state()
     _put_back()
-    exec("\n".join(words.flags), {"torch": torch, "os": os})
+    exec("\n".join(setup.flags), {"torch": torch, "os": os})
     assert state() == wanted
 
 
 def test_the_lines_lay_out_and_compile_as_the_knob_does() -> None:
-    words = emitted("lightning", record_of((COMPILED, 300.0), loop=COMPILED)).words
-    assert words.model == (
+    setup = emitted("lightning", record_of((COMPILED, 300.0), loop=COMPILED)).setup
+    assert setup.model == (
         "model = model.to(memory_format=torch.channels_last)",
         'model.compile(mode="reduce-overhead")',
     )
     # Measured with a torch whose compiler is wrong without.
     right = "torch._inductor.config.triton.mix_order_reduction = False"
-    assert right in words.flags
+    assert right in setup.flags
     scope = {"torch": torch, "model": nn.Sequential(nn.Conv2d(3, 8, 3))}
     with torch._inductor.config.patch({"triton.mix_order_reduction": True}):
-        exec("\n".join((right, *words.model)), scope)
+        exec("\n".join((right, *setup.model)), scope)
         assert not torch._inductor.config.triton.mix_order_reduction
     assert scope["model"][0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]
     assert scope["model"]._compiled_call_impl is not None  # type: ignore[attr-defined]
@@ -310,11 +285,11 @@ def test_tf32_stays_off_where_a_framework_switches_it_on() -> None:
     plain = CUDA.replace(compile="default")
     record = record_of((plain, 200.0), loop=plain)
     found = emitted("hf", record)
-    assert found.words.settings["tf32"] is False
-    assert "By itself it switches TF32 on" in text(found)
+    assert found.setup.settings["tf32"] is False
+    assert "are made, as it switches TF32 on:" in text(found)
     off = ("torch.backends.cuda.matmul.allow_tf32 = False",)
-    assert found.words.after == emitted("accelerate", record).words.after == off
-    assert "By itself it switches TF32 on" in text(emitted("accelerate", record))
+    assert found.setup.after == emitted("accelerate", record).setup.after == off
+    assert "are made, as it switches TF32 on:" in text(emitted("accelerate", record))
     said = text(emitted("timm", record))
     assert "By itself it compiles with triton.mix_order_reduction, known to be wrong" in said
     assert "By itself it sets cudnn.benchmark to True; this was measured without." in said
@@ -324,22 +299,22 @@ def test_tf32_stays_off_where_a_framework_switches_it_on() -> None:
 @pytest.mark.parametrize("value", ["default", "tf32", "fp32", "bf16"])
 def test_transformers_own_switch_agrees_with_the_lines(flags_put_back: None, value: str) -> None:
     """It sets the new switches alone; where the old ones differ, reading them raises."""
-    pytest.importorskip("transformers", reason="NOT CHECKED: transformers is not installed")
+    installed("transformers")
     from transformers.utils.import_utils import enable_tf32
 
     config = CUDA.replace(precision=value, compile="default")
-    words = emitted("hf", record_of((config, 200.0), loop=config)).words
+    setup = emitted("hf", record_of((config, 200.0), loop=config)).setup
     flag = BY_NAME["precision"].flag
     assert flag is not None
     flag.set(value)
     wanted = tf32.describe()
     _put_back()
     try:
-        exec("\n".join(words.flags), {"torch": torch})
-        enable_tf32.__wrapped__(words.settings["tf32"])
-        if words.after:  # as Accelerate does, where it compiles in float32
+        exec("\n".join(setup.flags), {"torch": torch})
+        enable_tf32.__wrapped__(setup.settings["tf32"])
+        if setup.after:  # as Accelerate does, where it compiles in float32
             torch.backends.cuda.matmul.allow_tf32 = True
-        exec("\n".join(words.after), {"torch": torch})
+        exec("\n".join(setup.after), {"torch": torch})
         assert tf32.describe() == wanted
         assert torch.get_float32_matmul_precision() == (
             "high" if "matmul=tf32" in wanted else "highest"
@@ -352,12 +327,12 @@ def test_transformers_own_switch_agrees_with_the_lines(flags_put_back: None, val
 @pytest.mark.parametrize("name", ["hf", "lightning", "accelerate"])
 def test_the_python_that_is_printed_runs(flags_put_back: None, name: str) -> None:
     if name == "accelerate":
-        pytest.importorskip("accelerate", reason="NOT CHECKED: accelerate is not installed")
+        installed("accelerate")
     found = emitted(name, record_of((COMPILED, 300.0), loop=COMPILED))
     scope: dict[str, Any] = {}
     exec(text(found), scope)
-    assert list(scope["arguments"]) == list(found.words.settings)
-    assert torch.backends.cudnn.benchmark is ("benchmark" not in found.words.settings)
+    assert list(scope["arguments"]) == list(found.setup.settings)
+    assert torch.backends.cudnn.benchmark is ("benchmark" not in found.setup.settings)
 
 
 def test_the_yaml_that_is_printed_reads() -> None:
@@ -396,60 +371,46 @@ def test_a_record_says_nothing_but_comments() -> None:
 
 def every_setting(name: str) -> dict[str, set[Any]]:
     """Each setting that a framework's file can say, with its values that are text or numbers."""
-    framework, found = frameworks.framework(name), dict[str, set[Any]]()
-    for task, kind in itertools.product((SGD, ADAMW, WORDS), framework.devices):
-        scene = replace(Scene.of(record_of(task=task), CUDA), device=kind)
+    found: dict[str, set[Any]] = {}
+    for task, of_cpu in itertools.product((SGD, ADAMW, WORDS), (False, True)):
+        record = on_cpu() if of_cpu else record_of(task=task)
         for knob, compiled in itertools.product(KNOBS, ("none", "default")):
             for value in (16, 64) if isinstance(knob.domain, range) else knob.domain:
                 config = CUDA.replace(compile=compiled).replace(**{knob.name: value})
-                words, _unsaid = framework.say(replace(scene, config=config))
-                for setting, said in words.settings.items():
+                setup, _unsupported = framework(name).setup(ConfigContext(record, config))
+                for setting, said in setup.settings.items():
                     plain = isinstance(said, str | int | float)
                     found.setdefault(setting, set()).update([said] if plain else [])
     return found
 
 
-def test_names_of_transformers() -> None:
-    transformers = pytest.importorskip(
-        "transformers", reason="NOT CHECKED: transformers is not installed"
-    )
-    said = every_setting("hf")
-    fields = {one.name: one for one in dataclasses.fields(transformers.TrainingArguments)}
-    assert {"bf16", "fp16", "tf32", "optim", "torch_compile_backend"} <= set(said) <= set(fields)
-    from transformers.training_args import OptimizerNames
-
-    assert said["optim"] <= {one.value for one in OptimizerNames}
-    assert said["torch_compile_mode"] == set(BY_NAME["compile"].domain) - {
-        *("none", "cudagraphs", "blocks")
-    }
-
-
-def test_names_of_lightning() -> None:
-    pytest.importorskip("lightning", reason="NOT CHECKED: lightning is not installed")
+def test_the_names_are_real() -> None:
+    installed("transformers"), installed("lightning"), installed("accelerate")
+    from accelerate import Accelerator
+    from accelerate.utils import DynamoBackend, PrecisionType
     from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT_STR
     from lightning.pytorch import Trainer
+    from transformers import TrainingArguments
+    from transformers.training_args import OptimizerNames
 
-    said = every_setting("lightning")
-    known = set(inspect.signature(Trainer.__init__).parameters)
-    assert {"precision", "benchmark", "deterministic"} <= set(said) <= known
-    assert said["precision"] <= set(typing.get_args(_PRECISION_INPUT_STR))
-
-
-def test_names_of_accelerate() -> None:
-    accelerate = pytest.importorskip(
-        "accelerate", reason="NOT CHECKED: accelerate is not installed"
-    )
-    said = every_setting("accelerate")
-    known = set(inspect.signature(accelerate.Accelerator.__init__).parameters)
-    assert {"mixed_precision", "dynamo_backend", "dynamo_plugin"} <= set(said) <= known
-    from accelerate.utils import DynamoBackend, PrecisionType
-
-    assert said["mixed_precision"] <= {one.value for one in PrecisionType}
-    assert {one.upper() for one in said["dynamo_backend"]} <= {one.value for one in DynamoBackend}
+    hf, lightning, accelerate = map(every_setting, ("hf", "lightning", "accelerate"))
+    for said, some, known in (
+        (hf, {"bf16", "fp16", "tf32", "optim", "torch_compile_backend"}, TrainingArguments),
+        (lightning, {"precision", "benchmark", "deterministic"}, Trainer.__init__),
+        (accelerate, {"mixed_precision", "dynamo_backend", "dynamo_plugin"}, Accelerator.__init__),
+    ):
+        assert some <= set(said) <= set(inspect.signature(known).parameters)
+    assert hf["optim"] <= {one.value for one in OptimizerNames}
+    modes = set(BY_NAME["compile"].domain) - {"none", "cudagraphs", "blocks"}
+    assert hf["torch_compile_mode"] == modes
+    assert lightning["precision"] <= set(typing.get_args(_PRECISION_INPUT_STR))
+    assert accelerate["mixed_precision"] <= {one.value for one in PrecisionType}
+    backends = {one.value for one in DynamoBackend}
+    assert {one.upper() for one in accelerate["dynamo_backend"]} <= backends
 
 
 def test_timms_optimizers_take_what_is_said() -> None:
-    optim = pytest.importorskip("timm.optim", reason="NOT CHECKED: timm is not installed")
+    optim = installed("timm.optim")
     for name in ("sgd", "adamw"):
         made = optim.create_optimizer_v2(nn.Linear(2, 2), opt=name, lr=0.1, fused=True)
         assert made.defaults["fused"] is True
@@ -466,39 +427,35 @@ def on_cpu(*, compile: str = "none") -> Record:
     return replace(made, key=replace(made.key, environment=detect("cpu")))
 
 
-@pytest.mark.filterwarnings("ignore")  # the framework's own
-def test_transformers_is_made_of_it(tmp_path: Path) -> None:
-    transformers = pytest.importorskip(
-        "transformers", reason="NOT CHECKED: transformers is not installed"
-    )
+def arguments_of(name: str, compile: str = "default") -> dict[str, Any]:
+    """What the printed Python makes."""
     scope: dict[str, Any] = {}
-    exec(text(emitted("hf", on_cpu(compile="default"))), scope)
-    made = transformers.TrainingArguments(output_dir=str(tmp_path), **scope["arguments"])
+    exec(text(emitted(name, on_cpu(compile=compile))), scope)
+    found: dict[str, Any] = scope["arguments"]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # the frameworks' own
+def test_arguments_and_a_trainer_are_made_of_it(tmp_path: Path) -> None:
+    made = installed("transformers").TrainingArguments(
+        output_dir=str(tmp_path), **arguments_of("hf")
+    )
     assert (made.bf16, made.per_device_train_batch_size, made.use_cpu) == (True, 64, True)
     assert (made.torch_compile_mode, made.dataloader_pin_memory) == ("default", False)
-
-
-@pytest.mark.filterwarnings("ignore")  # the framework's own
-def test_a_trainer_is_made_of_it(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning", reason="NOT CHECKED: lightning is not installed")
-    scope: dict[str, Any] = {}
-    exec(text(emitted("lightning", on_cpu(compile="default"))), scope)
-    made = lightning.Trainer(logger=False, default_root_dir=tmp_path, **scope["arguments"])
-    assert made.precision == "bf16-mixed"
+    trainer = installed("lightning").Trainer(
+        logger=False, default_root_dir=tmp_path, **arguments_of("lightning")
+    )
+    assert trainer.precision == "bf16-mixed"
 
 
 @pytest.mark.filterwarnings("ignore")  # the framework's own
 @pytest.mark.parametrize("mode", ["none", "default", "reduce-overhead"])
 def test_an_accelerator_is_made_of_it(mode: str) -> None:
-    accelerate = pytest.importorskip(
-        "accelerate", reason="NOT CHECKED: accelerate is not installed"
-    )
+    accelerate = installed("accelerate")
     from accelerate.state import AcceleratorState
 
-    scope: dict[str, Any] = {}
-    exec(text(emitted("accelerate", on_cpu(compile=mode))), scope)
     try:
-        made = accelerate.Accelerator(**scope["arguments"])
+        made = accelerate.Accelerator(**arguments_of("accelerate", mode))
         assert made.mixed_precision == "bf16"
         plugin = made.state.dynamo_plugin
         assert plugin.backend.value == ("NO" if mode == "none" else "INDUCTOR")
@@ -555,7 +512,8 @@ def remember() -> Record:
     return found
 
 
-ASKED = {"shape": (4, 3, 8, 8), "device": "cpu"}
+def asked(**more: Any) -> dict[str, Any]:
+    return lookup_arguments("model.py:Net", **{"shape": (4, 3, 8, 8), "device": "cpu", **more})
 
 
 def test_arguments_are_of_what_they_can_express_whole(
@@ -564,44 +522,34 @@ def test_arguments_are_of_what_they_can_express_whole(
     """The loop's winner needs a line on the model: the next best that was measured is served."""
     monkeypatch.delenv("OMP_NUM_THREADS")  # whoever set them keeps them
     remember()
-    assert package.hf.arguments(**lookup_arguments("model.py:Net", **ASKED)) == {
+    assert package.hf.arguments(**asked()) == {
         "use_cpu": True,
         "bf16": True,
         "per_device_train_batch_size": 4,
     }
-    assert package.lightning.arguments(**lookup_arguments("model.py:Net", **ASKED)) == {
+    assert package.lightning.arguments(**asked()) == {
         "accelerator": "cpu",
         "precision": "bf16-mixed",
     }
-    asked = {**ASKED, "precisions": ["default"]}
-    assert package.accelerate.arguments(**lookup_arguments("model.py:Net", **asked)) == {
-        "cpu": True
-    }
+    assert package.accelerate.arguments(**asked(precisions=["default"])) == {"cpu": True}
     assert torch.get_num_threads() == own_threads() + 1
 
 
 def test_arguments_keep_the_batch_by_accumulation(here: Path) -> None:
     remember()
-    found = package.hf.arguments(**lookup_arguments("model.py:Net", **{**ASKED, "batch": "free"}))
+    found = package.hf.arguments(**asked(batch="free"))
     assert found["per_device_train_batch_size"] == found["gradient_accumulation_steps"] == 2
     with pytest.raises(UsageError, match="leaves the loader to the script"):
-        package.accelerate.arguments(
-            **lookup_arguments("model.py:Net", **{**ASKED, "batch": "free"})
-        )
+        package.accelerate.arguments(**asked(batch="free"))
 
 
 def test_arguments_break_nothing(here: Path) -> None:
     before = state()
     with pytest.warns(AdvisorWarning, match="advisor tune"):
-        assert (
-            package.hf.arguments(package.Model("model.py:Net", device="cpu"), shape=(4, 3, 9, 9))
-            == {}
-        )
+        assert package.hf.arguments(**asked(shape=(4, 3, 9, 9))) == {}
     assert state() == before
     with pytest.raises(NoRecord):
-        package.hf.arguments(
-            package.Model("model.py:Net", device="cpu"), shape=(4, 3, 9, 9), strict=True
-        )
+        package.hf.arguments(**asked(shape=(4, 3, 9, 9), strict=True))
     with pytest.raises(TypeError, match="flavour"):
         package.hf.arguments("model.py:Net", flavour="sour")
 
@@ -610,8 +558,6 @@ def test_nothing_is_loaded_before_it_is_used() -> None:
     code = (
         "import sys, advisor\n"
         "advisor.hf, advisor.lightning, advisor.accelerate\n"
-        "from advisor.frameworks import NAMES, framework\n"
-        "[framework(name) for name in NAMES]\n"
         "heavy = 'torch', 'transformers', 'lightning', 'accelerate', 'timm'\n"
         "print([one for one in heavy if one in sys.modules])"
     )
@@ -620,7 +566,7 @@ def test_nothing_is_loaded_before_it_is_used() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # the framework's own
 def test_the_callback_lays_out_the_part_that_was_tuned(here: Path) -> None:
-    lightning = pytest.importorskip("lightning", reason="NOT CHECKED: lightning is not installed")
+    lightning = installed("lightning")
     remember()
 
     class Lit(lightning.LightningModule):  # type: ignore[misc]
@@ -647,7 +593,7 @@ def test_the_callback_lays_out_the_part_that_was_tuned(here: Path) -> None:
         )
         trainer.fit(Lit(part), torch.utils.data.DataLoader(torch.randn(8, 3, 8, 8), batch_size=4))
 
-    advised = package.lightning.callback(**lookup_arguments("model.py:Net", **ASKED))
+    advised = package.lightning.callback(**asked())
     assert advised.advice.config.channels_last is True
     part = net()
     fit(part)

@@ -9,8 +9,8 @@ import pytest
 
 import advisor
 from advisor.cache.task import Task
-from advisor.frameworks import hf
-from advisor.frameworks.words import Scene
+from advisor.frameworks.tables import hf
+from advisor.frameworks.words import ConfigContext
 from advisor.report import tables
 from advisor.tuners import fp8
 from tests.cache import examples
@@ -55,5 +55,4 @@ def test_a_record_with_it_says_its_caveat_and_is_no_frameworks() -> None:
     winner = dataclasses.replace(first, choice=dataclasses.replace(first.choice, config=config))
     found = dataclasses.replace(made, winners=(winner, *others))
     assert list(tables.said(found)).count(fp8.CAVEAT) == 1
-    _, unsaid = hf.FRAMEWORK.say(Scene.of(found, config))
-    assert unsaid["precision"] == "fp8"
+    assert hf.setup(ConfigContext(found, config))[1]["precision"] == "fp8"

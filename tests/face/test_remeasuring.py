@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
-import statistics
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from advisor.cache.records import Records
 from advisor.errors import WorkerError
 from advisor.keeping import measuring
 from advisor.opening import open_records
-from advisor.remeasuring import FAILS, HOLDS, UNTOLD, _Again, _idle, _parts, judged
+from advisor.remeasuring import FAILS, HOLDS, INCONCLUSIVE, Remeasurement, is_idle, judged, parts_of
 from advisor.report.tables import part_name
 from advisor.report.tables import parts as parts_table
 from advisor.tuners.measure.runner import Compared
@@ -75,52 +74,55 @@ def held() -> tuple[Records, Record]:
     return records, record
 
 
-def faster(record: Record, choice: Choice, speedup: float) -> Choice:
-    """The choice, so much faster than the record's baseline in each of its turns."""
-    turns = tuple(speedup * turn for turn in record.baseline.rounds)
+def scaled(choice: Choice, factor: float, **more: Any) -> Choice:
+    """The choice with so many times its samples/s."""
     return replace(
         choice,
-        samples_per_s=statistics.median(turns),
-        low=min(turns),
-        high=max(turns),
-        speedup=speedup,
-        speedup_low=0.99 * speedup,
-        speedup_high=1.01 * speedup,
-        rounds=turns,
+        samples_per_s=choice.samples_per_s * factor,
+        low=choice.low * factor,
+        high=choice.high * factor,
+        rounds=tuple(turn * factor for turn in choice.rounds),
+        **more,
+    )
+
+
+def faster(record: Record, choice: Choice, by: float) -> Choice:
+    """The choice, so much faster than the record's baseline in each of its turns."""
+    of_it = {"speedup": by, "speedup_low": 0.99 * by, "speedup_high": 1.01 * by}
+    return replace(scaled(record.baseline, by, **of_it), config=choice.config)
+
+
+def with_winners(record: Record, change: Callable[[Choice], Choice]) -> Record:
+    """The record with other choices in place of its winners."""
+    return replace(
+        record, winners=tuple(replace(one, choice=change(one.choice)) for one in record.winners)
     )
 
 
 def slower_host(record: Record, factor: float) -> Record:
     """The record as of a host on which all takes so many times as long."""
+    slower = with_winners(record, lambda one: scaled(one, 1 / factor))
+    return replace(slower, baseline=scaled(record.baseline, 1 / factor), raced=())
 
-    def there(choice: Choice) -> Choice:
-        return replace(
-            choice,
-            samples_per_s=choice.samples_per_s / factor,
-            low=choice.low / factor,
-            high=choice.high / factor,
-            rounds=tuple(turn / factor for turn in choice.rounds),
-        )
 
-    winners = tuple(replace(one, choice=there(one.choice)) for one in record.winners)
-    return replace(record, baseline=there(record.baseline), winners=winners, raced=())
+def keep(record: Record, **changes: Any) -> Record:
+    """Keep another version of the record that is there."""
+    records, before = held()
+    changed = replace(record, revised=time.time(), **changes)
+    records.put(changed, revises=before)
+    assert held()[1] == changed
+    return changed
 
 
 def advise(config: dict[str, Value], speedup: float | None = None) -> Record:
     """The record, made to say that its advice has these knobs too, and is so much faster."""
-    records, record = held()
+    record = held()[1]
     loop = record.winner(LOOP)
     choice = replace(loop, config=loop.config.replace(**config))
     if speedup is not None:
         choice = faster(record, choice, speedup)
-    winners = tuple(
-        replace(one, choice=choice) if one.choice.config == loop.config else one
-        for one in record.winners
-    )
-    changed = replace(record, winners=winners, stale="", parts=(), revised=time.time())
-    records.put(changed, revises=record)
-    assert held()[1] == changed
-    return changed
+    advised = with_winners(record, lambda one: choice if one.config == loop.config else one)
+    return keep(advised, stale="", parts=())
 
 
 def test_nothing_is_measured_again_beside_a_tuning(tuned: Path) -> None:
@@ -137,7 +139,7 @@ def test_what_contributes_nothing_is_set_back(tuned: Path, monkeypatch: pytest.M
     record = advise({"precision": "bf16"})
     done = advisor(tuned, "explain", record.id, "--budget", "20s", "--plot", "why.png")
     assert done.returncode == 0, done.stderr
-    assert "Set back to torch's default, as no slower: precision" in done.stdout
+    assert "Removed from the advice, as no slower without: precision" in done.stdout
     assert (tuned / "why.png").stat().st_size > 1000
     _, now = held()
     parts = {next(iter(part.knob)): part for part in now.parts if part.stage == "compute"}
@@ -147,7 +149,7 @@ def test_what_contributes_nothing_is_set_back(tuned: Path, monkeypatch: pytest.M
     assert parts["precision"].low <= 1 or parts["precision"].ratio < 1.01
     assert now.winner(LOOP).config == record.winner(LOOP).config.replace(precision="default")
     shown = advisor(tuned, "show", record.id).stdout
-    assert "contributes" in shown and "not needed, set back to torch's default" in shown
+    assert "not needed, removed from the advice" in shown
 
 
 def test_a_record_that_no_longer_holds_is_stale_until_it_is_tuned_again(tuned: Path) -> None:
@@ -168,9 +170,8 @@ def test_a_record_that_no_longer_holds_is_stale_until_it_is_tuned_again(tuned: P
 
 def test_one_that_is_slower_as_its_default_is_cannot_be_told(tuned: Path) -> None:
     """Its speed-up is what it was: the samples a second are compared too."""
-    records, record = held()
-    fast = slower_host(record, record.winner(LOOP).samples_per_s / 1e7)
-    records.put(replace(fast, revised=time.time()), revises=record)
+    record = held()[1]
+    keep(slower_host(record, record.winner(LOOP).samples_per_s / 1e7))
     done = advisor(tuned, "verify", record.id, "--budget", "3s")
     assert done.returncode == 1 and "samples/s now, 10,000,000 when" in done.stdout, done.stderr
     assert "could not tell" in done.stdout and held()[1].stale == ""
@@ -210,8 +211,9 @@ def test_what_changes_numbers_is_compared_before_the_race(
     assert advised in place.blocks, "what is compared was timed"
 
 
-def again(record: Record, place: MadeUp, budget_s: float = 400.0) -> _Again:
-    return _Again(record, place, Clock(budget_s, now=place.now))
+def again(record: Record, place: MadeUp, budget_s: float = 400.0) -> Remeasurement:
+    clock = Clock(budget_s, now=place.now)
+    return Remeasurement(record, record.key.task, open_records(None), place, clock)
 
 
 def place_of(record: Record, channels_last: float = 1.0, **more: Any) -> MadeUp:
@@ -227,16 +229,13 @@ def test_what_is_as_fast_without_is_set_back(channels_last: float, dropped: bool
     """And the record keeps one race: what was raced anew is as it were in the first."""
     record = replace(examples.record(), input=Config())
     both = record.winner(LOOP).config.replace(channels_last=True)
-    record = replace(
-        record,
-        winners=tuple(
-            replace(one, choice=replace(one.choice, config=both)) if one.use != "flags" else one
-            for one in record.winners
-        ),
+    base = record.baseline.config
+    record = with_winners(
+        record, lambda one: one if one.config == base else replace(one, config=both)
     )
     place = place_of(record, channels_last)
     measured = again(record, place)
-    idle = [next(iter(part.knob)) for part in measured.parts() if _idle(part)]
+    idle = [next(iter(part.knob)) for part in measured.parts() if is_idle(part)]
     assert idle == (["channels_last"] if dropped else [])
     raced = len(place.blocks)
     simpler, names = measured.simplified(record, ["channels_last"])
@@ -252,14 +251,12 @@ def test_what_is_as_fast_without_is_set_back(channels_last: float, dropped: bool
 def test_several_that_contribute_nothing_are_set_back_together() -> None:
     record = replace(examples.record(), input=Config())
     fast = record.winner(LOOP).config
-    all_of_it = fast.replace(channels_last=True, cudnn_benchmark=True)
-    winners = tuple(
-        replace(one, choice=replace(one.choice, config=all_of_it)) if one.use == LOOP else one
-        for one in record.winners
+    whole = fast.replace(channels_last=True, cudnn_benchmark=True)
+    record = with_winners(
+        record, lambda one: replace(one, config=whole) if one.config == fast else one
     )
-    record = replace(record, winners=winners)
     measured = again(record, place_of(record))
-    idle = [next(iter(part.knob)) for part in measured.parts() if _idle(part)]
+    idle = [next(iter(part.knob)) for part in measured.parts() if is_idle(part)]
     assert sorted(idle) == ["channels_last", "cudnn_benchmark"]
     simpler, names = measured.simplified(record, idle)
     assert sorted(names) == sorted(idle) and simpler.winner(LOOP).config == fast
@@ -278,9 +275,9 @@ def test_what_was_measured_once_is_no_part() -> None:
     whole, without = Config(precision="bf16", fused_optimizer=True), Config(precision="bf16")
     knobs = {"fused_optimizer": without, "precision": Config(fused_optimizer=True)}
     once = {whole: [2.0], without: [1.0]}
-    assert list(_parts(once, whole, knobs, "compute")) == []
+    assert list(parts_of(once, whole, knobs, "compute")) == []
     twice = {whole: [2.0, 2.0, 2.0], without: [1.0, 1.0, 1.0]}
-    (part,) = _parts(twice, whole, knobs, "compute")
+    (part,) = parts_of(twice, whole, knobs, "compute")
     assert (part.knob, part.ratio) == (Config(fused_optimizer=True), pytest.approx(2.0))
 
 
@@ -302,10 +299,12 @@ def test_a_budget_that_is_too_small_says_so() -> None:
 )
 def test_which_knob_contributes_nothing(low: float, ratio: float, high: float, idle: bool) -> None:
     """Not one of which nothing is known."""
-    assert _idle(Part(knob=Config(precision="bf16"), ratio=ratio, low=low, high=high)) == idle
+    assert is_idle(Part(knob=Config(precision="bf16"), ratio=ratio, low=low, high=high)) == idle
 
 
-def test_a_part_that_cannot_be_told_shows_no_figures() -> None:
+def test_a_part_is_shown_in_words_and_without_figures_if_it_cannot_be_told() -> None:
+    known = Part(knob=Config(precision="bf16"), ratio=1.9, low=1.8, high=2.0)
+    assert part_name(known) == "bf16"
     unknown = Part(knob=Config(precision="bf16"), ratio=5.0, low=0.0, high=29348.73)
     out = io.StringIO()
     Console(width=140, file=out).print(
@@ -317,113 +316,83 @@ def test_a_part_that_cannot_be_told_shows_no_figures() -> None:
 
 def test_what_cannot_be_told_changes_nothing(tuned: Path) -> None:
     """A machine that is now fast, now slow: the interval is too wide to say."""
-    records, record = held()
-    slow = slower_host(record, record.baseline.samples_per_s)
-    winners = tuple(
-        one if one.choice == slow.baseline else replace(one, choice=faster(slow, one.choice, 1.02))
-        for one in slow.winners
+    slow = slower_host(held()[1], held()[1].baseline.samples_per_s)
+    uncertain = with_winners(
+        slow, lambda one: one if one == slow.baseline else faster(slow, one, 1.02)
     )
-    changed = replace(slow, winners=winners, stale="it was busy", revised=time.time())
-    records.put(changed, revises=record)
+    changed = keep(uncertain, stale="it was busy")
     with made_up(GAINS, noise=1.0):
-        told = advisor(tuned, "verify", record.id, "--budget", "60s")
+        told = advisor(tuned, "verify", changed.id, "--budget", "60s")
     last = told.stdout.splitlines()[-1]
     assert told.returncode == 1 and last.startswith("could not tell whether the record holds: ")
     assert "from end to end, is too wide to say; measure on a quieter machine" in last
     assert held()[1] == changed
 
 
-def ratio(mean: float, low: float, high: float) -> Ratio:
-    return Ratio(mean=mean, low=low, high=high)
+def row(
+    then: float, now: tuple[float, float, float], verdict: str, said: str = "", **how: Any
+) -> Any:
+    return pytest.param(then, now, verdict, said, how)
 
 
-def won(speedup: float) -> Record:
-    """A record of whose winners each is so much faster."""
-    record = examples.record()
-    winners = tuple(replace(one, choice=choice(speedup=speedup)) for one in record.winners)
-    return replace(record, winners=winners)
+STEADY = (1.5, 1.48, 1.52)
+TEN_TIMES_SLOWER = {"rates": [200.0], "host": 10.0}
 
 
-def test_a_fault_counts_before_a_doubt() -> None:
-    then = won(2.0)
-    now = {"flags": ratio(2.0, 0.5, 8.0), LOOP: ratio(1.2, 1.1, 1.3)}
-    base = then.baseline.rounds
-    assert judged(then, now, [2000.0], base)[0] == FAILS
-    good = {LOOP: ratio(2.0, 1.9, 2.1)}
-    assert judged(then, good, [2000.0], base, "it no longer trains like fp32") == (
-        FAILS,
-        "it no longer trains like fp32",
+@pytest.mark.parametrize(
+    ("then", "now", "verdict", "said", "how"),
+    [
+        row(14.31, (14.0, 13.7, 14.3), HOLDS),
+        row(14.31, (20.0, 19.0, 21.0), HOLDS),
+        row(14.31, (13.0, 11.0, 15.4), HOLDS),
+        row(14.31, (20.0, 13.0, 30.8), HOLDS),
+        row(14.31, (6.37, 0.4, 101.0), INCONCLUSIVE, "252x from end to end"),
+        row(14.31, (6.37, 2.0, 20.3), INCONCLUSIVE, "10.2x from end to end"),
+        row(14.31, (14.31, 9.0, 22.8), INCONCLUSIVE, "2.53x from end to end"),
+        row(14.31, (6.37, 0.0, math.inf), INCONCLUSIVE, "more than 1000x from end to end"),
+        row(1.02, (1.02, 0.99, 1.05), INCONCLUSIVE, "1.06x from end to end"),
+        row(17.6, (8.1, 7.0, 9.4), FAILS, "8.10x (7.00-9.40) torch's default now, 17.60x when"),
+        row(1.05, (1.0, 0.995, 1.005), FAILS, "it is not faster any more"),
+        # What was not known well is no promise: 2.24x (1.54-3.25) on a busy host.
+        row(2.24, (2.01, 1.99, 2.03), HOLDS, low=1.54),
+        row(2.24, (1.3, 1.28, 1.32), FAILS, low=1.54),
+        # A fault counts before a doubt.
+        row(2.0, (1.2, 1.1, 1.3), FAILS, flags=(2.0, 0.5, 8.0)),
+        row(2.0, (2.0, 1.9, 2.1), FAILS, "trains like fp32", wrong="no longer trains like fp32"),
+        # The samples/s count too.
+        row(1.5, STEADY, HOLDS, rates=[1900.0, 2000.0, 1500.0]),
+        row(1.5, STEADY, INCONCLUSIVE, "700 samples/s now, 2,000", rates=[600.0, 700.0, 1900.0]),
+        row(1.5, STEADY, FAILS, "700 samples/s now, 2,000 when", rates=[600.0, 700.0, 800.0]),
+        # A host that is slower as a whole tells nothing; but a speed-up that fell is no host's.
+        row(1.5, STEADY, INCONCLUSIVE, "the host is 10x slower", **TEN_TIMES_SLOWER),
+        row(1.5, (1.5, 0.1, 9.0), INCONCLUSIVE, "the host is 10x slower", **TEN_TIMES_SLOWER),
+        row(1.5, (1.2, 1.1, 1.3), FAILS, **TEN_TIMES_SLOWER),
+    ],
+)
+def test_the_verdict(
+    then: float, now: tuple[float, float, float], verdict: str, said: str, how: dict[str, Any]
+) -> None:
+    made = choice(speedup=then)
+    made = replace(made, speedup_low=how.get("low", made.speedup_low))
+    record = with_winners(examples.record(), lambda _one: made)
+    ratios = {"flags": how["flags"]} if "flags" in how else {}
+    found, reason = judged(
+        record,
+        {
+            use: Ratio(mean=mean, low=low, high=high)
+            for use, (mean, low, high) in {**ratios, LOOP: now}.items()
+        },
+        how.get("rates", [2000.0]),
+        [turn / how.get("host", 1.0) for turn in record.baseline.rounds],
+        how.get("wrong", ""),
     )
-
-
-@pytest.mark.parametrize(
-    ("then", "now", "verdict", "said"),
-    [
-        (14.31, (14.0, 13.7, 14.3), HOLDS, ""),
-        (14.31, (20.0, 19.0, 21.0), HOLDS, ""),
-        (14.31, (13.0, 11.0, 15.4), HOLDS, ""),
-        (14.31, (20.0, 13.0, 30.8), HOLDS, ""),
-        (14.31, (6.37, 0.4, 101.0), UNTOLD, "252x from end to end"),
-        (14.31, (6.37, 2.0, 20.3), UNTOLD, "10.2x from end to end"),
-        (14.31, (14.31, 9.0, 22.8), UNTOLD, "2.53x from end to end"),
-        (14.31, (6.37, 0.0, math.inf), UNTOLD, "more than 1000x from end to end"),
-        (1.02, (1.02, 0.99, 1.05), UNTOLD, "1.06x from end to end"),
-        (17.6, (8.1, 7.0, 9.4), FAILS, "8.10x (7.00-9.40) torch's default now, 17.60x when"),
-        (1.05, (1.0, 0.995, 1.005), FAILS, "it is not faster any more"),
-    ],
-)
-def test_what_is_said_of_a_speed_up(
-    then: float, now: tuple[float, float, float], verdict: str, said: str
-) -> None:
-    record = won(then)
-    found, reason = judged(record, {LOOP: ratio(*now)}, [2000.0], record.baseline.rounds)
     assert found == verdict and said in reason
-
-
-def test_what_was_not_known_well_is_no_promise() -> None:
-    """A tuning on a busy host found 2.24x (1.54-3.25)."""
-    record = won(2.24)
-    unsure = [replace(o, choice=replace(o.choice, speedup_low=1.54)) for o in record.winners]
-    record = replace(record, winners=tuple(unsure))
-    for now, verdict in (((2.01, 1.99, 2.03), HOLDS), ((1.3, 1.28, 1.32), FAILS)):
-        assert judged(record, {LOOP: ratio(*now)}, [2000.0], record.baseline.rounds)[0] == verdict
-
-
-@pytest.mark.parametrize(
-    ("rates", "verdict"),
-    [
-        ([1900.0, 2000.0, 1500.0], HOLDS),
-        ([600.0, 700.0, 1900.0], UNTOLD),
-        ([600.0, 700.0, 800.0], FAILS),
-    ],
-)
-def test_the_samples_a_second_count_too(rates: list[float], verdict: str) -> None:
-    record = won(1.5)
-    base = record.baseline.rounds
-    found, reason = judged(record, {LOOP: ratio(1.5, 1.48, 1.52)}, rates, base)
-    assert found == verdict
-    assert ("700 samples/s now, 2,000 when it was tuned" in reason) == (verdict != HOLDS)
-
-
-@pytest.mark.parametrize(
-    ("now", "verdict"),
-    [((1.5, 1.48, 1.52), UNTOLD), ((1.5, 0.1, 9.0), UNTOLD), ((1.2, 1.1, 1.3), FAILS)],
-)
-def test_a_host_that_is_slower_as_a_whole_tells_nothing(
-    now: tuple[float, float, float], verdict: str
-) -> None:
-    """But a speed-up that fell is no host's."""
-    record = won(1.5)
-    base = [record.baseline.samples_per_s / 10]
-    found, reason = judged(record, {LOOP: ratio(*now)}, [200.0], base)
-    assert found == verdict
-    assert ("the host is 10x slower than then" in reason) == (verdict == UNTOLD)
+    assert (reason == "") == (verdict == HOLDS)
 
 
 def test_there_is_nothing_to_explain_of_a_default(tuned: Path) -> None:
-    records, record = held()
-    plain = tuple(replace(one, choice=record.baseline) for one in record.winners)
-    records.put(replace(record, winners=plain, input=Config(), revised=time.time()), revises=record)
+    record = held()[1]
+    keep(with_winners(record, lambda _one: record.baseline), input=Config())
     done = advisor(tuned, "explain", record.id, "--budget", "3s")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "Nothing to explain: the advice is torch's default.\n"
@@ -448,11 +417,6 @@ def test_wrong_input_is_one_line(tuned: Path, arguments: tuple[str, ...], said: 
     assert done.returncode == 2 and said in done.stderr, done.stderr
     assert done.stderr.count("\n") == 1
     assert held()[1] == record
-
-
-def test_parts_are_shown_in_words() -> None:
-    part = Part(knob=Config(precision="bf16"), ratio=1.9, low=1.8, high=2.0)
-    assert part_name(part) == "bf16"
 
 
 class TestNothingARecordNamesIsRun:

@@ -8,7 +8,7 @@ import pytest
 
 from advisor.cache.config import Config
 from advisor.cache.record import Choice, Measurement, Record, Trial
-from advisor.cli.measuring import _unfinished, one_remedy
+from advisor.cli.measuring import unfinished
 from advisor.report import tables
 from advisor.report.sections import report
 from advisor.report.text import ratios
@@ -35,7 +35,7 @@ def test_nothing_to_gain_is_not_started_with_an_advice(key: object, how: str) ->
     said = f"Nothing to gain on this machine; {how}."
     nothing = advising(choice(), key)
     assert list(tables.start(nothing, None)) == ["", said]
-    assert list(tables.start_anywhere(nothing, "https://host")) == ["", said]
+    assert list(tables.start(nothing, None, url="https://host")) == ["", said]
     (section,) = (one for one in report(nothing).sections if one.name == "script")
     assert (section.lines, section.code) == ((said,), ())
 
@@ -56,11 +56,14 @@ def test_one_remedy_for_what_is_not_tuned_yet(trials: int | None, remedy: str) -
     other = dataclasses.replace(
         trial(1, DEFAULT.replace(channels_last=True), "timed_out"), measurement=failed
     )
-    unfinished = dataclasses.replace(
+    made = dataclasses.replace(
         advising(choice()), trials=(trial(), other), provenance=record(RUN, trials=2).provenance
     )
-    said = _unfinished(unfinished, Plan.of({"trials": trials}), None)
+    plan = Plan.of({"trials": trials})
+    said = unfinished(made, plan)
     assert said.endswith(remedy) and said.count("Give") == 1
+    if trials is None:
+        assert "Give" not in unfinished(made, plan, short=True)
 
 
 def test_a_host_that_was_busy_is_no_remedy_beside_another() -> None:
@@ -72,11 +75,16 @@ def test_a_host_that_was_busy_is_no_remedy_beside_another() -> None:
     assert not any("--force" in line for line in tables.said(unfinished))
 
 
-@pytest.mark.parametrize("other", [tables.AGAIN, "Give a larger --budget."])
-def test_a_budget_that_is_named_is_the_only_remedy(other: str) -> None:
-    named = "not measured for want of time: bf16; --budget 80s has the time for it"
-    assert list(one_remedy([f"Could not tell. {other}", named])) == ["Could not tell.", named]
-    assert list(one_remedy([f"Could not tell. {other}"])) == [f"Could not tell. {other}"]
+def test_a_budget_that_is_named_is_the_only_remedy() -> None:
+    """A remark has named one: the same command goes on with it, and measures the leaders again."""
+    fast = DEFAULT.replace(precision="bf16")
+    unsteady = dataclasses.replace(choice(fast, 3000.0, 1.5), low=1000.0)
+    late = dataclasses.replace(trial(1, fast), measurement=Measurement(outcome="timed_out"))
+    undecided = dataclasses.replace(advising(choice()), trials=(trial(), late))
+    for made in (advising(unsteady), undecided):
+        for short in (False, True):
+            lines = [*tables.summary(made, short=short), *tables.start(made, None, short=short)]
+            assert sum(line.endswith(tables.AGAIN) for line in lines) == (not short)
 
 
 def measured(number: int, config: Config, rate: float) -> Trial:

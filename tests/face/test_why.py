@@ -425,7 +425,7 @@ def test_why_of_a_command_is_what_was_tuned_for_its_words(here: Path) -> None:
     missed = advisor(here, "why", "--strict", "--", "python", "other.py")
     assert missed.returncode == 1
     assert missed.stdout.splitlines()[-1] == (
-        "no record was made by these very words; `advisor run` also finds one of the same model "
+        "no record is of exactly this command; `advisor run` also finds one of the same model "
         "and inputs. To tune: advisor tune -- python other.py"
     )
     for words in (("model.py", "--", *typed), (), ("--shape", "4x3", "--", *typed)):

@@ -12,19 +12,20 @@ from typing import Any
 import pytest
 
 from advisor.cache.config import Config
-from advisor.cache.record import Record
 from advisor.cache.task import Task
 from advisor.keeping import keep
 from advisor.tuners import fingerprint
 from advisor.tuners import target as targets
+from advisor.tuners.act.pilot.script_facts import ScriptFacts, model_facts
 from advisor.tuners.environment import own_threads
 from advisor.tuners.knobs import plain
-from advisor.tuners.measure.worker import parent
+from advisor.tuners.measure.run.mapped_options import MappedOptions
+from advisor.tuners.measure.worker import child, parent
+from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import recognise
-from advisor.tuners.measure.worker.wire import Facts, WorkerJob
+from advisor.tuners.measure.worker.wire import DataFacts, Facts, WorkerJob
 from advisor.tuners.search.plan import Clock
-from advisor.tuners.search.race import SearchResult
-from advisor.tuning import _Tuning
+from advisor.tuning import Tuned, Tuning, study_name
 from tests.builders import GAINS, MadeUp
 from tests.cache import examples
 
@@ -68,39 +69,73 @@ class Describing:
         )
 
 
+class InProcess(Describing):
+    """A worker that takes the model's first steps, and loads its data, in this process."""
+
+    def describe(self) -> Facts:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return child.describe(Bench(self._job))
+
+    def describe_data(self, most_s: float) -> DataFacts:
+        return Bench(self._job).describe_data()
+
+
+class DescribedRun:
+    """A run that is never started: its script trains model.py's Net, of 4x3x8x8, by SGD."""
+
+    def __init__(self, command: Sequence[str], **_how: Any) -> None:
+        self.command = MappedOptions(command, {})
+
+    def __enter__(self) -> DescribedRun:
+        return self
+
+    def __exit__(self, *_exc: object) -> None: ...
+
+    def describe(self) -> ScriptFacts:
+        return ScriptFacts(
+            **model_facts([targets.build(targets.load(targets.parse("model.py"), Config()))]),
+            shape=(4, 3, 8, 8),
+            dtype="float32",
+            others="",
+            varies=False,
+            optimizer="sgd",
+            own=Config(),
+            kept=(),
+            limits=(),
+            rank=0,
+            processes=1,
+            device="cpu",
+            workers=0,
+            room=0,
+        )
+
+
 @contextlib.contextmanager
 def unmeasured() -> Iterator[list[Task]]:
     """Tuning remembers a made-up record; the tasks that would have been measured."""
     measured: list[Task] = []
 
-    def tune(
-        self: Any, subject: Any, near: Sequence[Config], before: Any
-    ) -> tuple[Record, SearchResult]:
-        measured.append(subject.key.task)
-        made = examples.record(subject.key)
-        plan = self._plan
+    def search(tuning: Tuning, opened: Any, first: Sequence[Config], earlier: Any) -> Tuned:
+        measured.append(opened.task)
+        made = examples.record(opened.key)
+        plan = tuning.plan
         provenance = dataclasses.replace(
             made.provenance,
-            study=subject.study,
+            study=study_name(opened),
             effort=plan.effort,
             steps=plan.steps or 0,
             duration_s=plan.duration_s or 0.0,
         )
         record = dataclasses.replace(
-            made, target=subject.target, input=Config(), provenance=provenance, trials=()
+            made, target=opened.target, input=Config(), provenance=provenance, trials=()
         )
-        keep(self._records, record, before.fresh, self._progress)
-        return record, SearchResult(
-            baseline=record.baseline,
-            winners=record.winners,
-            input=record.input,
-            trials=record.trials,
-            raced=record.raced,
-        )
+        keep(tuning.records, record, earlier.fresh, tuning.progress)
+        return Tuned(record=record, known=False, finished=True)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parent, "Worker", Describing)
-        patch.setattr(_Tuning, "_tune", tune)
+        patch.setattr("advisor.tuners.measure.run.run.Run", DescribedRun)
+        patch.setattr(Tuning, "search", search)
         patch.setattr(sys, "path", [*sys.path])
         yield measured
 

@@ -289,7 +289,7 @@ def test_another_model_trains_on_as_it_is_with_a_line() -> None:
                 model(torch.randn(2, 3)).sum().backward()
                 optimizer.step()
     assert [str(one.message) for one in said] == [
-        f"advisor: {UNADVISED}. Training goes on as it is"
+        f"advisor: {UNADVISED}. Training goes on unmodified"
     ]
     assert first.conv.weight.is_contiguous(memory_format=torch.channels_last)
     assert describe() == own != advised  # the flags were measured on the first
@@ -313,7 +313,7 @@ def test_another_model_that_trains_for_a_few_steps_has_a_line_too(turns: int) ->
                 first(torch.randn(4, 3, 8, 8)).sum().backward()
                 kept.step()
     assert [str(one.message) for one in said] == [
-        f"advisor: {UNADVISED}. Training goes on as it is"
+        f"advisor: {UNADVISED}. Training goes on unmodified"
     ]
 
 
@@ -336,7 +336,7 @@ def test_what_fails_in_backward_is_left_out_until_it_is_measured_anew(
         trained(net)
     assert caught.value.__notes__ == [
         "advisor: backward raised this under advice, which may be why: channels_last, bf16; the "
-        "next start does without it. ADVISOR_DISABLE=1 runs the script as it is"
+        "next start does without it. ADVISOR_DISABLE=1 runs the script unmodified"
     ]
     trained(net, 1)  # as a script that catches it
     assert net.dtypes[-1] == torch.float32
@@ -391,7 +391,7 @@ def test_what_ends_a_script_names_the_advice_and_the_next_start_does_without(
     assert len(printed) == 3
     assert [str(one.message) for one in said] == [
         "advisor: the script ended under advice, which may be why: channels_last, bf16; the next "
-        "start does without it. ADVISOR_DISABLE=1 runs the script as it is"
+        "start does without it. ADVISOR_DISABLE=1 runs the script unmodified"
     ]
     advisor.release()
     records = open_records(None)
@@ -410,7 +410,7 @@ def test_what_is_not_permitted_is_not_served() -> None:
     advice = advisor.apply(permit=advisor.Permit(precisions=["default"]))
     net = Net()
     trained(net)
-    assert "the script as it is" in advice.report()
+    assert "your unmodified script" in advice.report()
     assert set(net.dtypes) == {torch.float32}
 
 
@@ -487,8 +487,8 @@ def test_no_gain_of_another_model_is_claimed(trains: str) -> None:
 
 def test_the_script_as_it_is_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "advisor"):
-        in_force(TORCH, TORCH, "the script as it is: nothing else was raced")
-    assert caplog.messages == ["in force: the script as it is; nothing else was raced"]
+        in_force(TORCH, TORCH, "your unmodified script: nothing else was raced")
+    assert caplog.messages == ["in force: your unmodified script; nothing else was raced"]
 
 
 @pytest.mark.parametrize("how", ["disabled", "infer", "wrong"])

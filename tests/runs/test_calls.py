@@ -29,7 +29,7 @@ HALF: Mapping[str, Value] = {"precision": "bf16"}
 
 
 class Asking:
-    """A guide that has configs compared one after the other, then leaves the script as it is."""
+    """A guide that has configs compared one after the other, then leaves the script unmodified."""
 
     def __init__(self, *asked: Mapping[str, Value], careful: bool = False) -> None:
         self.watch = RecordedSteps(careful=careful)

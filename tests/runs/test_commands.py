@@ -633,7 +633,7 @@ def test_input_output_and_exit_code_are_the_commands(folder: Path) -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (7, "words", "")
     isolated = run(folder, "python", "-I", "-c", "print(5)")
     assert (isolated.returncode, isolated.stdout) == (0, "5\n")
-    assert isolated.stderr == "advisor: python -I keeps advisor out; it runs as it is\n"
+    assert isolated.stderr == "advisor: python -I keeps advisor out; it runs unmodified\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

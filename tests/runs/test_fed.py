@@ -119,7 +119,9 @@ def test_a_loader_that_stays_as_it_is_is_said_with_the_reason(how: str, when: st
     (said,) = [line for line in done.stderr.splitlines() if LEFT in line]
     assert said.endswith(OPEN) and "AdvisorWarning: advisor: " in said
     lines = [line for line in done.stderr.splitlines() if " in force: " in line]
-    alone = "in force: the script as it is; 1 loader worker: all that is advised, and not in force"
+    alone = (
+        "in force: your unmodified script; 1 loader worker: all that is advised, and not in force"
+    )
     assert lines[-1].endswith(alone)
     assert (len(lines) > 1) == (when == "later")
 

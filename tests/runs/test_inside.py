@@ -166,6 +166,7 @@ os._exit(0)  # gloo's own end is now and then one by SIGABRT
 """
 
 
+@pytest.mark.long
 def test_every_process_goes_on_alike(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PARALLEL)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -141,7 +141,7 @@ def test_a_store_that_is_away_keeps_no_run_from_starting(folder: Path) -> None:
     done = advisor(folder, *words, process=True)
     assert (done.returncode, done.stdout) == (0, "1\n")
     assert done.stderr.startswith("advisor: cache http://127.0.0.1:1: ")
-    assert done.stderr.endswith(". It runs as it is\n")
+    assert done.stderr.endswith(". It runs unmodified\n")
 
 
 @pytest.mark.parametrize(

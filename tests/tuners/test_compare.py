@@ -229,6 +229,37 @@ def test_other_masks_in_another_number_format_hide_no_fault(
     assert found.outcome == outcome, found
 
 
+class Noisy:
+    """A Subject with made-up gradients: one is nearly the same in every draw, the other mostly
+    what differs between draws, as after a dropout of nearly everything."""
+
+    draws = True
+
+    def __init__(self, fault: str) -> None:
+        self._fault = fault
+        self._means = {"steady": torch.randn(400), "noisy": 0.03 * torch.randn(400)}
+
+    def sample(self, config: Config, point: int, seed: int) -> Sample:
+        torch.manual_seed(seed + 10_000_000 * (config["compile"] != "none"))
+        found = {name: mean + 0.3 * torch.randn(1) for name, mean in self._means.items()}
+        if self._fault and config["compile"] != "none":
+            found[self._fault] = 1.1 * found[self._fault]
+        return Sample(outputs={"output 0": torch.ones(8)}, gradients=found, loss=1.0)
+
+    def optimizer_error(self, config: Config) -> tuple[float, str]:
+        return 0.0, ""
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [("", "ok"), ("steady", "wrong")])
+def test_a_small_gradient_that_draws_hide_keeps_no_config_unverified(
+    fault: str, outcome: str
+) -> None:
+    torch.manual_seed(1)
+    references = References(Noisy(fault), FP32, tolerance=0.02)
+    found = references.compare(COMPILED, FP32, left_s=lambda: 1e9)
+    assert found.outcome == outcome, found
+
+
 @pytest.mark.parametrize(
     ("kind", "fault", "blames", "said"),
     [

@@ -31,7 +31,7 @@ from advisor.tuners.measure.loading import LoaderFeed, costs, described, load
 from advisor.tuners.measure.runner import ConfigFailed
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import DataFacts, WorkerJob
-from advisor.tuning import loader_limits
+from advisor.workload import loader_limits
 
 HEAD = """
 import os, pickle, sqlite3, time
@@ -237,7 +237,7 @@ from advisor.tuners import host
 from advisor.tuners.faults import failure
 from advisor.tuners.measure.loading import LoaderFeed
 from advisor.tuners.measure.worker.wire import DataFacts
-from advisor.tuning import loader_limits
+from advisor.workload import loader_limits
 
 class Large(Dataset):
     def __len__(self): return 1000

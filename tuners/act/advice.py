@@ -202,7 +202,7 @@ class Advice:
         return torch.amp.GradScaler(self.device.type, enabled=self._applied.scaled)
 
     def capture(self, train_step: Callable[[Any], Any], example_batch: Any) -> Callable[[Any], Any]:
-        """The training step as one CUDA graph if that is advised, else as it is.
+        """The training step as one CUDA graph if that is advised, else unmodified.
 
         Call the result in place of `train_step`. `StepGraph` in `tuners.act.capture.step_graph`
         says what its first calls do, and what falls back to `train_step`, with one warning.

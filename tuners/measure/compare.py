@@ -185,10 +185,8 @@ class References:
         if self._coarse is not None:
             lost = (than.projections.mean(0) - self._coarse.projections.mean(0))[points].sum(0)
         whole = signal[gradients].sum()
-        together = _mean(
-            (drawn.projections - than.projections)[:, points, gradients].sum(2) / whole
-        )
-        off, error = map(float, together)
+        moved = (drawn.projections - than.projections)[:, points, gradients].sum(2)
+        off, error = map(float, _mean(moved / whole))
         taken = max(0.0, float(lost[gradients].sum() / whole)) if off < 0 else 0.0
         limit = limits.FAULT / 2 + limits.ROUNDINGS * taken
         name = "the slope of all gradients"
@@ -207,7 +205,7 @@ class References:
         fault: float = math.inf,
     ) -> list[_Figure]:
         """Of tensors with a limit and a mean that stands out of single draws, not lost in `than`.
-        `fault` is for those with a gradient of about the usual size."""
+        `fault` is for all but the least, which are a hundredth of the gradient together."""
         reference = self._reference
         signal, single = reference.signal[points].sum(0), reference.size[points].square().sum(0)
         stands_out, signal = signal > limits.NEGLIGIBLE * single, signal.clamp(min=TINY)
@@ -218,9 +216,10 @@ class References:
         elements = reference.counts * len(share[points])
         limit = allowed + limits.STANDARD_ERRORS * share[points].amax(0) * (2 / elements).sqrt()
         known = limit.isfinite() & stands_out & (theirs.abs() <= limits.LOST)
-        element = (reference.signal.sum(0).clamp(min=0) / reference.counts).sqrt()
-        matters = element > limits.NEGLIGIBLE * element[reference.outputs :].median()
-        matters[: reference.outputs] = False
+        least = reference.signal.sum(0)[reference.outputs :].clamp(min=0).sort()
+        some = least.values.cumsum(0) > limits.NEGLIGIBLE * least.values.sum()
+        matters = torch.zeros_like(known)
+        matters[reference.outputs + least.indices] = some
         return [
             _Figure(
                 name=f"the slope of {reference.label(at)}",

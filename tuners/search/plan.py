@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 MIN_BUDGET_S = 3.0  # smaller budgets are refused: a race of two configs takes two seconds
 MAX_BUDGET_S = 30 * 86400.0
-ENOUGH = "has the time for it"  # of a budget that is named as a remedy
 EXPLAIN, VERIFY = "1m", "30s"  # budgets of these commands
 
 

@@ -103,6 +103,7 @@ class SearchResult:
     trials: tuple[Trial, ...] = ()
     artifacts: Mapping[Config, Path] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()  # lines on what gained and is not advised, and on what limits
+    short: bool = False  # a remark names the budget that an untried config needs
     interrupted: bool = False  # by Ctrl-C
     complete: bool = True  # neither interrupted nor ended by the place
 
@@ -263,7 +264,7 @@ def gains(
             why = _why_not(visits, visit, ratio)
             turns = rates.get(config, rates[own])
             if is_doubtful(choice_of(config, turns, rates[own], {}, noise), baseline):
-                why = "doubtful: the host is busy, and it may gain only as long as it is"
+                why = "doubtful: the host is busy, and it may gain only while it is"
             yield f"{named(config)}: {shown(ratio)}, not advised: {why}"
     clear = (one for one in visits.ranked() if one.unstarved_ratio(noise).faster)
     best = next(clear, visits.baseline)

@@ -23,7 +23,7 @@ from advisor.tuners.decisions import CLEARLY, NOTABLE, PAIRS, TURN_S
 from advisor.tuners.length import Length
 from advisor.tuners.measure.runner import UNVERIFIED, Compared, ConfigFailed, Runner
 from advisor.tuners.search.journal import Journal, JournaledTrial
-from advisor.tuners.search.plan import ENOUGH, Clock, Progress
+from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.race import (
     Rates,
     SearchResult,
@@ -333,7 +333,7 @@ class Tuner:
         found = choose(self._space, rates, peaks, visits.over_job, visits.first_s, noise)
         chosen = {one.choice.config for one in found.winners}
         lines = gains(visits, rates, noise, chosen, self._named)
-        artifacts: dict[Config, Path] = {}
+        untried, artifacts = tuple(self._untried()), dict[Config, Path]()
         try:
             artifacts = {} if interrupted else self._artifacts(chosen)
         except KeyboardInterrupt:
@@ -342,7 +342,8 @@ class Tuner:
             found,
             trials=tuple(visits.trials),
             artifacts=artifacts,
-            remarks=(*self._remarks, *lines, *self._untried()),
+            remarks=(*self._remarks, *lines, *untried),
+            short=bool(untried),
             interrupted=interrupted,
             complete=self._complete and not interrupted,
         )
@@ -358,7 +359,7 @@ class Tuner:
     def _budget(self, more_s: float) -> str:
         """The budget that has so many seconds more, rounded up to tens, as it can be typed."""
         seconds = 10 * math.ceil((self.clock.budget_s + more_s) / 10)
-        return f"--budget {seconds}s {ENOUGH}"
+        return f"--budget {seconds}s has the time for it"
 
     def _artifacts(self, chosen: set[Config]) -> dict[Config, Path]:
         folder, found = self._scope.folder, {}
@@ -418,6 +419,7 @@ def tuned_loader(
         input=Config(chosen),
         trials=(*found.trials, *trials),
         remarks=(*found.remarks, *fed.remarks),
+        short=found.short or fed.short,
         interrupted=fed.interrupted,
         complete=found.complete and fed.complete,
     )

@@ -41,7 +41,7 @@ UNSEEN_COMPILED = (
 )
 UNSTEPPED = (
     "a model was called with gradients, and no optimizer of torch.optim made a step: nothing was "
-    "looked up or tuned, and the run was as it is"
+    "looked up or tuned, and the run was unmodified"
 )
 ANOTHER = "it trains another model now"
 UNADVISED = "a model trains now that the advice in force is not for"

@@ -1,0 +1,411 @@
+"""What can be measured: a model on made-up data, or a command that trains."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from advisor.cache.config import BATCH, Config, Value
+from advisor.cache.key import Device, Environment, Key, fingerprint
+from advisor.cache.match import compare
+from advisor.cache.record import PILOT, Record, Target
+from advisor.cache.records import Records
+from advisor.cache.stores.filesystem import make_folder
+from advisor.cache.task import Task
+from advisor.errors import StoreError, TargetError, UsageError
+from advisor.piloting import INJECTED
+from advisor.printed import tune_again
+from advisor.tuners import environment, fp8, worker_limits
+from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.knobs import BY_NAME, COMPILE, FORMATS, INPUT_PIPELINE, SearchContext, described
+from advisor.tuners.measure.run import run as runs
+from advisor.tuners.measure.run.guarded_process import measurable
+from advisor.tuners.measure.runner import Runner
+from advisor.tuners.measure.worker import parent
+from advisor.tuners.measure.worker.wire import CHANGED, DataFacts, Facts, WorkerJob
+from advisor.tuners.search.plan import Plan, Progress
+from advisor.tuners.search.space import Space, ladder
+from advisor.tuners.target import parse
+
+DATA_S = 60.0
+"""Seconds in which a dataset must be made; or twice the budget, if that is more."""
+DEADLINE_S = 300.0
+"""For one measurement of a record's config: compiling included, without max-autotune."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenWorkload:
+    """A workload that has made its first steps, and what may be tried on it.
+
+    Attributes:
+        without: the baseline without one of the script's own settings each, to measure their cost.
+        online: the run goes on after the search.
+    """
+
+    runner: Runner
+    facts: Facts
+    key: Key
+    target: Target
+    space: Space
+    without: Sequence[Config] = ()
+    online: bool = False
+
+    @property
+    def task(self) -> Task:
+        return self.key.task
+
+
+class TargetWorkload:
+    """A model on made-up data, in a worker process.
+
+    Attributes:
+        words: what no other process may measure meanwhile.
+        device: where it runs.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._spec = parse(task.target)
+        if task.data:
+            parse(task.data, role="data")
+        self.words, self.device = (task.target,), task.device or environment.default_device()
+        self._task, self._environment = task, environment.detect(self.device)
+
+    def _worker(
+        self, *, seed: int, deadline_s: float, known: tuple[str, ...] = ()
+    ) -> parent.Worker:
+        job = WorkerJob(task=self._task, device=self.device, seed=seed, known=known)
+        return parent.Worker(job, deadline_s=deadline_s)
+
+    @contextlib.contextmanager
+    def open(self, plan: Plan, records: Records, progress: Progress) -> Iterator[OpenWorkload]:
+        """Start it and find out what may be tried; what runs ends with the context."""
+        task = self._task
+        with self._worker(seed=plan.seed, deadline_s=max(30.0, plan.seconds)) as worker:
+            facts = worker.describe()
+            _check_device(self.device, facts.device_uuid)
+            key = _key(task, self._environment, facts, facts.hooks)
+            context = _search_context(key, plan, facts)
+            if task.data:
+                context = _with_loader(context, worker, task, plan, progress)
+            space = Space.of(context)
+            worker.baseline = space.default
+            target = Target(name=facts.name, origin=self._spec.origin, code=facts.code)
+            yield OpenWorkload(runner=worker, facts=facts, key=key, target=target, space=space)
+
+    @contextlib.contextmanager
+    def reopen(self, record: Record, records: Records, progress: Progress) -> Iterator[Runner]:
+        """Start it to measure a record again. Raises UsageError if it is of something else."""
+        known = record.key.model, record.key.hooks
+        seed = record.provenance.seed
+        with self._worker(seed=seed, deadline_s=DEADLINE_S, known=known) as worker:
+            try:
+                worker.describe()
+            except TargetError as exc:
+                if CHANGED not in str(exc):
+                    raise
+                raise UsageError(f"record {record.id}: {exc}; run: {tune_again(record)}") from exc
+            worker.baseline = record.baseline.config
+            yield worker
+
+
+class RunWorkload:
+    """The user's own command, with a pilot inside; as TargetWorkload, on any device.
+
+    Args:
+        permitted: fields of a Task that say what may be changed.
+        options: options of the command that set knobs; default: those in `permitted`.
+        show: called with what the command prints, as it comes, from another thread.
+        attached: the run that goes on after it is tuned; nothing is started then.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        permitted: Mapping[str, Any],
+        *,
+        options: Mapping[str, Value] | None = None,
+        show: Callable[[str], None] | None = None,
+        attached: runs.AttachedRun | None = None,
+    ) -> None:
+        self.words, self._permitted = tuple(command), dict(permitted)
+        self.device: str | None = None
+        self._options = self._permitted.get("map") if options is None else options
+        self._show, self._attached = show, attached
+
+    def _start(self, records: Records, progress: Progress) -> runs.Run:
+        """The run, which starts once it is entered and described; its side effects are said now."""
+        if self._attached is not None:
+            return self._attached
+        measurable(self.words)
+        log = _new_log(records, self.words)
+        saved = "are saved" if os.environ.get(KEEP_CHECKPOINTS) else "go to a scratch folder"
+        progress.notice(
+            f"starts the command and ends it; checkpoints {saved}, reports to wandb, "
+            "comet, mlflow and their like are off, other files are written"
+        )
+        if self._show is None:
+            progress.notice(f"its output: {log}")
+        return runs.Run(
+            self.words, injected=INJECTED, log=log, show=self._show, options=self._options
+        )
+
+    def _key(self, seen: ScriptFacts) -> Key:
+        task = seen.task(self.words, self._permitted)
+        return _key(task, environment.detect(seen.device), seen)
+
+    @contextlib.contextmanager
+    def open(self, plan: Plan, records: Records, progress: Progress) -> Iterator[OpenWorkload]:
+        with self._start(records, progress) as run:
+            seen = run.describe()
+            for line in seen.lines():
+                progress.notice(line)
+            key = self._key(seen)
+            facts = _facts_of_run(seen, key)
+            space = _space_of_run(seen, key, plan, facts, run.command.names)
+            online = self._attached is not None
+            if online:
+                space.leave_out(_replays)
+            _prepare(run, key, space.default)
+            _try_options(run, space)
+            yield OpenWorkload(
+                runner=run,
+                facts=facts,
+                key=key,
+                target=Target(name=key.task.target, origin=""),
+                space=space,
+                without=() if online else _without_own(seen, space.default),
+                online=online,
+            )
+
+    @contextlib.contextmanager
+    def reopen(self, record: Record, records: Records, progress: Progress) -> Iterator[Runner]:
+        with self._start(records, progress) as run:
+            seen = run.describe()
+            key = self._key(seen)
+            kind, differs = compare(key, record.key)
+            other = "; ".join(map(str, differs)) if kind == "miss" else ""
+            if key.task.batch != record.batch:
+                other = f"batch {record.batch} -> {key.task.batch}"
+            if other := other or _other_loader(record, seen, run):
+                raise UsageError(f"record {record.id} is of another run than this: {other}")
+            _prepare(run, record.key, record.baseline.config)
+            yield run
+
+
+Workload = TargetWorkload | RunWorkload
+
+
+def _key(task: Task, where: Environment, seen: Facts | ScriptFacts, hooks: str = "") -> Key:
+    return Key(
+        environment=where,
+        model=seen.model,
+        hooks=hooks,
+        task=task,
+        libraries=seen.libraries,
+        threads=seen.threads if where.device.kind == "cpu" else 0,
+    )
+
+
+def _other_loader(record: Record, seen: ScriptFacts, run: runs.Run) -> str:
+    """Why a run's loader, which is no part of its key, cannot work as the record's did; or ''."""
+    feeds = record.winner(record.use).config.changed(record.baseline.config).only(*INPUT_PIPELINE)
+    if not feeds.without(*run.command.names) or seen.workers:
+        return ""
+    why = "; ".join(seen.lines()) or "its steps are fed by no DataLoader"
+    return f"it has {described(feeds, Config())}, which this one is not given ({why})"
+
+
+def _prepare(run: runs.Run, key: Key, baseline: Config) -> None:
+    """Tell a described run what it is compared with, and how."""
+    task = key.task
+    run.baseline, run.memory = baseline, _memory_of(key.environment.device)
+    run.tolerance = task.tolerance if task.mode == "train" else 0.0
+
+
+def _facts_of_run(seen: ScriptFacts, key: Key) -> Facts:
+    shared = {field.name for field in dataclasses.fields(seen)}
+    seen_of = {f.name: getattr(seen, f.name) for f in dataclasses.fields(Facts) if f.name in shared}
+    return Facts(
+        name=key.task.target,
+        hooks="",
+        code="",
+        device_uuid=environment.device_uuid(seen.device),
+        memory_bytes=_memory_of(key.environment.device),
+        peak_bytes=0,
+        step_s=0.0,
+        **seen_of,
+    )
+
+
+def _memory_of(device: Device) -> int:
+    """Bytes of a device's own memory; 0 for a CPU, which shares the host's."""
+    return device.memory_gib * 2**30 if device.kind != "cpu" else 0
+
+
+def _new_log(records: Records, command: tuple[str, ...]) -> Path:
+    """The file for what a command prints, which does not exist yet. Raises StoreError if its folder
+    cannot be made."""
+    folder = records.studies.parent / "runs"
+    try:
+        make_folder(folder)
+    except OSError as exc:
+        raise StoreError(f"{folder}: {exc.strerror}; set ADVISOR_CACHE to another folder") from exc
+    file = folder / f"{fingerprint(list(command))[:12]}.log"
+    file.unlink(missing_ok=True)
+    return file
+
+
+def _space_of_run(
+    seen: ScriptFacts, key: Key, plan: Plan, facts: Facts, mapped: tuple[str, ...]
+) -> Space:
+    """What may be tried; `mapped`: knobs that options of the command set."""
+    feeds = bool(set(INPUT_PIPELINE) & set(mapped))
+    context = dataclasses.replace(
+        _search_context(key, plan, facts),
+        use=PILOT,
+        workers=seen.room if feeds else seen.workers,
+        mapped=mapped,
+        varies=seen.varies,
+        own=seen.own,
+        # The pilot does not change workers that the script itself starts by an option.
+        kept=(*seen.kept, *INPUT_PIPELINE) if feeds else seen.kept,
+    )
+    if BATCH not in mapped:
+        context = dataclasses.replace(context, batches=(key.task.batch,))
+    return Space.of(context)
+
+
+def _replays(name: str, value: Value) -> bool:
+    """Whether a value captures: a script that reads a replay's outputs too late gets an error."""
+    return value in BY_NAME[name].graphs
+
+
+def _without_own(seen: ScriptFacts, default: Config) -> list[Config]:
+    """The script without its own autocast, and without its own compilation."""
+    return [
+        default.replace(**{name: BY_NAME[name].default})
+        for name in (*FORMATS, COMPILE)
+        if name in seen.kept and (own := seen.own.get(name)) is not None
+        if own in BY_NAME[name].autocast or name == COMPILE
+    ]
+
+
+def _try_options(run: runs.Run, space: Space) -> None:
+    """Raise UsageError if an option of the command does not set what it is mapped to."""
+    for name in run.command.names:
+        if name not in space.choices:
+            raise UsageError(f"map: {name}: the steps are fed by no DataLoader here")
+        others = space.choices[name][1:]
+        # If the command itself has the option, it exists. Workers may never be needed.
+        if others and (name == BATCH or not run.command.given(name)):
+            run.try_option(name, others[0])
+
+
+def _search_context(key: Key, plan: Plan, facts: Facts) -> SearchContext:
+    task, device, much = key.task, key.environment.device, plan.much
+    return SearchContext(
+        device=device.kind,
+        capability=device.compute_capability,
+        cpu_bf16=environment.cpu_has_bf16(),
+        cores=device.multiprocessors,
+        threads=facts.threads,
+        threads_set=environment.threads_set(),
+        dimensions=len(task.shapes[0]),
+        convolves=facts.convolves,
+        repeats=facts.repeats,
+        training=task.mode == "train",
+        fp8=facts.wide > 0 and fp8.installed(),
+        batches=_batches(task, facts, device.memory_gib * 2**30),
+        deterministic=task.deterministic,
+        precisions=task.precisions,
+        full=much.full,
+        compiles=task.compile,
+        quick=much.quick,
+        step_graph=task.step_graph,
+    )
+
+
+def _batches(task: Task, facts: Facts, memory_bytes: int) -> tuple[int, ...]:
+    """Batch sizes to try, the user's first."""
+    if task.batches is not None:
+        return (task.batch, *task.batches)
+    per_sample = max(1.0, facts.peak_bytes / task.batch)
+    if facts.memory_bytes:
+        # Reduced precision needs down to half of the default's memory.
+        memory = task.max_memory or facts.memory_bytes
+        return ladder(task.batch, fits=int(2 * memory / per_sample))
+    memory = min(task.max_memory or memory_bytes, memory_bytes) // 2
+    return ladder(task.batch, fits=min(4 * task.batch, int(memory / per_sample)))
+
+
+def _check_device(named: str, uuid: str) -> None:
+    """Raise UsageError if the device that was measured is not the one that the key names."""
+    expected = environment.device_uuid(named)
+    if uuid and expected and uuid.lower() != expected.lower():
+        raise UsageError(
+            f"device {named!r}: the driver's order of the GPUs is not CUDA's here; set "
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID, in training too"
+        )
+
+
+def _with_loader(
+    context: SearchContext, worker: parent.Worker, task: Task, plan: Plan, progress: Progress
+) -> SearchContext:
+    """The context with what the loader of the task's data may have."""
+    most_s = min(parent.LOAD_S, max(DATA_S, 2 * plan.seconds))
+    with progress.making(task.data, most_s):
+        data = worker.describe_data(most_s)
+    workers, by_name, lines = loader_limits(data)
+    for line in lines:
+        progress.notice(line)
+    return dataclasses.replace(
+        context, loaded=True, workers=workers, by_name=by_name, any_order=task.any_order
+    )
+
+
+def loader_limits(data: DataFacts) -> tuple[int, bool, list[str]]:
+    """(Workers that a loader of the data may have here, whether they share memory by its name,
+    lines on both)."""
+    of = f"data {data.name!r}:"
+    if data.held_open:
+        held = data.held_open[0]
+        what = "a connection" if held.startswith("socket:") else held
+        line = (
+            f"{of} it holds {what} open, which forked workers would share: no worker is tried. "
+            "Open it in __getitem__ or __iter__, where it is not open yet"
+        )
+        return 0, False, [line]
+    most, lines = min(worker_limits.cores(), worker_limits.MAX_WORKERS), []
+    if not data.shared_out and most > 1:
+        most = 1
+        lines.append(
+            f"{of} an IterableDataset that each worker would read as a whole: one worker at most "
+            "is tried. Share it out by torch.utils.data.get_worker_info() to have more"
+        )
+    by_name = not worker_limits.has_files(data.tensors, most)
+    if by_name:
+        lines.append(
+            f"{of} {data.tensors:,} tensors of a batch are files for workers to hand over, more "
+            "than this process may open (ulimit -n): they share memory by name, as set_flags() says"
+        )
+    reason = ""
+    if 0 < data.batches < most:
+        most = data.batches
+        batches = f"{most} batch{'es' * (most != 1)}"
+        lines.append(f"{of} its epoch has {batches}: {_workers(most)}, as others would have none")
+    tensors = 0 if by_name else data.tensors
+    while most and (why := worker_limits.shortage(data.batch_bytes, tensors, most)):
+        most, reason = most - 1, why
+    if reason:
+        lines.append(f"{of} {_workers(most)}: {reason}")
+    return most, by_name, lines
+
+
+def _workers(most: int) -> str:
+    return f"{most} worker{'s' * (most != 1)} at most"
