@@ -131,12 +131,12 @@ class HttpClient:
                 preload_content=False,
             )
             data = response.read(most + 1)
+            if len(data) > most:
+                response.close()
+                raise self.foreign(f"its answer is larger than {most} bytes")
             response.release_conn()
         except (OSError, HTTPError, ValueError) as exc:
             raise StoreError(f"{self._shown}: {_reason(exc)}") from exc
-        if len(data) > most:
-            response.close()
-            raise self.foreign(f"its answer is larger than {most} bytes")
         answer = Answer(response.status, response.headers, data)
         if answer.status < 300 or answer.status in (304, *accepts):
             return answer

@@ -60,7 +60,7 @@ class RedisStore(Remote):
     def get_many(
         self, keys: Iterable[str], most: int = MAX_BYTES
     ) -> dict[str, bytes | RecordDamaged]:
-        wanted = [key for key in keys if is_blob(key) or key]
+        wanted = [key for key in keys if self._index(key)]
         # Not MGET: what somebody planted may be of any size, and is not worth fetching whole.
         parts = self._each(wanted, "getrange", 0, most)
         return {key: _string(key, part, most) for key, part in parts if part != b""}
