@@ -157,9 +157,9 @@ class Client:
         body = json.dumps(submission.asked.plain).encode()
         how: dict[str, Any] = {"body": body, "kind": JSON, "accepts": (NEEDS_CODE,)}
         status, data = self._asked("POST", "/api/jobs", **how)
-        if status == NEEDS_CODE and (parcel := submission.parcel) is not None:
-            code: dict[str, Any] = {"body": parcel.archive, "kind": BYTES, "patience_s": SENDING_S}
-            self._asked("PUT", f"/api/archives/{parcel.digest}", **code)
+        if status == NEEDS_CODE and (code := submission.code) is not None:
+            sent: dict[str, Any] = {"body": code.archive, "kind": BYTES, "patience_s": SENDING_S}
+            self._asked("PUT", f"/api/archives/{code.digest}", **sent)
             status, data = self._asked("POST", "/api/jobs", **how)
         if status == NEEDS_CODE:
             raise UsageError(f"server {self.url}: {self._http.detail(data)}")

@@ -19,21 +19,18 @@ from typing import Any
 
 from advisor.cache.record import PILOT
 from advisor.errors import AdvisorError
+from advisor.events import progress_of
 from advisor.finding.answer import gain
 from advisor.opening import open_records
 from advisor.tuners.measure.run.run import AttachedRun
 from advisor.tuners.measure.run.session import AttachedScript
-from advisor.tuners.search.plan import Plan, Progress
+from advisor.tuners.search.plan import Plan
 from advisor.tuning import Tuning
 from advisor.workload import RunWorkload
 
 
-class _Log(Progress):
-    def notice(self, text: str) -> None:
-        sys.stderr.write(f"{text}\n")
-
-    def warning(self, text: str) -> None:
-        self.notice(text)
+def _log(event: Mapping[str, Any]) -> None:
+    sys.stderr.write(f"{event['text']}\n" if "text" in event else "")
 
 
 def tune_online(message: Mapping[str, Any]) -> None:
@@ -42,11 +39,9 @@ def tune_online(message: Mapping[str, Any]) -> None:
     script = AttachedScript(socket.socket(fileno=message["socket"]))
     run = AttachedRun(script, message["command"], log=Path(message["folder"], "log"))
     workload = RunWorkload(message["command"], given, attached=run)
-    records, plan = (
-        open_records(message["cache"], fallback=True),
-        Plan.of({"budget": message["tune_s"]}),
-    )
-    record = Tuning(workload, plan, records, _Log()).run().record
+    records = open_records(message["cache"], fallback=True)
+    plan = Plan.of({"budget": message["tune_s"]})
+    record = Tuning(workload, plan, records, progress_of(_log)).run().record
     run.leave(record.winner(PILOT).config, gain(record, PILOT))
 
 

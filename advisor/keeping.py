@@ -12,8 +12,8 @@ from pathlib import Path
 from advisor.cache.artifacts import Purpose
 from advisor.cache.config import Config
 from advisor.cache.key import fingerprint
-from advisor.cache.name import Name, called
-from advisor.cache.reader import Sought
+from advisor.cache.name import Name, target_key
+from advisor.cache.reader import RecordFilter
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.seal import own_folder
@@ -92,12 +92,16 @@ def _versions(records: Records, record: Record) -> list[tuple[Store, Name]]:
     """Every version of a record. Runs and targets that were measured under one key count as two."""
     key = record.key
     versions = records.versions(record)
-    held = records.held(Sought(model=key.model, id=key.id, batch=record.batch)) if versions else []
+    held = (
+        records.held(RecordFilter(model=key.model, id=key.id, batch=record.batch))
+        if versions
+        else []
+    )
     of_run = bool(key.task.command)
     others = {
-        called(one.record.target) for one in held if bool(one.record.key.task.command) != of_run
+        target_key(one.record.target) for one in held if bool(one.record.key.task.command) != of_run
     }
-    return [(store, name) for store, name in versions if name.called not in others]
+    return [(store, name) for store, name in versions if name.target not in others]
 
 
 def forget_studies(records: Records, record: Record) -> None:

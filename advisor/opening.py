@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from advisor.cache.record import Record
 from advisor.cache.records import Records, be_patient
-from advisor.cache.seal import Seal
+from advisor.cache.seal import KeyRing
 from advisor.cache.settings import Cache as Cache
 from advisor.cache.stores import open_stores
 
@@ -25,7 +25,7 @@ def open_records(cache: Cache, *, patient: bool = True, fallback: bool = False) 
     stores = open_stores(cache, fallback=fallback)
     if patient:
         be_patient(stores, PATIENCE_S)
-    return Records(stores, seal=Seal.from_environment(), check=refusal)
+    return Records(stores, keyring=KeyRing.from_environment(), check=refusal)
 
 
 def refusal(record: Record) -> str:

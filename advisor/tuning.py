@@ -16,7 +16,7 @@ from advisor.cache.config import Config
 from advisor.cache.key import fingerprint
 from advisor.cache.kinds import Shape
 from advisor.cache.match import Kin, compare
-from advisor.cache.name import command_part
+from advisor.cache.name import command_digest
 from advisor.cache.record import INTERRUPTED, LOOP, WITHIN, Provenance, Record
 from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
@@ -31,7 +31,7 @@ from advisor.keeping import check_writable, keep, keep_artifacts, lock_names, lo
 from advisor.opening import Cache, open_records
 from advisor.store import Store
 from advisor.tuners import environment, fp8
-from advisor.tuners.decisions import NOTABLE, WORTH
+from advisor.tuners.decisions import WORTH
 from advisor.tuners.doubt import unsteady
 from advisor.tuners.scratch import ScratchFolder
 from advisor.tuners.search.journal import open_study
@@ -261,9 +261,8 @@ class Tuning:
             clock = Clock(seconds, reserve_s=loader_s)
             tuner = Tuner(opened.runner, opened.space, study, options, self.progress, clock)
             self.progress.started(facts, opened.key, opened.space, tuner.known)
-            if line := environment.bf16_notice(
-                opened.key.environment.device.kind, opened.task.precisions
-            ):
+            device = opened.key.environment.device
+            if line := environment.bf16_notice(device.kind, opened.task.precisions):
                 self.progress.notice(line)
             found = tuner.run()
             if opened.space.inputs and not found.interrupted:
@@ -368,15 +367,13 @@ class Tuning:
 
 
 def is_clear(record: Record) -> bool:
-    """Whether a tuning was not cut short, could tell what gains, and verified it."""
+    """Whether a tuning was not cut short, was quiet enough to tell what gains, and verified it."""
     best, own = record.winner(record.use), record.baseline
     if record.stale or not record.compares or record.provenance.effort == INTERRUPTED:
         return False
-    if doubtful(record) or unverified(record, best.config):
+    if best.config == own.config and unsteady(own.rounds):
         return False
-    others = [one for one in record.raced if one.config != own.config]
-    may_gain = unsteady(own.rounds) or any(one.speedup_high >= NOTABLE for one in others)
-    return best.config != own.config or not may_gain
+    return not doubtful(record) and not unverified(record, best.config)
 
 
 def study_name(opened: OpenWorkload) -> str:
@@ -390,7 +387,7 @@ def _measured_alike(then: Task, now: Task) -> bool:
     What options of a command gave is known of that command alone."""
     if not now.command or not then.command:
         return not now.command and not then.command
-    return not now.map or command_part(then.command) == command_part(now.command)
+    return not now.map or command_digest(then.command) == command_digest(now.command)
 
 
 def _loader_of(task: Task) -> tuple[object, ...]:

@@ -18,7 +18,6 @@ class Asked:
     path: str
     token: str
     body: bytes | None = None
-    etag: str = ""
     expected: int = 200
 
 
@@ -26,8 +25,6 @@ async def _ask(http: aiohttp.ClientSession, one: Asked) -> aiohttp.ClientRespons
     headers = {"Authorization": f"Bearer {one.token}", "Accept-Encoding": "gzip"}
     if one.method == "POST":
         headers["Content-Type"] = "application/json"
-    if one.etag:
-        headers["If-None-Match"] = one.etag
     async with http.request(one.method, one.path, data=one.body, headers=headers) as answer:
         said = await answer.read()
         if answer.status != one.expected:
@@ -42,11 +39,6 @@ def _session(port: int) -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(120),
         auto_decompress=False,
     )
-
-
-async def tags_of(port: int, asked: list[Asked]) -> list[str]:
-    async with _session(port) as http:
-        return [(await _ask(http, one)).headers["ETag"] for one in asked]
 
 
 async def at_once(port: int, asked: Iterator[Asked], clients: int, seconds: float) -> list[float]:

@@ -206,12 +206,7 @@ def measured(case: Case, arguments: dict[str, Any], budget_s: float) -> dict[str
 
 def looked_at(pair: feeding.Pair) -> dict[str, Any]:
     """What the tuning measured of a loader, samples/s."""
-    alone, together = pair.alone, pair.together
-    return {
-        **pair.loader,
-        "alone": alone and alone.samples_per_s,
-        "together": together and together.samples_per_s,
-    }
+    return {**pair.loader, "together": pair.together.samples_per_s}
 
 
 def limited(cores: int) -> str:

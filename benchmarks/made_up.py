@@ -12,12 +12,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from advisor.cache.codec import content, encode, enveloped
+from advisor.cache.codec import encode, make_envelope, open_envelope
 from advisor.cache.key import Key
 from advisor.cache.name import Name
 from advisor.cache.reader import Reader
 from advisor.cache.record import Record
-from advisor.cache.seal import UNSEALED
+from advisor.cache.seal import NO_KEYS
 from advisor.opening import refusal
 from advisor.service import records
 from advisor.service.schema import Item
@@ -30,7 +30,7 @@ POPULAR = "train.py:Net"
 """What every tenth model is called."""
 TRIALS = (12, 40, 40, 120)
 """Of the records of one model: 5 to 50 KB."""
-READER = Reader(UNSEALED, refusal)
+READER = Reader(NO_KEYS, refusal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Copied:
         data = encode(one)
         item = records.item_of(READER, Name.of(one, data).text, data)
         row = {column.name: getattr(item, column.name) for column in Item.__table__.columns}
-        return cls(one, content(data)[0], row)
+        return cls(one, open_envelope(data)[0], row)
 
     def at(self, model: int) -> dict[str, Any]:
         """The row of a copy, which is of another model."""
@@ -67,16 +67,16 @@ class Copied:
         payload = self.payload.replace(self.record.key.model.encode(), hex.encode())
         payload = payload.replace(called(0).encode(), of_model.encode())
         payload = payload.replace(code_of(0).encode(), code.encode())
-        data = enveloped(payload)
+        data = make_envelope(payload)
         target = replace(self.record.target, name=of_model, code=code)
         copy = replace(self.record, key=replace(self.record.key, model=hex), target=target)
         name = Name.of(copy, data)
         return self.row | {
             "key": name.text,
-            "place": name.place,
-            "model": name.model,
+            "record_key": name.record_key,
+            "model": hex[:12],
             "id": name.id,
-            "target": name.target,
+            "target": name.target[0],
             "called": of_model,
             "file": of_model.partition(":")[0],
             "code": code,

@@ -33,7 +33,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 import record as results
-from http_clients import Asked, at_a_rate, at_once, tags_of
+from http_clients import Asked, at_a_rate, at_once
 from sqlalchemy import insert, text
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -43,12 +43,12 @@ from made_up import A_MODEL, POPULAR, READER
 import advisor
 from advisor.cache.match import Query
 from advisor.cache.name import Name
-from advisor.cache.reader import Now, Sought
+from advisor.cache.reader import CurrentFile, RecordFilter
 from advisor.cache.stores.http import HttpStore
 from advisor.opening import open_records
 from advisor.service import attempts, tokens
 from advisor.service.database import Database
-from advisor.service.executors import Room
+from advisor.service.executors import Capacity
 from advisor.service.schema import Item
 from tests.cache import servers
 from tests.service.serving import begun
@@ -134,24 +134,21 @@ class Bench:
             model = rng.randrange(self.models // 10) * 10 + 1
             of = UNKNOWN if by == "miss" else made_up.fingerprint_of(model)
             code = made_up.code_of(model) if by == "popular" else UNKNOWN[:16]
-            sought = Sought(model=of, query=replace(query, model=of))
+            sought = RecordFilter(model=of, query=replace(query, model=of))
             if by.startswith("popular"):
-                sought = Sought(target=POPULAR, query=query, now=Now(code=code, origin="0e"))
+                sought = RecordFilter(
+                    target=POPULAR, query=query, now=CurrentFile(code=code, origin="0e")
+                )
             if by == "kin":
-                sought = Sought(kin_of=replace(key, model=of), family=self.copied[0].record.family)
+                sought = RecordFilter(
+                    kin_of=replace(key, model=of), family=self.copied[0].record.family
+                )
             plain = {
                 name: json.dumps(value) if name == "wanted" else value
-                for name, value in sought.question.items()
+                for name, value in next(sought.questions()).items()
             }
             path = f"/api/lookup?{urlencode(plain, doseq=True)}"
             yield Asked("GET", path, rng.choice(self.readers))
-
-    def known(self) -> Iterator[Asked]:
-        """Lookups of who has the answer already, each with its ETag."""
-        asked = list(itertools.islice(self.lookups("hit"), 200))
-        tags = asyncio.run(tags_of(self.process.port, asked))
-        known = [replace(one, etag=tag, expected=304) for one, tag in zip(asked, tags, strict=True)]
-        return itertools.cycle(known)
 
     def writes(self) -> Iterator[Asked]:
         """Records of models that are not there yet."""
@@ -171,7 +168,7 @@ class Bench:
     def beats(self) -> Iterator[Asked]:
         """Of a hundred attempts, each with a trial and a line of its log."""
         with self.database.writing() as session:
-            claims = [attempts.claim(session, "here", Room(gpu="", gpus=1)) for _ in range(100)]
+            claims = [attempts.claim(session, "here", Capacity(gpu="", gpus=1)) for _ in range(100)]
         own = [begun(self.database, one) for one in claims if one is not None]
         for number in itertools.count():
             for token in own:
@@ -303,7 +300,6 @@ def bench(url: str, given: argparse.Namespace) -> list[dict[str, Any]]:
         for clients in CLIENTS:
             for by in ("hit", "miss", "popular"):
                 one.measure(f"lookup: {by}", one.lookups(by), clients)
-            one.measure("lookup: known", one.known(), clients)
         one.steady(given.hosts / 600)
         one.burst(1000, rounds=2)
         one.burst(64, rounds=10)

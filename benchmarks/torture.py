@@ -31,7 +31,7 @@ from typing import Any
 
 from advisor.cache.config import Config
 from advisor.cache.name import Name
-from advisor.cache.reader import Sought
+from advisor.cache.reader import RecordFilter
 from advisor.cache.record import Record
 from advisor.cache.records import Records, be_patient
 from advisor.cache.stores import open_store
@@ -89,7 +89,7 @@ def read(url: str, journal: Path, seed: int) -> None:
         while True:
             try:
                 found = records.look_into(
-                    records.stores[0], Sought(target=f"net{dice.randrange(TARGETS)}.py:Net")
+                    records.stores[0], RecordFilter(target=f"net{dice.randrange(TARGETS)}.py:Net")
                 )
             except StoreError as exc:
                 log.write(f"f {exc}\n")

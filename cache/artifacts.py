@@ -1,53 +1,49 @@
-"""What torch.compile made for a config, kept beside its record: a fresh process loads it, and has
-its first step in seconds.
+"""What torch.compile made for a config, kept beside its record, so that a fresh process has its
+first step in seconds.
 
-Artifacts are code: PyTorch unpickles them, and runs what it finds. So they are no part of a record,
-and nothing that a record says leads to them. They are blobs of a store, under a key that only the
-owner of a signing key can make. Nothing in them is parsed before one of the reader's own keys has
-proved who wrote all of it. Then it must have been made for this very record and config, on this
-very device and software.
+Artifacts are code: PyTorch unpickles and runs them. So they are not part of a record, and nothing
+in a record leads to them. They are blobs of a store, under a key that only the owner of a signing
+key can make. Nothing in them is parsed before the signature of one of the reader's own keys over
+all of it was verified. Then they must have been made for this record, config, device and software.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgpack
-import msgspec
 
-from advisor.cache.codec import from_plain, to_plain
+from advisor.cache.codec import describe, from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.cache.key import Environment
+from advisor.cache.name import StoreKey, record_key
 from advisor.cache.record import Record
-from advisor.cache.seal import ARTIFACTS, UNSEALED, Seal
+from advisor.cache.seal import ARTIFACTS, NO_KEYS, KeyRing
 from advisor.cache.stores import BLOBS, Remote, Store
 from advisor.errors import RecordDamaged, RecordNewer, StoreError
 
 _ANY = b"advisor artifacts "
 _START = _ANY + b"1\n"
 _BODY = len(_START) + 32
-"""Where it begins, behind the signature."""
+"""Where the body begins, behind the signature."""
 _LEVEL = 1
-"""Of zlib: a quarter of the size at 100 MB/s; more takes much longer for little."""
-_MOST_TIMES = 32
-"""As many times its own size is what was packed."""
-ANOTHERS = "signed with another's key"
-"""Why artifacts are not loaded of which no more than the name is looked at."""
-Kind = Literal["superseded", "damaged", "oversized"]
-"""Why artifacts may go, in one word."""
+"""Of zlib: a quarter of the size at 100 MB/s; higher levels take much longer for little."""
+_MAX_RATIO = 32
+"""Largest ratio of unpacked to packed size."""
+OTHER_KEY = "signed with another's key"
+"""Why artifacts are refused whose name has no tag of the reader's keys."""
 LABEL = r"([0-9a-f]{12})-([0-9a-f]{12})-([1-9][0-9]{0,9})-([0-9a-f]{12})\.([0-9a-f]{12})"
-"""Of `Label.name`, as a regular expression."""
+"""The pattern of `Label.name`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """What compiled: versions of torch, of Triton, '' for none, and of Python."""
+    """Versions of torch, of Triton, '' for none, and of Python."""
 
     torch: str
     triton: str
@@ -59,8 +55,8 @@ class Purpose:
     """What artifacts were made for: for anything else they are not loaded.
 
     Attributes:
-        record: its place, as names have it.
-        config: the digest of what was compiled; see `compiled_of`.
+        record: its record key.
+        config: as `compiled_digest`.
     """
 
     record: str
@@ -75,10 +71,10 @@ class Purpose:
 
     @classmethod
     def of(cls, record: Record, config: Config, where: Environment, tools: Tools) -> Purpose:
-        """To run a config of a record somewhere."""
+        """To run a config of a record in an environment."""
         return cls(
-            record=place_of(record),
-            config=compiled_of(record, config),
+            record=record_key(record),
+            config=compiled_digest(record, config),
             kind=where.device.kind,
             device=where.device.name,
             capability=where.device.capability,
@@ -90,137 +86,102 @@ class Purpose:
 
     @property
     def label(self) -> str:
-        """As a label is, without its tag."""
+        """The name of its artifacts, without the tag."""
         return f"{self.record.replace('/', '-')}-{self.config}"
 
-    def apart(self, here: Purpose) -> str:
-        """In what this differs from what is needed here; '' where in nothing."""
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(here), strict=True)
-        names = (field.name for field in dataclasses.fields(self))
-        differ = zip(names, pairs, strict=True)
-        return ", ".join(
-            f"{name} {there or 'none'}, here {now or 'none'}"
-            for name, (there, now) in differ
-            if there != now
-        )
+
+describe(Purpose)
 
 
-msgspec.json.Decoder(Purpose)  # described before threads use it; see `codec`
-
-
-def place_of(record: Record) -> str:
-    """As names have it."""
-    return f"{record.key.model[:12]}/{record.key.id}/{record.batch}"
-
-
-def compiled_of(record: Record, config: Config) -> str:
-    """The digest of what of a config is compiled: how its input comes is none of it."""
+def compiled_digest(record: Record, config: Config) -> str:
+    """The digest of what is compiled of a config: its input pipeline is not."""
     return config.without(*record.input).digest
 
 
-@dataclass(frozen=True, slots=True)
-class Label:
-    """The key of some artifacts, which says what they are for.
+class Label(StoreKey, frozen=True, kw_only=True):
+    """The key of some artifacts.
 
     Attributes:
-        name: MODEL-ID-BATCH-CONFIG.TAG, each part but the batch 12 hex characters.
-        trusted: one of the reader's keys made the tag.
+        name: MODEL-ID-BATCH-CONFIG.TAG, each part but the batch 12 hex characters; the key behind
+            BLOBS.
+        config: as `compiled_digest`.
     """
 
     name: str
-    record: str
     config: str
-    trusted: bool
 
     @classmethod
-    def parse(cls, name: str, seal: Seal = UNSEALED) -> Label | None:
-        """None if the name is none of a label."""
+    def parse(cls, name: str, keyring: KeyRing = NO_KEYS) -> Label | None:
+        """The label with this name, or None."""
         found = re.fullmatch(LABEL, name)
         if not found:
             return None
-        model, id, batch, config, tag = found.groups()
-        trusted = seal.tagged(name[: -len(tag) - 1], tag)
-        return cls(name, f"{model}/{id}/{batch}", config, trusted)
-
-    @property
-    def text(self) -> str:
-        """The key that a store has them under."""
-        return BLOBS + self.name
-
-    @property
-    def record_id(self) -> str:
-        """As people see and type it: 'ae1bff61eea5@128'."""
-        _model, key, batch = self.record.split("/")
-        return f"{key}@{batch}"
+        return cls(
+            text=BLOBS + name,
+            record_key="/".join(found.group(1, 2, 3)),
+            trusted=keyring.trusts(name),
+            name=name,
+            config=found[4],
+        )
 
 
-def sealed(data: bytes, purpose: Purpose, seal: Seal) -> bytes:
-    """Artifacts as a store keeps them, signed with the seal's key."""
+def pack_artifacts(data: bytes, purpose: Purpose, keyring: KeyRing) -> bytes:
+    """Artifacts as a store keeps them, signed."""
     packed = {"purpose": to_plain(purpose), "data": zlib.compress(data, _LEVEL)}
     body: bytes = msgpack.packb(packed)
-    return _START + seal.mac(body, ARTIFACTS) + body
+    return _START + keyring.sign(body, ARTIFACTS) + body
 
 
-def is_signed(sealed: bytes, seal: Seal) -> bool:
-    """Whether one of the seal's keys signed all of a blob."""
-    return seal.made(sealed[len(_START) : _BODY], sealed[_BODY:], ARTIFACTS)
-
-
-def opened(sealed: bytes, purpose: Purpose, seal: Seal) -> bytes:
+def unpack_artifacts(packed: bytes, purpose: Purpose, keyring: KeyRing) -> bytes:
     """The artifacts in a blob, if they may be loaded for a purpose.
 
     Raises:
         RecordDamaged: why they may not.
     """
-    found, packed = _unsealed(sealed, seal)
-    if apart := found.apart(purpose):
-        raise RecordDamaged(f"artifacts: made for {apart}; refused")
+    found, data = _verified(packed, keyring)
+    made, needed = to_plain(found), to_plain(purpose)
+    if differing := ", ".join(
+        f"{name} {made[name] or 'none'}, here {needed[name] or 'none'}"
+        for name in made
+        if made[name] != needed[name]
+    ):
+        raise RecordDamaged(f"artifacts: made for {differing}; refused")
     try:
         inflating = zlib.decompressobj()
-        data = inflating.decompress(packed, _MOST_TIMES * len(sealed))
+        unpacked = inflating.decompress(data, _MAX_RATIO * len(packed))
     except (TypeError, zlib.error) as exc:
-        raise _strange(exc) from exc
+        raise _unknown_form(exc) from exc
     if not inflating.eof:
         raise RecordDamaged("artifacts: too large when unpacked; refused")
-    return data
+    return unpacked
 
 
-def check(sealed: bytes, label: Label, seal: Seal) -> None:
-    """Check that a blob is whole, signed, and what its label says.
-
-    Raises:
-        RecordDamaged: it is not.
-    """
-    if not label.name.startswith(f"{_unsealed(sealed, seal)[0].label}."):
-        raise RecordDamaged("artifacts: made for another record or config; refused")
-
-
-def _unsealed(sealed: bytes, seal: Seal) -> tuple[Purpose, Any]:
-    """What signed artifacts are for, and themselves, packed.
+def _verified(packed: bytes, keyring: KeyRing) -> tuple[Purpose, Any]:
+    """What signed artifacts are for, and their compressed data.
 
     Raises:
         RecordNewer: another version of advisor wrote them. RecordDamaged: they are refused.
     """
-    if not sealed.startswith(_START):
-        kind = RecordNewer if sealed.startswith(_ANY) else RecordDamaged
+    if not packed.startswith(_START):
+        kind = RecordNewer if packed.startswith(_ANY) else RecordDamaged
         raise kind("artifacts: none that this version reads; refused")
-    if not is_signed(sealed, seal):
+    if not keyring.verify(packed[len(_START) : _BODY], packed[_BODY:], ARTIFACTS):
         raise RecordDamaged("artifacts: not signed by you or your team, or changed since; refused")
-    # From here on it is what the owner of a key wrote; another version of advisor may have.
+    # The owner of a key wrote what follows, perhaps with another version of advisor.
     try:
-        found = msgpack.unpackb(sealed[_BODY:], max_bin_len=len(sealed))
+        found = msgpack.unpackb(packed[_BODY:], max_bin_len=len(packed))
         return from_plain(Purpose, found["purpose"]), found["data"]
     except (ValueError, KeyError, TypeError) as exc:
-        raise _strange(exc) from exc
+        raise _unknown_form(exc) from exc
 
 
-def _strange(exc: Exception) -> RecordNewer:
+def _unknown_form(exc: Exception) -> RecordNewer:
     return RecordNewer(f"artifacts: not as this version writes them ({exc}); refused")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Artifacts that may be loaded, and where they were. `size`: packed."""
+    """Artifacts that may be loaded, and the URL of their store. `size`: packed."""
 
     data: bytes
     size: int
@@ -228,92 +189,81 @@ class Found:
 
 
 class Artifacts:
-    """The artifacts in some stores, which are looked through in order.
+    """The artifacts in some stores, which are searched in order.
 
     Args:
-        seal: of its keys those alone count that no other user may have.
-        most: bytes that some may have, packed; 0: none are kept or loaded.
+        keyring: only those of its keys count that no other user can have.
+        most: bytes that the artifacts of one config may have, packed; 0: none are kept or loaded.
     """
 
-    def __init__(self, stores: Sequence[Store], seal: Seal, most: int) -> None:
-        self._stores, self._given, self._most = stores, seal, most
-        self._seal = seal.for_code
-
-    @property
-    def loads(self) -> bool:
-        """Whether any may be kept or loaded."""
-        return self._most > 0
+    def __init__(self, stores: Sequence[Store], keyring: KeyRing, most: int) -> None:
+        self.most = most
+        self._stores, self._given, self._keyring = stores, keyring, keyring.for_code
 
     @property
     def unsigned(self) -> str:
-        """Why none are signed; '' where they are."""
-        return "" if self._seal.signs else self._given.exposed or "no key signs it"
+        """Why artifacts cannot be signed; '' if they can."""
+        return "" if self._keyring.signs else self._given.exposed or "no key signs it"
 
     def keep(self, data: bytes, purpose: Purpose, store: Store) -> int:
-        """Put artifacts into a store: their size there, packed.
+        """Put artifacts into a store; their packed size.
 
-        0 if none are kept: the store takes no blobs, there is no key to sign with that is nobody
-        else's, or they are larger than permitted.
+        0 if they are not kept: the store takes no blobs, there is no safe key to sign with, or
+        they are larger than permitted.
 
         Raises:
             StoreError: the store cannot be written.
         """
-        if not store.takes_blobs or not self._seal.signs or not self._most:
+        if not store.takes_blobs or not self._keyring.signs or not self.most:
             return 0
-        packed = sealed(data, purpose, self._seal)
-        if len(packed) > self._most:
+        packed = pack_artifacts(data, purpose, self._keyring)
+        if len(packed) > self.most:
             return 0
-        store.put(f"{BLOBS}{purpose.label}.{self._seal.tag(purpose.label)}", packed)
+        store.put(BLOBS + self._keyring.tagged(purpose.label), packed)
         return len(packed)
 
     def find(self, purpose: Purpose) -> Found | None:
-        """What may be loaded for a purpose, None where there is none. It is copied into the first
-        local store of those before.
+        """What may be loaded for a purpose, or None. It is copied into the first local store that
+        was searched before.
 
         Raises:
-            StoreError: there may be some; why they cannot be had. RecordDamaged: or may not.
+            StoreError: there may be some; why they cannot be read. RecordDamaged: or not loaded.
         """
+        if not self.most:
+            return None
         failed: list[StoreError] = []
-        for number, store, key in self._places(purpose):
-            try:
-                packed = store.get(key, self._most)
-                if packed is None:
+        for number, store in enumerate(self._stores):
+            for tag in self._keyring.tags(purpose.label):
+                key = f"{BLOBS}{purpose.label}.{tag}"
+                try:
+                    packed = store.get(key, self.most)
+                    if packed is None:
+                        continue
+                    data = unpack_artifacts(packed, purpose, self._keyring)
+                except StoreError as exc:
+                    failed.append(exc)
                     continue
-                data = opened(packed, purpose, self._seal)
-            except StoreError as exc:
-                failed.append(exc)
-                continue
-            self._copy(key, packed, self._stores[:number])
-            return Found(data=data, size=len(packed), store=store.url)
+                self._copy(key, packed, self._stores[:number])
+                return Found(data=data, size=len(packed), store=store.url)
+        if not failed:
+            failed = self._refused(purpose)
         if failed:
             raise failed[0]
-        if self._most:
-            self._tell_of_others(purpose)
         return None
 
-    def _tell_of_others(self, purpose: Purpose) -> None:
-        """That there are artifacts for this of a key that does not count, if there are.
-
-        Raises:
-            RecordDamaged: that.
-        """
+    def _refused(self, purpose: Purpose) -> list[StoreError]:
+        """Why artifacts that other keys signed for a purpose are not loaded: what the reader can
+        repair first, nothing if there are none."""
         reasons: set[str] = set()
         for store in self._stores:
             with contextlib.suppress(StoreError):
                 there = self.on(store, f"{purpose.label}.")
-                reasons |= {self._why_not(label) for label in there if not label.trusted}
-        if reasons:  # what the reader can mend is said first
-            why = min(reasons, key=ANOTHERS.__eq__)
-            raise RecordDamaged(f"artifacts: {why}; refused")
-
-    def _places(self, purpose: Purpose) -> Iterator[tuple[int, Store, str]]:
-        if self._most:
-            for number, store in enumerate(self._stores):
-                for tag in self._seal.tags(purpose.label):
-                    yield number, store, f"{BLOBS}{purpose.label}.{tag}"
+                reasons |= {self._why_untrusted(label) for label in there if not label.trusted}
+        ordered = sorted(reasons, key=OTHER_KEY.__eq__)
+        return [RecordDamaged(f"artifacts: {why}; refused") for why in ordered]
 
     @staticmethod
-    def _copy(key: str, packed: bytes, before: Iterable[Store]) -> None:
+    def _copy(key: str, packed: bytes, before: Sequence[Store]) -> None:
         for store in before:
             if store.takes_blobs and not isinstance(store, Remote):
                 with contextlib.suppress(StoreError):
@@ -321,85 +271,53 @@ class Artifacts:
                     return
 
     def on(self, store: Store, start: str = "") -> dict[Label, int]:
-        """What a store has, with its size in bytes; of labels that begin so.
+        """The artifacts in a store whose names begin with `start`, with their size in bytes.
 
         Raises:
             StoreError: the store cannot be read.
         """
-        sizes = store.sizes(BLOBS + start)
-        found = (
-            (Label.parse(key.removeprefix(BLOBS), self._seal), size) for key, size in sizes.items()
-        )
+        sizes = store.sizes(BLOBS + start).items()
+        found = ((Label.parse(key.removeprefix(BLOBS), self._keyring), size) for key, size in sizes)
         return {label: size for label, size in found if label}
 
-    def listed(self, places: Collection[str]) -> Iterator[tuple[Store, Label, int]]:
-        """Where there are artifacts of some records, and their size; stores that cannot be read are
-        passed over."""
+    def listed(self, record_keys: Collection[str]) -> Iterator[tuple[Store, Label, int]]:
+        """Where there are artifacts of some records, and their size, in stores that can be read."""
         for store in self._stores:
             with contextlib.suppress(StoreError):
                 for label, size in self.on(store).items():
-                    if label.record in places:
+                    if label.record_key in record_keys:
                         yield store, label, size
 
     def fault(self, store: Store, label: Label) -> str:
-        """Why this reader never loads what a store has under a label; '' if it may be loaded for
-        its purpose."""
+        """Why this reader never loads what a store has under a label; '' if it may."""
         if not label.trusted:
-            return self._why_not(label)
-        if not self._most:
+            return self._why_untrusted(label)
+        if not self.most:
             return "none are loaded (ADVISOR_MAX_ARTIFACTS)"
         try:
             self.checked(store, label)
-        except RecordDamaged as exc:
-            return _bare(exc)
         except StoreError as exc:
-            return str(exc)
+            return bare_reason(exc)
         return ""
 
-    def _why_not(self, label: Label) -> str:
-        """Of what none of the keys that count for code has tagged."""
-        given = Label.parse(label.name, self._given)
-        return self._given.exposed if given and given.trusted else ANOTHERS
+    def _why_untrusted(self, label: Label) -> str:
+        """Why a label without a tag of the safe keys is not trusted."""
+        return self._given.exposed if self._given.trusts(label.name) else OTHER_KEY
 
     def checked(self, store: Store, label: Label) -> bytes | None:
-        """What a store has under a label, None if it is gone.
+        """What a store has under a label, or None: whole, signed, and what the label says.
 
         Raises:
             RecordDamaged: it is refused. StoreError: the store cannot be read.
         """
-        packed = store.get(label.text, self._most)
+        packed = store.get(label.text, self.most)
         if packed is not None:
-            check(packed, label, self._seal)
+            purpose, _data = _verified(packed, self._keyring)
+            if not label.name.startswith(f"{purpose.label}."):
+                raise RecordDamaged("artifacts: made for another record or config; refused")
         return packed
 
-    def useless(
-        self, store: Store, label: Label, size: int, advised: Mapping[str, Collection[str]]
-    ) -> tuple[Kind, str] | None:
-        """Why what a store has under a label may go; None if it may not.
 
-        Args:
-            advised: by each record's place, the configs that it advises, as `compiled_of`; none of
-                a record that cannot be read.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
-        if label.record not in advised:
-            return "superseded", "their record is gone"
-        if size > self._most:
-            return "oversized", f"larger than {self._most} bytes (ADVISOR_MAX_ARTIFACTS)"
-        configs = advised[label.record]
-        if configs and label.config not in configs:
-            return "superseded", "their config is advised no more"
-        try:
-            self.checked(store, label)
-        except RecordNewer:  # not for this version to judge
-            return None
-        except RecordDamaged as exc:
-            return "damaged", _bare(exc)
-        return None
-
-
-def _bare(exc: RecordDamaged) -> str:
-    """What is wrong with artifacts, without saying of what it is and what comes of it."""
+def bare_reason(exc: StoreError) -> str:
+    """What is wrong with artifacts, without naming them again."""
     return str(exc).removeprefix("artifacts: ").removesuffix("; refused")

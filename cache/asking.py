@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from advisor.cache.reader import Held, Listing, Marks, united
+from advisor.cache.reader import Listing, StoredRecord, united
 from advisor.cache.records import Records
 from advisor.cache.stores import Remote, Store
 from advisor.cache.stores.timeout import run_with_timeout
@@ -28,9 +28,8 @@ _LEAST_S = 0.01
 MOST_TOLD = 8
 """Of the records of one store that may not be used."""
 
-Read = Callable[[Store, Marks], Listing]
-"""How a store is read: `Records.look_into` with what is looked for. `Marks` are of the stores
-before it."""
+Read = Callable[[Store], Listing]
+"""How a store is read: `Records.look_into` with what is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +37,12 @@ class Chosen:
     """What comes of all that was found so far. `held`: what is served of it, None for nothing;
     `final`: no other store could have better."""
 
-    held: Held | None = None
+    held: StoredRecord | None = None
     final: bool = False
 
 
 C = TypeVar("C", bound=Chosen)
-Choose = Callable[[Sequence[Held]], C]
+Choose = Callable[[Sequence[StoredRecord]], C]
 
 
 @dataclass(slots=True)
@@ -58,7 +57,7 @@ class Said(Generic[C]):
         failed: the faults of stores that could not be read.
     """
 
-    held: list[Held] = field(default_factory=list)
+    held: list[StoredRecord] = field(default_factory=list)
     chosen: C | None = None
     stores: list[tuple[str, str]] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
@@ -76,7 +75,6 @@ def ask(
     """
     until = time.monotonic() + deadline_s
     said: Said[C] = Said()
-    marks: Marks = {}
     behind: list[Store] = []
     for store in records.stores:
         began = time.perf_counter()
@@ -85,7 +83,7 @@ def ask(
             if store is not records.stores[-1]:
                 seconds /= 2  # for those behind it, where it hangs
             keep = functools.partial(_keep, records, choose)
-            listing = _one(store, functools.partial(read, store, marks), seconds, keep)
+            listing = _one(store, functools.partial(read, store), seconds, keep)
         except StoreError as exc:
             said.failed.append(exc)
             said.stores.append((store.url, str(exc).removeprefix(f"cache {store.url}: ")))
@@ -144,7 +142,7 @@ def _keep(records: Records, choose: Choose[C], listing: Listing) -> None:
         _log.debug("not kept: %s", exc)
 
 
-def _write_back(records: Records, one: Held, stores: Sequence[Store], until: float) -> None:
+def _write_back(records: Records, one: StoredRecord, stores: Sequence[Store], until: float) -> None:
     """Copy a record into the stores looked into before its own, where they take it."""
     for store in stores:
         if store is one.store:

@@ -1,11 +1,9 @@
-"""Records to msgpack bytes and back; nothing that was not checked comes back."""
+"""Encodes records as msgpack and decodes them; data that fails a check is refused."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import re
 import reprlib
 import threading
 from collections.abc import Iterator, Mapping
@@ -17,14 +15,14 @@ import msgspec
 from advisor.cache.config import Config
 from advisor.cache.domain import LONGEST, is_line, line
 from advisor.cache.record import Record
-from advisor.cache.seal import UNSEALED, Seal
+from advisor.cache.seal import NO_KEYS, KeyRing
 from advisor.cache.stores.store import MAX_BYTES as MAX_BYTES
 from advisor.cache.turns import check_consistency
 from advisor.errors import RecordDamaged, RecordNewer, UsageError
 
 FORMAT = 3
-"""Of what is written. A field that is added needs no other format: older records mean its default,
-and older versions ignore it."""
+"""Written by this version. A new field needs no new format: older records mean its default, and
+older versions ignore it."""
 OLDEST = 3
 """The oldest format that is read."""
 
@@ -33,161 +31,132 @@ MAX_PARTS = 2**16
 MAX_TRIALS = 2**11 - 1
 _LIMITS = {
     "max_str_len": 2**16,
-    # msgpack makes room for a list before it has read it, at each of 1,024 levels of nesting.
+    # msgpack allocates a list before it reads it, at each of 1,024 levels of nesting.
     "max_array_len": MAX_TRIALS + 1,
     "max_map_len": 2**10,
     "max_ext_len": 0,
 }
-
-_LINE = f"one line of at most {LONGEST} printable characters"
 _TYPES = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "text",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "a map",
+    "`int`": "an integer",
+    "`float`": "a number",
+    "`str`": "text",
+    "`bool`": "true or false",
+    "`array`": "a list",
+    "`object`": "a map",
+    "`bytes`": "bytes",
+    "`null`": "nothing",
 }
-"""Types as msgspec names them, for people."""
+"""Types as msgspec names them, and in plain words."""
 
-_DESCRIBING = threading.Lock()
+_lock = threading.Lock()
 _described: set[type] = set()
 
 T = TypeVar("T")
 
 
-def encode(record: Record, seal: Seal = UNSEALED, *, revises: bytes = b"") -> bytes:
+class Envelope(msgspec.Struct, frozen=True):
+    """An encoded record with its checksum and, if it is signed, its signature."""
+
+    record: bytes
+    sha256: bytes
+    hmac: bytes = b""
+
+
+def encode(record: Record, keyring: KeyRing = NO_KEYS, *, revises: bytes = b"") -> bytes:
     """The record as msgpack bytes, every text as one printable line.
 
     If it would be too large, raw seconds per block go first, then the slowest trials.
 
     Args:
-        seal: signs it, if it has a key.
-        revises: the encoded record that this one was made from. Fields of a newer version in it
-            are carried over.
+        keyring: signs the record, if it has a key.
+        revises: the encoded record that this one was made from. Fields that only a newer version
+            knows are copied from it.
 
     Raises:
         RecordDamaged: `decode` would refuse it, e.g. for a number that is not finite.
     """
-    old = _plain_in(_payload(_envelope(revises))) if revises else {}
-    known = plain(from_plain(Record, old)) if revises else {}
+    old = unpack(open_envelope(revises)[0]) if revises else {}
+    known = to_plain(from_plain(Record, old)) if revises else {}
     for fitting in _smaller(record):
-        content = plain(fitting)
-        _carry(old, known, content)
-        payload = _packed(content)
-        if len(payload) <= MAX_BYTES - 2**10:
+        plain = to_plain(fitting)
+        _copy_unknown(old, known, plain)
+        payload = _pack(plain)
+        if len(payload) <= MAX_BYTES - 2**10 and len(fitting.trials) <= MAX_TRIALS:
             break
-    data = enveloped(payload, seal)
+    data = make_envelope(payload, keyring)
     decode(data)
     return data
 
 
-def decode(data: bytes, seal: Seal = UNSEALED) -> Record:
-    """The record in these bytes; fields that this version does not know are ignored.
+def decode(data: bytes, keyring: KeyRing = NO_KEYS) -> Record:
+    """The record in these bytes, without fields that this version does not know.
 
     Args:
-        seal: if it asks for signatures, records without one by its keys are refused.
+        keyring: if it requires signatures, records that none of its keys signed are refused.
 
     Raises:
-        RecordDamaged: they hold none; says which field is wrong.
+        RecordDamaged: the bytes hold no valid record; names the wrong field.
     """
-    return opened(data, seal)[0]
+    return decode_signed(data, keyring)[0]
 
 
-def opened(data: bytes, seal: Seal = UNSEALED) -> tuple[Record, bool]:
-    """As `decode`, and whether one of the seal's keys signed it."""
-    payload, signed = content(data, seal)
-    record = from_plain(Record, _plain_in(payload))
+def decode_signed(data: bytes, keyring: KeyRing = NO_KEYS) -> tuple[Record, bool]:
+    """As `decode`, and whether one of the keys signed it."""
+    payload, signed = open_envelope(data, keyring)
+    record = from_plain(Record, unpack(payload))
     check_consistency(record)
     return record, signed
 
 
-def reason_of(stale: str, seal: Seal) -> bytes:
-    """What a mark on a record holds: why it is stale, '' where it is not."""
-    return enveloped(_packed({"stale": line(stale)}), seal)
-
-
-def reason_in(data: bytes, seal: Seal) -> str:
-    """The reason in a mark that one of the seal's keys signed.
-
-    Raises:
-        RecordDamaged: it is no such mark.
-    """
-    payload, signed = content(data, seal)
-    found = _plain_in(payload)
-    reason = found.get("stale") if isinstance(found, dict) else None
-    if not signed or type(reason) is not str or not is_line(reason):
-        raise RecordDamaged("mark: not signed by you or your team, or no mark; refused")
-    return reason
-
-
-def enveloped(payload: bytes, seal: Seal = UNSEALED) -> bytes:
-    """Bytes beside their checksum and, where the seal has a key, their signature."""
+def make_envelope(payload: bytes, keyring: KeyRing = NO_KEYS) -> bytes:
+    """The bytes with their checksum and, if there is a key, their signature."""
     envelope = {"format": FORMAT, "record": payload, "sha256": hashlib.sha256(payload).digest()}
-    if seal.signs:
-        envelope["hmac"] = seal.mac(payload)
-    return _packed(envelope)
+    if keyring.signs:
+        envelope["hmac"] = keyring.sign(payload)
+    return _pack(envelope)
 
 
-def content(data: bytes, seal: Seal = UNSEALED) -> tuple[bytes, bool]:
-    """What is in an envelope, and whether one of the seal's keys signed it.
+def open_envelope(data: bytes, keyring: KeyRing = NO_KEYS) -> tuple[bytes, bool]:
+    """The payload of an envelope, and whether one of the keys signed it.
 
     Raises:
-        RecordDamaged: it was changed, or is not signed where that is asked for.
+        RecordDamaged: it was changed, or is not signed although the keyring requires it.
     """
-    envelope = _envelope(data)
-    payload = _payload(envelope)
-    mac = envelope.get("hmac")
-    signed = type(mac) is bytes and seal.made(mac, payload)
-    if seal.required and not signed:
-        raise RecordDamaged(
-            "record: signed with another secret, or changed since; refused"
-            if type(mac) is bytes
-            else "record: not signed, and only signed records are accepted"
-        )
-    return payload, signed
-
-
-def _envelope(data: bytes) -> dict[str, Any]:
-    found = unpacked(data, max_bin_len=MAX_BYTES)
-    if not isinstance(found, dict) or type(found.get("format")) is not int:
+    found = unpack(data, max_bin_len=MAX_BYTES)
+    format = found.get("format") if isinstance(found, dict) else None
+    if type(format) is not int:
         raise RecordDamaged("record: format: missing")
-    if found["format"] > FORMAT:
+    if format > FORMAT:
         raise RecordNewer(
-            f"record: format {found['format']} is newer than {FORMAT}, which this version reads; "
+            f"record: format {format} is newer than {FORMAT}, which this version reads; "
             "upgrade advisor"
         )
-    if found["format"] < OLDEST:
-        raise RecordDamaged(
-            f"record: format {found['format']} is no longer read, {OLDEST} is; tune again"
-        )
-    return found
-
-
-def _payload(envelope: dict[str, Any]) -> bytes:
-    payload = envelope.get("record")
-    if type(payload) is not bytes:
-        raise RecordDamaged("record: expected bytes in its envelope")
-    if envelope.get("sha256") != hashlib.sha256(payload).digest():
+    if format < OLDEST:
+        raise RecordDamaged(f"record: format {format} is no longer read, {OLDEST} is; tune again")
+    envelope = from_plain(Envelope, found)
+    if envelope.sha256 != hashlib.sha256(envelope.record).digest():
         raise RecordDamaged("record: its bytes do not match their checksum; it was cut or changed")
-    return payload
+    signed = keyring.verify(envelope.hmac, envelope.record)
+    if keyring.required and not signed:
+        raise RecordDamaged(
+            "record: signed with another secret, or changed since; refused"
+            if envelope.hmac
+            else "record: not signed, and only signed records are accepted"
+        )
+    return envelope.record, signed
 
 
-def _plain_in(payload: bytes) -> Any:
-    return unpacked(payload, max_bin_len=0)
-
-
-def unpacked(data: bytes, *, max_bin_len: int) -> Any:
+def unpack(data: bytes, *, max_bin_len: int = 0) -> Any:
     """Plain data from msgpack, within the limits of size, length and number.
 
     Raises:
-        RecordDamaged: it is no msgpack, or too large.
+        RecordDamaged: it is not msgpack, or too large.
     """
     if len(data) > MAX_BYTES:
         raise RecordDamaged(f"record: {len(data)} bytes, expected at most {MAX_BYTES}")
     left = MAX_PARTS
 
-    def counted(part: Any) -> Any:
+    def count(part: Any) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
@@ -200,16 +169,16 @@ def unpacked(data: bytes, *, max_bin_len: int) -> Any:
             raw=False,
             strict_map_key=True,
             max_bin_len=max_bin_len,
-            object_hook=counted,
-            list_hook=counted,
+            object_hook=count,
+            list_hook=count,
             **_LIMITS,
         )
-    except Exception as exc:  # msgpack raises more kinds than it documents
+    except Exception as exc:  # msgpack raises more types than it documents
         reason = str(exc).splitlines()[0][:80] if str(exc) else type(exc).__name__
         raise RecordDamaged(f"record: not msgpack ({reason})") from exc
 
 
-def _packed(value: object) -> bytes:
+def _pack(value: object) -> bytes:
     try:
         data: bytes = msgpack.packb(value, use_bin_type=True, unicode_errors="replace")
     except (TypeError, ValueError, OverflowError) as exc:
@@ -219,43 +188,35 @@ def _packed(value: object) -> bytes:
 
 def _smaller(record: Record) -> Iterator[Record]:
     """The record, then ever smaller ones."""
-    if len(record.trials) <= MAX_TRIALS:
-        yield record
-    bare = tuple(
+    yield record
+    bare = [
         dataclasses.replace(trial, measurement=dataclasses.replace(trial.measurement, blocks=()))
         for trial in record.trials
-    )
-    # The other stages are few, and what the choice rests on.
-    order = sorted(bare, key=lambda t: (t.stage == "compute", -t.measurement.samples_per_s))
-    kept = min(len(order), MAX_TRIALS)
-    while kept:
-        chosen = sorted(order[:kept], key=lambda trial: trial.number)
-        yield dataclasses.replace(record, trials=tuple(chosen))
-        kept //= 2
+    ]
+    # The choice rests on the other stages, and they are few.
+    bare.sort(key=lambda t: (t.stage == "compute", -t.measurement.samples_per_s))
+    while bare:
+        trials = sorted(bare, key=lambda trial: trial.number)
+        yield dataclasses.replace(record, trials=tuple(trials))
+        bare = bare[: len(bare) // 2]
     yield dataclasses.replace(record, trials=())
 
 
-def _carry(old: Any, known: Any, new: Any) -> None:
-    """Take over from `old` plain data what is not in `known`, as this version reads it.
+def _copy_unknown(old: Any, known: Any, new: Any) -> None:
+    """Copy from `old` to `new` what is not in `known`, which is what this version read of `old`.
 
-    Members of a list are paired by place, and only where they are otherwise the same.
+    Members of a list are paired by position, and only if they are otherwise equal.
     """
     if isinstance(old, dict) and isinstance(new, dict):
         for name, value in old.items():
             if name not in known:
                 new[name] = value
             elif name in new:
-                _carry(value, known[name], new[name])
+                _copy_unknown(value, known[name], new[name])
     elif isinstance(old, list) and isinstance(new, list):
         for before, read, after in zip(old, known, new, strict=False):
             if read == after:
-                _carry(before, read, after)
-
-
-def plain(record: Record) -> dict[str, Any]:
-    """The record as dicts, lists, text and numbers, ready for JSON."""
-    found: dict[str, Any] = to_plain(record)
-    return found
+                _copy_unknown(before, read, after)
 
 
 def to_plain(value: object) -> Any:
@@ -272,36 +233,39 @@ def to_plain(value: object) -> Any:
     return {name: to_plain(getattr(value, name)) for name in cls.__dataclass_fields__}
 
 
-def _describe(cls: type) -> None:
-    """Have msgspec look at a class: it crashes if two threads do that first at once."""
-    with _DESCRIBING:
-        if cls not in _described:
+def describe(cls: type) -> None:
+    """Have msgspec inspect a class, once: it crashes if two threads are the first to use it."""
+    if cls not in _described:
+        with _lock:
             msgspec.json.Decoder(cls, dec_hook=_config)
             _described.add(cls)
 
 
 def from_plain(cls: type[T], data: object) -> T:
-    """The inverse of `to_plain` for a dataclass `cls`.
+    """The inverse of `to_plain` for a class `cls`.
 
-    Fields that are missing get their default; those that `cls` does not have are ignored.
+    Missing fields get their default; fields that `cls` does not have are ignored.
 
     Raises:
-        RecordDamaged: data is not what cls needs; says which field is wrong.
+        RecordDamaged: data is not what cls needs; names the wrong field.
     """
+    describe(cls)
     what = cls.__name__.lower()
-    if cls not in _described:
-        _describe(cls)
-    for place, text in _texts(data):
-        if not is_line(text):
-            raise _unexpected(what + _path(place), _LINE, text)
+    if bad := [text for text in _texts(data) if not is_line(text)]:
+        wanted = f"one line of at most {LONGEST} printable characters"
+        raise RecordDamaged(f"{what}: expected {wanted}, got {reprlib.repr(bad[0])[:40]}")
     try:
         return msgspec.convert(data, cls, dec_hook=_config)
     except msgspec.ValidationError as exc:
-        raise _refused(what, str(exc), data) from None
+        reason, _, path = str(exc).partition(" - at `$")
+    for name, plainly in _TYPES.items():
+        reason = reason.replace(name, plainly)
+    reason = reason.replace("Expected", "expected", 1)
+    raise RecordDamaged(f"{what}{line(path.rstrip('`'))[:200]}: {line(reason)[:200]}")
 
 
 def _config(_cls: type, value: object) -> Config:
-    """Build the only field type that msgspec does not know."""
+    """Build a Config, the only field type that msgspec does not know."""
     if not isinstance(value, dict):
         raise ValueError(f"expected a config, got {reprlib.repr(value)}")
     try:
@@ -310,47 +274,21 @@ def _config(_cls: type, value: object) -> Config:
         raise ValueError(str(exc)) from None
 
 
-# msgspec describes a class at its first use, and crashes if two threads use it first at once.
-msgspec.json.Decoder(Record, dec_hook=_config)
-
-
-def _texts(data: object) -> Iterator[tuple[Any, str]]:
-    """Every text in plain data, once, with its place: the place around it, and a name or index."""
-    seen: set[str] = set()
-    left: list[tuple[Any, Any]] = [((), data)] if isinstance(data, dict | list) else []
+def _texts(data: object) -> set[str]:
+    """Every text in plain data, names included."""
+    found: set[Any] = set()
+    left = [data]
     while left:
-        place, value = left.pop()
-        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
-            for text in (name, part):
-                if type(text) is str and text not in seen:
-                    seen.add(text)
-                    yield (place, name), text
-            if type(part) is dict or type(part) is list:
-                left.append(((place, name), part))
+        part = left.pop()
+        if type(part) is dict:
+            found.update(part)
+            left += part.values()
+        elif type(part) is list:
+            left += part
+        elif type(part) is str:
+            found.add(part)
+    return {text for text in found if type(text) is str}
 
 
-def _path(place: Any) -> str:
-    parts = []
-    while place:
-        place, part = place
-        parts.append(f"[{part}]" if isinstance(part, int) else f".{part}")
-    return line("".join(reversed(parts)))[:200]
-
-
-def _refused(what: str, said: str, data: Any) -> RecordDamaged:
-    """What msgspec said of data: 'Expected `int` >= 1 - at `$.baseline.batch`' and the like."""
-    reason, _, path = said.rpartition(" - at `$") if " - at `$" in said else (said, "", "")
-    path = path.removesuffix("`")
-    if not reason.startswith("Expected"):
-        return RecordDamaged(f"{what}{path}: {line(reason)[:200]}")
-    with contextlib.suppress(LookupError, TypeError):
-        for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
-            data = data[name or int(index)]
-    wanted = reason.removeprefix("Expected ").partition(", got ")[0]
-    for name, plainly in _TYPES.items():
-        wanted = wanted.replace(f"`{name}`", plainly)
-    return _unexpected(what + path, wanted, data)
-
-
-def _unexpected(where: str, wanted: str, value: object) -> RecordDamaged:
-    return RecordDamaged(f"{where}: expected {wanted}, got {reprlib.repr(value)[:40]}")
+describe(Record)
+describe(Envelope)

@@ -27,18 +27,17 @@ class Config(Mapping[str, Value]):
     def __init__(self, mapping: Mapping[str, Value] | None = None, /, **values: Value) -> None:
         merged = dict(mapping or {}) | values
         for name, value in merged.items():
+            wanted = ""
             if type(name) is not str:
                 raise UsageError(f"config name {name!r}: expected a str")
             if type(value) not in _ALLOWED:
-                raise UsageError(
-                    f"config value {name}={value!r}: expected str, int, float, bool or None"
-                )
-            if type(value) is int and not -(2**63) <= value < 2**64:
-                raise UsageError(
-                    f"config value {name}={value}: expected a number of at most 64 bits"
-                )
-            if type(value) is float and not math.isfinite(value):
-                raise UsageError(f"config value {name}={value!r}: expected a finite number")
+                wanted = "str, int, float, bool or None"
+            elif type(value) is int and not -(2**63) <= value < 2**64:
+                wanted = "a number of at most 64 bits"
+            elif type(value) is float and not math.isfinite(value):
+                wanted = "a finite number"
+            if wanted:
+                raise UsageError(f"config value {name}={value!r}: expected {wanted}")
         self._values = {name: merged[name] for name in sorted(merged)}
         self._identity = tuple((name, type(v), v) for name, v in self._values.items())
         self._hash = hash(self._identity)
@@ -76,14 +75,8 @@ class Config(Mapping[str, Value]):
 
     def changed(self, default: Config) -> Config:
         """The values that differ from another config's, the batch size left out; True and 1 do."""
-        theirs = dict(zip(default, default._identity, strict=True))
-        return Config(
-            {
-                one[0]: one[2]
-                for one in self._identity
-                if one[0] != BATCH and theirs.get(one[0]) != one
-            }
-        )
+        theirs = {*default._identity, (BATCH, int, self.batch)}
+        return Config({one[0]: one[2] for one in self._identity if one not in theirs})
 
     @property
     def digest(self) -> str:

@@ -6,14 +6,12 @@ each signature stays its owner's.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from advisor.cache.codec import content
-from advisor.cache.name import Mark, Name, ranked
+from advisor.cache.name import Name, ranked
 from advisor.cache.reader import AT_ONCE, Reader
 from advisor.cache.record import Record
 from advisor.cache.records import Records
@@ -22,7 +20,7 @@ from advisor.cache.stores import Store
 from advisor.cache.stores.pack import PackStore, write
 from advisor.errors import NoRecord, RecordDamaged, Unauthorized, UsageError
 
-Outcome = Literal["added", "updated", "older", "marked", "known", "refused"]
+Outcome = Literal["added", "updated", "older", "known", "refused"]
 Source = Iterable[tuple[str, bytes | RecordDamaged]]
 Wanted = Callable[[Record], bool]
 
@@ -34,8 +32,7 @@ def every(_record: Record) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
     """What became of one record: 'added' has a new key, 'updated' counts from now on, 'older' is
-    kept beside one that counts more, 'marked' is a stale marker, 'known' was there. `reason`: why
-    it was refused."""
+    kept beside one that counts more, 'known' was there. `reason`: why it was refused."""
 
     name: str
     outcome: Outcome
@@ -47,30 +44,20 @@ def carry(
     source: Source, records: Records, store: Store, wanted: Wanted = every
 ) -> Iterator[Carried]:
     """Copy the sound records of a source into a store, one by one, and say what became of each.
-    Stale markers follow their records. Raises StoreError if one of the two fails."""
+    Raises StoreError if one of the two fails."""
     there: dict[str, list[Name]] = {}
     for name in records.names(store):
-        there.setdefault(name.place, []).append(name)
-    marks: list[tuple[Mark, bytes]] = []
-    taken: set[str] = set()
+        there.setdefault(name.record_key, []).append(name)
     for text, data in source:
         try:
-            if mark := Mark.parse(text):
-                marks.append((mark, sound_mark(mark, data)))
-                continue
             record, name, data = sound(records, text, data)
             if not wanted(record):
                 continue
-            taken.add(name.place)
-            outcome = _put(store, name, data, there.setdefault(name.place, []))
+            outcome = _put(store, name, data, there.setdefault(name.record_key, []))
         except RecordDamaged as exc:  # also as a server of another version says
             yield Carried(name=text, outcome="refused", reason=str(exc))
         else:
             yield Carried(name=name.text, outcome=outcome, target=record.target.name)
-    for mark, data in marks:
-        if mark.place in taken and store.get_many([mark.text]).get(mark.text) != data:
-            store.put(mark.text, data)
-            yield Carried(name=mark.text, outcome="marked")
 
 
 def _put(store: Store, name: Name, data: bytes, known: list[Name]) -> Outcome:
@@ -91,22 +78,12 @@ def _put(store: Store, name: Name, data: bytes, known: list[Name]) -> Outcome:
 def sound(reader: Reader, text: str, data: bytes | RecordDamaged) -> tuple[Record, Name, bytes]:
     """The record under a store's key, its name and its bytes. Raises RecordDamaged if it is
     refused."""
-    name = reader.parse(text)
+    name = Name.parse(text, reader.keyring)
     if name is None:
         raise RecordDamaged(f"{text[:80]!r}: no name of a record")
     if isinstance(data, RecordDamaged):
         raise data
     return reader.read(name, data), name, data
-
-
-def sound_mark(mark: Mark, data: bytes | RecordDamaged) -> bytes:
-    """The bytes of a stale marker. Raises RecordDamaged if they are not what its name says."""
-    if isinstance(data, RecordDamaged):
-        raise data
-    content(data)
-    if hashlib.sha256(data).hexdigest()[: len(mark.digest)] != mark.digest:
-        raise RecordDamaged(f"mark on {mark.record_id}: it is not what its name says; refused")
-    return data
 
 
 def carry_artifacts(
@@ -115,11 +92,11 @@ def carry_artifacts(
     """Copy the artifacts of some records into another store, replacing others under their name:
     only those that the reader or their team signed. Raises StoreError if one of the two fails."""
     artifacts = records.artifacts
-    if not store.takes_blobs or not artifacts.loads:
+    if not store.takes_blobs or not artifacts.most:
         return
     there = store.sizes()
     for label in artifacts.on(source):
-        if not label.trusted or label.record not in places:
+        if not label.trusted or label.record_key not in places:
             continue
         outcome: Outcome = "updated" if label.text in there else "added"
         try:
@@ -139,8 +116,8 @@ def carry_artifacts(
 
 
 def contents(store: Store) -> Iterator[tuple[str, bytes | RecordDamaged]]:
-    """Every version of every record in a store, and every stale marker."""
-    names = [text for text in store.keys() if Name.parse(text) or Mark.parse(text)]
+    """Every version of every record in a store."""
+    names = [text for text in store.keys() if Name.parse(text)]
     for start in range(0, len(names), AT_ONCE):
         yield from store.get_many(names[start : start + AT_ONCE]).items()
 
@@ -160,14 +137,14 @@ def sync(records: Records, wanted: Wanted = every) -> Iterator[Carried]:
     places: set[str] = set()
     for one in carry(contents(here), records, there, wanted):
         if one.outcome != "refused" and (name := Name.parse(one.name)):
-            places.add(name.place)
+            places.add(name.record_key)
         yield one
     yield from carry_artifacts(records, here, there, places)
 
 
 def export(records: Records, path: Path, wanted: Wanted = every) -> int:
-    """Write the records that count into a pack, with their stale markers and all their targets'
-    names. Returns how many; `records` knows what cannot be read.
+    """Write the records that count into a pack, with all their targets' names. Returns how
+    many; `records` knows what cannot be read.
 
     Raises:
         StoreError: no store can be read, or the file cannot be written. NoRecord: nothing fits.
@@ -179,7 +156,7 @@ def export(records: Records, path: Path, wanted: Wanted = every) -> int:
     texts = {text: one.store for one in chosen for text in one.texts}
     found = ((text, texts[text].get(text)) for text in sorted(texts))
     write(path, ((text, data) for text, data in found if data is not None))
-    return len({one.name.place for one in chosen})
+    return len({one.name.record_key for one in chosen})
 
 
 def unpack(path: Path, records: Records, wanted: Wanted = every) -> tuple[Store, Iterator[Carried]]:

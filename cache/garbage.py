@@ -6,19 +6,19 @@ Whatever others wrote stays, and so does the only record for an environment.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from advisor.cache.artifacts import Label, compiled_of
+from advisor.cache.artifacts import Artifacts, Label, bare_reason, compiled_digest
 from advisor.cache.match import place_of
-from advisor.cache.name import MARKS, Mark, Name, ranked
-from advisor.cache.reader import Marks, stale_of
+from advisor.cache.name import Name, StoreKey, ranked
+from advisor.cache.reader import grouped
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.shown import size
 from advisor.cache.stores import Store
-from advisor.errors import RecordDamaged, StoreError
+from advisor.errors import RecordDamaged, RecordNewer, StoreError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Garbage:
     """
 
     store: Store
-    named: Name | Mark | Label | Path
+    named: StoreKey | Path
     reason: str
 
     @property
@@ -45,7 +45,7 @@ class Garbage:
     @property
     def name(self) -> str:
         """The key of a record, or the name of an artifact or file."""
-        return self.named.text if isinstance(self.named, Name | Mark) else self.named.name
+        return self.named.name if isinstance(self.named, Label | Path) else self.named.text
 
     def remove(self) -> None:
         """Raises StoreError or OSError if it cannot be removed."""
@@ -87,63 +87,50 @@ def garbage(records: Records, store: Store) -> list[Garbage]:
     Raises:
         StoreError: the store cannot be read.
     """
+    found = [*_versions(records, store), *_artifacts(records, store)]
     return [
-        *_versions(records, store),
-        *_artifacts(records, store),
+        *(Garbage(store=store, named=key, reason=reason) for key, reason in found),
         *(Garbage(store=store, named=path, reason=LEFT) for path in store.leftovers()),
     ]
 
 
-def _versions(records: Records, store: Store) -> Iterator[Garbage]:
-    """Versions behind one of at least their effort under the same target's name, marks that a newer
-    one replaces or whose version is gone, and records that their GPU has outlived."""
-    texts = store.keys()
-    names = [name for text in texts if (name := records.parse(text)) and name.trusted]
-    newest: Marks = {}
-    records.mark(newest, store, texts)
-    versions = {(name.place, name.version.digest) for text in texts if (name := Name.parse(text))}
-    for text in texts:
-        mark = records.parse_mark(text) if text.startswith(MARKS) else None
-        if mark and (newest[mark.version_of][0] != mark or mark.version_of not in versions):
-            yield Garbage(store=store, named=mark, reason="superseded")
+def _versions(records: Records, store: Store) -> Iterator[tuple[StoreKey, str]]:
+    """Damaged versions; versions behind one of at least their effort under the same target's name;
+    records of an earlier driver."""
     counting: list[tuple[Name, Record]] = []
-    groups: dict[tuple[str, str, str], list[Name]] = {}
-    for name in names:
-        groups.setdefault((name.place, *name.called), []).append(name)
-    for group in groups.values():
+    own = [name for name in records.names(store) if name.trusted]
+    for group in grouped(own, lambda name: (name.record_key, name.target)).values():
         first: Name | None = None
-        for name in ranked(group, stale_of(group, newest)):
+        for name in ranked(group):
             if first is not None:
-                if name.version.effort <= first.version.effort:
-                    yield Garbage(store=store, named=name, reason="superseded")
-                continue
-            with contextlib.suppress(RecordDamaged):  # not for this version to judge
-                data = store.get_many([name.text]).get(name.text)
-                if data is not None:
-                    counting.append((name, records.read(name, data)))
-                    first = name
-    for name, change in _outlived(counting):
-        yield Garbage(store=store, named=name, reason=f"stale: {change} on the same GPU since")
+                if name.effort <= first.effort:
+                    yield name, "superseded"
+            elif (data := store.get_many([name.text]).get(name.text)) is not None:
+                if name.is_of(data):
+                    with contextlib.suppress(RecordDamaged):  # a newer version may read it
+                        counting.append((name, records.read(name, data)))
+                        first = name
+                else:
+                    yield name, "damaged: its bytes are not what was written"
+    for name, change in _outdated(counting):
+        yield name, f"stale: {change} on the same GPU since"
 
 
-def _outlived(counting: Iterable[tuple[Name, Record]]) -> Iterator[tuple[Name, str]]:
-    """Records of a GPU that runs under another driver by now, and was measured again for their task
-    with at least their effort; and the change of driver."""
-    machines: dict[str, list[tuple[Name, Record]]] = {}
-    for name, record in counting:
-        if record.provenance.device_uuid:  # else nobody knows which machine it was
-            machines.setdefault(record.provenance.device_uuid, []).append((name, record))
-    for there in machines.values():
+def _outdated(counting: Iterable[tuple[Name, Record]]) -> Iterator[tuple[Name, str]]:
+    """Records of a GPU that has another driver now and was measured again for their task with at
+    least their effort; and the change of driver."""
+    known = [pair for pair in counting if pair[1].provenance.device_uuid]
+    for there in grouped(known, lambda pair: pair[1].provenance.device_uuid).values():
         _name, last = max(there, key=lambda pair: pair[1].provenance.created)
         now = _driver(last)
         again = {
-            (place_of(record.key), record.batch): name.version.effort
+            (place_of(record.key), record.batch): name.effort
             for name, record in there
             if _driver(record) == now and not record.stale
         }
         for name, record in there:
             task = place_of(record.key), record.batch
-            if _driver(record) != now and again.get(task, -1) >= name.version.effort:
+            if _driver(record) != now and again.get(task, -1) >= name.effort:
                 yield name, f"driver {_driver(record)} -> {now}"
 
 
@@ -151,18 +138,40 @@ def _driver(record: Record) -> str:
     return record.key.environment.software.driver
 
 
-def _artifacts(records: Records, store: Store) -> Iterator[Garbage]:
+def _artifacts(records: Records, store: Store) -> Iterator[tuple[StoreKey, str]]:
     """Artifacts that no record in the store leads to any more, or that nobody can load."""
     artifacts = records.artifacts
-    there = {label: size for label, size in artifacts.on(store).items() if label.trusted}
+    there = {label: bytes_ for label, bytes_ in artifacts.on(store).items() if label.trusted}
     if not there:
         return
-    advised: dict[str, set[str]] = {name.place: set() for name in records.names(store)}
+    advised: dict[str, set[str]] = {name.record_key: set() for name in records.names(store)}
     for one in records.look_into(store).held:
         configs = (winner.choice.config for winner in one.record.winners)
-        advised[one.name.place] |= {compiled_of(one.record, config) for config in configs}
+        advised[one.name.record_key] |= {compiled_digest(one.record, c) for c in configs}
     for label, bytes_ in there.items():
-        if found := artifacts.useless(store, label, bytes_, advised):
+        if found := _fault(artifacts, store, label, bytes_, advised.get(label.record_key)):
             kind, why = found
-            reason = f"{kind}: {size(bytes_)} of artifacts: {why}"
-            yield Garbage(store=store, named=label, reason=reason)
+            yield label, f"{kind}: {size(bytes_)} of artifacts: {why}"
+
+
+def _fault(
+    artifacts: Artifacts, store: Store, label: Label, bytes_: int, advised: Collection[str] | None
+) -> tuple[str, str] | None:
+    """The kind of garbage that artifacts are and why; None if they are of use.
+
+    Args:
+        advised: the configs of their record; empty if it cannot be read, None if it is gone.
+    """
+    if advised is None:
+        return "superseded", "their record is gone"
+    if bytes_ > artifacts.most:
+        return "oversized", f"larger than {artifacts.most} bytes (ADVISOR_MAX_ARTIFACTS)"
+    if advised and label.config not in advised:
+        return "superseded", "their config is advised no more"
+    try:
+        artifacts.checked(store, label)
+    except RecordNewer:  # a newer version may load it
+        return None
+    except RecordDamaged as exc:
+        return "damaged", bare_reason(exc)
+    return None

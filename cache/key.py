@@ -59,8 +59,7 @@ class Environment:
 class Key:
     """`model` is a fingerprint in hex, `hooks` one of the target's make_batch and loss, or ''.
 
-    `libraries`: those that the model's classes come from, as 'torchvision==0.26.0'. `threads`:
-    on a CPU, those that torch itself used; else 0.
+    `libraries`: of the model's classes, as 'torchvision==0.26.0'. `threads`: torch's, on a CPU.
     """
 
     environment: Environment
@@ -72,7 +71,7 @@ class Key:
 
     @property
     def digest(self) -> str:
-        """64 hex characters over what `fields` names; see `FIRST` for what is left out."""
+        """64 hex characters over `fields`, without those of `ADDED` at their default."""
         return _digest(self)
 
     @property
@@ -111,8 +110,8 @@ FIRST = {
     *("device.memory_gib", "device.mig", "software.driver", "software.cuda", "software.cudnn"),
     *("software.torch", "software.power_limit_w", "software.clock_cap_mhz"),
 }
-"""Fields that every stored key has, and that its digest counts at any value. Never add to it: a
-field that came later is left out of the digest at its default, so that older keys stay the same."""
+"""Fields of the first version, which digests always count. Never add to it: a later field is left
+out of the digest at its default, so that older keys stay the same."""
 
 ADDED = {
     prefix + field.name: field.default
@@ -120,7 +119,7 @@ ADDED = {
     for field in dataclasses.fields(cls)
     if prefix + field.name in {*PLACE, *VARIANT} - FIRST
 }
-"""Fields that came later, with the defaults that older keys mean."""
+"""Later fields, with the defaults that older keys mean."""
 
 Field = Value | tuple[str, ...] | tuple[int, ...]
 
@@ -139,31 +138,26 @@ def fields(key: Key) -> dict[str, Any]:
 
 
 def terms_of(known: Mapping[str, Any]) -> str:
-    """A digest of all fields but the model, for grouping keys that are equally near to any other
-    apart from the model."""
+    """A digest of all fields but the model: equal for keys that match any other equally well."""
     return _digest_of({name: value for name, value in known.items() if name != "model"})[:16]
 
 
 def as_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of which this is plain data, where tuples became lists."""
+    """The fields in plain data, with tuples for its lists."""
     return {name: _tuples(value) for name, value in plain.items()}
 
 
 def completed(known: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a whole key that an older version may have written."""
+    """The fields of a key that an older version may have written."""
     return {**ADDED, **known}
 
 
 def are_whole(known: Mapping[str, Any]) -> bool:
-    """Whether these are all fields of a key, with shapes that something can have."""
-    shapes = known.get("shapes")
-    sizes = shapes[0] if isinstance(shapes, tuple) and shapes else None
-    sizes = shapes if isinstance(sizes, int) else sizes
-    return (
-        known.keys() >= {*PLACE, *VARIANT}
-        and isinstance(sizes, tuple)
-        and all(isinstance(one, int) and one > 0 for one in sizes)
-    )
+    """Whether these are all fields of a key, with possible shapes."""
+    shapes = known.get("shapes") or None
+    sizes = shapes[0] if isinstance(shapes, tuple) and isinstance(shapes[0], tuple) else shapes
+    possible = isinstance(sizes, tuple) and all(isinstance(n, int) and n > 0 for n in sizes)
+    return possible and known.keys() >= {*PLACE, *VARIANT}
 
 
 def _tuples(value: Any) -> Any:
@@ -176,11 +170,8 @@ def _digest(key: Key) -> str:
 
 
 def _digest_of(known: Mapping[str, Any]) -> str:
-    """Fields that came later count only if they differ from their default."""
     known = as_fields(known)
-    return fingerprint(
-        {name: v for name, v in known.items() if name not in ADDED or v != ADDED[name]}
-    )
+    return fingerprint({name: v for name, v in known.items() if (name, v) not in ADDED.items()})
 
 
 def fingerprint(parts: object) -> str:

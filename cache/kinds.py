@@ -2,41 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from advisor.cache.config import Config, Value
 from advisor.errors import UsageError
 
-MOST = 2**31 - 1
+MAX_NUMBER = 2**31 - 1
 """The largest number taken anywhere: far above any that is meant, and safe to compute with."""
-MOST_SHAPES = 8
-MOST_LISTED = 64
+MAX_SHAPES = 8
+MAX_LISTED = 64
 
 T = TypeVar("T")
+_Number = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
 
 
 class Kind(Generic[T]):
     """How one kind of value is checked and written.
 
-    `metavar`: what stands for a value in help; `repeats`: the option may be given again.
+    Attributes:
+        type: what msgspec converts a value to; numbers may be texts.
+        metavar: what stands for a value in help.
+        expected: the domain, in words.
+        repeats: the option may be given again.
     """
 
+    type: Any = str
     metavar = "TEXT"
+    expected = "text on one line"
     repeats = False
 
-    def checked(self, what: str, value: object) -> T:
+    def parse(self, value: Any) -> T:
         """The value in its own form, from that form or from text.
 
         Raises:
-            UsageError: it is outside the domain; names `what`, the value and what is allowed.
+            TypeError, ValueError, LookupError, AttributeError: it is outside the domain.
         """
-        raise NotImplementedError
+        found: T = msgspec.convert(value, self.type, strict=False)
+        return found
+
+    def checked(self, what: str, value: object) -> T:
+        """As `parse`.
+
+        Raises:
+            UsageError: it is outside the domain; names `what`, the value and what is expected.
+        """
+        try:
+            return self.parse(value)
+        except (TypeError, ValueError, LookupError, OverflowError, AttributeError):
+            raise UsageError(f"{what} {value!r}: expected {self.expected}") from None
 
     def asked(self, what: str, value: object) -> T:
-        """The same of what a person gives, which may be less than what is seen in a run."""
+        """As `checked`, of what a person gives, which may be less than what a run can have."""
         return self.checked(what, value)
 
     def texts(self, value: Any) -> list[str]:
@@ -52,20 +75,48 @@ class Kind(Generic[T]):
 
 
 def _quoted(value: object) -> str:
-    """repr() with double quotes, where that is as short."""
+    """repr() with double quotes if that is as short."""
     text = repr(value)
     if text.startswith("'") and '"' not in text and "\\" not in text:
         return f'"{text[1:-1]}"'
     return text
 
 
-class Text(Kind[str]):
+def _require(holds: object) -> None:
+    if not holds:
+        raise ValueError
+
+
+def _listed(value: Any) -> Any:
+    """The members of a text with commas; another value unchanged."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+class Line(Kind[str]):
+    """One line of printable characters, or none."""
+
+    def parse(self, value: Any) -> str:
+        _require(isinstance(value, str) and value.isprintable())
+        return str(value)
+
+
+class Text(Line):
     """One line of printable characters."""
 
-    def checked(self, what: str, value: object) -> str:
-        if not isinstance(value, str) or not value or not value.isprintable():
-            raise UsageError(f"{what} {value!r}: expected text on one line")
-        return value
+    def parse(self, value: Any) -> str:
+        _require(value)
+        return super().parse(value)
+
+
+class Words(Kind["tuple[str, ...]"]):
+    """The words of a command."""
+
+    type = tuple[str, ...]
+    expected = "the words of a command"
+    repeats = True
+
+    def parse(self, value: Any) -> tuple[str, ...]:
+        return tuple(map(Line().parse, super().parse(value)))
 
 
 class Choice(Kind[str]):
@@ -73,73 +124,48 @@ class Choice(Kind[str]):
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
-        self.metavar = "|".join(self.names)
+        self.metavar = "|".join(names)
+        self.expected = f"one of {', '.join(names)}"
 
-    def checked(self, what: str, value: object) -> str:
+    def parse(self, value: Any) -> str:
         name = str(value).removeprefix("torch.")
-        if name not in self.names:
-            raise UsageError(f"{what} {value!r}: expected one of {', '.join(self.names)}")
+        _require(name in self.names)
         return name
 
 
 class Known(Choice):
-    """One of some names, or what else is seen in a run: the names are those that advisor makes."""
+    """One of some names that a person may give; a run may have others."""
 
-    def checked(self, what: str, value: object) -> str:
-        if isinstance(value, str) and re.fullmatch(r"[a-z][a-z0-9_]{0,31}", value):
-            return value
-        return super().checked(what, value)
+    def parse(self, value: Any) -> str:
+        return value if re.fullmatch(r"[a-z][a-z0-9_]{0,31}", value) else super().parse(value)
 
     def asked(self, what: str, value: object) -> str:
-        return super().checked(what, value)
+        return Choice(self.names).checked(what, value)
 
 
-class Line(Text):
-    """One line of printable characters, or none."""
-
-    def checked(self, what: str, value: object) -> str:
-        return "" if value == "" else super().checked(what, value)
-
-
-class Words(Kind["tuple[str, ...]"]):
-    """The words of a command."""
-
-    repeats = True
-
-    def checked(self, what: str, value: object) -> tuple[str, ...]:
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            raise UsageError(f"{what} {value!r}: expected the words of a command")
-        return tuple(Line().checked(what, one) for one in value)
-
-
-class MultiChoice(Choice):
+class MultiChoice(Kind["tuple[str, ...]"]):
     """Some of some names, in their own order; as text with commas between."""
 
+    metavar = "LIST"
+
     def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(names)
-        self.metavar = "LIST"
+        self.names = tuple(names)
+        self.expected = f"some of {', '.join(names)}"
 
-    def checked(self, what: str, value: object) -> tuple[str, ...]:  # type: ignore[override]
-        listed = value.split(",") if isinstance(value, str) else value
-        if not isinstance(listed, Sequence) or not listed:
-            raise UsageError(f"{what} {value!r}: expected some of {', '.join(self.names)}")
-        taken = {super(MultiChoice, self).checked(what, _stripped(name)) for name in listed}
+    def parse(self, value: Any) -> tuple[str, ...]:
+        taken = {Choice(self.names).parse(name) for name in _listed(value)}
+        _require(taken)
         return tuple(name for name in self.names if name in taken)
-
-
-def _stripped(name: object) -> object:
-    return name.strip() if isinstance(name, str) else name
 
 
 class Switch(Kind[bool]):
     """On or off."""
 
     metavar = ""
+    expected = "True or False"
 
-    def checked(self, what: str, value: object) -> bool:
-        if not isinstance(value, bool):
-            raise UsageError(f"{what} {value!r}: expected True or False")
-        return value
+    def parse(self, value: Any) -> bool:
+        return msgspec.convert(value, bool)
 
 
 class Whole(Kind[int]):
@@ -148,76 +174,54 @@ class Whole(Kind[int]):
     metavar = "N"
 
     def __init__(self, least: int = 1) -> None:
-        self.least = least
-
-    def checked(self, what: str, value: object) -> int:
-        try:
-            number = int(value) if isinstance(value, str) else value
-        except ValueError:
-            number = None
-        if type(number) is not int or not self.least <= number <= MOST:
-            raise UsageError(f"{what} {value!r}: expected a number from {self.least} to {MOST}")
-        return number
+        self.type = Annotated[int, Meta(ge=least, le=MAX_NUMBER)]
+        self.expected = f"a number from {least} to {MAX_NUMBER}"
 
 
 class Fraction(Kind[float]):
     """A number from 0 to below 1."""
 
+    type = Annotated[float, Meta(ge=0, lt=1)]
     metavar = "FRACTION"
-
-    def checked(self, what: str, value: object) -> float:
-        try:
-            number = float(cast(Any, value))
-        except (TypeError, ValueError):
-            number = math.nan
-        if not 0 <= number < 1:
-            raise UsageError(f"{what} {value!r}: expected a fraction such as 0.02")
-        return number
+    expected = "a fraction such as 0.02"
 
 
 class Device(Kind[str]):
-    """'cpu', 'cuda' or 'cuda:N'; '' where nothing is said."""
+    """The device to measure on."""
 
+    type = Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]{1,4})?)\Z")]
     metavar = "cuda:N|cpu"
+    expected = "cpu, cuda or cuda:N, e.g. cuda:0"
 
-    def checked(self, what: str, value: object) -> str:
-        name = str(value)
-        if re.fullmatch(r"(cuda:)?all|cuda:[0-9]+[-,][-,0-9]*", name):
-            raise UsageError(f"{what} {value!r}: tune measures on one device; give one, as cuda:0")
-        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", name):
-            raise UsageError(f"{what} {value!r}: expected cpu, cuda or cuda:N, e.g. cuda:0")
-        return name
+    def parse(self, value: Any) -> str:
+        return super().parse(str(value))
 
 
-class Numbers(Kind["tuple[int, ...] | None"]):
+class Numbers(Kind["tuple[int, ...]"]):
     """Whole numbers from 1, sorted; as text with commas between."""
 
+    type = Annotated[tuple[_Number, ...], Meta(max_length=MAX_LISTED)]
     metavar = "16,32,64"
+    expected = f"up to {MAX_LISTED} numbers of at least 1, as 16,32,64"
 
-    def checked(self, what: str, value: object) -> tuple[int, ...]:
-        listed = value.split(",") if isinstance(value, str) else value
-        if not isinstance(listed, Sequence) or len(listed) > MOST_LISTED:
-            raise UsageError(f"{what} {value!r}: expected numbers of at least 1, as {self.metavar}")
-        return tuple(sorted({Whole().checked(what, _stripped(one)) for one in listed}))
+    def parse(self, value: Any) -> tuple[int, ...]:
+        return tuple(sorted({*super().parse(list(_listed(value)))}))
 
 
 class Bytes(Kind[int]):
-    """'20GiB', '512MB' or a number of bytes; 0 is no limit."""
+    """'20GiB', '512MB' or a number of bytes."""
 
     metavar = "SIZE"
+    expected = "a positive size such as 40GiB or 512MiB"
 
-    def checked(self, what: str, value: object) -> int:
+    def parse(self, value: Any) -> int:
         units = {"": 1, "b": 1}
         for power, prefix in enumerate("kmgt", start=1):
             units |= {f"{prefix}ib": 1024**power, f"{prefix}b": 1000**power, prefix: 1024**power}
         text = str(value).strip().lower()
         number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
-        try:
-            size = int(float(number) * units[text[len(number) :].strip()])
-        except (ValueError, KeyError, OverflowError):
-            size = 0
-        if not 0 < size < 2**63:
-            raise UsageError(f"{what} {value!r}: expected a positive size such as 40GiB or 512MiB")
+        size = int(float(number) * units[text[len(number) :].strip()])
+        _require(0 < size < 2**63)
         return size
 
     def texts(self, value: int) -> list[str]:
@@ -230,19 +234,18 @@ class Bytes(Kind[int]):
         return f'"{self.texts(value)[0]}"'
 
 
-class Seconds(Kind["float | None"]):
+class Seconds(Kind[float]):
     """A time above zero: seconds, or '90s', '5m', '1h30m'."""
 
     metavar = "TIME"
+    expected = "a time above zero, as 90s, 5m or 1h30m"
 
-    def checked(self, what: str, value: object) -> float:
-        parts = re.fullmatch(
-            r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", str(value).strip()
-        )
-        numbers = [float(part or 0) for part in parts.groups()] if parts else [0.0]
-        total = sum(number * unit for number, unit in zip(numbers, (3600, 60, 1), strict=False))
-        if not 0 < total < 1e9:
-            raise UsageError(f"{what} {value!r}: expected a time above zero, as 90s, 5m or 1h30m")
+    def parse(self, value: Any) -> float:
+        number = r"(\d+(?:\.\d+)?)"
+        parts = re.fullmatch(rf"(?:{number}h)?(?:{number}m)?(?:{number}s?)?", str(value).strip())
+        hours, minutes, seconds = (float(part or 0) for part in (parts.groups() if parts else ()))
+        total = 3600 * hours + 60 * minutes + seconds
+        _require(0 < total < 1e9)
         return total
 
     def texts(self, value: Any) -> list[str]:
@@ -252,6 +255,7 @@ class Seconds(Kind["float | None"]):
         return f'"{value:g}s"'
 
 
+_Shape = Annotated[tuple[_Number, ...], Meta(min_length=2, max_length=16)]
 Shape = Sequence[int] | str
 """(64, 3, 256, 256) or '64x3x256x256': a batch and a sample."""
 
@@ -259,21 +263,22 @@ Shape = Sequence[int] | str
 class Shapes(Kind["tuple[tuple[int, ...], ...]"]):
     """One shape, or two to eight that a job's inputs alternate between, the largest first."""
 
+    type = Annotated[tuple[_Shape, ...], Meta(min_length=1)]
     metavar = "BATCHxSAMPLE"
+    expected = f"a batch and a sample, each number from 1 to {MAX_NUMBER}, e.g. 64x3x256x256"
     repeats = True
 
-    def checked(self, what: str, value: object) -> tuple[tuple[int, ...], ...]:
-        parts = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-        if parts is value and all(isinstance(one, int) or str(one).isdigit() for one in parts):
+    def parse(self, value: Any) -> tuple[tuple[int, ...], ...]:
+        parts = [value] if isinstance(value, str) else list(value)
+        if all(isinstance(one, int) or str(one).isdigit() for one in parts):
             parts = [parts]
-        found = [_shape(part) for part in parts]
-        listed = ", ".join("x".join(map(str, one)) for one in found)
-        if not 1 <= len(found) <= MOST_SHAPES:
-            raise UsageError(f"shapes {listed}: expected one to {MOST_SHAPES}, got {len(found)}")
-        if len(set(found)) < len(found):
-            raise UsageError(f"shapes {listed}: one is given twice; give each once")
-        if len({len(one) for one in found}) > 1:
-            raise UsageError(f"shapes {listed}: expected the same number of dimensions in all")
+        split = [one.lower().split("x") if isinstance(one, str) else one for one in parts]
+        found = super().parse(split)
+        if not len(found) == len(set(found)) <= MAX_SHAPES or len({*map(len, found)}) > 1:
+            raise UsageError(
+                f"shapes {value!r}: expected up to {MAX_SHAPES} different shapes with the same "
+                "number of dimensions"
+            )
         return tuple(sorted(found, key=lambda one: (-math.prod(one), one)))
 
     def texts(self, value: Any) -> list[str]:
@@ -283,54 +288,31 @@ class Shapes(Kind["tuple[tuple[int, ...], ...]"]):
         return str(value[0]) if len(value) == 1 else str(list(value))
 
 
-def _shape(value: object) -> tuple[int, ...]:
-    parts = value.lower().split("x") if isinstance(value, str) else value
-    try:
-        numbers = tuple(int(part) for part in cast(Any, parts))
-    except (TypeError, ValueError):
-        numbers = ()
-    if not 2 <= len(numbers) <= 16 or not all(1 <= number <= MOST for number in numbers):
-        raise UsageError(
-            f"shape {value!r}: expected a batch and a sample, each number from 1 to {MOST}, "
-            "e.g. 64x3x256x256"
-        )
-    return numbers
-
-
-class _Pairs(Kind[Config]):
-    """Values by name, as a mapping or as texts 'NAME=VALUE'."""
+class Arguments(Kind[Config]):
+    """Keyword arguments by name, as a mapping or as texts 'NAME=VALUE'."""
 
     metavar = "NAME=VALUE"
+    expected = "NAME=VALUE, each name once, e.g. num_classes=10"
     repeats = True
-    example: str
 
-    def checked(self, what: str, value: object) -> Config:
-        found = {}
-        for name, held in self._pairs(what, value):
-            self.check(what, name, held)
-            if name in found:
-                raise UsageError(f"{what}: {name} is given twice; give it once")
-            found[name] = held
-        return Config(found)
+    def parse(self, value: Any) -> Config:
+        pairs = value.items() if isinstance(value, Mapping) else list(self._pairs(value))
+        _require(len({name for name, _ in pairs}) == len(pairs))
+        _require(all(self.holds(name, held) for name, held in pairs))
+        return Config(dict(pairs))
 
-    def check(self, what: str, name: object, held: object) -> None:
-        """Raise UsageError where one is none of these."""
-        raise NotImplementedError
-
-    def _pairs(self, what: str, value: object) -> Iterator[tuple[str, Value]]:
-        if isinstance(value, Mapping):
-            yield from value.items()
-            return
-        several = isinstance(value, Sequence) and not isinstance(value, str)
-        for text in cast(Sequence[object], value) if several else (value,):
-            name, equals, rest = text.partition("=") if isinstance(text, str) else ("", "", "")
-            if not equals:
-                raise UsageError(f"{what} {text!r}: expected {self.metavar}, e.g. {self.example}")
+    def _pairs(self, value: Any) -> Iterator[tuple[str, Value]]:
+        for text in [value] if isinstance(value, str) else value:
+            name, rest = text.split("=", 1)
             yield name, self.read(rest)
 
+    def holds(self, name: Any, _held: object) -> bool:
+        """Whether a name may have a value."""
+        return isinstance(name, str) and name.isidentifier()
+
     def read(self, text: str) -> Value:
-        """A value, from what stands behind '='."""
-        return text
+        """The value behind '='."""
+        return _value(text)
 
     def texts(self, value: Config) -> list[str]:
         return [f"{name}={_written(held)}" for name, held in value.items()]
@@ -339,33 +321,20 @@ class _Pairs(Kind[Config]):
         return f"{{{', '.join(f'{_quoted(name)}: {_quoted(v)}' for name, v in value.items())}}}"
 
 
-class Arguments(_Pairs):
-    """Keyword arguments."""
-
-    example = "num_classes=10"
-
-    def check(self, what: str, name: object, held: object) -> None:
-        if not isinstance(name, str) or not name.isidentifier():
-            raise UsageError(f"{what} {name!r}: expected a name, e.g. num_classes")
-
-    def read(self, text: str) -> Value:
-        return _value(text)
-
-
-class Options(_Pairs):
+class Options(Arguments):
     """Options of a script, by what they set."""
 
     metavar = "KNOB=OPTION"
-    example = "batch=--batch-size"
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
+        self.expected = f"KNOB=OPTION, e.g. batch=--batch-size; KNOB is one of {', '.join(names)}"
 
-    def check(self, what: str, name: object, held: object) -> None:
-        if name not in self.names:
-            raise UsageError(f"{what} {name!r}: expected one of {', '.join(self.names)}")
-        if not isinstance(held, str) or not re.fullmatch(r"--?[A-Za-z][\w.-]{0,99}", held):
-            raise UsageError(f"{what} {held!r}: expected an option, e.g. {self.example}")
+    def holds(self, name: Any, held: object) -> bool:
+        return name in self.names and bool(re.fullmatch(r"--?[A-Za-z][\w.-]{0,99}", str(held)))
+
+    def read(self, text: str) -> Value:
+        return text
 
 
 def _written(value: Value) -> str:
@@ -383,8 +352,6 @@ def _value(text: str) -> Value:
     if text.lower() in known:
         return known[text.lower()]
     for number in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return number(text)
-        except ValueError:
-            continue
     return text

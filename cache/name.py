@@ -1,200 +1,149 @@
-"""The name of a record in a store, which says what it is of and which version counts.
+"""The key of a record in a store. It says which record this is, and which version of it.
 
 Records are never changed in place. A new measurement, explanation or verification is a new version
 beside the old one. So a store only grows until `advisor gc`, stores can be merged in any order, and
 no writer can undo another's write. The names alone decide which version counts.
 
-Neither the clock nor the writer's claims decide. A name ends in a tag that only the owner of a
-signing key can make (see `seal`), and the reader's own keys come first: what the reader or their
-team measured counts before what others did. Within each, what is not stale comes first, then more
-effort, then the newer. So two readers may prefer different versions, and nobody can hide another's
-work, whatever dates, efforts or marks they write.
-
-To mark somebody else's version stale, a small signed item of its own is put beside it. It counts
-for whoever signed it and their team.
+A name ends in a tag that only the owner of a signing key can make (see `seal`). What the reader or
+their team signed comes first, whatever others claim. Among the rest of each side, fresh versions
+come before stale ones, then more effort before less, then newer before older. So two readers may
+prefer different versions, and nobody can hide another's work.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
 
 from advisor.cache.domain import is_moment
 from advisor.cache.key import fingerprint
 from advisor.cache.record import EFFORTS, Record, Target
-from advisor.cache.seal import UNSEALED, Seal
+from advisor.cache.seal import NO_KEYS, KeyRing
 
 PREFIX = "record/"
-MARKS = "mark/"
-_PART = r"([0-9a-f]{12})"
+_HEX = r"([0-9a-f]{12})"
+_TIME = r"([0-9a-f]{14})"
 _BATCH = r"([1-9][0-9]{0,9})"
-_TAG = rf"(?:\.{_PART})?"
+_TAG = rf"(?:\.{_HEX})?"
 _NAME = re.compile(
-    rf"{PREFIX}{_PART}/{_PART}/{_PART}/{_PART}/{_BATCH}/"
-    rf"([0-9])(s?)\.([0-9a-f]{{14}})\.([0-9a-f]{{14}})\.{_PART}{_TAG}"
+    rf"{PREFIX}{_HEX}/{_HEX}/{_HEX}/{_HEX}/{_BATCH}/([0-9])(s?)\.{_TIME}\.{_TIME}\.{_HEX}{_TAG}"
 )
 TARGET, ORIGIN = slice(20, 32), slice(33, 45)
 """Where a name has the digests of its target and origin, to filter thousands of names fast."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-_MARK = re.compile(
-    rf"{MARKS}{_PART}/{_PART}/{_BATCH}/{_PART}/([sf])\.([0-9a-f]{{14}})\.{_PART}{_TAG}"
-)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Version:
-    """`effort`: from 1, or 0 for an unknown one. Times in microseconds; `digest` of the bytes."""
+class StoreKey(Struct, frozen=True, kw_only=True):
+    """A key in a store.
 
+    Attributes:
+        text: the whole key.
+        record_key: MODEL/ID/BATCH, the same for all versions of a record and what belongs to it.
+        trusted: its tag was made with one of the reader's keys.
+    """
+
+    text: str
+    record_key: str
+    trusted: bool = False
+
+    @property
+    def record_id(self) -> str:
+        """As people see and type it: 'ae1bff61eea5@128'."""
+        return record_id(self.record_key)
+
+
+class Name(StoreKey, frozen=True, kw_only=True):
+    """record/MODEL/TARGET/ORIGIN/ID/BATCH/EFFORT[s].CREATED.REVISED.DIGEST[.TAG], each digest 12
+    hex characters, times in microseconds; 's' if the record is stale.
+
+    Attributes:
+        target: digests of the target's name and of where it lay. A record that was tuned under
+            several names has versions for each.
+        id: the key's; `batch` the user's.
+        effort: from 1, or 0 for an unknown one.
+        digest: of the encoded record.
+    """
+
+    target: tuple[str, str]
+    id: str
+    batch: int
     effort: int
     stale: bool
     created: int
     revised: int
     digest: str
 
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    """record/MODEL/TARGET/ORIGIN/ID/BATCH/VERSION[.TAG], each digest 12 hex characters.
-
-    Attributes:
-        text: whole, as a store has it.
-        model: start of the model's fingerprint; `target` the digest of its target's name, `origin`
-            of where that lay.
-        id: the key's.
-        batch: the user's.
-        trusted: its tag was made with one of the reader's keys.
-    """
-
-    text: str
-    model: str
-    target: str
-    origin: str
-    id: str
-    batch: int
-    version: Version
-    trusted: bool = False
-
-    @property
-    def place(self) -> str:
-        """The same for all versions of a record, whatever name its target has."""
-        return f"{self.model}/{self.id}/{self.batch}"
-
-    @property
-    def called(self) -> tuple[str, str]:
-        """Target and origin: a record that was tuned under several has a name for each."""
-        return self.target, self.origin
-
-    @property
-    def record_id(self) -> str:
-        """As people see and type it: 'ae1bff61eea5@128'."""
-        return f"{self.id}@{self.batch}"
-
     @property
     def untagged(self) -> str:
         """The part of the name that its tag signs."""
-        place = f"{PREFIX}{self.model}/{self.target}/{self.origin}/{self.id}/{self.batch}"
-        v = self.version
-        return f"{place}/{v.effort}{'s' * v.stale}.{v.created:014x}.{v.revised:014x}.{v.digest}"
+        return ".".join(self.text.split(".")[:4])
+
+    def is_of(self, data: object) -> bool:
+        """Whether it names exactly these bytes."""
+        return isinstance(data, bytes) and _digest(data) == self.digest
 
     @classmethod
-    def parse(cls, text: str, seal: Seal = UNSEALED) -> Name | None:
-        """The name that a store's key is; None if it is none."""
+    def parse(cls, text: str, keyring: KeyRing = NO_KEYS) -> Name | None:
+        """The name that a store's key is, or None."""
         found = _NAME.fullmatch(text)
         if not found:
             return None
-        version = Version(
-            int(found[6]), bool(found[7]), int(found[8], 16), int(found[9], 16), found[10]
+        model, target, origin, id, batch, effort, stale, created, revised, digest, tag = (
+            found.groups()
         )
-        trusted = bool(found[11]) and seal.tagged(text[: -len(found[11]) - 1], found[11])
-        model, target, origin, id = found.group(1, 2, 3, 4)
-        return cls(text, model, target, origin, id, int(found[5]), version, trusted)
+        return cls(
+            text=text,
+            record_key=f"{model}/{id}/{batch}",
+            trusted=bool(tag) and keyring.trusts(text),
+            target=(target, origin),
+            id=id,
+            batch=int(batch),
+            effort=int(effort),
+            stale=bool(stale),
+            created=int(created, 16),
+            revised=int(revised, 16),
+            digest=digest,
+        )
 
     @classmethod
-    def of(cls, record: Record, data: bytes, seal: Seal = UNSEALED) -> Name:
-        """The name of a record with these encoded bytes, tagged if the seal has a key."""
+    def of(cls, record: Record, data: bytes, keyring: KeyRing = NO_KEYS) -> Name:
+        """The name of a record with these encoded bytes, tagged if there is a key."""
         made = record.provenance
-        version = Version(
-            EFFORTS.index(made.effort) + 1 if made.effort in EFFORTS else 0,
-            bool(record.stale),
-            _microseconds(made.created),
-            _microseconds(record.revised),
-            _digest(data),
+        effort = EFFORTS.index(made.effort) + 1 if made.effort in EFFORTS else 0
+        version = f"{effort}{'s' * bool(record.stale)}.{_time(made.created)}"
+        text = (
+            f"{PREFIX}{record.key.model[:12]}/{'/'.join(target_key(record.target))}/"
+            f"{record.key.id}/{record.batch}/{version}.{_time(record.revised)}.{_digest(data)}"
         )
-        bare = cls(
-            "",
-            record.key.model[:12],
-            *called(record.target),
-            record.key.id,
-            record.batch,
-            version,
-        )
-        return replace(bare, text=_tagged(bare.untagged, seal), trusted=bool(seal.signs))
+        name = cls.parse(keyring.tagged(text), keyring)
+        assert name is not None
+        return name
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """mark/MODEL/ID/BATCH/DIGEST/s.TIME.DIGEST[.TAG]: says that the version with the first digest
-    is stale, or with f for s that it is not, whatever the version itself says."""
-
-    text: str
-    place: str
-    of: str
-    stale: bool
-    made: int
-    digest: str
-    trusted: bool
-
-    @property
-    def record_id(self) -> str:
-        """Of the record that is marked."""
-        _model, key, batch = self.place.split("/")
-        return f"{key}@{batch}"
-
-    @property
-    def version_of(self) -> tuple[str, str]:
-        """Place and digest of the version that is marked."""
-        return self.place, self.of
-
-    @classmethod
-    def parse(cls, text: str, seal: Seal = UNSEALED) -> Mark | None:
-        """The mark that a store's key is; None if it is none."""
-        found = _MARK.fullmatch(text)
-        if not found:
-            return None
-        place = f"{found[1]}/{found[2]}/{found[3]}"
-        trusted = bool(found[8]) and seal.tagged(text[: -len(found[8]) - 1], found[8])
-        return cls(text, place, found[4], found[5] == "s", int(found[6], 16), found[7], trusted)
-
-    @classmethod
-    def on(cls, name: Name, stale: bool, seconds: float, data: bytes, seal: Seal) -> Mark:
-        """A mark on a version; `data`: its encoded reason."""
-        made, digest = _microseconds(seconds), _digest(data)
-        bare = f"{MARKS}{name.place}/{name.version.digest}/{'fs'[stale]}.{made:014x}.{digest}"
-        text = _tagged(bare, seal)
-        return cls(text, name.place, name.version.digest, stale, made, digest, bool(seal.signs))
+def record_key(record: Record) -> str:
+    """MODEL/ID/BATCH, as in `StoreKey`."""
+    return f"{record.key.model[:12]}/{record.key.id}/{record.batch}"
 
 
-def _tagged(text: str, seal: Seal) -> str:
-    return f"{text}.{seal.tag(text)}" if seal.signs else text
+def record_id(record_key: str) -> str:
+    """ID@BATCH of MODEL/ID/BATCH."""
+    return "@".join(record_key.split("/")[1:])
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:12]
+def target_key(target: Target) -> tuple[str, str]:
+    """The digests of a target's name and origin, as in `Name.target`."""
+    return text_digest(target.name), text_digest(target.origin)
 
 
-def called(target: Target) -> tuple[str, str]:
-    """As `Name.called`, of what was tuned."""
-    return target_part(target.name), target_part(target.origin)
+def text_digest(text: str) -> str:
+    """12 hex characters of a target's name, or of its origin."""
+    return fingerprint(text)[:12]
 
 
-def target_part(name: str) -> str:
-    """The digest of a target's name, or of its origin."""
-    return fingerprint(name)[:12]
-
-
-def command_part(command: Sequence[str]) -> str:
+def command_digest(command: Sequence[str]) -> str:
     """The digest of a command's words without its numbers and their options, such as '--epochs 90'
     and '--lr=0.1'; '' for no command."""
     found: list[str] = []
@@ -207,42 +156,35 @@ def command_part(command: Sequence[str]) -> str:
     return fingerprint(found)[:12] if command else ""
 
 
-def _microseconds(seconds: float) -> int:
-    return min(max(0, int(seconds * 1e6)), 2**56 - 1)
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
 
 
-def ranked(names: Iterable[Name], stale: Mapping[str, bool] | None = None) -> list[Name]:
-    """Versions of one record, the one that counts first; the head of this file has the order.
+def _time(seconds: float) -> str:
+    return f"{min(max(0, int(seconds * 1e6)), 2**56 - 1):014x}"
 
-    Of several revisions of one measurement, the reader's own last one counts, or else the last.
 
-    Args:
-        stale: by the text of a name, what a mark says of it.
+def ranked(names: Iterable[Name]) -> list[Name]:
+    """Versions of one record, the one that counts first; the top of this file has the order.
+
+    Of several revisions of one measurement, the last one comes first.
     """
-    known = stale or {}
+    names = list(names)
+    last: dict[tuple[object, ...], int] = {}
+    for name in names:
+        group = (*_side(name), name.created)
+        last[group] = max(last.get(group, 0), name.revised)
 
-    def standing(name: Name) -> tuple[object, ...]:
-        v = name.version
-        fresh = not known.get(name.text, v.stale)
-        return (*_side(name), fresh, v.effort, v.created, v.revised, v.digest)
+    def order(name: Name) -> tuple[object, ...]:
+        side = _side(name)
+        is_last = name.revised == last[*side, name.created]
+        fresh = not name.stale
+        return *side, is_last, fresh, name.effort, name.created, name.revised, name.digest
 
-    ordered = sorted(names, key=standing, reverse=True)
-    last: dict[tuple[object, ...], Name] = {}
-    for name in ordered:
-        group = (*_side(name), name.version.created)
-        before = last.get(group)
-        if before is None or before.version.revised < name.version.revised:
-            last[group] = name
-    leading = {name.text for name in last.values()}
-    # Stable: within each half the order is kept, and what others revised is behind on its side.
-    return sorted(ordered, key=lambda name: (*map(_no, _side(name)), name.text not in leading))
+    return sorted(names, key=order, reverse=True)
 
 
 def _side(name: Name) -> tuple[bool, bool]:
-    v = name.version
-    moments = [v.created / 1e6, *([v.revised / 1e6] if v.revised else [])]
-    return name.trusted, all(map(is_moment, moments))
-
-
-def _no(value: bool) -> bool:
-    return not value
+    """Whether the reader signed it, and whether its times are possible."""
+    times = [name.created, *([name.revised] if name.revised else [])]
+    return name.trusted, all(is_moment(one / 1e6) for one in times)

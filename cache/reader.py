@@ -1,7 +1,7 @@
 """Read one store: for each record, the version that counts for the reader.
 
-Names and marks tell which version that is (see `name`). Only that one is fetched; the next one only
-if it is damaged.
+Names tell which version that is (see `name`). Only that one is fetched, and the next
+one only if it is damaged.
 """
 
 from __future__ import annotations
@@ -11,47 +11,53 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from advisor.cache.codec import opened, reason_in, to_plain
+from advisor.cache.codec import decode_signed, to_plain
 from advisor.cache.key import Key, fields
 from advisor.cache.match import Query
 from advisor.cache.name import (
-    MARKS,
     ORIGIN,
     PREFIX,
     TARGET,
-    Mark,
     Name,
-    called,
-    command_part,
+    StoreKey,
+    command_digest,
     ranked,
-    target_part,
+    target_key,
+    text_digest,
 )
-from advisor.cache.record import Record, Target
-from advisor.cache.seal import UNSEALED, Seal
+from advisor.cache.record import Record
+from advisor.cache.seal import NO_KEYS, KeyRing
 from advisor.cache.stores import Narrowing, Store
 from advisor.cache.stores.timeout import check_deadline
-from advisor.errors import RecordDamaged, StoreError
+from advisor.errors import RecordDamaged
 
 Check = Callable[[Record], str]
-"""Returns what is wrong with a record, or '', beyond what the cache knows: a knob's domain."""
+"""Returns what is wrong with a record that the cache cannot know, as a knob's domain; or ''."""
+ORIGINS_AT_ONCE = 1000
+"""A server takes no more; a script's folder may hold more Python files."""
+AT_ONCE = 64
+"""Records fetched from a store in one request."""
+
+T = TypeVar("T")
+K = TypeVar("K")
 
 
 def nothing_wrong(_record: Record) -> str:
     return ""
 
 
-class Held(Struct, frozen=True, kw_only=True):
+class StoredRecord(Struct, frozen=True, kw_only=True):
     """A record and where it is.
 
     Attributes:
         name: of the version that counts.
-        texts: the keys to copy so that another store says the same: the version, the mark on it,
-            and the version under the target's name if that is another one.
-        trusted: the reader or their team measured it, and signed it.
+        texts: the keys to copy so that another store has the same: the version, and the one under
+            the target's name if that is another one.
+        trusted: the reader or their team measured and signed it.
     """
 
     record: Record
@@ -60,55 +66,40 @@ class Held(Struct, frozen=True, kw_only=True):
     texts: tuple[str, ...]
     trusted: bool
 
-    @property
-    def of(self) -> tuple[str, Target]:
-        """Which record it is, and under which target's name."""
-        return self.name.place, self.record.target
-
-    @property
-    def under_own_name(self) -> bool:
-        """Whether the version that counts was written under this target's name itself."""
-        return called(self.record.target) == self.name.called
-
 
 class Listing(Struct, frozen=True, kw_only=True):
     """What a store holds: the version that counts, for each record and each of its targets.
 
     Attributes:
         damaged: one line for each version that could not be read.
-        left: places of records beyond the number that was asked for; they were not read.
+        left: keys of records beyond the number that was asked for; they were not read.
     """
 
-    held: tuple[Held, ...]
+    held: tuple[StoredRecord, ...]
     damaged: tuple[str, ...]
     left: frozenset[str] = frozenset()
 
 
-Marks = dict[tuple[str, str], tuple[Mark, Store]]
-"""The newest mark that counts for the reader on each version, and where it is."""
-
-
-class Now(Struct, frozen=True, kw_only=True):
-    """What is meant by a target's name: the code that its file has now, '' where it has none of the
-    user's, and where that lies."""
+class CurrentFile(Struct, frozen=True, kw_only=True):
+    """The code of a target's file now, '' if the user has no such file, and its `origin`."""
 
     code: str
     origin: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sought:
-    """Which records are looked for: what is None or '' does not matter.
+class RecordFilter:
+    """Which records are looked for: None or '' matches all.
 
     Attributes:
         model: the whole fingerprint; `id` the start of a key's.
-        target: a target's name; `file` that of its file or module alone; `origins` some places
-            where it may lie.
-        command: as `command_part` has it.
-        kin_of: a key; what may be akin to it is of its model, or of this `family`.
-        query: what comes first where a store that knows its records says only the nearest; `now`
-            what of a target's file comes before.
-        most: so many at most, the newest; what is of the model of `kin_of` beside them.
+        target: a target's name; `file` that of its file or module alone; `origins` where it may
+            lie.
+        command: as `command_digest`.
+        kin_of: a key; finds records of its model, or of this `family`.
+        query: a store that searches sends only the nearest to it; `now` is what it prefers of a
+            target's file.
+        most: so many at most, the newest, besides those of the model of `kin_of`.
     """
 
     model: str | None = None
@@ -121,39 +112,20 @@ class Sought:
     kin_of: Key | None = None
     family: str = ""
     query: Query | None = None
-    now: Now | None = None
+    now: CurrentFile | None = None
     most: int | None = None
 
     @property
-    def narrows(self) -> bool:
-        """Whether it leaves any record out."""
-        return bool(self.id) or any(
-            one is not None
-            for one in (
-                self.model,
-                self.target,
-                self.file,
-                self.origins,
-                self.command,
-                self.kin_of,
-            )
-        )
+    def is_narrow(self) -> bool:
+        """Whether a store that searches can leave out any record."""
+        found = (self.model, self.target, self.file, self.origins, self.command, self.kin_of)
+        return bool(self.id) or found != (None,) * 6
 
-    @property
     def questions(self) -> Iterator[dict[str, Any]]:
-        """As `question`, each of as many origins as one request holds."""
-        origins = sorted(self.origins or ())
-        for start in range(0, max(len(origins), 1), ORIGINS_AT_ONCE):
-            some = frozenset(origins[start : start + ORIGINS_AT_ONCE])
-            yield dataclasses.replace(self, origins=some or self.origins).question
-
-    @property
-    def question(self) -> dict[str, Any]:
-        """The same as plain data, for a store that narrows."""
+        """As plain data, for a store that searches: one for so many origins as it takes."""
         asked: dict[str, Any] = {
             "model": self.model,
-            "target": None if self.target is None else target_part(self.target),
-            "origins": None if self.origins is None else sorted(map(target_part, self.origins)),
+            "target": None if self.target is None else text_digest(self.target),
             "file": self.file,
             "command": self.command,
             "id": self.id or None,
@@ -162,150 +134,113 @@ class Sought:
         if self.query is not None:
             asked |= {"wanted": to_plain(self.query.stated), "near": self.query.batch}
         if self.now is not None:
-            asked |= {"code": self.now.code, "origin": target_part(self.now.origin)}
+            asked |= {"code": self.now.code, "origin": text_digest(self.now.origin)}
         if self.kin_of is not None:
             wanted, near = to_plain(fields(self.kin_of)), self.kin_of.task.batch
             asked |= {"family": self.family, "wanted": wanted, "near": near}
-        return {name: value for name, value in asked.items() if value is not None}
+        asked = {name: value for name, value in asked.items() if value is not None}
+        if self.origins is None:
+            yield asked
+            return
+        origins = sorted(map(text_digest, self.origins))
+        for start in range(0, len(origins), ORIGINS_AT_ONCE):
+            yield asked | {"origins": origins[start : start + ORIGINS_AT_ONCE]}
 
     @property
-    def parts(self) -> frozenset[str] | None:
-        """What names of it hold, of which one suffices; None where any name will do."""
+    def digests(self) -> frozenset[str] | None:
+        """Of the target, or of the origins: names hold one of them. None if any name will do."""
         if self.target is not None:
-            return frozenset((target_part(self.target),))
-        return None if self.origins is None else frozenset(map(target_part, self.origins))
+            return frozenset((text_digest(self.target),))
+        return None if self.origins is None else frozenset(map(text_digest, self.origins))
 
-    def is_of(self, name: Name) -> bool:
-        """Whether a name is of such an id and batch."""
-        return name.id.startswith(self.id) and self.batch in (None, name.batch)
-
-    def fits(self, record: Record) -> bool:
+    def matches(self, record: Record) -> bool:
         """Whether a record is of this model, target and origin."""
         target = record.target
         if self.kin_of is not None and record.key.model != self.kin_of.model:
             return bool(self.family) and record.family == self.family
         return (
             self.model in (None, record.key.model)
-            and self.command in (None, command_part(record.key.task.command))
+            and self.command in (None, command_digest(record.key.task.command))
             and self.target in (None, target.name)
             and self.file in (None, target.name.partition(":")[0])
             and (self.origins is None or target.origin in self.origins)
         )
 
-    def of_places(self, places: Mapping[str, list[Name]]) -> tuple[list[list[Name]], set[str]]:
-        """The versions of each record that is read, by their places, and the places of those that
-        are one too many."""
-        found = {place: names for place, names in places.items() if self.is_of(names[0])}
-        if self.most is None or len(found) <= self.most:
-            return [*found.values()], set()
-        own = "" if self.kin_of is None else f"{self.kin_of.model[:12]}/"
-        others = [place for place in found if not own or not place.startswith(own)]
-        others.sort(key=lambda place: max(one.version.created for one in found[place]))
-        left = set(others[: -self.most])
-        return [names for place, names in found.items() if place not in left], left
+    def limited(self, versions: Mapping[str, list[Name]]) -> tuple[list[list[Name]], set[str]]:
+        """The versions of each record that is read, and the record keys of those that are one too
+        many."""
+        found = {
+            key: names
+            for key, names in versions.items()
+            if names[0].id.startswith(self.id) and self.batch in (None, names[0].batch)
+        }
+        left: set[str] = set()
+        if self.most is not None and len(found) > self.most:
+            own = "" if self.kin_of is None else f"{self.kin_of.model[:12]}/"
+            others = [key for key in found if not own or not key.startswith(own)]
+            others.sort(key=lambda key: max(name.created for name in found[key]))
+            left = set(others[: -self.most])
+        return [names for key, names in found.items() if key not in left], left
 
 
-EVERYTHING = Sought()
-ORIGINS_AT_ONCE = 1000
-"""A server takes no more; a script's folder may hold more Python files."""
-AT_ONCE = 64
-"""Records fetched from a store in one exchange."""
+EVERYTHING = RecordFilter()
 
 
 class Reader:
-    """Whose keys tell what counts, and what else a record is held against."""
+    """Reads stores with the keys that tell what counts, and a check of each record."""
 
-    def __init__(self, seal: Seal = UNSEALED, check: Check = nothing_wrong) -> None:
-        self._seal = seal
+    def __init__(self, keyring: KeyRing = NO_KEYS, check: Check = nothing_wrong) -> None:
+        self.keyring = keyring
         self._check = check
 
-    def look_into(
-        self, store: Store, sought: Sought = EVERYTHING, marks: Marks | None = None
-    ) -> Listing:
-        """What one store has of what is sought.
-
-        Args:
-            marks: those of the stores before it; this one's are added.
+    def look_into(self, store: Store, wanted: RecordFilter = EVERYTHING) -> Listing:
+        """What one store has of what is wanted.
 
         Raises:
             StoreError: the store cannot be read.
         """
-        if sought.origins == frozenset():
-            texts = []
-        elif sought.narrows and isinstance(store, Narrowing):
-            asked = map(store.narrowed, sought.questions)
+        if wanted.is_narrow and isinstance(store, Narrowing):
+            asked = map(store.narrowed, wanted.questions())
             texts = [*dict.fromkeys(itertools.chain.from_iterable(asked))]
         else:
-            texts = store.keys()
-        marks = {} if marks is None else marks
-        self.mark(marks, store, texts)
-        look = _Look(self, store, sought, marks)
-        places, left = sought.of_places(self._places(texts, sought))
-        orders = [ranked(names, stale_of(names, marks)) for names in places]
+            texts = [] if wanted.origins == frozenset() else store.keys()
+        look = _Look(self, store, wanted.digests)
+        versions, left = wanted.limited(self._versions(texts, wanted))
+        orders = list(map(ranked, versions))
         for start in range(0, len(orders), AT_ONCE):
             look.take(orders[start : start + AT_ONCE])
         return Listing(
-            held=tuple(one for one in look.held if sought.fits(one.record)),
+            held=tuple(one for one in look.held if wanted.matches(one.record)),
             damaged=tuple(look.damaged),
             left=frozenset(left),
         )
 
-    def _places(self, texts: Iterable[str], sought: Sought) -> dict[str, list[Name]]:
-        """All versions of each record that has one of this model, target and origin."""
-        model = sought.model
-        start = f"{PREFIX}{model[:12]}/" if model is not None else PREFIX
+    def _versions(self, texts: Iterable[str], wanted: RecordFilter) -> dict[str, list[Name]]:
+        """All versions of each record of which one is of this model, target and origin."""
+        start = PREFIX if wanted.model is None else f"{PREFIX}{wanted.model[:12]}/"
         texts = [text for text in texts if text.startswith(start)]
-        wanted: set[str] | None = None
-        if (parts := sought.parts) is not None:  # before names are taken apart: there are many
-            among = [text for text in texts if text[TARGET] in parts or text[ORIGIN] in parts]
-            wanted = {name.place for text in among if (name := Name.parse(text))}
-            starts = tuple({f"{PREFIX}{place[:13]}" for place in wanted})
+        keys: set[str] | None = None
+        if (digests := wanted.digests) is not None:  # before names are parsed: there are many
+            some = [one for one in texts if one[TARGET] in digests or one[ORIGIN] in digests]
+            keys = {name.record_key for text in some if (name := Name.parse(text))}
+            starts = tuple({f"{PREFIX}{key[:13]}" for key in keys})
             texts = [text for text in texts if text.startswith(starts)]
-        places: dict[str, list[Name]] = {}
+        found: list[Name] = []
         for number, text in enumerate(texts):
             if not number % 256:
                 check_deadline()
-            name = Name.parse(text, self._seal)
-            if name is not None and (wanted is None or name.place in wanted):
-                places.setdefault(name.place, []).append(name)
-        return places
+            name = Name.parse(text, self.keyring)
+            if name is not None and (keys is None or name.record_key in keys):
+                found.append(name)
+        return grouped(found, lambda name: name.record_key)
 
-    def mark(self, marks: Marks, store: Store, texts: Iterable[str]) -> None:
-        """Add the marks among a store's keys that count, where no newer one is there."""
-        for text in texts:
-            if not text.startswith(MARKS):
-                continue
-            mark = self.parse_mark(text)
-            if mark is None:
-                continue
-            known = marks.get(mark.version_of)
-            if known is None or (known[0].made, known[0].digest) < (mark.made, mark.digest):
-                marks[mark.version_of] = mark, store
-
-    def reason(self, mark: Mark, store: Store) -> str | None:
-        """Why a version is stale, '' where it is not; None where the mark cannot be read."""
-        try:
-            data = store.get(mark.text)
-            return None if data is None else reason_in(data, self._seal)
-        except StoreError:
-            return None
-
-    def parse(self, text: str) -> Name | None:
-        """The name that a store's key is, trusted where the reader's keys tagged it."""
-        return Name.parse(text, self._seal)
-
-    def parse_mark(self, text: str) -> Mark | None:
-        """The mark that a store's key is; None where the reader's keys did not tag it."""
-        mark = Mark.parse(text, self._seal)
-        return mark if mark is not None and mark.trusted else None
-
-    def is_ours(self, name: Name) -> bool:
-        """Whether the reader or their team wrote it; of a reader without any key, anybody did."""
-        return name.trusted or not self._seal.signs
+    def is_ours(self, key: StoreKey) -> bool:
+        """Whether the reader or their team wrote it; for a reader without any key, all are."""
+        return key.trusted or not self.keyring.signs
 
     def names(self, store: Store) -> list[Name]:
         """The names of the records in a store, versions that no longer count included."""
-        return [name for text in store.keys() if (name := Name.parse(text, self._seal))]
+        return [name for text in store.keys() if (name := Name.parse(text, self.keyring))]
 
     def read(self, name: Name, data: bytes | RecordDamaged) -> Record:
         """The record in what `get_many` gave, if it may be used and is what its name says.
@@ -313,14 +248,14 @@ class Reader:
         Raises:
             RecordDamaged: why not.
         """
-        return self.opened(name, data)[0]
+        return self.read_signed(name, data)[0]
 
-    def opened(self, name: Name, data: bytes | RecordDamaged) -> tuple[Record, bool]:
-        """The same, and whether one of the reader's keys signed it."""
+    def read_signed(self, name: Name, data: bytes | RecordDamaged) -> tuple[Record, bool]:
+        """As `read`, and whether one of the reader's keys signed it."""
         if isinstance(data, RecordDamaged):
             raise data
-        record, signed, untagged = _sound(data, self._seal, self._check)
-        if untagged != name.untagged:
+        record, signed, own_name = _checked(data, self.keyring, self._check)
+        if own_name != name.untagged:
             raise RecordDamaged(f"record: it is not what its name {name.text} says; refused")
         if name.trusted and not signed:
             raise RecordDamaged("record: its name is signed and it is not; refused")
@@ -328,38 +263,37 @@ class Reader:
 
 
 @functools.lru_cache(maxsize=64)
-def _sound(data: bytes, seal: Seal, check: Check) -> tuple[Record, bool, str]:
-    """The record in these bytes, whether one of the keys signed it, and the name that it bears."""
-    record, signed = opened(data, seal)
+def _checked(data: bytes, keyring: KeyRing, check: Check) -> tuple[Record, bool, str]:
+    """The record in these bytes, whether one of the keys signed it, and its name."""
+    record, signed = decode_signed(data, keyring)
     if wrong := check(record):
         raise RecordDamaged(f"record: {wrong}; refused")
-    return record, signed, Name.of(record, data).untagged
+    return record, signed, Name.of(record, data).text
 
 
 class _Look:
-    """One look into a store: what is found there, place by place."""
+    """One look into a store. `digests`: as `RecordFilter.digests`."""
 
-    def __init__(self, reader: Reader, store: Store, sought: Sought, marks: Marks) -> None:
-        self.held: list[Held] = []
+    def __init__(self, reader: Reader, store: Store, digests: frozenset[str] | None) -> None:
+        self.held: list[StoredRecord] = []
         self.damaged: list[str] = []
-        self._reader, self._store, self._marks = reader, store, marks
-        self._parts = sought.parts
+        self._reader, self._store, self._digests = reader, store, digests
         self._fetched: dict[str, bytes | RecordDamaged | None] = {}
 
     def take(self, orders: Sequence[Sequence[Name]]) -> None:
-        """Of each record, whose versions are given in their order, the one that counts.
+        """Add the version that counts of each record, whose versions are given in their order.
 
-        That one comes in one exchange for all; another is fetched where it is no sound record.
+        The first of each comes in one request for all; another is fetched if it is damaged.
         """
         first = [names[0].text for names in orders]
         self._fetched = {**dict.fromkeys(first), **self._store.get_many(first)}
         for names in orders:
             for name in names:
-                if found := self._sound(name):
-                    self._keep(name, names, *found)
-                    break  # versions behind the one that counts are not looked at
+                if found := self._read(name):
+                    self._add_all(name, names, *found)
+                    break
 
-    def _sound(self, name: Name) -> tuple[Record, bool] | None:
+    def _read(self, name: Name) -> tuple[Record, bool] | None:
         check_deadline()
         if name.text not in self._fetched:
             self._fetched.update(self._store.get_many([name.text]))
@@ -367,93 +301,72 @@ class _Look:
         if data is None:  # removed since it was listed
             return None
         try:
-            return self._reader.opened(name, data)
+            return self._reader.read_signed(name, data)
         except RecordDamaged as exc:
             self.damaged.append(f"{name.record_id}: {exc}")
             return None
 
-    def _keep(self, name: Name, names: Sequence[Name], record: Record, trusted: bool) -> None:
-        """The version that counts, under each of the record's names that is looked for. What a
-        target measured, a run, or two runs, is never told in another's words: each has its own
-        version."""
-        record, texts = self._marked(name, record)
-        wanted = {one.called for one in names if self._wants(one)} | {name.called}
-        for other in sorted(wanted):
-            if other == name.called:
-                self._add(record, name, texts, trusted)
-                continue
+    def _add_all(self, name: Name, names: Sequence[Name], record: Record, trusted: bool) -> None:
+        """Add the version that counts under each target's name that is looked for.
+
+        What a target and a run measured, or two runs, are not one: each has its own version.
+        """
+        digests = self._digests
+        wanted = {one.target for one in names if digests is None or digests & {*one.target}}
+        self._add(name, record, trusted)
+        for target in sorted(wanted - {name.target}):
             for alias in names:
-                # What others call a record of the reader's own is not taken for granted.
-                if alias.called != other or alias.trusted < name.trusted:
+                # Names that others give to a record of the reader's own do not count.
+                if alias.target != target or alias.trusted < name.trusted:
                     continue
-                known = self._sound(alias)
+                known = self._read(alias)
                 if not known or known[0].key.digest != record.key.digest:
                     continue
                 if known[0].key.task.command != record.key.task.command:
-                    own, own_texts = self._marked(alias, known[0])
-                    self._add(own, alias, own_texts, known[1])
+                    self._add(alias, *known)
                 else:
                     named = dataclasses.replace(record, key=known[0].key, target=known[0].target)
-                    self._add(named, name, [*texts, alias.text], trusted)
+                    self._add(name, named, trusted, alias.text)
                 break
 
-    def _marked(self, name: Name, record: Record) -> tuple[Record, list[str]]:
-        """A version as the mark on it says, and the texts of both."""
-        texts = [name.text]
-        if found := self._marks.get((name.place, name.version.digest)):
-            mark, store = found
-            reason = self._reader.reason(mark, store)
-            if reason is not None and bool(reason) == mark.stale:
-                record = dataclasses.replace(record, stale=reason)
-            if store is self._store:
-                texts.append(mark.text)
-        return record, texts
-
-    def _wants(self, name: Name) -> bool:
-        return self._parts is None or not self._parts.isdisjoint(name.called)
-
-    def _add(self, record: Record, name: Name, texts: Sequence[str], trusted: bool) -> None:
+    def _add(self, name: Name, record: Record, trusted: bool, *texts: str) -> None:
         self.held.append(
-            Held(
+            StoredRecord(
                 record=record,
                 name=name,
                 store=self._store,
-                texts=tuple(texts),
+                texts=(name.text, *texts),
                 trusted=trusted,
             )
         )
 
 
-def united(held: Iterable[Held]) -> list[Held]:
+def united(held: Iterable[StoredRecord]) -> list[StoredRecord]:
     """Merges several stores: the version that counts, for each record and target."""
-    places: dict[tuple[str, Target], list[Held]] = {}
-    for one in held:
-        places.setdefault(one.of, []).append(one)
-    return [_counting(several)[0] for several in places.values()]
+    several = grouped(held, lambda one: (one.name.record_key, one.record.target))
+    return [_counting(versions)[0] for versions in several.values()]
 
 
-def once(held: Iterable[Held]) -> dict[str, Held]:
-    """Each record once, by its place: the version that counts, under its own name if possible."""
-    places: dict[str, list[Held]] = {}
-    for one in held:
-        places.setdefault(one.name.place, []).append(one)
-    return {
-        place: max(_counting(several), key=lambda one: one.under_own_name)
-        for place, several in places.items()
-    }
+def once(held: Iterable[StoredRecord]) -> dict[str, StoredRecord]:
+    """Each record once, by its record key: the version that counts, under its own name if
+    possible."""
+
+    def under_own_name(one: StoredRecord) -> bool:
+        return target_key(one.record.target) == one.name.target
+
+    several = grouped(held, lambda one: one.name.record_key)
+    return {key: max(_counting(versions), key=under_own_name) for key, versions in several.items()}
 
 
-def _counting(several: Sequence[Held]) -> list[Held]:
+def _counting(several: Sequence[StoredRecord]) -> list[StoredRecord]:
     """The version of a record that counts, under each name that it has here."""
-    stale = {one.name.text: bool(one.record.stale) for one in several}
-    first = ranked([one.name for one in several], stale)[0]
+    first = ranked(one.name for one in several)[0]
     return [one for one in several if one.name.text == first.text]
 
 
-def stale_of(names: Iterable[Name], marks: Marks) -> dict[str, bool]:
-    """Whether marks call versions stale, by the text of their names."""
-    return {
-        name.text: mark[0].stale
-        for name in names
-        if (mark := marks.get((name.place, name.version.digest)))
-    }
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items by their key, in their order."""
+    found: dict[K, list[T]] = {}
+    for one in items:
+        found.setdefault(key(one), []).append(one)
+    return found

@@ -28,16 +28,12 @@ OUTCOMES = ("ok", "out_of_memory", "timed_out", "crashed", "failed", "wrong")
 """'failed': the user's code raised; 'wrong': the numbers differ too much from fp32."""
 STAGES = ("compute", "input", "loader", "numerics")
 EFFORTS = ("quick", "normal", "exhaustive")
-"""Names of efforts, the least first; a record of more effort is preferred."""
+"""The least first; a record of more effort is preferred."""
 WITHIN, INTERRUPTED = "within", "interrupted"
-"""Efforts below any of EFFORTS: tuned inside a run that went on, and ended by Ctrl-C."""
+"""Efforts below EFFORTS: tuned inside a run that went on, and ended by Ctrl-C."""
 USES = ("flags", "pilot", "loop", "capture")
-"""What a script lets advice do, the least first; each can also follow those before it."""
-FLAGS, PILOT, LOOP, CAPTURE = USES
-RACED = USES
-"""Uses for which the race names a winner: all."""
-BUSY = 0.9
-"""If the device works for less of a step's time than this, the host is the limit."""
+"""What a script lets advice do, the least first; each includes those before it."""
+FLAGS, PILOT, LOOP, CAPTURE = RACED = USES
 
 
 def _one_of(names: Sequence[str]) -> Meta:
@@ -51,16 +47,14 @@ class Measurement:
     Attributes:
         outcome: one of OUTCOMES; `reason` says why it is not 'ok'.
         samples_per_s: by the wall clock, with its confidence interval from `low` to `high`.
-        step_s: seconds per step; `gpu_s` of them by the GPU's clock, gaps between its kernels
-            included, 0 on the CPU.
-        busy: share of a step's time in which the device works, from 0 to 1; 0 on the CPU and where
-            it was not measured.
+        step_s: seconds per step; `gpu_s` the same by the GPU's clock, 0 on the CPU.
+        busy: share of a step's time in which the device works; 0 on the CPU and if unknown.
         first_step_s: seconds of the first step, with compilation and algorithm search.
         peak_bytes: device memory at its peak.
         steps: how many were timed.
-        blocks: raw seconds per step of each block that was timed.
-        waited: share of the time in which a run waited for its data, from 0 to 1.
-        warm_s: seconds until the steps of a run settled, its first aside: each turn begins with it.
+        blocks: seconds per step of each block that was timed.
+        waited: share of the time in which a run waited for its data.
+        warm_s: seconds until the steps of a run settled, without the first step.
     """
 
     outcome: Annotated[str, _one_of(OUTCOMES)]
@@ -80,17 +74,12 @@ class Measurement:
 
     @property
     def ok(self) -> bool:
-        """The config ran to the end."""
+        """Whether the config ran to the end."""
         return self.outcome == "ok"
-
-    @property
-    def host_bound(self) -> bool:
-        """Whether the host, not the device, limits the speed, as far as was measured."""
-        return self.ok and self.busy < BUSY
 
 
 def best_known(seen: Sequence[Measurement]) -> Measurement:
-    """The one with the most turns of several measurements of one config; the first of equals."""
+    """Of several measurements of one config the one with the most blocks."""
     return max(seen, key=lambda one: len(one.blocks))
 
 
@@ -198,17 +187,16 @@ class Record:
 
     Attributes:
         baseline: torch's default at the user's batch, from the race.
-        winners: the best for each of RACED, at the user's batch and, where other batches were
-            tried, with the batch free; each from the race, with its own interval.
+        winners: the best for each of USES, at the user's batch and, if other batches were tried,
+            with the batch free.
         input: the knobs of the input stage that were chosen; may be empty.
         trials: of every stage. Those of 'numerics' are the comparisons with strict fp32; a config
             without one was not verified.
         raced: every config that finished the race, chosen or not.
         parts: what each knob of the loop's winner contributes, once `advisor explain` measured it.
-        stale: why it no longer holds, as `advisor verify` found; empty while it does.
-        family: digest of the kinds of modules that the model is built of; '' where not known.
-        revised: when `explain`, `verify` or another name last changed it, in Unix seconds; 0 for
-            never.
+        stale: why it no longer holds, as `advisor verify` found; '' while it does.
+        family: digest of the kinds of modules in the model; '' if unknown.
+        revised: when `explain`, `verify` or another name last changed it, in Unix seconds, or 0.
     """
 
     key: Key
@@ -225,11 +213,9 @@ class Record:
     revised: float = 0.0
 
     def __post_init__(self) -> None:
-        there = {(one.use, one.free) for one in self.winners}
-        if len(there) < len(self.winners):
-            raise ValueError("winners: one use has two")
-        if missing := [use for use in RACED if (use, False) not in there]:
-            raise ValueError(f"winners: none for {', '.join(missing)}")
+        there = [(one.use, one.free) for one in self.winners]
+        if len({*there}) < len(there) or not {*there} >= {(use, False) for use in USES}:
+            raise ValueError(f"winners: expected one for each of {', '.join(USES)}")
 
     @property
     def batch(self) -> int:
@@ -253,10 +239,7 @@ class Record:
 
     @property
     def compares(self) -> bool:
-        """Whether the race or the search compared anything with torch's default.
-
-        If not, time ran out before it, or there was nothing else to try.
-        """
+        """Whether the race or the search compared anything with torch's default."""
         default = self.baseline.config
         raced = (*self.raced, *(one.choice for one in self.winners))
         others = [

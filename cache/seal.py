@@ -1,8 +1,8 @@
-"""Signatures of records, which decide whose record counts if several people wrote one.
+"""Keys that sign records, and so decide whose record counts if several people wrote one.
 
-Two keys sign. Each user has their own, made at the first write: 32 random bytes that only they can
-read, in $XDG_DATA_HOME/advisor/key. A team may share a secret, which then signs instead, so that
-the work of one counts for all. What neither key signed may be made up by anybody who can write to
+Each user has a key of their own, made at the first write: 32 random bytes that only they can read,
+in $XDG_DATA_HOME/advisor/key. A team may share a secret, which then signs instead, so that the
+work of one counts for all. A record that neither key signed may come from anybody who can write to
 the store. It is served only if there is nothing better.
 """
 
@@ -26,28 +26,25 @@ from advisor.errors import UsageError
 _log = logging.getLogger("advisor")
 
 UNSIGNED = "unsigned"
-"""How a record is called that no key of the reader signed."""
+"""Shown for a record that no key of the reader signed."""
 LEAST = 16
 """Characters of a secret: a shorter one can be guessed from one signed record."""
-RECORD, ARTIFACTS = b"advisor record\n", b"advisor artifacts\n"
-"""What a signature is of: a signed record is no signed code."""
-_NAME = b"advisor name\n"
-_REMEDY = "run: chmod 600 it, and chmod go-w the folders above it"
+RECORD, ARTIFACTS, NAME = b"advisor record\n", b"advisor artifacts\n", b"advisor name\n"
+"""Prefixes of what is signed, so that a signed record cannot pass for signed code."""
 _OWN_BYTES = 32
-_MOST_BYTES = 2**12
+_MAX_BYTES = 2**12
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class KeyRing:
     """The keys that sign, and whether unsigned records are refused.
 
     Attributes:
-        secret: the team's, empty for none.
-        own: this user's, empty if none was made yet.
+        secret: the team's key, empty for none; `own`: the user's, empty if none was made yet.
         required: only records signed with one of them are accepted.
-        own_file: where `ready` keeps the user's own; None for nowhere.
+        own_file: where `ready` keeps the user's own key; None for nowhere.
         secret_exposed: how another user could read or set the secret; '' if none could.
-            `own_exposed`: the same for the user's own.
+            `own_exposed`: the same for the user's own key.
     """
 
     secret: bytes = field(default=b"", repr=False)
@@ -58,7 +55,7 @@ class Seal:
     own_exposed: str = ""
 
     @property
-    def for_code(self) -> Seal:
+    def for_code(self) -> KeyRing:
         """Only the keys that no other user can have, because code that they sign is run."""
         return dataclasses.replace(
             self,
@@ -73,46 +70,48 @@ class Seal:
 
     @property
     def signs(self) -> bytes:
-        """The key that new records are signed with: the team's, else the user's own."""
+        """The key that signs new records: the team's, else the user's own."""
         return self.secret or self.own
 
-    def mac(self, payload: bytes, of: bytes = RECORD) -> bytes:
+    def sign(self, payload: bytes, of: bytes = RECORD) -> bytes:
         """HMAC-SHA256 (RFC 2104) of an encoded record, or of ARTIFACTS, 32 bytes."""
         return hmac.digest(self.signs, of + payload, hashlib.sha256)
 
-    def made(self, mac: bytes, payload: bytes, of: bytes = RECORD) -> bool:
+    def verify(self, signature: bytes, payload: bytes, of: bytes = RECORD) -> bool:
         """Whether one of the keys made this signature."""
         return any(
-            hmac.compare_digest(mac, hmac.digest(key, of + payload, hashlib.sha256))
+            hmac.compare_digest(signature, hmac.digest(key, of + payload, hashlib.sha256))
             for key in (self.secret, self.own)
             if key
         )
 
-    def tag(self, name: str) -> str:
-        """12 hex characters that prove in a listing that the key's owner made this name."""
-        return _tag(self.signs, name)
-
     def tags(self, name: str) -> tuple[str, ...]:
-        """Those of each key, the team's first."""
+        """12 hex characters of each key, the team's first: they prove in a listing that the key's
+        owner made a name."""
         return tuple(_tag(key, name) for key in (self.secret, self.own) if key)
 
-    def tagged(self, name: str, tag: str) -> bool:
-        """Whether one of the keys made this tag."""
+    def tagged(self, name: str) -> str:
+        """The name with its tag; unchanged if there is no key."""
+        return ".".join((name, *self.tags(name)[:1]))
+
+    def trusts(self, text: str) -> bool:
+        """Whether a name ends in the tag of one of the keys."""
+        name, _, tag = text.rpartition(".")
         return any(hmac.compare_digest(tag, one) for one in self.tags(name))
 
-    def ready(self) -> Seal:
-        """The same with a key to sign with, which is made if there is none, and if it can be."""
+    def ready(self) -> KeyRing:
+        """With a key to sign with, which is made if there is none and it can be kept."""
         if self.signs or self.own_file is None:
             return self
         try:
-            own, why = _made(self.own_file)
+            own, why = _make_key(self.own_file)
             return dataclasses.replace(self, own=own, own_exposed=why)
         except OSError as exc:
             _log.warning("%s: no key of your own can be kept (%s); not signed", self.own_file, exc)
             return self
 
     @classmethod
-    def from_environment(cls) -> Seal:
+    def from_environment(cls) -> KeyRing:
         """$ADVISOR_SECRET or the file $ADVISOR_SECRET_FILE, $ADVISOR_SIGNED_ONLY, and the user's
         own key if it was made. A key file that others can read or replace is logged.
 
@@ -139,24 +138,24 @@ class Seal:
                 "ADVISOR_SIGNED_ONLY is set and no secret is: set ADVISOR_SECRET or "
                 "ADVISOR_SECRET_FILE"
             )
-        folder, own, own_exposed = own_folder(), b"", ""
-        own_file = None if folder is None else folder / "key"
-        if own_file is not None:
-            with contextlib.suppress(OSError, ValueError):
-                own, own_exposed = _read(own_file)
+        folder = own_folder()
+        ring = cls(os.fsencode(secret), required, secret_exposed=secret_exposed)
+        if folder is None:
+            return ring
+        own, own_exposed = b"", ""
+        with contextlib.suppress(OSError, ValueError):
+            own, own_exposed = _read(folder / "key")
         if len(own) != _OWN_BYTES:
             own, own_exposed = b"", ""
-        return cls(
-            os.fsencode(secret), required, own, own_file, secret_exposed, own_exposed=own_exposed
-        )
+        return dataclasses.replace(ring, own=own, own_file=folder / "key", own_exposed=own_exposed)
 
 
-UNSEALED = Seal()
+NO_KEYS = KeyRing()
 
 
 @functools.lru_cache(maxsize=1024)
 def _tag(key: bytes, name: str) -> str:
-    return hmac.digest(key, _NAME + name.encode(), hashlib.sha256).hex()[:12] if key else ""
+    return hmac.digest(key, NAME + name.encode(), hashlib.sha256).hex()[:12]
 
 
 def own_folder() -> Path | None:
@@ -167,20 +166,21 @@ def own_folder() -> Path | None:
 
 
 def _read(path: Path, group_reads: bool = False) -> tuple[bytes, str]:
-    """What is in a file, and how another user could have read or set it."""
+    """The content of a file, and how another user could have read or set it."""
     with open_regular(path) as file:
         why = insecure_reason(path, file.fileno(), group_reads)
         if why:
-            _tell_once(str(path), why)
-        return file.read(_MOST_BYTES), why
+            _warn_once(str(path), why)
+        return file.read(_MAX_BYTES), why
 
 
 @functools.cache
-def _tell_once(path: str, why: str) -> None:
-    _log.warning("%s holds a secret, and %s; %s", path, why, _REMEDY)
+def _warn_once(path: str, why: str) -> None:
+    remedy = "run: chmod 600 it, and chmod go-w the folders above it"
+    _log.warning("%s holds a secret, and %s; %s", path, why, remedy)
 
 
-def _made(path: Path) -> tuple[bytes, str]:
+def _make_key(path: Path) -> tuple[bytes, str]:
     """A new key in its file, or the one that another process has just made; as `_read`."""
     make_folder(path.parent)
     temporary = path.with_name(f".key-{secrets.token_hex(8)}")
@@ -191,7 +191,7 @@ def _made(path: Path) -> tuple[bytes, str]:
             file.flush()
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)  # fails where it is there, unlike a rename
+            os.link(temporary, path)  # fails if it exists, unlike a rename
     finally:
         temporary.unlink(missing_ok=True)
     found, why = _read(path)

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from advisor.errors import UsageError
 
-_MOST_BYTES = 2**22
+_MAX_BYTES = 2**22
 ON_MISS = ("default", "nearest", "request")
 KNOWN = ("cache", "on-miss")
 MAX_ARTIFACTS = 64 * 2**20
-"""Bytes of the artifacts of one config, packed, where nothing else is set."""
+"""Bytes of the artifacts of one config, packed, unless set."""
 _MENTIONED = re.compile(rb"tool\s*\.\s*advisor|^\s*advisor\b", re.MULTILINE)
 _BETWEEN = re.compile(r",\s*(?=[A-Za-z][A-Za-z0-9+.-]+:|[/~.])")
+_RELATIVE = re.compile(r"^((?:disk|dir|pack):)?(\.{1,2}(?=/|$).*|[^:/~.][^:]*)$")
 
 
 class ProjectUrl(str):
@@ -27,43 +28,39 @@ class ProjectUrl(str):
 
 
 Cache = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
-"""A store's URL or folder, several, or None for what the environment or the project says."""
+"""A store's URL or folder, several, or None for the environment's or the project's."""
 
 
 def cache_urls(cache: Cache = None) -> tuple[str, ...]:
     """The stores' URLs: those given, else $ADVISOR_CACHE, else [tool.advisor] cache in the nearest
-    pyproject.toml; none where nothing says.
+    pyproject.toml, else none.
 
     One string may list several with commas between.
 
     Raises:
-        UsageError: pyproject.toml cannot be read, or says something else there.
+        UsageError: pyproject.toml cannot be read, or a value is neither a folder nor a URL.
     """
-    if cache is None and (variable := os.environ.get("ADVISOR_CACHE")):
-        cache = variable
-    if cache is None:
-        return _of_project()
-    listed: object = [cache] if isinstance(cache, str | os.PathLike) else cache
+    given = cache if cache is not None else os.environ.get("ADVISOR_CACHE") or _project_urls()
+    listed: object = [given] if isinstance(given, str | os.PathLike) else given
     if isinstance(listed, bytes) or not isinstance(listed, Iterable):
         raise UsageError(f"cache {cache!r}: expected a folder, a store's URL, or several")
-    return tuple(url for one in listed for url in _urls_in(one))
+    return tuple(url for one in listed for url in _split(one))
 
 
 def server_url(cache: Cache = None) -> str:
-    """Of the stores the first that is a server of the team's; '' where none is. Raises as
-    `cache_urls`."""
+    """The first of the stores that is a server; '' if none is. Raises as `cache_urls`."""
     return next((url for url in cache_urls(cache) if url.startswith(("http://", "https://"))), "")
 
 
-def _urls_in(one: object) -> list[str]:
+def _split(one: object) -> list[str]:
     """A path is one folder, whatever commas are in it; a text may list several URLs."""
-    if isinstance(one, os.PathLike) and isinstance(found := os.fspath(one), str):
-        return [found]
-    if not isinstance(one, str):
-        raise UsageError(f"cache {one!r}: expected a folder or a store's URL")
     if isinstance(one, ProjectUrl):
         return [one]
-    return _BETWEEN.split(one.strip())
+    if isinstance(one, str):
+        return _BETWEEN.split(one.strip())
+    if isinstance(one, os.PathLike) and isinstance(path := os.fspath(one), str):
+        return [path]
+    raise UsageError(f"cache {one!r}: expected a folder or a store's URL")
 
 
 def disabled() -> bool:
@@ -72,13 +69,17 @@ def disabled() -> bool:
 
 
 def keeps_loader() -> bool:
-    """Whether $ADVISOR_KEEP_LOADER leaves the loaders of runs as they are."""
+    """Whether $ADVISOR_KEEP_LOADER keeps the loaders of runs unmodified."""
     return _is_on("ADVISOR_KEEP_LOADER")
 
 
 def overrides_loader() -> bool:
-    """Whether $ADVISOR_OVERRIDE_LOADER has loaders of runs tuned that have workers of their own."""
+    """Whether $ADVISOR_OVERRIDE_LOADER also tunes loaders that have workers of their own."""
     return _is_on("ADVISOR_OVERRIDE_LOADER")
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "") not in ("", "0")
 
 
 def max_artifacts() -> int:
@@ -87,83 +88,61 @@ def max_artifacts() -> int:
     Raises:
         UsageError: it is no size.
     """
-    from advisor.cache.kinds import Bytes  # here: of many lookups none comes to it
+    from advisor.cache.kinds import Bytes  # here: few lookups need it
 
-    text = os.environ.get("ADVISOR_MAX_ARTIFACTS", "")
-    if not text:
-        return MAX_ARTIFACTS
-    if text == "0":
-        return 0
+    text = os.environ.get("ADVISOR_MAX_ARTIFACTS") or str(MAX_ARTIFACTS)
     try:
-        return Bytes().checked("ADVISOR_MAX_ARTIFACTS", text)
+        return 0 if text == "0" else Bytes().checked("ADVISOR_MAX_ARTIFACTS", text)
     except UsageError as exc:
         raise UsageError(f"{exc}, or 0 to keep none") from exc
 
 
-def _is_on(variable: str) -> bool:
-    return os.environ.get(variable, "") not in ("", "0")
-
-
 def on_miss() -> str | None:
-    """$ADVISOR_ON_MISS, else [tool.advisor] on-miss; None where nothing says."""
-    variable = os.environ.get("ADVISOR_ON_MISS")
-    if variable:
+    """$ADVISOR_ON_MISS, else [tool.advisor] on-miss, else None."""
+    if variable := os.environ.get("ADVISOR_ON_MISS"):
         return variable
-    _file, table = _project()
+    file, table = _project()
     found = table.get("on-miss")
     if found is not None and not isinstance(found, str):
-        raise UsageError(f"{_file}: [tool.advisor] on-miss: expected text, got {found!r}")
+        raise UsageError(f"{file}: [tool.advisor] on-miss: expected text, got {found!r}")
     return found
 
 
-def _of_project() -> tuple[str, ...]:
+def _project_urls() -> list[str]:
     file, table = _project()
-    given = table.get("cache")
-    if given is None or file is None:
-        return ()
+    given = table.get("cache", [])
     listed = [given] if isinstance(given, str) else given
     if not isinstance(listed, list) or not all(isinstance(url, str) and url for url in listed):
         raise UsageError(f"{file}: [tool.advisor] cache: expected a store URL or a list of them")
-    return tuple(
-        ProjectUrl(
-            re.sub(
-                r"^((?:disk|dir|pack):)?(\.{1,2}(?=/|$).*|[^:/~.][^:]*)$",
-                lambda found: f"{found[1] or ''}{file.parent / found[2]}",
-                url,
-            )
-        )
-        for one in listed
-        for url in _BETWEEN.split(one)
-    )
+
+    def beside_it(found: re.Match[str]) -> str:
+        return f"{found[1] or ''}{file.parent / found[2]}"
+
+    urls = (url for one in listed for url in _BETWEEN.split(one))
+    return [ProjectUrl(_RELATIVE.sub(beside_it, url)) for url in urls]
 
 
-def _project() -> tuple[Path | None, dict[str, object]]:
+def _project() -> tuple[Path, dict[str, object]]:
     """[tool.advisor] of the nearest pyproject.toml that has it, upward from the current folder,
-    else from the running script's."""
+    else from the running script's; empty if none has."""
     starts = []
     with contextlib.suppress(OSError):  # the current folder is gone
         starts.append(Path.cwd())
     if script := getattr(sys.modules.get("__main__"), "__file__", None):
         with contextlib.suppress(OSError, RuntimeError, TypeError, ValueError):
             starts.append(Path(script).resolve().parent)
-    seen: set[Path] = set()
-    for start in starts:
-        for folder in (start, *start.parents):
-            file = folder / "pyproject.toml"
-            if folder in seen or not os.path.lexists(file):
-                continue
-            seen.add(folder)
-            table = _table(file)
-            if table is not None:
-                return file, table
-    return None, {}
+    folders = dict.fromkeys(folder for start in starts for folder in (start, *start.parents))
+    for file in (folder / "pyproject.toml" for folder in folders):
+        if os.path.lexists(file) and (table := _table(file)) is not None:
+            return file, table
+    return Path(), {}
 
 
 def _table(file: Path) -> dict[str, object] | None:
-    from advisor.cache.stores.filesystem import read_regular  # here: the stores know the settings
+    from advisor.cache.stores.filesystem import read_regular  # here: the stores import this module
 
     try:
-        found = _parsed(read_regular(file, _MOST_BYTES))
+        found = _parsed(read_regular(file, _MAX_BYTES))
     except (OSError, ValueError, RecursionError) as exc:
         raise UsageError(f"{file}: cannot be read ({exc})") from exc
     if found is not None and not isinstance(found, dict):
@@ -176,8 +155,7 @@ def _table(file: Path) -> dict[str, object] | None:
 
 @functools.lru_cache(maxsize=8)
 def _parsed(data: bytes) -> object:
-    """[tool.advisor] of a file, None where there is none. Parsing takes as long as all the rest of
-    a lookup that was made before."""
+    """[tool.advisor] of a file, or None. Cached: parsing takes as long as a whole lookup."""
     if not _MENTIONED.search(data):
         return None  # without the parser, which takes milliseconds to import
     import tomllib

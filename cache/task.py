@@ -1,16 +1,15 @@
-"""Task: what is trained and what is permitted. One row a field, and everything else follows.
+"""Task: what is trained and what is permitted. A new field is one row here.
 
 A field's row says how it is written and checked, which option it is, whether a difference makes
-another key, and what a lookup that leaves it out means. The command line's options, the handling
-of arguments, the key, the worker's message, the lines that are printed for copying and 'already
-tuned?' are made of the rows: a new field is one row here.
+another key, and what a lookup that leaves it out means. The command line's options, the arguments,
+the key, the worker's message and the lines that are printed for copying follow from the rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,21 +21,18 @@ from advisor.errors import UsageError
 
 PRECISIONS = ("default", "tf32", "bf16", "fp16", "fp8", "fp32")
 PERMITTED = ("default", "tf32", "bf16", "fp16")
-"""What a careful user accepts for training; strict fp32 is a reference, chosen if asked for, and
-fp8 has little behind it."""
+"""What a careful user accepts for training; fp32 and fp8 must be asked for."""
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8")
 OPTIMIZERS = ("sgd", "adamw")
 MODES = ("train", "infer")
 MAPPED = ("batch", "num_workers")
-"""What an option of a run's script may set, as `--map` calls it."""
+"""What `--map` says that an option of a run's script sets."""
 VOCABULARY = 1000
 TOLERANCE = 0.02
 
 NONE = Config()
 
 _KEY = "advisor row"
-DERIVED = "derived"
-"""Of an option: made of the keyword."""
 
 
 class FieldSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,22 +40,22 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: how it is written, checked and shown.
-        help: for people: one sentence; `switched` that of its switches, where it has an option too.
+        help: one sentence; `switched` is that of its switches if it has an option too.
         keyword: its name in Python; default: the field's.
         option: its name on the command line; default: the keyword's; '' for none but `switches`.
         switches: options that take no value, and what each sets.
         decides: a difference makes another key, hence another record.
-        asked: a lookup may ask for it. Left out, any value does, and the default is preferred.
+        asked: a lookup may ask for it. Left out, any value fits, and the default is preferred.
         is_constraint: a permission: a record of more can answer, from its trials.
-        printed: stands in the lines printed for copying where it is not the default.
-        shown: by a run's own first steps, where there is a command: not asked for and not printed.
-        given: by who tunes a target; what is not, only a run has.
+        printed: part of the lines printed for copying unless it is the default.
+        shown: a run's own first steps show it: not asked for and not printed for a command.
+        given: by the user for a target; otherwise only a run has it.
     """
 
     kind: kinds.Kind[Any]
     help: str
     keyword: str = ""
-    option: str = DERIVED
+    option: str = "--"
     switches: Mapping[str, Any] = {}
     decides: bool = True
     asked: bool = True
@@ -92,9 +88,8 @@ def rows(cls: Hashable) -> dict[str, FieldSpec]:
     for field in dataclasses.fields(cast(Any, cls)):
         if known := field.metadata.get(_KEY):
             keyword = known.keyword or field.name
-            option = known.option
-            if option == DERIVED:
-                option = "--" + keyword.replace("_", "-")
+            own = "--" + keyword.replace("_", "-")
+            option = own if known.option == "--" else known.option
             found[field.name] = msgspec.structs.replace(
                 known, name=field.name, keyword=keyword, option=option
             )
@@ -258,26 +253,25 @@ class Task:
         task = cls(target=target, **found)
         if task.map:
             raise UsageError("map: a TARGET has no options; give your command after --")
-        if task.data_args and not task.data:
-            raise UsageError("data args: of which data? give it as data, e.g. data.py:make_dataset")
-        if task.any_order and not task.data:
-            raise UsageError("any order: of which data? give it as data, e.g. data.py:make_dataset")
+        if (task.data_args or task.any_order) and not task.data:
+            which = "data args" if task.data_args else "any order"
+            raise UsageError(f"{which}: of which data? give it as data, e.g. data.py:make_dataset")
         if task.data and task.mix:
             raise UsageError("data: a mix of shapes has no loader that is tuned; leave it out")
-        if len(task.shapes) > 1 and task.batches:
+        if task.mix and task.batches:
             raise UsageError(
                 "batches: a mix of shapes is tuned at the batches given; leave them out"
             )
+        irrelevant: dict[str, Any] = {}
         if task.mode != "train":
-            task = dataclasses.replace(task, optimizer="sgd", tolerance=TOLERANCE)
+            irrelevant |= {"optimizer": "sgd", "tolerance": TOLERANCE}
         if not task.dtype.startswith(("int", "uint")):
-            task = dataclasses.replace(task, vocab=VOCABULARY)
-        if len(task.shapes) > 1:
-            task = dataclasses.replace(task, batches=())
-        if task.batches:
-            others = tuple(sorted(set(task.batches) - {task.batch}))
-            task = dataclasses.replace(task, batches=others)
-        return task
+            irrelevant["vocab"] = VOCABULARY
+        if task.mix:
+            irrelevant["batches"] = ()
+        elif task.batches:
+            irrelevant["batches"] = tuple(sorted({*task.batches} - {task.batch}))
+        return dataclasses.replace(task, **irrelevant)
 
     @property
     def baseline(self) -> str:
@@ -291,12 +285,12 @@ class Task:
 
     @property
     def sample(self) -> tuple[int, ...]:
-        """The shape of one input without its batch dimension; of a mix the largest batch's."""
+        """The shape of one input without its batch dimension; for a mix, of the largest batch."""
         return self.shapes[0][1:]
 
     @property
     def mix(self) -> tuple[tuple[int, ...], ...]:
-        """All shapes with their batches where the inputs alternate between several, else none."""
+        """All shapes with their batches if the inputs alternate between several, else none."""
         return self.shapes if len(self.shapes) > 1 else ()
 
     @property
@@ -352,7 +346,7 @@ def permissions(given: Mapping[str, object]) -> dict[str, Any]:
 
 
 def changed(value: Any) -> Iterator[tuple[FieldSpec, Any]]:
-    """The rows of a Task, or of what else has rows, that are printed and not the default."""
+    """The rows of a Task or a Plan that are printed and not the default."""
     run = bool(getattr(value, "command", ()))
     for name, one in rows(cast(Hashable, type(value))).items():
         held = getattr(value, name)
@@ -362,8 +356,13 @@ def changed(value: Any) -> Iterator[tuple[FieldSpec, Any]]:
 
 def shell(value: Any) -> list[str]:
     """The command line's words for what is not the default, not quoted yet."""
+    return option_words(changed(value))
+
+
+def option_words(given: Iterable[tuple[FieldSpec, Any]]) -> list[str]:
+    """The command line's words for some fields' values."""
     words: list[str] = []
-    for one, held in changed(value):
+    for one, held in given:
         switch = next((name for name, sets in one.switches.items() if sets == held), None)
         if switch is not None:
             words.append(switch)

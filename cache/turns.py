@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from advisor.cache.domain import FIRST, is_moment
-from advisor.cache.record import Choice, Record
+from advisor.cache.record import Record
 from advisor.errors import RecordDamaged
 
 ROUNDING = 1e-6
@@ -18,7 +18,7 @@ that starts or stops during a turn makes it up to 5 times too fast or too slow."
 
 
 def inner(logs: Sequence[float]) -> list[float]:
-    """The log-ratios in order of size, without TRIMMED of them at each end."""
+    """The log-ratios sorted, without TRIMMED of them at each end."""
     ordered = sorted(logs)
     out = int(TRIMMED * len(ordered))
     return ordered[out : len(ordered) - out]
@@ -30,7 +30,7 @@ def check_consistency(record: Record) -> None:
     Raises:
         RecordDamaged: says which claim.
     """
-    if found := next(_contradictions(record), ""):
+    for found in _contradictions(record):
         raise RecordDamaged(f"record: {found}; refused")
 
 
@@ -43,26 +43,20 @@ def _contradictions(record: Record) -> Iterator[str]:
         measured = trial.measurement
         if measured.ok and trial.stage != "numerics" and not measured.samples_per_s:
             yield f"trial {trial.number} is said to be measured, without a speed"
-    chosen = [record.baseline, *(one.choice for one in record.winners)]
-    for choice in dict.fromkeys([*chosen, *record.raced]):
+    winners = [one.choice for one in record.winners]
+    for choice in dict.fromkeys([record.baseline, *winners, *record.raced]):
+        turns, default = choice.rounds, record.baseline.rounds
+        if not turns or not default:
+            yield "a choice without a turn of its race"
         if not choice.speedup_low <= choice.speedup <= choice.speedup_high:
             yield f"a speed-up of {choice.speedup:g} that is not in its own interval"
-        if not choice.rounds:
-            yield "a choice without a turn of its race"
-            return
-        yield from _unlike_turns(choice, record.baseline.rounds)
-
-
-def _unlike_turns(choice: Choice, beside: Sequence[float]) -> Iterator[str]:
-    """`beside`: the turns of torch's default that its own were measured with."""
-    turns = choice.rounds
-    logs = [math.log(a / b) for a, b in zip(turns, beside, strict=False)]
-    said = {
-        "samples/s": (choice.samples_per_s, statistics.median(turns)),
-        "slowest turn": (choice.low, min(turns)),
-        "fastest turn": (choice.high, max(turns)),
-        "speed-up": (choice.speedup, math.exp(statistics.fmean(inner(logs)))),
-    }
-    for what, (claimed, found) in said.items():
-        if not math.isclose(claimed, found, rel_tol=ROUNDING):
-            yield f"{what} {claimed:g}, and its turns say {found:g}"
+        logs = [math.log(a / b) for a, b in zip(turns, default, strict=False)]
+        claims = {
+            "samples/s": (choice.samples_per_s, statistics.median(turns)),
+            "slowest turn": (choice.low, min(turns)),
+            "fastest turn": (choice.high, max(turns)),
+            "speed-up": (choice.speedup, math.exp(statistics.fmean(inner(logs)))),
+        }
+        for what, (claimed, found) in claims.items():
+            if not math.isclose(claimed, found, rel_tol=ROUNDING):
+                yield f"{what} {claimed:g}, and its turns say {found:g}"

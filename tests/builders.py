@@ -8,7 +8,8 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import optuna
 
@@ -16,7 +17,10 @@ from advisor.arguments import Model, Permit
 from advisor.cache.config import Config
 from advisor.cache.record import Record, Trial
 from advisor.cache.task import Task
+from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.knobs import SearchContext
+from advisor.tuners.measure.run.session import CommandProcess, PilotSession
 from advisor.tuners.measure.runner import Block, Compared, ConfigFailed, Runner
 from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.race import SearchResult
@@ -186,6 +190,66 @@ class MadeUp:
 
 
 _: type[Runner] = MadeUp
+
+
+SCRIPT = ScriptFacts(
+    model="ab" * 32,
+    family="",
+    libraries=(),
+    modules=1,
+    parameters=1,
+    convolves=False,
+    repeats=False,
+    shape=(4, 8),
+    dtype="float32",
+    others="",
+    varies=False,
+    optimizer="sgd",
+    own=Config(),
+    kept=(),
+    limits=(),
+    rank=0,
+    processes=1,
+    device="cpu",
+    threads=1,
+    workers=0,
+    room=0,
+)
+"""What is seen of a script that trains on a CPU."""
+
+
+class MadeUpSession(PilotSession):
+    """A start of a command, without a process.
+
+    Args:
+        seen: of its script.
+        step_s: seconds of a step under a config.
+        ends: called with a config and the steps that this start has made; why it is over.
+    """
+
+    def __init__(
+        self,
+        seen: ScriptFacts = SCRIPT,
+        *,
+        step_s: Callable[[Config], float] = lambda _config: 0.01,
+        ends: Callable[[Config, int], Exception | None] = lambda _config, _made: None,
+    ) -> None:
+        self.seen, self._step_s, self._ends = seen, step_s, ends
+        self.made, self.forgotten = 0, []
+        self.command = cast(CommandProcess, SimpleNamespace(ended=False))
+
+    def block(self, request: BlockRequest, until: float) -> Block:
+        self.made += request.steps + request.warm
+        if (ended := self._ends(request.config, self.made)) is not None:
+            raise ended
+        steps, samples = request.steps, request.steps * self.seen.shape[0]
+        return Block(steps=steps, samples=samples, seconds=steps * self._step_s(request.config))
+
+    def results(self, request: BlockRequest, until: float) -> list[BlockResult]:
+        return [BlockResult(reason=OK.reason)]
+
+    def end(self) -> None:
+        """Nothing was started."""
 
 
 class Heard(Progress):

@@ -21,19 +21,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgpack
 
-from advisor.cache.codec import MAX_BYTES, encode, enveloped, plain
+from advisor.cache.codec import MAX_BYTES, encode, make_envelope
 from advisor.cache.name import Name
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.seal import Seal
+from advisor.cache.seal import KeyRing
 from advisor.cache.stores import open_store
-from tests.cache.examples import KEY, changed, record
+from tests.cache.examples import KEY, changed, planted, record
 
-MINE = Seal(own=b"m" * 32)
+MINE = KeyRing(own=b"m" * 32)
 OTHER = record(key=changed(KEY, "mode", "infer"))
 """What the hostile record would be, were it honest: one that nothing else is in the place of."""
 
@@ -65,13 +64,7 @@ def _planted(path: str, value: object) -> Callable[[Path], str]:
 
     def make(folder: Path) -> str:
         url = _honest(f"dir:{folder}/store")
-        content = plain(OTHER)
-        *owners, last = path.split(".")
-        here: Any = content
-        for owner in owners:
-            here = here[int(owner) if isinstance(here, list) else owner]
-        here[last] = value
-        data = enveloped(msgpack.packb(content))
+        data = make_envelope(msgpack.packb(planted(OTHER, path, value)))
         # Under the name that it would have, as far as one can be made from what is planted.
         return _put(url, data)
 
@@ -144,16 +137,14 @@ class Bomb:
 def _lying_name(folder: Path) -> str:
     url = _honest(f"dir:{folder}/store")
     data = encode(record())
-    name = Name.of(record(), data)
-    version = dataclasses.replace(name.version, effort=3, created=int((time.time() - 60) * 1e6))
-    open_store(url).put(dataclasses.replace(name, version=version).untagged, data)
-    return url
+    made = dataclasses.replace(record().provenance, created=time.time() - 60, effort="exhaustive")
+    return _put(url, data, dataclasses.replace(record(), provenance=made))
 
 
 def _earlier(folder: Path) -> str:
     """A stranger's of the same key, newer and of more effort, in a store before one's own."""
     first, second = f"dir:{folder}/first", f"dir:{folder}/store"
-    Records(open_store(second), seal=MINE).put(record())
+    Records(open_store(second), keyring=MINE).put(record())
     theirs = record(created=1.74e9)
     made = dataclasses.replace(theirs.provenance, effort="exhaustive")
     theirs = dataclasses.replace(theirs, provenance=made)
@@ -210,80 +201,15 @@ _ENDLESS = (
     "CREATE VIEW Cache AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
     "SELECT i AS rowid, 'record/' || i AS key, 1 AS raw, 1 AS mode, x'00' AS value FROM n",
 )
-_TEXT = "one line of at most 4096 printable"
-_TIME = "a time from 2020 until now"
-
 CASES = (
-    Case("made in the year 4253", _planted("provenance.created", 7.2e10), refused=_TIME),
-    Case("made at 1e305", _planted("provenance.created", 1e305), refused=_TIME),
-    Case("made in 1970", _planted("provenance.created", 1.0), refused=_TIME),
-    Case("made at no time", _planted("provenance.created", float("nan")), refused=_TIME),
-    Case("revised in 4253", _planted("revised", 7.2e10), refused=_TIME),
-    Case("a speed below zero", _planted("baseline.samples_per_s", -1.0), refused="a number >="),
-    Case(
-        "an endless speed",
-        _planted("baseline.speedup", float("inf")),
-        refused="a number <=",
-    ),
-    Case("no speed", _planted("winners.0.choice.speedup", 0), refused="a number >= 1e-06"),
-    Case("1e300 times", _planted("winners.0.choice.speedup", 1e300), refused="a number <="),
-    Case(
-        "1e300 samples/s",
-        _planted("baseline.samples_per_s", 1e300),
-        refused="a number <=",
-    ),
-    Case(
-        "1e300 seconds",
-        _planted("trials.0.measurement.step_s", 1e300),
-        refused="a number <=",
-    ),
-    Case("turns of another", _planted("baseline.rounds", [9e9]), refused="its turns say"),
-    Case("no turns", _planted("winners.1.choice.rounds", []), refused="without a turn"),
-    Case("less than no memory", _planted("baseline.peak_bytes", -1), refused="an integer >= 0"),
-    Case(
-        "2^63 bytes",
-        _planted("baseline.peak_bytes", 2**63),
-        refused="an integer <=",
-    ),
-    Case("a batch of none", _planted("baseline.batch", 0), refused="an integer >= 1"),
-    Case("a shape of none", _planted("key.task.shapes", [[64, 0]]), refused="shape"),
-    Case("no shape", _planted("key.task.shapes", []), refused="expected"),
-    Case("a huge shape", _planted("key.task.shapes", [[64] * 1000]), refused="shape"),
-    Case("colours in a name", _planted("target.name", "a\x1b[31mb.py"), refused=_TEXT),
-    Case("a name on two lines", _planted("target.name", "a.py\nrun: rm -rf"), refused=_TEXT),
-    Case("a name that turns round", _planted("target.name", "a\u202eyp.b"), refused=_TEXT),
-    Case("a long name", _planted("target.name", "a" * 60_000), refused=_TEXT),
+    Case("made in the year 4253", _planted("provenance.created", 7.2e10), refused="a time from"),
+    Case("colours in a name", _planted("target.name", "a\x1b[31mb.py"), refused="one line"),
     Case("markup in a name", _planted("target.name", "[/bold][red]a.py"), refused="name"),
-    Case("a device in colours", _planted("key.environment.device.name", "\x9b31m"), refused=_TEXT),
-    Case("a reason in colours", _planted("trials.0.measurement.reason", "\x07"), refused=_TEXT),
-    Case("a knob in colours", _planted("input", {"\x1b[2J": True}), refused=_TEXT),
-    Case("a value in colours", _planted("input", {"a": "\x1b[2J"}), refused=_TEXT),
-    Case(
-        "a study elsewhere",
-        _planted("provenance.study", "../../ran"),
-        refused="matching regex",
-    ),
-    Case(
-        "an origin elsewhere",
-        _planted("target.origin", "/etc/passwd"),
-        refused="matching regex",
-    ),
-    Case("a family in colours", _planted("family", "\x1b[2J"), refused=_TEXT),
-    Case("a model that is none", _planted("key.model", "../" * 20), refused="matching regex"),
     Case("a target that runs", _planted("target.name", "subprocess:getoutput"), refused="name"),
-    Case(
-        "a task that runs",
-        _planted("key.task.target", "subprocess:getoutput; touch ran"),
-    ),
-    Case(
-        "a measured trial without speed",
-        _planted("trials.0.measurement.samples_per_s", 0.0),
-        refused="without a speed",
-    ),
-    Case("a trial of no stage", _planted("trials.0.stage", "\x1b"), refused="expected"),
+    Case("a task that runs", _planted("key.task.target", "subprocess:getoutput; touch ran")),
     Case("rubbish", _bytes(os.urandom(500)), refused="not msgpack"),
     Case("lists in lists", _bytes(b"\xdd\x00\x00\x07\xff" * 1000), refused="not msgpack"),
-    Case("an older format", _bytes(msgpack.packb({"format": 1, "record": plain(OTHER)}))),
+    Case("an older format", _bytes(msgpack.packb({"format": 1, "record": {}}))),
     Case("a newer format", _bytes(msgpack.packb({"format": 99})), refused="upgrade advisor"),
     Case(
         "changed since",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from advisor.cli.options import (
     COMMAND,
     DONE,
     FAILED,
-    Command,
     OrCommand,
     collected,
     complete_files,
@@ -25,7 +23,7 @@ from advisor.cli.options import (
     row_options,
 )
 from advisor.errors import UsageError
-from advisor.jobs.states import STATES
+from advisor.jobs.states import STATES, WAITING
 from advisor.tuners.search.plan import Plan
 
 if TYPE_CHECKING:
@@ -54,32 +52,22 @@ def _client(server: str | None) -> Client:
     return Client(url)
 
 
-def _place_options(command: Command) -> Command:
-    """Where a job runs."""
-    options: tuple[Callable[[Command], Command], ...] = (
-        click.option("--gpu", metavar="TEXT", default="", help="With this in its name, as H100."),
-        click.option(
-            "--gpus",
-            type=click.IntRange(0, 64),
-            metavar="N",
-            help="So many on one machine; 0, as --device cpu: the CPU.  [default: 1]",
-        ),
-        click.option(
-            "--pip",
-            multiple=True,
-            metavar="REQUIREMENT",
-            help="On Ray: installed before; repeat for more.",
-        ),
-        click.option("--container", metavar="IMAGE", help="On Ray: where it runs in."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
 @click.command(cls=OrCommand)
 @click.argument("target", required=False, shell_complete=complete_files)
-@_place_options
+@click.option("--gpu", metavar="TEXT", default="", help="With this in its name, as H100.")
+@click.option(
+    "--gpus",
+    type=click.IntRange(0, 64),
+    metavar="N",
+    help="So many on one machine; 0, as --device cpu: the CPU.  [default: 1]",
+)
+@click.option(
+    "--pip",
+    multiple=True,
+    metavar="REQUIREMENT",
+    help="On Ray: installed before; repeat for more.",
+)
+@click.option("--container", metavar="IMAGE", help="On Ray: where it runs in.")
 @row_options(Task)
 @row_options(Plan)
 @server_option
@@ -90,6 +78,10 @@ def submit(
     ctx: click.Context,
     /,
     target: str | None,
+    gpu: str,
+    gpus: int | None,
+    pip: tuple[str, ...],
+    container: str | None,
     server: str | None,
     follow: bool,
     as_json: bool,
@@ -104,7 +96,6 @@ def submit(
     command = ctx.meta[COMMAND]
     if bool(command) == bool(target):
         raise UsageError("give a TARGET and --shape, or your command after --, one of them")
-    place = {name: options.pop(name) for name in ("gpu", "gpus", "pip", "container")}
     given = collected(Plan, options) | collected(Task, options)
     from advisor.jobs.spec import JobSpec
     from advisor.jobs.submission import Submission
@@ -115,19 +106,21 @@ def submit(
         target=target or "",
         force=given.pop("force", False),
         options=given,
-        gpu=place["gpu"],
-        gpus=place["gpus"],
-        env=_environment(place["pip"], place["container"]),
+        gpu=gpu,
+        gpus=gpus,
+        env=_environment(pip, container),
     )
     client = _client(server)
     submission = Submission.of(asked, Path.cwd())
-    if submission.parcel is not None and not as_json:
-        for line in shown.travels(submission.parcel):
+    if submission.code is not None and not as_json:
+        for line in shown.travels(submission.code):
             click.echo(line)
     job = client.ask(submission)
     if not as_json:
         click.echo(_greeting(job, server))
         click.echo(f"watch   {client.page(job.id)}")
+        if job.reason and job.state in WAITING:
+            click.echo(f"waits   {job.reason}")
     if follow:
         ctx.exit(_followed(client, job.id, as_json))
     if as_json:
@@ -152,10 +145,10 @@ def _greeting(job: Job, server: str | None) -> str:
 
 
 def _code(submission: Submission) -> dict[str, Any] | None:
-    if submission.parcel is None:
+    if submission.code is None:
         return None
-    told = dataclasses.asdict(submission.parcel)
-    return told | {"archive": len(submission.parcel.archive), "root": str(submission.parcel.root)}
+    told = dataclasses.asdict(submission.code)
+    return told | {"archive": len(submission.code.archive), "root": str(submission.code.root)}
 
 
 def _followed(client: Client, id: int, as_json: bool) -> int:

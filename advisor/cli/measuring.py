@@ -25,7 +25,6 @@ from advisor.cli.options import (
     UNFINISHED,
     Command,
     OrCommand,
-    Time,
     cache_option,
     collected,
     complete_files,
@@ -187,7 +186,6 @@ def _again_options(budget: str) -> Callable[[Command], Command]:
     options = (
         click.option(
             "--budget",
-            type=Time(),
             default=budget,
             show_default=True,
             metavar="TIME",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from advisor.cache.kinds import Choice, MultiChoice, Seconds
+from advisor.cache.kinds import Choice, MultiChoice
 from advisor.cache.task import FieldSpec, Task, permissions, rows
 from advisor.errors import UsageError
 
@@ -122,18 +122,6 @@ def _dashes_named(ctx: click.Context, args: list[str], *, options: bool) -> Iter
         line = " ".join([ctx.command_path, *keys, "-- python train.py"])
         said = exc.format_message().rstrip(".")
         raise click.UsageError(f"{said}; put -- before your command, as in: {line}", ctx) from exc
-
-
-class Time(click.ParamType):  # type: ignore[type-arg] # generic in newer click only
-    """Seconds, from 90s, 5m or 1h30m."""
-
-    name = "TIME"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        try:
-            return Seconds().checked("", value)
-        except UsageError as exc:
-            self.fail(str(exc).strip())
 
 
 cache_option = click.option(

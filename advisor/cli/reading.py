@@ -14,8 +14,9 @@ import click
 from click.shell_completion import get_completion_class
 
 from advisor.cache import settings
-from advisor.cache.artifacts import compiled_of, place_of
-from advisor.cache.reader import Held, Sought
+from advisor.cache.artifacts import compiled_digest
+from advisor.cache.name import record_key
+from advisor.cache.reader import RecordFilter, StoredRecord
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.seal import UNSIGNED
@@ -40,7 +41,7 @@ from advisor.cli.options import (
 from advisor.errors import AdvisorWarning, StoreError, UsageError
 from advisor.opening import open_records
 
-LISTED = 200
+MAX_RECORDS = 200
 """Records that a list reads."""
 
 
@@ -49,7 +50,7 @@ LISTED = 200
 @click.option(
     "--most",
     type=click.IntRange(min=1),
-    default=LISTED,
+    default=MAX_RECORDS,
     show_default=True,
     help="Of a list: so many, the newest.",
 )
@@ -123,8 +124,8 @@ def _artifacts(records: Records, record: Record) -> Iterator[dict[str, Any]]:
     here."""
     uses: dict[str, set[str]] = {}
     for winner in record.winners:
-        uses.setdefault(compiled_of(record, winner.choice.config), set()).add(winner.use)
-    for store, label, bytes_ in records.artifacts.listed({place_of(record)}):
+        uses.setdefault(compiled_digest(record, winner.choice.config), set()).add(winner.use)
+    for store, label, bytes_ in records.artifacts.listed({record_key(record)}):
         yield {
             "uses": sorted(uses.get(label.config, ())),
             "bytes": bytes_,
@@ -238,7 +239,7 @@ def _why(target: str, asked: dict[str, Any], as_json: bool) -> bool:
             what = described(offer.config, offer.served.default)
             click.echo(f"served      {found.served}: {what}, batch {offer.batch_size}")
         elif not found.near_misses:
-            newest = open_records(asked["cache"]).newest(LISTED)
+            newest = open_records(asked["cache"]).newest(MAX_RECORDS)
             if names := sorted({one.record.target.name for one in newest}):
                 click.echo(f"tuned are    {', '.join(names)}")
     return offer.served.status != "miss"
@@ -298,7 +299,7 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
     stuck = [f"{line}; nothing was removed there" for line in records.unreachable]
     ids = [name.record_id for _store, name in versions]
     readable = _readable(records, set(ids))
-    artifacts = list(records.artifacts.listed({name.place for _store, name in versions}))
+    artifacts = list(records.artifacts.listed({name.record_key for _store, name in versions}))
     if not as_json:
         for id in dict.fromkeys(ids):
             what = readable[id].target.name if id in readable else "an unreadable record"
@@ -324,9 +325,11 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
 
 def _readable(records: Records, ids: Collection[str]) -> dict[str, Record]:
     """The records of some ids, if they can be read."""
-    found: list[Held] = []
+    found: list[StoredRecord] = []
     with contextlib.suppress(StoreError):
-        found = records.held(Sought(id=next(iter(ids)).partition("@")[0] if len(ids) == 1 else ""))
+        found = records.held(
+            RecordFilter(id=next(iter(ids)).partition("@")[0] if len(ids) == 1 else "")
+        )
     return {one.name.record_id: one.record for one in found if one.name.record_id in ids}
 
 

@@ -10,7 +10,6 @@ import click
 from advisor.cli.options import (
     LOADER,
     OfCommand,
-    Time,
     cache_option,
     loader_option,
     map_option,
@@ -25,18 +24,17 @@ from advisor.tuners.measure.run.guarded_process import isolated, program
 @cache_option
 @click.option(
     "--tune",
-    "tune_s",
-    type=Time(),
+    "budget",
     metavar="TIME",
-    help="If nothing is known yet, try configs at the step boundaries of the run's first TIME, "
-    "then go on with the best.",
+    help="If nothing is known yet, try configs between the steps of the run's first TIME, then go "
+    "on with the best.",
 )
 @map_option
 @loader_option
 def run(
     command: tuple[str, ...],
     cache: str | None,
-    tune_s: float | None,
+    budget: str | None,
     map: tuple[str, ...],
     loader: str | None,
 ) -> None:
@@ -47,16 +45,16 @@ def run(
     """
     from advisor import piloting
 
-    path = program(command)
+    path, tune_s = program(command), 0.0
     if option := isolated(command):
         click.echo(f"advisor: python {option} keeps advisor out; it runs unmodified", err=True)
     named = mapped(map)
-    if tune_s:
+    if budget is not None:
         from advisor.tuners.search.plan import Plan
 
-        Plan.of({"budget": tune_s})
+        tune_s = Plan.of({"budget": budget}).seconds
         if named:
-            raise UsageError("--map takes starts of its own, --tune has one; give one of them")
+            raise UsageError("--map restarts your command and --tune does not; give one of them")
     words, options = command, None
     if named:
         from advisor.finding.in_command import with_advice
@@ -66,7 +64,7 @@ def run(
             click.echo(f"advisor: {options.said}, as record {options.record} advises", err=True)
         except (NoRecord, StoreError) as exc:
             click.echo(f"advisor: {exc}. It runs unmodified", err=True)
-    told = piloting.environment(list(command), tune_s or 0.0, options)
+    told = piloting.environment(list(command), tune_s, options)
     told |= LOADER.get(loader or "", {})
     if cache is not None:
         told["ADVISOR_CACHE"] = cache

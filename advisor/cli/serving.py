@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -27,10 +28,16 @@ def _database_option(command: Command) -> Command:
     )(command)
 
 
+def _port(_context: object, _option: object, text: str) -> int:
+    if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65535:
+        raise UsageError(f"--port {text[:40]!r}: expected 0 to 65535; 0 takes any free port")
+    return int(text)
+
+
 @click.command()
 @click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="  [default: 127.0.0.1]")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=8765, help="0: any.  [default: 8765]"
+    "--port", metavar="NUMBER", default="8765", callback=_port, help="0: any.  [default: 8765]"
 )
 @_database_option
 @click.option(

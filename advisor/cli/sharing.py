@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from advisor.cache import exchange, garbage
-from advisor.cache.artifacts import ANOTHERS, Label
+from advisor.cache.artifacts import OTHER_KEY, Label
 from advisor.cache.exchange import Carried, Wanted
-from advisor.cache.name import Mark, Name
+from advisor.cache.name import Name
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.shown import size
@@ -100,7 +100,7 @@ def _carried(rows: Iterable[Carried], as_json: bool, where: str) -> int:
         listed.append({"name": row.name, "outcome": row.outcome, "reason": row.reason})
         if as_json or row.outcome == "known":
             continue
-        name = Name.parse(row.name) or Mark.parse(row.name) or Label.parse(row.name)
+        name = Name.parse(row.name) or Label.parse(row.name)
         id = name.record_id if name else ascii(row.name[:60])
         what = f"{id}  {row.target or row.reason}"
         click.echo(f"{row.outcome:<8} {what}", err=row.outcome == "refused")
@@ -125,7 +125,7 @@ def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> Non
     there = list(_artifacts(records))
     if not as_json:
         for one in there:
-            foreign = f", {one['foreign']} {ANOTHERS}" if one["foreign"] else ""
+            foreign = f", {one['foreign']} {OTHER_KEY}" if one["foreign"] else ""
             what = f"{one['number']}, {size(one['bytes'])}{foreign}"
             click.echo(f"artifacts  {what}  ({one['store']})")
         for gone in going:

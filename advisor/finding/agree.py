@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from advisor.cache.codec import decode, encode, unpacked
+from advisor.cache.codec import decode, encode, unpack
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError, NoRecord, RecordDamaged
 from advisor.tuners.act.advice_usage import Served
@@ -75,7 +75,7 @@ def _heard(told: bytes, device: str, batch: int | None) -> Advice:
     from advisor.tuners.act.advice import Advice
     from advisor.tuners.knobs import Advised
 
-    said = unpacked(told, max_bin_len=len(told))
+    said = unpack(told, max_bin_len=len(told))
     if not isinstance(said, dict) or "error" in said:
         why = said["error"] if isinstance(said, dict) else said
         raise NoRecord(f"{why}; decided by rank 0")

@@ -21,7 +21,7 @@ class OfCommand:
     Attributes:
         state: 'exact', 'nothing else raced', 'stale: ...' or 'of another device: ...'.
         fits: whether it is of this device, and something was raced.
-        signed: as `Held.trusted`.
+        signed: as `StoredRecord.trusted`.
     """
 
     record: Record

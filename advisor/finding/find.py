@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from advisor.cache.asking import Chosen, Said, ask
 from advisor.cache.match import MISS, Match, Query
-from advisor.cache.reader import Held, Listing, Marks, Now, Sought
+from advisor.cache.reader import CurrentFile, Listing, RecordFilter, StoredRecord
 from advisor.cache.records import Records
 from advisor.cache.stores import Store
 from advisor.errors import NoRecord, TargetError
@@ -45,10 +45,10 @@ def find(records: Records, request: Request, meant: Meant, query: Query) -> Said
     """
     sought = _sought(request, meant, query)
 
-    def read(store: Store, marks: Marks) -> Listing:
-        return records.look_into(store, sought, marks)
+    def read(store: Store) -> Listing:
+        return records.look_into(store, sought)
 
-    def choose(held: Sequence[Held]) -> Outcome:
+    def choose(held: Sequence[StoredRecord]) -> Outcome:
         ours = [one for one in held if records.is_ours(one.name)]
         outcome = _among(ours, request, meant, query)
         if outcome.final or len(ours) == len(held):
@@ -58,7 +58,7 @@ def find(records: Records, request: Request, meant: Meant, query: Query) -> Said
     return ask(records, read, choose)
 
 
-def _among(held: Sequence[Held], request: Request, meant: Meant, query: Query) -> Outcome:
+def _among(held: Sequence[StoredRecord], request: Request, meant: Meant, query: Query) -> Outcome:
     try:
         match = meant.the_one([one.record for one in held], query)
     except NoRecord as exc:
@@ -78,21 +78,21 @@ def _among(held: Sequence[Held], request: Request, meant: Meant, query: Query) -
     )
 
 
-def _sought(request: Request, meant: Meant, query: Query) -> Sought:
+def _sought(request: Request, meant: Meant, query: Query) -> RecordFilter:
     """What a store is asked for."""
     named = meant.named
     if request.in_hand:
-        return Sought(model=query.model, query=query)
+        return RecordFilter(model=query.model, query=query)
     if named is None:
-        return Sought(origins=meant.origins, query=query)
+        return RecordFilter(origins=meant.origins, query=query)
     if named.attribute:  # else the record says of what in it the code is
-        return Sought(target=named.name, query=query, now=_now(named))
-    return Sought(file=named.name, query=query)
+        return RecordFilter(target=named.name, query=query, now=_now(named))
+    return RecordFilter(file=named.name, query=query)
 
 
-def _now(spec: Spec) -> Now | None:
+def _now(spec: Spec) -> CurrentFile | None:
     """What a target's file holds; None where it cannot be read."""
     try:
-        return Now(code=spec.code, origin=spec.origin)
+        return CurrentFile(code=spec.code, origin=spec.origin)
     except TargetError:
         return None

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from advisor.cache.config import BATCH, Value
 from advisor.cache.match import Query
-from advisor.cache.name import command_part
-from advisor.cache.reader import Sought
+from advisor.cache.name import command_digest
+from advisor.cache.reader import RecordFilter
 from advisor.cache.record import PILOT
 from advisor.errors import NoRecord
 from advisor.opening import Cache, open_records
@@ -50,11 +50,13 @@ def with_advice(
     """
     mapped = MappedOptions(command, options)
     # Under every name: of a key each command has its own record.
-    records, alike = open_records(cache), command_part(command)
+    records, alike = open_records(cache), command_digest(command)
     known = [
         record
         for here in {detect(default_device()), detect("cpu")}
-        for record in records.under_each_name(Sought(command=alike, query=Query(environment=here)))
+        for record in records.under_each_name(
+            RecordFilter(command=alike, query=Query(environment=here))
+        )
         if record.key.environment.device == here.device
         and set(options) <= set(record.key.task.map)
         and not record.stale

@@ -122,9 +122,9 @@ class _Sending:
         from advisor.jobs.submission import Submission
 
         submission = Submission.of(self._asked, self._folder)
-        parcel = submission.parcel
-        if parcel is not None and not script().resolve().is_relative_to(parcel.root):
-            raise UsageError(f"{script()} lies outside {parcel.root}, which would be sent")
+        code = submission.code
+        if code is not None and not script().resolve().is_relative_to(code.root):
+            raise UsageError(f"{script()} lies outside {code.root}, which would be sent")
         job = Client(self._url).ask(submission)
         with suppress(OSError):
             make_folder(stamp.parent)

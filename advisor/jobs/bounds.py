@@ -1,6 +1,6 @@
-"""How much a worker may send at once, and a server takes."""
+"""The limits of what a worker may send to the server at once."""
 
-MOST_STUDY = 8 * 2**20
+MAX_STUDY = 8 * 2**20
 """Bytes of a file of a search."""
-MOST_TRIALS = 200
-"""In one beat."""
+MAX_TRIALS = 200
+"""In one heartbeat."""

@@ -1,14 +1,14 @@
-"""A folder's code as one archive: packed where a tuning is asked for, unpacked where it runs.
+"""Code archives: a folder is packed where a job is submitted, and unpacked where the job runs.
 
-A tar.gz of files and of links that stay inside; never a pickle. The same tree makes the same bytes,
-of whatever commit.
-In a git checkout that is what git tracks, as it lies there now, and what git does not ignore; in
-any other folder all but DEFAULTS. What .advisorignore names, as .gitignore would, stays at home.
+An archive is a tar.gz of regular files and of links that stay inside the folder. The same tree
+gives the same bytes, whatever its commit. From a git checkout it takes the files that git tracks,
+as they are now, and those that git does not ignore; from any other folder all but DEFAULTS.
+.advisorignore, in the syntax of .gitignore, leaves out more.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import gzip
 import hashlib
 import io
@@ -19,23 +19,23 @@ import subprocess
 import tarfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from advisor.cache.shown import size
 from advisor.cache.stores.timeout import check_deadline
-from advisor.errors import StoreError, UsageError, printable
+from advisor.errors import UsageError, printable
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
 NEEDS_CODE = 428
-"""HTTP's status for what is asked of a server that has not the code for it: it is sent first."""
-MOST_PACKED = 32 * 2**20
-MOST_UNPACKED = 256 * 2**20
-MOST_FILES = 20_000
+"""The HTTP status of a server that does not have a job's archive yet."""
+MAX_PACKED = 32 * 2**20
+MAX_UNPACKED = 256 * 2**20
+MAX_FILES = 20_000
 IGNORE = ".advisorignore"
 DEFAULTS = """
 .git/ .hg/ .svn/ .venv/ venv/ .tox/ .nox/ node_modules/ site-packages/
@@ -43,30 +43,28 @@ __pycache__/ *.py[co] *.egg-info/ .mypy_cache/ .pytest_cache/ .ruff_cache/ .ipyn
 .cache/ .idea/ .vscode/ .DS_Store wandb/ mlruns/ lightning_logs/
 .env .env.* .netrc *.pem *.key id_rsa id_ed25519
 """
-"""Of what git does not track: never code, or a secret."""
+"""Untracked files that are never code, or are secrets."""
 DATA = "*.pt *.pth *.ckpt *.safetensors *.bin *.onnx *.npy *.npz *.h5 *.parquet *.tar *.zip"
 LARGE = 2**20
-"""Bytes from which DATA that git does not track stays at home."""
-_NAMED = 5
-"""Files that a refusal names."""
-_MOST_NAME, _MOST_PART = 1024, 255
-_MOST_READ = 2**20
-"""Bytes that tarfile may ask for at once: a header of an archive can claim any size."""
+"""Untracked DATA of more bytes is left out."""
+_LISTED = 5
+"""Names in a message."""
 _HEADERS = 4096
-"""Bytes of headers and padding that a member may have, on average."""
+"""Bytes of headers and padding that a file may have in an archive, on average."""
+_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
-    """Code that can travel.
+class CodeArchive:
+    """A packed folder.
 
     Attributes:
-        digest: SHA-256 of the archive, as hex.
-        root: the folder that was packed: of a git checkout its top.
+        archive: the tar.gz.
+        digest: its SHA-256, as hex.
+        root: the folder that was packed; of a git checkout the top.
         size: bytes of the files, unpacked.
-        commit: that they were made from; '' where there is none.
-        dirty: whether they differ from it.
-        left_out: what stays at home, each as 'name: why'.
+        commit: the checkout's, '' if there is none; `dirty`: whether the files differ from it.
+        left_out: files that were not packed, each as 'name: reason'.
     """
 
     archive: bytes
@@ -81,7 +79,7 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """Names of files below `root`, `untracked` those that git does not know."""
+    """The names of files below `root`."""
 
     root: Path
     tracked: Sequence[str] = ()
@@ -90,51 +88,53 @@ class _Tree:
     dirty: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """`target`: of a link."""
-
-    name: str
-    size: int
-    executable: bool = False
-    target: str = ""
-
-
-def pack(folder: Path) -> Parcel:
-    """The code that a command in this folder needs, as far as it lies there.
+def pack(folder: Path) -> CodeArchive:
+    """The code that a command in this folder needs.
 
     Raises:
-        UsageError: it is too much, cannot be read, or is the whole home folder.
+        UsageError: it is too large, cannot be read, or is the home folder.
     """
     left_out: dict[str, str] = {}
     try:
-        tree = _checkout(folder.resolve()) or _plain(folder.resolve(), left_out)
-        chosen = itertools.islice(_chosen(tree, left_out), 4 * MOST_FILES)
-        entries = sorted(chosen, key=lambda one: one.name)
-        _holds(tree.root, entries)
-        archive = _archived(tree, entries)
+        tree = _checkout(folder.resolve()) or _folder(folder.resolve(), left_out)
+        found = itertools.islice(_members(tree, left_out), 4 * MAX_FILES)
+        members = sorted(found, key=lambda one: one.name)
+        sizes = Counter({one.name: one.size for one in members})
+        folders = Counter(str(PurePosixPath(one.name).parent) for one in members)
+        if max(len(members), len(folders)) > MAX_FILES:
+            what = f"{len(members):,} files, at most {MAX_FILES:,}"
+            raise _too_much(tree.root, what, folders, "{:,} files".format)
+        if sizes.total() > MAX_UNPACKED:
+            what = f"{size(sizes.total())}, at most {size(MAX_UNPACKED)}"
+            raise _too_much(tree.root, what, sizes, size)
+        archive = _archived(tree.root, members)
+        if len(archive) > MAX_PACKED:
+            raise _too_much(tree.root, f"packed, at most {size(MAX_PACKED)}", sizes, size)
     except OSError as exc:
         raise UsageError(f"{exc.filename or folder}: cannot be read ({exc.strerror})") from exc
-    return Parcel(
+    return CodeArchive(
         archive=archive,
         digest=hashlib.sha256(archive).hexdigest(),
         root=tree.root,
-        files=len(entries),
-        size=sum(one.size for one in entries),
+        files=len(members),
+        size=sizes.total(),
         commit=tree.commit,
         dirty=tree.dirty,
         left_out=tuple(printable(f"{name}: {why}") for name, why in sorted(left_out.items())),
     )
 
 
-def _plain(root: Path, left_out: dict[str, str]) -> _Tree:
-    if _is_a_home(root):
-        raise UsageError(f"{root}: is no project's folder; its files are not sent anywhere")
-    return _Tree(root, untracked=_walked(root, left_out))
+def _too_much(
+    root: Path, what: str, amounts: Counter[str], shown: Callable[[int], str]
+) -> UsageError:
+    most = ", ".join(f"{name} ({shown(count)})" for name, count in amounts.most_common(_LISTED))
+    return UsageError(
+        f"{root}: {what} can be sent; most is in {most}; list in {IGNORE} what no run needs"
+    )
 
 
-def _is_a_home(folder: Path) -> bool:
-    """Whether it is the user's home, or a folder above it."""
+def _is_home(folder: Path) -> bool:
+    """Whether the folder is the user's home or above it."""
     try:
         return Path.home().resolve().is_relative_to(folder)
     except RuntimeError:  # there is none
@@ -142,340 +142,235 @@ def _is_a_home(folder: Path) -> bool:
 
 
 def _checkout(folder: Path) -> _Tree | None:
-    """What git says of the folder; None where it is in no checkout, or in that of a whole home.
+    """The git checkout around a folder; None if there is none, or if it is that of a whole home.
 
     Raises:
-        UsageError: it is in one, and git does not say what it ignores.
+        UsageError: there is one, and git fails, so that nobody knows what it ignores.
     """
     try:
-        root = Path(os.fsdecode(_git(folder, "rev-parse", "--show-toplevel")).rstrip("\n"))
-    except (FileNotFoundError, NotADirectoryError) as exc:
-        if _is_in_checkout(folder):
-            raise UsageError(
-                f"{folder}: is a git checkout's, and only git knows what it ignores; install git"
-            ) from exc
-        return None
-    except subprocess.CalledProcessError as exc:
-        if _is_in_checkout(folder):
-            raise _failed(folder, exc) from exc
-        return None
-    if _is_a_home(root):
-        return None
-    commit = ""
-    with contextlib.suppress(subprocess.CalledProcessError):  # there is none yet
-        commit = _git(root, "rev-parse", "--verify", "-q", "HEAD").decode().strip()
-    try:
-        return _Tree(
-            root=root,
-            tracked=_names(_git(root, "ls-files", "-z", "-c", "--recurse-submodules")),
-            untracked=_names(_git(root, "ls-files", "-z", "-o", "--exclude-standard")),
-            commit=commit,
-            dirty=bool(_git(root, "status", "--porcelain", "-z")),
-        )
-    except subprocess.CalledProcessError as exc:
-        raise _failed(root, exc) from exc
+        root = Path(_git(folder, "rev-parse", "--show-toplevel")[0].rstrip("\n"))
+        if _is_home(root):
+            return None
+        status = _git(root, "status", "--porcelain=v2", "--branch", "-z", "-uall")
+        tracked = _git(root, "ls-files", "-z", "-c", "--recurse-submodules")
+    except (OSError, subprocess.CalledProcessError) as exc:
+        within = itertools.takewhile(lambda one: not _is_home(one), (folder, *folder.parents))
+        if not any((one / ".git").exists() for one in within):
+            return None
+        why = "it is not installed"
+        if isinstance(exc, subprocess.CalledProcessError):
+            why = printable(" ".join(os.fsdecode(exc.stderr).split()))
+        raise UsageError(
+            f"{folder}: this is a git checkout, and git, which knows what it ignores, fails ({why})"
+        ) from exc
+    commit = next(line for line in status if line.startswith("# branch.oid "))[13:]
+    return _Tree(
+        root=root,
+        tracked=tracked,
+        untracked=[line.removeprefix("? ") for line in status if line.startswith("? ")],
+        commit="" if commit == "(initial)" else commit,
+        dirty=any(not line.startswith("# ") for line in status),
+    )
 
 
-def _is_in_checkout(folder: Path) -> bool:
-    """Whether it looks so, without git; that of a whole home is none."""
-    within = itertools.takewhile(lambda one: not _is_a_home(one), (folder, *folder.parents))
-    return any((one / ".git").exists() for one in within)
-
-
-def _failed(folder: Path, exc: subprocess.CalledProcessError) -> UsageError:
-    said = printable(" ".join(exc.stderr.decode(errors="replace").split()))
-    return UsageError(f"{folder}: git {exc.cmd[3]} failed ({said})")
-
-
-def _git(folder: Path, *words: str) -> bytes:
-    return subprocess.run(
+def _git(folder: Path, *words: str) -> list[str]:
+    """What a command of git's prints, split at NUL."""
+    done = subprocess.run(
         ["git", "-C", folder, *words],
         env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=True,
-    ).stdout
+    )
+    return [part for part in os.fsdecode(done.stdout).split("\0") if part]
 
 
-def _names(listed: bytes) -> list[str]:
-    return [os.fsdecode(name) for name in listed.split(b"\0") if name]
+def _folder(root: Path, left_out: dict[str, str]) -> _Tree:
+    """A folder that git does not know."""
+    if _is_home(root):
+        raise UsageError(f"{root}: this is no project's folder, so nothing of it is sent")
+    return _Tree(root, untracked=_walk(root, left_out))
 
 
-def _walked(root: Path, left_out: dict[str, str]) -> Iterator[str]:
-    """The files of a folder that git does not know; nothing is looked for in what is ignored."""
-    default, own = _spec(DEFAULTS.split()), _own(root)
-    for place, folders, files in os.walk(root, onerror=_raise):
+def _ignored(root: Path) -> tuple[GitIgnoreSpec, GitIgnoreSpec]:
+    """The patterns of .advisorignore, and these with DEFAULTS.
+
+    Raises:
+        UsageError: the file is no ignore file.
+    """
+    from pathspec import GitIgnoreSpec
+
+    file = root / IGNORE
+    try:
+        own = file.read_text().splitlines() if file.exists() else []
+        return GitIgnoreSpec.from_lines(own), GitIgnoreSpec.from_lines([*DEFAULTS.split(), *own])
+    except ValueError as exc:
+        raise UsageError(f"{file}: not a list of patterns ({exc})") from exc
+
+
+def _walk(root: Path, left_out: dict[str, str]) -> Iterator[str]:
+    """The files below a folder, without a look into ignored folders."""
+    _own, ignored = _ignored(root)
+
+    def fail(exc: OSError) -> None:
+        raise exc
+
+    for place, folders, files in os.walk(root, onerror=fail):
         check_deadline()
         below = PurePosixPath(Path(place).relative_to(root).as_posix())
         for name in list(folders):
-            path = str(below / name)
+            path = f"{below / name}/"
             if Path(place, name).is_symlink():
                 files.append(name)
-            elif default.match_file(f"{path}/") or own.match_file(f"{path}/"):
-                left_out[f"{path}/"] = "ignored"
+            elif ignored.match_file(path):
+                left_out[path] = "ignored"
             else:
                 continue
             folders.remove(name)
         yield from (str(below / name) for name in files)
 
 
-def _raise(exc: OSError) -> None:
-    raise exc
-
-
-def _spec(lines: Iterable[str]) -> GitIgnoreSpec:
+def _members(tree: _Tree, left_out: dict[str, str]) -> Iterator[tarfile.TarInfo]:
+    """What is packed; the names of other files go into `left_out`."""
     from pathspec import GitIgnoreSpec
 
-    return GitIgnoreSpec.from_lines(lines)
-
-
-def _own(root: Path) -> GitIgnoreSpec:
-    """What .advisorignore leaves out.
-
-    Raises:
-        UsageError: it is no ignore file.
-    """
-    try:
-        lines = (root / IGNORE).read_text().splitlines()
-    except FileNotFoundError:
-        lines = []
-    except ValueError as exc:
-        raise UsageError(f"{root / IGNORE}: is no text ({exc})") from exc
-    try:
-        return _spec(lines)
-    except ValueError as exc:
-        raise UsageError(f"{root / IGNORE}: {exc}") from exc
-
-
-def _chosen(tree: _Tree, left_out: dict[str, str]) -> Iterator[_Entry]:
-    """What travels; into `left_out` goes what does not."""
-    default, own, data = _spec(DEFAULTS.split()), _own(tree.root), _spec(DATA.split())
-    known = set(tree.tracked)
-    real: dict[str, bool] = {}
-    for name in (*sorted(known), *tree.untracked):
-        above = os.path.dirname(tree.root / name)  # noqa: PTH120 # once a file
-        if above not in real:
-            real[above] = os.path.realpath(above) == above
+    own, every = _ignored(tree.root)
+    data, known = GitIgnoreSpec.from_lines(DATA.split()), set(tree.tracked)
+    real = functools.cache(lambda folder: os.path.realpath(folder) == folder)
+    for name in itertools.chain(sorted(known), tree.untracked):
         try:
-            about = (tree.root / name).lstat()
-        except (FileNotFoundError, NotADirectoryError):  # tracked, and removed in the work tree
+            member = _member(name, tree.root / name)
+        except (FileNotFoundError, NotADirectoryError):  # tracked, and deleted since
             continue
-        if not real[above]:
+        if not real(str((tree.root / name).parent)):  # a link replaced a tracked folder
             continue
-        free = name not in known
-        target = str((tree.root / name).readlink()) if stat.S_ISLNK(about.st_mode) else ""
-        if own.match_file(name) or (free and default.match_file(name)):
+        if (own if name in known else every).match_file(name):
             left_out[name] = "ignored"
-        elif free and about.st_size > LARGE and data.match_file(name):
-            left_out[name] = f"{size(about.st_size)} of data"
-        elif not _is_plain(name):
-            left_out[name] = "its name"
-        elif target and not _stays(name, target):
-            left_out[name] = "a link that leads out"
-        elif target:
-            yield _Entry(name, 0, target=target)
-        elif stat.S_ISREG(about.st_mode):
-            yield _Entry(name, about.st_size, bool(about.st_mode & stat.S_IXUSR))
-        else:
+        elif member is None:
             left_out[name] = "no regular file"
+        elif name not in known and member.size > LARGE and data.match_file(name):
+            left_out[name] = f"{size(member.size)} of data"
+        elif not _is_portable(name):
+            left_out[name] = "its name"
+        elif member.issym() and not _stays_inside(name, member.linkname):
+            left_out[name] = "a link that leads out"
+        else:
+            yield member
 
 
-def _is_plain(name: str) -> bool:
-    """Whether it is a relative path as any file system takes it, and a terminal shows it."""
+def _member(name: str, path: Path) -> tarfile.TarInfo | None:
+    """A file or link without owner and time; None for anything else."""
+    member, about = tarfile.TarInfo(name), path.lstat()
+    if stat.S_ISLNK(about.st_mode):
+        member.type, member.linkname = tarfile.SYMTYPE, str(path.readlink())
+    elif stat.S_ISREG(about.st_mode):
+        member.size = about.st_size
+        member.mode = 0o755 if about.st_mode & stat.S_IXUSR else 0o644
+    else:
+        return None
+    return member
+
+
+def _is_portable(name: str) -> bool:
+    """Whether any file system takes the relative path, and a terminal shows it."""
     parts = name.split("/")
     return (
         name.isprintable()  # surrogates, of what is no UTF-8, are not
-        and len(name.encode()) <= _MOST_NAME
-        and all(part not in ("", ".", "..") for part in parts)
-        and all(len(part.encode()) <= _MOST_PART for part in parts)
+        and len(name.encode()) <= 1024
+        and all(part not in ("", ".", "..") and len(part.encode()) <= 255 for part in parts)
     )
 
 
-def _stays(name: str, target: str) -> bool:
-    """Whether a link leads to a place in the folder that it lies in, through whatever other such
-    links: it goes up first, no higher than the folder, then only down."""
+def _stays_inside(name: str, target: str) -> bool:
+    """Whether a link leads to a place inside, through whatever other such links: first up, no
+    higher than the folder, then only down."""
     parts = target.split("/")
     up = next((at for at, part in enumerate(parts) if part != ".."), len(parts))
     rest = "/".join(parts[up:])
-    return up <= name.count("/") and (_is_plain(rest) if rest else up > 0)
+    return up <= name.count("/") and (_is_portable(rest) if rest else up > 0)
 
 
-def _holds(root: Path, entries: Sequence[_Entry]) -> None:
-    """Raises UsageError where it is too much to travel."""
-    whole = sum(one.size for one in entries)
-    if whole > MOST_UNPACKED:
-        raise _too_much(root, entries, f"{size(whole)}, at most {size(MOST_UNPACKED)} may")
-    folders: Counter[str] = Counter()
-    for one in entries:
-        folders[os.path.dirname(one.name) or "."] += 1  # noqa: PTH120 # of text
-    if max(len(entries), len(folders)) > MOST_FILES:
-        listed = ", ".join(f"{name} ({count:,})" for name, count in folders.most_common(_NAMED))
-        raise UsageError(
-            f"{root}: {len(entries):,} files, at most {MOST_FILES:,} may travel; most are in "
-            f"{listed}; leave out in {IGNORE} what no run needs"
-        )
-
-
-def _too_much(root: Path, entries: Iterable[_Entry], what: str) -> UsageError:
-    largest = sorted(entries, key=lambda one: -one.size)[:_NAMED]
-    listed = ", ".join(f"{one.name} ({size(one.size)})" for one in largest)
-    return UsageError(
-        f"{root}: {what} travel; the largest files are {listed}; leave out in {IGNORE} what no run "
-        "needs"
-    )
-
-
-def _archived(tree: _Tree, entries: Sequence[_Entry]) -> bytes:
-    """The archive: owners, times and order are the same for every one who packs this tree."""
+def _archived(root: Path, members: Sequence[tarfile.TarInfo]) -> bytes:
+    """The archive; where it is too large, the beginning."""
     buffer = io.BytesIO()
     with (
         gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=buffer, mtime=0) as zipped,
         tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
     ):
-        for one in entries:
-            if one.target:
-                link = tarfile.TarInfo(one.name)
-                link.type, link.linkname = tarfile.SYMTYPE, one.target
-                archive.addfile(link)
-            else:
-                _add(archive, one.name, (tree.root / one.name).read_bytes(), one.executable)
-            if buffer.tell() > MOST_PACKED:
+        for member in members:
+            data = b"" if member.issym() else (root / member.name).read_bytes()
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+            if buffer.tell() > MAX_PACKED:
                 break
-    if buffer.tell() > MOST_PACKED:
-        raise _too_much(tree.root, entries, f"packed, no more than {size(MOST_PACKED)} may")
     return buffer.getvalue()
 
 
-def _add(archive: tarfile.TarFile, name: str, data: bytes, executable: bool = False) -> None:
-    member = tarfile.TarInfo(name)
-    member.size, member.mode = len(data), 0o755 if executable else 0o644
-    archive.addfile(member, io.BytesIO(data))
-
-
 def unpack(archive: bytes, folder: Path) -> None:
-    """Lay out an archive, by whomever, in a folder that is new or empty.
+    """Unpack an archive, whoever made it, into a new folder.
 
-    Nothing is written outside it, through no link; files have neither owners nor more rights than
-    to be run; the limits hold while it is read.
+    Nothing is written outside the folder, nor through a link. Files get no owner, and no rights
+    beyond being run. Nothing is written of an archive that is too large.
 
     Raises:
-        UsageError: it is no archive as `pack` makes them. What came before that in it is there.
-        StoreError: the folder cannot be written, or is not empty.
+        UsageError: the archive is not as `pack` makes them.
+        OSError: the folder is there, or cannot be written.
     """
+    folder.mkdir(parents=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise StoreError(f"{folder}: is not empty")
-        _laid_out(archive, folder)
+        most = MAX_UNPACKED + _HEADERS * MAX_FILES
+        with gzip.open(io.BytesIO(archive)) as zipped:
+            data = io.BytesIO(zipped.read(most))
+        with tarfile.open(fileobj=data, mode="r:", encoding="utf-8", errors="strict") as tar:
+            members = _checked(tar)
+            for member in members:
+                _write(tar, member, folder / member.name)
+        # Links come last: nothing is written through one.
+        for member in filter(tarfile.TarInfo.issym, members):
+            (folder / member.name).symlink_to(member.linkname)
+    except (FileExistsError, NotADirectoryError) as exc:
+        name = os.path.relpath(exc.filename, folder)
+        raise _refused(f"has {name} twice, or as a folder and as something else") from exc
     except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as exc:
         raise _refused(f"is damaged ({exc})") from exc
     except (ValueError, OverflowError, RecursionError) as exc:  # tarfile, of hostile headers
         raise _refused(f"has a header that cannot be read ({exc})") from exc
-    except OSError as exc:
-        raise StoreError(f"{folder}: cannot be written ({exc.strerror})") from exc
 
 
 def _refused(why: str) -> UsageError:
-    return UsageError(f"archive of code: {printable(why)}; pack it with advisor submit")
+    return UsageError(f"code archive: {printable(why)}; pack it with advisor submit")
 
 
-def _laid_out(archive: bytes, folder: Path) -> None:
-    laid = _Laid()
-    links: list[tarfile.TarInfo] = []
-    with (
-        _Forward(archive) as unzipped,
-        tarfile.open(fileobj=unzipped, mode="r:", encoding="utf-8", errors="strict") as members,
-    ):
-        for member in members:
-            laid.take(member)
-            path = folder / member.name
-            if member.isdir():
-                path.mkdir(parents=True, exist_ok=True)
-                continue
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if member.issym():
-                links.append(member)
-            else:
-                _write(path, member, members)
-    for link in links:  # at last: nothing is written through one
-        (folder / link.name).symlink_to(link.linkname)
-
-
-def _write(path: Path, member: tarfile.TarInfo, members: tarfile.TarFile) -> None:
-    source = members.extractfile(member)
-    assert source is not None
-    mode = 0o755 if member.mode & stat.S_IXUSR else 0o644
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-    with os.fdopen(os.open(path, flags, mode), "wb") as file:
-        left = member.size
-        while left:
-            data = source.read(min(left, _MOST_READ // 2))
-            if not data:
-                raise _refused(f"ends in the middle of {member.name}")
-            file.write(data)
-            left -= len(data)
-
-
-class _Laid:
-    """What was laid out so far."""
-
-    def __init__(self) -> None:
-        self._kinds: dict[str, str] = {}
-        self._files = self._size = 0
-
-    def take(self, member: tarfile.TarInfo) -> None:
-        """Raises UsageError where a member may not be laid out."""
+def _checked(tar: tarfile.TarFile) -> list[tarfile.TarInfo]:
+    """The members of an archive, if all may be unpacked."""
+    found: list[tarfile.TarInfo] = []
+    folders: set[PurePosixPath] = set()
+    whole = 0
+    for member in tar:
         name = member.name
-        if not _is_plain(name):
-            raise _refused(f"names a file {name[:80]!r}")
-        if member.size < 0 or member.issparse() or member.type not in _KINDS:
-            raise _refused(f"{name}: is no plain file, folder or link")
-        if member.issym() and not _stays(name, member.linkname):
-            raise _refused(f"{name}: is a link out of the folder")
-        above = [str(one) for one in PurePosixPath(name).parents][:-1]
-        if any(self._kinds.setdefault(one, _FOLDER) != _FOLDER for one in above):
-            raise _refused(f"{name}: lies in what is no folder")
-        kind = _KINDS[member.type]
-        if name in self._kinds and not self._kinds[name] == kind == _FOLDER:
-            raise _refused(f"{name}: is there twice")
-        self._kinds[name] = kind
-        self._size += member.size
-        self._files += kind != _FOLDER
-        if self._size > MOST_UNPACKED:
-            raise _refused(f"holds more than {size(MOST_UNPACKED)}")
-        if max(self._files, len(self._kinds) - self._files) > MOST_FILES:
-            raise _refused(f"holds more than {MOST_FILES:,} files")
+        if not _is_portable(name):
+            raise _refused(f"has a file with the name {name[:80]!r}")
+        if member.type not in _TYPES or member.issparse() or member.size < 0:
+            raise _refused(f"has {name}, which is no plain file, folder or link")
+        if member.issym() and not _stays_inside(name, member.linkname):
+            raise _refused(f"has {name}, a link out of the folder")
+        found.append(member)
+        folders.update(PurePosixPath(name).parents)
+        whole += member.size
+        if whole > MAX_UNPACKED:
+            raise _refused(f"holds more than {size(MAX_UNPACKED)}")
+        if max(len(found), len(folders)) > MAX_FILES:
+            raise _refused(f"holds more than {MAX_FILES:,} files or folders")
+    return found
 
 
-_FOLDER = "folder"
-_KINDS = {
-    tarfile.REGTYPE: "file",
-    tarfile.AREGTYPE: "file",
-    tarfile.DIRTYPE: _FOLDER,
-    tarfile.SYMTYPE: "link",
-}
-
-
-class _Forward(gzip.GzipFile):
-    """A gzip in memory, read within limits: forward alone, and never much at once."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(fileobj=io.BytesIO(data), mode="rb")
-
-    def read(self, size: int | None = -1) -> bytes:
-        if size is None or not 0 <= size <= _MOST_READ:
-            raise _refused("has a header that is too large")
-        self._within(self.tell() + size)
-        return super().read(size)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence == io.SEEK_SET:  # else tell() asks where it is
-            if offset < self.tell():
-                raise _refused("has a header that leads back")
-            self._within(offset)
-        return super().seek(offset, whence)
-
-    @staticmethod
-    def _within(offset: int) -> None:
-        if offset > MOST_UNPACKED + _HEADERS * MOST_FILES:
-            raise _refused(f"holds more than {size(MOST_UNPACKED)}")
+def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    """Write a file, or make the folder of a link."""
+    (path if member.isdir() else path.parent).mkdir(parents=True, exist_ok=True)
+    if member.isreg():
+        source = tar.extractfile(member)
+        assert source is not None
+        with path.open("xb") as file:
+            file.write(source.read())
+        if member.mode & stat.S_IXUSR:
+            path.chmod(0o755)

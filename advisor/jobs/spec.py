@@ -1,4 +1,4 @@
-"""A tuning that somebody asks a server for, as it travels: to the server, and to a worker."""
+"""JobSpec: a tuning as somebody submits it, on its way to the server and to a worker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -15,35 +16,30 @@ import msgspec
 
 from advisor.cache.domain import is_line
 from advisor.cache.kinds import Words
-from advisor.cache.task import Task, permissions, rows
+from advisor.cache.task import Task, option_words, permissions, rows
 from advisor.errors import UsageError, printable
 from advisor.tuners.search.plan import Plan
 
-MOST_GPUS = 64
-MOST_BYTES = 2**16
-"""Of all of it as JSON."""
-_MOST_SHOWN = 300
-_MOST_VALUES = 64
+MAX_GPUS = 64
+MAX_BYTES = 2**16
+"""Of a spec as JSON."""
+_MAX_SHOWN = 300
 _GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+/-]{0,63}")
 _OF_PLAN = {row.keyword for row in rows(Plan).values()}
 _OF_TASK = {row.keyword for row in rows(Task).values() if row.option or row.switches} - {"target"}
-_DIGEST = "^([0-9a-f]{64})?$"
-
-
-_OPTION = str | int | float | bool | None | list[Any] | dict[str, Any]
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A command or a target, where it is to be tuned, and the code.
+    """A command or a target, its options, the device and the code.
 
     Attributes:
         command: of a run, as typed; or `target` as `advisor tune` takes it.
-        options: of `advisor tune`, by keyword, as JSON has them; `force` is not among them.
-        gpu: a part of the device's name: 'H100'; '' for any; see `is_meant`. gpus: 0 for the CPU.
+        options: of `advisor tune`, by keyword, as JSON has them, except `force`.
+        gpu: a part of the device's name, 'H100'; '' for any. See `gpu_matches`.
+        gpus: how many; 0 for the CPU.
         env: of Ray's runtime environment: `pip`, requirements with blanks between them, and
-            `container`, the name of an image; empty for the worker's own.
-        archive: SHA-256 of the code's archive (tar.gz), '' for none; `folder` where in it the
-            command is started.
+            `container`, an image; empty for the worker's own.
+        archive: SHA-256 of the code archive, '' for none; `folder`: where in it the command starts.
         force: measure again although it is tuned.
 
     Raises:
@@ -52,11 +48,11 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     command: tuple[str, ...] = ()
     target: str = ""
-    options: dict[str, _OPTION] = {}
+    options: dict[str, str | int | float | bool | list[Any] | dict[str, Any] | None] = {}
     gpu: str = ""
     gpus: int = 1
     env: dict[Literal["pip", "container"], Annotated[str, msgspec.Meta(min_length=1)]] = {}
-    archive: Annotated[str, msgspec.Meta(pattern=_DIGEST)] = ""
+    archive: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")] = ""
     folder: str = ""
     force: bool = False
 
@@ -67,37 +63,34 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise UsageError("command: expected the name of a program first")
         if self.target.startswith("-"):
             raise UsageError(f"target {self.target[:80]!r}: expected one as model.py:Net")
-        if not _is_plain(
-            [self.target, self.folder, self.gpu, self.archive, self.env, self.options]
-        ):
-            raise UsageError("job: expected lines of printable text, and few values an option")
-        if len(json.dumps(self.plain)) > MOST_BYTES:
-            raise UsageError(f"job: expected at most {MOST_BYTES} bytes as JSON")
-        self._check_place()
         if "force" in self.options:
-            raise UsageError("options: force is asked for beside them")
-        self.words()
+            raise UsageError("options: give force beside them, not among them")
+        if not all(map(is_line, (self.target, self.folder, *self.env.values(), *self.words()))):
+            raise UsageError("job: expected texts of one line each, without control characters")
+        if len(json.dumps(self.plain)) > MAX_BYTES:
+            raise UsageError(f"job: expected at most {MAX_BYTES} bytes as JSON")
+        self._check_device()
+        path = PurePosixPath(self.folder)
+        outside = path.is_absolute() or ".." in path.parts or "\\" in self.folder
+        if outside or (self.folder and not self.archive):
+            raise UsageError(f"folder {self.folder[:80]!r}: expected one in the archive")
 
-    def _check_place(self) -> None:
+    def _check_device(self) -> None:
         if self.gpu and not self.gpus:
             raise UsageError(f"gpu {self.gpu[:80]!r}: the CPU is asked for; give one of them")
         if self.gpu and not _GPU.fullmatch(self.gpu):
             raise UsageError(f"gpu {self.gpu[:80]!r}: expected a part of a GPU's name, e.g. H100")
-        if not 0 <= self.gpus <= MOST_GPUS:
-            raise UsageError(f"gpus {self.gpus}: expected 0 for the CPU, or 1 to {MOST_GPUS}")
+        if not 0 <= self.gpus <= MAX_GPUS:
+            raise UsageError(f"gpus {self.gpus}: expected 0 for the CPU, or 1 to {MAX_GPUS}")
         device = str(self.options.get("device") or "")
         if device and (device == "cpu") != (self.gpus == 0):
             raise UsageError(f"device {device[:20]!r}, gpus {self.gpus}: give gpus 0 for the CPU")
-        path = PurePosixPath(self.folder)
-        out = path.is_absolute() or ".." in path.parts or "\\" in self.folder
-        if out or (self.folder and not self.archive):
-            raise UsageError(f"folder {self.folder[:80]!r}: expected one in the archive")
 
     @classmethod
     def given(
         cls, command: Sequence[str], options: Mapping[str, Any], gpus: int | None, **rest: Any
     ) -> JobSpec:
-        """What a person asks for: None is not given, and device 'cpu' alone asks for the CPU.
+        """From a person's arguments: None is not given, and device 'cpu' alone means the CPU.
 
         Raises:
             UsageError: see the class.
@@ -108,15 +101,15 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         cpu = options.get("device") == "cpu"
         gpus = (0 if cpu else 1) if gpus is None else gpus
         if command and cpu and not gpus:
-            del options["device"]  # which a run shows itself
+            del options["device"]  # a run shows it itself
         return cls.of({"command": command, "options": options, "gpus": gpus, **rest})
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> JobSpec:
-        """What `plain` gave.
+        """From JSON's types.
 
         Raises:
-            UsageError: it is none.
+            UsageError: they describe no job.
         """
         try:
             return msgspec.convert(plain, cls)
@@ -124,6 +117,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if isinstance(exc.__cause__, UsageError):
                 raise exc.__cause__ from None
             raise UsageError(f"job: {printable(str(exc))[:200]}") from exc
+        except RecursionError as exc:
+            raise UsageError("job: lists or maps are nested too deeply") from exc
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -139,7 +134,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def key(self) -> str:
-        """A digest of what is asked for: equal ones are one job."""
+        """A digest: equal requests are one job."""
         of = {**self.plain, "options": self.words()}
         del of["force"]
         return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
@@ -147,68 +142,47 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def what(self) -> str:
         """The command, or the target with its options, as a line for people."""
-        words = self.command or (self.target, *self._of_task())
-        text = shlex.join(words)
-        return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
+        text = shlex.join(self.command or (self.target, *self._task_words()))
+        return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"
 
     def words(self) -> list[str]:
-        """The options as the command line of `advisor tune` has them."""
+        """The options as words of `advisor tune`'s command line."""
         plan = dataclasses.replace(self.plan, force=False)
-        of_plan = {name: getattr(plan, name) for name in rows(Plan)}
-        return [*self._of_task(), *_texts(Plan, of_plan)]
+        return self._task_words() + _changed(Plan, partial(getattr, plan))
 
-    def _of_task(self) -> list[str]:
+    def _task_words(self) -> list[str]:
         given = {name: value for name, value in self.options.items() if name not in _OF_PLAN}
         if more := sorted(given.keys() - _OF_TASK):
             known = ", ".join(sorted(_OF_TASK | _OF_PLAN - {"force"}))
-            raise UsageError(f"{more[0][:80]}: is no option; expected one of {known}")
+            raise UsageError(f"{more[0][:80]}: not an option; expected one of {known}")
         if self.command:
-            return list(_texts(Task, permissions(given)))
-        task = Task.of(self.target, given)
-        return list(_texts(Task, {name: getattr(task, name) for name in rows(Task)}))
+            return _changed(Task, permissions(given).get)
+        return _changed(Task, partial(getattr, Task.of(self.target, given)))
 
 
 msgspec.json.Decoder(JobSpec)  # described before threads use it; see `cache.codec`
 
 
+def _changed(cls: type, get: Callable[[str, Any], Any]) -> list[str]:
+    """The options of the fields that are not the default, in the order of the table.
+
+    Args:
+        get: the value of a field, by its name and its default.
+    """
+    held = [(row, get(name, row.default)) for name, row in rows(cls).items()]
+    return option_words((row, value) for row, value in held if value != row.default)
+
+
 def where(gpu: str, gpus: int) -> str:
-    """For people, where a job is to run: '4 x H100', 'any GPU', 'the CPU'."""
+    """The device that a job needs, for people: '4 x H100', 'any GPU', 'the CPU'."""
     named = gpu or "any GPU"
     return "the CPU" if not gpus else named if gpus == 1 else f"{gpus} x {named}"
 
 
-def is_meant(gpu: str, name: str) -> bool:
-    """Whether who asks for `gpu` means a GPU of this name: that has it in it, or, where a cluster
-    knows only what kind a GPU is, is a word of it: 'H100' of 'NVIDIA H100 80GB HBM3'."""
-    if gpu.casefold() in name.casefold():
+def gpu_matches(wanted: str, name: str) -> bool:
+    """Whether a GPU's name has the wanted text in it; or, if a cluster knows only the kind of a
+    GPU, whether that is a word of the wanted text: 'H100' of 'NVIDIA H100 80GB HBM3'."""
+    if wanted.casefold() in name.casefold():
         return True
-    asked, kind = (text.casefold().replace("-", " ") for text in (gpu, name))
+    asked, kind = (text.casefold().replace("-", " ") for text in (wanted, name))
     return bool(kind) and re.search(rf"(?<!\w){re.escape(kind)}(?!\w)", asked) is not None
-
-
-def _texts(cls: type, held: Mapping[str, Any]) -> Iterator[str]:
-    """The words of what is not the default, in the order of the rows."""
-    for name, row in rows(cls).items():
-        value = held.get(name, row.default)
-        if value == row.default:
-            continue
-        switch = next((word for word, sets in row.switches.items() if sets == value), None)
-        if switch is not None:
-            yield switch
-        elif row.option:
-            for text in row.kind.texts(value):
-                yield from (row.option, text)
-
-
-def _is_plain(value: object, depth: int = 4) -> bool:
-    """Whether all texts are lines, numbers finite, and lists and maps neither deep nor long."""
-    if isinstance(value, str):
-        return is_line(value)
-    if isinstance(value, int | float):
-        return abs(value) < 2**63  # no NaN is
-    if isinstance(value, Mapping):
-        return _is_plain([*value, *value.values()], depth)
-    if isinstance(value, list | tuple):
-        few = depth > 0 and len(value) <= _MOST_VALUES
-        return few and all(_is_plain(one, depth - 1) for one in value)
-    return value is None

@@ -1,19 +1,18 @@
-"""The process of an attempt: it has tuned what a server asks for, and tells the server.
+"""The process of one attempt: it tunes what the server asks for, and reports to the server.
 
-`python -m advisor.jobs.worker [PLACE]`, with $ADVISOR_SERVER and $ADVISOR_START_TOKEN, which it
-exchanges at once for a token that is in its memory alone: others may read how it was started, as on
-Ray. It works in a new folder below the system's temporary one: below longer paths no socket
-has a name. In a folder PLACE it leaves its number, `pid`, and a link to that folder, `work`.
+`python -m advisor.jobs.worker [FOLDER ATTEMPT]`, with $ADVISOR_SERVER and $ADVISOR_START_TOKEN.
+Others may read these variables, as on Ray. So the worker exchanges the start token at once for a
+token that is only in its memory. It works in FOLDER, or a new one below the system's temporary
+folder: a socket's path must be short. ATTEMPT is there to be found in the list of processes.
 
-What runs the code that somebody submitted is a child of it, under a guard and without the token:
-when either is gone, nothing of what was started is left.
+Submitted code runs in a guarded child without the token. When the child or the worker is gone,
+nothing that the code has started is left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import os
@@ -24,14 +23,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import quote
 
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.seal import Seal
+from advisor.cache.seal import KeyRing
 from advisor.cache.shown import speedup
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.filesystem import beside, make_folder, read_regular, remove_folder
@@ -39,7 +38,7 @@ from advisor.cache.stores.http import HttpStore
 from advisor.cache.stores.http_client import BYTES, JSON, MAP, HttpClient
 from advisor.errors import AdvisorError, RecordDamaged, StoreError, UsageError, printable
 from advisor.jobs import parcel, token
-from advisor.jobs.bounds import MOST_STUDY, MOST_TRIALS
+from advisor.jobs.bounds import MAX_STUDY, MAX_TRIALS
 from advisor.jobs.spec import JobSpec
 from advisor.tuners import host
 from advisor.tuners.measure.run.guarded_process import GuardedProcess, exit_text
@@ -49,126 +48,131 @@ if TYPE_CHECKING:
 
 BEAT_S = 2.0
 AWAY_S = 900.0
-"""A server that does not answer for so long is not coming back for this attempt."""
+"""The worker gives up a server that has not answered for so long."""
 STARTS_S = 1800.0
-"""Beyond twice its budget, for a tuning to start what it measures."""
+"""For imports and the like: a tuning is ended after twice its budget and these seconds."""
 PATIENCE_S = 10.0
 """For one answer."""
 SAVE_S = 10.0
-"""Between two savings of a search that is larger than SMALL."""
+"""Between two uploads of a search file that is larger than SMALL."""
 SMALL = 2**18
-MOST_SENT = 2**16
-"""Bytes of output that go along with one beat."""
-MOST_REASON = 500
+MAX_LOG = 2**16
+"""Bytes of output in one heartbeat."""
+MAX_REASON = 500
 UNFINISHED = 3
-"""The exit code of `advisor tune --for` where its budget left nothing but the baseline."""
+"""The exit code of `advisor tune --for` if its budget left time for the baseline only."""
 _LOOK_S = 0.1
 _SECRET = ("ADVISOR_", "RAY_AUTH_", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 """Variables that submitted code does not get; in the last one Ray repeats them."""
-_OVER, _REFUSALS = (401, 403, 404, 409), (400, 413, 422)
+_OVER, _REJECTIONS = (401, 403, 404, 409), (400, 413, 422)
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of an attempt: `reason` for people, on one line; `record`: the id of what was
-    found."""
+    """How an attempt ended. `reason`: one line for people; `record`: the id of the new record."""
 
     state: Literal["done", "failed", "preempted"]
     reason: str = ""
     record: str = ""
 
 
-class Dismissed(AdvisorError):
+class AttemptOver(AdvisorError):
     """The server wants nothing more of this attempt."""
 
 
-class Refused(AdvisorError):
-    """The server does not take what it was sent."""
-
-
-class Stuck(AdvisorError):
-    """This machine cannot do what is asked for."""
+class AttemptFailed(AdvisorError):
+    """The attempt cannot go on: its machine fails, or the server rejects what it sends."""
 
 
 class AttemptClient:
-    """What an attempt says to its server, `begin` first.
+    """The requests of an attempt; `begin` comes first.
 
-    Raises, with every word:
-        StoreError: the server is away. Dismissed, Refused: what it said.
+    Raises, in every method:
+        StoreError: the server is away. AttemptOver, AttemptFailed: what it answers.
     """
 
-    def __init__(self, url: str, start_token: str) -> None:
+    def __init__(
+        self, url: str, start_token: str, *, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._own = token.made()
         self._start = HttpClient(url, token=start_token)
         self.store = HttpStore(url, token=self._own)
         self.store.patience_s = max(PATIENCE_S, self.store.patience_s)
+        self.preempted = threading.Event()
+        self._now, self._heard = now, now()
 
     def begin(self) -> None:
-        """Exchange the start token for this worker's own. Again it makes no difference."""
-        sent = json.dumps({"digest": token.digest(self._own).hex()}).encode()
-        self._said("POST", "/api/attempt/begin", sent, JSON, self._start)
+        """Exchange the start token for this worker's own. It may be repeated."""
+        sent = {"digest": token.digest(self._own).hex()}
+        self.patiently(lambda: self.ask("POST", "attempt/begin", sent, client=self._start))
 
-    def attempt(self) -> dict[str, Any]:
-        return self._told("GET", "/api/attempt")
+    def get(self, path: str) -> bytes:
+        return self.patiently(lambda: self.ask("GET", path))
 
-    def archive(self, digest: str) -> bytes:
-        return self._said("GET", f"/api/archives/{digest}")
-
-    def study(self, name: str) -> bytes:
-        return self._said("GET", f"/api/attempt/studies/{quote(name, '')}")
-
-    def save(self, name: str, data: bytes) -> None:
-        self._said("PUT", f"/api/attempt/studies/{quote(name, '')}", data, BYTES)
-
-    def beat(self, news: Mapping[str, Any]) -> bool:
-        """Whether to go on."""
-        return bool(self._told("POST", "/api/attempt/beat", news).get("go_on"))
-
-    def end(self, outcome: Outcome) -> None:
-        self._told("POST", "/api/attempt/end", dataclasses.asdict(outcome))
-
-    def _told(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        sent = None if body is None else json.dumps(body).encode()
-        return self.store.client.decoded(self._said(method, path, sent, JSON if sent else ""), MAP)
-
-    def _said(
+    def ask(
         self,
         method: str,
         path: str,
-        body: bytes | None = None,
-        kind: str = "",
-        by: HttpClient | None = None,
+        body: bytes | Mapping[str, Any] | None = None,
+        *,
+        client: HttpClient | None = None,
     ) -> bytes:
-        status, _headers, data = (by or self.store.client).request(
+        """One request; `path` below /api/."""
+        plain = isinstance(body, Mapping)
+        status, _headers, data = (client or self.store.client).request(
             method,
-            path,
+            f"/api/{path}",
             patience_s=self.store.patience_s,
-            body=body,
-            kind=kind,
-            # On one that broke it would be said again.
+            body=json.dumps(body).encode() if plain else body,  # type: ignore[arg-type]
+            kind="" if body is None else JSON if plain else BYTES,
+            # On a connection that broke it would be sent again.
             headers={"Connection": "close"},
-            accepts=(*_OVER, *_REFUSALS),
+            accepts=(*_OVER, *_REJECTIONS),
         )
         if status in _OVER:
-            raise Dismissed(self.store.client.detail(data))
-        if status in _REFUSALS:
-            raise Refused(self.store.client.detail(data))
+            raise AttemptOver(self.store.client.detail(data))
+        if status in _REJECTIONS:
+            raise AttemptFailed(self.store.client.detail(data))
+        self._heard = self._now()
         return data
+
+    def decoded(self, data: bytes) -> dict[str, Any]:
+        return self.store.client.decoded(data, MAP)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody waits for the server any more."""
+        return self.preempted.is_set() or self._now() - self._heard > AWAY_S
+
+    def patiently(self, act: Callable[[], T]) -> T:
+        """Repeat a request until the server answers; only once if the worker was told to end.
+
+        Raises:
+            AttemptOver, AttemptFailed, RecordDamaged: what it answers.
+            StoreError: it is away for too long.
+        """
+        while True:
+            try:
+                return act()
+            except RecordDamaged:
+                raise
+            except StoreError:
+                if self.is_given_up:
+                    raise
+                self.preempted.wait(BEAT_S)
 
 
 @dataclass(slots=True)
-class Tail:
-    """What is written to a file, as it comes."""
+class FileTail:
+    """Reads a file that grows."""
 
     path: Path
     at: int = 0
 
     def trials(self, most: int) -> list[dict[str, Any]]:
-        """What the next whole lines hold, so many at most; those that hold none are passed over."""
+        """The JSON of the next complete lines; other lines are skipped."""
         found = []
         with self.path.open("rb") as file:
             file.seek(self.at)
@@ -181,88 +185,26 @@ class Tail:
         return found
 
     def text(self, most: int) -> str:
-        """The next text; of what is longer than `most` bytes the beginning and the end."""
+        """The new text; if it is longer than `most` bytes, its beginning and its end."""
         with self.path.open("rb") as file:
             left = file.seek(0, os.SEEK_END) - self.at
             file.seek(self.at)
             data = file.read(min(left, most))
             if left > most:
-                cut = left - most
-                end = self.at + left
-                file.seek(end - most // 2)
-                told = f"\n[advisor: {cut} bytes of output are left out]\n".encode()
-                data = data[: most - most // 2] + told + file.read(most // 2)
-                self.at = end
-            else:
-                self.at += len(data)
+                file.seek(self.at + left - most // 2)
+                cut = f"\n[advisor: {left - most} bytes of output are left out]\n".encode()
+                data = data[: most - most // 2] + cut + file.read(most // 2)
+        self.at += left
         return data.decode(errors="replace")
 
 
-@dataclass(slots=True)
-class Scratch:
-    """An attempt's folder; `saved`: of each study, which state of it and when."""
-
-    path: Path
-    saved: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-    def make(self) -> None:
-        for folder in (self.path, self.code, self.studies, self.path / "tmp"):
-            make_folder(folder)
-        for file in (self.output, self.events):
-            file.touch(0o600)
-
-    @property
-    def code(self) -> Path:
-        return self.path / "code"
-
-    @property
-    def cache(self) -> Path:
-        return self.path / "cache"
-
-    @property
-    def studies(self) -> Path:
-        return self.cache / "studies"
-
-    @property
-    def output(self) -> Path:
-        return self.path / "output"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events"
-
-    def grown(self, last: bool) -> Iterator[tuple[str, bytes]]:
-        """The studies that changed since they were last taken, in whole lines. One counts as taken
-        when the next is asked for.
-
-        Args:
-            last: large ones too, however short a time ago that was.
-        """
-        for path in sorted(self.studies.glob("*.journal")):
-            changed, at = self.saved.get(path.name, (0.0, -SAVE_S))
-            now = time.monotonic()
-            try:
-                about = path.lstat()
-                early = about.st_size > SMALL and now - at < SAVE_S and not last
-                if about.st_mtime == changed or early:
-                    continue
-                data = read_regular(path, MOST_STUDY)
-            except OSError:  # gone, no plain file, or too large: it is not resumed
-                continue
-            yield path.name, data[: data.rfind(b"\n") + 1]
-            self.saved[path.name] = about.st_mtime, now
-
-    def record(self) -> Record | None:
-        """What was found; None for nothing."""
-        found = Records(DirStore(self.cache)).all()
-        return max(found, key=lambda one: one.provenance.created, default=None)
-
-
-class Working:
-    """An attempt, from its first word to its last.
+class Worker:
+    """One attempt.
 
     Args:
-        away_s, starts_s: see AWAY_S and STARTS_S.
+        folder: a new one, for all of its files.
+        start: starts `advisor tune`.
+        now: a clock in seconds.
     """
 
     def __init__(
@@ -270,37 +212,36 @@ class Working:
         server: AttemptClient,
         folder: Path,
         *,
-        away_s: float = AWAY_S,
-        starts_s: float = STARTS_S,
+        start: Callable[..., GuardedProcess] = GuardedProcess,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._server, self._scratch = server, Scratch(folder)
-        self._away_s, self._starts_s = away_s, starts_s
-        self._output, self._events = Tail(self._scratch.output), Tail(self._scratch.events)
+        self._server, self._folder, self._start, self._now = server, folder, start, now
+        self._code, self._cache, self._tmp = (folder / one for one in ("code", "cache", "tmp"))
+        self._studies = self._cache / "studies"
+        self._output, self._events = FileTail(folder / "output"), FileTail(folder / "events")
+        self._saved: dict[str, tuple[float, float]] = {}
         self._gpus: Callable[[], Sequence[Gpu]] = list
         self._others: set[str] = set()
-        self._device = ""
+        self._device = f"{socket.gethostname()}: CPU"
         self._unsent: dict[str, Any] = {}
-        self._heard, self._beaten = time.monotonic(), 0.0
-        self.preempted = threading.Event()
+        self._beaten = -BEAT_S
 
     def run(self) -> None:
-        """Tune what is asked for, and say what came of it.
+        """Tune, and report the outcome.
 
         Raises:
-            Dismissed: nothing more is wanted of it. StoreError: the server is away.
+            AttemptOver: the server wants nothing more. StoreError: the server is away.
         """
-        self._patiently(self._server.begin)
+        self._server.begin()
         try:
-            with _here(self._scratch.path):
-                self._scratch.make()
             outcome = self._outcome()
-        except (Stuck, Refused, UsageError, RecordDamaged) as exc:
+        except (AttemptFailed, UsageError, RecordDamaged) as exc:
             outcome = Outcome(state="failed", reason=printable(" ".join(str(exc).split())))
-        self._patiently(lambda: self._server.end(outcome))
+        last = dataclasses.asdict(outcome)
+        self._server.patiently(lambda: self._server.ask("POST", "attempt/end", last))
 
     def _outcome(self) -> Outcome:
-        asked = self._prepared()
-        self._device = f"{socket.gethostname()}: CPU"
+        asked = self._prepare()
         if asked.gpus:
             from advisor.tuners.environment import gpus  # seconds to import
 
@@ -308,113 +249,119 @@ class Working:
             self._device = f"{socket.gethostname()}: {', '.join(gpu.name for gpu in gpus())}"
             if used := "; ".join(f"{gpu.uuid}: {gpu.used_by}" for gpu in gpus() if gpu.users):
                 return Outcome(state="preempted", reason=f"other processes use the GPU ({used})")
-        return self._tuned(asked)
+        return self._tune(asked)
 
-    def _prepared(self) -> JobSpec:
-        """What is asked for, with its code and what was searched before in the folder."""
-        told = self._patiently(self._server.attempt)
-        asked = JobSpec.of(told["asked"])
-        code = b""
+    def _prepare(self) -> JobSpec:
+        """Put the job's code and the files of its search into the folder."""
+        with self._on_this_machine():
+            for folder in (self._folder, self._studies, self._tmp):
+                make_folder(folder)
+            for tail in (self._output, self._events):
+                tail.path.touch(0o600)
+        attempt = self._server.decoded(self._server.get("attempt"))
+        asked = JobSpec.of(attempt["asked"])
         if asked.archive:
-            code = self._patiently(lambda: self._server.archive(asked.archive))
-        studies = {
-            name: self._patiently(functools.partial(self._server.study, name))
-            for name in told["studies"]
-        }
-        with _here(self._scratch.path):
-            if code:
-                parcel.unpack(code, self._scratch.code)
-            for name, data in studies.items():
-                beside(self._scratch.studies, name).write_bytes(data)
+            code = self._server.get(f"archives/{asked.archive}")
+            with self._on_this_machine():
+                parcel.unpack(code, self._code)
+        for name in attempt["studies"]:
+            data = self._server.get(_study(name))
+            with self._on_this_machine():
+                beside(self._studies, name).write_bytes(data)
         return asked
 
-    def _tuned(self, asked: JobSpec) -> Outcome:
-        limit_s = 2 * asked.plan.seconds + self._starts_s
-        until = time.monotonic() + limit_s
-        with _here(self._scratch.path):
-            child = GuardedProcess(
+    def _tune(self, asked: JobSpec) -> Outcome:
+        limit_s = 2 * asked.plan.seconds + STARTS_S
+        until = self._now() + limit_s
+        with self._on_this_machine():
+            make_folder(self._code)
+            child = self._start(
                 self._words(asked),
-                log=self._scratch.output,
+                log=self._output.path,
                 environment=self._environment(),
-                folder=self._scratch.code / asked.folder,
+                folder=self._code / asked.folder,
             )
         try:
-            while not child.ended and time.monotonic() < until and not self.preempted.is_set():
+            while not child.ended and self._now() < until and not self._server.preempted.is_set():
                 self._beat()
-                self.preempted.wait(_LOOK_S)
+                self._server.preempted.wait(_LOOK_S)
             code, words = child.exit_report() if child.ended else (None, "")
         finally:
             child.end()
-        self._log_all()
+        self._server.patiently(lambda: self._save(last=True))
+        while self._server.patiently(self._tell):
+            pass
+        if code in (0, UNFINISHED):
+            return self._found(finished=code == 0)
         if code is not None:
-            return _failed(code, words) if code not in (0, UNFINISHED) else self._found(code == 0)
-        if self.preempted.is_set():
+            said = words.removeprefix("advisor: ") or "it printed nothing"
+            return Outcome(
+                state="failed",
+                reason=printable(said if code in (1, 2) else f"{exit_text(code)}: {said}"),
+            )
+        if self._server.preempted.is_set():
             return Outcome(state="preempted", reason="its worker was told to end")
         return Outcome(
             state="failed",
             reason=f"ended after {limit_s:.0f} s: twice its budget, and "
-            f"{self._starts_s:.0f} s to start; its log may say where it hangs",
+            f"{STARTS_S:.0f} s to start; its log may say where it hangs",
         )
 
     def _found(self, finished: bool) -> Outcome:
-        with _here(self._scratch.path):
-            record = self._scratch.record()
+        """Send the newest record to the server."""
+        with self._on_this_machine():
+            found = Records(DirStore(self._cache)).all()
+        record = max(found, key=lambda one: one.provenance.created, default=None)
         if record is None:
             return Outcome(state="failed", reason="advisor tune ended, and left no record")
-        records = Records(self._server.store, seal=Seal.from_environment())
-        self._patiently(lambda: records.put(record))
+        records = Records(self._server.store, keyring=KeyRing.from_environment())
+        self._server.patiently(lambda: records.put(record))
         if not finished:
-            raced = "its budget left no time but for the baseline; give a larger --budget"
-            return Outcome(state="failed", reason=f"record {record.id}: {raced}")
-        told = [_said(record)]
-        told += [f"beside it others used the GPU: {one}" for one in sorted(self._others)]
-        return Outcome(state="done", reason="; ".join(told)[:MOST_REASON], record=record.id)
+            why = "its budget left time for the baseline only; give a larger --budget"
+            return Outcome(state="failed", reason=f"record {record.id}: {why}")
+        others = [f"beside it others used the GPU: {one}" for one in sorted(self._others)]
+        reason = "; ".join([_summary(record), *others])[:MAX_REASON]
+        return Outcome(state="done", reason=reason, record=record.id)
 
     def _words(self, asked: JobSpec) -> list[str]:
         tune = [sys.executable, "-P", "-m", "advisor", "tune", *asked.words()]
-        tune += ["--cache", f"dir:{self._scratch.cache}", "--events", str(self._scratch.events)]
+        tune += ["--cache", f"dir:{self._cache}", "--events", str(self._events.path)]
         tune += ["--for", self._server.store.url]
-        return [
-            *tune,
-            *(["--show-output", "--", *asked.command] if asked.command else [asked.target]),
-        ]
+        what = ["--show-output", "--", *asked.command] if asked.command else [asked.target]
+        return [*tune, *what]
 
     def _environment(self) -> dict[str, str]:
-        """Of what runs submitted code: nothing that is advisor's own business."""
+        """The child's: without advisor's own variables."""
         given = {k: v for k, v in os.environ.items() if not k.startswith(_SECRET)}
-        beside_this = str(Path(sys.executable).parent)
+        own_python = str(Path(sys.executable).parent)
         return given | {
             # 'python' is the one that has advisor.
-            "PATH": os.pathsep.join([beside_this, *filter(None, [given.get("PATH")])]),
-            "TMPDIR": str(self._scratch.path / "tmp"),
+            "PATH": os.pathsep.join([own_python, *filter(None, [given.get("PATH")])]),
+            "TMPDIR": str(self._tmp),
             # Nobody signs what submitted code has compiled.
             "ADVISOR_MAX_ARTIFACTS": "0",
         }
 
     def _beat(self) -> None:
-        """Say what is new and save the search, where it is time for that; a server that is away is
-        told later.
+        """Send news and search files, if it is time. A server that is away is tried again later.
 
         Raises:
-            Dismissed: nothing more is wanted. StoreError: the server is away for too long.
+            AttemptOver: nothing more is wanted. StoreError: the server is away for too long.
         """
-        now = time.monotonic()
-        if now - self._beaten < BEAT_S:
+        if self._now() - self._beaten < BEAT_S:
             return
-        self._beaten = now
+        self._beaten = self._now()
         self._look_for_others()
         try:
             self._tell()
             self._save()
         except StoreError:
-            if now - self._heard > self._away_s:
+            if self._server.is_given_up:
                 raise
-        else:
-            self._heard = now
 
     def _look_for_others(self) -> None:
-        """Note who uses the GPUs beside this attempt, as far as their numbers mean something here:
-        in a container they may be the host's."""
+        """Note other processes on the GPUs. In a container the numbers may be the host's: those
+        mean nothing here."""
         for gpu in self._gpus():
             if gpu.users:
                 own = host.family(os.getpid())
@@ -423,53 +370,57 @@ class Working:
                     self._others.add(dataclasses.replace(gpu, users=tuple(others)).used_by)
 
     def _tell(self) -> bool:
-        """Say what is new; whether there was anything."""
+        """Send news; whether there was any. News that did not arrive is sent again."""
         if not self._unsent:
             self._unsent = {
-                "trials": self._events.trials(MOST_TRIALS),
-                "log": self._output.text(MOST_SENT),
+                "trials": self._events.trials(MAX_TRIALS),
+                "log": self._output.text(MAX_LOG),
                 "device": self._device,
             }
-        if not self._server.beat(self._unsent):
-            raise Dismissed("nothing more is wanted of this attempt")
+        said = self._server.ask("POST", "attempt/beat", self._unsent)
+        if not self._server.decoded(said).get("go_on"):
+            raise AttemptOver("nothing more is wanted of this attempt")
         new = bool(self._unsent["trials"] or self._unsent["log"])
         self._unsent = {}
         return new
 
     def _save(self, last: bool = False) -> None:
-        for name, data in self._scratch.grown(last):
-            # One that is too large is not resumed.
-            with contextlib.suppress(Refused):
-                self._server.save(name, data)
+        """Upload the whole lines of search files that changed; large ones now and then."""
+        for path in sorted(self._studies.glob("*.journal")):
+            changed, at = self._saved.get(path.name, (0.0, -SAVE_S))
+            try:
+                about = path.lstat()
+                early = about.st_size > SMALL and self._now() - at < SAVE_S and not last
+                if about.st_mtime == changed or early:
+                    continue
+                data = read_regular(path, MAX_STUDY)
+            except OSError:  # gone, no plain file, or too large: it is not resumed
+                continue
+            with contextlib.suppress(AttemptFailed):  # too large for the server
+                self._server.ask("PUT", _study(path.name), data[: data.rfind(b"\n") + 1])
+            self._saved[path.name] = about.st_mtime, self._now()
 
-    def _log_all(self) -> None:
-        self._patiently(lambda: self._save(last=True))
-        while self._patiently(self._tell):
-            pass
-
-    def _patiently(self, say: Callable[[], T]) -> T:
-        """Say something until the server has heard it; once where this worker is told to end.
+    @contextlib.contextmanager
+    def _on_this_machine(self) -> Iterator[None]:
+        """Tell the errors of this machine from those of the server.
 
         Raises:
-            Dismissed, Refused: what it said. StoreError: it is away for too long. RecordDamaged: of
-            what was sent.
+            AttemptFailed: with what failed, and where.
         """
-        while True:
-            try:
-                said = say()
-            except RecordDamaged:
-                raise
-            except StoreError:
-                if self.preempted.is_set() or time.monotonic() - self._heard > self._away_s:
-                    raise
-                self.preempted.wait(BEAT_S)
-            else:
-                self._heard = time.monotonic()
-                return said
+        try:
+            yield
+        except (OSError, StoreError) as exc:
+            why = getattr(exc, "strerror", "") or exc
+            raise AttemptFailed(f"{socket.gethostname()}: {self._folder}: {why}") from exc
 
 
-def _said(record: Record) -> str:
-    """What was found, for people."""
+def _study(name: str) -> str:
+    """The path of a search file at the server."""
+    return f"attempt/studies/{quote(name, '')}"
+
+
+def _summary(record: Record) -> str:
+    """A new record in one line."""
     advised, baseline = record.winner(record.use), record.key.task.baseline
     if not record.compares:
         what = f"there is nothing to race beside {baseline}"
@@ -481,49 +432,22 @@ def _said(record: Record) -> str:
     return f"record {record.id}: {what}"
 
 
-def _failed(code: int, words: str) -> Outcome:
-    said = words.removeprefix("advisor: ") or "it said nothing"
-    reason = said if code in (1, 2) else f"{exit_text(code)}: {said}"
-    return Outcome(state="failed", reason=printable(reason))
-
-
-@contextlib.contextmanager
-def _here(folder: Path) -> Iterator[None]:
-    """What fails in a folder of this machine is no fault of the server's.
-
-    Raises:
-        Stuck: with what failed, and where.
-    """
-    try:
-        yield
-    except (OSError, StoreError) as exc:
-        why = getattr(exc, "strerror", "") or exc
-        raise Stuck(f"{socket.gethostname()}: {folder}: {why}") from exc
-
-
-def main(place: str = "") -> None:
-    """Work on what $ADVISOR_SERVER has for $ADVISOR_START_TOKEN.
+def main(folder: str = "", _attempt: str = "") -> None:
+    """Work on the attempt of $ADVISOR_START_TOKEN on $ADVISOR_SERVER.
 
     Raises:
         SystemExit: with a line that says why it could not.
     """
     host.keep_private()
-    scratch = Path(tempfile.mkdtemp(prefix="advisor-"))
+    folder = folder or tempfile.mkdtemp(prefix="advisor-")
     try:
         server = AttemptClient(os.environ["ADVISOR_SERVER"], os.environ["ADVISOR_START_TOKEN"])
-        working = Working(server, scratch)
-        signal.signal(signal.SIGTERM, lambda *_: working.preempted.set())
-        if place:
-            Path(place, "work").symlink_to(scratch)
-            Path(place, "pid.new").write_text(str(os.getpid()))
-            Path(place, "pid.new").rename(Path(place, "pid"))
-        working.run()
-        if place:  # what became of it the server knows
-            remove_folder(Path(place))
+        signal.signal(signal.SIGTERM, lambda *_: server.preempted.set())
+        Worker(server, Path(folder)).run()
     except (AdvisorError, OSError) as exc:
         sys.exit(f"advisor: {exc}")
     finally:
-        remove_folder(scratch)
+        remove_folder(Path(folder))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from advisor.cache.codec import plain
+from advisor.cache.codec import to_plain
 from advisor.cache.record import Record
 from advisor.finding.answer import break_even
 from advisor.printed import script_line
@@ -157,7 +157,7 @@ def as_data(record: Record, cache: str | None) -> dict[str, Any]:
         for row in break_even(record)
     ]
     script = script_line(record, cache)
-    return {"id": record.id, "script": script, "break_even": rows, **plain(record)}
+    return {"id": record.id, "script": script, "break_even": rows, **to_plain(record)}
 
 
 def explained(offer: Offer) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def table(record: Record) -> Table | None:
     return shown
 
 
-def said(record: Record) -> Iterator[str]:
+def remarks(record: Record) -> Iterator[str]:
     """Which loader was chosen, and whether it limits the training."""
     if record.key.task.command:
         return

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from advisor.cache.shown import size
 from advisor.client import Job
-from advisor.jobs.parcel import Parcel
+from advisor.jobs.parcel import CodeArchive
 from advisor.report.data import Table
 from advisor.report.text import age, cut, rate
 
@@ -66,15 +66,15 @@ def _ago(then: float) -> str:
     return "just now" if made == "now" else f"{made} ago"
 
 
-def travels(parcel: Parcel) -> Iterator[str]:
+def travels(code: CodeArchive) -> Iterator[str]:
     """What is sent of a folder, and what is not."""
-    commit = f", commit {parcel.commit[:12]}" if parcel.commit else ""
-    changed = " and what differs from it" if parcel.dirty and commit else ""
+    commit = f", commit {code.commit[:12]}" if code.commit else ""
+    changed = " and what differs from it" if code.dirty and commit else ""
     yield (
-        f"code    {parcel.files} file{'s' * (parcel.files != 1)}, {size(parcel.size)} "
-        f"({size(len(parcel.archive))} packed) of {parcel.root}{commit}{changed}"
+        f"code    {code.files} file{'s' * (code.files != 1)}, {size(code.size)} "
+        f"({size(len(code.archive))} packed) of {code.root}{commit}{changed}"
     )
-    if parcel.left_out:
-        more = len(parcel.left_out) - _NAMED
-        listed = ", ".join(parcel.left_out[:_NAMED])
+    if code.left_out:
+        more = len(code.left_out) - _NAMED
+        listed = ", ".join(code.left_out[:_NAMED])
         yield f"stays   {listed}{f' and {more} more' if more > 0 else ''}"

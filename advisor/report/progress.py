@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SILENT_S, AGAIN_S = 5.0, 30.0
 """Seconds until a line says that a dataset is still being made, and until the next such line."""
 REASON_LENGTH = 60
-WAITED = 0.05
+SHOWN_WAIT = 0.05
 """Share of a run's time from which waiting for data is shown."""
 
 
@@ -137,7 +137,7 @@ class Shown(Progress):
             return
         if measured.step_s:
             yield f"{rate(1 / measured.step_s)} steps/s"
-        if measured.waited >= WAITED:
+        if measured.waited >= SHOWN_WAIT:
             yield f"waits {measured.waited:.0%}"
         yield times(ratio.mean)
         notes = []

@@ -52,7 +52,7 @@ def _provenance(record: Record) -> Iterator[tuple[str, str]]:
 
 def _sections(record: Record, cache: str | None, line: str | None) -> Iterator[Section]:
     race, verdict = charts.race(record), tables.verdict(record)
-    yield Section("chosen", "What was chosen", verdict, tuple(tables.said(record)), chart=race)
+    yield Section("chosen", "What was chosen", verdict, tuple(tables.remarks(record)), chart=race)
     yield _section(
         "tried",
         "What was tried",
@@ -64,7 +64,7 @@ def _sections(record: Record, cache: str | None, line: str | None) -> Iterator[S
     yield _section(
         "length",
         "When it pays off",
-        tables.horizon(record),
+        tables.break_even_table(record),
         "Not known: no first step was measured. advisor tune with --force measures them.",
     )
     untuned = feeding.UNTUNED

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
-from advisor.cache.reader import Held
+from advisor.cache.reader import StoredRecord
 from advisor.cache.record import CAPTURE, FLAGS, INTERRUPTED, Choice, Part, Record
 from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import interval, size, tells, times
@@ -58,9 +58,9 @@ def summary(record: Record, *, short: bool = False) -> Iterator[str]:
     """The lines below the verdict; `short` as in `start`."""
     if record.stale:
         yield stale(record)
-    yield from said(record, short=short)
+    yield from remarks(record, short=short)
     yield from compared(record)
-    yield from feeding.said(record)
+    yield from feeding.remarks(record)
     yield f"record {record.id}: {cost(record)}"
 
 
@@ -145,7 +145,7 @@ def stale(record: Record) -> str:
     return f"Marked stale by advisor verify: {record.stale}." if record.stale else ""
 
 
-def said(record: Record, *, short: bool = False) -> Iterator[str]:
+def remarks(record: Record, *, short: bool = False) -> Iterator[str]:
     """What limits the verdict; `short` as in `start`."""
     made, advised, baseline = record.provenance, record.winner(record.use), record.key.task.baseline
     if not record.compares:
@@ -162,15 +162,18 @@ def said(record: Record, *, short: bool = False) -> Iterator[str]:
         yield f"Chosen for a job of {made.steps:,} steps."
     elif made.duration_s:
         yield f"Chosen for a job of {duration(made.duration_s)}."
-    yield from filter(None, (pays(record), first_step(record)))
+    yield from filter(None, (break_even_line(record), first_step_line(record)))
     unsteady = advised.high / advised.low if advised.low > 0 else 0.0
     if unsteady >= UNSTEADY and record.compares:
         what = described(advised.config, record.baseline.config, nothing=baseline)
         repeats = gains(record) and made.effort != INTERRUPTED and not short
         again = f" {AGAIN}" if repeats else ""
+        so = "the speed-up may lie anywhere in its interval"
+        if advised.config == record.baseline.config:
+            so = "a gain may have been missed"
         yield (
             f"The fastest turn of {what} was {unsteady:.2f}x its slowest, because the host was "
-            f"busy: the speed-up may lie anywhere in its interval.{again}"
+            f"busy: {so}.{again}"
         )
     if (waited := waits(record)) >= WAITED:
         tried = set(INPUT_PIPELINE) & set(record.baseline.config)
@@ -266,7 +269,7 @@ def parts(record: Record) -> Table:
     return table
 
 
-def horizon(record: Record) -> Table:
+def break_even_table(record: Record) -> Table:
     """The best config for each length of a job, at the user's batch."""
     table = Table(
         "The best config for each length of a job, at your batch",
@@ -287,7 +290,7 @@ def horizon(record: Record) -> Table:
     return table
 
 
-def pays(record: Record) -> str:
+def break_even_line(record: Record) -> str:
     """From which step on the advice pays; '' if it is the baseline or that is not known."""
     advised = record.winner(record.use).config
     if advised == record.baseline.config:
@@ -299,7 +302,7 @@ def pays(record: Record) -> str:
     return f"The advice pays from step {row.steps:,} on{after}."
 
 
-def first_step(record: Record) -> str:
+def first_step_line(record: Record) -> str:
     """Seconds of the first step with artifacts and without; '' if they were not measured."""
     advised = record.winner(record.use)
     if not advised.loaded_step_s or not advised.first_step_s:
@@ -308,7 +311,9 @@ def first_step(record: Record) -> str:
     return f"Its first step takes {fresh}, or {loaded} with the compiled code that was kept."
 
 
-def listing(found: Sequence[tuple[Held, Sequence[Difference]]], with_store: bool = False) -> Table:
+def listing(
+    found: Sequence[tuple[StoredRecord, Sequence[Difference]]], with_store: bool = False
+) -> Table:
     """One line a record; `with_store`: it says which store has it."""
     table = Table(
         "What is tuned",

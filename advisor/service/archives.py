@@ -70,7 +70,7 @@ def tidy(session: Session, live: tuple[str, ...]) -> None:
     """Remove what no job asked for in a while, no live one needs, and no record that is here could
     be measured again with."""
     last = select(func.max(Job.id)).where(Job.record != "").group_by(Job.record).correlate(None)
-    here = exists().where(Item.id == func.substr(Job.record, 1, 12), Item.fields != "")
+    here = exists().where(Item.id == func.substr(Job.record, 1, 12))
     needs = or_(Job.state.in_(live), Job.id.in_(last) & here)
     needed = exists().where(Job.archive == Archive.digest, needs)
     old = Archive.used < now(session) - KEPT_S

@@ -1,5 +1,5 @@
-"""Artifacts in the database: bytes that this server cannot read, and that nobody loads whose own
-keys did not sign them."""
+"""Artifacts in the database: bytes that this server cannot read. Only those whose keys signed them
+load them."""
 
 from __future__ import annotations
 
@@ -34,45 +34,48 @@ def sizes(
 
 
 def data_of(session: Session, name: str) -> bytes | None:
-    """What is under a name; None where there is nothing."""
+    """What is under a name; None for nothing."""
     return session.scalar(select(Artifacts.data).where(Artifacts.name == name))
 
 
-def put(session: Session, name: str, data: bytes, by: Caller) -> bool | None:
-    """Keep artifacts, in place of what has their name; whether nothing had, None where what has is
-    not theirs to remove.
+def put(session: Session, name: str, data: bytes, by: Caller) -> bool:
+    """Keep artifacts, in place of what has their name; whether nothing had.
 
     Raises:
-        UsageError: the name is none, or they are beyond the token's quota.
+        UsageError: the name is invalid, or they are beyond the token's quota.
+        PermissionError: another token put there what has their name.
     """
     label = Label.parse(name)
     if label is None:
-        raise UsageError(f"artifacts {name[:80]!r}: no name of any")
+        raise UsageError(f"artifacts {name[:80]!r}: expected a name of artifacts")
     there = session.get(Artifacts, name)
-    if there is not None and not by.owns(there.token):
-        return None
+    if there is not None:
+        by.check_owns(there.token)
     quotas.check(session, Artifacts, by, len(data) - (there.size if there else 0))
-    kept = there or Artifacts(name=name, place=label.record)
+    kept = there or Artifacts(name=name, record_key=label.record_key)
     kept.data, kept.size, kept.token, kept.stored = data, len(data), by.token, time.time()
     session.add(kept)
     note(session, by, "artifacts put", name)
     return there is None
 
 
-def delete(session: Session, name: str, by: Caller) -> bool | None:
-    """Remove what is under a name; whether it was there, None where it is not theirs to remove."""
+def delete(session: Session, name: str, by: Caller) -> bool:
+    """Remove what is under a name; whether it was there.
+
+    Raises:
+        PermissionError: another token put it there.
+    """
     found = session.get(Artifacts, name)
     if found is None:
         return False
-    if not by.owns(found.token):
-        return None
+    by.check_owns(found.token)
     session.delete(found)
     note(session, by, "artifacts deleted", name)
     return True
 
 
 def tidy(session: Session) -> None:
-    """Remove what no record is left of."""
-    alone = ~exists().where(Item.place == Artifacts.place, Item.fields != "")
+    """Remove those whose record is gone."""
+    alone = ~exists().where(Item.record_key == Artifacts.record_key)
     old = Artifacts.stored < time.time() - KEPT_S
     session.execute(removing(Artifacts).where(old, alone))

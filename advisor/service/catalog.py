@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
 from pydantic import BaseModel, ConfigDict, Field
-from sqlalchemy import ColumnElement, RowMapping, String, cast, func, or_, select
+from sqlalchemy import ColumnElement, RowMapping, Select, String, cast, func, or_, select
 from sqlalchemy.orm import Session
 
 from advisor.cache.domain import LONGEST
-from advisor.service import coverage
-from advisor.service.records import TRUSTS, newest_versions
+from advisor.service import lookups
+from advisor.service.records import Trust, newest_versions
 from advisor.service.schema import Item
 
 ON_A_PAGE = 50
-
-Column = Literal["model", "device", "framework", "speedup", "trust", "used", "created"]
+COLUMNS = ("model", "device", "framework", "speedup", "trust", "used", "created")
 Short = Annotated[str, Field(max_length=LONGEST)]
 
 
@@ -33,9 +32,9 @@ class View(BaseModel):
     model: Short = ""
     device: Short = ""
     framework: Short = ""
-    trust: str = Field("", pattern=f"^({'|'.join(TRUSTS)}|)$")
-    sort: str = Field("-created", pattern=f"^-?({'|'.join(get_args(Column))})$")
-    page: int = Field(0, ge=0, le=10**5)
+    trust: Trust | Literal[""] = ""
+    sort: str = Field(default="-created", pattern=f"^-?({'|'.join(COLUMNS)})$")
+    page: int = Field(default=0, ge=0, le=10**5)
 
     @property
     def is_narrowed(self) -> bool:
@@ -43,15 +42,14 @@ class View(BaseModel):
 
     def url(self, **changes: str | int) -> str:
         """The address of this view with some fields changed."""
-        view = self.model_copy(update=changes)
-        return "/?" + urlencode(view.model_dump(exclude_defaults=True))
+        return f"/?{urlencode(self.model_copy(update=changes).model_dump(exclude_defaults=True))}"
 
     def sorted_by(self, column: str) -> str:
-        """How a column is sorted, in ARIA's words; '' if the view is sorted by another one."""
+        """How the list is sorted by a column: aria-sort's word, '' for another column."""
         return {column: "ascending", f"-{column}": "descending"}.get(self.sort, "")
 
     def sort_url(self, column: str) -> str:
-        """The address that sorts by a column, or turns its order around."""
+        """The address that sorts by a column, or the other way round."""
         turned = self.sort == f"-{column}"
         return self.url(sort=column if turned else f"-{column}", page=0)
 
@@ -59,41 +57,38 @@ class View(BaseModel):
 def listed(session: Session, view: View) -> tuple[Sequence[RowMapping], int]:
     """A page of the records of a view, and how many there are on all pages.
 
-    A record's row has its columns by name, its `id` as people type it, and `stale`: how many of the
-    lookups that `used` it had other software.
+    A row has COLUMNS, the record's `id` as people type it, and `stale`: how many of the lookups
+    that `used` it had other software.
     """
-    newest, uses = newest_versions(), coverage.uses()
-    columns: dict[str, Any] = {
+    uses = lookups.uses()
+    own = ("device", "framework", "speedup", "trust", "created")
+    columns: dict[str, Any] = {name: getattr(Item, name) for name in own} | {
         "model": Item.called,
-        **{name: getattr(Item, name) for name in _SHOWN},
         "used": func.coalesce(uses.c.used, 0),
         "stale": func.coalesce(uses.c.stale, 0),
         "id": Item.id + "@" + cast(Item.batch, String),
     }
     by = columns[view.sort.removeprefix("-")]
-    where = _where(view)
     query = (
-        select(*(column.label(name) for name, column in columns.items()))
-        .join(newest, Item.key == newest.c.key)
-        .join(uses, Item.place == uses.c.place, isouter=True)
-        .where(*where)
-        .order_by(by.desc() if view.sort.startswith("-") else by, Item.place)
+        _newest(*(column.label(name) for name, column in columns.items()))
+        .join(uses, Item.record_key == uses.c.record_key, isouter=True)
+        .where(*_where(view))
+        .order_by(by.desc() if view.sort.startswith("-") else by, Item.record_key)
         .offset(view.page * ON_A_PAGE)
-        .limit(ON_A_PAGE)
     )
-    of_all = select(func.count()).select_from(Item).join(newest, Item.key == newest.c.key)
-    number = session.scalar(of_all.where(*where)) or 0
-    return session.execute(query).mappings().all(), number
+    number = session.scalar(_newest(func.count()).where(*_where(view))) or 0
+    return session.execute(query.limit(ON_A_PAGE)).mappings().all(), number
 
 
-_SHOWN = ("device", "framework", "speedup", "trust", "created")
+def _newest(*columns: Any) -> Select[Any]:
+    """Columns of the newest version of each record."""
+    newest = newest_versions()
+    return select(*columns).select_from(Item).join(newest, Item.key == newest.c.key)
 
 
 def _where(view: View) -> list[ColumnElement[bool]]:
-    equal = {name: getattr(view, name) for name in ("device", "framework", "trust")}
-    found: list[ColumnElement[bool]] = [
-        getattr(Item, name) == value for name, value in equal.items() if value
-    ]
+    equal = view.model_dump(include={"device", "framework", "trust"})
+    found = [getattr(Item, name) == value for name, value in equal.items() if value]
     if view.model:
         called = Item.called.icontains(view.model, autoescape=True)
         found.append(or_(called, Item.id.startswith(view.model[:12], autoescape=True)))
@@ -103,16 +98,12 @@ def _where(view: View) -> list[ColumnElement[bool]]:
 def choices(session: Session) -> dict[str, Sequence[str]]:
     """The values that each filter offers."""
     return {
-        name: session.scalars(
-            select(column).where(Item.fields != "", column != "").distinct().order_by(column)
-        ).all()
+        name: session.scalars(select(column).distinct().order_by(column)).all()
         for name, column in (("device", Item.device), ("framework", Item.framework))
     }
 
 
 def median(session: Session) -> tuple[int, float]:
-    """How many records are verified by their newest version, and its median speed-up."""
-    newest = newest_versions()
-    query = select(Item.speedup).join(newest, Item.key == newest.c.key)
-    found = session.scalars(query.where(Item.trust == "verified")).all()
+    """How many records are verified by their newest version, and the median of their speed-ups."""
+    found = session.scalars(_newest(Item.speedup).where(Item.trust == "verified")).all()
     return len(found), statistics.median(found or [0.0])

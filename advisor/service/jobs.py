@@ -4,7 +4,7 @@
       ^           │ lost: queued again; preempted: waits as such
       └───────────┘      each of them can be cancelled until it is done or failed
 
-A change begins by locking the job's row, and looks at the state that it leaves.
+A change begins by locking the job's row, and looks at the state that it changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from msgspec import structs
-from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy import ColumnElement, Select, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -27,71 +27,60 @@ from advisor.jobs.spec import JobSpec
 from advisor.jobs.states import LIVE, STATES, WAITING
 from advisor.service import archives, records
 from advisor.service.database import DAY_S, now
-from advisor.service.schema import (
-    Artifacts,
-    Attempt,
-    Event,
-    Item,
-    Job,
-    Log,
-    Study,
-    Token,
-    Trial,
-)
+from advisor.service.schema import Artifacts, Attempt, Event, Item, Job, Log, Study, Token, Trial
 from advisor.service.schema import Session as Browser
 from advisor.service.tokens import Caller, note
 
-MOST_LIVE = 200
+MAX_LIVE = 200
 """Of one token."""
-MOST_LISTED = 200
-MOST_TRIALS = 10_000
-"""Of one job; what comes after as many is not kept."""
-MOST_LOG = 4 * 2**20
+MAX_LISTED = 200
+MAX_TRIALS = 10_000
+"""Of one job; later ones are dropped."""
+MAX_LOG = 4 * 2**20
 """Characters of one job's log."""
-MOST_TEXT = 2**19
+MAX_TEXT = 2**19
 """Characters of a log in one answer."""
-_MOST_PIECES = 2000
 LOG_KEPT_S, STUDIES_KEPT_S, ATTEMPTS_KEPT_S = 30 * DAY_S, DAY_S, 90 * DAY_S
 """Since a job was over; attempts with their trials and tokens."""
-_MOST_REMOVED = 1000
-"""Attempts at once."""
-_REASON = 500
-_STEERS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
-"""What steers a terminal, as colours and titles do."""
+_MAX_REMOVED = 1000
+"""Attempts in one transaction."""
+_MAX_REASON = 500
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+"""Escape sequences of terminals: colours, titles."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submitted:
-    """`new`: it was not asked for before."""
+def submit(session: Session, asked: JobSpec, by: Caller, reason: str = "") -> tuple[Job, bool]:
+    """Queue a job, or find the live one that is the same, or the done one whose record is here; and
+    whether it is new.
 
-    job: Job
-    new: bool
-
-
-def submit(session: Session, asked: JobSpec, by: Caller) -> Submitted:
-    """Queue a tuning, or find the live one that is the same, or the done one that need not be
-    done again.
+    Args:
+        reason: why a new job has to wait, for people.
 
     Raises:
-        NoCode: its archive is not here. UsageError: this token has too many jobs.
+        NoCode: its archive is not here. UsageError: the token is revoked or has too many jobs.
     """
-    _check_token(session, by)
+    # Locked, so that the token is not revoked before this transaction ends.
+    held = select(Token.revoked).where(Token.id == by.token).with_for_update(read=True)
+    if session.scalar(held) is not None:
+        raise UsageError("the token was revoked")
     if found := _same(session, asked):
-        return Submitted(job=found, new=False)
+        return found, False
     at = now(session)
     if asked.archive and not archives.use(session, asked.archive, at):
         raise archives.NoCode(f"archive {asked.archive[:12]}: is not here; send it first")
     live = select(func.count()).where(Job.token == by.token, Job.state.in_(LIVE))
-    if (session.scalar(live) or 0) >= MOST_LIVE:
-        raise UsageError(f"{MOST_LIVE} jobs of this token are not done yet; wait, or cancel some")
+    if (session.scalar(live) or 0) >= MAX_LIVE:
+        raise UsageError(f"{MAX_LIVE} jobs of this token are not done yet; wait, or cancel some")
     job = Job(
         key=asked.key,
         state="queued",
+        reason=short(reason),
         what=asked.what,
         asked=json.dumps(asked.plain),
         archive=asked.archive,
         gpu=asked.gpu,
         gpus=asked.gpus,
+        budget_s=asked.plan.seconds,
         token=by.token,
         created=at,
         changed=at,
@@ -103,19 +92,12 @@ def submit(session: Session, asked: JobSpec, by: Caller) -> Submitted:
             note(session, by, "job submitted", f"{job.id} {job.what}")
     except IntegrityError:  # another server was first
         if found := _same(session, asked):
-            return Submitted(job=found, new=False)
+            return found, False
         raise
-    return Submitted(job=job, new=True)
+    return job, True
 
 
-def _check_token(session: Session, by: Caller) -> None:
-    """Refuse a token that was revoked since the request began; none is revoked before this ends."""
-    query = select(Token.revoked).where(Token.id == by.token).with_for_update(read=True)
-    if session.scalar(query) is not None:
-        raise UsageError("the token was revoked")
-
-
-def measure_again(session: Session, record: str, by: Caller) -> Submitted:
+def measure_again(session: Session, record: str, by: Caller) -> tuple[Job, bool]:
     """Queue the job that found a record once more: the same code, on the record's device.
 
     Args:
@@ -152,13 +134,13 @@ def locked(session: Session, number: int) -> Job | None:
 
 def change(session: Session, job: Job, state: str, reason: str, by: Caller | None) -> None:
     """Change the state of a locked job, with a line in the audit log."""
-    job.state, job.reason, job.changed = state, said(reason), now(session)
+    job.state, job.reason, job.changed = state, short(reason), now(session)
     note(session, by, f"job {state}", f"{job.id} {job.reason}".rstrip())
 
 
-def said(reason: str) -> str:
+def short(reason: str) -> str:
     """A reason as one short line without control characters."""
-    return line(reason)[:_REASON]
+    return line(reason)[:_MAX_REASON]
 
 
 def cancel(session: Session, number: int, by: Caller) -> str | None:
@@ -178,11 +160,7 @@ def cancel(session: Session, number: int, by: Caller) -> str | None:
 
 
 def revoke_token(session: Session, number: int, by: Caller) -> bool:
-    """End a token at once, and cancel its jobs; their attempts' tokens end too.
-
-    Returns:
-        Whether there is such a token.
-    """
+    """End a token, its jobs and their attempts' tokens; whether there is such a token."""
     token = session.get(Token, number, with_for_update=True)
     if token is None:
         return False
@@ -198,36 +176,40 @@ def revoke_token(session: Session, number: int, by: Caller) -> bool:
     return True
 
 
-def because(session: Session, which: Iterable[ColumnElement[bool]], reason: str) -> None:
-    """Note why jobs wait."""
-    where = (*which, Job.state.in_(WAITING), Job.reason != said(reason))
-    session.execute(update(Job).where(*where).values(reason=said(reason)))
+def explain_wait(session: Session, which: Iterable[ColumnElement[bool]], reason: str) -> None:
+    """Set the reason of waiting jobs."""
+    where = (*which, Job.state.in_(WAITING), Job.reason != short(reason))
+    session.execute(update(Job).where(*where).values(reason=short(reason)))
 
 
-def waiting(session: Session, most: int = MOST_LISTED) -> Sequence[Job]:
+def waiting(session: Session, most: int = MAX_LISTED) -> Sequence[Job]:
     """Waiting jobs in the order in which they start."""
     query = select(Job).where(Job.state.in_(WAITING)).order_by(Job.id).limit(most)
     return session.scalars(query).all()
 
 
 _SHOWN = ("id", "state", "reason", "what", "gpu", "gpus", "created", "changed", "record")
+_WITH_OWNER = select(Job, Token.name).join(Token, Job.token == Token.id)
+
+
+def _fields(row: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in names}
 
 
 def _line(job: Job, by: str) -> dict[str, Any]:
-    return {**{name: getattr(job, name) for name in _SHOWN}, "by": by, "attempt": job.attempts}
+    return {**_fields(job, *_SHOWN), "by": by, "attempt": job.attempts}
 
 
-def answered(session: Session, found: Submitted) -> dict[str, Any]:
+def answered(session: Session, job: Job, new: bool) -> dict[str, Any]:
     """A submitted job as JSON."""
-    by = session.get_one(Token, found.job.token).name
-    return {**_line(found.job, by), "new": found.new}
+    return {**_line(job, session.get_one(Token, job.token).name), "new": new}
 
 
 def listed(
     session: Session, states: Iterable[str] = (), before: int | None = None, most: int = 50
 ) -> tuple[list[dict[str, Any]], bool]:
     """Jobs, the newest first, from before a number; and whether there are more."""
-    query = select(Job, Token.name).join(Token, Job.token == Token.id).order_by(Job.id.desc())
+    query = _WITH_OWNER.order_by(Job.id.desc())
     if states := list(states):
         query = query.where(Job.state.in_(states))
     if before is not None:
@@ -236,83 +218,83 @@ def listed(
     return found[:most], len(found) > most
 
 
-_ATTEMPT = ("number", "executor", "device", "state", "reason", "started", "ended")
-_TRIAL = ("number", "at", "what", "batch", "samples_per_s", "ratio", "outcome", "origin")
-
-
 def told(session: Session, number: int) -> dict[str, Any] | None:
     """A job with its attempts and trials; None if there is no such job."""
-    query = select(Job, Token.name).join(Token, Job.token == Token.id).where(Job.id == number)
-    found = session.execute(query).first()
+    found = session.execute(_WITH_OWNER.where(Job.id == number)).first()
     if found is None:
         return None
+    names = ("number", "executor", "device", "state", "reason", "started", "ended")
     attempts = select(Attempt).where(Attempt.job == number).order_by(Attempt.number)
     return {
         **_line(*found),
-        "attempts": [
-            {name: getattr(one, name) for name in _ATTEMPT} for one in session.scalars(attempts)
-        ],
-        "trials": trials(session, number),
+        "attempts": [_fields(one, *names) for one in session.scalars(attempts)],
+        "trials": _trials(session, number),
     }
 
 
-def trials(session: Session, number: int) -> list[dict[str, Any]]:
+def _trials(session: Session, number: int) -> list[dict[str, Any]]:
     """A job's trials in the order in which they came."""
-    query = (
-        select(Trial, Attempt.number)
-        .join(Attempt, Trial.attempt == Attempt.id)
-        .where(Trial.job == number)
-        .order_by(Trial.at, Attempt.number, Trial.number)
-        .limit(MOST_TRIALS)
-    )
-    return [
-        {"attempt": attempt, **{name: getattr(one, name) for name in _TRIAL}}
-        for one, attempt in session.execute(query)
-    ]
-
-
-def mark(session: Session, number: int) -> Sequence[object]:
-    """What is another whenever `told` tells something new of a job, at the cost of one small query:
-    only its last attempt changes, and its trials only become more."""
-    count = select(func.count()).where(Trial.job == number).scalar_subquery()
-    last = (Attempt.job == Job.id) & (Attempt.number == Job.attempts)
-    of_last = (Attempt.state, Attempt.reason, Attempt.device)
-    query = select(Job.state, Job.reason, Job.changed, Job.attempts, *of_last, count)
-    found = session.execute(query.join(Attempt, last, isouter=True).where(Job.id == number))
-    return tuple(found.one())
+    names = ("number", "at", "what", "batch", "samples_per_s", "ratio", "outcome", "origin")
+    query = select(Trial, Attempt.number).join(Attempt, Trial.attempt == Attempt.id)
+    query = query.where(Trial.job == number).order_by(Trial.at, Attempt.number, Trial.number)
+    found = session.execute(query.limit(MAX_TRIALS))
+    return [{"attempt": attempt, **_fields(one, *names)} for one, attempt in found]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """A part of a job's log; `next` is what the part behind it comes after."""
+class LogPart:
+    """A part of a job's log. `next`: where the following part begins."""
 
     text: str
     next: int
     ended: bool
 
 
-def log(session: Session, number: int, after: int) -> Text | None:
-    """What a job printed behind a place, as much as goes into one answer; None for no job."""
+def log(session: Session, number: int, after: int) -> LogPart | None:
+    """A job's log from a place on, as much as one answer takes; None if there is no such job."""
     state = session.scalar(select(Job.state).where(Job.id == number))
     if state is None:
         return None
-    behind = (Log.job == number, Log.id > after)
-    sizes = select(Log.id, func.length(Log.data)).where(*behind).order_by(Log.id)
-    rows = session.execute(sizes.limit(_MOST_PIECES + 1)).all()
-    left, last = MOST_TEXT, after
-    for id, size in rows[:_MOST_PIECES]:
-        left -= size
-        if left < 0 and last != after:
-            break
-        last = id
-    parts = session.scalars(select(Log.data).where(*behind, Log.id <= last).order_by(Log.id))
-    ended = state not in LIVE and (not rows or last == rows[-1][0])
-    return Text(text="".join(parts), next=last, ended=ended)
+    query = select(Log.id, Log.data).where(Log.job == number, Log.id > after).order_by(Log.id)
+    pieces, whole = _read(session, query, MAX_TEXT)
+    return LogPart(
+        text="".join(data for _, data in pieces),
+        next=pieces[-1][0] if pieces else after,
+        ended=whole and state not in LIVE,
+    )
+
+
+def tail(session: Session, number: int, most: int) -> LogPart:
+    """The end of a job's log, of so many characters or one piece more."""
+    query = select(Log.id, Log.data).where(Log.job == number).order_by(Log.id.desc())
+    pieces, _whole = _read(session, query, most)
+    text = "".join(data for _, data in reversed(pieces))
+    return LogPart(text=text, next=pieces[0][0] if pieces else 0, ended=False)
+
+
+def _read(
+    session: Session, query: Select[int, str], most: int
+) -> tuple[list[tuple[int, str]], bool]:
+    """Pieces of a log until they have so many characters; and whether these are all."""
+    pieces: list[tuple[int, str]] = []
+    size = 0
+    with session.execute(query.execution_options(yield_per=64)) as rows:
+        for id, data in rows:
+            if size >= most:
+                return pieces, False
+            pieces.append((id, data))
+            size += len(data)
+    return pieces, True
+
+
+def log_text(text: str) -> str:
+    """A log without escape sequences and control characters."""
+    plain = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in plain)
 
 
 def tidy(session: Session) -> None:
-    """Remove what nobody needs of a job that is over: the files of its search, later its log, and
-    then its attempts."""
+    """Remove old data of jobs that are over: files of searches, later logs, then attempts."""
     at = now(session)
     for kept_s, table in ((STUDIES_KEPT_S, Study), (LOG_KEPT_S, Log)):
         over = select(Job.id).where(Job.state.not_in(LIVE), Job.changed < at - kept_s)
@@ -321,10 +303,10 @@ def tidy(session: Session) -> None:
 
 
 def _remove_attempts(session: Session, before: float) -> None:
-    """Remove old attempts, their trials and their tokens. What these tokens did and put here is
-    from now on of the token that asked for the job."""
+    """Remove old attempts, their trials and their tokens. What these tokens stored then belongs to
+    the token that asked for the job."""
     ended = (Job.state.not_in(LIVE), Job.changed < before)
-    old = select(Attempt).join(Job, Attempt.job == Job.id).where(*ended).limit(_MOST_REMOVED)
+    old = select(Attempt).join(Job, Attempt.job == Job.id).where(*ended).limit(_MAX_REMOVED)
     attempts = session.scalars(old).all()
     lent = [one.token for one in attempts]
     for table in (Item, Artifacts, Event):
@@ -342,27 +324,9 @@ def finder(session: Session, record: str) -> int | None:
     return session.scalar(select(func.max(Job.id)).where(Job.record == record))
 
 
-def tail(session: Session, number: int, most: int) -> Text:
-    """The end of what a job printed, of so many characters or one piece more."""
-    query = select(Log.id, Log.data).where(Log.job == number).order_by(Log.id.desc())
-    parts, size, last = [], 0, 0
-    for id, data in session.execute(query.execution_options(yield_per=16)):
-        if size >= most:
-            break
-        parts.append(data)
-        size, last = size + len(data), max(last, id)
-    return Text(text="".join(reversed(parts)), next=last, ended=False)
-
-
-def log_text(text: str) -> str:
-    """Lines of a log that steer no terminal: without colours, and what was written over."""
-    plain = _STEERS.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
-    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in plain)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """`jobs` and `attempts` by state; `oldest_s`: how long a job has waited at most."""
+    """`jobs` and `attempts` by state; `oldest_s`: the longest wait of a job."""
 
     jobs: Mapping[str, int]
     attempts: Mapping[str, int]
@@ -370,7 +334,6 @@ class Counts:
 
 
 def counts(session: Session) -> Counts:
-    """How many there are of everything."""
     of_jobs = session.execute(select(Job.state, func.count()).group_by(Job.state))
     of_attempts = session.execute(select(Attempt.state, func.count()).group_by(Attempt.state))
     first = session.scalar(select(func.min(Job.changed)).where(Job.state.in_(WAITING)))

@@ -1,4 +1,4 @@
-"""What a server does again and again beside answering requests, each in a thread."""
+"""What a server repeats beside answering requests, each in a thread."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Loop:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._last_turn = now()
-        self._store_error = ""
-        self._failure, self._failures = "", 0
+        self._store_error = self._failure = ""
+        self._failures = 0
 
     def start(self) -> None:
         self._last_turn = self._now()

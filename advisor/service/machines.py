@@ -1,66 +1,58 @@
-"""The machines that jobs run on, as the pages show them."""
+"""The machines that jobs run on: for the pages, and to say why a job waits."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import RowMapping, select
 from sqlalchemy.orm import Session
 
-from advisor.service.executors import Executor, ExecutorAway, Room
+from advisor.jobs.spec import gpu_matches
+from advisor.service.executors import Capacity
 from advisor.service.schema import Attempt, Job
-
-ASKS_S = 5.0
-"""An executor is asked at most this often, however many people look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """An executor with its devices, of each name together; `why` it is down, '' if it is up."""
+    """An executor, as it last answered. `why` it is down; '' if it is up."""
 
     name: str
-    devices: Sequence[Room] = ()
+    capacities: Sequence[Capacity] = ()
     why: str = ""
 
-
-class Machines:
-    """The executors of this server."""
-
-    def __init__(self, executors: Sequence[Executor] = ()) -> None:
-        self._executors = executors
-        self._lock = threading.Lock()
-        self._asked, self._seen = -ASKS_S, tuple[Machine, ...]()
-
-    def look(self) -> Sequence[Machine]:
-        """Each executor with its devices, some seconds old at most."""
-        with self._lock:
-            if time.monotonic() - self._asked >= ASKS_S:
-                self._seen = tuple(map(_machine, self._executors))
-                self._asked = time.monotonic()
-            return self._seen
+    @property
+    def devices(self) -> Sequence[Capacity]:
+        """Those of each name together, the CPU last."""
+        found = []
+        for name in sorted({one.gpu for one in self.capacities} - {""}):
+            alike = [one for one in self.capacities if one.gpu == name]
+            free, total = sum(one.gpus for one in alike), sum(one.total for one in alike)
+            why = "; ".join(dict.fromkeys(one.why for one in alike if one.why))
+            found.append(Capacity(gpu=name, gpus=free, total=total, why=why))
+        cpus = sum(not one.gpu for one in self.capacities)
+        why = "" if cpus else "a job is measured on this executor"
+        return [*found, Capacity(gpu="CPU", gpus=cpus, total=max(cpus, 1), why=why)]
 
 
-def _machine(executor: Executor) -> Machine:
-    try:
-        return Machine(name=executor.name, devices=_devices(executor.room()))
-    except ExecutorAway as exc:
-        return Machine(name=executor.name, why=str(exc))
-
-
-def _devices(rooms: Sequence[Room]) -> Sequence[Room]:
-    """The devices of some rooms, of equal names together, the CPU last."""
-    found = []
-    for name in sorted({room.gpu for room in rooms} - {""}):
-        alike = [room for room in rooms if room.gpu == name]
-        free, total = sum(room.gpus for room in alike), sum(room.total for room in alike)
-        why = "; ".join(dict.fromkeys(room.why for room in alike if room.why))
-        found.append(Room(gpu=name, gpus=free, total=total, why=why))
-    cpus = sum(not room.gpu for room in rooms)
-    why = "" if cpus else "a job is measured on this executor"
-    return [*found, Room(gpu="CPU", gpus=cpus, total=max(cpus, 1), why=why)]
+def why_waits(gpu: str, gpus: int, machines: Iterable[Machine]) -> tuple[str, bool]:
+    """Why a job for these devices waits, '' if it can start; and whether a machine has any."""
+    up = [one for one in machines if not one.why]
+    known = [capacity for one in up for capacity in one.capacities]
+    if not gpus and up:
+        idle = any(not one.gpu for one in known)
+        return "" if idle else "waits for a CPU that nothing is measured on", True
+    named = [one for one in known if one.gpu and gpu_matches(gpu, one.gpu)]
+    if gpus and any(one.gpus >= gpus for one in named):
+        return "", True
+    wanted = f"{gpus} GPUs" if gpus > 1 else "a GPU" if gpus else "a CPU"
+    if named:
+        why = "; ".join(dict.fromkeys(one.why for one in named if one.why))
+        free = max(one.gpus for one in named)
+        return f"waits for {wanted} of {named[0].gpu}: {free} free" + f" ({why})" * bool(why), True
+    called = f" named {gpu!r}" if gpu else ""
+    there = ", ".join(dict.fromkeys(one.gpu or "the CPU" for one in known)) or "none"
+    return f"no machine known now has {wanted}{called} (known: {there}); the job waits", False
 
 
 def running(session: Session) -> Sequence[RowMapping]:

@@ -1,50 +1,57 @@
-"""What Prometheus may read of a server."""
+"""What every answer gets: headers, and a place in the numbers that Prometheus may read."""
 
 from __future__ import annotations
 
 import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from advisor.service.jobs import Counts
 
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; img-src 'self' data:; "
+    "script-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; "
+    "frame-ancestors 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
 class Metrics:
-    """Of one server; what is in the database is told when it is asked for."""
+    """Of one server."""
 
     def __init__(self) -> None:
-        self._all = CollectorRegistry()
-        self._requests = Counter(
-            "advisor_requests", "Requests.", ("method", "route", "status"), registry=self._all
-        )
+        self._all = every = CollectorRegistry()
+        labels, answer = ("method", "route", "status"), ("method", "route")
+        self._requests = Counter("advisor_requests", "Requests.", labels, registry=every)
         self._seconds = Histogram(
             "advisor_request_seconds",
             "Until an answer begins.",
-            ("method", "route"),
+            answer,
             buckets=_SECONDS,
-            registry=self._all,
+            registry=every,
         )
-        self._records = Gauge("advisor_records", "Records, every version.", registry=self._all)
-        self._jobs = Gauge("advisor_jobs", "Jobs.", ("state",), registry=self._all)
-        self._attempts = Gauge("advisor_attempts", "Attempts.", ("state",), registry=self._all)
-        self._oldest = Gauge(
-            "advisor_oldest_waiting_job_seconds",
-            "How long a job has waited at most; 0 where none waits.",
-            registry=self._all,
-        )
+        self._records = Gauge("advisor_records", "Records, every version.", registry=every)
+        self._jobs = Gauge("advisor_jobs", "Jobs.", ("state",), registry=every)
+        self._attempts = Gauge("advisor_attempts", "Attempts.", ("state",), registry=every)
+        name, text = "advisor_oldest_waiting_job_seconds", "The longest wait of a job; 0 for none."
+        self._oldest = Gauge(name, text, registry=every)
 
     def saw(self, scope: Scope, status: int, seconds: float) -> None:
-        # The path as it was declared: what clients ask for would be names without end.
+        # The path as it was declared: there are endless ones that clients ask for.
         route = getattr(scope.get("route"), "path", "none")
         method = scope["method"] if route != "none" else "none"
         self._requests.labels(method, route, status).inc()
         self._seconds.labels(method, route).observe(seconds)
 
     def text(self, records: int, counts: Counts) -> bytes:
-        """In Prometheus' own form."""
+        """In Prometheus' format; what is in the database is given."""
         self._records.set(records)
         for gauge, found in ((self._jobs, counts.jobs), (self._attempts, counts.attempts)):
             for state, number in found.items():
@@ -53,8 +60,9 @@ class Metrics:
         return generate_latest(self._all)
 
 
-class Measured:
-    """Counts and times every request."""
+class Answers:
+    """Counts and times every request, and adds HEADERS to its answer. An answer without an ETag is
+    not cached."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -62,9 +70,13 @@ class Measured:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
 
-        async def say(message: Message) -> None:
+        async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+                headers.setdefault("Cache-Control", "no-cache" if "etag" in headers else "no-store")
                 self._metrics.saw(scope, message["status"], time.perf_counter() - began)
             await send(message)
 
-        await self._app(scope, receive, say if scope["type"] == "http" else send)
+        await self._app(scope, receive, answer)

@@ -4,76 +4,63 @@ from __future__ import annotations
 
 import functools
 import re
-import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from importlib import resources
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 from urllib.parse import parse_qsl, urlencode
 
 import jinja2
-from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request
+from fastapi import APIRouter, Depends, HTTPException, Query, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
-from starlette.concurrency import run_in_threadpool
+from starlette.staticfiles import StaticFiles
 
-from advisor.cache.reader import Sought, once
+from advisor.cache.reader import RecordFilter, once
 from advisor.errors import StoreError, UsageError
 from advisor.printed import line_anywhere
 from advisor.report.data import Section
 from advisor.report.html import pages as rendering
 from advisor.report.sections import report
 from advisor.report.text import age, cut, duration
-from advisor.service import catalog, coverage, jobs, machines, tokens
-from advisor.service.access import COOKIE, Here, Service, service_of
+from advisor.service import catalog, jobs, lookups, machines, tokens
+from advisor.service.access import COOKIE, Here, Service
 from advisor.service.catalog import View
 from advisor.service.database import DAY_S
-from advisor.service.limits import HEADERS
-from advisor.service.records import TRUSTS, Kept, Question, framework_of, trust_of
-from advisor.service.roles import MAY
+from advisor.service.limits import MAX_UNTRUSTED
+from advisor.service.records import Kept, Question, Trust, trust_of
+from advisor.service.roles import MAY, Role
+from advisor.service.routes.parsing import Number, RecordId
 from advisor.service.tokens import Caller
 
+STATIC = StaticFiles(packages=[("advisor.service", "static")])
 _PACKAGE = "advisor.service"
-_STATIC = {
-    "icon.svg": "image/svg+xml",
-    "htmx-4.0.1.min.js": "text/javascript",
-    "pico-2.1.1.min.css": "text/css",
-}
-_POLICY = (
-    HEADERS["Content-Security-Policy"].replace("img-src 'self'", "img-src 'self' data:")
-    + "; script-src 'self'; connect-src 'self'"
-)
-"""Of pages: the style sheet has its icons as data."""
 _MOST_FIELDS = 20
 _PATH = re.compile(r"/(?!/)[A-Za-z0-9._~@/?&=%+,:-]{0,500}")
-_ID = r"^[0-9a-f]{12}@[1-9][0-9]{0,9}$"
 
-site = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+site = APIRouter(
+    include_in_schema=False, default_response_class=HTMLResponse, max_body_size=MAX_UNTRUSTED
+)
 
 
 def visitor(request: Request) -> Caller | None:
     """Who is logged in, in the browser that asks."""
-    here = service_of(request)
+    here: Service = request.app.state.service
     with here.database.reading() as session:
-        cookie = request.cookies.get(COOKIE, "")
-        return tokens.logged_in(session, cookie, here.address(request))
+        return tokens.logged_in(session, request.cookies.get(COOKIE, ""), here.address(request))
 
 
-def visits(role: str) -> Callable[..., Caller]:
-    """A dependency: whose browser it is, logged in with a token that may do what this role may."""
+def visits(role: Role) -> Callable[..., Caller]:
+    """A dependency: who is logged in, with a token of this role or a higher one."""
 
-    def caller(request: Request, here: Here) -> Caller:
+    def caller(request: Request) -> Caller:
         found = visitor(request)
         if found is None and "hx-request" in request.headers:
             raise HTTPException(401, "this session is over", {"HX-Refresh": "true"})
         if found is None:
             raise HTTPException(303, headers={"Location": _login(request)})
-        if not found.may(role):
-            raise HTTPException(403, f"this token may {found.role}; this page needs {role}")
-        here.limit(found.token, writes=False)
+        found.check(role)
         return found
 
-    caller.role = role  # type: ignore[attr-defined] # for who walks over the routes
     return caller
 
 
@@ -86,16 +73,11 @@ def _login(request: Request) -> str:
 
 
 def _own_page(path: str) -> str:
-    """A path of this server as a link told it; '/' where it may lead elsewhere."""
+    """A path of this server; '/' for one that may lead elsewhere."""
     return path if _PATH.fullmatch(path) else "/"
 
 
-Reader = Annotated[Caller, Depends(visits("read"))]
-Submitter = Annotated[Caller, Depends(visits("submit"))]
-Admin = Annotated[Caller, Depends(visits("admin"))]
-
-
-async def sent(request: Request) -> dict[str, str]:
+async def _form(request: Request) -> dict[str, str]:
     """The fields of a form that a page of this server sent.
 
     Raises:
@@ -111,34 +93,32 @@ async def sent(request: Request) -> dict[str, str]:
 
 
 def _is_own(request: Request) -> bool:
-    """Whether a page of this server sent a form. Over plain HTTP to another host browsers say no
-    more than its origin, which `Referrer-Policy` lets them; what is no browser says nothing."""
+    """Whether a page of this server sent a form. Browsers say it in one of two headers, over plain
+    HTTP only in the second. What sends neither is no browser, so it has no cookie of a victim."""
     site = request.headers.get("sec-fetch-site", "")
     if not site and (origin := request.headers.get("origin", "")):
         return origin.partition("://")[2] == request.headers.get("host", "")
     return site in ("same-origin", "none", "")
 
 
-Sent = Annotated[dict[str, str], Depends(sent)]
+Reader = Annotated[Caller, Depends(visits("read"))]
+Submitter = Annotated[Caller, Depends(visits("submit"))]
+Admin = Annotated[Caller, Depends(visits("admin"))]
+Form = Annotated[dict[str, str], Depends(_form)]
 
 
-def _own(request: Request, form: Sent) -> dict[str, str]:
-    """As `sent`, of a page of this very session."""
-    key = tokens.form_key(request.cookies.get(COOKIE, ""))
-    if not secrets.compare_digest(form.get("form_key", "").encode(), key.encode()):
-        raise HTTPException(403, "this form is of another session; load the page again")
-    return form
-
-
-OwnForm = Annotated[dict[str, str], Depends(_own)]
-
-
-def shown(request: Request, name: str, caller: Caller | None = None, **what: Any) -> HTMLResponse:
+def shown(
+    request: Request, name: str, caller: Caller | None = None, status: int = 200, **what: Any
+) -> HTMLResponse:
     """A page; `caller` decides what its menu has."""
-    key = tokens.form_key(request.cookies.get(COOKIE, "")) if caller else ""
-    what |= {"caller": caller, "form_key": key, "path": request.url.path, "now": time.time()}
-    text = _templates().get_template(name).render(**what)
-    return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY})
+    what |= {"caller": caller, "path": request.url.path, "url": _url(request), "now": time.time()}
+    return HTMLResponse(_templates().get_template(name).render(status=status, **what), status)
+
+
+def _url(request: Request) -> str:
+    """This server, as users name it."""
+    proto = "https" if request.app.state.service.encrypted(request) else "http"
+    return f"{proto}://{request.headers.get('host', '')}"
 
 
 @functools.cache
@@ -149,19 +129,17 @@ def _templates() -> jinja2.Environment:
     return found
 
 
-def refusal(request: Request, status: int, detail: str) -> HTMLResponse:
+def error_page(request: Request, status: int, detail: str) -> HTMLResponse:
     """The page of an error, with the menu of whoever is logged in."""
     try:
         caller = visitor(request)
     except StoreError:
         caller = None
-    page = shown(request, "error.html", caller, status=status, detail=detail)
-    page.status_code = status
-    return page
+    return shown(request, "error.html", caller, status, detail=detail)
 
 
 def day(seconds: float | None) -> str:
-    """A time as a page has it, '-' for none."""
+    """'2026-07-01 12:30', in UTC; '-' for no time."""
     if seconds is None:
         return "-"
     return time.strftime("%Y-%m-%d %H:%M", time.gmtime(min(max(seconds, 0.0), 1e11)))
@@ -189,37 +167,20 @@ def style() -> Response:
     return Response("\n".join(texts), media_type="text/css", headers=headers)
 
 
-@site.get("/static/{file}")
-def static(file: str) -> Response:
-    """A file that pages name; a script's name holds its version."""
-    kind = _STATIC.get(file)
-    if kind is None:
-        raise HTTPException(404, "there is no such file")
-    data = resources.files(_PACKAGE).joinpath("static", file).read_bytes()
-    return Response(data, media_type=kind, headers={"Cache-Control": "public, max-age=86400"})
-
-
 @site.get("/login")
 def login(request: Request, to: str = "/") -> HTMLResponse:
     return shown(request, "login.html", wrong="", to=_own_page(to))
 
 
 @site.post("/login")
-async def log_in(request: Request, here: Here, form: Sent) -> Response:
-    return await run_in_threadpool(_log_in, request, here, form)
-
-
-def _log_in(request: Request, here: Service, form: Mapping[str, str]) -> Response:
+def log_in(request: Request, here: Here, form: Form) -> Response:
     to = _own_page(form.get("to", "/"))
     try:
-        caller = here.admit(form.get("token", "").strip(), here.address(request))
+        caller = here.admit(request, form.get("token", "").strip())
     except HTTPException as exc:
-        refusal = shown(request, "login.html", wrong=exc.detail, to=to)
-        refusal.status_code = exc.status_code
-        return refusal
+        return shown(request, "login.html", None, exc.status_code, wrong=exc.detail, to=to)
     with here.database.writing() as session:
         cookie = tokens.log_in(session, caller)
-        tokens.note_use(session, caller)
     answer = RedirectResponse(to, 303)
     answer.set_cookie(
         COOKIE,
@@ -233,18 +194,12 @@ def _log_in(request: Request, here: Service, form: Mapping[str, str]) -> Respons
 
 
 @site.post("/logout")
-def log_out(request: Request, here: Here, _caller: Reader, _form: OwnForm) -> Response:
+def log_out(request: Request, here: Here, _caller: Reader, _form: Form) -> Response:
     with here.database.writing() as session:
         tokens.log_out(session, request.cookies.get(COOKIE, ""))
     answer = RedirectResponse("/login", 303)
     answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
     return answer
-
-
-def url_of(request: Request) -> str:
-    """As who trains names this server."""
-    proto = "https" if service_of(request).encrypted(request) else "http"
-    return f"{proto}://{request.headers.get('host', '')}"
 
 
 @site.get("/")
@@ -261,28 +216,25 @@ def listed(
             lines=lines,
             number=number,
             more=number > (view.page + 1) * catalog.ON_A_PAGE,
-            choices=catalog.choices(session) | {"trust": TRUSTS},
+            choices=catalog.choices(session) | {"trust": get_args(Trust)},
             median=catalog.median(session),
-            covered=coverage.covered(session),
-            missed=coverage.missed(session),
-            days=coverage.DAYS,
-            url=url_of(request),
+            covered=lookups.covered(session),
+            missed=lookups.missed(session),
+            days=lookups.DAYS,
         )
 
 
-@site.get("/records/{key}")
-def record(
-    request: Request, here: Here, caller: Reader, key: Annotated[str, Path(pattern=_ID)]
-) -> HTMLResponse:
-    id, _, batch = key.partition("@")
+@site.get("/records/{record}")
+def record(request: Request, here: Here, caller: Reader, record: RecordId) -> HTMLResponse:
+    id, _, batch = record.partition("@")
     with here.database.reading() as session:
         kept = Kept(session, Question(id=id, batch=int(batch)))
-        held = here.reader.look_into(kept, Sought(id=id, batch=int(batch))).held
-        job = jobs.finder(session, key)
+        job = jobs.finder(session, record)
+    held = here.reader.look_into(kept, RecordFilter(id=id, batch=int(batch))).held
     if not held:
-        raise HTTPException(404, f"there is no record {key} that can be read")
-    found, url = next(iter(once(held).values())).record, url_of(request)
-    shows = report(found, url, line_anywhere(found))
+        raise HTTPException(404, f"there is no record {record} that can be read")
+    found = next(iter(once(held).values())).record
+    shows = report(found, _url(request), line_anywhere(found))
     *sections, start = shows.sections
     return shown(
         request,
@@ -293,15 +245,21 @@ def record(
         record=found,
         advised=found.winner(found.use),
         trust=trust_of(found),
-        framework=framework_of(found),
         job=job,
-        url=url,
     )
 
 
 def _says_something(section: Section) -> bool:
     """Whether a section has more than a reason why it is empty."""
     return section.name in ("chosen", "numerics") or bool(section.chart or section.table)
+
+
+@site.post("/records/{record}/measure")
+def measure_again(here: Here, caller: Submitter, _form: Form, record: RecordId) -> Response:
+    """Queue the job that found a record once more, and go to its page."""
+    with here.database.writing() as session:
+        job = jobs.measure_again(session, record, caller)[0].id
+    return RedirectResponse(f"/jobs/{job}", 303)
 
 
 @site.get("/tokens")
@@ -313,31 +271,27 @@ def _tokens(
     request: Request, here: Service, caller: Caller, made: str = "", wrong: str = ""
 ) -> HTMLResponse:
     with here.database.reading() as session:
-        page = {"tokens": tokens.listed(session), "roles": MAY}
-        return shown(request, "tokens.html", caller, made=made, wrong=wrong, **page)
+        found = tokens.listed(session)
+    page: dict[str, Any] = {"tokens": found, "roles": MAY, "made": made, "wrong": wrong}
+    return shown(request, "tokens.html", caller, **page)
 
 
 @site.post("/tokens")
-def make(request: Request, here: Here, caller: Admin, form: OwnForm) -> HTMLResponse:
-    made, wrong = "", ""
+def make(request: Request, here: Here, caller: Admin, form: Form) -> HTMLResponse:
+    name, role, days = (form.get(field, "") for field in ("name", "role", "days"))
     try:
-        days = form.get("days", "")
-        if days and not (days.isdecimal() and days.isascii() and 0 < len(days) < 6):
+        if not re.fullmatch(r"[0-9]{0,5}", days):
             raise UsageError("days: expected a number, or nothing for ever")
         expires = time.time() + int(days) * DAY_S if days else None
         with here.database.writing() as session:
-            _token, made = tokens.make(
-                session, form.get("name", ""), form.get("role", ""), expires, caller
-            )
+            made = tokens.make(session, name, role, expires, caller)[1]
     except UsageError as exc:
-        wrong = str(exc)
-    return _tokens(request, here, caller, made, wrong)
+        return _tokens(request, here, caller, wrong=str(exc))
+    return _tokens(request, here, caller, made)
 
 
 @site.post("/tokens/{number}/revoke")
-def revoke(
-    here: Here, caller: Admin, _form: OwnForm, number: Annotated[int, Path(ge=1, lt=2**31)]
-) -> Response:
+def revoke(here: Here, caller: Admin, _form: Form, number: Number) -> Response:
     with here.database.writing() as session:
         jobs.revoke_token(session, number, caller)
     return RedirectResponse("/tokens", 303)
@@ -345,10 +299,9 @@ def revoke(
 
 @site.get("/machines")
 def machines_page(request: Request, here: Here, caller: Reader) -> HTMLResponse:
-    seen = here.machines.look()
+    seen = list(here.machines.values())
     with here.database.reading() as session:
         running = machines.running(session)
-    known = {one.name for one in seen}
     return shown(
         request,
         "machines.html",
@@ -356,5 +309,5 @@ def machines_page(request: Request, here: Here, caller: Reader) -> HTMLResponse:
         machines=seen,
         troubles=here.troubles + machines.troubles(seen),
         running=running,
-        elsewhere=sorted({one["executor"] for one in running} - known),
+        elsewhere=sorted({one["executor"] for one in running} - {one.name for one in seen}),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import resource
 import signal
@@ -17,17 +18,16 @@ import uvicorn
 from sqlalchemy.orm import Session
 
 from advisor.cache.reader import Reader
-from advisor.cache.seal import Seal
+from advisor.cache.seal import KeyRing
 from advisor.errors import UsageError
 from advisor.opening import refusal
-from advisor.service import tokens
+from advisor.service import reconcile, tokens, upkeep
 from advisor.service.access import Service
 from advisor.service.app import application
 from advisor.service.database import DAY_S, Database
 from advisor.service.executors.schemes import LOCAL, NONE, open_executors
-from advisor.service.machines import Machines
+from advisor.service.loop import Loop
 from advisor.service.reconcile import Reconciler
-from advisor.service.upkeep import upkeep
 from advisor.tuners.host import keep_private
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -35,6 +35,8 @@ _CONNECTIONS = 2000
 _FILES = 500
 """Open files beside connections, at most."""
 _IDLE_S = 75
+_COUNTS_S = 30.0
+"""Between two writes of the counts of lookups."""
 _STOPS_S = 10
 """For requests that are being answered when the server is told to stop."""
 
@@ -112,28 +114,45 @@ def serve(
 
     _allow_connections()
     starters = open_executors(executors or where.executors, database.url)
-    listening = _listening(where)
-    try:
+    with contextlib.closing(_listening(where)) as listening, contextlib.closing(database):
         database.start(first)
+        reconciler = Reconciler(database, starters, _for_workers(where, listening))
         service = Service(
             database,
-            Reader(Seal.from_environment(), refusal),
+            Reader(KeyRing.from_environment(), refusal),
             behind_proxy=where.behind_proxy,
-            machines=Machines(starters),
+            machines=reconciler.machines,
         )
-        reconciler = Reconciler(database, starters, _for_workers(where, listening))
         # uvicorn raises the signal that stopped it again when it is done; nothing is left then.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         say(_address(where, listening), made[0] if made else None)
-        reconciler.loop.start()
-        service.loops.append(reconciler.loop)
-        with upkeep(service):
-            server = Server(_config(service, version), service.stopping, reconciler.close)
-            server.run(sockets=[listening])
+        _run(service, reconciler, _config(service, version), listening)
+
+
+def _run(
+    service: Service, reconciler: Reconciler, config: uvicorn.Config, listening: socket.socket
+) -> None:
+    """Answer, with all threads, until a signal comes."""
+    starts = Loop("reconciler", reconcile.EVERY_S, reconciler.turn)
+    counts = Loop("lookup counter", _COUNTS_S, lambda: service.lookups.flush(service.database))
+    tidies = Loop("upkeep", upkeep.EVERY_S, lambda: upkeep.tidy(service))
+    service.loops += [starts, counts, tidies]
+
+    def last() -> None:
+        """Comes while workers can still report."""
+        starts.close()
+        reconciler.close()
+
+    for loop in service.loops:
+        loop.start()
+    try:
+        Server(config, service.stopping, last).run(sockets=[listening])
     finally:
-        listening.close()
-        database.close()
+        service.stopping.set()
+        for loop in service.loops:
+            loop.close()
+        counts.once()
 
 
 def _config(service: Service, version: str) -> uvicorn.Config:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from sqlalchemy import BigInteger, ForeignKey, Index, String, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-_Bytewise = String().with_variant(String(collation="C"), "postgresql")
+Bytewise = Annotated[str, mapped_column(String().with_variant(String(collation="C"), "postgresql"))]
 """Text that is ordered by its bytes, whatever the language of the database."""
+Large = Annotated[int, mapped_column(BigInteger)]
+TokenId = Annotated[int, mapped_column(ForeignKey("tokens.id"))]
+JobId = Annotated[int, mapped_column(ForeignKey("jobs.id"))]
 NARROWED = {
     **{name: (name,) for name in ("model", "target", "file", "family", "command")},
     **{name: (name, "target") for name in ("origin", "code")},
 }
-"""Columns of a record that a lookup narrows by: one step into an index finds the next terms that
-there are, another the newest of them."""
+"""Columns that a lookup narrows by. Each index leads to the terms, and to the newest of them."""
 
 
 class Base(DeclarativeBase):
@@ -20,19 +24,16 @@ class Base(DeclarativeBase):
 
 
 class Item(Base):
-    """A version of a record, or a mark on one, under the key that a store has it by.
+    """A version of a record, under the key that a store has it by. Times in Unix seconds.
 
     Attributes:
-        place: what all versions of one record have in common; see `cache.name.Name`.
+        record_key: the same for all versions of a record; see `cache.name`, also for `id`, `target`
+            and `origin`.
         called: the target's name; `file` that of its file or module.
-        speedup: of the loop's winner. All from `target` to `created` is empty of marks.
-        trust: one of `records.TRUSTS`; `framework`: the libraries that the model's classes are of.
-        code: of the target, as `cache.record.Target` has it; `family` as the record has it;
-            `command` as `command_part`.
-        device: its name; `fields` every field of the record's key, as JSON; `terms` their digest,
-            see `terms_of`.
-        created: when it was measured, in Unix seconds; `stored` when it came here.
-        token: whose it is.
+        fields: every field of the record's key, as JSON; `terms` their digest, see `terms_of`.
+        speedup: of the loop's winner.
+        framework: the libraries that the model's classes are of.
+        created: when it was measured; `stored` when it came here.
     """
 
     __tablename__ = "items"
@@ -42,48 +43,42 @@ class Item(Base):
         Index("items_of_token", "token", "size"),
     )
 
-    key: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
-    place: Mapped[str] = mapped_column(_Bytewise, index=True)
-    model: Mapped[str] = mapped_column(_Bytewise)
-    id: Mapped[str] = mapped_column(_Bytewise)
-    batch: Mapped[int] = mapped_column(BigInteger)
-    target: Mapped[str] = mapped_column(_Bytewise, default="")
-    origin: Mapped[str] = mapped_column(_Bytewise, default="")
-    called: Mapped[str] = mapped_column(default="")
-    file: Mapped[str] = mapped_column(_Bytewise, default="")
-    code: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
-    family: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
-    command: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
-    device: Mapped[str] = mapped_column(_Bytewise, default="", index=True)
-    fields: Mapped[str] = mapped_column(default="")
-    terms: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
-    speedup: Mapped[float] = mapped_column(default=0.0)
-    trust: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
-    framework: Mapped[str] = mapped_column(_Bytewise, default="", server_default=text("''"))
-    created: Mapped[float] = mapped_column(default=0.0)
+    key: Mapped[Bytewise] = mapped_column(primary_key=True)
+    record_key: Mapped[Bytewise] = mapped_column(index=True)
+    model: Mapped[Bytewise]
+    id: Mapped[Bytewise]
+    batch: Mapped[Large]
+    target: Mapped[Bytewise]
+    origin: Mapped[Bytewise]
+    called: Mapped[str]
+    file: Mapped[Bytewise]
+    code: Mapped[Bytewise]
+    family: Mapped[Bytewise]
+    command: Mapped[Bytewise]
+    device: Mapped[Bytewise] = mapped_column(index=True)
+    fields: Mapped[str]
+    terms: Mapped[Bytewise]
+    speedup: Mapped[float]
+    trust: Mapped[Bytewise]
+    framework: Mapped[Bytewise]
+    created: Mapped[float]
     stored: Mapped[float]
     size: Mapped[int]
-    token: Mapped[int] = mapped_column(ForeignKey("tokens.id"))
+    token: Mapped[TokenId]
     data: Mapped[bytes]
 
 
 class Artifacts(Base):
-    """What was compiled for a config of a record, under the name that a shelf has it by.
-
-    Attributes:
-        place: of the record; see `cache.name.Name`.
-        stored: when it came here, in Unix seconds.
-        token: whose it is.
-    """
+    """What was compiled for a config of a record."""
 
     __tablename__ = "artifacts"
     __table_args__ = (Index("artifacts_of_token", "token", "size"),)
 
-    name: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
-    place: Mapped[str] = mapped_column(_Bytewise)
+    name: Mapped[Bytewise] = mapped_column(primary_key=True)
+    record_key: Mapped[Bytewise]
     size: Mapped[int]
     stored: Mapped[float]
-    token: Mapped[int] = mapped_column(ForeignKey("tokens.id"))
+    token: Mapped[TokenId]
     data: Mapped[bytes] = mapped_column(deferred=True)
 
 
@@ -108,7 +103,7 @@ class Session(Base):
     __tablename__ = "sessions"
 
     digest: Mapped[bytes] = mapped_column(primary_key=True)
-    token: Mapped[int] = mapped_column(ForeignKey("tokens.id"))
+    token: Mapped[TokenId]
     expires: Mapped[float]
 
 
@@ -119,7 +114,7 @@ class Event(Base):
 
     id: Mapped[int] = mapped_column(primary_key=True)
     at: Mapped[float]
-    token: Mapped[int | None] = mapped_column(ForeignKey("tokens.id"))
+    token: Mapped[TokenId | None]
     action: Mapped[str]
     subject: Mapped[str]
     address: Mapped[str]
@@ -129,18 +124,19 @@ _LIVE = text("state IN ('queued', 'running', 'preempted')")
 
 
 class Job(Base):
-    """A tuning that was asked for. Times in Unix seconds of the database's clock.
+    """A submitted tuning. Times in Unix seconds of the database's clock.
 
     Attributes:
-        key: of what was asked for: of equal ones at most one is live.
+        key: of what was submitted: at most one job of a key is live.
         state: one of `advisor.jobs.states.STATES`; `reason` why, for people.
-        what: the command or the target, for people; `asked` all of it, as JSON.
+        what: the command or the target, for people; `asked` the whole JobSpec, as JSON.
         archive: the digest of its code, or ''.
-        gpu, gpus: where it is to run; see `JobSpec`.
-        token: whose it is.
         changed: when its state did; `due`: it is not started before.
         record: the id of what it found, '' until it is done.
-        attempts: how many there were; `logged`: characters of its log.
+        attempts: how many there were; `started`: when the first was.
+        budget_s: for measuring. tried: how many trials it has; `batch` of the first.
+        speedup: of its record; before, of the best trial at that batch; 0 if it is not known.
+        logged: characters of its log.
     """
 
     __tablename__ = "jobs"
@@ -154,34 +150,37 @@ class Job(Base):
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    key: Mapped[str] = mapped_column(_Bytewise)
+    key: Mapped[Bytewise]
     state: Mapped[str]
     reason: Mapped[str] = mapped_column(default="")
     what: Mapped[str]
     asked: Mapped[str]
-    archive: Mapped[str] = mapped_column(_Bytewise)
-    gpu: Mapped[str] = mapped_column(_Bytewise)
+    archive: Mapped[Bytewise]
+    gpu: Mapped[Bytewise]
     gpus: Mapped[int]
-    token: Mapped[int] = mapped_column(ForeignKey("tokens.id"))
+    token: Mapped[TokenId]
     created: Mapped[float]
     changed: Mapped[float]
     due: Mapped[float] = mapped_column(default=0.0)
     record: Mapped[str] = mapped_column(default="")
     attempts: Mapped[int] = mapped_column(default=0)
+    started: Mapped[float | None]
+    budget_s: Mapped[float]
+    tried: Mapped[int] = mapped_column(default=0)
+    batch: Mapped[int | None] = mapped_column(BigInteger)
+    speedup: Mapped[float] = mapped_column(default=0.0)
     logged: Mapped[int] = mapped_column(default=0)
 
 
 class Attempt(Base):
-    """One start of a job on an executor.
+    """One start of a job on an executor. Times by the database's clock.
 
     Attributes:
-        number: of the job's attempts, from 1.
         external: its id at the executor, known before it is started.
         device: what it was given, for people.
-        beat: when it was last heard of; all times are of the database's clock.
+        beat: when it was last heard of.
         token: its own, which is revoked when it ends.
-        start: the digest of its start token, of which executors know; `begun`: when that was
-            exchanged.
+        start: the digest of its start token; `begun`: when that was exchanged.
     """
 
     __tablename__ = "attempts"
@@ -192,7 +191,7 @@ class Attempt(Base):
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    job: Mapped[int] = mapped_column(ForeignKey("jobs.id"))
+    job: Mapped[JobId]
     number: Mapped[int]
     executor: Mapped[str]
     external: Mapped[str]
@@ -202,30 +201,24 @@ class Attempt(Base):
     started: Mapped[float]
     beat: Mapped[float]
     ended: Mapped[float | None]
-    token: Mapped[int] = mapped_column(ForeignKey("tokens.id"), unique=True)
+    token: Mapped[TokenId] = mapped_column(unique=True)
     start: Mapped[bytes]
     begun: Mapped[float | None]
 
 
 class Trial(Base):
-    """A config that an attempt tried.
-
-    Attributes:
-        what: the config, for people.
-        batch: None where it is not known.
-        ratio: to the baseline; 0 where it is not known.
-        outcome: '' where it ran, else why it failed.
-    """
+    """A config that an attempt tried. `batch` is None and `ratio` 0 if unknown; `outcome` is '' if
+    it ran, else why it failed."""
 
     __tablename__ = "trials"
     __table_args__ = (Index("trials_of_job", "job"),)
 
     attempt: Mapped[int] = mapped_column(ForeignKey("attempts.id"), primary_key=True)
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    job: Mapped[int] = mapped_column(ForeignKey("jobs.id"))
+    job: Mapped[JobId]
     at: Mapped[float]
     what: Mapped[str]
-    batch: Mapped[int | None] = mapped_column(BigInteger)
+    batch: Mapped[Large | None]
     samples_per_s: Mapped[float]
     ratio: Mapped[float]
     outcome: Mapped[str]
@@ -239,7 +232,7 @@ class Log(Base):
     __table_args__ = (Index("logs_of_job", "job", "id"),)
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    job: Mapped[int] = mapped_column(ForeignKey("jobs.id"))
+    job: Mapped[JobId]
     attempt: Mapped[int] = mapped_column(ForeignKey("attempts.id"))
     data: Mapped[str]
 
@@ -249,8 +242,8 @@ class Study(Base):
 
     __tablename__ = "studies"
 
-    job: Mapped[int] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
-    name: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
+    job: Mapped[JobId] = mapped_column(primary_key=True)
+    name: Mapped[Bytewise] = mapped_column(primary_key=True)
     data: Mapped[bytes]
 
 
@@ -260,29 +253,23 @@ class Archive(Base):
     __tablename__ = "archives"
     __table_args__ = (Index("archives_of_token", "token", "size"),)
 
-    digest: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
+    digest: Mapped[Bytewise] = mapped_column(primary_key=True)
     size: Mapped[int]
-    token: Mapped[int] = mapped_column(ForeignKey("tokens.id"))
+    token: Mapped[TokenId]
     created: Mapped[float]
     used: Mapped[float]
     data: Mapped[bytes]
 
 
 class Lookup(Base):
-    """How often something was looked up in a day.
-
-    Attributes:
-        day: since 1970-01-01, UTC.
-        place: of the record that was nearest, '' for none; `model` what was asked for: the first
-            12 digits of its fingerprint, or ''.
-        outcome: one of `lookups.OUTCOMES`.
-    """
+    """How often something was looked up in a day since 1970-01-01, UTC. `record_key` is the nearest
+    record's, or ''; `model` the start of the wanted fingerprint, or ''."""
 
     __tablename__ = "lookups"
 
     day: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    device: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
-    place: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
-    model: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
-    outcome: Mapped[str] = mapped_column(_Bytewise, primary_key=True)
-    count: Mapped[int] = mapped_column(BigInteger)
+    device: Mapped[Bytewise] = mapped_column(primary_key=True)
+    record_key: Mapped[Bytewise] = mapped_column(primary_key=True)
+    model: Mapped[Bytewise] = mapped_column(primary_key=True)
+    outcome: Mapped[Bytewise] = mapped_column(primary_key=True)
+    count: Mapped[Large]

@@ -13,7 +13,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from advisor.cache.name import MARKS, PREFIX
+from advisor.cache.name import PREFIX
 from advisor.cache.stores.http_client import BYTES, JSON, Answer, HttpClient
 from advisor.cache.stores.store import (
     BLOBS,
@@ -36,7 +36,7 @@ _REFUSAL = 2**12
 """Bytes that a refusal may have."""
 MOST = 64
 """Records asked for in one request."""
-_KEY = re.compile(rf"(?:{PREFIX}|{MARKS})[0-9a-fs./]{{1,200}}")
+_KEY = re.compile(rf"{PREFIX}[0-9a-fs./]{{1,200}}")
 
 
 class _Keys(msgspec.Struct):

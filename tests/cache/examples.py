@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from advisor.cache.codec import to_plain
 from advisor.cache.config import Config
 from advisor.cache.key import Device, Environment, Key, Software
 from advisor.cache.record import (
@@ -109,3 +111,14 @@ def record(
             parameters=1728,
         ),
     )
+
+
+def planted(one: Record, path: str, value: object) -> dict[str, Any]:
+    """The record as plain data, with one value that no encoder wrote."""
+    content: dict[str, Any] = to_plain(one)
+    *owners, last = path.split(".")
+    here: Any = content
+    for owner in owners:
+        here = here[int(owner) if isinstance(here, list) else owner]
+    here[last] = value
+    return content

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import msgpack
 
-from advisor.cache.codec import FORMAT, encode, enveloped, plain
-from advisor.cache.seal import Seal
+from advisor.cache.codec import FORMAT, encode, make_envelope, to_plain
+from advisor.cache.seal import KeyRing
 from tests.cache.examples import DEFAULT, choice, record
 
 HEADERS = (
@@ -30,14 +30,14 @@ HEADERS = (
 def corpus() -> list[bytes]:
     """Records of all sorts: bare, full, signed, of a later version, with values nobody measured."""
     one = record()
-    later = plain(one)
+    later = to_plain(one)
     later["later"] = {"deep": [1, 2]}
     later["provenance"]["cluster"] = "eu"
     return [
         encode(one),
         encode(record(trials=12)),
-        encode(one, Seal(b"a secret of a team")),
-        enveloped(msgpack.packb(later)),
+        encode(one, KeyRing(b"a secret of a team")),
+        make_envelope(msgpack.packb(later)),
         encode(replace(one, baseline=choice(DEFAULT.replace(compile="../../x")))),
         encode(replace(one, stale="slower now", revised=1.74e9, family="0123456789ab")),
     ]

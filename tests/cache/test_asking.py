@@ -16,7 +16,7 @@ import pytest
 
 from advisor.cache.asking import MOST_TOLD, Chosen, Said, ask
 from advisor.cache.name import Name
-from advisor.cache.reader import Held, Listing, Marks, Sought
+from advisor.cache.reader import Listing, RecordFilter, StoredRecord
 from advisor.cache.records import Records
 from advisor.cache.stores import Remote, Store, open_store
 from advisor.cache.stores.dir import DirStore
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 STALE = replace(record(), stale="slower now")
 
 
-def first(held: Sequence[Held]) -> Chosen:
+def first(held: Sequence[StoredRecord]) -> Chosen:
     """The newest of all, with which one goes on where it is stale."""
     best = max(held, key=lambda one: one.record.provenance.created, default=None)
     return Chosen(held=best, final=best is not None and not best.record.stale)
@@ -36,16 +36,16 @@ def first(held: Sequence[Held]) -> Chosen:
 
 def asked(
     records: Records,
-    choose: Callable[[Sequence[Held]], Chosen] = first,
+    choose: Callable[[Sequence[StoredRecord]], Chosen] = first,
     **more: float,
 ) -> Said[Chosen]:
-    def read(store: Store, marks: Marks) -> Listing:
-        return records.look_into(store, Sought(target="model.py:Net"), marks)
+    def read(store: Store) -> Listing:
+        return records.look_into(store, RecordFilter(target="model.py:Net"))
 
     return ask(records, read, choose, **more)
 
 
-def served(said: Said[Chosen]) -> Held | None:
+def served(said: Said[Chosen]) -> StoredRecord | None:
     return said.chosen.held if said.chosen else None
 
 
@@ -237,7 +237,7 @@ from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 records = Records([open_store(url) for url in sys.argv[1:]])
 def look(records=records):
-    return ask(records, lambda store, marks: records.look_into(store, marks=marks),
+    return ask(records, records.look_into,
                lambda held: Chosen(held=held[0] if held else None))
 stop = False
 def always():
@@ -408,10 +408,10 @@ def test_a_record_by_its_origin_or_model_alone(stores: list[Store]) -> None:
     store = Told(Path(stores[0].url.partition(":")[2]))
     records = Records(store)
     for sought, found in (
-        (Sought(origins=frozenset(["fedcba98", "0a"])), other),
-        (Sought(model="cd" * 32), other),
-        (Sought(target="model.py:Net"), one),
-        (Sought(id=one.key.id, batch=64), one),
+        (RecordFilter(origins=frozenset(["fedcba98", "0a"])), other),
+        (RecordFilter(model="cd" * 32), other),
+        (RecordFilter(target="model.py:Net"), one),
+        (RecordFilter(id=one.key.id, batch=64), one),
     ):
         read.clear()
         (held,) = records.look_into(store, sought).held
@@ -422,8 +422,8 @@ def test_a_record_by_its_origin_or_model_alone(stores: list[Store]) -> None:
     Records(stores[0]).put(newer)
     for most, found, more in ((1, {one, newer}, 1), (2, {one, newer}, 0)):
         read.clear()
-        listing = records.look_into(store, Sought(kin_of=one.key, family="f0", most=most))
+        listing = records.look_into(store, RecordFilter(kin_of=one.key, family="f0", most=most))
         assert {held.record for held in listing.held} == found and len(listing.left) == more
         assert len(read) == most + 1  # its own model's, and of others the newest
-    assert records.look_into(store, Sought(origins=frozenset())).held == ()
-    assert records.look_into(store, Sought(id=one.key.id, batch=8)).held == ()
+    assert records.look_into(store, RecordFilter(origins=frozenset())).held == ()
+    assert records.look_into(store, RecordFilter(id=one.key.id, batch=8)).held == ()

@@ -1,170 +1,117 @@
 from __future__ import annotations
 
 import json
-import statistics
+import re
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advisor.cache.codec import FORMAT, decode, encode, enveloped, from_plain, plain, to_plain
-from advisor.cache.config import Config
-from advisor.cache.record import OUTCOMES, STAGES, Choice, Measurement, Record, Trial
-from advisor.cache.seal import Seal
+from advisor.cache.codec import FORMAT, decode, encode, from_plain, make_envelope, to_plain
+from advisor.cache.record import OUTCOMES, Measurement, Record
+from advisor.cache.seal import KeyRing
 from advisor.errors import RecordDamaged
-from tests.cache.examples import choice, record
-from tests.cache.test_config import configs
+from tests.cache.examples import choice, planted, record, trial
+from tests.cache.test_config import configs_of
 
-amounts = st.floats(0, 1e9)
-rates = st.floats(1e-9, 1e12)
-turns = st.lists(st.floats(1, 1000), min_size=1, max_size=4).map(tuple)
-counts = st.integers(0, 10**12)
-lines = st.text(max_size=20).filter(str.isprintable)
-settings = configs.filter(
-    lambda one: all(part.isprintable() for part in (*one, *one.values()) if isinstance(part, str))
-)
+lines = st.text(st.just(" ") | st.characters(exclude_categories=("C", "Z")), max_size=20)
 measurements = st.builds(
     Measurement,
     outcome=st.sampled_from(OUTCOMES),
     reason=lines,
-    samples_per_s=rates,
-    low=rates,
-    high=rates,
-    peak_bytes=counts,
-    steps=counts,
-    blocks=st.lists(amounts, max_size=4).map(tuple),
-)
-trials = st.builds(
-    Trial,
-    number=counts,
-    config=settings,
-    measurement=measurements,
-    stage=st.sampled_from(STAGES),
-    origin=lines,
-    seconds=amounts,
-)
-
-
-def of_turns(config: Config, turns: tuple[float, ...], peak_bytes: int) -> Choice:
-    """Of a baseline: the others are held against its turns."""
-    middle = statistics.median(turns)
-    one = choice(config, middle, 1.0)
-    one = replace(one, batch=64, low=min(turns), high=max(turns), rounds=turns)
-    return replace(one, peak_bytes=peak_bytes)
-
-
-choices = st.builds(of_turns, settings, turns, counts)
-records = st.builds(
-    lambda trials, baseline, input: replace(
-        record(),
-        trials=tuple(trials),
-        baseline=baseline,
-        winners=tuple(replace(one, choice=baseline) for one in record().winners),
-        input=input,
-    ),
-    st.lists(trials, max_size=4),
-    choices,
-    settings,
+    samples_per_s=st.floats(1e-9, 1e12),
+    peak_bytes=st.integers(0, 2**50),
+    blocks=st.lists(st.floats(0, 1e9), max_size=4).map(tuple),
 )
 EXAMPLE = encode(record())
 
 
-@given(records)
-def test_round_trip(one: Record) -> None:
+@settings(max_examples=25)
+@given(st.lists(st.tuples(measurements, configs_of(lines)), max_size=4), configs_of(lines))
+def test_round_trip(measured: list[Any], input: Any) -> None:
+    trials = [replace(trial(n, config), measurement=m) for n, (m, config) in enumerate(measured)]
+    one = replace(record(), trials=tuple(trials), input=input)
     assert decode(encode(one)) == one
-    assert from_plain(Record, json.loads(json.dumps(plain(one)))) == one
-
-
-@given(measurements)
-def test_a_measurement_travels_alone(one: Measurement) -> None:
-    assert from_plain(Measurement, to_plain(one)) == one
-
-
-@given(st.binary(max_size=200))
-def test_rubbish_is_damaged(data: bytes) -> None:
-    with pytest.raises(RecordDamaged):
-        decode(data)
-
-
-@given(st.lists(st.tuples(st.integers(0, len(EXAMPLE) - 1), st.integers(0, 255)), max_size=4))
-def test_mutated_bytes_decode_or_are_damaged(changes: list[tuple[int, int]]) -> None:
-    data = bytearray(EXAMPLE)
-    for place, value in changes:
-        data[place] = value
-    try:
-        decode(bytes(data))
-    except RecordDamaged as exc:
-        assert "\n" not in str(exc)
-
-
-@given(st.integers(0, len(EXAMPLE) - 1))
-def test_cut_bytes_are_damaged(length: int) -> None:
-    with pytest.raises(RecordDamaged):
-        decode(EXAMPLE[:length])
+    assert from_plain(Record, json.loads(json.dumps(to_plain(one)))) == one
 
 
 def enclosed(content: object, **changes: object) -> bytes:
-    envelope = msgpack.unpackb(enveloped(msgpack.packb(content)))
+    envelope = msgpack.unpackb(make_envelope(msgpack.packb(content)))
     return msgpack.packb(envelope | changes)  # type: ignore[no-any-return]
 
 
-def put(path: str, value: object) -> Callable[[dict[str, Any]], None]:
-    def change(content: dict[str, Any]) -> None:
-        *owners, name = path.split(".")
-        here: Any = content
-        for owner in owners:
-            here = here[int(owner) if isinstance(here, list) else owner]
-        here[name] = value
-
-    return change
-
-
-def drop(name: str) -> Callable[[dict[str, Any]], None]:
-    return lambda content: content.pop(name)
-
-
-MEASUREMENT = "trials.1.measurement"
+TIME = "a time from 2020 until now"
+TEXT = "one line of at most 4096 printable"
+MEASURED = "trials.1.measurement"
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("path", "value", "says"),
     [
-        (drop("target"), "record: Object missing required field `target`"),
-        (put("baseline.batch", True), r"baseline\.batch: expected an integer, got True"),
-        (
-            put("baseline.batch", 0),
-            r"record\.baseline\.batch: expected an integer >= 1, got 0",
-        ),
-        (put("key.task.shapes", [[3, "x"]]), r"key\.task\.shapes\[0\]\[1\]: expected an integer"),
-        (put("key.task.shapes", [[-3, 3]]), "each number from 1"),
-        (put("key.task.deterministic", 1), "expected true or false"),
-        (
-            put(f"{MEASUREMENT}.outcome", "splendid"),
-            r"trials\[1\]\.measurement\.outcome: expected .*ok.*splendid",
-        ),
-        (
-            put(f"{MEASUREMENT}.low", float("inf")),
-            r"measurement\.low: expected a number <= 1.*, got inf",
-        ),
-        (put(f"{MEASUREMENT}.low", "fast"), "expected a number, got 'fast'"),
-        (put("input", {"a": [1]}), r"record\.input: config value a"),
-        (put("baseline", None), r"record\.baseline: expected a map"),
-        (put("target.name", "x" * (2**16 + 1)), "not msgpack"),
-        (put("extra", msgpack.Timestamp(1)), "not msgpack"),
+        ("baseline", None, "record.baseline: expected a map, got nothing"),
+        ("baseline.batch", True, "baseline.batch: expected an integer"),
+        ("baseline.batch", 0, "record.baseline.batch: expected an integer >= 1"),
+        ("baseline.peak_bytes", -1, "an integer >= 0"),
+        ("baseline.peak_bytes", 2**63, "an integer <="),
+        ("baseline.rounds", [9e9], "its turns say"),
+        ("baseline.rounds", [], "without a turn"),
+        ("baseline.samples_per_s", -1.0, "a number >="),
+        ("baseline.samples_per_s", 1e300, "a number <="),
+        ("baseline.speedup", float("inf"), "a number <="),
+        ("baseline.speedup", 1.01, "speed-up 1.01, and its turns say 1"),
+        ("extra", msgpack.Timestamp(1), "not msgpack"),
+        ("family", "\x1b[2J", TEXT),
+        ("input", {"a": [1]}, "record.input: config value a"),
+        ("input", {"\x1b[2J": True}, TEXT),
+        ("input", {"a": "\x1b[2J"}, TEXT),
+        ("key.environment.device.name", "\x9b31m", TEXT),
+        ("key.model", "../" * 20, "matching regex"),
+        ("key.task.deterministic", 1, "expected true or false"),
+        ("key.task.shapes", [], "expected a batch and a sample"),
+        ("key.task.shapes", [[-3, 3]], "each number from 1"),
+        ("key.task.shapes", [[64, 0]], "shapes"),
+        ("key.task.shapes", [[64] * 1000], "shapes"),
+        ("key.task.shapes", [[3, "x"]], "key.task.shapes[0][1]: expected an integer"),
+        ("provenance.created", float("nan"), TIME),
+        ("provenance.created", 1.0, TIME),
+        ("provenance.created", 1e305, TIME),
+        ("provenance.study", "../../ran", "matching regex"),
+        ("revised", 1.0, f"revised 1: expected {TIME}"),
+        ("revised", 7.2e10, TIME),
+        ("target", {}, "target: Object missing required field `name`"),
+        ("target.name", "a" * 60_000, TEXT),
+        ("target.name", "a.py\nrun: rm -rf", TEXT),
+        ("target.name", "a\u202eyp.b", TEXT),
+        ("target.name", "x" * (2**16 + 1), "not msgpack"),
+        ("target.origin", "/etc/passwd", "matching regex"),
+        ("trials.0.measurement.samples_per_s", 0.0, "without a speed"),
+        ("trials.0.measurement.step_s", 1e300, "a number <="),
+        ("trials.0.stage", "\x1b", TEXT),
+        (f"{MEASURED}.low", "fast", "expected a number, got text"),
+        (f"{MEASURED}.low", float("inf"), "measurement.low: expected a number <= 1"),
+        (f"{MEASURED}.outcome", "splendid", "trials[1].measurement.outcome: expected text"),
+        (f"{MEASURED}.reason", "\x07", TEXT),
+        ("winners.0.choice.speedup", 0, "a number >= 1e-06"),
+        ("winners.0.choice.speedup", 1e300, "a number <="),
+        ("winners.2.choice.high", 4000.0, "fastest turn 4000, and its turns say 3030"),
+        ("winners.2.choice.low", 2900.0, "slowest turn 2900, and its turns say 2970"),
+        ("winners.2.choice.rounds", [], "without a turn"),
+        ("winners.2.choice.samples_per_s", 3100.0, "samples/s 3100, and its turns say 3000"),
+        ("winners.2.choice.speedup", 1.51, "speed-up 1.51, and its turns say 1.5"),
+        ("winners.2.choice.speedup_low", 1.6, "not in its own interval"),
+        ("winners.2.free", True, "winners: expected one for each of flags"),
+        ("winners.2.use", "pilot", "winners: expected one for each of flags"),
     ],
 )
-def test_names_what_is_wrong(change: Callable[[dict[str, Any]], None], says: str) -> None:
-    content = plain(record())
-    change(content)
-    with pytest.raises(RecordDamaged, match=says):
-        decode(enclosed(content))
+def test_values_that_are_refused(path: str, value: object, says: str) -> None:
+    with pytest.raises(RecordDamaged, match=re.escape(says)):
+        decode(enclosed(planted(record(), path, value)))
 
 
 @pytest.mark.parametrize(
@@ -173,19 +120,19 @@ def test_names_what_is_wrong(change: Callable[[dict[str, Any]], None], says: str
         ({"format": FORMAT + 1}, f"newer than {FORMAT}.*upgrade advisor"),
         ({"format": FORMAT - 1}, f"format {FORMAT - 1} is no longer read"),
         ({"format": "1"}, "format: missing"),
-        ({"record": [1]}, "expected bytes in its envelope"),
+        ({"record": [1]}, "envelope.record: expected"),
         ({"record": b"\x80"}, "do not match their checksum"),
         ({"sha256": b""}, "do not match their checksum"),
-        ({"sha256": None}, "do not match their checksum"),
+        ({"sha256": None}, "envelope.sha256: expected"),
     ],
 )
 def test_names_what_is_wrong_with_the_envelope(changes: dict[str, object], says: str) -> None:
     with pytest.raises(RecordDamaged, match=says):
-        decode(enclosed(plain(record()), **changes))
+        decode(enclosed(to_plain(record()), **changes))
 
 
 def test_tolerates() -> None:
-    content = plain(record())
+    content = to_plain(record())
     content["unknown"] = [1]
     content["baseline"]["speedup"] = 1  # an integer where a number is asked
     del content["trials"][0]["measurement"]["gpu_s"]  # has a default
@@ -193,7 +140,7 @@ def test_tolerates() -> None:
 
 
 def test_what_a_newer_version_wrote_survives() -> None:
-    content = plain(record())
+    content = to_plain(record())
     content["later"] = {"deep": [1, 2]}
     content["provenance"]["cluster"] = "eu"
     content["baseline"]["watts"] = 500
@@ -222,24 +169,22 @@ def test_what_is_too_large_is_thinned_out() -> None:
     assert slow.number not in [trial.number for trial in found.trials]
 
 
-SEAL = Seal(b"a secret of a team", required=True)
-
-
 def test_signed() -> None:
-    signed = encode(record(), SEAL)
-    assert decode(signed, SEAL) == record()
+    team = KeyRing(b"a secret of a team", required=True)
+    signed = encode(record(), team)
+    assert decode(signed, team) == record()
     assert decode(signed) == record()
-    other = Seal(b"the secret of another", required=True)
-    for data, seal, says in (
-        (EXAMPLE, SEAL, "not signed"),
+    other = KeyRing(b"the secret of another", required=True)
+    for data, keyring, says in (
+        (EXAMPLE, team, "not signed"),
         (signed, other, "signed with another secret"),
     ):
         with pytest.raises(RecordDamaged, match=says):
-            decode(data, seal)
+            decode(data, keyring)
     envelope = msgpack.unpackb(signed)
-    forged = enclosed(plain(replace(record(), stale="no longer")), hmac=envelope["hmac"])
+    forged = enclosed(to_plain(replace(record(), stale="no longer")), hmac=envelope["hmac"])
     with pytest.raises(RecordDamaged, match="changed since"):
-        decode(forged, SEAL)
+        decode(forged, team)
 
 
 @pytest.mark.parametrize(
@@ -256,51 +201,18 @@ def test_signed() -> None:
 )
 def test_greedy_bytes_take_no_memory(data: bytes) -> None:
     tracemalloc.start()
-    try:
-        with pytest.raises(RecordDamaged):
-            decode(data)
-        assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
-    finally:
-        tracemalloc.stop()
+    with pytest.raises(RecordDamaged):
+        decode(data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 * 2**20
 
 
 def test_what_could_not_be_read_is_not_written() -> None:
-    with pytest.raises(RecordDamaged, match="speedup: expected a number >= 1e-06, got nan"):
+    with pytest.raises(RecordDamaged, match="speedup: expected a number >= 1e-06"):
         encode(replace(record(), baseline=choice(speedup=float("nan"))))
     with pytest.raises(RecordDamaged, match="cannot be stored"):
         encode(replace(record(), trials=(replace(record().trials[0], number=2**70),)))
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "says"),
-    [
-        ("winners.2.choice.speedup", 1.51, "speed-up 1.51, and its turns say 1.5"),
-        ("winners.2.choice.samples_per_s", 3100.0, "samples/s 3100, and its turns say 3000"),
-        ("winners.2.choice.low", 2900.0, "slowest turn 2900, and its turns say 2970"),
-        ("winners.2.choice.high", 4000.0, "fastest turn 4000, and its turns say 3030"),
-        ("winners.2.choice.speedup_low", 1.6, "not in its own interval"),
-        ("winners.2.choice.rounds", [], "without a turn"),
-        ("baseline.speedup", 1.01, "speed-up 1.01, and its turns say 1"),
-        ("baseline.rounds", [], "without a turn"),
-        ("trials.0.measurement.samples_per_s", 0.0, "without a speed"),
-        ("revised", 1.0, "revised 1: expected a time from 2020 until now"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(path: str, value: object, says: str) -> None:
-    content = plain(record())
-    put(path, value)(content)
-    with pytest.raises(RecordDamaged, match=says):
-        decode(enclosed(content))
-
-
-def test_a_winner_revised_is_held_against_the_turns_of_the_default_too() -> None:
-    faster = choice(record().winner("loop").config, 3300.0, 1.5)
-    winners = tuple(
-        replace(one, choice=faster) if one.use == "loop" else one for one in record().winners
-    )
-    for revised in (0.0, 1.71e9):
-        with pytest.raises(RecordDamaged, match=r"speed-up 1.5, and its turns say 1.65"):
-            encode(replace(record(), winners=winners, revised=revised))
 
 
 def test_text_that_no_terminal_shows_as_it_is_is_replaced() -> None:

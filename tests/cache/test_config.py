@@ -10,14 +10,20 @@ from advisor.cache.config import Config
 from advisor.cache.key import fingerprint
 from advisor.errors import UsageError
 
-values = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=8)
-)
-configs = st.dictionaries(st.text(max_size=8), values, max_size=6).map(Config)
+
+def configs_of(words: st.SearchStrategy[str]) -> st.SearchStrategy[Config]:
+    """Configs with these names and strings."""
+    values = (
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**63), 2**64 - 1)
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | words
+    )
+    return st.dictionaries(words, values, max_size=6).map(Config)
+
+
+configs = configs_of(st.text(max_size=8))
 
 
 @given(configs)

@@ -11,7 +11,7 @@ import pytest
 from advisor.cache import exchange
 from advisor.cache.asking import Chosen, ask
 from advisor.cache.garbage import garbage
-from advisor.cache.reader import Sought
+from advisor.cache.reader import RecordFilter
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store, open_stores
 from advisor.errors import StoreError
@@ -33,7 +33,7 @@ every = pytest.mark.parametrize("case", hostile.CASES, ids=lambda case: case.nam
 def test_what_is_hostile_costs_nothing_else(case: hostile.Case, tmp_path: Path) -> None:
     url = case.make(tmp_path)
     before = set(tmp_path.iterdir())
-    records = Records(open_stores(url), seal=hostile.MINE)
+    records = Records(open_stores(url), keyring=hostile.MINE)
 
     def choose(held: object) -> Chosen:
         return Chosen()
@@ -41,7 +41,7 @@ def test_what_is_hostile_costs_nothing_else(case: hostile.Case, tmp_path: Path) 
     began = time.monotonic()
     said = ask(
         records,
-        lambda store, marks: records.look_into(store, Sought(target="model.py:Net"), marks),
+        lambda store: records.look_into(store, RecordFilter(target="model.py:Net")),
         choose,
         deadline_s=0.5,
     )
@@ -69,7 +69,7 @@ def test_commands_on_it_end_with_one_line_and_take_nothing(
     case: hostile.Case, tmp_path: Path
 ) -> None:
     url = case.make(tmp_path)
-    records = Records(open_stores(url), seal=hostile.MINE)
+    records = Records(open_stores(url), keyring=hostile.MINE)
     store = records.stores[-1]
     target = open_store(f"dir:{tmp_path}/target")
     said = []

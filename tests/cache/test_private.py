@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from advisor.cache.private import insecure_reason
-from advisor.cache.seal import Seal
+from advisor.cache.seal import KeyRing
 
 ANOTHER = 65534
 
@@ -112,22 +112,22 @@ def test_a_seal_knows_which_of_its_keys_others_may_have(
 ) -> None:
     data = tmp_path / "data"
     monkeypatch.setenv("XDG_DATA_HOME", str(data))
-    own = Seal.from_environment().ready()
-    assert own.own and own == own.for_code == Seal.from_environment()
+    own = KeyRing.from_environment().ready()
+    assert own.own and own == own.for_code == KeyRing.from_environment()
     secret = tmp_path / "secret"
     secret.write_text("a secret of a team")
     secret.chmod(0o640)
     monkeypatch.setenv("ADVISOR_SECRET_FILE", str(secret))
-    both = Seal.from_environment()
+    both = KeyRing.from_environment()
     assert both.for_code == both and both.secret and not caplog.records
     secret.chmod(0o444)
-    seal = Seal.from_environment()
-    assert seal.secret == both.secret and seal.signs  # records are signed as ever
-    assert (seal.for_code.secret, seal.for_code.own) == (b"", own.own)
+    keyring = KeyRing.from_environment()
+    assert keyring.secret == both.secret and keyring.signs  # records are signed as ever
+    assert (keyring.for_code.secret, keyring.for_code.own) == (b"", own.own)
     data.chmod(0o777)
-    seal = Seal.from_environment()
-    assert seal.own == own.own and not seal.for_code.signs
-    assert seal.exposed == f"others can read {secret} (mode 444)"
+    keyring = KeyRing.from_environment()
+    assert keyring.own == own.own and not keyring.for_code.signs
+    assert keyring.exposed == f"others can read {secret} (mode 444)"
     remedy = "run: chmod 600 it, and chmod go-w the folders above it"
     assert [line.getMessage() for line in caplog.records] == [
         f"{secret} holds a secret, and others can read {secret} (mode 444); {remedy}",
@@ -136,5 +136,5 @@ def test_a_seal_knows_which_of_its_keys_others_may_have(
     # The same of one that is made there.
     (data / "advisor" / "key").unlink()
     monkeypatch.delenv("ADVISOR_SECRET_FILE")
-    made = Seal.from_environment().ready()
+    made = KeyRing.from_environment().ready()
     assert made.own and made.exposed == f"others can write {data} (mode 777)"

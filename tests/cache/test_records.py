@@ -15,7 +15,7 @@ from advisor.cache.match import Query, best
 from advisor.cache.name import Name, ranked
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.seal import Seal
+from advisor.cache.seal import KeyRing
 from advisor.cache.stores import Store, open_store
 from advisor.cache.stores.pack import PackStore, write
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
@@ -197,22 +197,22 @@ def test_a_pack_carries_and_is_a_store(tmp_path: Path) -> None:
 
 
 def test_only_signed_records_where_that_is_asked(tmp_path: Path) -> None:
-    seal = Seal(b"a secret of a team", required=True)
+    keyring = KeyRing(b"a secret of a team", required=True)
     store = open_store(f"dir:{tmp_path}/s")
     Records(store).put(VERSIONS[1])
-    unsigned = Records(store, seal=seal)
+    unsigned = Records(store, keyring=keyring)
     assert unsigned.all() == []
-    strict = Records(store, seal=seal)
+    strict = Records(store, keyring=keyring)
     assert "not signed" in unsigned.damaged[0]
     strict.put(VERSIONS[0])
     assert strict.all() == [VERSIONS[0]]
     path = tmp_path / "signed.pack"
     exchange.export(strict, path)
     other = open_store(f"dir:{tmp_path}/o")
-    rows = list(exchange.unpack(path, Records(other, seal=seal))[1])
+    rows = list(exchange.unpack(path, Records(other, keyring=keyring))[1])
     assert [row.outcome for row in rows] == ["added"]
-    foreign = Seal(b"the secret of another", required=True)
-    rows = list(exchange.unpack(path, Records(other, seal=foreign))[1])
+    foreign = KeyRing(b"the secret of another", required=True)
+    rows = list(exchange.unpack(path, Records(other, keyring=foreign))[1])
     assert [row.outcome for row in rows] == ["refused"]
     assert "another secret" in rows[0].reason
 
@@ -222,16 +222,16 @@ def test_the_secret_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
     monkeypatch.setenv("ADVISOR_SIGNED_ONLY", "1")
     with pytest.raises(UsageError, match="no secret"):
-        Seal.from_environment()
+        KeyRing.from_environment()
     monkeypatch.setenv("ADVISOR_SECRET", "short")
     with pytest.raises(UsageError, match="at least 16"):
-        Seal.from_environment()
+        KeyRing.from_environment()
     (tmp_path / "secret").write_text("what openssl printed\n")
     monkeypatch.setenv("ADVISOR_SECRET_FILE", str(tmp_path / "secret"))
     (tmp_path / "secret").chmod(0o600)
-    found = Seal.from_environment()
+    found = KeyRing.from_environment()
     assert (found.secret, found.required) == (b"what openssl printed", True)
-    assert "openssl" not in repr(Seal.from_environment())
+    assert "openssl" not in repr(KeyRing.from_environment())
 
 
 def test_batches_are_records_of_their_own(tmp_path: Path) -> None:

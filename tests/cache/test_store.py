@@ -19,7 +19,7 @@ import pytest
 
 from advisor.cache.codec import encode
 from advisor.cache.name import Name
-from advisor.cache.reader import Sought
+from advisor.cache.reader import RecordFilter
 from advisor.cache.records import Records
 from advisor.cache.stores import Store, open_store
 from advisor.cache.stores.disk import DiskStore
@@ -121,9 +121,9 @@ class TestContract:
         for each in (one, two, named):
             records.put(each)
         assert len(records.all()) == 2
-        assert [h.record for h in records.held(Sought(target="other.py:Net"))] == [named]
-        assert len(records.held(Sought(model=KEY.model))) == 3  # one of them has two names
-        assert records.held(Sought(model="cd" * 32)) == []
+        assert [h.record for h in records.held(RecordFilter(target="other.py:Net"))] == [named]
+        assert len(records.held(RecordFilter(model=KEY.model))) == 3  # one of them has two names
+        assert records.held(RecordFilter(model="cd" * 32)) == []
         assert records.get(two.id[:6]) == two
         assert records.get(one.id) == named  # the same key: the newest
         assert [held.record for held in records.newest(1)] == [named] and records.left == 1

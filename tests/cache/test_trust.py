@@ -1,4 +1,4 @@
-"""Whose word counts: versions of several writers, signatures, marks, names, and what may go."""
+"""Whose record counts: versions of several writers, signatures, names, and what gc removes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from advisor.cache import exchange
 from advisor.cache.codec import encode
 from advisor.cache.garbage import garbage
 from advisor.cache.name import Name
-from advisor.cache.reader import Sought
+from advisor.cache.reader import RecordFilter
 from advisor.cache.record import Record, Target
 from advisor.cache.records import Records
-from advisor.cache.seal import UNSEALED, Seal
+from advisor.cache.seal import NO_KEYS, KeyRing
 from advisor.cache.stores import Store, open_store
 from advisor.errors import RecordDamaged
 from tests.cache.examples import KEY, changed, record
 
-MINE = Seal(own=b"m" * 32)
-THEIRS = Seal(own=b"t" * 32)
-TEAM = Seal(b"a secret of a team", own=b"n" * 32)
+MINE = KeyRing(own=b"m" * 32)
+THEIRS = KeyRing(own=b"t" * 32)
+TEAM = KeyRing(b"a secret of a team", own=b"n" * 32)
 NEW = 1.74e9
 
 
@@ -37,10 +36,10 @@ def store(tmp_path: Path) -> Store:
     return open_store(f"dir:{tmp_path}/store")
 
 
-def put_raw(store: Store, one: Record, seal: Seal = UNSEALED) -> Name:
+def put_raw(store: Store, one: Record, keyring: KeyRing = NO_KEYS) -> Name:
     """As somebody writes it who does not ask: whatever clock and claims."""
-    data = encode(one, seal)
-    name = Name.of(one, data, seal)
+    data = encode(one, keyring)
+    name = Name.of(one, data, keyring)
     store.put(name.text, data)
     return name
 
@@ -54,14 +53,14 @@ def put_raw(store: Store, one: Record, seal: Seal = UNSEALED) -> Name:
         made(1.7e9, revised=NEW),
     ],
 )
-@pytest.mark.parametrize("seal", [UNSEALED, THEIRS])
+@pytest.mark.parametrize("keyring", [NO_KEYS, THEIRS])
 def test_what_others_write_does_not_hide_ones_own(
-    store: Store, planted: Record, seal: Seal
+    store: Store, planted: Record, keyring: KeyRing
 ) -> None:
     mine = made(effort="quick")
-    Records(store, seal=MINE).put(mine)
-    put_raw(store, planted, seal)
-    assert Records(store, seal=MINE).all() == [mine]
+    Records(store, keyring=MINE).put(mine)
+    put_raw(store, planted, keyring)
+    assert Records(store, keyring=MINE).all() == [mine]
     assert len(store.keys()) == 2
 
 
@@ -69,30 +68,28 @@ def test_a_name_from_the_future_is_last(store: Store) -> None:
     """Its content is refused anyway; before it is read, it must not stand before the honest."""
     honest = made(1.7e9)
     put_raw(store, honest)
-    name = Name.of(honest, b"x")
-    later = replace(name.version, created=int(4253e9 * 1e4), effort=3)
-    planted = replace(name, version=later).untagged
-    store.put(planted, b"rubbish")
+    later = replace(honest.provenance, created=4253e7, effort="exhaustive")
+    store.put(Name.of(replace(honest, provenance=later), b"x").text, b"rubbish")
     records = Records(store)
     assert records.all() == [honest]
     assert records.damaged == []  # not even looked at
 
 
 def test_the_team_s_word_is_everybody_s(store: Store) -> None:
-    Records(store, seal=TEAM).put(made(1.7e9))
+    Records(store, keyring=TEAM).put(made(1.7e9))
     put_raw(store, made(NEW, effort="exhaustive"), THEIRS)
-    colleague = Seal(b"a secret of a team", own=b"c" * 32)
-    (one,) = Records(store, seal=colleague).all()
+    colleague = KeyRing(b"a secret of a team", own=b"c" * 32)
+    (one,) = Records(store, keyring=colleague).all()
     assert one.provenance.created == 1.7e9
-    (one,) = Records(store, seal=THEIRS).all()
+    (one,) = Records(store, keyring=THEIRS).all()
     assert one.provenance.created == NEW
 
 
 def test_a_copied_tag_on_other_bytes_is_refused(store: Store) -> None:
-    Records(store, seal=MINE).put(made())
+    Records(store, keyring=MINE).put(made())
     (text,) = store.keys()
     store.put(text, encode(made(), THEIRS))
-    records = Records(store, seal=MINE)
+    records = Records(store, keyring=MINE)
     assert records.all() == []
     assert "not what its name" in records.damaged[0]
     name = Name.parse(text, MINE)
@@ -103,9 +100,8 @@ def test_a_copied_tag_on_other_bytes_is_refused(store: Store) -> None:
 
 def test_what_was_not_measured_here_is_never_signed(store: Store) -> None:
     """verify and explain of a forged record do not make its other claims trusted."""
-    forged = made(winners=record().winners, input=replace(record()).input)
-    put_raw(store, forged)
-    records = Records(store, seal=MINE)
+    put_raw(store, made())
+    records = Records(store, keyring=MINE)
     (seen,) = records.all()
     records.put(replace(seen, parts=(), family="ab", revised=NEW), revises=seen)
     records.put(replace(seen, stale="slower now", revised=NEW), revises=seen)
@@ -113,62 +109,34 @@ def test_what_was_not_measured_here_is_never_signed(store: Store) -> None:
     assert all(not name.trusted for name in records.names(store))
 
 
-def test_a_mark_of_ones_own_is_not_outvoted_by_a_date(store: Store) -> None:
+def test_what_verify_says_of_somebody_elses_record_is_a_version_without_signature(
+    store: Store,
+) -> None:
+    """It counts for all but the owner and their team, until somebody says otherwise."""
     theirs = made(1.7e9)
     put_raw(store, theirs, THEIRS)
-    records = Records(store, seal=MINE)
-    (seen,) = records.all()
-    assert seen == theirs
-    records.put(replace(seen, stale="slower now", revised=1.71e9), revises=seen)
-    (marked,) = records.all()
-    assert marked.stale == "slower now"
-    # Whoever wrote it dates what it says anew: the version that was verified stays marked.
-    assert Records(store, seal=THEIRS).all() == [theirs]  # their own store of trust
+    records = Records(store, keyring=MINE)
+    stale = replace(theirs, stale="slower now", revised=1.71e9)
+    records.put(stale, revises=theirs)
+    assert records.all() == [stale]
+    assert Records(store, keyring=THEIRS).all() == [theirs]
     other = made(1.6e9)
     put_raw(store, other)
-    assert records.all() == [other]  # what is not marked comes before it
-    assert records.get(marked.id) == other
+    assert records.all() == [other]  # a fresh one counts before it
+    assert not any(one.trusted for one in records.held())
+    again = replace(stale, stale="", revised=1.72e9)
+    records.put(again, revises=stale)
+    assert records.all() == [again]
 
 
-def test_a_mark_is_taken_away_again(store: Store) -> None:
-    put_raw(store, made(), THEIRS)
-    records = Records(store, seal=MINE)
-    (seen,) = records.all()
-    records.put(replace(seen, stale="slower now", revised=1.71e9), revises=seen)
-    (marked,) = records.all()
-    records.put(replace(marked, stale="", revised=1.72e9), revises=marked)
-    assert records.all() == [seen]
-
-
-def test_a_mark_of_ones_own_record_is_a_signed_revision(store: Store) -> None:
-    records = Records(store, seal=MINE)
+def test_what_verify_says_of_ones_own_record_is_signed(store: Store) -> None:
+    records = Records(store, keyring=MINE)
     records.put(made())
     records.put(replace(made(), stale="slower now", revised=1.71e9), revises=made())
     (held,) = records.held()
     assert held.trusted and held.record.stale == "slower now"
     put_raw(store, made(revised=NEW))  # a stranger's: it holds after all
     assert records.all() == [held.record]
-
-
-def test_marks_travel_with_their_records(store: Store, tmp_path: Path) -> None:
-    put_raw(store, made(), THEIRS)
-    records = Records(store, seal=MINE)
-    (seen,) = records.all()
-    records.put(replace(seen, stale="slower now", revised=1.71e9), revises=seen)
-    other = open_store(f"disk:{tmp_path}/other")
-    rows = list(exchange.carry(exchange.contents(store), Records(other, seal=MINE), other))
-    assert [row.outcome for row in rows] == ["added", "marked"]
-    (marked,) = Records(other, seal=MINE).all()
-    assert marked.stale == "slower now"
-    (one,) = Records(other, seal=TEAM).all()  # not for those who do not know who says so
-    assert one.stale == ""
-    # A mark here counts for a record that only a store behind has.
-    again = open_store(f"dir:{tmp_path}/again")
-    again.put(*next((text, other.get(text) or b"") for text in other.keys() if "mark" in text))
-    theirs = open_store(f"dir:{tmp_path}/theirs")
-    put_raw(theirs, made(), THEIRS)
-    (marked,) = Records([again, theirs], seal=MINE).all()
-    assert marked.stale == "slower now"
 
 
 def named_too(records: Records, one: Record, target: Target) -> Record:
@@ -180,26 +148,29 @@ def named_too(records: Records, one: Record, target: Target) -> Record:
 
 
 def test_a_record_has_several_names(store: Store) -> None:
-    records = Records(store, seal=MINE)
+    records = Records(store, keyring=MINE)
     first = made()
     records.put(first)
     target = Target(name="pkg/other.py:Net", origin="fedcba98")
     named = named_too(records, first, target)
     assert records.all() == [first] or records.all() == [named]
     assert len(records.all()) == 1
-    assert [one.record for one in records.held(Sought(target="pkg/other.py:Net"))] == [named]
-    assert [one.record for one in records.held(Sought(target="model.py:Net"))] == [first]
+    assert [one.record for one in records.held(RecordFilter(target="pkg/other.py:Net"))] == [named]
+    assert [one.record for one in records.held(RecordFilter(target="model.py:Net"))] == [first]
     copied = named_too(records, first, Target(name="model.py:Net", origin="0a"))
-    assert {one.record for one in records.held(Sought(target="model.py:Net"))} == {first, copied}
+    assert {one.record for one in records.held(RecordFilter(target="model.py:Net"))} == {
+        first,
+        copied,
+    }
     # What verify says of one name is said of all, and every one is the owner's.
     records.put(replace(first, stale="slower now", revised=NEW), revises=first)
     for name in ("pkg/other.py:Net", "model.py:Net"):
-        found = records.held(Sought(target=name))
+        found = records.held(RecordFilter(target=name))
         assert found and all(one.record.stale and one.trusted for one in found)
         assert {one.record.target.name for one in found} == {name}
     # A stranger gives it no name.
     put_raw(store, replace(first, target=Target(name="evil.py:Net", origin="0b")))
-    assert records.held(Sought(target="evil.py:Net")) == []
+    assert records.held(RecordFilter(target="evil.py:Net")) == []
 
 
 def test_the_own_key_is_made_at_the_first_write_and_kept(
@@ -207,19 +178,19 @@ def test_the_own_key_is_made_at_the_first_write_and_kept(
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     file = tmp_path / "data" / "advisor" / "key"
-    Records(store, seal=Seal.from_environment()).all()
+    Records(store, keyring=KeyRing.from_environment()).all()
     assert not file.exists()
-    Records(store, seal=Seal.from_environment()).put(made())
+    Records(store, keyring=KeyRing.from_environment()).put(made())
     assert file.stat().st_mode & 0o777 == 0o600
     assert [path.name for path in file.parent.iterdir()] == ["key"]
-    seal = Seal.from_environment()
-    assert seal.own == file.read_bytes() and len(seal.own) == 32
-    assert seal.ready() is seal
-    (one,) = Records(store, seal=seal).held()
+    keyring = KeyRing.from_environment()
+    assert keyring.own == file.read_bytes() and len(keyring.own) == 32
+    assert keyring.ready() is keyring
+    (one,) = Records(store, keyring=keyring).held()
     assert one.trusted
     assert not caplog.records
     file.chmod(0o644)
-    Seal.from_environment()
+    KeyRing.from_environment()
     assert "others can read" in caplog.text and "chmod 600" in caplog.text
 
 
@@ -228,12 +199,12 @@ def test_where_no_key_can_be_kept_records_are(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
-    records = Records(store, seal=Seal.from_environment())
+    records = Records(store, keyring=KeyRing.from_environment())
     records.put(made())
     assert records.all() == [made()]
     monkeypatch.delenv("XDG_DATA_HOME")
     monkeypatch.setenv("HOME", "relative")
-    assert Seal.from_environment().own_file is None
+    assert KeyRing.from_environment().own_file is None
 
 
 def reasons(records: Records, store: Store) -> dict[str, str]:
@@ -241,7 +212,7 @@ def reasons(records: Records, store: Store) -> dict[str, str]:
 
 
 def test_what_may_go_is_what_one_wrote_oneself(store: Store) -> None:
-    records = Records(store, seal=MINE)
+    records = Records(store, keyring=MINE)
     old, new = made(1.7e9), made(1.72e9)
     for one in (old, new):
         records.put(one)
@@ -250,26 +221,26 @@ def test_what_may_go_is_what_one_wrote_oneself(store: Store) -> None:
     found = reasons(records, store)
     (gone,) = found
     name = Name.parse(gone, MINE)
-    assert name is not None and name.trusted and name.version.created == int(1.7e9 * 1e6)
-    assert reasons(Records(store, seal=THEIRS), store) == {}
+    assert name is not None and name.trusted and name.created == int(1.7e9 * 1e6)
+    assert reasons(Records(store, keyring=THEIRS), store) == {}
     assert theirs.text not in found
 
 
 def test_exhaustive_is_not_removed_for_quick(store: Store) -> None:
-    records = Records(store, seal=MINE)
+    records = Records(store, keyring=MINE)
     best = made(1.7e9, effort="exhaustive")
     records.put(best)
     records.put(made(1.72e9, effort="quick"))
     kept = [name for name in records.names(store) if name.text not in reasons(records, store)]
-    assert [name.version.effort for name in kept] == [3]
+    assert [name.effort for name in kept] == [3]
     records.put(replace(best, stale="slower now", revised=1.73e9), revises=best)
     kept = [name for name in records.names(store) if name.text not in reasons(records, store)]
-    assert 3 in [name.version.effort for name in kept]
+    assert 3 in [name.effort for name in kept]
 
 
 def test_each_machine_keeps_its_record(store: Store) -> None:
     """Two with different drivers on one store: neither's gc takes the other's."""
-    records = Records(store, seal=TEAM)
+    records = Records(store, keyring=TEAM)
     other = changed(KEY, "software.driver", "570.1")
     here, there = made(1.7e9), made(1.71e9, key=other)
     there = replace(there, provenance=replace(there.provenance, device_uuid="GPU-2"))
@@ -291,7 +262,7 @@ def test_each_machine_keeps_its_record(store: Store) -> None:
 
 
 def test_all_names_of_a_record_stay(store: Store) -> None:
-    records = Records(store, seal=MINE)
+    records = Records(store, keyring=MINE)
     records.put(made())
     named_too(records, made(), Target(name="other.py:Net", origin="0a"))
     assert reasons(records, store) == {}
@@ -299,28 +270,8 @@ def test_all_names_of_a_record_stay(store: Store) -> None:
     assert len(reasons(records, store)) == 1  # the first; the other name has no better version
 
 
-def test_what_a_mark_is_on_is_gone(store: Store) -> None:
-    name = put_raw(store, made(), THEIRS)
-    records = Records(store, seal=MINE)
-    (seen,) = records.all()
-    records.put(replace(seen, stale="slower now", revised=1.71e9), revises=seen)
-    assert reasons(records, store) == {}
-    store.delete(name.text)
-    assert list(reasons(records, store).values()) == ["superseded"]
-
-
-def test_marks_of_others_are_named_with_their_record(store: Store) -> None:
-    """So that forgetting a record leaves nothing of it."""
-    put_raw(store, made(), THEIRS)
-    records = Records(store, seal=MINE)
-    (seen,) = records.all()
-    records.put(replace(seen, stale="slower now", revised=1.71e9), revises=seen)
-    stranger = Records(store, seal=THEIRS)
-    assert stranger.remove(stranger.named(seen.id)) == 2 and store.keys() == []
-
-
 def test_one_id_names_one_record(store: Store) -> None:
-    records = Records(store, seal=MINE)
+    records = Records(store, keyring=MINE)
     small = made(key=changed(KEY, "shapes", ((8, 3, 256, 256),)))
     for one in (made(), small):
         records.put(one)
@@ -336,14 +287,37 @@ def test_one_id_names_one_record(store: Store) -> None:
 
 
 def test_a_damaged_record_is_removed_alone(store: Store) -> None:
-    records = Records(store, seal=MINE)
+    records = Records(store, keyring=MINE)
     good, bad = made(), made(key=changed(KEY, "mode", "infer"))
     records.put(good)
     store.put(Name.of(bad, b"rubbish").text, b"rubbish")
     with pytest.raises(RecordDamaged):
         records.get(bad.id)
+    assert reasons(records, store) == {}  # somebody else's
     assert records.remove(records.named(bad.id)) == 1
     assert records.all() == [good]
+
+
+@pytest.mark.parametrize("cut", [b"", b"torn", encode(made(), MINE)[:-1]])
+def test_gc_takes_what_one_wrote_and_is_damaged(store: Store, cut: bytes) -> None:
+    records = Records(store, keyring=MINE)
+    good, bad = made(1.7e9), made(1.72e9)
+    records.put(good)
+    records.put(bad)
+    (text,) = (name.text for name in records.names(store) if name.created == int(1.72e15))
+    store.put(text, cut)
+    assert reasons(records, store) == {text: "damaged: its bytes are not what was written"}
+    (one,) = garbage(records, store)
+    assert (one.kind, one.what) == ("damaged", bad.id)
+    one.remove()
+    assert records.all() == [good] and not records.damaged
+
+
+def test_gc_leaves_what_a_newer_version_may_read(store: Store) -> None:
+    records = Records(store, keyring=MINE)
+    records.put(made())
+    strict = Records(store, keyring=MINE, check=lambda _record: "an unknown knob")
+    assert strict.all() == [] and reasons(strict, store) == {}
 
 
 def test_now_is_a_moment(store: Store) -> None:

@@ -293,7 +293,7 @@ def test_miss(record: Record, arguments: Any, says: str) -> None:
         ({"mode": "trian"}, "mode 'trian': expected one of train, infer"),
         ({"dtype": "f32"}, "dtype 'f32': expected one of float32"),
         ({"optimizer": "lion"}, "optimizer 'lion': expected one of sgd"),
-        ({"precisions": ["bf17"]}, "precisions 'bf17': expected one of default"),
+        ({"precisions": ["bf17"]}, "precisions ['bf17']: expected some of default"),
         ({"max_memory": "lots"}, "max memory 'lots': expected a positive size"),
         ({"device": "tpu"}, "device 'tpu': expected cpu, cuda or cuda:N"),
         ({"target": 12}, "target 12: expected a target's name"),

@@ -18,6 +18,7 @@ import advisor
 from advisor.arguments import Budget, Model, Permit
 from advisor.cli import cli
 from advisor.errors import AdvisorWarning
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -140,16 +141,12 @@ def test_make_demo_runs_commands_that_there_are() -> None:
         check_words(shlex.split(line))
 
 
-def said_by(*words: str) -> list[str]:
+def said_by(script: str, *words: str) -> list[str]:
     """The lines that a script of examples/ prints."""
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT / "examples",
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
+    folder, env = ROOT / "examples", os.environ | {"PYTHONPATH": str(ROOT)}
+    done = forks.run(folder / script, *words, cwd=folder, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 def test_the_ordinary_script_trains_and_says_its_speed() -> None:

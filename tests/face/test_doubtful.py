@@ -110,8 +110,8 @@ def test_a_doubtful_record_is_not_advised_and_says_so() -> None:
     assert answer(sound, request(batch=64)).config == FAST
     served = answer(doubted, request(batch=64))
     assert served.config == OWN and "the host was too busy to tell" in served.reason
-    assert not any("Doubtful" in line for line in tables.said(sound))
-    assert any("Doubtful: the baseline's speed changed" in line for line in tables.said(doubted))
+    assert not any("Doubtful" in line for line in tables.remarks(sound))
+    assert any("Doubtful: the baseline's speed changed" in line for line in tables.remarks(doubted))
     assert report(doubted).headline.startswith("Doubtful, and not advised")
     assert report(sound).headline.startswith("1.5")
 

@@ -324,17 +324,6 @@ def test_transformers_own_switch_agrees_with_the_lines(flags_put_back: None, val
         torch.backends.fp32_precision = "none"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", ["hf", "lightning", "accelerate"])
-def test_the_python_that_is_printed_runs(flags_put_back: None, name: str) -> None:
-    if name == "accelerate":
-        installed("accelerate")
-    found = emitted(name, record_of((COMPILED, 300.0), loop=COMPILED))
-    scope: dict[str, Any] = {}
-    exec(text(found), scope)
-    assert list(scope["arguments"]) == list(found.setup.settings)
-    assert torch.backends.cudnn.benchmark is ("benchmark" not in found.setup.settings)
-
-
 def test_the_yaml_that_is_printed_reads() -> None:
     yaml = pytest.importorskip("yaml")
     fused = COMPILED.replace(fused_optimizer=True, pin_memory=True)

@@ -77,7 +77,7 @@ def test_data_of_one_batch_wants_no_more_workers() -> None:
     one = Config(num_workers=1)
     trials = (fed(1, STEP, Config()), fed(3, 375.0, one))
     alone = replace(examples.record(), trials=trials, input=one)
-    assert list(feeding.said(alone))[-1].endswith("with its loader 375: input-bound")
+    assert list(feeding.remarks(alone))[-1].endswith("with its loader 375: input-bound")
 
 
 def test_a_stage_of_older_records_is_not_shown() -> None:
@@ -92,13 +92,13 @@ def test_the_pair_that_is_shown_works_as_advised(pins: bool, together: float) ->
     pinned = fed(4, 3390.0, Config(EIGHT | {"pin_memory": True}))
     advised = Config(num_workers=8) | ({"pin_memory": True} if pins else {})
     record = replace(record, trials=(pinned, *record.trials), input=advised)
-    assert f"with its loader {together:,.0f}:" in list(feeding.said(record))[-1]
+    assert f"with its loader {together:,.0f}:" in list(feeding.remarks(record))[-1]
 
 
 def test_the_gain_of_the_loader_and_how_to_apply_it() -> None:
     record, task = starved(), starved().key.task
     how = "9.69x as fast as with a DataLoader without workers (350 samples/s)"
-    assert f"with that loader the step is {how}" in feeding.said(record)
+    assert f"with that loader the step is {how}" in feeding.remarks(record)
     line = "loader = DataLoader(dataset, **advice.loader)"
     run = replace(record, key=replace(record.key, task=replace(task, command=("python", "x.py"))))
     for one, applies in ((record, True), (replace(record, input=Config()), False), (run, False)):
@@ -114,7 +114,7 @@ def test_a_loader_is_shown_by_the_measurement_with_most_turns() -> None:
     once = fed(9, 9999.0, Config(EIGHT))
     once = replace(once, measurement=replace(once.measurement, blocks=(0.1,)))
     record = replace(record, trials=(*turns, once))
-    assert "with its loader 3,392:" in list(feeding.said(record))[-1]
+    assert "with its loader 3,392:" in list(feeding.remarks(record))[-1]
     shown = feeding.table(record)
     assert shown and not any("9,999" in cell for row in shown.rows for cell in row.cells)
 
@@ -134,5 +134,5 @@ def test_the_verdict_on_a_loader(workers: int, both: float, verdict: str) -> Non
     record = replace(examples.record(), input=Config(num_workers=workers) if workers else Config())
     trials = [fed(1, STEP, Config()), fed(2, both, loader)]
     trials.append(fed(4, 380.0, Config(EIGHT | {"num_workers": 1 if workers else 4})))
-    line = list(feeding.said(replace(record, trials=tuple(trials))))[-1]
+    line = list(feeding.remarks(replace(record, trials=tuple(trials))))[-1]
     assert line.partition(": ")[2].startswith(verdict), line

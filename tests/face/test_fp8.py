@@ -49,10 +49,10 @@ def test_tuning_says_why_it_is_not_tried(
 
 def test_a_record_with_it_says_its_caveat_and_is_no_frameworks() -> None:
     made = examples.record()
-    assert fp8.CAVEAT not in list(tables.said(made))
+    assert fp8.CAVEAT not in list(tables.remarks(made))
     first, *others = made.winners
     config = first.choice.config.replace(precision="fp8")
     winner = dataclasses.replace(first, choice=dataclasses.replace(first.choice, config=config))
     found = dataclasses.replace(made, winners=(winner, *others))
-    assert list(tables.said(found)).count(fp8.CAVEAT) == 1
+    assert list(tables.remarks(found)).count(fp8.CAVEAT) == 1
     assert hf.setup(ConfigContext(found, config))[1]["precision"] == "fp8"

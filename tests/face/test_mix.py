@@ -12,15 +12,16 @@ from advisor.cache.kinds import Shapes
 from advisor.cache.record import LOOP, Record
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
-from advisor.errors import UsageError
+from advisor.errors import TargetFailed, UsageError
+from advisor.tuners.measure.worker.bench import Bench
+from advisor.tuners.measure.worker.child import describe
 from tests.face.commands import MODEL, advisor, own, script, take_over
 from tests.face.unmeasured import made_up
+from tests.tuners.test_worker import config, job
 
 SHAPES = [(2, 3, 10, 10), (6, 3, 6, 6), (4, 3, 8, 8)]
 GIVEN = [word for shape in SHAPES for word in ("--shape", "x".join(map(str, shape)))]
 QUICK = ("--budget", "10s", "--effort", "quick")
-ALONE = ("--budget", "20s", "--effort", "quick", "--precisions", "default", "--no-verify")
-"""There is nothing to choose from, and so no race."""
 TEXT = """
 from torch import nn
 
@@ -91,7 +92,8 @@ def test_it_is_found_in_any_order_and_by_all_its_shapes_only(tuned: Path) -> Non
 
 
 def test_the_lines_it_prints_name_all_shapes(tuned: Path) -> None:
-    done = advisor(tuned, "tune", "model.py", *GIVEN, "--effort", "quick")
+    with made_up():
+        done = advisor(tuned, "tune", "model.py", *GIVEN, "--effort", "quick")
     assert done.stdout.startswith("Already tuned, ")
     line = next(x.strip() for x in done.stdout.splitlines() if "advisor.apply(" in x)
     assert "shape=[(4, 3, 8, 8), (6, 3, 6, 6), (2, 3, 10, 10)]" in line
@@ -108,32 +110,28 @@ def test_it_is_measured_again_as_a_mix(tuned: Path) -> None:
 
 def test_text_of_two_lengths(tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text(TEXT)
-    given = ("--shape", "4x16", "--shape", "4x32", "--dtype", "int64", "--vocab", "50")
-    done = advisor(tmp_path, "tune", "text.py", *given, *ALONE)
-    assert done.returncode == 0, done.stderr
-    record = held()
-    assert record.key.task.mix == ((4, 32), (4, 16))
+    how = {"mix": [(4, 16), (4, 32)], "dtype": "int64", "vocab": 50}
+    made = Bench(job(tmp_path / "text.py", **how))
+    describe(made)
     # A step is a pass: 8 samples.
-    default = record.trials[0].measurement
-    assert default.samples_per_s * default.step_s == pytest.approx(8)
+    assert made.block(config(4), 2, 1).samples == 16
 
 
 def test_a_make_batch_must_know_the_shape(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(HOOK.format(more=""))
     (tmp_path / "three.py").write_text(HOOK.format(more=", shape"))
-    given = ("--shape", "4x3", "--shape", "8x3", *ALONE)
-    done = advisor(tmp_path, "tune", "two.py", *given)
-    assert done.returncode == 1 and "make_batch(batch_size, device, shape)" in done.stderr
-    done = advisor(tmp_path, "tune", "three.py", *given)
-    assert done.returncode == 0, done.stderr
+    mix = [(4, 3), (8, 3)]
+    with pytest.raises(TargetFailed, match=r"make_batch\(batch_size, device, shape\)"):
+        describe(Bench(job(tmp_path / "two.py", mix=mix)))
+    describe(Bench(job(tmp_path / "three.py", mix=mix)))
 
 
 @pytest.mark.parametrize(
     ("shapes", "said"),
     [
-        ([(4, 3, 8, 8), (4, 3, 8, 8)], "given twice"),
+        ([(4, 3, 8, 8), (4, 3, 8, 8)], "different shapes"),
         ([(4, 3, 8, 8), (4, 3, 8)], "same number of dimensions"),
-        ([(size, 3, 8, 8) for size in range(1, 10)], "expected one to 8, got 9"),
+        ([(size, 3, 8, 8) for size in range(1, 10)], "expected up to 8 different shapes"),
         ([(4, 3, 8, 8), (0, 3, 8, 8)], "each number from 1"),
         ([(4, 3, 8, 8), "wide"], "expected a batch and a sample"),
     ],

@@ -72,7 +72,7 @@ def test_a_host_that_was_busy_is_no_remedy_beside_another() -> None:
         advising(wide), baseline=wide, raced=(wide,), trials=(trial(),)
     )
     assert not unfinished.compares
-    assert not any("--force" in line for line in tables.said(unfinished))
+    assert not any("--force" in line for line in tables.remarks(unfinished))
 
 
 def test_a_budget_that_is_named_is_the_only_remedy() -> None:
@@ -114,7 +114,7 @@ def test_what_could_not_be_told_is_not_said_to_gain_nothing() -> None:
 
     def said(trials: list[Trial], *raced: Choice) -> str:
         made = dataclasses.replace(nothing, trials=tuple(trials), raced=(choice(), *raced))
-        lines = [*tables.said(made), *tables.start(made, None)]
+        lines = [*tables.remarks(made), *tables.start(made, None)]
         assert sum("--force" in line for line in lines) == lines[-1].count("--force")
         return lines[-1].partition(" on this machine")[0]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 from typing import Any
 
@@ -79,7 +81,7 @@ def test_a_long_command_is_shown_in_short() -> None:
 
 def test_an_unknown_option_is_told_with_those_there_are() -> None:
     for name in ("script", "bogus"):
-        with pytest.raises(UsageError, match=f"{name}: is no option; expected .*budget.*shape"):
+        with pytest.raises(UsageError, match=f"{name}: not an option; expected .*budget.*shape"):
             JobSpec(target="model.py:Net", options={"shape": "64x8", name: "x"})
 
 
@@ -87,3 +89,15 @@ def test_an_unknown_option_is_told_with_those_there_are() -> None:
 def test_a_wrong_option_is_refused_at_once(budget: object) -> None:
     with pytest.raises(UsageError):
         JobSpec(command=("python",), options={"budget": budget})
+
+
+DEEP: Any = functools.reduce(lambda inner, _: [inner], range(20_000), [])
+
+
+@pytest.mark.parametrize("value", ["\x1b[2J", "a\nb", "\ud800", float("nan"), 10**400, DEEP])
+def test_no_option_smuggles_anything_in(value: Any) -> None:
+    for options in ({"shape": value}, {"shape": "1x8", "model_args": {"a": value}}):
+        with contextlib.suppress(UsageError):
+            asked = JobSpec.of({"target": TARGET, "options": options})
+            assert all(word.isprintable() for word in asked.words())
+            assert json.loads(json.dumps(asked.plain, allow_nan=False)) == asked.plain

@@ -39,6 +39,7 @@ from advisor.tuners.decisions import IN_A_ROW
 from advisor.tuners.environment import detect, tools
 from advisor.tuners.knobs import TORCH, Advised
 from advisor.tuners.tf32 import describe
+from tests import forks
 from tests.cache.examples import choice, trial
 from tests.runs.forked import left_behind, space_of
 from tests.tuners import test_gate as gated
@@ -506,13 +507,7 @@ def test_no_pilot(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
     there = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return subprocess.run(
-        [sys.executable, "train.py", *words],
-        cwd=folder,
-        env=os.environ | {"PATH": there},
-        capture_output=True,
-        text=True,
-    )
+    return forks.run(Path("train.py"), *words, cwd=folder, env=os.environ | {"PATH": there})
 
 
 def test_where_nothing_is_known_one_warning_has_the_command(tmp_path: Path) -> None:

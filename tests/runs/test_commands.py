@@ -11,9 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -31,6 +31,7 @@ from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import CommandProcess, PilotSession, RunEnded
 from advisor.tuners.measure.runner import Block, ConfigFailed
 from advisor.tuners.measure.worker.guard import LOGGED
+from tests.builders import SCRIPT, MadeUpSession
 from tests.face.commands import COMMAND, PACE, Done, advisor, own
 from tests.runs.forked import space_of
 
@@ -117,6 +118,7 @@ def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
 # Commands as they are typed
 
 
+@pytest.mark.e2e
 def test_processes_of_torchrun_get_the_same_orders_and_one_may_be_killed(folder: Path) -> None:
     source = """
 import os, pathlib
@@ -160,6 +162,7 @@ train(model=nn.parallel.DistributedDataParallel(Net(8, 4)), after=after)
     assert {"bf16", "as it is"} == set(both[0])
 
 
+@pytest.mark.e2e
 def test_hooks_processes_and_checkpoints_of_a_script_are_its_own(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,50 +387,6 @@ def test_of_programs_in_turn_the_first_is_not_waited_for(
     assert processes("987") == []
 
 
-class MadeUpSession(PilotSession):
-    """A start of a command that ends as it is told to, each time that it is started.
-
-    Args:
-        ends: called with a config and the steps that this start has made; why it is over.
-    """
-
-    def __init__(self, ends: Callable[[Config, int], Exception | None]) -> None:
-        self._ends, self.made, self.seen = ends, 0, SEEN
-        self.command = cast(CommandProcess, SimpleNamespace(ended=False))
-
-    def block(self, order: BlockRequest, until: float) -> Block:
-        self.made += order.steps + order.warm
-        if (ended := self._ends(order.config, self.made)) is not None:
-            raise ended
-        return Block(steps=order.steps, samples=order.steps, seconds=1.0)
-
-    def end(self) -> None:
-        """Nothing was started."""
-
-
-SEEN = ScriptFacts(
-    model="m",
-    family="",
-    libraries=(),
-    modules=1,
-    parameters=1,
-    convolves=False,
-    repeats=False,
-    shape=(4, 8),
-    dtype="float32",
-    others="",
-    varies=False,
-    optimizer="sgd",
-    own=Config(),
-    kept=(),
-    limits=(),
-    rank=0,
-    processes=1,
-    device="cpu",
-    threads=1,
-    workers=0,
-    room=0,
-)
 OWN = Config(precision="default")
 HALF = Config(precision="bf16")
 
@@ -439,7 +398,7 @@ class MadeUpRun(Run):
 
     def _start(self, words: tuple[str, ...], start_s: float) -> PilotSession:
         self.starts += 1
-        return MadeUpSession(self._how)
+        return MadeUpSession(ends=self._how)
 
 
 def raised(reason: str, *, own: bool = True) -> RunEnded:
@@ -500,24 +459,29 @@ def test_without_time_for_another_start_it_is_said_how_the_first_one_ended() -> 
         measured(run, HALF)
 
 
-FAILING = """
-from training import train
-
-def after(step):
-    if step == 3:
-        raise ValueError("bad sample")
-
-train(after=after)
-"""
-
-
-def test_of_a_script_that_fails_at_its_fourth_step_file_and_line_are_told(folder: Path) -> None:
-    words = ("tune", "--no-compile", "--budget", "20s", "--")
-    done = advisor(folder, *words, *script(FAILING), **own(folder))
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("advisor: the script fails by itself")
-    assert "(ValueError: bad sample (script.py:6)): mend that, and the same command" in last
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        (
+            raised("ValueError: bad sample (train.py:6)"),
+            "the script fails by itself (ValueError: bad sample (train.py:6)): mend that, and the "
+            "same command goes on with what was measured",
+        ),
+        (
+            RunEnded("crashed", "exit code 0", 0),
+            "the command ends before a config is measured (exit code 0); give it more to train on, "
+            "as more epochs",
+        ),
+    ],
+    ids=["fails", "few steps"],
+)
+def test_what_a_script_does_by_itself_has_one_remedy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ended: RunEnded, said: str
+) -> None:
+    ends = MadeUpRun(lambda _config, made: ended if made > 4 else None)
+    monkeypatch.setattr(Run, "_start", lambda *given: ends._start(*given[1:]))
+    done = advisor(folder, "tune", "--budget", "20s", "--", "python", "train.py", **own(folder))
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, f"advisor: {said}")
     assert advisor(folder, "show", **own(folder)).stdout.startswith("Nothing is tuned yet")
 
 
@@ -546,6 +510,7 @@ for _ in range(int(os.environ.get("STEPS", 10**7))):
 """channels_last is twice as fast."""
 
 
+@pytest.mark.e2e
 def test_killed_interrupted_gone_on_with_and_run(folder: Path) -> None:
     """Kill -9 leaves no process and no file; Ctrl-C keeps the best so far, which a run is given."""
     (folder / "package" / "train.py").write_text(PACED)
@@ -553,7 +518,7 @@ def test_killed_interrupted_gone_on_with_and_run(folder: Path) -> None:
     tuning = ("tune", "--no-compile", "--show-output", "--budget", "60s", "--", *FIRST)
     (temporary := folder / "t").mkdir()
 
-    def stopped(number: int, *, after: int) -> tuple[int, str]:
+    def stopped(number: int, *, after: str) -> tuple[int, str]:
         log = folder / f"tuner{number}"
         with log.open("wb") as out:
             tuner = subprocess.Popen(
@@ -564,7 +529,7 @@ def test_killed_interrupted_gone_on_with_and_run(folder: Path) -> None:
                 # A runner started in the background ignores it, and so would its children.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
-        until(lambda: log.read_text().count("trial ") >= after or tuner.poll() is not None)
+        until(lambda: after in log.read_text() or tuner.poll() is not None)
         assert len(processes(folder)) > 1 and any(temporary.iterdir()), log.read_text()
         tuner.send_signal(number)
         code = tuner.wait()
@@ -572,11 +537,11 @@ def test_killed_interrupted_gone_on_with_and_run(folder: Path) -> None:
         assert list(temporary.iterdir()) == []
         return code, log.read_text()
 
-    code, said = stopped(signal.SIGKILL, after=1)
+    code, said = stopped(signal.SIGKILL, after="mode disabled")
     assert code == -signal.SIGKILL
     assert said.startswith("advisor: starts the command and ends it; ")
     assert "mode disabled" in said
-    code, said = stopped(signal.SIGINT, after=2)
+    code, said = stopped(signal.SIGINT, after="trial 1:")
     assert code == 130 and "continues after 1 visits" in said and "Traceback" not in said
     (record,) = open_records(None).all()
     assert record.key.task.command == FIRST
@@ -584,28 +549,24 @@ def test_killed_interrupted_gone_on_with_and_run(folder: Path) -> None:
     ran = run(folder, *FIRST, STEPS="20", ADVISOR_LOG="info")
     assert (ran.returncode, ran.stdout) == (0, "mode None\n")
     assert f"record {record.id} (exact)" in ran.stderr and "in force: " in ran.stderr
-    refused = advisor(folder, "verify", record.id)
-    asked, line = refused.stderr.strip().split(": give its command, as in: advisor ")
-    assert (refused.returncode, asked) == (2, f"advisor: record {record.id} is of a run")
-    words = shlex.split(line)
-    at = words.index("--")
-    verified = advisor(folder, *words[:at], "--budget", "3s", "--json", *words[at:])
-    # What a busy host says of it is its own: that it could not tell, or that it does not hold.
-    assert json.loads(verified.stdout)["verdict"] in ("holds", "does not hold", "could not tell")
     assert processes(folder) == []
 
 
-def test_a_script_of_few_steps_has_one_remedy(folder: Path) -> None:
-    done = advisor(
-        folder,
-        *("tune", "--no-compile", "--budget", "20s", "--"),
-        *script("from training import train\ntrain(42)"),
-    )
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1
-    assert last.startswith("advisor: the command ends before a config is measured (")
-    assert last.endswith("; give it more to train on, as more epochs")
-    assert "--budget" not in last and done.stderr.count("more epochs") == 1
+def test_a_run_is_verified_by_its_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step_s(config: Config) -> float:
+        return 0.005 if config["channels_last"] else 0.01
+
+    seen = replace(SCRIPT, shape=(4, 3, 8, 8), convolves=True)
+    monkeypatch.setattr(Run, "_start", lambda *_: MadeUpSession(seen, step_s=step_s))
+    tuned = advisor(folder, "tune", "--no-compile", "--trials", "2", "--json", "--", *FIRST)
+    record = json.loads(tuned.stdout)["record"]["id"]
+    refused = advisor(folder, "verify", record)
+    asked, line = refused.stderr.strip().split(": give its command, as in: advisor ")
+    assert (refused.returncode, asked) == (2, f"advisor: record {record} is of a run")
+    words = shlex.split(line)
+    at = words.index("--")
+    verified = advisor(folder, *words[:at], "--budget", "3s", "--json", *words[at:])
+    assert json.loads(verified.stdout)["verdict"] == "holds"
 
 
 def run(folder: Path, *command: str, said: str = "", **env: str) -> Done:
@@ -620,6 +581,7 @@ def run(folder: Path, *command: str, said: str = "", **env: str) -> Done:
     )
 
 
+@pytest.mark.e2e
 def test_a_run_of_which_nothing_is_known(folder: Path) -> None:
     ran = run(folder, *script("from training import train\ntrain(20)\nprint('through')"))
     assert (ran.returncode, ran.stdout) == (0, "through\n")
@@ -680,6 +642,7 @@ while True:
 """
 
 
+@pytest.mark.e2e
 def test_workers_are_tried_for_a_script_that_waits_for_its_data(folder: Path) -> None:
     events: list[Mapping[str, Any]] = []
     found = package.tune(

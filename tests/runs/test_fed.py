@@ -17,6 +17,7 @@ from advisor.opening import open_records
 from advisor.printed import script_line
 from advisor.tuners import host
 from advisor.tuners.act.pilot.pilot import ActivePilot
+from tests import forks
 from tests.runs.test_apply import Looks, record_of
 
 FED = """
@@ -88,32 +89,32 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Looks:
     return guide
 
 
-def ran(how: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = ["python", "train.py", *words]
-    if how == "run":
-        command = [sys.executable, "-m", "advisor", "run", "--", *command]
+def ran(*words: str, run: bool = False, **env: str) -> subprocess.CompletedProcess[str]:
+    """The script with advice, in a fork of a process that has torch; or by `advisor run`."""
+    told = os.environ | {"ADVISOR_LOG": "info"} | env
+    if run:
+        command = [sys.executable, "-m", "advisor", "run", "--", "python", "train.py", *words]
+        done = subprocess.run(command, env=told, capture_output=True, text=True)
     else:
-        command.insert(2, "apply")
-    told = os.environ | {"ADVISOR_LOG": "info"}
-    done = subprocess.run(command, env=told, capture_output=True, text=True)
+        done = forks.run(Path("train.py"), "apply", *words, env=told)
     assert done.returncode == 0, done.stderr
     return done
 
 
 @pytest.mark.usefixtures("tuned")
-@pytest.mark.parametrize("how", ["run", "apply"])
-def test_the_workers_that_were_found_are_at_work(how: str) -> None:
-    done = ran(how)
+@pytest.mark.parametrize("run", [pytest.param(True, marks=pytest.mark.e2e), False])
+def test_the_workers_that_were_found_are_at_work(run: bool) -> None:
+    done = ran(run=run)
     assert int(done.stdout) >= 100, done.stderr
     assert "in force: 1 loader worker; 1.50x" in done.stderr
     assert "Warning" not in done.stderr
 
 
 @pytest.mark.usefixtures("tuned")
-@pytest.mark.parametrize(("how", "when"), [("run", "opens"), ("apply", "opens"), ("run", "later")])
-def test_a_loader_that_stays_as_it_is_is_said_with_the_reason(how: str, when: str) -> None:
+@pytest.mark.parametrize("when", ["opens", "later"])
+def test_a_loader_that_stays_as_it_is_is_said_with_the_reason(when: str) -> None:
     """A file of the script's is open from its first steps on, or from its first epoch on."""
-    done = ran(how, when)
+    done = ran(when)
     # Those of the first epoch stay at work.
     assert int(done.stdout) in (range(1, 65) if when == "later" else [0])
     (said,) = [line for line in done.stderr.splitlines() if LEFT in line]
@@ -128,13 +129,21 @@ def test_a_loader_that_stays_as_it_is_is_said_with_the_reason(how: str, when: st
 
 @pytest.mark.usefixtures("tuned")
 def test_what_a_worker_raises_ends_the_workers_and_is_one_line() -> None:
-    done = ran("run", "raises")
+    done = ran("raises")
     assert 0 < int(done.stdout) < 64  # of 128, all of which were trained on
     (said,) = [line for line in done.stderr.splitlines() if "not in force; " in line]
     assert "in a worker: ValueError: no sample 40 (train.py:" in said
     assert said.endswith("; the loader goes on by itself")
     lines = [line for line in done.stderr.splitlines() if " in force: " in line]
     assert lines[-1].endswith("1 loader worker: all that is advised, and not in force")
+
+
+@pytest.mark.usefixtures("tuned")
+def test_who_asked_for_the_loader_to_stay_is_not_warned() -> None:
+    done = ran(ADVISOR_KEEP_LOADER="1")
+    assert int(done.stdout) == 0
+    assert f"INFO {LEFT}ADVISOR_KEEP_LOADER is set" in done.stderr
+    assert "Warning" not in done.stderr
 
 
 def test_no_more_workers_are_said_to_be_in_force_than_there_is_room_for(tuned: Looks) -> None:
@@ -146,15 +155,6 @@ def test_no_more_workers_are_said_to_be_in_force_than_there_is_room_for(tuned: L
     ):
         order = Found(["python", "train.py"], Terms()).known(seen)
     assert order is not None and order.config["num_workers"] == 2
-
-
-@pytest.mark.usefixtures("tuned")
-def test_who_asked_for_the_loader_to_stay_is_not_warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ADVISOR_KEEP_LOADER", "1")
-    done = ran("run")
-    assert int(done.stdout) == 0
-    assert f"INFO {LEFT}ADVISOR_KEEP_LOADER is set" in done.stderr
-    assert "Warning" not in done.stderr
 
 
 def test_the_line_that_starts_a_run_says_where_its_own_workers_are_replaced(

@@ -38,7 +38,15 @@ VERDICTS = (
 TOO_BUSY = r"could not be measured: give a larger --budget|too small .* give at least \d+s"
 
 
-@pytest.mark.parametrize("name", TUNED)
+IN_SHORT = ("trainer", "autocast_workers")
+"""A trainer's own classes and checkpoints; its own autocast and workers. Others only vary."""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=[] if one in IN_SHORT else pytest.mark.long) for one in TUNED],
+)
 def test_it_is_tuned_in_time_and_told_one_thing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

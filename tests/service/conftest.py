@@ -67,13 +67,19 @@ def running_lite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture
-def team(running_lite: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
-    """With nothing in its database; it is the store here, with a token that may submit."""
+def served_lite(running_lite: Served) -> Served:
+    """As `served`, where one database is enough."""
     fresh(running_lite)
-    monkeypatch.setenv("ADVISOR_TOKEN", running_lite.tokens["submit"])
-    monkeypatch.setenv("ADVISOR_CACHE", running_lite.url)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nobodys"))
     return running_lite
+
+
+@pytest.fixture
+def team(served_lite: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
+    """It is the store here, with a token that may submit."""
+    monkeypatch.setenv("ADVISOR_TOKEN", served_lite.tokens["submit"])
+    monkeypatch.setenv("ADVISOR_CACHE", served_lite.url)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nobodys"))
+    return served_lite
 
 
 @pytest.fixture

@@ -15,14 +15,14 @@ import uvicorn
 from sqlalchemy import event
 
 from advisor.cache.reader import Reader
-from advisor.cache.seal import UNSEALED, Seal
+from advisor.cache.seal import NO_KEYS, KeyRing
 from advisor.jobs.token import digest, made
 from advisor.opening import refusal
 from advisor.service import attempts, schema, tokens
 from advisor.service.access import Service
 from advisor.service.app import application
-from advisor.service.attempts import Claimed
 from advisor.service.database import Database
+from advisor.service.executors import Start
 from advisor.service.run import Server
 from tests.cache import servers
 
@@ -104,7 +104,7 @@ def statements(database: Database) -> Iterator[list[tuple[str, Any]]]:
         event.remove(database._engine, "before_cursor_execute", note)
 
 
-def begun(database: Database, one: Claimed) -> str:
+def begun(database: Database, one: Start) -> str:
     """The token for which a worker exchanges what it was started with."""
     own = made()
     with database.writing() as session:
@@ -120,20 +120,20 @@ def fresh(served: Served) -> None:
             session.execute(table.delete())
     served.tokens = {role: token(database, role) for role in tokens.ROLES}
     began = Service(database, service.reader)
-    for name in ("reads", "writes", "guesses", "behind_proxy", "lookups", "loops", "machines"):
+    for name in ("guesses", "behind_proxy", "lookups", "loops", "machines"):
         setattr(service, name, getattr(began, name))
 
 
 @contextlib.contextmanager
 def serving(
-    url: str, seal: Seal = UNSEALED, as_it_is: bool = False, **tls: str
+    url: str, keyring: KeyRing = NO_KEYS, as_it_is: bool = False, **tls: str
 ) -> Iterator[Served]:
     """With nothing in its database, or as it is, which must be there; `tls`: as uvicorn's."""
     database = Database(url)
     began: list[object] = []
     database.start(began.append)
     assert not (as_it_is and began)
-    service = Service(database, Reader(seal, refusal))
+    service = Service(database, Reader(keyring, refusal))
     port = servers.free_port()
     config = uvicorn.Config(
         application(service, "1"),
@@ -159,6 +159,7 @@ def serving(
         yield found
     finally:
         server.should_exit = True
+        server.force_exit = bool(tls)  # or it waits 30 s for each client to end TLS
         thread.join(60)
         database.close()
 

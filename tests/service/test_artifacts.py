@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
 from sqlalchemy import update
 
 from advisor.cache import settings
-from advisor.cache.artifacts import place_of
-from advisor.service import access, artifacts
+from advisor.cache.name import record_key
+from advisor.service import artifacts
 from advisor.service.schema import Artifacts
 from tests.cache.examples import record
 from tests.service.serving import Served
 from tests.service.test_records import named, put
 
-ONE = f"{place_of(record()).replace('/', '-')}-{'ef' * 6}.{'09' * 6}"
+ONE = f"{record_key(record()).replace('/', '-')}-{'ef' * 6}.{'09' * 6}"
 ALONE = f"{'ab' * 6}-{'cd' * 6}-1-{'ef' * 6}.{'09' * 6}"
 LARGE = b"\0" * 2**21
 
@@ -58,15 +60,26 @@ def test_nobody_replaces_what_another_put_there(served: Served) -> None:
     assert served.ask("PUT", place(ONE), "worker", b"its next").status == 200
 
 
-def test_who_may_send_how_much(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    for role, status in (("read", 413), ("submit", 413)):
-        assert served.ask("PUT", place(ONE), role, LARGE).status == status
-        assert served.ask("PUT", place(ONE), role, b"little").status == 403
+def test_who_may_send_how_much(served_lite: Served) -> None:
+    served = served_lite
+    for role in ("read", "submit"):
+        for data in (LARGE, b"little"):
+            assert served.ask("PUT", place(ONE), role, data).status == 403
     assert served.ask("PUT", place("elsewhere"), "worker", b"").status == 422
-    assert access.MAX_ARTIFACTS == settings.MAX_ARTIFACTS
-    monkeypatch.setattr(access, "MAX_ARTIFACTS", 2**20 + 1)
-    assert served.ask("PUT", place(ONE), "worker", LARGE).status == 413
+    too_large = bytes(settings.MAX_ARTIFACTS + 1)
+    assert served.ask("PUT", place(ONE), "worker", too_large).status == 413
     assert sizes(served) == {}
+
+
+def test_large_bodies_wait_for_each_other(served_lite: Served) -> None:
+    """Refused ones too, or none would come any more."""
+    served_lite.service.large = asyncio.Semaphore(1)
+    names = [f"{ONE[:-1]}{n}" for n in range(4)]
+    with ThreadPoolExecutor(4) as several:
+        sent = [several.submit(served_lite.ask, "PUT", place(n), "worker", LARGE) for n in names]
+        assert [one.result().status for one in sent] == [201] * 4
+    assert served_lite.ask("PUT", place(ONE), "worker", b"").status == 400
+    assert served_lite.ask("PUT", place(ONE), "worker", LARGE).status == 201
 
 
 def test_they_go_a_day_after_their_record(served: Served) -> None:

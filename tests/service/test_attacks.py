@@ -18,7 +18,7 @@ from urllib.parse import quote, urlencode
 
 import pytest
 
-from advisor.service.limits import Guesses, Rate
+from advisor.service.limits import Guesses
 from tests.service.serving import Served, fresh, wait_until
 from tests.service.test_access import filled
 from tests.service.test_serve import process
@@ -32,7 +32,7 @@ def test_whatever_is_sent_is_answered_as_described(running_lite: Served, role: s
     """No fault of the server's, and every status, media type and body one that OpenAPI names. What
     longer runs gave is in benchmarks/results/service.md."""
     fresh(running_lite)
-    running_lite.service.guesses = Guesses(Rate(a_second=1e6, at_once=1e6))
+    running_lite.service.guesses = Guesses(most=10**6)
     said = attacked(running_lite, role, "--max-examples", "2")
     assert said.returncode == 0, said.stdout[-5000:]
     if role:
@@ -47,14 +47,13 @@ def attacked(served: Served, role: str, *words: str) -> subprocess.CompletedProc
 
 
 INJECTED = (
-    *("' OR '1'='1", "'; DROP TABLE items; --", "0) UNION SELECT digest FROM tokens --"),
-    *(
-        "../../../../etc/passwd",
-        "..\\..\\etc\\passwd",
-        "file:///etc/passwd",
-        "/etc/passwd\0.msgpack",
-    ),
-    *("{{7*7}}${7*7}", "%s%n", "x\r\nSet-Cookie: a=b", "\ud7ff\u202e", "-1e999", "9" * 400),
+    "' OR '1'='1'; DROP TABLE items; --",
+    "0) UNION SELECT digest FROM tokens --",
+    "../../../../etc/passwd",
+    "file:///etc/passwd\0.msgpack",
+    "{{7*7}}${7*7}%s%n",
+    "x\r\nSet-Cookie: a=b\ud7ff\u202e",
+    "9" * 400,
 )
 
 
@@ -74,7 +73,7 @@ def test_nothing_that_is_sent_is_run_or_opened(team: Served) -> None:
                 assert "set-cookie" not in answer.headers
                 for leak in (b"root:", b"sqlite", b"psycopg", b"SELECT digest", b"Traceback"):
                     assert leak not in answer.data.replace(text.encode(), b""), answer.data
-    assert asked > 300
+    assert asked > 200
     assert len(team.ask("GET", "/api/tokens", "admin").json["tokens"]) == len(team.tokens)
     assert team.ask("GET", f"/api/jobs/{jobs_before}", "read").status == 200
 

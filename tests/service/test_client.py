@@ -20,7 +20,7 @@ from advisor.client import Client
 from advisor.errors import StoreError, UsageError
 from advisor.jobs.spec import JobSpec
 from advisor.jobs.submission import Submission
-from advisor.service.attempts import Claimed
+from advisor.service.executors import Start
 from tests.cache.examples import record
 from tests.service.serving import Served
 from tests.service.test_jobs import RECORD, claimed
@@ -43,12 +43,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def beat(served: Served, one: Claimed, text: str, **more: Any) -> None:
+def beat(served: Served, one: Start, text: str, **more: Any) -> None:
     body = {"log": text, "trials": [], "device": "GPU 0"} | more
     assert served.ask("POST", "/api/attempt/beat", one.external, body).status == 200
 
 
-def end(served: Served, one: Claimed, **last: Any) -> None:
+def end(served: Served, one: Start, **last: Any) -> None:
     assert served.ask("POST", "/api/attempt/end", one.external, last).status == 200
 
 
@@ -172,7 +172,7 @@ NET = "torchvision:resnet18"
         ("{url}", "with blanks", lambda c: c.jobs(), "token: no token"),
         ("dir:/data", "submit", lambda c: c.jobs(), "expected http"),
         ("http://advisor.team", "submit", lambda c: c.jobs(), "in the clear"),
-        ("{url}", "submit", lambda c: c.job(7), "there is no such job"),
+        ("{url}", "submit", lambda c: c.job(7), "there is no job 7"),
         ("http://127.0.0.1:{port}/below", "submit", lambda c: c.jobs(), "has no jobs; it is older"),
         (
             "http://127.0.0.1:1",
@@ -273,18 +273,21 @@ def told(done: Done) -> Any:
 def test_submit(team: Served, project: Path, advisor: Run) -> None:
     (project / ".env").write_text("KEY=1")
     said = advisor(*SUBMIT, *RUN)
-    code, stays, last, watch = said.stdout.splitlines()
+    code, stays, last, watch, waits = said.stdout.splitlines()
     assert code.startswith("code    2 files, 24 B (") and code.endswith(f"packed) of {project}")
     assert stays == "stays   .env: ignored"
     assert last == "job 1 queued; to follow it: advisor logs -f 1"
     assert watch == f"watch   http://127.0.0.1:{team.port}/jobs/1"
+    why = "no machine known now has 2 GPUs named 'H100' (known: none); the job waits"
+    assert waits == f"waits   {why}"
     login = team.ask("GET", watch.partition(str(team.port))[2]).headers["location"]
     assert login == "/login?to=%2Fjobs%2F1"
     again = told(advisor(*SUBMIT, "--json", *RUN))
     assert (again["id"], again["new"], again["code"]["files"]) == (1, False, 2)
     assert again["code"]["left_out"] == [".env: ignored"] and watch.endswith(again["page"])
     said = advisor(*SUBMIT, *RUN)
-    assert said.stdout.splitlines()[2:] == ["job 1: asked for before, the same; queued", watch]
+    same = ["job 1: asked for before, the same; queued", watch, waits]
+    assert said.stdout.splitlines()[2:] == same
     other = advisor("submit", "--device", "cpu", "--no-compile", "--budget", "1m", *RUN)
     assert other.stdout.splitlines()[2].startswith("job 2 queued")
     assert told(advisor("jobs", "2", "--json"))["gpus"] == 0
@@ -292,6 +295,7 @@ def test_submit(team: Served, project: Path, advisor: Run) -> None:
     assert target.stdout.splitlines() == [
         "job 3 queued; to follow it: advisor logs -f 3",
         watch.replace("jobs/1", "jobs/3"),
+        "waits   no machine known now has a GPU (known: none); the job waits",
     ]
 
 
@@ -312,7 +316,7 @@ def test_what_travels_is_told_with_its_commit(team: Served, project: Path, advis
 
     def first_and_third() -> tuple[str, str]:
         lines = advisor(*SUBMIT, *RUN).stdout.splitlines()
-        return lines[0], lines[-2]
+        return lines[0], lines[-3]
 
     git("init", "-q")
     git("add", ".")
@@ -370,9 +374,9 @@ def test_the_server_may_be_named(team: Served, project: Path, advisor: Run) -> N
         ("submit --server dir:x -- python train.py", "server 'dir:x': expected http"),
         ("jobs --state none", "none"),
         ("jobs seven", "seven"),
-        ("jobs 7", "there is no such job"),
-        ("logs 7", "there is no such job"),
-        ("cancel 7", "there is no such job"),
+        ("jobs 7", "there is no job 7"),
+        ("logs 7", "there is no job 7"),
+        ("cancel 7", "there is no job 7"),
     ],
 )
 def test_what_is_refused(team: Served, advisor: Run, words: str, says: str) -> None:

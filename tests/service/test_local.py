@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from advisor.errors import UsageError
 from advisor.jobs.spec import JobSpec
-from advisor.service.executors import ExecutorAway, Room, Start, Unplaceable
-from advisor.service.executors.local import Local, environment
+from advisor.service.executors import Capacity, ExecutorAway, Start, Unplaceable
+from advisor.service.executors.local import STOPS_S, Local, environment
 from advisor.service.executors.schemes import open_executors
 from advisor.tuners.environment import Gpu
 from tests.cache import servers
@@ -29,6 +31,9 @@ def gpu(number: int, name: str = H100, *users: int) -> Gpu:
 def start(external: str = "advisor-1-1", gpus: int = 0, name: str = "") -> Start:
     """Of a worker whose server does not answer: it waits for it."""
     return Start(
+        attempt=1,
+        job=1,
+        number=1,
         external=external,
         server_url=f"http://127.0.0.1:{servers.free_port()}",
         token="adv_secret-of-the-attempt",
@@ -46,39 +51,43 @@ def gpus() -> list[Gpu]:
 
 
 @pytest.fixture
-def local(tmp_path: Path, gpus: list[Gpu]) -> Iterator[Local]:
-    found = Local(DATABASE, tmp_path, lambda: gpus)
+def local(tmp_path: Path, gpus: list[Gpu], monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = Local(DATABASE, tmp_path / "devices", lambda: gpus)
     yield found
     found.close()
-    assert places(tmp_path) == []
+    assert [*tmp_path.glob("advisor-*")] == []
 
 
-def places(folder: Path) -> Sequence[Path]:
-    return [one for one in folder.glob("*/advisor-*") if one.is_dir()]
+def worker(local: Local, external: str = "advisor-1-1") -> int:
+    """Its process, once it waits for its server."""
+    assert local._workers is not None
+    pid = local._workers[external].pid
+    wait_until(lambda: bool(int(caught(pid), 16) & 1 << signal.SIGTERM - 1))
+    return pid
 
 
-def environ(folder: Path) -> dict[str, str]:
-    """That of the one worker there."""
-    (pid,) = folder.glob("*/advisor-*/pid")
-    text = Path(f"/proc/{pid.read_text()}/environ").read_text()
-    return dict(line.split("=", 1) for line in text.split("\0") if line)
+def caught(pid: int) -> str:
+    """The signals that a process handles."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
 
 
 def test_the_cpu_is_one_room(local: Local, tmp_path: Path) -> None:
-    assert local.room() == [Room(gpu="", gpus=0)]
-    assert local.start(start())
-    assert local.room() == []
+    assert local.capacity() == [Capacity(gpu="", gpus=0)]
+    local.start(start())
+    assert local.capacity() == []
     with pytest.raises(Unplaceable, match="CPU of this machine is measured on"):
         local.start(start("advisor-2-1"))
     with pytest.raises(Unplaceable, match="CPU of this machine is measured on"):
         local.start(start("advisor-3-1", gpus=1))
     assert states(local, "advisor-1-1", "advisor-2-1") == ["running", "unknown"]
-    wait_until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
+    worker(local)
     local.stop("advisor-1-1")
     wait_until(lambda: states(local, "advisor-1-1") == ["ended"])
-    assert local.room() == [Room(gpu="", gpus=0)]
+    assert local.capacity() == [Capacity(gpu="", gpus=0)]
     local.stop("advisor-1-1")
-    assert places(tmp_path) == [] and states(local, "advisor-1-1") == ["unknown"]
+    assert [*tmp_path.glob("advisor-*")] == [] and states(local, "advisor-1-1") == ["unknown"]
 
 
 def test_a_gpu_is_given_once_and_not_where_others_use_it(
@@ -86,19 +95,19 @@ def test_a_gpu_is_given_once_and_not_where_others_use_it(
 ) -> None:
     gpus += [gpu(0), gpu(1, H100, os.getpid()), gpu(2), gpu(3, L4)]
     used = f"GPU 1 is used by other processes: {os.getpid()} ("
-    h100, l4, cpu = local.room()
+    h100, l4, cpu = local.capacity()
     assert (h100.gpu, h100.gpus, h100.total, h100.why[: len(used)]) == (H100, 2, 3, used)
-    assert (l4, cpu) == (Room(gpu=L4, gpus=1, total=1), Room(gpu="", gpus=0))
+    assert (l4, cpu) == (Capacity(gpu=L4, gpus=1, total=1), Capacity(gpu="", gpus=0))
     with pytest.raises(Unplaceable, match=r"GPU 1 is used by other processes: \d+ \("):
         local.start(start(gpus=3))
     with pytest.raises(Unplaceable, match="GPU 1 is used"):
         local.start(start(gpus=1, name="B200"))
-    assert local.start(start(gpus=2, name="h100")) == f"{H100}, {H100}"
-    h100, l4 = local.room()  # what measures on a GPU needs the CPU
+    local.start(start(gpus=2, name="h100"))
+    h100, l4 = local.capacity()  # what measures on a GPU needs the CPU
     assert (h100.gpus, l4.gpus) == (0, 1)
     assert "GPU 0 is measured on" in h100.why and "GPU 2 is measured on" in h100.why
-    wait_until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
-    assert environ(tmp_path)["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-2"
+    environ = Path(f"/proc/{worker(local)}/environ").read_text().split("\0")
+    assert "CUDA_VISIBLE_DEVICES=GPU-0,GPU-2" in environ
     with pytest.raises(Unplaceable, match="something is measured on this machine"):
         local.start(start("advisor-2-1"))
 
@@ -117,19 +126,16 @@ def test_a_worker_sees_no_secret_of_the_server(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_server_finds_its_workers_again(local: Local, tmp_path: Path) -> None:
-    """After it was killed: nothing of what it knew is left but what lies on the disk."""
+    """After it was killed: what it knew is gone."""
     local.start(start())
-    wait_until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
-    again = Local(DATABASE, tmp_path, list)
+    pid = worker(local)
+    again = Local(DATABASE, tmp_path / "devices", list)
     with pytest.raises(ExecutorAway, match="another server here"):
-        again.room()
-    (pid,) = (int(path.read_text()) for path in tmp_path.glob("*/advisor-1-1/pid"))
-    assert local._owner is not None
-    os.close(local._owner)  # as the kernel does
-    local._owner = None
-    assert again.room() == [] and states(again, "advisor-1-1") == ["running"]
-    assert again.start(start())  # it is there already
-    assert [int(path.read_text()) for path in tmp_path.glob("*/*/pid")] == [pid]
+        again.capacity()
+    local._owning.close()  # as the kernel does
+    stale = Path(tempfile.mkdtemp(prefix=local._prefix))  # of a worker that was killed, too
+    assert again.capacity() == [] and states(again, "advisor-1-1") == ["running"]
+    assert not stale.exists()
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: states(again, "advisor-1-1") == ["ended"])
     assert again.status(["advisor-1-1"])["advisor-1-1"].reason == "its worker is gone"
@@ -139,12 +145,11 @@ def test_a_server_finds_its_workers_again(local: Local, tmp_path: Path) -> None:
 def test_one_that_does_not_end_is_killed(
     local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("advisor.service.executors.local.STOPS_S", 0.1)
     local.start(start())
-    wait_until(lambda: bool(list(tmp_path.glob("*/advisor-1-1/pid"))))
-    (pid,) = (int(path.read_text()) for path in tmp_path.glob("*/advisor-1-1/pid"))
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(worker(local), signal.SIGSTOP)
     local.stop("advisor-1-1")
+    assert states(local, "advisor-1-1") == ["running"]
+    monkeypatch.setattr(local, "_now", lambda: time.monotonic() + STOPS_S)
     wait_until(lambda: states(local, "advisor-1-1") == ["ended"])
     assert "SIGKILL" in local.status(["advisor-1-1"])["advisor-1-1"].reason
 

@@ -154,8 +154,8 @@ def test_what_cannot_be_sent_is_a_line_in_the_log(
         (line,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
         return line.getMessage()
 
-    monkeypatch.setattr("advisor.jobs.parcel.MOST_PACKED", 200)
-    assert "no more than 200 B may travel; the largest files are" in logged()
+    monkeypatch.setattr("advisor.jobs.parcel.MAX_PACKED", 200)
+    assert "packed, at most 200 B can be sent; most is in " in logged()
     monkeypatch.undo()
     monkeypatch.chdir(project)
     monkeypatch.setenv("ADVISOR_ON_MISS", "request")
@@ -217,6 +217,7 @@ for thread in threading.enumerate():
 """
 
 
+@pytest.mark.long
 def test_a_run_is_asked_for_as_it_was_started(team: Served, project: Path) -> None:
     words = ["run", "--", sys.executable, "train.py", "--lr", "0.1"]
     found = command(project, *words, process=True)

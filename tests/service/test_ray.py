@@ -22,7 +22,7 @@ from advisor.client import Client, Job
 from advisor.errors import UsageError
 from advisor.jobs.token import digest, made
 from advisor.service.database import Database
-from advisor.service.executors import ExecutorAway, Room
+from advisor.service.executors import Capacity, ExecutorAway
 from advisor.service.executors.ray import LABEL, RayExecutor
 from advisor.service.executors.schemes import open_executors
 from advisor.service.schema import Attempt
@@ -211,7 +211,7 @@ def test_what_is_no_ray_is_away() -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
         threading.Thread(target=other.handle_request, daemon=True).start()
         with pytest.raises(ExecutorAway, match=r"HTTP 501"):
-            RayExecutor(f"ray-jobs:http://127.0.0.1:{other.server_port}").room()
+            RayExecutor(f"ray-jobs:http://127.0.0.1:{other.server_port}").capacity()
 
 
 @pytest.mark.parametrize("said", [b"<html>", b"[]", b'{"data": {"result": {"result": [{}]}}}'])
@@ -225,7 +225,7 @@ def test_what_says_something_else_is_no_ray(said: bytes) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), Other) as other:
         threading.Thread(target=other.handle_request, daemon=True).start()
         with pytest.raises(ExecutorAway, match=r"no head of Ray"):
-            RayExecutor(f"ray-jobs:http://127.0.0.1:{other.server_port}").room()
+            RayExecutor(f"ray-jobs:http://127.0.0.1:{other.server_port}").capacity()
 
 
 def steal(team: Team, one: Asked) -> None:
@@ -267,8 +267,10 @@ def test_what_others_use_is_no_room(cluster: Cluster) -> None:
     job = {"entrypoint": "sleep 60", "submission_id": "others", "entrypoint_num_gpus": 1}
     job["entrypoint_label_selector"] = {LABEL: "A100"}
     cluster.ask("POST", "/api/jobs/", job)
-    until(lambda: Room(gpu="H100", gpus=1, total=1) in executor.room())
-    taken = until(lambda: [one for one in executor.room() if one.gpu == "A100" and not one.gpus])
+    until(lambda: Capacity(gpu="H100", gpus=1, total=1) in executor.capacity())
+    taken = until(
+        lambda: [one for one in executor.capacity() if one.gpu == "A100" and not one.gpus]
+    )
     assert "1 of 1" in taken[0].why
     cluster.ask("POST", "/api/jobs/others/stop")
 
@@ -277,14 +279,14 @@ def test_a_token_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(ExecutorAway, match=f"token file {tmp_path}/none: No such file"):
-        RayExecutor("ray-jobs:http://127.0.0.1:1").room()
+        RayExecutor("ray-jobs:http://127.0.0.1:1").capacity()
 
 
 @pytest.mark.long
 def test_a_wrong_token(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of-another-cluster")
     with pytest.raises(ExecutorAway, match="set RAY_AUTH_TOKEN"):
-        RayExecutor(cluster.address).room()
+        RayExecutor(cluster.address).capacity()
 
 
 @pytest.mark.long

@@ -110,6 +110,16 @@ MODELS = {
 }
 
 
+@functools.cache
+def _built(kind: str, backend: str) -> tuple[nn.Module, Any, list[Tensor]]:
+    """A model, compiled once for all tests, and its first weights, from which each pass starts."""
+    torch.manual_seed(0)
+    model = MODELS[kind].make()
+    # Dynamo does not trace an LSTM by itself.
+    compiled = model if kind == "recurrent" else torch.compile(model, backend=backend)
+    return model, compiled, [p.detach().clone() for p in model.parameters()]
+
+
 class Step:
     """A Subject. What is compiled has the fault, if there is one.
 
@@ -119,14 +129,11 @@ class Step:
     """
 
     def __init__(self, kind: str, fault: str = "", backend: str = "aot_eager") -> None:
-        torch.manual_seed(0)
         model = MODELS[kind]
-        self.model, self.draws, self._fault = model.make(), model.draws, fault
-        self._kept = [p.detach().clone() for p in self.model.parameters()]
+        self.model, self._compiled, self._kept = _built(kind, backend)
+        self.draws, self._fault = model.draws, fault
+        torch.manual_seed(1)
         self._batches = [(x := model.batch(), torch.randint(8, (len(x),))) for _ in range(4)]
-        self._compiled: Any = self.model
-        if kind != "recurrent":  # which dynamo does not trace by itself
-            self._compiled = torch.compile(self.model, backend=backend)
         self.made: dict[Config, int] = {}
         self.other_masks = False
 
@@ -212,6 +219,7 @@ def test_what_is_right_passes(kind: str, config: Config) -> None:
     assert found.ok, found
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler here")
 def test_other_masks_of_compiled_code_pass() -> None:
     found = compared(Step("layers", backend="inductor"), BOTH)

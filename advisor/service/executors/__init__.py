@@ -1,7 +1,7 @@
-"""What starts attempts at jobs: this machine, Ray.
+"""What starts attempts at jobs: this machine, or Ray.
 
-An executor knows no database. The reconciler, which does, asks it what could be started, starts
-that, and looks what became of it.
+An executor knows no database. The reconciler, which does, asks it for its capacity, starts attempts
+there, and follows them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from advisor.errors import AdvisorError
-from advisor.jobs.spec import JobSpec, is_meant
+from advisor.jobs.spec import JobSpec
 
 State = Literal["running", "ended", "preempted", "unknown"]
 
@@ -25,15 +25,15 @@ class ExecutorAway(AdvisorError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """What could be started now.
+class Capacity:
+    """Devices of one kind, as one attempt can have them.
 
     Attributes:
         gpu: the device's name as NVML has it, 'NVIDIA H100 80GB HBM3', or what kind it is where a
             cluster knows no more, 'H100'; '' for the CPU.
-        gpus: how many of them one attempt can have now; 0 for the CPU, and where none is free.
-        total: how many it could have if nothing else ran.
-        why: for people, why some are not free; '' where all are.
+        gpus: how many are free; 0 for the CPU, which is listed only if it is free.
+        total: how many there are.
+        why: why some are not free, for people; '' if all are.
     """
 
     gpu: str
@@ -41,23 +41,21 @@ class Room:
     total: int = 0
     why: str = ""
 
-    def fits(self, asked: JobSpec) -> bool:
-        """Whether what is asked for finds its device here."""
-        if asked.gpus == 0:
-            return not self.gpu
-        return asked.gpus <= self.gpus and is_meant(asked.gpu, self.gpu)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What an attempt is started with.
+    """An attempt to start.
 
     Attributes:
-        external: what the executor is to call it, known before it is started.
+        attempt: its id in the database; `number` of the job's attempts.
+        external: what the executor is to call it.
         server_url: where its worker finds the server.
-        token: its start token, good once: who reads it later has nothing.
+        token: its start token, which works once and is not stored.
     """
 
+    attempt: int
+    job: int
+    number: int
     external: str
     server_url: str
     token: str
@@ -66,49 +64,34 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What became of an attempt; `unknown`: the executor has never heard of it, or forgot.
-
-    `reason` is for people, '' where there is nothing to say.
-    """
+    """What became of an attempt. `unknown`: the executor has never heard of it, or forgot; `reason`
+    is for people, and may be ''."""
 
     state: State
     reason: str = ""
 
 
 class Executor(Protocol):
-    """Starts attempts, and ends them."""
+    """Starts attempts, and ends them. Every method raises ExecutorAway if it does not answer."""
 
     @property
     def name(self) -> str:
-        """What its attempts are noted under: 'local:HOST', 'ray:ADDRESS'."""
+        """Unique: 'local:HOST', 'ray:ADDRESS'."""
 
-    def room(self) -> Sequence[Room]:
-        """What could be started now.
+    def capacity(self) -> Sequence[Capacity]: ...
 
-        Raises:
-            ExecutorAway: it does not answer.
-        """
-
-    def start(self, start: Start) -> str:
-        """Start an attempt, once however often it is asked to; on which device, for people.
+    def start(self, start: Start) -> None:
+        """Start an attempt.
 
         Raises:
-            Unplaceable: it has nothing that fits. ExecutorAway: it does not answer.
+            Unplaceable: it has nothing that fits.
         """
 
     def status(self, external: Sequence[str]) -> Mapping[str, Status]:
-        """What became of each of some attempts.
-
-        Raises:
-            ExecutorAway: it does not answer.
-        """
+        """What became of each of some attempts."""
 
     def stop(self, external: str) -> None:
-        """End an attempt and all that it started; one that is over is left alone.
-
-        Raises:
-            ExecutorAway: it does not answer.
-        """
+        """End an attempt and all that it started; one that is over is left alone."""
 
     def close(self) -> None:
-        """Keep nothing open."""
+        """Release what is open."""

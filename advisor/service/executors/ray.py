@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from advisor.errors import UsageError, printable
-from advisor.jobs.spec import JobSpec, is_meant
-from advisor.service.executors import Executor, ExecutorAway, Room, Start, Status, Unplaceable
+from advisor.jobs.spec import JobSpec, gpu_matches
+from advisor.service.executors import Capacity, Executor, ExecutorAway, Start, Status, Unplaceable
 
 LABEL = "ray.io/accelerator-type"
 """Ray sets it itself where it finds a GPU: 'H100' for an 'NVIDIA H100 80GB HBM3'."""
@@ -40,8 +40,8 @@ _WORKER = "exec python -m advisor.jobs.worker"
 """Without a shell between: Ray kills the process that it started, and not what that left behind."""
 _WAITS_S = 15.0
 """Longer than Ray's head waits for a node that takes a job."""
-_MOST_ANSWER = 64 * 2**20
-_MOST_NODES = 10_000
+_MAX_ANSWER = 64 * 2**20
+_MAX_NODES = 10_000
 _GPU, _CPU = "GPU", "CPU"
 _USED = re.compile(r"^([\d.]+)/[\d.]+ (GPU|CPU)\b", re.MULTILINE)
 T = TypeVar("T")
@@ -123,7 +123,7 @@ class RayExecutor:
         self._address = found["host"].strip("[]"), port
         self.name = f"ray:{found['scheme'] or 'http'}://{found['host']}:{port}"
 
-    def room(self) -> Sequence[Room]:
+    def capacity(self) -> Sequence[Capacity]:
         nodes = [node for node in self._nodes() if not node.gone]
         used = self._used(nodes)
         rooms = []
@@ -132,18 +132,17 @@ class RayExecutor:
                 taken = math.ceil(used[node.id, _GPU])
                 why = f"{taken} of {gpus} on {node.ip} are in use" if taken else ""
                 free = max(0, gpus - taken)
-                rooms.append(Room(gpu=node.gpu or UNNAMED, gpus=free, total=gpus, why=why))
+                rooms.append(Capacity(gpu=node.gpu or UNNAMED, gpus=free, total=gpus, why=why))
             if node.total[_CPU] - used[node.id, _CPU] >= 1:
-                rooms.append(Room(gpu="", gpus=0))
+                rooms.append(Capacity(gpu="", gpus=0))
         return rooms
 
-    def start(self, start: Start) -> str:
+    def start(self, start: Start) -> None:
         asked = start.asked
         labels = self._labels(asked) if asked.gpus else []
         if self._job(start.external) is None:
             said = self._ask("POST", "/api/jobs/", _request(start, labels))[1]
             self._decoded(said, lambda said: said["submission_id"])
-        return f"{asked.gpus} × {' or '.join(labels) or 'any GPU'}" if asked.gpus else "CPU"
 
     def status(self, external: Sequence[str]) -> Mapping[str, Status]:
         jobs = {one: self._job(one) for one in external}
@@ -163,12 +162,12 @@ class RayExecutor:
             Unplaceable: no node could.
         """
         nodes = [node for node in self._nodes() if not node.gone and node.total[_GPU] >= 1]
-        named = [node for node in nodes if is_meant(asked.gpu, node.gpu or UNNAMED)]
+        named = [node for node in nodes if gpu_matches(asked.gpu, node.gpu or UNNAMED)]
         fit = [node for node in named if node.total[_GPU] >= asked.gpus]
         if not fit:
             wanted = f"{asked.gpus} GPUs" if asked.gpus > 1 else "a GPU"
             label = f" and {asked.gpu!r} in its label {LABEL}" if asked.gpu else ""
-            raise Unplaceable(f"{self.name}: no node has {wanted}{label}; {_there(nodes)}")
+            raise Unplaceable(f"{self.name}: no node has {wanted}{label}; {_known(nodes)}")
         return sorted({node.gpu for node in fit if node.gpu}) if asked.gpu else []
 
     def _used(self, nodes: Iterable[_Node]) -> dict[tuple[str, str], float]:
@@ -186,7 +185,7 @@ class RayExecutor:
     def _nodes(self) -> list[_Node]:
         """All that Ray knows, those that are gone too."""
         return self._read(
-            f"/api/v0/nodes?limit={_MOST_NODES}",
+            f"/api/v0/nodes?limit={_MAX_NODES}",
             lambda said: [_Node.of(one) for one in said["data"]["result"]["result"]],
         )
 
@@ -214,7 +213,7 @@ class RayExecutor:
             with contextlib.closing(self._connection()) as connection:
                 connection.request(method, path, sent, _headers())
                 answer = connection.getresponse()
-                status, said = answer.status, answer.read(_MOST_ANSWER)
+                status, said = answer.status, answer.read(_MAX_ANSWER)
         except (OSError, http.client.HTTPException, ValueError) as exc:
             reason = getattr(exc, "strerror", "") or str(exc) or type(exc).__name__
             raise ExecutorAway(f"{self.name}: {reason}") from exc
@@ -278,7 +277,7 @@ def _status(job: _Job | None, nodes: Mapping[str, _Node]) -> Status:
     return Status(state="ended", reason=job.why if job.status == "FAILED" else job.status.lower())
 
 
-def _there(nodes: Iterable[_Node]) -> str:
+def _known(nodes: Iterable[_Node]) -> str:
     counted = Counter((node.gpu or UNNAMED, int(node.total[_GPU])) for node in nodes)
     kinds = [f"{gpus} × {gpu} on {n} node(s)" for (gpu, gpus), n in sorted(counted.items())]
     return f"there are: {', '.join(kinds)}" if kinds else "there is no node with a GPU"

@@ -1,6 +1,6 @@
-"""How an older database becomes one of this version, by Alembic: one file a step.
+"""Makes the tables of a new database, and upgrades those of an older one by Alembic.
 
-What a step makes and what `schema` says are the same: a test compares them.
+A new database gets its tables from `schema`. A file in `versions` is one step from an older one.
 """
 
 from __future__ import annotations
@@ -8,28 +8,32 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from sqlalchemy import Connection, inspect, text
+from alembic import command
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from sqlalchemy import Connection
+
+from advisor.service.schema import Base
 
 LAST = "0001"
 """The last step's revision. Each is a number, the one before it plus one."""
 _ONE_AT_A_TIME = threading.Lock()
-"""Alembic's `op` and `context` are the module's own, whichever thread sets them."""
+"""Alembic keeps its context in a module: one upgrade at a time."""
 
 
 def revision_of(connection: Connection) -> str:
-    """Of a database; '' where nothing is in it."""
-    if not inspect(connection).has_table("alembic_version"):
-        return ""
-    return str(connection.scalar(text("SELECT version_num FROM alembic_version")))
+    """The revision of a database; '' if it is empty."""
+    return MigrationContext.configure(connection).get_current_revision() or ""
 
 
 def upgrade(connection: Connection) -> None:
-    """Take the steps that a database lacks, in the connection's transaction."""
-    from alembic import command  # not asked for where there is nothing to do
-    from alembic.config import Config
-
+    """Bring a database to LAST, in the connection's transaction."""
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     with _ONE_AT_A_TIME:
-        command.upgrade(config, LAST)
+        if revision_of(connection):
+            command.upgrade(config, LAST)
+        else:
+            Base.metadata.create_all(connection)
+            command.stamp(config, LAST)

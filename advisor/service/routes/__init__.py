@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from advisor.cache.codec import MAX_BYTES
 from advisor.service.routes import admin, artifacts, attempts, health, jobs, records
-from advisor.service.routes.parsing import ANY, TOKENED
+from advisor.service.routes.parsing import REFUSALS
 
-api = APIRouter()
-api.include_router(health.api, responses=ANY)
-for subject in (records, artifacts, jobs, attempts, admin):
-    api.include_router(subject.api, responses=TOKENED)
+api = APIRouter(responses=REFUSALS, max_body_size=MAX_BYTES)
+for subject in (health, records, artifacts, jobs, attempts, admin):
+    api.include_router(subject.api)

@@ -10,7 +10,7 @@ from pydantic import Field
 from advisor.service import jobs, tokens
 from advisor.service.access import Administers, Here
 from advisor.service.roles import Role
-from advisor.service.routes.parsing import Number, Strict, refusals
+from advisor.service.routes.parsing import Number, Strict
 
 EVENTS = 200
 """Lines of the audit log on one page."""
@@ -29,14 +29,7 @@ class NewToken(Strict):
 @api.get("/api/tokens", summary="All tokens, without their text")
 def tokens_(here: Here, _caller: Administers) -> dict[str, Any]:
     with here.database.reading() as session:
-        found = [
-            {
-                name: getattr(one, name)
-                for name in ("id", "name", "role", "created", "expires", "revoked", "used")
-            }
-            for one in tokens.listed(session)
-        ]
-    return {"tokens": found}
+        return {"tokens": [dict(one) for one in tokens.listed(session)]}
 
 
 @api.post("/api/tokens", summary="A new token", status_code=201)
@@ -46,7 +39,7 @@ def make(here: Here, caller: Administers, asked: NewToken) -> dict[str, Any]:
         return {"id": token.id, "token": text}
 
 
-@api.delete("/api/tokens/{number}", summary="Make a token hold no more", responses=refusals(404))
+@api.delete("/api/tokens/{number}", summary="Revoke a token")
 def revoke(here: Here, caller: Administers, number: Number) -> dict[str, bool]:
     with here.database.writing() as session:
         if not jobs.revoke_token(session, number, caller):
@@ -59,15 +52,4 @@ def audit(
     here: Here, _caller: Administers, before: Annotated[int | None, Query(ge=1, lt=2**31)] = None
 ) -> dict[str, Any]:
     with here.database.reading() as session:
-        found = [
-            {
-                "id": event.id,
-                "at": event.at,
-                "by": name,
-                "action": event.action,
-                "subject": event.subject,
-                "address": event.address,
-            }
-            for event, name in tokens.events(session, before, EVENTS)
-        ]
-    return {"events": found}
+        return {"events": [dict(one) for one in tokens.events(session, before, EVENTS)]}

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Path, Response
+from fastapi import APIRouter, HTTPException, Path, Request, Response
 from pydantic import AfterValidator, Field
 
 from advisor.cache.domain import line
-from advisor.cache.stores.http_client import BYTES
-from advisor.jobs.bounds import MOST_TRIALS
+from advisor.jobs.bounds import MAX_STUDY, MAX_TRIALS
 from advisor.service import attempts
-from advisor.service.access import Here, Own, Starts
-from advisor.service.attempts import Beat, End
-from advisor.service.routes.parsing import (
-    SENDS_BYTES,
-    Body,
-    Strict,
-    answers,
-    refusals,
-)
+from advisor.service.access import Here, Own, Starts, Works
+from advisor.service.attempts import End
+from advisor.service.routes.parsing import SENDS_BYTES, Bytes, LargeBody, Strict
 
 OVER = "this attempt is over"
 TAKEN = "this start token was exchanged before; another has this attempt"
@@ -28,7 +21,7 @@ OneLine = Annotated[str, Field(max_length=2**16), AfterValidator(line)]
 Speed = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Name = Annotated[str, Path(pattern=r"^[0-9A-Za-z@_.-]{1,128}$")]
 
-api = APIRouter(tags=["attempts"], prefix="/api/attempt", responses=refusals(409))
+api = APIRouter(tags=["attempts"], prefix="/api/attempt")
 
 
 class Exchanged(Strict):
@@ -51,7 +44,7 @@ class Tried(Strict):
 
 
 class Said(Strict):
-    trials: list[Tried] = Field(default=[], max_length=MOST_TRIALS)
+    trials: list[Tried] = Field(default=[], max_length=MAX_TRIALS)
     log: str = ""
     device: OneLine = ""
 
@@ -65,56 +58,53 @@ class Last(Strict):
 
 
 @api.post("/begin", summary="Exchange a start token, which is good once, for the attempt's own")
-def begin(here: Here, starting: Starts, own: Exchanged) -> dict[str, int]:
-    number, digest = starting.attempt.id, bytes.fromhex(own.digest)
+def begin(request: Request, here: Here, attempt: Starts, own: Exchanged) -> dict[str, int]:
+    digest = bytes.fromhex(own.digest)
     with here.database.writing() as session:
-        became = attempts.begin(session, number, digest, starting.address)
+        became = attempts.begin(session, attempt.id, digest, here.address(request))
     if became != "begun":
         raise HTTPException(409, OVER if became == "over" else TAKEN)
-    return {"number": starting.attempt.number}
+    return {"number": attempt.number}
 
 
 @api.get("", summary="What an attempt is to do")
-def told(here: Here, own: Own) -> dict[str, Any]:
+def told(here: Here, attempt: Own) -> dict[str, Any]:
     with here.database.reading() as session:
-        return attempts.told(session, own.attempt)
+        return attempts.told(session, attempt)
 
 
 @api.post("/beat", summary="An attempt is alive; whether it is to go on")
-def beat(here: Here, own: Own, said: Said) -> dict[str, bool]:
-    trials = [trial.model_dump() for trial in said.trials]
+def beat(here: Here, attempt: Own, said: Said) -> dict[str, bool]:
     with here.database.writing() as session:
-        heard = Beat(trials=trials, log=said.log, device=said.device)
-        return {"go_on": attempts.beat(session, own.attempt.id, heard)}
+        return {"go_on": attempts.beat(session, attempt.id, **said.model_dump())}
 
 
-@api.get(
-    "/studies/{name}",
-    summary="A file of the job's search",
-    response_class=Response,
-    responses=answers(BYTES, 404),
-)
-def study(here: Here, own: Own, name: Name) -> Response:
+@api.get("/studies/{name}", summary="A file of the job's search", response_class=Bytes)
+def study(here: Here, attempt: Own, name: Name) -> Response:
     with here.database.reading() as session:
-        data = attempts.study(session, own.attempt, name)
+        data = attempts.study(session, attempt, name)
     if data is None:
         raise HTTPException(404, "there is no such file")
-    return Response(data, media_type=BYTES)
+    return Bytes(data)
 
 
-@api.put("/studies/{name}", summary="Keep a file of the job's search", openapi_extra=SENDS_BYTES)
-def keep_study(here: Here, own: Own, name: Name, data: Body) -> dict[str, bool]:
+@api.put(
+    "/studies/{name}",
+    summary="Keep a file of the job's search",
+    openapi_extra=SENDS_BYTES,
+    max_body_size=MAX_STUDY,
+)
+def keep_study(here: Here, attempt: Own, name: Name, data: LargeBody) -> dict[str, bool]:
     with here.database.writing() as session:
-        if not attempts.keep_study(session, own.attempt.id, name, data):
+        if not attempts.keep_study(session, attempt.id, name, data):
             raise HTTPException(409, OVER)
     return {"kept": True}
 
 
 @api.post("/end", summary="What became of an attempt")
-def end(here: Here, own: Own, last: Last) -> dict[str, str]:
+def end(here: Here, caller: Works, attempt: Own, last: Last) -> dict[str, str]:
+    found = (last.state, last.reason, last.record)
     with here.database.writing() as session:
-        if not attempts.end(
-            session, own.attempt.id, last.state, last.reason, last.record, own.caller
-        ):
+        if not attempts.end(session, attempt.id, *found, caller):
             raise HTTPException(409, OVER)
     return {"state": last.state}

@@ -1,39 +1,28 @@
-"""Records and marks: looked up, listed, kept, removed."""
+"""Records: looked up, listed, kept, removed."""
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import msgpack
-from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request, Response
+from fastapi import APIRouter, HTTPException, Path, Query, Response
 from pydantic import Field, StringConstraints
 
-from advisor.cache.domain import LONGEST, is_line
-from advisor.cache.key import are_whole, as_fields, completed
 from advisor.service import records
 from advisor.service.access import Here, Reads, Works
 from advisor.service.records import Question
-from advisor.service.routes.parsing import (
-    KEPT,
-    SENDS_BYTES,
-    Body,
-    Strict,
-    answers,
-    deleted,
-    refusals,
-)
+from advisor.service.routes.parsing import KEPT, SENDS_BYTES, Body, Strict
 
-MSGPACK = "application/vnd.msgpack"
-_KEY = r"^(record|mark)/[0-9a-fs./]{1,200}$"
+_KEY = r"^record/[0-9a-fs./]{1,200}$"
 
 Key = Annotated[str, StringConstraints(pattern=_KEY)]
 Named = Annotated[str, Path(pattern=_KEY, description="The key that a store has it by.")]
-Part = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{12}$|^$")]
-Batch = Annotated[int | None, Field(ge=0, lt=10**10)]
-Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{12}$")]
 
 api = APIRouter(tags=["records"])
+
+
+class Msgpack(Response):
+    media_type = "application/vnd.msgpack"
 
 
 class Keys(Strict):
@@ -52,65 +41,21 @@ def self_(here: Here, caller: Reads) -> dict[str, Any]:
     }
 
 
-class Looked(Strict):
-    """What a lookup is narrowed and ordered by; see `cache.reader.Sought.question`."""
-
-    model: str = Field("", pattern=r"^[0-9a-f]{12,128}$|^$")
-    target: Part = ""
-    origins: list[Hex] | None = Field(None, max_length=1000)
-    file: str = Field("", max_length=LONGEST)
-    command: Part = ""
-    id: str = Field("", pattern=r"^[0-9a-f]{0,12}$")
-    batch: Batch = None
-    code: str = Field("", pattern=r"^[0-9a-f]{0,128}$")
-    origin: Part = ""
-    family: str | None = Field(None, pattern=r"^[0-9a-f]{0,128}$")
-    near: Batch = None
-    wanted: str = Field("{}", max_length=2**15, description="A key's fields, as JSON")
-
-
-async def _question(asked: Annotated[Looked, Query()]) -> Question:
-    try:
-        stated = json.loads(asked.wanted)
-    except (ValueError, RecursionError):
-        stated = None
-    if not isinstance(stated, dict):
-        raise HTTPException(422, "wanted: expected a map in JSON")
-    wanted = as_fields(stated)
-    if asked.family is not None:
-        wanted = completed(wanted)
-    device = wanted.get("device.name", "")
-    if not all(isinstance(text, str) and is_line(text) for text in (asked.file, device)):
-        raise HTTPException(422, "file, device.name: expected a line of printable text")
-    if asked.family is not None and not are_whole(wanted):
-        raise HTTPException(422, "wanted: expected all fields of a key, to tell its kin")
-    question = Question(**asked.model_dump(exclude={"wanted"}), wanted=wanted)
-    if wanted and not question.narrows:
-        raise HTTPException(422, "expected what narrows: a model, target, file, command or id")
-    return question
-
-
 @api.get(
     "/api/lookup",
     summary="The nearest records of those that are looked for, as msgpack",
-    response_class=Response,
-    responses=answers(MSGPACK) | {304: {"description": "As If-None-Match has it."}},
+    response_class=Msgpack,
 )
-def lookup(
-    here: Here, _caller: Reads, question: Annotated[Question, Depends(_question)], request: Request
-) -> Response:
+def lookup(here: Here, _caller: Reads, question: Annotated[Question, Query()]) -> Response:
     with here.database.reading() as session:
         found = records.look(session, question)
         here.lookups.count(question, found)
-        headers = {"ETag": found.etag, "Cache-Control": "private, no-cache"}
-        if request.headers.get("if-none-match", "").removeprefix("W/") == found.etag:
-            return Response(status_code=304, headers=headers)
-        data = records.data_of(session, found.sent)
+        data = records.data_of(session, records.within(found.sizes, records.MOST_BYTES))
     items = [[key, data.get(key)] for key in found.sizes]
-    return Response(msgpack.packb({"items": items}), media_type=MSGPACK, headers=headers)
+    return Msgpack(msgpack.packb({"items": items}))
 
 
-@api.get("/api/records", summary="A page of the keys of all records and marks")
+@api.get("/api/records", summary="A page of the keys of all records")
 def listed(
     here: Here, _caller: Reads, after: Annotated[str, Query(pattern=_KEY + "|^$")] = ""
 ) -> dict[str, Any]:
@@ -122,21 +67,19 @@ def listed(
 @api.post(
     "/api/records",
     summary="The records of some keys, as many as go into one answer, as msgpack",
-    response_class=Response,
-    responses=answers(MSGPACK),
+    response_class=Msgpack,
 )
 def fetched(here: Here, _caller: Reads, asked: Keys) -> Response:
     with here.database.reading() as session:
         found = records.fetched(session, asked.keys)
-    items = [list(pair) for pair in found.items()]
-    return Response(msgpack.packb({"items": items}), media_type=MSGPACK)
+    return Msgpack(msgpack.packb({"items": [list(pair) for pair in found.items()]}))
 
 
 @api.put(
     "/api/records/{key:path}",
-    summary="Keep a record or a mark",
+    summary="Keep a record",
     openapi_extra=SENDS_BYTES,
-    responses=KEPT | refusals(404),
+    responses=KEPT,
 )
 def put(
     here: Here,
@@ -151,8 +94,9 @@ def put(
     return {"outcome": outcome}
 
 
-@api.delete("/api/records/{key:path}", summary="Remove what one put there", responses=refusals(404))
+@api.delete("/api/records/{key:path}", summary="Remove what one put there")
 def delete(here: Here, caller: Works, key: Named) -> dict[str, bool]:
     with here.database.writing() as session:
-        gone = records.delete(session, key, caller)
-    return deleted(gone, "there is nothing under this key")
+        if not records.delete(session, key, caller):
+            raise HTTPException(404, "there is nothing under this key")
+    return {"deleted": True}
