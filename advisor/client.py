@@ -23,7 +23,7 @@ import msgspec
 
 from advisor.cache.stores.http_client import BYTES, JSON, MAP, HttpClient
 from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, printable
-from advisor.jobs.parcel import NEEDS_CODE, CodeArchive
+from advisor.jobs.parcel import NEEDS_CODE
 from advisor.jobs.spec import JobSpec, where
 from advisor.jobs.states import LIVE, STATES
 from advisor.jobs.submission import Submission
@@ -117,10 +117,7 @@ class Client:
             raise UsageError(f"server {url[:80]!r}: expected http[s]://HOST[:PORT]")
         self._http = HttpClient(url, token=token or "", called="server")
         self._patience_s = max(self._http.given.seconds("timeout", 0.0), PATIENCE_S)
-
-    @property
-    def url(self) -> str:
-        return self._http.url
+        self.url = self._http.url
 
     def page(self, id: int) -> str:
         """The address of a job's page, for a browser."""
@@ -151,24 +148,19 @@ class Client:
         Raises:
             UsageError: an argument is wrong, or the code is too much to travel.
         """
-        asked = JobSpec.given(
-            command=command,
-            target=target,
-            options=options,
-            gpu=gpu,
-            gpus=gpus,
-            env=env or {},
-            force=force,
-        )
+        place: dict[str, Any] = {"gpu": gpu, "gpus": gpus, "env": env or {}}
+        asked = JobSpec.given(command=command, target=target, options=options, force=force, **place)
         return self.ask(Submission.of(asked, Path(folder)))
 
     def ask(self, submission: Submission) -> Job:
         """Submit what was checked and packed before. Code that the server has is not sent."""
         body = json.dumps(submission.asked.plain).encode()
-        status, data = self._posted(body)
-        if status == NEEDS_CODE and submission.code is not None:
-            self._send(submission.code)
-            status, data = self._posted(body)
+        how: dict[str, Any] = {"body": body, "kind": JSON, "accepts": (NEEDS_CODE,)}
+        status, data = self._asked("POST", "/api/jobs", **how)
+        if status == NEEDS_CODE and (code := submission.code) is not None:
+            sent: dict[str, Any] = {"body": code.archive, "kind": BYTES, "patience_s": SENDING_S}
+            self._asked("PUT", f"/api/archives/{code.digest}", **sent)
+            status, data = self._asked("POST", "/api/jobs", **how)
         if status == NEEDS_CODE:
             raise UsageError(f"server {self.url}: {self._http.detail(data)}")
         return self._job(self._http.decoded(data, MAP))
@@ -190,20 +182,12 @@ class Client:
         return found
 
     def job(self, id: int) -> Job:
-        """A job with its attempts and trials.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """A job with its attempts and trials. Raises UsageError if there is none."""
         return self._job(self._said(MAP, "GET", f"/api/jobs/{id:d}"))
 
     def log(self, id: int, *, follow: bool = False, poll_s: float = POLL_S) -> Iterator[str]:
-        """What a job has printed, in pieces; with `follow` also what it prints until it is over,
-        also if the server is away for up to two minutes.
-
-        Raises:
-            UsageError: there is no such job.
-        """
+        """What a job has printed, in pieces. With `follow` it continues until the job is over, also
+        if the server is away for up to two minutes. Raises UsageError if there is no such job."""
         after, seen, ended = 0, 0.0, False
         while not ended:
             try:
@@ -226,27 +210,11 @@ class Client:
 
     def cancel(self, id: int) -> str:
         """End a job, and return the state that it has now: not 'cancelled' if it was over before.
-
-        Raises:
-            UsageError: there is no such job.
-        """
+        Raises UsageError if there is no such job."""
         state = self._said(_STATE, "POST", f"/api/jobs/{id:d}/cancel").state
         if state not in STATES:
             raise self._http.foreign("it names no state of a job")
         return state
-
-    def _posted(self, body: bytes) -> tuple[int, bytes]:
-        accepts = (NEEDS_CODE,)
-        return self._asked("POST", "/api/jobs", body=body, kind=JSON, accepts=accepts)
-
-    def _send(self, code: CodeArchive) -> None:
-        self._asked(
-            "PUT",
-            f"/api/archives/{code.digest}",
-            body=code.archive,
-            kind=BYTES,
-            patience_s=SENDING_S,
-        )
 
     def _said(self, decoder: msgspec.json.Decoder[T], method: str, path: str) -> T:
         return self._http.decoded(self._asked(method, path)[1], decoder)

@@ -88,7 +88,8 @@ class Store:
             UsageError: one of them is several stores, or both are the same.
         """
         from advisor.cache import exchange
-        from advisor.opening import open_records, open_stores
+        from advisor.cache.stores import open_stores
+        from advisor.opening import open_records
 
         target = other if isinstance(other, Store) else Store(other)
         sides = (side.urls or (open_stores()[0].url,) for side in (self, target))

@@ -44,10 +44,7 @@ def carry(
     source: Source, records: Records, store: Store, wanted: Wanted = every
 ) -> Iterator[Carried]:
     """Copy the sound records of a source into a store, one by one, and say what became of each.
-
-    Raises:
-        StoreError: the store cannot be read or written; the source cannot be read on.
-    """
+    Raises StoreError if one of the two fails."""
     there: dict[str, list[Name]] = {}
     for name in records.names(store):
         there.setdefault(name.record_key, []).append(name)
@@ -93,11 +90,7 @@ def carry_artifacts(
     records: Records, source: Store, store: Store, places: Collection[str]
 ) -> Iterator[Carried]:
     """Copy the artifacts of some records into another store, replacing others under their name:
-    only those that the reader or their team signed.
-
-    Raises:
-        StoreError: one of the stores cannot be read or written.
-    """
+    only those that the reader or their team signed. Raises StoreError if one of the two fails."""
     artifacts = records.artifacts
     if not store.takes_blobs or not artifacts.most:
         return
@@ -105,11 +98,11 @@ def carry_artifacts(
     for label in artifacts.on(source):
         if not label.trusted or label.record_key not in places:
             continue
+        outcome: Outcome = "updated" if label.text in there else "added"
         try:
             packed = artifacts.checked(source, label)
             if packed is None:
                 continue
-            outcome: Outcome = "updated" if label.text in there else "added"
             same_size = there.get(label.text) == len(packed)
             if same_size and store.get(label.text, len(packed)) == packed:
                 outcome = "known"
@@ -117,8 +110,9 @@ def carry_artifacts(
                 store.put(label.text, packed)
         except (Unauthorized, RecordDamaged) as exc:  # another's on a server, or too large for it
             yield Carried(name=label.name, outcome="refused", reason=str(exc))
-            continue
-        yield Carried(name=label.name, outcome=outcome, target=f"{size(len(packed))} of artifacts")
+        else:
+            what = f"{size(len(packed))} of artifacts"
+            yield Carried(name=label.name, outcome=outcome, target=what)
 
 
 def contents(store: Store) -> Iterator[tuple[str, bytes | RecordDamaged]]:
@@ -130,13 +124,8 @@ def contents(store: Store) -> Iterator[tuple[str, bytes | RecordDamaged]]:
 
 def sync(records: Records, wanted: Wanted = every) -> Iterator[Carried]:
     """Copy every version that the first of two stores has into the second, and its artifacts if
-    you or your team signed them; say what became of each.
-
-    No record in the other store is changed or lost, so stores may be synced in any order.
-
-    Raises:
-        StoreError: one of them cannot be read or written.
-    """
+    you or your team signed them; say what became of each. No record there is changed or lost, so
+    stores may be synced in any order. Raises StoreError if one of the two fails."""
     if len(records.stores) != 2:
         raise UsageError("sync: expected one store for each side")
     here, there = records.stores
@@ -146,17 +135,16 @@ def sync(records: Records, wanted: Wanted = every) -> Iterator[Carried]:
         raise UsageError(f"sync: there is nothing in {here.url}")
     there.check_writable()
     places: set[str] = set()
-    for carried in carry(contents(here), records, there, wanted):
-        name = Name.parse(carried.name)
-        if name is not None and carried.outcome != "refused":
+    for one in carry(contents(here), records, there, wanted):
+        if one.outcome != "refused" and (name := Name.parse(one.name)):
             places.add(name.record_key)
-        yield carried
+        yield one
     yield from carry_artifacts(records, here, there, places)
 
 
 def export(records: Records, path: Path, wanted: Wanted = every) -> int:
-    """Write the records that count into a pack, with all their targets'
-    names. Returns how many; `records` knows what cannot be read.
+    """Write the records that count into a pack, with all their targets' names. Returns how
+    many; `records` knows what cannot be read.
 
     Raises:
         StoreError: no store can be read, or the file cannot be written. NoRecord: nothing fits.

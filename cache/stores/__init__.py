@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import itertools
 import os
 import re
@@ -21,22 +21,23 @@ from advisor.cache.stores.store import Store as Store
 from advisor.cache.stores.url import without_password
 from advisor.errors import StoreError, UsageError
 
-_FSSPEC = "files:FilesStore"
-SCHEMES: dict[str, tuple[str, str]] = {
-    "disk": ("disk:DiskStore", ""),
-    "dir": ("dir:DirStore", ""),
-    "pack": ("pack:PackStore", ""),
-    "redis": ("redis:RedisStore", "redis"),
-    "rediss": ("redis:RedisStore", "redis"),
-    "http": ("http:HttpStore", ""),
-    "https": ("http:HttpStore", ""),
-    "s3": (_FSSPEC, "s3"),
-    "gs": (_FSSPEC, "gcs"),
-    "az": (_FSSPEC, "azure"),
-    "abfs": (_FSSPEC, "azure"),
+SCHEMES: dict[str, tuple[str, str, str]] = {
+    "disk": ("disk:DiskStore", "", ""),
+    "dir": ("dir:DirStore", "", ""),
+    "pack": ("pack:PackStore", "", ""),
+    "redis": ("redis:RedisStore", "redis", "redis"),
+    "rediss": ("redis:RedisStore", "redis", "redis"),
+    "http": ("http:HttpStore", "", ""),
+    "https": ("http:HttpStore", "", ""),
+    "s3": ("files:FilesStore", "s3fs", "s3"),
+    "gs": ("files:FilesStore", "gcsfs", "gcs"),
+    "az": ("files:FilesStore", "adlfs", "azure"),
+    "abfs": ("files:FilesStore", "adlfs", "azure"),
 }
 """Scheme → the module and class, called with what follows 'scheme:' if it is local, else with the
-whole URL; and the extra of this package that it needs. fsspec knows other schemes with '//'."""
+whole URL; the package that it needs; and the extra of advisor that installs that."""
+_OTHER = ("files:FilesStore", "fsspec", "")
+"""The same for any other scheme with '//', which fsspec may know."""
 _LOCAL = ("disk", "dir", "pack")
 _LOOKED_AT = 1000
 """Files of a folder, to see whether it is one of records."""
@@ -86,14 +87,13 @@ def open_store(url: str | None = None) -> Store:
         raise UsageError(
             f"{wrong}: unknown scheme {scheme!r}, expected {known} or another of fsspec's; {_SET}"
         )
-    where, extra = SCHEMES.get(scheme, (_FSSPEC, ""))
-    module, _, name = where.partition(":")
-    try:
-        made = getattr(importlib.import_module(f"advisor.cache.stores.{module}"), name)
-        return cast(Store, made(place))
-    except ImportError as exc:
+    where, needed, extra = SCHEMES.get(scheme, _OTHER)
+    # Not imported yet: that may take a second, and an earlier store may have the record.
+    if needed and importlib.util.find_spec(needed) is None:
         remedy = f"; run: pip install 'advisor[{extra}]'" if extra else ""
-        raise UsageError(f"{wrong}: {exc}{remedy}") from exc
+        raise UsageError(f"{wrong}: the Python package {needed} is not installed{remedy}")
+    module, _, name = where.partition(":")
+    return cast(Store, getattr(importlib.import_module(f"{__name__}.{module}"), name)(place))
 
 
 def _kind_of(path: Path) -> str:

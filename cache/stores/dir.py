@@ -106,9 +106,6 @@ class DirStore(Store):
     def check_writable(self) -> None:
         check_folder(self.path, self.path)
 
-    def is_read_only(self) -> bool:
-        return not os.access(self.path, os.W_OK)
-
     def _listed(self, folder: Path) -> Iterator[os.DirEntry[str]]:
         with self._errors(), contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
             for number, entry in enumerate(entries):

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.filesystem import REMEDY, check_folder, make_folder
@@ -73,11 +73,9 @@ class DiskStore(DirStore):
     def get_many(
         self, keys: Iterable[str], most: int = MAX_BYTES
     ) -> dict[str, bytes | RecordDamaged]:
-        blobs: list[str] = []
-        records: list[str] = []
-        for key in keys:
-            (blobs if is_blob(key) else records).append(key)
-        found = super().get_many(blobs, most)
+        wanted = [*keys]
+        records = [key for key in wanted if not is_blob(key)]
+        found = super().get_many((key for key in wanted if is_blob(key)), most)
         if not records:
             return found
         sql = (
@@ -110,18 +108,6 @@ class DiskStore(DirStore):
             return check_folder(self.path, self._records)
         with self._writing():
             pass
-
-    def is_read_only(self) -> bool:
-        return not all(os.access(path, os.W_OK) for path in (self._records, self._database))
-
-    def health(self) -> str:
-        with contextlib.suppress(StoreError):  # what is wrong is found again below
-            if problem := self._problem():
-                return f"damaged: {problem}"
-            sql = "SELECT count(*) FROM Cache WHERE raw != 1 OR mode != 1 OR typeof(key) != 'text'"
-            if foreign := sum(count for (count,) in self._select(sql)):
-                return f"damaged: {foreign} rows that advisor did not write; they are ignored"
-        return super().health()
 
     def quarantine(self) -> Path:
         made = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
@@ -205,7 +191,7 @@ class DiskStore(DirStore):
                 cache = diskcache.Cache(
                     str(self._records),
                     timeout=time_left(_WRITING_S),
-                    disk=_bytes_disk(),
+                    disk=_disk_class(),
                     eviction_policy="none",
                     cull_limit=0,
                     disk_min_file_size=2**40,  # never a file: a row is whole or absent
@@ -319,28 +305,12 @@ if hasattr(os, "register_at_fork"):
 
 
 @functools.cache
-def _bytes_disk() -> type[Any]:
+def _disk_class() -> type[Any]:
     import diskcache  # here, because reading does without
 
-    class BytesDisk(diskcache.Disk):  # type: ignore[misc]
-        """Writes bytes under text keys. It reads nothing, so it never unpickles, and it removes no
-        file, whatever a row says."""
-
-        def put(self, key: object) -> tuple[str, bool]:
-            if type(key) is not str:
-                raise RecordDamaged(f"key {key!r}: expected text")
-            return key, True
-
-        def store(self, value: object, read: bool, key: object = None) -> tuple[Any, ...]:
-            if read or type(value) is not bytes:
-                raise RecordDamaged(f"value of type {type(value).__name__}: expected bytes")
-            return 0, _RAW, None, sqlite3.Binary(value)
-
-        def get(self, *_: object) -> NoReturn:
-            raise RecordDamaged("a store is read through a connection of its own")
-
-        fetch = get
+    class FilelessDisk(diskcache.Disk):  # type: ignore[misc]
+        """No value is in a file; a row that says otherwise is not obeyed."""
 
         def remove(self, file_path: object) -> None: ...
 
-    return BytesDisk
+    return FilelessDisk

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import posixpath
 import secrets
@@ -17,12 +16,9 @@ from advisor.errors import RecordDamaged, StoreError, UsageError
 
 T = TypeVar("T")
 
-_PACKAGES = {
-    **dict.fromkeys(("s3", "s3a"), "s3fs"),
-    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
-    **dict.fromkeys(("az", "abfs", "abfss"), "adlfs"),
-}
-_ATOMIC = {*_PACKAGES, "adl", "oci", "oss", "memory"}
+_S3 = {"s3", "s3a"}
+_KNOWN = {*_S3, "gs", "gcs", "az", "abfs", "abfss"}
+_ATOMIC = {*_KNOWN, "adl", "oci", "oss", "memory"}
 """Protocols whose writes are atomic."""
 
 
@@ -40,11 +36,7 @@ class FilesStore(Remote):
         self._endpoint = given.options.get("endpoint", "")
         self.address = given.endpoint()
         self._protocol = given.bare.partition(":")[0]
-        # Nothing is imported yet: that takes a second, and an earlier store may have the record.
-        needed = _PACKAGES.get(self._protocol, "fsspec")
-        if importlib.util.find_spec(needed) is None:
-            raise ModuleNotFoundError(f"the Python package {needed} is not installed")
-        if self._protocol not in _PACKAGES:
+        if self._protocol not in _KNOWN:
             from fsspec import available_protocols
 
             if self._protocol not in available_protocols():
@@ -143,7 +135,7 @@ class FilesStore(Remote):
         # A forked child has no copy of the event loop's thread.
         if self._opened is None or self._opened[0] != os.getpid():
             options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-            if self._protocol in ("s3", "s3a"):
+            if self._protocol in _S3:
                 options["config_kwargs"] = {
                     "connect_timeout": self.patience_s,
                     "read_timeout": self.patience_s,

@@ -58,10 +58,7 @@ class _Sizes(msgspec.Struct):
 
 
 class _Rights(msgspec.Struct):
-    """Whether the token may write, and whether there are records."""
-
     writes: bool
-    records: bool
 
 
 class _Items(msgspec.Struct):
@@ -143,15 +140,6 @@ class HttpStore(Remote):
     def check_writable(self) -> None:
         if not self._get(_RIGHTS, "/api/self").writes:
             raise StoreError(f"cache {self.url}: this token may read and not write")
-
-    def health(self) -> str:
-        try:
-            said = self._get(_RIGHTS, "/api/self")
-        except StoreError as exc:
-            return f"unusable: {exc}"
-        if not said.records:
-            return "empty"
-        return "ok" if said.writes else "ok, read-only"
 
     def _request(self, method: str, path: str, **how: Any) -> Answer:
         return self.client.request(method, path, patience_s=self.patience_s, **how)

@@ -131,12 +131,12 @@ class HttpClient:
                 preload_content=False,
             )
             data = response.read(most + 1)
+            if len(data) > most:
+                response.close()
+                raise self.foreign(f"its answer is larger than {most} bytes")
             response.release_conn()
         except (OSError, HTTPError, ValueError) as exc:
             raise StoreError(f"{self._shown}: {_reason(exc)}") from exc
-        if len(data) > most:
-            response.close()
-            raise self.foreign(f"its answer is larger than {most} bytes")
         answer = Answer(response.status, response.headers, data)
         if answer.status < 300 or answer.status in (304, *accepts):
             return answer
@@ -228,11 +228,13 @@ def _retry(until: float) -> urllib3.Retry:
     )
 
 
-def _reason(exc: Exception) -> str:
-    """What went wrong, without urllib3's names of its objects."""
-    inner = getattr(exc, "reason", None)
-    cause = inner if isinstance(inner, Exception) else exc
-    return getattr(cause.__cause__, "strerror", "") or str(cause) or type(cause).__name__
+def _reason(exc: BaseException) -> str:
+    """What went wrong, without urllib3's wrappers."""
+    for inner in (getattr(exc, "reason", None), *exc.args[1:]):
+        if isinstance(inner, BaseException):
+            return _reason(inner)
+    text = getattr(exc.__cause__ or exc, "strerror", "") or str(exc).rpartition("): ")[2]
+    return text or type(exc).__name__
 
 
 def _check_token(token: str, name: str) -> None:

@@ -82,9 +82,6 @@ class PackStore(Store):
     def check_writable(self) -> None:
         self.put("", b"")
 
-    def is_read_only(self) -> bool:
-        return True
-
     @contextlib.contextmanager
     def _opened(self) -> Iterator[zipfile.ZipFile]:
         """Raises StoreDamaged if it is no pack, or was cut off."""

@@ -7,7 +7,6 @@ key is when it expires.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -34,9 +33,6 @@ class RedisStore(Remote):
     """
 
     def __init__(self, url: str) -> None:
-        # Not imported yet: that takes longer than to learn that the server is down.
-        if importlib.util.find_spec("redis") is None:
-            raise ModuleNotFoundError("the Python package redis is not installed")
         given = RemoteUrl.parse(url, ("prefix", "ttl", "timeout"))
         super().__init__(given, PATIENCE_S)
         self.address = given.address(6379)
@@ -64,7 +60,7 @@ class RedisStore(Remote):
     def get_many(
         self, keys: Iterable[str], most: int = MAX_BYTES
     ) -> dict[str, bytes | RecordDamaged]:
-        wanted = [key for key in keys if is_blob(key) or key]
+        wanted = [key for key in keys if self._index(key)]
         # Not MGET: what somebody planted may be of any size, and is not worth fetching whole.
         parts = self._each(wanted, "getrange", 0, most)
         return {key: _string(key, part, most) for key, part in parts if part != b""}
@@ -166,11 +162,9 @@ def _string(key: str, part: object, most: int) -> bytes | RecordDamaged:
 
 def _with_login(url: str) -> str:
     parts = urlsplit(url)
-    user, password = (os.environ.get(f"ADVISOR_REDIS_{name}", "") for name in _LOGIN)
+    user = os.environ.get("ADVISOR_REDIS_USERNAME", "")
+    password = os.environ.get("ADVISOR_REDIS_PASSWORD", "")
     if "@" in parts.netloc or not password:
         return url
     login = f"{quote(user, safe='')}:{quote(password, safe='')}"
     return urlunsplit(parts._replace(netloc=f"{login}@{parts.netloc}"))
-
-
-_LOGIN = "USERNAME", "PASSWORD"

@@ -72,20 +72,19 @@ class Store(ABC):
     def check_writable(self) -> None:
         """Raise if `put` would; creates nothing."""
 
-    def is_read_only(self) -> bool:
-        """Whether a store that can be read cannot be written."""
-        return False
-
     def health(self) -> str:
         """'ok', 'ok, read-only', 'empty', 'damaged: ...' or 'unusable: ...'."""
+        readable = False
         try:
             if not self.keys():
                 return "empty"
-            return "ok, read-only" if self.is_read_only() else "ok"
+            readable = True
+            self.check_writable()
         except StoreDamaged as exc:
             return f"damaged: {exc.__cause__ or exc}"
         except StoreError as exc:
-            return f"unusable: {exc}"
+            return "ok, read-only" if readable else f"unusable: {exc}"
+        return "ok"
 
     def quarantine(self) -> Path:
         """Move a damaged store away; its new path."""

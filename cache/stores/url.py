@@ -100,7 +100,8 @@ def without_password(url: str) -> str:
     if "@" in query:  # a password that is not percent-encoded may hold '?'
         place, query = re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*:/*).*", r"\1***", place), ""
     # What follows a colon and is no port may be a password.
-    place = re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*://[^/:]*):(?!-?\d*(?:/|$)).*", r"\1:***", place)
+    host = r"(?:\[[0-9A-Fa-f:.]*\]|[^/:\[]*)"
+    place = re.sub(rf"^([A-Za-z][A-Za-z0-9+.-]*://{host}):(?!-?\d*(?:/|$)).*", r"\1:***", place)
     return place.partition("#")[0] + query
 
 
