@@ -141,7 +141,7 @@ class Bench:
                 )
             if by == "kin":
                 sought = RecordFilter(
-                    kin_of=replace(key, model=of), family=self.copied[0].record.family
+                    similar_to=replace(key, model=of), family=self.copied[0].record.family
                 )
             plain = {
                 name: json.dumps(value) if name == "wanted" else value
