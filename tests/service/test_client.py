@@ -166,7 +166,7 @@ NET = "torchvision:resnet18"
             "{url}",
             "read",
             lambda c: c.submit(NET, shape=(1, 3, 8, 8)),
-            "may read; this needs submi",
+            "this needs submit",
         ),
         ("{url}", "adv_" + "x" * 43, lambda c: c.jobs(), "set ADVISOR_TOKEN"),
         ("{url}", "with blanks", lambda c: c.jobs(), "token: no token"),
@@ -388,7 +388,7 @@ def test_what_is_refused(team: Served, advisor: Run, words: str, says: str) -> N
 
 
 def test_jobs_logs_and_cancel(team: Served, project: Path, advisor: Run) -> None:
-    assert advisor("jobs").stdout.startswith("No jobs; to ask for one: advisor submit")
+    assert advisor("jobs").stdout.startswith("No jobs; to submit one: advisor submit")
     for _ in range(2):
         advisor(*SUBMIT, *RUN)
         one = claimed(team)
