@@ -22,7 +22,7 @@ import pytest
 
 from advisor.cache.artifacts import Purpose, Tools
 from advisor.cache.exchange import carry, carry_artifacts, contents
-from advisor.cache.match import Query
+from advisor.cache.match import Query, best
 from advisor.cache.name import Name
 from advisor.cache.reader import CurrentFile, RecordFilter
 from advisor.cache.record import Record, Target
@@ -37,7 +37,6 @@ from advisor.cache.task import PERMITTED
 from advisor.cli import main
 from advisor.client import Client
 from advisor.errors import RecordDamaged, StoreError, UsageError
-from advisor.finding.meant import matched
 from advisor.opening import open_records
 from advisor.service import records as kept
 from tests.cache import servers, test_store
@@ -172,14 +171,14 @@ def questions(rng: random.Random) -> Iterator[RecordFilter]:
 
 
 def chosen(records: Records, sought: RecordFilter) -> tuple[str, Record | None]:
-    """What a client makes of what a store has, as `Meant` does."""
+    """What a client makes of what a store has, as `TargetResolver` does."""
     assert sought.query is not None
     found = [one.record for one in records.held(sought)]
     if now := sought.now:
         of_code = [one for one in found if one.target.code == now.code]
         found = of_code or [one for one in found if one.target.origin == now.origin] or found
-    match = matched(found, sought.query)
-    return match.kind, match.record or match.nearest
+    match = best(sought.query, found)
+    return match.kind, match.record
 
 
 def test_of_many_a_server_has_what_a_folder_has(
