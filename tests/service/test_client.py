@@ -166,7 +166,7 @@ NET = "torchvision:resnet18"
             "{url}",
             "read",
             lambda c: c.submit(NET, shape=(1, 3, 8, 8)),
-            "may read; this needs submi",
+            "this needs submit",
         ),
         ("{url}", "adv_" + "x" * 43, lambda c: c.jobs(), "set ADVISOR_TOKEN"),
         ("{url}", "with blanks", lambda c: c.jobs(), "token: no token"),
