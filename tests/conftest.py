@@ -2,6 +2,7 @@
 
 import gc
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).with_name("started")), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
+from advisor.tuners.measure.run import guarded_process
+from tests import forks
 from tests.cache import servers
 
 _MEMORY = Path("/dev/shm")
@@ -93,6 +96,21 @@ def nothing_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         patch.setenv("XDG_DATA_HOME", str(folder / "data"))
         patch.setenv("XDG_CACHE_HOME", str(folder / "user"))  # the store to fall back on
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks_are_measured() -> Iterator[None]:
+    """Workers and commands that this process starts are forks: see tests/forks.py."""
+    with forks.instead_of_guarded_processes():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def real_processes_end_to_end(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if request.node.get_closest_marker("e2e"):
+        monkeypatch.setattr(guarded_process, "subprocess", subprocess)
 
 
 @pytest.fixture(autouse=True)
