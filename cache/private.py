@@ -61,11 +61,7 @@ def _is_private(gid: int) -> bool:
 
 
 def _steps(path: Path, links: int = 40) -> Iterator[Path]:
-    """Each folder and link on the path to a file, from the root on; the file itself is the last.
-
-    Raises:
-        OSError: a step cannot be read, or there are more links than Linux follows.
-    """
+    """Each folder and link on the path to a file, from the root on; the file itself is the last."""
     here = Path(path.anchor)
     yield here
     for part in path.parts[1:]:
