@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,14 @@ from advisor.cache.exchange import Carried
 from advisor.cache.name import Name
 from advisor.cache.shown import size
 from advisor.cache.stores.url import without_password
-from advisor.cli.options import DONE, FAILED, cache_option, json_option
+from advisor.cli.options import DONE, FAILED, cache_option, json_option, together
 
-Command = Callable[..., None]
-
-
-def only_options(command: Command) -> Command:
-    """--target, --device and --key, which together are an `sharing.Only`."""
-    for option in (
-        click.option("--key", "keys", multiple=True, metavar="KEY", help="Only these records."),
-        click.option("--device", metavar="TEXT", help="Only devices with this in the name."),
-        click.option("--target", metavar="TEXT", help="Only targets with this in the name."),
-    ):
-        command = option(command)
-    return command
+only_options = together(
+    click.option("--target", metavar="TEXT", help="Only targets with this in the name."),
+    click.option("--device", metavar="TEXT", help="Only devices with this in the name."),
+    click.option("--key", "keys", multiple=True, metavar="KEY", help="Only these records."),
+)
+"""The fields of `sharing.Only`."""
 
 
 @click.command()
@@ -96,7 +90,7 @@ def _carried(rows: Iterable[Carried], as_json: bool, where: str) -> int:
 @cache_option
 @json_option
 def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> None:
-    """Show or remove what no one needs: older versions, old records, artifacts."""
+    """Show or remove older versions, old records and artifacts."""
     records, going = sharing.gc([kinds] if kinds else sharing.GC_KINDS, cache=cache)
     for line in records.unreachable:
         click.echo(f"advisor: {line}", err=True)
