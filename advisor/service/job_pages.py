@@ -63,7 +63,7 @@ def listed(
 def one(request: Request, here: Here, caller: Reader, number: Number) -> HTMLResponse:
     with here.database.reading() as session:
         job: Job = there(session.get(Job, number), number)
-        told = there(jobs.told(session, number), number)
+        told = there(jobs.details(session, number), number)
         log = jobs.tail(session, number, MOST_LOG)
         live, own = job.state in LIVE, job.token == caller.token
         return render(

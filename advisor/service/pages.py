@@ -225,7 +225,7 @@ def record(request: Request, here: Here, caller: Reader, record: RecordId) -> HT
     id, _, batch = record.partition("@")
     with here.database.reading() as session:
         kept = StoredAnswer(session, Question(id=id, batch=int(batch)))
-        job = jobs.finder(session, record)
+        job = jobs.last_for(session, record)
     held = here.reader.look_into(kept, RecordFilter(id=id, batch=int(batch))).held
     if not held:
         raise HTTPException(404, f"there is no record {record} that can be read")

@@ -369,7 +369,7 @@ def test_what_is_refused(team: Served, project: Path, words: str, says: str) -> 
 
 
 def test_jobs_logs_and_cancel(team: Served, project: Path) -> None:
-    assert advisor(project, "jobs").stdout.startswith("No jobs; to ask for one: advisor submit")
+    assert advisor(project, "jobs").stdout.startswith("No jobs; to submit one: advisor submit")
     for _ in range(2):
         advisor(project, *SUBMIT, *RUN)
         one = claimed(team)

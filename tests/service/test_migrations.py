@@ -21,7 +21,7 @@ from tests.service.serving import statements
 INDEXES: list[tuple[str, Callable[[Session], object]]] = [
     ("jobs_of_state", lambda session: jobs.waiting(session, 1)),
     ("attempts_of_state", attempts.running),
-    ("jobs_of_record", lambda session: jobs.finder(session, "ab" * 6 + "@64")),
+    ("jobs_of_record", lambda session: jobs.last_for(session, "ab" * 6 + "@64")),
 ]
 STEP = """
 from alembic import op

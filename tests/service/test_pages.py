@@ -555,7 +555,7 @@ def test_trials_at_another_batch_are_drawn_apart(served_lite: Served) -> None:
     ]
     assert served.ask("POST", "/api/attempt/beat", one.external, {"trials": trials}).status == 200
     with served.database.reading() as session:
-        told = jobs.told(session, one.job)
+        told = jobs.details(session, one.job)
     assert told is not None
     chart = job_pages.throughput(told)
     assert chart is not None
