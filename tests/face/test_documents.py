@@ -192,7 +192,9 @@ def test_the_code_of_the_loop_runs() -> None:
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/loop-and-capture.md").read_text(), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/loop-and-capture.md").read_text(), re.DOTALL
+    )
     assert len(blocks) > 1
     code = "\n".join(blocks)
     names = {
