@@ -11,7 +11,7 @@ from typing import TypeVar
 from advisor.cache.artifacts import Artifacts
 from advisor.cache.codec import decode, encode
 from advisor.cache.key import Key
-from advisor.cache.match import Kin, kin
+from advisor.cache.match import SimilarRecord, find_similar
 from advisor.cache.name import Name, StoreKey, record_id, record_key
 from advisor.cache.reader import (
     EVERYTHING,
@@ -137,11 +137,11 @@ class Records(Reader):
         found = once(self.held(RecordFilter(most=most))).values()
         return sorted(found, key=lambda one: -one.record.provenance.created)
 
-    def akin(self, key: Key, family: str) -> list[Kin]:
+    def akin(self, key: Key, family: str) -> list[SimilarRecord]:
         """Records whose advice is worth trying first for a key, the nearest first: of its model,
         and the nearest or newest of its family."""
         wanted = RecordFilter(kin_of=key, family=family, most=MAX_SIMILAR)
-        return kin(key, family, self.under_each_name(wanted))
+        return find_similar(key, family, self.under_each_name(wanted))
 
     def get(self, id_prefix: str) -> Record:
         """As `one`, without where it is."""

@@ -1,4 +1,4 @@
-"""Commands that ask a server for tunings: submit, jobs, logs, cancel."""
+"""The commands of jobs: submit, jobs, logs, cancel."""
 
 from __future__ import annotations
 
@@ -54,24 +54,26 @@ def _client(server: str | None) -> Client:
 
 @click.command(cls=OrCommand)
 @click.argument("target", required=False, shell_complete=complete_files)
-@click.option("--gpu", metavar="TEXT", default="", help="With this in its name, as H100.")
+@click.option(
+    "--gpu", metavar="TEXT", default="", help="A part of the GPU's name, for example H100."
+)
 @click.option(
     "--gpus",
     type=click.IntRange(0, 64),
     metavar="N",
-    help="So many on one machine; 0, as --device cpu: the CPU.  [default: 1]",
+    help="How many GPUs of one machine; 0 for the CPU.  [default: 1]",
 )
 @click.option(
     "--pip",
     multiple=True,
     metavar="REQUIREMENT",
-    help="On Ray: installed before; repeat for more.",
+    help="On Ray: install this first; repeat for more.",
 )
-@click.option("--container", metavar="IMAGE", help="On Ray: where it runs in.")
+@click.option("--container", metavar="IMAGE", help="On Ray: the image to run in.")
 @row_options(Task)
 @row_options(Plan)
 @server_option
-@click.option("-f", "--follow", is_flag=True, help="Show what it prints, until it is over.")
+@click.option("-f", "--follow", is_flag=True, help="Show its log until it is over.")
 @json_option
 @click.pass_context
 def submit(
@@ -87,10 +89,10 @@ def submit(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Have a server tune your run, or a model, where the GPU is.
+    """Submit a job: the server tunes your run, or a model, on a machine that has the GPU.
 
     A run: advisor submit --gpu H100 --gpus 4 -- torchrun --nproc-per-node 4 train.py. The code
-    travels along: what git tracks or does not ignore, else this folder, but for what
+    is sent along: files that git tracks or does not ignore, or else this folder, without those that
     .advisorignore names. The same request twice is one job.
     """
     command = ctx.meta[COMMAND]
@@ -172,17 +174,24 @@ def _followed(client: Client, id: int, as_json: bool) -> int:
 @click.command()
 @click.argument("id", required=False, type=_ID)
 @click.option(
-    "--state", "states", multiple=True, type=click.Choice(STATES), help="Only these; repeat."
+    "--state",
+    "states",
+    multiple=True,
+    type=click.Choice(STATES),
+    help="Only jobs in this state; repeat for more.",
 )
 @click.option(
-    "--most", type=click.IntRange(1, 10_000), default=50, help="The newest so many.  [default: 50]"
+    "--most",
+    type=click.IntRange(1, 10_000),
+    default=50,
+    help="How many, the newest first.  [default: 50]",
 )
 @server_option
 @json_option
 def jobs(
     id: int | None, states: tuple[str, ...], most: int, server: str | None, as_json: bool
 ) -> None:
-    """List what a server was asked to tune, or show the job ID."""
+    """List the jobs of a server, or show the job ID."""
     from advisor.report import jobs as shown
 
     client = _client(server)
@@ -194,18 +203,18 @@ def jobs(
     if as_json:
         click.echo(json.dumps({"jobs": [dataclasses.asdict(job) for job in found]}))
     elif not found:
-        click.echo("No jobs; to ask for one: advisor submit -- python train.py")
+        click.echo("No jobs; to submit one: advisor submit -- python train.py")
     else:
         console().print(shown.listing(found))
 
 
 @click.command()
 @click.argument("id", type=_ID)
-@click.option("-f", "--follow", is_flag=True, help="Go on until it is over.")
+@click.option("-f", "--follow", is_flag=True, help="Continue until the job is over.")
 @server_option
 @json_option
 def logs(id: int, follow: bool, server: str | None, as_json: bool) -> None:
-    """Show what the job ID prints. With -f the exit code is 0 if it is done, 1 otherwise."""
+    """Show the log of the job ID. With -f the exit code is 0 if the job is done, 1 otherwise."""
     client = _client(server)
     if follow:
         click.get_current_context().exit(_followed(client, id, as_json))
@@ -222,7 +231,7 @@ def logs(id: int, follow: bool, server: str | None, as_json: bool) -> None:
 @server_option
 @json_option
 def cancel(id: int, server: str | None, as_json: bool) -> None:
-    """End the job ID, with all that it started. Exit code 1 if it was over before."""
+    """Cancel the job ID, and end all that it started. Exit code 1 if it was over before."""
     state = _client(server).cancel(id)
     if as_json:
         click.echo(json.dumps({"id": id, "state": state}))

@@ -53,7 +53,7 @@ def application(service: Service, version: str) -> FastAPI:
         app.add_exception_handler(
             refusal, lambda request, exc, status=status: _refused(request, status, str(exc))
         )
-    app.add_exception_handler(HTTPException, _told)
+    app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(StoreError, _away)
     app.add_exception_handler(ClientDisconnect, lambda _request, _exc: Response(status_code=400))
@@ -73,7 +73,7 @@ def _refused(
     return page
 
 
-def _told(request: Request, exc: Exception) -> Response:
+def _http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     return _refused(request, exc.status_code, exc.detail, exc.headers)
 
@@ -87,4 +87,4 @@ def _invalid(request: Request, exc: Exception) -> Response:
 
 def _away(request: Request, exc: Exception) -> Response:
     _log.error("%s", exc)
-    return _told(request, away())
+    return _http_error(request, away())

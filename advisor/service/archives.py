@@ -26,7 +26,7 @@ def keep(session: Session, digest: str, data: bytes, by: Caller) -> bool:
     """Keep an archive; whether it is new.
 
     Raises:
-        UsageError: it is none, not the one that the digest is of, or beyond the token's quota.
+        UsageError: it is no archive, not of this digest, or beyond the token's quota.
     """
     if hashlib.sha256(data).hexdigest() != digest:
         raise UsageError("archive: is not what its digest says; send it again")
@@ -49,21 +49,12 @@ def use(session: Session, digest: str, at: float) -> bool:
 
 
 def data_of(session: Session, digest: str, by: Caller) -> bytes | None:
-    """An archive; None where it is not there.
-
-    Raises:
-        PermissionError: who asks is neither an attempt of a job with this code nor an admin.
-    """
+    """An archive, for attempts of jobs with this code and admins; None if it is not there."""
     theirs = select(Attempt.id).join(Job, Attempt.job == Job.id)
     theirs = theirs.where(Attempt.token == by.token, Job.archive == digest)
     if not by.may("admin") and session.scalar(theirs) is None:
         raise PermissionError("this code is for the attempts of its own job")
     return session.scalar(select(Archive.data).where(Archive.digest == digest))
-
-
-def known(session: Session, digest: str) -> bool:
-    """Whether an archive is there."""
-    return session.scalar(select(Archive.digest).where(Archive.digest == digest)) is not None
 
 
 def tidy(session: Session, live: tuple[str, ...]) -> None:

@@ -60,11 +60,7 @@ def put(session: Session, name: str, data: bytes, by: Caller) -> bool:
 
 
 def delete(session: Session, name: str, by: Caller) -> bool:
-    """Remove what is under a name; whether it was there.
-
-    Raises:
-        PermissionError: another token put it there.
-    """
+    """Remove what is under a name, if it is the caller's; whether it was there."""
     found = session.get(Artifacts, name)
     if found is None:
         return False

@@ -280,7 +280,7 @@ def begin(session: Session, attempt: int, own: bytes, address: str) -> Exchange:
     return "taken"
 
 
-def told(session: Session, attempt: Attempt) -> dict[str, Any]:
+def instructions(session: Session, attempt: Attempt) -> dict[str, Any]:
     """What a worker needs: the job, the names of its search's files."""
     job = session.get_one(Job, attempt.job)
     names = select(Study.name).where(Study.job == job.id).order_by(Study.name)

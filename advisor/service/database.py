@@ -110,21 +110,13 @@ class Database:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Session]:
-        """A session that sees the state of its first query, and keeps nothing.
-
-        Raises:
-            StoreError: the database does not answer.
-        """
+        """A session that sees the state of its first query, and keeps nothing; else StoreError."""
         with self._mapped(), Session(self._engine) as session:
             yield session
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Session]:
-        """A session that commits at its end, or nothing if there is an error.
-
-        Raises:
-            StoreError: the database does not answer, or cannot be written.
-        """
+        """A session that commits at its end, but nothing after an error; else StoreError."""
         with self._mapped(), Session(self._writer) as session, session.begin():
             yield session
 

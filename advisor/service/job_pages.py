@@ -17,7 +17,7 @@ from advisor.service import jobs, progress
 from advisor.service.access import Here
 from advisor.service.limits import MAX_UNTRUSTED
 from advisor.service.machines import troubles
-from advisor.service.pages import Form, Reader, Submitter, shown
+from advisor.service.pages import Form, Reader, Submitter, render
 from advisor.service.routes.jobs import there
 from advisor.service.routes.parsing import Number
 from advisor.service.schema import Job
@@ -44,7 +44,7 @@ def listed(
 ) -> HTMLResponse:
     with here.database.reading() as session:
         lines, more = jobs.listed(session, [state] if state else [], before, ON_A_PAGE)
-        return shown(
+        return render(
             request,
             "jobs.html",
             caller,
@@ -63,10 +63,10 @@ def listed(
 def one(request: Request, here: Here, caller: Reader, number: Number) -> HTMLResponse:
     with here.database.reading() as session:
         job: Job = there(session.get(Job, number), number)
-        told = there(jobs.told(session, number), number)
+        told = there(jobs.details(session, number), number)
         log = jobs.tail(session, number, MOST_LOG)
         live, own = job.state in LIVE, job.token == caller.token
-        return shown(
+        return render(
             request,
             "job.html",
             caller,

@@ -218,7 +218,7 @@ def listed(
     return found[:most], len(found) > most
 
 
-def told(session: Session, number: int) -> dict[str, Any] | None:
+def details(session: Session, number: int) -> dict[str, Any] | None:
     """A job with its attempts and trials; None if there is no such job."""
     found = session.execute(_WITH_OWNER.where(Job.id == number)).first()
     if found is None:
@@ -319,7 +319,7 @@ def _remove_attempts(session: Session, before: float) -> None:
     session.execute(delete(Token).where(Token.id.in_(lent)))
 
 
-def finder(session: Session, record: str) -> int | None:
+def last_for(session: Session, record: str) -> int | None:
     """The last job that found a record; None for one that was measured otherwise."""
     return session.scalar(select(func.max(Job.id)).where(Job.record == record))
 

@@ -27,7 +27,7 @@ from advisor.service.access import COOKIE, Here, Service
 from advisor.service.catalog import View
 from advisor.service.database import DAY_S
 from advisor.service.limits import MAX_UNTRUSTED
-from advisor.service.records import Kept, Question, Trust, trust_of
+from advisor.service.records import Question, StoredAnswer, Trust, trust_of
 from advisor.service.roles import MAY, Role
 from advisor.service.routes.parsing import Number, RecordId
 from advisor.service.tokens import Caller
@@ -72,17 +72,13 @@ def _login(request: Request) -> str:
     return f"/login?{urlencode({'to': asked})}"
 
 
-def _own_page(path: str) -> str:
+def _local_path(path: str) -> str:
     """A path of this server; '/' for one that may lead elsewhere."""
     return path if _PATH.fullmatch(path) else "/"
 
 
 async def _form(request: Request) -> dict[str, str]:
-    """The fields of a form that a page of this server sent.
-
-    Raises:
-        HTTPException: another site sent it, or it is no form.
-    """
+    """The fields of a form; raises HTTPException if another site sent it, or it is no form."""
     if not _is_own(request):
         raise HTTPException(403, "another site sent this form")
     try:
@@ -107,7 +103,7 @@ Admin = Annotated[Caller, Depends(visits("admin"))]
 Form = Annotated[dict[str, str], Depends(_form)]
 
 
-def shown(
+def render(
     request: Request, name: str, caller: Caller | None = None, status: int = 200, **what: Any
 ) -> HTMLResponse:
     """A page; `caller` decides what its menu has."""
@@ -135,7 +131,7 @@ def error_page(request: Request, status: int, detail: str) -> HTMLResponse:
         caller = visitor(request)
     except StoreError:
         caller = None
-    return shown(request, "error.html", caller, status, detail=detail)
+    return render(request, "error.html", caller, status, detail=detail)
 
 
 def day(seconds: float | None) -> str:
@@ -169,16 +165,16 @@ def style() -> Response:
 
 @site.get("/login")
 def login(request: Request, to: str = "/") -> HTMLResponse:
-    return shown(request, "login.html", wrong="", to=_own_page(to))
+    return render(request, "login.html", wrong="", to=_local_path(to))
 
 
 @site.post("/login")
 def log_in(request: Request, here: Here, form: Form) -> Response:
-    to = _own_page(form.get("to", "/"))
+    to = _local_path(form.get("to", "/"))
     try:
         caller = here.admit(request, form.get("token", "").strip())
     except HTTPException as exc:
-        return shown(request, "login.html", None, exc.status_code, wrong=exc.detail, to=to)
+        return render(request, "login.html", None, exc.status_code, wrong=exc.detail, to=to)
     with here.database.writing() as session:
         cookie = tokens.log_in(session, caller)
     answer = RedirectResponse(to, 303)
@@ -208,7 +204,7 @@ def listed(
 ) -> HTMLResponse:
     with here.database.reading() as session:
         lines, number = catalog.listed(session, view)
-        return shown(
+        return render(
             request,
             "records.html",
             caller,
@@ -228,15 +224,15 @@ def listed(
 def record(request: Request, here: Here, caller: Reader, record: RecordId) -> HTMLResponse:
     id, _, batch = record.partition("@")
     with here.database.reading() as session:
-        kept = Kept(session, Question(id=id, batch=int(batch)))
-        job = jobs.finder(session, record)
+        kept = StoredAnswer(session, Question(id=id, batch=int(batch)))
+        job = jobs.last_for(session, record)
     held = here.reader.look_into(kept, RecordFilter(id=id, batch=int(batch))).held
     if not held:
         raise HTTPException(404, f"there is no record {record} that can be read")
     found = next(iter(once(held).values())).record
     shows = report(found, _url(request), line_anywhere(found))
     *sections, start = shows.sections
-    return shown(
+    return render(
         request,
         "record.html",
         caller,
@@ -273,7 +269,7 @@ def _tokens(
     with here.database.reading() as session:
         found = tokens.listed(session)
     page: dict[str, Any] = {"tokens": found, "roles": MAY, "made": made, "wrong": wrong}
-    return shown(request, "tokens.html", caller, **page)
+    return render(request, "tokens.html", caller, **page)
 
 
 @site.post("/tokens")
@@ -302,7 +298,7 @@ def machines_page(request: Request, here: Here, caller: Reader) -> HTMLResponse:
     seen = list(here.machines.values())
     with here.database.reading() as session:
         running = machines.running(session)
-    return shown(
+    return render(
         request,
         "machines.html",
         caller,

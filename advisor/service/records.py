@@ -150,7 +150,7 @@ class Found:
     kind: Kind = "miss"
 
 
-def look(session: Session, question: Question) -> Found:
+def find(session: Session, question: Question) -> Found:
     """What fits of what is looked for, else the nearest: all versions."""
     nearest = _nearest(session, question)
     if not nearest:
@@ -329,11 +329,7 @@ def framework_of(record: Record) -> str:
 
 
 def delete(session: Session, key: str, by: Caller) -> bool:
-    """Remove what is under a key; whether it was there.
-
-    Raises:
-        PermissionError: another token put it there.
-    """
+    """Remove what is under a key, if it is the caller's; whether it was there."""
     item = session.get(Item, key)
     if item is None:
         return False
@@ -383,14 +379,14 @@ def newest_versions() -> Subquery:
     return select(versions.c.key).where(versions.c.version == 1).subquery()
 
 
-class Kept(Store):
+class StoredAnswer(Store):
     """What answers a question, as a store to read: so that the cache says which version counts."""
 
     url = "this server"
     takes_blobs = False
 
     def __init__(self, session: Session, question: Question) -> None:
-        self._data = data_of(session, look(session, question).sizes)
+        self._data = data_of(session, find(session, question).sizes)
 
     def keys(self) -> list[str]:
         return sorted(self._data)

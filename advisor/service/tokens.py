@@ -83,11 +83,7 @@ def lend(session: Session, name: str, expires: float) -> Token:
 
 
 def given(session: Session, token: Token, own: bytes) -> None:
-    """Give a lent token the digest of what its worker has made.
-
-    Raises:
-        UsageError: that one is another's.
-    """
+    """Give a lent token the digest of what its worker has made, unless another token has it."""
     if session.scalar(select(Token.id).where(Token.digest == own)) is not None:
         raise UsageError("token: is in use; make a new one")
     token.digest = own

@@ -39,12 +39,7 @@ def test_what_is_hostile_costs_nothing_else(case: hostile.Case, tmp_path: Path) 
         return Chosen()
 
     began = time.monotonic()
-    said = ask(
-        records,
-        lambda store: records.look_into(store, RecordFilter(target="model.py:Net")),
-        choose,
-        deadline_s=0.5,
-    )
+    said = ask(records, RecordFilter(target="model.py:Net"), choose, deadline_s=0.5)
     assert time.monotonic() - began < 30  # not for ever; on a slow machine too
     found = [one.record for one in said.held]
     if case.honest:
@@ -52,8 +47,8 @@ def test_what_is_hostile_costs_nothing_else(case: hostile.Case, tmp_path: Path) 
     if case.refused:
         assert hostile.OTHER not in found and len(found) <= 1
     if case.refused and not said.failed:
-        assert case.refused in " ".join(said.damaged)
-    for line in [*said.damaged, *map(str, said.failed)]:
+        assert case.refused in " ".join(said.refused)
+    for line in [*said.refused, *map(str, said.failed)]:
         assert line.isprintable(), line
     assert set(tmp_path.iterdir()) == before
     assert not (tmp_path / "ran").exists()

@@ -159,7 +159,6 @@ def serving(
         yield found
     finally:
         server.should_exit = True
-        server.force_exit = bool(tls)  # or it waits 30 s for each client to end TLS
         thread.join(60)
         database.close()
 

@@ -11,18 +11,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 
 from advisor.cache.codec import encode
 from advisor.cache.config import Config
 from advisor.cache.name import Name
-from advisor.cache.record import Part, Record
-from advisor.service import attempts, schema
+from advisor.cache.record import Part
+from advisor.service import schema
 from advisor.service.executors import Capacity
+from advisor.service.machines import Machine
 from tests.cache.examples import KEY, changed, record
-from tests.service.serving import Answer, Served, begun
+from tests.service.serving import Served
+from tests.service.test_jobs import claimed, submit
+from tests.service.test_pages import keep
+from tests.service.test_records import named, put
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -66,35 +69,20 @@ FOUND = replace(
 
 @dataclass
 class Team:
-    """Those who use a server."""
+    """Those who use a server, and the attempt that was started last."""
 
     served: Served
     attempt: str = ""
-    submitted: int = 0
-
-    def ask(self, method: str, path: str, *more: Any, role: str = "admin") -> Answer:
-        answer = self.served.ask(method, path, role, *more)
-        assert answer.status < 300, answer.data
-        return answer
-
-    def keep(self, one: Record, role: str = "admin") -> None:
-        data = encode(one)
-        self.ask("PUT", f"/api/records/{quote(Name.of(one, data).text)}", data, role=role)
 
     def submit(self, *command: str) -> int:
         asked = {"command": list(command), "gpu": "Z9000", "options": {"budget": "5m"}}
-        self.submitted = self.ask("POST", "/api/jobs", asked).json["id"]
-        return self.submitted
+        number: int = submit(self.served, "admin", **asked).json["id"]
+        return number
 
     def claim(self) -> None:
-        """Start the job that was submitted last, and those before it."""
-        job = 0
-        while job != self.submitted:
-            with self.served.database.writing() as session:
-                found = attempts.claim(session, "local:here", Capacity(gpu="NVIDIA Z9000", gpus=1))
-            assert found is not None
-            job = found.job
-        self.attempt = self.served.tokens["attempt"] = begun(self.served.database, found)
+        """Start the jobs that wait."""
+        while one := claimed(self.served, "NVIDIA Z9000"):
+            self.attempt = one.external
 
     def beat(self, numbers: range, log: str) -> None:
         """What a worker says while it measures."""
@@ -106,20 +94,20 @@ class Team:
                 "samples_per_s": 0.0 if n == 3 else 2000.0 + 300 * (n % 5),
                 "ratio": 0.0 if n == 3 else 1.0 + 0.15 * (n % 5),
                 "outcome": "out of memory" if n == 3 else "",
-                "origin": "guess",
             }
             for n in numbers
         ]
         said = {"trials": trials, "log": log, "device": "NVIDIA Z9000 (GPU-1)"}
-        self.ask("POST", "/api/attempt/beat", said, role="attempt")
+        assert self.served.ask("POST", "/api/attempt/beat", self.attempt, said).status == 200
 
     def end(self, **last: str) -> None:
-        self.ask("POST", "/api/attempt/end", last, role="attempt")
+        assert self.served.ask("POST", "/api/attempt/end", self.attempt, last).status == 200
 
     def done(self) -> None:
         """The attempt leaves a version of its own of the record."""
-        made = replace(FOUND.provenance, created=FOUND.provenance.created + self.submitted)
-        self.keep(replace(FOUND, provenance=made), role="attempt")
+        made = replace(FOUND.provenance, created=FOUND.provenance.created + 1)
+        found = replace(FOUND, provenance=made)
+        assert put(self.served, *named(found), self.attempt).status == 201
         self.end(state="done", record=FOUND.id)
 
 
@@ -281,9 +269,9 @@ def test_every_page_on_every_screen(users: Team, sits: Sits) -> None:
 
 def used(users: Team) -> tuple[int, int]:
     """A team was here for a while; the numbers of a job that runs and of one that failed."""
-    users.keep(FOUND)
+    keep(users.served, FOUND)
     for device in ("NVIDIA B200", "NVIDIA A100-SXM4-80GB", "AMD EPYC 9654 96-Core Processor"):
-        users.keep(record(key=changed(KEY, "device.name", device)))
+        keep(users.served, record(key=changed(KEY, "device.name", device)))
     place = Name.of(FOUND, encode(FOUND)).record_key
     rows = [
         ("NVIDIA H200", place, "ab" * 6, "exact", 1200),
@@ -304,13 +292,19 @@ def used(users: Team) -> tuple[int, int]:
     users.claim()
     users.beat(range(9), "epoch 1\nepoch 2\n")
     users.submit("python", "waits.py")
+    busy = Capacity(gpu="NVIDIA B200", gpus=0, total=1, why="a job runs there")
+    up = [Capacity(gpu="NVIDIA Z9000", gpus=3, total=4), busy]
+    users.served.service.machines = {
+        "local:here": Machine(name="local:here", capacities=up),
+        "ray:there": Machine(name="ray:there", why="no answer"),
+    }
     return running, failed
 
 
 def test_a_keyboard_reaches_everything(users: Team, sits: Sits) -> None:
     person = sits()
     number = users.submit("python", "keys.py")
-    users.keep(FOUND)
+    keep(users.served, FOUND)
     for path in ("/", "/jobs", f"/jobs/{number}", f"/records/{FOUND.id}", "/machines", "/tokens"):
         person.go(path)
         every = f"""[...document.querySelectorAll("{FOCUSABLE}")]"""

@@ -188,7 +188,7 @@ def test_servers_that_do_not_serve(team: Served, monkeypatch: pytest.MonkeyPatch
         Client("dir:/data")
     with pytest.raises(UsageError, match="in the clear"):
         Client("http://advisor.team")
-    with pytest.raises(UsageError, match="there is no such job"):
+    with pytest.raises(UsageError, match="there is no job 7"):
         Client(team.url).job(7)
     with pytest.raises(StoreError, match="has no jobs; it is older"):
         Client(f"http://127.0.0.1:{team.port}/below").jobs()
@@ -356,9 +356,9 @@ def test_the_server_may_be_named(team: Served, project: Path) -> None:
         ("submit --server dir:x -- python train.py", "server 'dir:x': expected http"),
         ("jobs --state none", "none"),
         ("jobs seven", "seven"),
-        ("jobs 7", "there is no such job"),
-        ("logs 7", "there is no such job"),
-        ("cancel 7", "there is no such job"),
+        ("jobs 7", "there is no job 7"),
+        ("logs 7", "there is no job 7"),
+        ("cancel 7", "there is no job 7"),
     ],
 )
 def test_what_is_refused(team: Served, project: Path, words: str, says: str) -> None:
@@ -369,7 +369,7 @@ def test_what_is_refused(team: Served, project: Path, words: str, says: str) -> 
 
 
 def test_jobs_logs_and_cancel(team: Served, project: Path) -> None:
-    assert advisor(project, "jobs").stdout.startswith("No jobs; to ask for one: advisor submit")
+    assert advisor(project, "jobs").stdout.startswith("No jobs; to submit one: advisor submit")
     for _ in range(2):
         advisor(project, *SUBMIT, *RUN)
         one = claimed(team)

@@ -19,7 +19,7 @@ from advisor.cache.name import Name
 from advisor.cache.reader import RecordFilter
 from advisor.cache.record import Record, Target
 from advisor.cache.records import Records
-from advisor.client import Job
+from advisor.client import Client
 from advisor.jobs.token import digest
 from advisor.report.jobs import listing
 from advisor.report.sections import report
@@ -320,7 +320,7 @@ def test_a_record_of_a_run_and_of_a_target_is_one_version_whole(
     assert f"<h1>{counts.target.name}</h1>" in page
     assert f"as fast as {counts.key.task.baseline}</div>" in page
     with served.database.reading() as session:
-        stored = records.Kept(session, records.Question())
+        stored = records.StoredAnswer(session, records.Question())
         assert Records(stored).get(run.id) == counts
         (of_run,) = Records(stored).held(RecordFilter(target=script))
     assert of_run.record == run, "its numbers, as its words"
@@ -516,7 +516,7 @@ def test_a_list_has_of_a_long_job_a_line(served_lite: Served) -> None:
     one = started(served, command=["python", word])
     ended(served, one, state="failed", reason=reason)
     browser = Browser(served, "read")
-    table = listing([Job.of(served.ask("GET", f"/api/jobs/{one.job}", "read").json)])
+    table = listing(Client(served.url, served.tokens["read"]).jobs())
     assert all(len(cell) <= LISTED for row in table.rows for cell in row.cells)
     for text in (word, reason):
         assert text not in browser.text("/jobs")
@@ -555,7 +555,7 @@ def test_trials_at_another_batch_are_drawn_apart(served_lite: Served) -> None:
     ]
     assert served.ask("POST", "/api/attempt/beat", one.external, {"trials": trials}).status == 200
     with served.database.reading() as session:
-        told = jobs.told(session, one.job)
+        told = jobs.details(session, one.job)
     assert told is not None
     chart = job_pages.throughput(told)
     assert chart is not None

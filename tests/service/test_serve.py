@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import http.client
 import json
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from sqlalchemy import func, select, text
+from sqlalchemy import func, select
 
 from advisor.cache.codec import decode, encode
 from advisor.cache.name import Name
@@ -248,17 +249,6 @@ def test_who_reads_sees_one_state_and_who_writes_what_others_did(database_url: s
     database.close()
 
 
-def test_a_newer_schema_is_refused(database_url: str) -> None:
-    database = Database(database_url)
-    database.start(lambda _session: None)
-    with database.writing() as session:
-        session.execute(text("UPDATE alembic_version SET version_num = '0999'"))
-    with pytest.raises(StoreError, match=r"schema 999 is newer than \d+, .*upgrade") as caught:
-        database.start(lambda _session: None)
-    database.close()
-    assert "s3cret" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("url", "says"),
     [
@@ -380,12 +370,15 @@ def test_through_tls(tmp_path: Path, lite: str, monkeypatch: pytest.MonkeyPatch)
     subprocess.run([*made, *names, *files], check=True, capture_output=True)
     with serving(lite, ssl_certfile=str(certificate), ssl_keyfile=str(key)) as served:
         monkeypatch.setenv("ADVISOR_TOKEN", served.tokens["worker"])
-        store = open_store(f"https://127.0.0.1:{served.port}?timeout=3s")
+        url = f"https://127.0.0.1:{served.port}?timeout=3s"
         with pytest.raises(StoreError, match="certificate"):
-            store.keys()
+            open_store(url).keys()
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        store = open_store(url)
         Records(store).put(record())
         assert Records(store).all() == [record()]
+        del store  # the server waits 30 s for an open connection to end TLS
+        gc.collect()
 
 
 def test_without_the_extra_one_line_says_what_to_install(

@@ -257,6 +257,7 @@ def test_what_gains_and_is_not_advised_has_its_line(
     place.verdicts = verdicts
     found = tuned(place, SPACE, budget_s)
     assert [line for line in found.remarks if said in line and why in line], found.remarks
+    assert found.short == (why == "--budget")
     names = [line.split(":")[0] for line in found.remarks]
     assert len(set(names)) == len(names)
 

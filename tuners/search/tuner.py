@@ -419,7 +419,6 @@ def tuned_loader(
         input=Config(chosen),
         trials=(*found.trials, *trials),
         remarks=(*found.remarks, *fed.remarks),
-        short=found.short or fed.short,
         interrupted=fed.interrupted,
         complete=found.complete and fed.complete,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query
-from pydantic import Field
 
 from advisor.service import jobs, tokens
 from advisor.service.access import Administers, Here
@@ -19,11 +18,11 @@ api = APIRouter(tags=["admin"])
 
 
 class NewToken(Strict):
-    """`expires`: in Unix seconds."""
+    """See `tokens.make`."""
 
-    name: Annotated[str, Field(pattern=tokens.NAME)]
+    name: str
     role: Role
-    expires: Annotated[float | None, Field(gt=0, lt=tokens.NEVER)] = None
+    expires: float | None = None
 
 
 @api.get("/api/tokens", summary="All tokens, without their text")

@@ -70,7 +70,7 @@ def begin(request: Request, here: Here, attempt: Starts, own: Exchanged) -> dict
 @api.get("", summary="What an attempt is to do")
 def told(here: Here, attempt: Own) -> dict[str, Any]:
     with here.database.reading() as session:
-        return attempts.told(session, attempt)
+        return attempts.instructions(session, attempt)
 
 
 @api.post("/beat", summary="An attempt is alive; whether it is to go on")

@@ -127,7 +127,7 @@ def there(found: Any, number: int) -> Any:
 @api.get("/api/jobs/{number}", summary="A job with its attempts and trials")
 def told(here: Here, _caller: Reads, number: Number) -> dict[str, Any]:
     with here.database.reading() as session:
-        found: dict[str, Any] = there(jobs.told(session, number), number)
+        found: dict[str, Any] = there(jobs.details(session, number), number)
     return found
 
 

@@ -48,7 +48,7 @@ def self_(here: Here, caller: Reads) -> dict[str, Any]:
 )
 def lookup(here: Here, _caller: Reads, question: Annotated[Question, Query()]) -> Response:
     with here.database.reading() as session:
-        found = records.look(session, question)
+        found = records.find(session, question)
         here.lookups.count(question, found)
         data = records.data_of(session, records.within(found.sizes, records.MOST_BYTES))
     items = [[key, data.get(key)] for key in found.sizes]
