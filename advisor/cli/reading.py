@@ -30,11 +30,11 @@ from advisor.cli.options import (
     cache_option,
     collected,
     complain,
-    complete_files,
     console,
     json_option,
     row_options,
     say,
+    target_argument,
 )
 from advisor.errors import StoreError, UsageError
 from advisor.opening import open_records
@@ -163,7 +163,7 @@ _SERVED = ("default", "nearest")
 
 
 @click.command(cls=OrCommand)
-@click.argument("target", required=False, shell_complete=complete_files)
+@target_argument
 @row_options(Task, asked=True)
 @click.option("--batch", metavar="N|free", help="Another batch than --shape's, or the best found.")
 @click.option("--capture", is_flag=True, help="As for a script that uses advice.capture.")

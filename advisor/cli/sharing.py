@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,16 @@ from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.shown import size
 from advisor.cache.stores.url import without_password
-from advisor.cli.options import DONE, FAILED, cache_option, complain, json_option
+from advisor.cli.options import DONE, FAILED, cache_option, complain, json_option, together
 from advisor.errors import StoreError
 from advisor.opening import open_records
 
-Command = Callable[..., None]
-
-
-def only_options(command: Command) -> Command:
-    """--target, --device and --key, which together make an `_only`."""
-    for option in (
-        click.option("--key", "keys", multiple=True, metavar="KEY", help="Only these records."),
-        click.option("--device", metavar="TEXT", help="Only devices with this in the name."),
-        click.option("--target", metavar="TEXT", help="Only targets with this in the name."),
-    ):
-        command = option(command)
-    return command
+only_options = together(
+    click.option("--target", metavar="TEXT", help="Only targets with this in the name."),
+    click.option("--device", metavar="TEXT", help="Only devices with this in the name."),
+    click.option("--key", "keys", multiple=True, metavar="KEY", help="Only these records."),
+)
+"""The arguments of `_only`."""
 
 
 def _only(target: str | None, device: str | None, keys: Sequence[str]) -> Wanted:
@@ -118,18 +112,18 @@ def _carried(rows: Iterable[Carried], as_json: bool, where: str) -> int:
 @cache_option
 @json_option
 def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> None:
-    """Show or remove what no one needs: older versions, old records, artifacts."""
+    """Show or remove older versions, old records and artifacts."""
     records = open_records(cache)
     going = garbage.all_garbage(records, [kinds] if kinds else garbage.KINDS)
     complain(records)
     there = list(_artifacts(records))
+    said = "removing" if remove else "would go"
     if not as_json:
         for one in there:
             foreign = f", {one['foreign']} {OTHER_KEY}" if one["foreign"] else ""
             what = f"{one['number']}, {size(one['bytes'])}{foreign}"
             click.echo(f"artifacts  {what}  ({one['store']})")
         for gone in going:
-            said = "removing" if remove else "would go"
             click.echo(f"{said}  {gone.what}  {gone.reason}  ({gone.store.url})")
     stuck = garbage.remove(going) if remove else []
     for line in stuck:
