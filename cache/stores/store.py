@@ -127,8 +127,8 @@ class Narrowing(Protocol):
     """A remote store that searches its records: a lookup is one request."""
 
     def narrowed(self, question: Mapping[str, Any]) -> list[str]:
-        """The keys that answer a question, as `RecordFilter.questions` has it: of many the nearest,
-        and their markers. `get_many` of these keys makes no further request."""
+        """The keys that answer a question, as `RecordFilter.questions` has it: of many the nearest.
+        `get_many` of these keys makes no further request."""
 
 
 def is_blob(key: str) -> bool:
