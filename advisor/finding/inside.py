@@ -16,8 +16,8 @@ from advisor.finding.conducted import OnlineTuner
 from advisor.finding.lookups import advise, warn
 from advisor.finding.piloted import RecordGuide, RunPolicy
 from advisor.finding.request import Request, folder
-from advisor.piloting import step_comparer
 from advisor.tuners.act.pilot.pilot import ACTIVE_PILOT
+from advisor.tuners.measure.run.recorded_steps import RecordedSteps
 from advisor.tuners.search.plan import Plan
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def apply_to_script(asked: Mapping[str, Any], *, tune: float | str | None, stric
         return advice
     try:
         guide, tune_s = _guide(asked, tune, strict)
-        ACTIVE_PILOT.attach(guide, step_comparer(tune_s))
+        ACTIVE_PILOT.attach(guide, RecordedSteps(careful=True) if tune_s else None)
     except UsageError as exc:
         if strict:
             raise
