@@ -60,9 +60,8 @@ class Model:
         """What is not None, by the keyword of its field in a Task."""
         found = _given(self)
         found.pop("target", None)
-        if "args" in found:
-            found["model_args"] = found.pop("args")
-        return found
+        args = found.pop("args", None)
+        return found if args is None else found | {"model_args": args}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

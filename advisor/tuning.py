@@ -15,7 +15,7 @@ from advisor.arguments import Budget, Model, OnEvent, Permit, check_type, split,
 from advisor.cache.config import Config
 from advisor.cache.key import fingerprint
 from advisor.cache.kinds import Shape
-from advisor.cache.match import Kin, compare
+from advisor.cache.match import SimilarRecord, compare
 from advisor.cache.name import command_digest
 from advisor.cache.record import INTERRUPTED, LOOP, WITHIN, Provenance, Record
 from advisor.cache.records import Records
@@ -166,7 +166,7 @@ class Tuning:
         max_artifacts()  # a wrong value is reported before anything is measured
         check_writable(self.records, self.progress)
         with self.workload.open(self.plan, self.records, self.progress) as opened:
-            similar = self.records.akin(opened.key, opened.facts.family)
+            similar = self.records.similar(opened.key, opened.facts.family)
             for fault in self.records.unreachable:
                 self.progress.notice(f"{fault}; its records are not looked at")
             earlier = self._earlier(opened, similar)
@@ -178,7 +178,7 @@ class Tuning:
             first = _first_guesses(opened, similar, self.progress)
             return self.search(opened, first, earlier)
 
-    def _earlier(self, opened: OpenWorkload, similar: Sequence[Kin]) -> _Earlier:
+    def _earlier(self, opened: OpenWorkload, similar: Sequence[SimilarRecord]) -> _Earlier:
         """What the records of this very task mean for this call."""
         plan, own = self.plan, f"{opened.key.id}@{opened.task.batch}"
         found = [
@@ -406,10 +406,10 @@ def _of_fp8(opened: OpenWorkload) -> str:
 
 
 def _first_guesses(
-    opened: OpenWorkload, similar: Sequence[Kin], progress: Progress
+    opened: OpenWorkload, similar: Sequence[SimilarRecord], progress: Progress
 ) -> list[Config]:
     """What was best for the nearest records: stale ones, other shapes and devices, the family."""
-    chosen: dict[Config, Kin] = {}
+    chosen: dict[Config, SimilarRecord] = {}
     for one in similar:
         default = one.record.baseline.config.knobs
         for winner in reversed(one.record.winners):

@@ -15,7 +15,7 @@ import optuna
 
 from advisor.arguments import Model, Permit
 from advisor.cache.config import Config
-from advisor.cache.record import Record, Trial
+from advisor.cache.record import Measurement, Record, Trial
 from advisor.cache.task import Task
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
@@ -316,3 +316,37 @@ def lookup_arguments(target: Any = None, **given: Any) -> dict[str, Any]:
     if "permit" not in given:
         given["permit"] = Permit(**permitted)
     return {"target": Model(target, **described), **given}
+
+
+def measured(
+    config: Config,
+    rate: float,
+    first_step_s: float = 1.0,
+    *,
+    stage: str = "compute",
+    origin: str = "guess",
+    peak_bytes: int = 2**30,
+) -> Trial:
+    """A trial of a config that ran once at this many samples/s, known to a percent."""
+    return Trial(
+        number=0,
+        config=config,
+        measurement=Measurement(
+            outcome="ok",
+            samples_per_s=rate,
+            low=0.99 * rate,
+            high=1.01 * rate,
+            step_s=1 / rate if rate else 0.0,
+            first_step_s=first_step_s,
+            peak_bytes=peak_bytes,
+        ),
+        stage=stage,
+        origin=origin,
+        seconds=1.0,
+    )
+
+
+def verified(config: Config, outcome: str = "ok", reason: str = "within rounding") -> Trial:
+    """The comparison of a config with strict fp32, and how it ended."""
+    found = measured(config, 0.0, stage="numerics", origin="fp32")
+    return replace(found, measurement=Measurement(outcome=outcome, reason=reason))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-import warnings
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from advisor.cli.options import (
     COMMAND,
     DONE,
     FAILED,
-    WRONG_USAGE,
     OrCommand,
     cache_option,
     collected,
@@ -38,7 +36,7 @@ from advisor.cli.options import (
     say,
     target_argument,
 )
-from advisor.errors import AdvisorWarning, StoreError, UsageError
+from advisor.errors import StoreError, UsageError
 from advisor.opening import open_records
 
 MAX_RECORDS = 200
@@ -73,12 +71,12 @@ def show(key: str | None, most: int, cache: str | None, as_json: bool) -> int:
         rows = [
             data.as_data(one.record, cache)
             | {"stale": [*filter(None, [one.record.stale]), *map(str, differs)]}
-            | {"signed": one.trusted}
+            | {"signed": one.trusted, "store": one.store.url}
             for one, differs in found
         ]
         click.echo(json.dumps({"records": rows, "damaged": records.damaged, "older": older}))
     elif found:
-        console().print(tables.listing(found))
+        console().print(tables.listing(found, with_store=len(records.stores) > 1))
         if older:
             click.echo(f"and {older:,} older; to list them: --most {len(found) + older}")
     elif records.damaged:
@@ -99,13 +97,14 @@ def _show(records: Records, key: str, cache: str | None, as_json: bool) -> None:
     held = records.one(key)
     artifacts = list(_artifacts(records, held.record))
     if as_json:
-        more = {"signed": held.trusted, "artifacts": artifacts}
+        more = {"signed": held.trusted, "store": held.store.url, "artifacts": artifacts}
         click.echo(json.dumps(as_data(held.record, cache) | more))
         return
     out, shown = console(), report(held.record, cache)
     signed = "" if held.trusted else f"  {UNSIGNED}"
     say(out, shown.title, f"{shown.headline}{signed}", *filter(None, [shown.stale]))
     say(out, *(f"  {name:<16}{value}" for name, value in shown.facts))
+    say(out, f"  {'store':<16}{held.store.url}")
     for one in artifacts:
         uses = ", ".join(one["uses"]) or "nothing that is advised"
         refused = f"; refused: {one['refused']}" if one["refused"] else ""
@@ -216,44 +215,43 @@ def _batch(text: str | None) -> int | str | None:
 
 def _why(target: str, asked: dict[str, Any], as_json: bool) -> bool:
     """Print what a lookup finds; whether a record fits."""
-    from advisor.finding import lookups
+    from advisor.finding.find import preview
+    from advisor.finding.request import Request
     from advisor.report.data import explained
     from advisor.tuners.knobs import described
 
     if asked["on_miss"] is None and settings.on_miss() not in _SERVED:
         asked["on_miss"] = "default"  # `why` tunes nothing
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AdvisorWarning)
-        offer = lookups.offered(target, asked)
-    found = offer.served.explanation
+    request = Request.of(target, asked)
+    served = preview(request)
+    found, batch = served.explanation, served.config.batch or request.batch
     if as_json:
-        click.echo(json.dumps(explained(offer)))
-        if found is None:
-            click.get_current_context().exit(WRONG_USAGE)
-    elif found is None:  # something was wrong before the lookup
-        raise UsageError(offer.served.reason)
+        click.echo(json.dumps(explained(served, batch)))
+    elif found is None:
+        click.echo(f"{served.status}: {served.reason}")
     else:
         click.echo(str(found))
         if found.served:
-            what = described(offer.config, offer.served.default)
-            click.echo(f"served      {found.served}: {what}, batch {offer.batch_size}")
+            what = described(served.config, served.default)
+            click.echo(f"served      {found.served}: {what}, batch {batch}")
         elif not found.near_misses:
             newest = open_records(asked["cache"]).newest(MAX_RECORDS)
             if names := sorted({one.record.target.name for one in newest}):
                 click.echo(f"tuned are    {', '.join(names)}")
-    return offer.served.status != "miss"
+    return served.record is not None
 
 
 def _why_command(command: tuple[str, ...], cache: str | None, as_json: bool) -> bool:
-    """Print the records of a command; whether one fits this machine."""
-    from advisor.finding.commands import of_command
+    """Print the records of a command and what a run would get; whether that is any config."""
+    from advisor.finding.commands import of_command, served_to_run
+    from advisor.report.data import explained
     from advisor.report.text import spread
     from advisor.tuners.knobs import described
 
     records = open_records(cache, fallback=True)
     found = of_command(records, command)
+    served = served_to_run(command, found, cache)
     complain(records)
-    fits = any(one.fits for one in found)
     if as_json:
         rows = [
             {
@@ -265,21 +263,20 @@ def _why_command(command: tuple[str, ...], cache: str | None, as_json: bool) -> 
             }
             for one in found
         ]
-        click.echo(json.dumps({"command": list(command), "records": rows}))
-        return fits
-    typed = shlex.join(command)
-    click.echo(f"looked for  {typed}")
+        would = explained(served, served.config.batch or None)
+        click.echo(json.dumps({"command": list(command), "records": rows, "served": would}))
+        return served.record is not None
+    click.echo(f"looked for  {shlex.join(command)}")
     click.echo(f"looked in   {', '.join(store.url for store in records.stores)}")
     for one in found:
         what = described(one.advised.config, one.record.baseline.config, nothing="unmodified")
         signed = "" if one.signed else f"; {UNSIGNED}"
         click.echo(f"{one.record.id}  {one.state}: {what}, {spread(one.advised)}{signed}")
-    if not found:
-        click.echo(
-            "no record is of exactly this command; `advisor run` also finds one of the same model "
-            f"and inputs. To tune: advisor tune -- {typed}"
-        )
-    return fits
+    own = served.record.baseline.config if served.record else served.config
+    what = described(served.config, own, nothing="nothing")
+    by = f"{served.record.id}: " if served.record else ""
+    click.echo(f"served      {by}{what}; {served.reason}")
+    return served.record is not None
 
 
 @click.command()

@@ -57,10 +57,10 @@ def run(
             raise UsageError("--map restarts your command and --tune does not; give one of them")
     words, options = command, None
     if named:
-        from advisor.finding.in_command import with_advice
+        from advisor.finding.in_command import override
 
         try:
-            words, options = with_advice(command, named, cache)
+            words, options = override(command, named, cache)
             click.echo(f"advisor: {options.said}, as record {options.record} advises", err=True)
         except (NoRecord, StoreError) as exc:
             click.echo(f"advisor: {exc}. It runs unmodified", err=True)

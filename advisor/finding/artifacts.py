@@ -1,4 +1,4 @@
-"""What was compiled for the advice that a script is served."""
+"""The compiled code that is kept for the config that a script is served."""
 
 from __future__ import annotations
 
@@ -7,30 +7,25 @@ from typing import TYPE_CHECKING
 from advisor.cache.artifacts import Found, Purpose
 from advisor.cache.records import be_patient
 from advisor.opening import Cache, open_records
-from advisor.tuners.act.advice_usage import EXACT, STALE
+from advisor.tuners.act.advice_usage import EXACT, STALE, Served
 from advisor.tuners.knobs import compiles
 
-PATIENCE_S = 2.0
-"""What a remote store may take to say anything: one that is down is not waited for longer."""
-
 if TYPE_CHECKING:
-    from advisor.tuners.act.advice import Advice
     from advisor.tuners.act.artifacts import Fetch
 
+PATIENCE_S = 2.0
+"""For a remote store to say anything."""
 
-def artifacts_of(advice: Advice, cache: Cache) -> Fetch | None:
-    """What was compiled for an advice, to be fetched; None where nothing can have been.
 
-    Args:
-        cache: as `open_records` takes it.
-    """
-    record = advice.record
-    if record is None or advice.status not in (EXACT, STALE) or not compiles(advice.config):
+def artifacts_of(served: Served, device: str, cache: Cache) -> Fetch | None:
+    """A fetch of the compiled code; None if there can be none."""
+    record = served.record
+    if record is None or served.status not in (EXACT, STALE) or not compiles(served.config):
         return None
     from advisor.tuners.act.artifacts import Fetch
     from advisor.tuners.environment import detect, tools
 
-    purpose = Purpose.of(record, advice.config, detect(str(advice.device)), tools())
+    purpose = Purpose.of(record, served.config, detect(device), tools())
 
     def find() -> Found | None:
         # Opened anew: a lookup is over within milliseconds, and this may take longer.

@@ -1,17 +1,24 @@
-"""What was tuned for a command, by its words: it is not started."""
+"""What was tuned for a command, and what a run of it would be served; it is not started."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from advisor.cache.record import Choice, Record
 from advisor.cache.records import Records
+from advisor.finding.failures import Failures
+from advisor.finding.find import preview
+from advisor.finding.request import Request
+from advisor.opening import Cache
 from advisor.printed import staleness
+from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.environment import default_device, detect
+from advisor.tuners.measure.run.guarded_process import isolated
 
-MOST = 1_000
-"""Records that are read, the newest: a store holds some for each model."""
+MAX_READ = 1_000
+"""Of the newest records: a store holds some for each model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +28,7 @@ class OfCommand:
     Attributes:
         state: 'exact', 'nothing else raced', 'stale: ...' or 'of another device: ...'.
         fits: whether it is of this device, and something was raced.
-        signed: as `StoredRecord.trusted`.
+        signed: by the reader or their team.
     """
 
     record: Record
@@ -31,7 +38,6 @@ class OfCommand:
 
     @property
     def advised(self) -> Choice:
-        """What a run is served of it."""
         return self.record.winner(self.record.use)
 
 
@@ -41,7 +47,7 @@ def of_command(records: Records, command: Sequence[str]) -> list[OfCommand]:
     Raises:
         UsageError: what CUDA_VISIBLE_DEVICES or the stores say is wrong.
     """
-    newest = records.newest(MOST)
+    newest = records.newest(MAX_READ)
     return [
         _described(one.record, one.trusted)
         for one in newest
@@ -51,7 +57,7 @@ def of_command(records: Records, command: Sequence[str]) -> list[OfCommand]:
 
 def _described(record: Record, signed: bool) -> OfCommand:
     device = record.key.environment.device
-    here = detect("cpu" if device.kind == "cpu" else default_device()).device == device
+    here = detect(_device_for(record)).device == device
     differs = [*filter(None, [record.stale]), *map(str, staleness(record) if here else ())]
     state = f"stale: {', '.join(differs)}" if differs else "exact"
     if not here:
@@ -59,3 +65,35 @@ def _described(record: Record, signed: bool) -> OfCommand:
     elif not differs and not record.compares:
         state = "nothing else raced"
     return OfCommand(record=record, state=state, fits=here and record.compares, signed=signed)
+
+
+def _device_for(record: Record) -> str:
+    return "cpu" if record.key.environment.device.kind == "cpu" else default_device()
+
+
+def served_to_run(command: Sequence[str], found: Sequence[OfCommand], cache: Cache) -> Served:
+    """What `advisor run` would serve a command with these records, if its model and inputs are
+    still those that were tuned.
+
+    Raises:
+        AdvisorError: the device or the settings are wrong, or no store can be read.
+    """
+    if option := isolated(command):
+        return Served(status="miss", reason=f"python {option} keeps advisor out")
+    if not found:
+        return Served(
+            status="miss",
+            reason="no record is of exactly this command; `advisor run` also finds one of the "
+            f"same model and inputs. To tune: advisor tune -- {shlex.join(command)}",
+        )
+    record = next((one.record for one in found if one.fits), found[0].record)
+    key = record.key
+    request = Request.of_run(
+        key.task, {}, model=key.model, device=_device_for(record), cache=cache, on_miss="default"
+    )
+    served = preview(request)
+    if served.record is None:
+        return served
+    if why := Failures(cache, key.model, key.task).of(served.config, served.record):
+        return Served(status="miss", reason=f"this run failed with it ({why})")
+    return served

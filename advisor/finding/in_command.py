@@ -1,4 +1,4 @@
-"""`advisor run --map`: what a record says of a command's options, put into the command."""
+"""`advisor run --map`: put what a record advises into the options of a command."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from advisor.tuners.measure.run.mapped_options import MappedOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InCommand:
-    """What was put into a command.
+class CommandOverrides:
+    """Options of a command that a record has set.
 
     Attributes:
-        record: id of the record that says so.
-        said: it, for people: '--batch-size 512'.
-        batch: of a step that the command then has, where that is one of its options; else 0.
-        own_batch: the user's, of the record.
+        record: its id.
+        said: the options, for people: '--batch-size 512'.
+        batch: samples of a step with them, if one of them sets the batch; else 0.
+        own_batch: the user's, in the record.
     """
 
     record: str
@@ -34,32 +34,30 @@ class InCommand:
     own_batch: int
 
 
-def with_advice(
+def override(
     command: Sequence[str], options: Mapping[str, Value], cache: Cache = None
-) -> tuple[tuple[str, ...], InCommand]:
-    """A command as the record of it sets its options; the batch is the best where it is free.
+) -> tuple[tuple[str, ...], CommandOverrides]:
+    """A command with its options set as its record advises, the batch to the best one.
 
-    It is found by the words of the command, as nothing else is known before the start: those that
-    were tuned may differ in numbers alone.
+    Nothing else is known before the start, so the record is found by the words of the command;
+    numbers in them may differ.
 
     Args:
-        options: by what `--map` calls the knob.
+        options: of the command, by the knob that `--map` names.
 
     Raises:
         NoRecord: there is none. UsageError, StoreError.
     """
     mapped = MappedOptions(command, options)
-    # Under every name: of a key each command has its own record.
+    # Under each name: every command has its own record of a key.
     records, alike = open_records(cache), command_digest(command)
     known = [
-        record
+        one.record
         for here in {detect(default_device()), detect("cpu")}
-        for record in records.under_each_name(
-            RecordFilter(command=alike, query=Query(environment=here))
-        )
-        if record.key.environment.device == here.device
-        and set(options) <= set(record.key.task.map)
-        and not record.stale
+        for one in records.held(RecordFilter(command=alike, query=Query(environment=here)))
+        if one.record.key.environment.device == here.device
+        and set(options) <= set(one.record.key.task.map)
+        and not one.record.stale
     ]
     if not known:
         listed = [word for pair in options.items() for word in ("--map", "=".join(map(str, pair)))]
@@ -69,11 +67,11 @@ def with_advice(
     record = max(
         known, key=lambda one: (one.key.task.command == exact, one.provenance.created, one.id)
     )
-    free = BATCH in mapped.names
-    chosen, task = record.winner(PILOT, free=free), record.key.task
+    free, task = BATCH in mapped.names, record.key.task
+    chosen = record.winner(PILOT, free=free)
     then = MappedOptions(task.command, options)
     numbers = then.numbers(chosen.config, record.baseline.config, task.processes)
-    return mapped.put(numbers), InCommand(
+    return mapped.put(numbers), CommandOverrides(
         record=record.id,
         said=mapped.described(numbers),
         batch=chosen.batch if free else 0,

@@ -1,4 +1,4 @@
-"""The pilot from inside: a script that calls `advisor.apply()` and nothing else."""
+"""apply() without a target: the pilot from inside the running script."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from typing import TYPE_CHECKING, Any
 from advisor.cache import settings
 from advisor.cache.kinds import Seconds
 from advisor.cache.task import permissions
-from advisor.errors import NoRecord, UsageError
-from advisor.finding.conducted import Conducted
-from advisor.finding.lookups import Lookup, looked_up_by, warn
-from advisor.finding.meant import folder
-from advisor.finding.piloted import Found, Terms
+from advisor.errors import UsageError
+from advisor.finding.conducted import OnlineTuner
+from advisor.finding.lookups import advise, warn
+from advisor.finding.piloted import RecordGuide, RunPolicy
+from advisor.finding.request import Request, folder
 from advisor.tuners.act.pilot.pilot import ACTIVE_PILOT
 from advisor.tuners.search.plan import Plan
 
 if TYPE_CHECKING:
     from advisor.tuners.act.advice import Advice
-    from advisor.tuners.act.pilot.pilot import StepComparer
 
 PERMISSIONS = ("precisions", "deterministic", "max_memory", "tolerance", "compile")
-"""Of apply()'s arguments, those that say of a run what its user permits."""
+"""Arguments of apply() that say what the user of a run permits."""
 
 
-class _OfScript(Lookup):
-    """A lookup by the running script's file; where it misses, its pilot has the word."""
-
-    leaves = (NoRecord,)
-
-
-def applied(asked: Mapping[str, Any], *, tune: float | str | None, strict: bool) -> Advice:
-    """`apply` without a target: what was tuned for the script's file, and a pilot for its run.
+def apply_to_script(asked: Mapping[str, Any], *, tune: float | str | None, strict: bool) -> Advice:
+    """The advice for the script's file; a pilot looks up again for its run.
 
     Raises:
         AdvisorError: with strict=True, an argument is wrong or no store can be read.
     """
-    advice = looked_up_by(_OfScript(None, asked), asked, strict=strict)
+    asked = {**asked, "quiet": True}
+    advice = advise(lambda: Request.of(None, asked), asked, strict=strict)
     advice.set_flags()
     if settings.disabled() or asked.get("mode") == "infer":
         return advice
     try:
-        ACTIVE_PILOT.attach(_guide(asked, tune, strict), None if tune is None else _watch())
+        guide, tune_s = _guide(asked, tune, strict)
+        comparer = None
+        if tune_s:
+            from advisor.tuners.measure.run.recorded_steps import RecordedSteps
+
+            comparer = RecordedSteps(careful=True)
+        ACTIVE_PILOT.attach(guide, comparer)
     except UsageError as exc:
         if strict:
             raise
@@ -52,8 +52,10 @@ def applied(asked: Mapping[str, Any], *, tune: float | str | None, strict: bool)
     return advice
 
 
-def _guide(asked: Mapping[str, Any], tune: float | str | None, strict: bool) -> Found:
-    terms = Terms(
+def _guide(
+    asked: Mapping[str, Any], tune: float | str | None, strict: bool
+) -> tuple[RecordGuide, float]:
+    policy = RunPolicy(
         given=permissions({name: asked.get(name) for name in PERMISSIONS}),
         cache=asked.get("cache"),
         on_miss=asked.get("on_miss"),
@@ -61,16 +63,9 @@ def _guide(asked: Mapping[str, Any], tune: float | str | None, strict: bool) -> 
         folder=folder(),
     )
     if tune is None:
-        return Found(own_command(), terms)
+        return RecordGuide(own_command(), policy), 0.0
     seconds = Plan.of({"budget": Seconds().checked("tune", tune)}).seconds
-    return Conducted(own_command(), terms, tune_s=seconds)
-
-
-def _watch() -> StepComparer:
-    """What compares configs in a run that is tuned within itself."""
-    from advisor.tuners.measure.run.recorded_steps import RecordedSteps
-
-    return RecordedSteps(careful=True)
+    return OnlineTuner(own_command(), policy, tune_s=seconds), seconds
 
 
 def release() -> None:

@@ -1,40 +1,28 @@
-"""apply() and lookup(): what was found, served to a training script."""
+"""apply() and lookup(): what a training script is served."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from advisor.arguments import Model, Permit, check_type, length_given, urls_of
 from advisor.cache import settings
-from advisor.cache.asking import Said
-from advisor.cache.config import Config
-from advisor.cache.explanation import Explanation, Seen
-from advisor.cache.kinds import Seconds, Shape
-from advisor.cache.match import Match, Query
-from advisor.cache.seal import UNSIGNED
+from advisor.cache.kinds import Seconds, Shape, Shapes
 from advisor.cache.task import Task, rows
 from advisor.errors import AdvisorError, AdvisorWarning, NoRecord, UsageError, printable
-from advisor.finding.agree import decided_by_first
-from advisor.finding.answer import Answer, akin, carried
+from advisor.finding.agree import broadcast_from_rank0
 from advisor.finding.artifacts import artifacts_of
-from advisor.finding.find import Outcome, find
-from advisor.finding.job import asked_for
-from advisor.finding.meant import CODE, Meant, folder, script
-from advisor.finding.request import Fits, Request, processes
-from advisor.opening import Cache, open_records
-from advisor.printed import tune_again, tune_first
-from advisor.tuners.act.advice_usage import STALE, Served
+from advisor.finding.find import DISABLED, look_up
+from advisor.finding.request import Fits, Request, known_batch
+from advisor.opening import Cache
+from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.act.ranks import Group
-from advisor.tuners.target import EDITED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,10 +30,8 @@ if TYPE_CHECKING:
     from advisor.store import Store
     from advisor.tuners.act.advice import Advice
 
-IN_HAND = "give the model itself: advisor.apply(model)"
-"""What can be looked up where a file's code cannot be compared."""
-_NOT_THEIRS = ("advisor", "torch")
-"""Packages no line of which is the user's: a hook of PyTorch's stands between."""
+_LIBRARIES = ("advisor", "torch")
+"""A warning names the user's own line, past the lines of these packages."""
 _log = logging.getLogger("advisor")
 
 
@@ -114,11 +100,20 @@ def apply(
     given = dict(locals())
     target, asked = _asked(**{name: given[name] for name in given.keys() - {"tune", "strict"}})
     if target is None:
-        from advisor.finding.inside import applied
+        from advisor.finding.inside import apply_to_script
 
-        return applied(asked, tune=tune, strict=strict)
-    here = Lookup(target, asked) if tune is None else _Untunable(target, asked, tune)
-    advice = looked_up_by(here, asked, strict=strict)
+        return apply_to_script(asked, tune=tune, strict=strict)
+
+    def request() -> Request:
+        if tune is not None:
+            Seconds().checked("tune", tune)
+            raise UsageError(
+                f"tune={tune!r} tunes the running script, and takes no target; leave one of them "
+                "out, or measure the target before, with advisor tune"
+            )
+        return Request.of(target, asked)
+
+    advice = advise(request, asked, strict=strict)
     advice.set_flags()
     return advice
 
@@ -142,7 +137,20 @@ def lookup(
     """
     given = dict(locals())
     target, asked = _asked(**{name: given[name] for name in given.keys() - {"strict"}})
-    return looked_up_by(Lookup(target, asked), asked, strict=strict)
+    return advise(lambda: Request.of(target, asked), asked, strict=strict)
+
+
+def lookup_for(target: Any, asked: Mapping[str, Any], *, fits: Fits) -> Advice:
+    """As `lookup` with these keyword arguments, among the configs that fit.
+
+    Raises:
+        TypeError: `lookup` has no such argument.
+        AdvisorError: with strict=True, why there is no advice.
+    """
+    given = inspect.signature(lookup).bind(target, **asked).arguments
+    strict = bool(given.pop("strict", False))
+    target, own = _asked(**given, fits=fits)
+    return advise(lambda: Request.of(target, own), own, strict=strict)
 
 
 def _asked(
@@ -152,7 +160,7 @@ def _asked(
     store: Store | Cache = None,
     **own: Any,
 ) -> tuple[str | nn.Module | None, dict[str, Any]]:
-    """The target, and all else that `lookup` was given as `Request.of` takes it."""
+    """The target, and the other arguments of `lookup` as `Request.of` takes them."""
     model = Model.of(target)
     check_type("permit", permit, Permit)
     described = model.given | permit.given
@@ -161,302 +169,76 @@ def _asked(
     return model.target, own | described | length_given(length) | {"cache": urls_of(store)}
 
 
-def looked_up(target: Any, asked: Mapping[str, Any], *, fits: Fits) -> Advice:
-    """As `lookup` of these keyword arguments, of the configs that fit alone.
-
-    Raises:
-        TypeError: `lookup` has no such argument.
-        AdvisorError: with strict=True, why there is no advice.
-    """
-    given = inspect.signature(lookup).bind(target, **asked).arguments
-    strict = bool(given.pop("strict", False))
-    target, own = _asked(**given, fits=fits)
-    return looked_up_by(Lookup(target, own), own, strict=strict)
+def advise(make: Callable[[], Request], asked: Mapping[str, Any], *, strict: bool) -> Advice:
+    """As `serve`, with one warning for all that the user should know."""
+    advice, notices = serve(make, asked, strict=strict)
+    warn_of(notices)
+    return advice
 
 
-def looked_up_by(here: Lookup, asked: Mapping[str, object], *, strict: bool) -> Advice:
-    """What a lookup finds, where advice is not switched off; see `served`."""
-    set_up_logging()
-    device = _device(asked.get("device"))
-    batch = named_batch(asked)
-    if settings.disabled():
-        return _disabled(device, batch).advice()
-    return served(here, device=device, batch=batch, strict=strict)
+def warn_of(notices: Sequence[str]) -> None:
+    """One warning for all notices, if there are any."""
+    if notices:
+        warn(". ".join(notices))
 
 
-def offered(target: str, asked: Mapping[str, Any]) -> Offer:
-    """What a lookup would find, without a warning where that is nothing. Torch is not loaded.
+def serve(
+    make: Callable[[], Request],
+    asked: Mapping[str, Any],
+    *,
+    strict: bool,
+    goes_on: str = "with torch's defaults",
+) -> tuple[Advice, list[str]]:
+    """The advice for a request, on every rank alike, and what to warn of. It changes nothing if
+    advice is switched off, nothing fits or anything fails.
 
     Args:
-        asked: as `Request.of` takes it.
-    """
-    device, batch = _device(asked.get("device")), named_batch(asked)
-    if settings.disabled():
-        return _disabled(device, batch)
-    here = Lookup(target, asked)
-    try:
-        return here.offer()
-    except AdvisorError as exc:
-        return here.nothing(str(exc), device, batch, silent=True)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """What a lookup serves, before it is advice.
-
-    Attributes:
-        config: with the name of every knob.
-        device: where it is followed.
-        batch_size: None where that is the script's.
-        served: where it comes from.
-    """
-
-    config: Config
-    device: str
-    batch_size: int | None
-    served: Served
-
-    def advice(self) -> Advice:
-        """The advice that a script follows."""
-        from advisor.tuners.act.advice import Advice
-        from advisor.tuners.knobs import Advised
-
-        return Advice(
-            Advised(self.config),
-            device=self.device,
-            batch_size=self.batch_size,
-            served=self.served,
-        )
-
-
-def _disabled(device: str, batch: int | None) -> Offer:
-    said = Served(status="disabled", reason="ADVISOR_DISABLE is set")
-    return Offer(config=Config(), device=device, batch_size=batch, served=said)
-
-
-def served(here: Lookup, *, device: str, batch: int | None = None, strict: bool = False) -> Advice:
-    """What a lookup finds, on every rank alike; torch's defaults and one warning where that is
-    nothing, or fails in any way.
+        asked: what the request is made of; `device`, `cache`, `quiet` and the batch are read.
+        goes_on: how training does without advice.
 
     Raises:
         AdvisorError: with strict=True, why there is no advice.
     """
+    from advisor.tuners.knobs import TORCH
+
+    set_up_logging()
+    notices: list[str] = []
+    if settings.disabled():
+        return _advice(DISABLED, asked), notices
     try:
         # In a process group one rank decides for all: ranks that train differently hang.
-        advice = decided_by_first(lambda: here.offer().advice(), device=device, batch=batch)
-        advice.artifacts = artifacts_of(advice, here.cache)
-        return advice
+        served = broadcast_from_rank0(lambda: look_up(make(), notices))
+        if strict and served.status == "miss" and not asked.get("quiet"):
+            raise NoRecord(served.reason)
+        return _advice(served, asked), notices
     except AdvisorError as exc:
-        left = isinstance(exc, here.leaves)
-        if strict and not left:
+        if strict:
             raise
-        return here.nothing(str(exc), device, batch, silent=left).advice()
+        why = str(exc)
     except Exception as exc:  # the one catch-all: whatever goes wrong, training goes on
         if strict:
             raise
         _log.error("the lookup failed; please report this", exc_info=exc)
         why = f"the lookup failed ({type(exc).__name__}: {exc})"
-        return here.nothing(why, device, batch).advice()
+    served = Served(status="miss", reason=why, config=TORCH, default=TORCH)
+    return _advice(served, asked), [f"{why}. Training goes on {goes_on}"]
 
 
-class Lookup:
-    """One lookup, as far as it came: for what is said of it where it fails."""
+def _advice(served: Served, asked: Mapping[str, Any]) -> Advice:
+    from advisor.tuners.act.advice import Advice
+    from advisor.tuners.knobs import Advised
 
-    leaves: tuple[type[AdvisorError], ...] = ()
-    """Misses that are not its to speak of."""
-    goes_on = "with torch's defaults"
-    """How training does where there is no advice."""
-    left_out = False
-    """Whether a record's config is left out, of which all is said."""
-
-    def __init__(self, target: object, asked: Mapping[str, object]) -> None:
-        self._target = target
-        self._asked = asked
-        self._request: Request | None = None
-        self._meant: Meant | None = None
-        self._query: Query | None = None
-        self._found: Said[Outcome] | None = None
-
-    @property
-    def cache(self) -> Cache:
-        """Where it looks, as `open_records` takes it."""
-        return self._asked.get("cache")  # type: ignore[return-value]
-
-    def offer(self) -> Offer:
-        """Raises AdvisorError where there is none."""
-        request = self._request = self._requested()
-        query = self._query = self._queried(request)
-        records = open_records(request.cache, patient=False, fallback=True)
-        meant = self._meant = Meant(request)
-        said = self._found = find(records, request, meant, query)
-        outcome = said.chosen
-        if outcome is None:
-            raise said.failed[0]
-        if outcome.answered is not None:
-            return self._served(request, outcome.match, outcome.answered)
-        match = outcome.match
-        if not outcome.refused and request.nearest and akin(query, match.nearest):
-            return self._near(request, query, match)
-        why = outcome.refused or self._missed(request, query, match)
-        if request.asks and NoRecord not in self.leaves:
-            near = match.record or match.nearest
-            why += f"; {asked_for(request, query, near, self._folder())}"
-        raise NoRecord(why)
-
-    def _requested(self) -> Request:
-        return Request.of(self._target, self._asked)
-
-    def _queried(self, request: Request) -> Query:
-        return request.query()
-
-    def _folder(self) -> Path | None:
-        """Where the script was started, as far as that is known."""
-        return folder()
-
-    def _served(self, request: Request, match: Match, answered: Answer) -> Offer:
-        record = match.record
-        assert record is not None
-        reason, said = answered.reason, []
-        ranks = processes()
-        if ranks != record.key.task.processes:
-            reason += f"; measured in {record.key.task.processes} process"
-            reason += f"{'es' * (record.key.task.processes > 1)}, this job has {ranks}"
-        name = record.target.name
-        if match.differs:
-            listed = ", ".join(map(str, match.differs))
-            reason += f"; measured elsewhere: {listed}"
-            said.append(
-                f"{name} was tuned under other conditions ({listed}); its advice is used and may "
-                f"be out of date. To measure again: {tune_again(record, request.cache)}"
-            )
-        if record.stale:
-            reason += f"; marked stale by advisor verify: {record.stale}"
-            said.append(
-                f"the advice for {name} no longer holds ({record.stale}); it is used all the "
-                f"same. To measure again: {tune_again(record, request.cache)}"
-            )
-        answered = dataclasses.replace(answered, reason=reason)
-        if self.left_out:
-            said.clear()
-        status = STALE if match.differs or record.stale else "exact"
-        return self._made(request, answered, match, status, said)
-
-    def _near(self, request: Request, query: Query, match: Match) -> Offer:
-        near = match.nearest
-        assert near is not None
-        answered = carried(near, request, query)
-        differs = ", ".join(map(str, match.differs))
-        reason = f"the nearest record, {near.id}, differs in {differs}; {answered.reason}"
-        said = (
-            f"{request.called or near.target.name} was not tuned for this; {reason}. To measure "
-            f"it, {tune_first(request, near)}"
-        )
-        served = Answer(config=answered.config, reason=reason)
-        return self._made(request, served, match, "nearest", [said])
-
-    def _made(
-        self, request: Request, answered: Answer, match: Match, status: str, said: Sequence[str]
-    ) -> Offer:
-        """The offer, and one warning for all there is to say."""
-        from advisor.tuners.knobs import TORCH
-
-        record = match.record or match.nearest
-        assert record is not None and self._found is not None
-        lines = [*said, *(f"{fault}; looked on without it" for fault in self._found.failed)]
-        if lines:
-            warn(". ".join(lines))
-        held = next(one for one in self._found.held if one.record is record)
-        reason = answered.reason if held.trusted else f"{answered.reason}; {UNSIGNED}"
-        _log.info("record %s (%s): %s", record.id, status, reason)
-        config = answered.config
-        return Offer(
-            config=config,
-            device=request.device,
-            batch_size=config.batch or request.batch,
-            served=Served(
-                status=status,
-                reason=reason,
-                doubt=answered.doubt,
-                signed=held.trusted,
-                record=record,
-                explanation=self._explained(status, reason, record.id),
-                use=request.use,
-                # What the task itself asks for, as determinism, is no default of torch's.
-                default=Config(record.baseline.config | TORCH),
-                flags=answered.flags or None,
-                gains=answered.gains,
-            ),
-        )
-
-    def nothing(self, why: str, device: str, batch: int | None, *, silent: bool = False) -> Offer:
-        """Torch's defaults, and one warning."""
-        from advisor.tuners.knobs import TORCH
-
-        if self._found is not None:
-            others = map(str, [*self._found.failed, *self._found.damaged])
-            why = "; ".join([why, *(other for other in others if other not in why)])
-        if not silent:
-            warn(f"{why}. Training goes on {self.goes_on}")
-        return Offer(
-            config=TORCH,
-            device=device,
-            batch_size=batch,
-            served=Served(
-                status="miss",
-                reason=why,
-                explanation=self._explained("miss", why, ""),
-                default=TORCH,
-            ),
-        )
-
-    def _missed(self, request: Request, query: Query, match: Match) -> str:
-        near, differs = match.nearest, match.differs
-        if near is not None and differs and differs[0].field == CODE:
-            first, differs = differs[0], differs[1:]
-            if first.wanted != EDITED:
-                return f"the code of {near.target.name} is {first.wanted}; {IN_HAND}"
-            what = f"the code of {near.target.name} has changed since it was tuned"
-        else:
-            this = "" if isinstance(request.target, str) else "this "
-            what = f"{this}{request.called} was not tuned for this"
-            if request.given.get("command"):
-                what = "this run was not tuned"
-            elif request.target is None:
-                what = f"nothing was tuned for {script().name} or a module that it imports"
-            what += f" on {query.environment.device.name}"
-        if differs:
-            what += f" (the nearest record differs in {', '.join(map(str, differs))})"
-        return f"{what}; {tune_first(request, near)}"
-
-    def _explained(self, status: str, reason: str, served: str) -> Explanation | None:
-        """None where it did not come as far as looking."""
-        if not (self._request and self._meant and self._query and self._found):
-            return None
-        return Explanation(
-            target=self._request.called,
-            query=self._query,
-            stores=tuple(self._found.stores),
-            served=served,
-            status=status,
-            reason=reason,
-            refused=tuple(self._found.damaged),
-            seen=tuple(
-                Seen(
-                    store=one.store.url,
-                    record=one.record,
-                    signed=one.trusted,
-                    apart=self._meant.apart(one.record),
-                )
-                for one in self._found.held
-            ),
-        )
+    device, batch, config = _device(asked.get("device")), named_batch(asked), served.config
+    if batch is not None and config.batch:
+        config = config.at(batch)  # this rank's own
+    batch = config.batch or batch
+    advice = Advice(Advised(config), device=device, batch_size=batch, served=served)
+    advice.artifacts = artifacts_of(served, device, asked.get("cache"))
+    return advice
 
 
 def named_batch(asked: Mapping[str, object]) -> int | None:
     """The batch that the script names, as far as it can be read."""
-    from advisor.cache.kinds import Shapes
-    from advisor.finding.request import known_batch
-
     given = {}
     with contextlib.suppress(AdvisorError):
         if asked.get("shape") is not None:
@@ -465,7 +247,7 @@ def named_batch(asked: Mapping[str, object]) -> int | None:
 
 
 def _device(asked: object) -> str:
-    """Where training goes on without advice: the device asked for, if PyTorch knows it."""
+    """The device that is asked for, if PyTorch knows it: training goes on there without advice."""
     from advisor.tuners.environment import default_device
     from advisor.tuners.torch_facts import torch
 
@@ -482,7 +264,7 @@ def warn(message: str) -> None:
         return
     message = printable(message)  # a setting or a store may have said it
     level, frame = 2, sys._getframe().f_back
-    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THEIRS:
+    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
         level, frame = level + 1, frame.f_back
     warnings.warn(f"advisor: {message}", AdvisorWarning, stacklevel=level)
 
@@ -510,19 +292,3 @@ def set_up_logging() -> None:
         _log.addHandler(handler)
         named = logging.getLevelNamesMapping().get(level.upper())
         _log.setLevel(named if named is not None else logging.INFO)
-
-
-class _Untunable(Lookup):
-    """A lookup by a target, with a time to tune it in: `apply` tunes running scripts alone."""
-
-    def __init__(self, target: object, asked: Mapping[str, object], tune: object) -> None:
-        super().__init__(target, asked)
-        self._tune = tune
-
-    def offer(self) -> Offer:
-        """Raises UsageError."""
-        Seconds().checked("tune", self._tune)
-        raise UsageError(
-            f"tune={self._tune!r} tunes the running script, and takes no target; leave one of them "
-            "out, or measure the target before, with advisor tune"
-        )

@@ -1,4 +1,4 @@
-"""Which of the records of a target is meant."""
+"""Which records of a target are meant by a request."""
 
 from __future__ import annotations
 
@@ -6,56 +6,72 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from advisor.cache.config import Config
-from advisor.cache.match import NARROWING, Difference, Match, Query, best
-from advisor.cache.record import Record, Target
+from advisor.cache.match import MISS, Difference, Match, Query, best
+from advisor.cache.reader import CurrentFile, RecordFilter
+from advisor.cache.record import Record
 from advisor.cache.task import NONE
-from advisor.errors import NoRecord, UsageError
+from advisor.errors import NoRecord, TargetError, UsageError
 from advisor.finding.request import Request
 from advisor.printed import is_copy
 from advisor.tuners import source
 from advisor.tuners.target import Spec, origin_of, parse
 
 CODE, FILE = "code", "file"
-"""Fields of a difference: in what the target's file holds now, and in which file it is."""
+"""Fields of a difference: what the target's file has now, and which file it is."""
 
 
-class Meant:
-    """What a request means by its target: by name one file, whatever folder it was tuned in,
-    without a name several, with the model in hand any. Raises TargetError where a name has no known
-    form, or its file is not there."""
+class TargetResolver:
+    """What a request means by its target: a name means one file, wherever it was tuned; no name
+    means the script's own files; a model in hand means any.
+
+    Raises:
+        TargetError: a name has no known form, or its file is not there.
+    """
 
     def __init__(self, request: Request) -> None:
         self._request = request
         target = request.target
-        self.named = spec_of(target) if isinstance(target, str) else None
-        specs = [self.named] if self.named else [] if request.in_hand else beside()
+        self._named = spec_of(target) if isinstance(target, str) else None
+        specs = [self._named] if self._named else [] if request.in_hand else _around_script()
         self._specs = {spec.origin: spec for spec in specs}
 
-    @property
-    def origins(self) -> frozenset[str]:
-        """Of the files that are meant, as records keep them."""
-        return frozenset(self._specs)
+    def sought(self, query: Query) -> RecordFilter:
+        """What a store is asked for."""
+        named = self._named
+        if self._request.in_hand:
+            return RecordFilter(model=query.model, query=query)
+        if named is None:
+            return RecordFilter(origins=frozenset(self._specs), query=query)
+        if not named.attribute:  # the record says of what in the file the code is
+            return RecordFilter(file=named.name, query=query)
+        now = None
+        with contextlib.suppress(TargetError):  # the file cannot be read
+            now = CurrentFile(code=named.code, origin=named.origin)
+        return RecordFilter(target=named.name, query=query, now=now)
 
-    def apart(self, record: Record) -> tuple[Difference, ...]:
-        """In what a record's target is not what is meant: its file, the code that is in it now, or
+    def differences(self, record: Record) -> tuple[Difference, ...]:
+        """How a record's target differs from the one that is meant: in its file, its code now, or
         the arguments that the model is built with."""
-        return (*self._moved(record.target), *self._built_otherwise(record.key.task.model_args))
+        return (*self._moved(record), *self._built_otherwise(record.key.task.model_args))
 
-    def _moved(self, target: Target) -> Iterator[Difference]:
+    def _moved(self, record: Record) -> Iterator[Difference]:
+        target = record.target
         spec = self._specs.get(target.origin)
-        if spec is not None:
-            if self.named is None and not self._is_imported(spec):
-                yield Difference(field=FILE, wanted=f"imported by {script().name}", found="not")
-            elif edited := _tuned_of(spec, target).edited(target.code):
-                yield Difference(field=CODE, wanted=edited, found="as tuned")
-        elif isinstance(self._request.target, str) and not (
-            self.named and is_copy(self.named, target)
-        ):
-            yield Difference(field=FILE, wanted="this one", found="another of this name")
+        if spec is None:
+            named = self._named
+            if isinstance(self._request.target, str) and not (named and is_copy(named, target)):
+                yield Difference(field=FILE, wanted="this one", found="another of this name")
+            return
+        # A name may leave open what in the file was tuned.
+        tuned = dataclasses.replace(spec, attribute=target.name.rpartition(":")[2])
+        if self._named is None and not self._is_imported(spec):
+            yield Difference(field=FILE, wanted=f"imported by {script().name}", found="not")
+        elif edited := tuned.edited(target.code):
+            yield Difference(field=CODE, wanted=edited, found="as tuned")
 
     def _is_imported(self, spec: Spec) -> bool:
         """Whether a file is the running script, or that imports it: by its text, or has by now."""
@@ -74,28 +90,23 @@ class Meant:
         if given != arguments:
             yield Difference(field="model_args", wanted=_listed(given), found=_listed(arguments))
 
-    def wanted_of(self, found: Iterable[Record]) -> list[Record]:
-        """Those of the very file and code, built with the arguments that are given."""
-        return [one for one in found if not self.apart(one)]
-
-    def the_one(self, found: Sequence[Record], query: Query) -> Match:
-        """The match among all records of a target, where it is plain which is meant.
+    def match(self, found: Sequence[Record], query: Query) -> Match:
+        """The best match, if it is plain which target is meant.
 
         Raises:
             NoRecord: records of several targets or samples fit.
         """
-        mine = self.wanted_of(found)
-        match = matched(mine, query)
-        if match.record is None:
-            return match if mine else self._elsewhere(match, found, query)
+        mine = [one for one in found if not self.differences(one)]
+        match = best(query, mine)
+        if not match.fits:
+            return match if mine else self._elsewhere(found, query)
         if self._request.in_hand or len(mine) == 1:
             return match
-        loose = query.without(*NARROWING)
-        fitting = [record for record in mine if best(loose, [record]).record is not None]
+        fitting = [record for record in mine if best(query, [record]).fits]
         plain = [record for record in fitting if record.key.task.model_args == NONE]
         if plain and "model_args" not in self._request.given:
             # Without model_args, the model that is built without them is meant.
-            fitting, match = plain, matched(plain, query)
+            fitting, match = plain, best(query, plain)
         rivals = {(r.target.name, r.key.task.model_args, r.key.task.inputs): r for r in fitting}
         if len(rivals) < 2:
             return match
@@ -105,29 +116,16 @@ class Meant:
             "model_args=...)"
         )
 
-    def _elsewhere(self, match: Match, found: Sequence[Record], query: Query) -> Match:
-        """A miss for want of a record of this very target, where there are others of its name."""
-        if not found:
+    def _elsewhere(self, found: Sequence[Record], query: Query) -> Match:
+        """A miss: no record is of this very target, but there may be others of its name."""
+        own = [one for one in found if FILE not in {d.field for d in self.differences(one)}]
+        if not own and self._named is None:
+            return MISS  # files beside the script that it does not import
+        match = best(query, own or found)
+        if match.record is None:
             return match
-        own = [one for one in found if FILE not in {d.field for d in self.apart(one)}]
-        if not own and self.named is None:
-            return match  # files beside the script that are none of its own
-        match = matched(own or found, query)
-        near = match.record or match.nearest
-        assert near is not None
-        differs = self.apart(near) + (match.differs if match.record is None else ())
-        return Match(kind="miss", record=None, differs=differs, nearest=near)
-
-
-def _tuned_of(spec: Spec, target: Target) -> Spec:
-    """What of a file was tuned: a name may leave that open."""
-    return dataclasses.replace(spec, attribute=target.name.rpartition(":")[2])
-
-
-def matched(found: Sequence[Record], query: Query) -> Match:
-    """As asked; else a record that permits more, whose trials in what is asked are the answer."""
-    match = best(query, found)
-    return match if match.record is not None else best(query.without(*NARROWING), found)
+        differs = () if match.fits else match.differs
+        return Match(record=match.record, differs=self.differences(match.record) + differs)
 
 
 def _named(record: Record) -> str:
@@ -140,7 +138,7 @@ def _listed(arguments: Config) -> str:
 
 
 def spec_of(text: str) -> Spec:
-    """Of a file looked for here, else beside the script, wherever that was started from.
+    """The target of this name in the current folder, else beside the script.
 
     Raises:
         TargetError: there is none.
@@ -154,7 +152,7 @@ def spec_of(text: str) -> Spec:
 
 
 def script() -> Path:
-    """The running script's file; one that is not there where there is none."""
+    """The running script's file; a path that does not exist if there is none."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if not file:
         return Path("(no script)")
@@ -163,16 +161,8 @@ def script() -> Path:
     return Path(file)
 
 
-def folder() -> Path | None:
-    """The current folder; None where it is gone."""
-    with contextlib.suppress(OSError):
-        return Path.cwd()
-    return None
-
-
-def beside() -> list[Spec]:
-    """The running script and the modules beside it, imported or not; of one in a package, also
-    those around it."""
+def _around_script() -> list[Spec]:
+    """The running script and the modules beside it; of one in a package, also those around it."""
     here = script()
     if not here.is_absolute():
         return []

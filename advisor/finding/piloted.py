@@ -1,4 +1,4 @@
-"""What a pilot is told in an ordinary run: the advice for the model that it sees there."""
+"""The pilot's guide in an ordinary run: the advice for the model that it sees there."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from advisor.cache import settings
 from advisor.cache.config import Config
-from advisor.cache.match import Match, Query
-from advisor.cache.record import PILOT, Record
+from advisor.cache.record import Record
+from advisor.cache.task import Task
 from advisor.errors import NoRecord
-from advisor.finding.answer import Answer
 from advisor.finding.failures import Failures
-from advisor.finding.in_command import InCommand
-from advisor.finding.lookups import Lookup, Offer, served, set_up_logging, warn
+from advisor.finding.in_command import CommandOverrides
+from advisor.finding.lookups import serve, warn, warn_of
 from advisor.finding.request import Request
 from advisor.opening import Cache
 from advisor.printed import tune_again
@@ -28,23 +27,20 @@ from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.faults import failure, may_be_config_error, stopped
 
-if TYPE_CHECKING:
-    pass
-
 _log = logging.getLogger("advisor")
 
 NOTED = "advisor: "
-"""What a note on an exception begins with."""
+"""Start of a note on an exception."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """On what terms a run is advised.
+class RunPolicy:
+    """What the user of a run permits and asks for.
 
     Attributes:
-        given: fields of a Task that the user permits.
+        given: fields of a Task.
         cache, on_miss, strict: as `apply` takes them.
-        folder: where it was started, None where that is not known.
+        folder: where the run was started, if that is known.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -54,29 +50,29 @@ class Terms:
     folder: Path | None = None
 
 
-class Found:
-    """A Guide that looks up, and then says nothing more.
+class RecordGuide:
+    """A Guide that looks up once: its first request is its last.
 
     Args:
-        command: of the run, for what is printed.
-        options: what a record has set of the command's options.
+        command: of the run, for messages.
+        overrides: options of the command that a record has set.
     """
 
     def __init__(
-        self, command: Sequence[str], terms: Terms, options: InCommand | None = None
+        self, command: Sequence[str], policy: RunPolicy, overrides: CommandOverrides | None = None
     ) -> None:
-        self._command, self._terms, self._options = tuple(command), terms, options
-        self._put = Config()
+        self._command, self._policy, self._overrides = tuple(command), policy, overrides
+        self._flags_before = Config()
         self._order, self._reason = BlockRequest(config=Config()), ""
         self._seen: ScriptFacts | None = None
-        self._strict = terms.strict
+        self._strict = policy.strict
 
     def takes_over(self) -> bool:
         """As `Guide.takes_over`."""
         if is_followed():
             _log.info("the script follows its advice by itself; the pilot stays away")
             return False
-        self._put = PROCESS_FLAGS.config
+        self._flags_before = PROCESS_FLAGS.config
         PROCESS_FLAGS.release()
         return True
 
@@ -84,75 +80,108 @@ class Found:
         """As `Guide.begin`.
 
         Raises:
-            AdvisorError: where it is to be strict, why there is nothing.
+            AdvisorError: why there is no advice, if the policy is strict.
         """
-        return self.known(seen) or self.left()
+        return self.known(seen) or self.leave()
 
-    def left(self) -> BlockRequest:
-        """The script goes on as it was, with the flags that advice had set."""
-        PROCESS_FLAGS.put(self._put)
+    def leave(self) -> BlockRequest:
+        """The script goes on unmodified, with the flags that advice had set."""
+        PROCESS_FLAGS.put(self._flags_before)
         if self._seen is not None:
             disclaim_other_models(self._seen.model)
         return BlockRequest(config=Config())
 
     def known(self, seen: ScriptFacts, *, searches: bool = False) -> BlockRequest | None:
-        """What was found for a run, None where that is nothing.
+        """The request for what was tuned for a run; None if nothing was.
 
         Args:
-            searches: what is not known is searched for, so that of a miss nothing is said, and a
-                record in which nothing was raced yet is none.
+            searches: a miss starts a search: it is not reported, and a record without a race is
+                one.
 
         Raises:
-            AdvisorError: where it is to be strict, why there is nothing.
+            AdvisorError: why there is no advice, if the policy is strict.
         """
-        set_up_logging()
         self._seen = seen
-        lookup = _OfRun(seen, self._command, self._terms)
-        if self._options is not None and self._options.batch == lookup.batch:
-            lookup.take_free(self._options.own_batch)
-        lookup.leaves = (NoRecord,) if searches else ()
-        advice = served(lookup, device=seen.device, strict=self._strict)
-        self._strict = False  # no later model of the run is to end it
-        record = advice.record
-        if self._options is not None:
-            _warn_of_another(self._options, record, lookup.batch)
+        asked = {"device": seen.device, "cache": self._policy.cache, "quiet": searches}
+        advice, notices = serve(
+            lambda: self._request(seen, quiet=searches),
+            asked,
+            strict=self._strict,
+            goes_on="as the script is",
+        )
+        self._strict = False  # it is for the run's first model
+        record, reason = advice.record, advice.served.reason
+        if self._overrides is not None:
+            _warn_of_other_run(self._overrides, record, self._task(seen).batch)
         if record is None or (searches and not record.compares):
+            warn_of(notices)
             return None
         config, own = _followed(record, advice.config, seen)
-        reason = advice.served.reason
+        if why := self._failures(seen).of(config, record):
+            line = tune_again(dataclasses.replace(record, stale=why), self._policy.cache)
+            warn(
+                f"the advice is left out: this run failed with it ({why}). Training goes on as the "
+                f"script is. To measure again: {line}"
+            )
+            return self.stay(own, own, f"{knobs.described(config, own)} failed: {why}")
+        warn_of(notices)
         if advice.artifacts is not None and knobs.compiles(config):
             advice.artifacts.load()  # the next call of the model compiles
             reason += f"; {advice.artifacts.said}" if advice.artifacts.said else ""
         if left := _left_out(record, advice.config, config):
-            self._say_left(left, _why_unfed(seen))
+            self._report_left_out(left, _why_unfed(seen))
             reason = _without(left, reason, alone=config == own)
-        elif config == own and advice.config != record.baseline.config and not lookup.left_out:
+        elif config == own and advice.config != record.baseline.config:
             reason = "it has itself what is advised"
-        return self.stays(config, own, reason)
+        return self.stay(config, own, reason)
 
-    def stays(
+    def _request(self, seen: ScriptFacts, *, quiet: bool) -> Request:
+        task, overrides, policy = self._task(seen), self._overrides, self._policy
+        return Request.of_run(
+            task,
+            policy.given,
+            own_batch=overrides.own_batch if overrides and overrides.batch == task.batch else None,
+            model=seen.model,
+            device=seen.device,
+            threads=seen.threads,
+            cache=policy.cache,
+            on_miss=policy.on_miss,
+            folder=policy.folder,
+            quiet=quiet,
+        )
+
+    def _task(self, seen: ScriptFacts) -> Task:
+        return seen.task(self._command, self._policy.given)
+
+    def _failures(self, seen: ScriptFacts) -> Failures:
+        return Failures(self._policy.cache, seen.model, self._task(seen))
+
+    def stay(
         self, config: Config, own: Config, reason: str, *, say: Callable[[str], None] = _log.info
     ) -> BlockRequest:
-        """The last order; see `in_force`."""
-        self._order, self._reason = in_force(config, own, reason, say=say), reason
+        """The last request, reported here and by every advice that it replaces."""
+        what = "your unmodified script" if config == own else knobs.described(config, own)
+        line = f"in force: {what}; {reason.removeprefix(f'{what}: ')}"
+        say(line)
+        defer_to_pilot(line)
+        self._order, self._reason = BlockRequest(config=config, own=own), reason
         return self._order
 
     @staticmethod
-    def _say_left(left: Config, why: str) -> None:
-        """Say what is advised for the loader and not in force; where that was asked for, in the log
-        alone."""
+    def _report_left_out(left: Config, why: str) -> None:
+        """Report advice for the loader that is not in force; only in the log if that was asked."""
         say = _log.info if settings.keeps_loader() else warn
         say(f"{knobs.described(left, Config())}: advised, and not in force; {why}")
 
     def next(self, result: BlockResult) -> BlockRequest:
-        """Never asked: there is nothing to say but the first order."""
+        """Never asked: the first request is the last."""
         raise NotImplementedError
 
     def failed(self, exc: BaseException) -> None:
         """As `Guide.failed`.
 
         Raises:
-            NoRecord: where it is to be strict, why there is nothing.
+            NoRecord: why there is no advice, if the policy is strict.
         """
         _log.info("the pilot ends: %s", exc)
         why = stopped(exc)
@@ -164,19 +193,19 @@ class Found:
             warn(f"{exc}. Training goes on unmodified")
 
     def script_failed(self, exc: BaseException, order: BlockRequest) -> None:
-        """As `Guide.script_failed`; of what was lost in backward all is said."""
-        said = any(note.startswith(NOTED) for note in getattr(exc, "__notes__", ()))
-        if may_be_config_error(exc) and not said:
+        """As `Guide.script_failed`, unless `backward_failed` has reported it."""
+        noted = any(note.startswith(NOTED) for note in getattr(exc, "__notes__", ()))
+        if may_be_config_error(exc) and not noted:
             warn(f"the script ended {self._blamed(exc, order)}")
 
     def config_dropped(self, exc: BaseException) -> None:
-        """As `Guide.config_dropped`; what a loader is not given is left out of what is in force."""
+        """As `Guide.config_dropped`. If it was the loader's part, the rest stays in force."""
         if stopped(exc) == "unfed":
             config, own = self._order.config, self._order.own
             left = config.changed(own).only(*knobs.INPUT_PIPELINE)
-            self._say_left(left, str(exc))
+            self._report_left_out(left, str(exc))
             fed = config.replace(**own.only(*left))
-            self.stays(fed, own, _without(left, self._reason, alone=fed == own))
+            self.stay(fed, own, _without(left, self._reason, alone=fed == own))
             return
         warn(
             f"the advice failed ({type(exc).__name__}: {exc}). What failed is done again without "
@@ -188,44 +217,31 @@ class Found:
         exc.add_note(f"{NOTED}backward raised this {self._blamed(exc, order)}")
 
     def _blamed(self, exc: BaseException, order: BlockRequest) -> str:
-        """What is said of a config under which a script failed; advice that may be why is kept as
-        failed."""
+        """What is said of a config under which a script failed. If it may be the cause, the next
+        start leaves it out."""
         said = f"under advice, which may be why: {knobs.described(order.config, order.own)}"
         if may_be_config_error(exc) and not order.steps:
             assert self._seen is not None
-            task = self._seen.task(self._command, self._terms.given)
-            failures = Failures(self._terms.cache, self._seen.model, task)
-            kept = failures.keep(order.config, failure(exc)[1])
+            kept = self._failures(self._seen).keep(order.config, failure(exc)[1])
             said += "; the next start does without it" if kept else "; that could not be kept"
         return f"{said}. ADVISOR_DISABLE=1 runs the script unmodified"
 
 
-def in_force(
-    config: Config, own: Config, reason: str, *, say: Callable[[str], None] = _log.info
-) -> BlockRequest:
-    """The last order: said so, and by every advice in whose place it is."""
-    what = "your unmodified script" if config == own else knobs.described(config, own)
-    line = f"in force: {what}; {reason.removeprefix(f'{what}: ')}"
-    say(line)
-    defer_to_pilot(line)
-    return BlockRequest(config=config, own=own)
-
-
-def _warn_of_another(options: InCommand, record: Record | None, batch: int) -> None:
-    """What was put into the command by its words alone is held against what it trains."""
-    if record is not None and record.id != options.record:
+def _warn_of_other_run(overrides: CommandOverrides, record: Record | None, batch: int) -> None:
+    """Options were set by the words of the command: warn if its model is not the record's."""
+    if record is not None and record.id != overrides.record:
         what = f"is of record {record.id}"
-    elif options.batch and batch != options.batch:
-        what = f"has {batch} samples a step, not {options.batch}"
+    elif overrides.batch and batch != overrides.batch:
+        what = f"has {batch} samples a step, not {overrides.batch}"
     elif record is None:
         what = "is none that was tuned"
     else:
         return
-    warn(f"{options.said} was set as record {options.record} advises, and this run {what}")
+    warn(f"{overrides.said} was set as record {overrides.record} advises, and this run {what}")
 
 
 def _followed(record: Record, advised: Config, seen: ScriptFacts) -> tuple[Config, Config]:
-    """(What a run comes to with a config of a record, what it has itself)."""
+    """(The config of a run that follows a record, the run's own config)."""
     base = record.baseline.config
     own = base.replace(**{name: seen.own[name] for name in seen.own if name in base})
     changed = advised.changed(base)
@@ -236,13 +252,13 @@ def _followed(record: Record, advised: Config, seen: ScriptFacts) -> tuple[Confi
 
 
 def _left_out(record: Record, advised: Config, config: Config) -> Config:
-    """What is advised for the loader and no part of the config that a run comes to."""
+    """What is advised for the loader and is no part of the run's config."""
     feeds = advised.changed(record.baseline.config).only(*knobs.INPUT_PIPELINE)
     return Config({name: value for name, value in feeds.items() if config.get(name) != value})
 
 
 def _why_unfed(seen: ScriptFacts) -> str:
-    """Why a run's loader is not given what is advised for it."""
+    """Why a run's loader does not get what is advised for it."""
     if seen.workers:
         return f"there is room for {seen.workers} now"
     if own := seen.own.get(knobs.WORKERS):
@@ -252,74 +268,7 @@ def _why_unfed(seen: ScriptFacts) -> str:
 
 
 def _without(left: Config, reason: str, *, alone: bool) -> str:
-    """Why a config is in force, of whose advice that is left out; `alone`: nothing else is."""
+    """Why the rest of a config is in force; `alone`: nothing is left of it."""
     if alone:
         return f"{knobs.described(left, Config())}: all that is advised, and not in force"
     return f"without {knobs.described(left, Config())}, with which it was measured: {reason}"
-
-
-class _OfRun(Lookup):
-    """A lookup with the model in hand, of which a running script shows what makes its key."""
-
-    goes_on = "as the script is"
-
-    def __init__(self, seen: ScriptFacts, command: tuple[str, ...], terms: Terms) -> None:
-        super().__init__(None, {})
-        self._seen, self._terms = seen, terms
-        self._task = seen.task(command, terms.given)
-        self._shapes, self._free = self._task.shapes, False
-
-    @property
-    def cache(self) -> Cache:
-        return self._terms.cache
-
-    @property
-    def batch(self) -> int:
-        """Samples of a step, as the run is."""
-        return self._task.batch
-
-    def take_free(self, own_batch: int) -> None:
-        """Look for the record of that batch, and take its best config with the batch free."""
-        self._shapes, self._free = ((own_batch, *self._task.sample),), True
-
-    def _requested(self) -> Request:
-        task = self._task
-        shown = ("command", "shapes", "dtype", "mode", "optimizer", "processes", "others", "script")
-        seen = {name: getattr(task, name) for name in shown} | {"shapes": self._shapes}
-        return Request(
-            target=None,
-            given=seen | dict(self._terms.given),
-            batch=self._shapes[0][0],
-            free=self._free,
-            use=PILOT,
-            device=self._seen.device,
-            on_miss=self._terms.on_miss,
-            cache=self._terms.cache,
-        )
-
-    def _folder(self) -> Path | None:
-        return self._terms.folder
-
-    def _queried(self, request: Request) -> Query:
-        from advisor.tuners.environment import detect
-
-        return Query(
-            environment=detect(request.device),
-            given=request.given,
-            model=self._seen.model,
-            threads=self._seen.threads if request.device == "cpu" else 0,
-        )
-
-    def _served(self, request: Request, match: Match, answered: Answer) -> Offer:
-        record = match.record
-        assert record is not None
-        config, own = _followed(record, answered.config, self._seen)
-        if why := Failures(request.cache, self._seen.model, self._task).of(config, record):
-            line = tune_again(dataclasses.replace(record, stale=why), request.cache)
-            warn(
-                f"the advice is left out: this run failed with it ({why}). Training goes on as the "
-                f"script is. To measure again: {line}"
-            )
-            self.left_out = True
-            answered = Answer(config=own, reason=f"{knobs.described(config, own)} failed: {why}")
-        return super()._served(request, match, answered)

@@ -173,7 +173,7 @@ class Framework:
         # First of all: loading torch may bring a pilot, and that must not find half of advisor.
         import torch  # noqa: F401
 
-        from advisor.finding.lookups import looked_up, named_batch
+        from advisor.finding.lookups import lookup_for, named_batch
 
         free = asked.get("batch") == "free"
         if free and not self.makes_loader:
@@ -188,7 +188,7 @@ class Framework:
             by_hand = needs.optimizer or needs.after or (needs.model and not on_model)
             return not unsupported and not by_hand
 
-        advice = looked_up(target, asked, fits=fits)
+        advice = lookup_for(target, asked, fits=fits)
         advice.hand_over()
         if advice.record is None:
             return advice, {}

@@ -17,7 +17,7 @@ from advisor.finding.answer import break_even
 from advisor.printed import script_line
 
 if TYPE_CHECKING:
-    from advisor.finding.lookups import Offer
+    from advisor.tuners.act.advice_usage import Served
 
 WIDE = 100
 """Columns of a terminal; a narrower one leaves out the `spare` columns of a table."""
@@ -160,14 +160,14 @@ def as_data(record: Record, cache: str | None) -> dict[str, Any]:
     return {"id": record.id, "script": script, "break_even": rows, **to_plain(record)}
 
 
-def explained(offer: Offer) -> dict[str, Any]:
+def explained(served: Served, batch_size: int | None) -> dict[str, Any]:
     """Why a lookup found what it found, as JSON."""
-    served, found = offer.served, offer.served.explanation
+    found = served.explanation
     data: dict[str, Any] = {
         "status": served.status,
         "reason": served.reason,
-        "config": dict(offer.config),
-        "batch_size": offer.batch_size,
+        "config": dict(served.config),
+        "batch_size": batch_size,
         "record": served.record.id if served.record else None,
     }
     if found is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -14,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from advisor.cache.asking import MOST_TOLD, Chosen, Said, ask
+from advisor.cache.asking import MAX_REFUSED, Chosen, LookupResult, ask
 from advisor.cache.name import Name
-from advisor.cache.reader import Listing, RecordFilter, StoredRecord
+from advisor.cache.reader import RecordFilter, StoredRecord
 from advisor.cache.records import Records
 from advisor.cache.stores import Remote, Store, open_store
 from advisor.cache.stores.dir import DirStore
@@ -38,14 +37,11 @@ def asked(
     records: Records,
     choose: Callable[[Sequence[StoredRecord]], Chosen] = first,
     **more: float,
-) -> Said[Chosen]:
-    def read(store: Store) -> Listing:
-        return records.look_into(store, RecordFilter(target="model.py:Net"))
-
-    return ask(records, read, choose, **more)
+) -> LookupResult:
+    return ask(records, RecordFilter(target="model.py:Net"), choose, **more)
 
 
-def served(said: Said[Chosen]) -> StoredRecord | None:
+def served(said: LookupResult) -> StoredRecord | None:
     return said.chosen.held if said.chosen else None
 
 
@@ -195,22 +191,6 @@ def test_no_thread_is_left_for_a_fork() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_an_exclusive_lock_is_a_miss(tmp_path: Path) -> None:
-    store = open_store(f"disk:{tmp_path}/s")
-    Records(store).put(record())
-    connection = sqlite3.connect(tmp_path / "s" / "records" / "cache.db", isolation_level=None)
-    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-    connection.execute("PRAGMA journal_mode = DELETE")
-    connection.execute("BEGIN EXCLUSIVE")
-    behind = open_store(f"dir:{tmp_path}/b")
-    Records(behind).put(record())
-    said = asked(Records([open_store(f"disk:{tmp_path}/s"), behind]), deadline_s=0.3)
-    connection.close()
-    assert len(said.failed) == 1
-    one = served(said)
-    assert one is not None and one.store is behind
-
-
 def test_what_is_late_from_far_is_kept_near(
     stores: list[Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,12 +213,12 @@ def test_what_is_late_from_far_is_kept_near(
 FORK = """
 import os, sys, threading, time, signal
 from advisor.cache.asking import Chosen, ask
+from advisor.cache.reader import EVERYTHING
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 records = Records([open_store(url) for url in sys.argv[1:]])
 def look(records=records):
-    return ask(records, records.look_into,
-               lambda held: Chosen(held=held[0] if held else None))
+    return ask(records, EVERYTHING, lambda held: Chosen(held=held[0] if held else None))
 stop = False
 def always():
     while not stop:
@@ -279,7 +259,7 @@ def test_forked_children_find_it_too(tmp_path: Path) -> None:
 def test_many_threads_of_one_process(tmp_path: Path) -> None:
     store = open_store(f"disk:{tmp_path}/s")
     Records(store).put(record())
-    found: list[Said[Chosen]] = []
+    found: list[LookupResult] = []
     threads = [
         threading.Thread(target=lambda: found.append(asked(Records(store), deadline_s=60)))
         for _ in range(16)
@@ -386,11 +366,11 @@ def test_few_of_many_that_are_refused_are_told(stores: list[Store]) -> None:
         stores[0].put(Name.of(bad, b"rubbish").text, b"rubbish")
     said = asked(Records(stores[0]))
     assert served(said) is not None
-    assert len(said.damaged) == MOST_TOLD + 1
-    assert said.damaged[-1] == f"{stores[0].url}: {20 - MOST_TOLD} more that cannot be used"
+    assert len(said.refused) == MAX_REFUSED + 1
+    assert said.refused[-1] == f"{stores[0].url}: {20 - MAX_REFUSED} more that cannot be used"
     (name,) = (n for n in Records(stores[0]).names(stores[0]) if n.id == record().key.id)
     stores[1].put(name.text, b"rubbish")
-    assert len(asked(Records(stores[1])).damaged) == 1
+    assert len(asked(Records(stores[1])).refused) == 1
 
 
 def test_a_record_by_its_origin_or_model_alone(stores: list[Store]) -> None:
@@ -422,7 +402,7 @@ def test_a_record_by_its_origin_or_model_alone(stores: list[Store]) -> None:
     Records(stores[0]).put(newer)
     for most, found, more in ((1, {one, newer}, 1), (2, {one, newer}, 0)):
         read.clear()
-        listing = records.look_into(store, RecordFilter(kin_of=one.key, family="f0", most=most))
+        listing = records.look_into(store, RecordFilter(similar_to=one.key, family="f0", most=most))
         assert {held.record for held in listing.held} == found and len(listing.left) == more
         assert len(read) == most + 1  # its own model's, and of others the newest
     assert records.look_into(store, RecordFilter(origins=frozenset())).held == ()

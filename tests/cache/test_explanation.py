@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from advisor.cache.config import Config
-from advisor.cache.explanation import MOST, Explanation, Seen
+from advisor.cache.explanation import MAX_LISTED, Explanation, NearMiss
 from advisor.cache.match import Difference, Query
-from advisor.cache.record import Record
 from tests.cache import examples
 
 QUERY = Query(
@@ -33,36 +32,27 @@ def explained(query: Query = QUERY, **more: Any) -> Explanation:
             "status": "miss",
             "reason": "nothing there",
             "refused": (),
-            "seen": (),
+            "near_misses": (),
             **more,
         }
     )
 
 
-def numbered(number: int, **task: Any) -> Record:
-    key = examples.KEY
-    shapes = ((number, *key.task.sample),)
-    return examples.record(replace(key, task=replace(key.task, shapes=shapes, **task)))
+def near(number: int, *differs: Difference, signed: bool = True) -> NearMiss:
+    return NearMiss(
+        id=f"{number}", target="model.py:Net", store="dir:/a", signed=signed, differs=differs
+    )
 
 
-def seen(
-    record: Record,
-    store: str = "dir:/a",
-    *,
-    signed: bool = True,
-    apart: tuple[Difference, ...] = (),
-) -> Seen:
-    return Seen(store=store, record=record, signed=signed, apart=apart)
+EDITED = Difference(field="code", wanted="edited since", found="as tuned")
+STRICT = Difference(field="deterministic", wanted=False, found=True)
 
 
 def test_a_miss() -> None:
-    near = numbered(32, deterministic=True)
-    fitting = numbered(16)
-    edited = Difference(field="code", wanted="edited since", found="as tuned")
     said = explained(
         stores=(("dir:/a", "1 record"), ("redis://b", "did not answer")),
         refused=("1 is damaged", "2 is not signed"),
-        seen=(seen(near, apart=(edited,)), seen(fitting, "dir:/c", signed=False)),
+        near_misses=(near(16, signed=False), near(32, EDITED, STRICT)),
     )
     assert str(said).splitlines() == [
         "looked for  model.py:Net",
@@ -81,14 +71,9 @@ def test_a_miss() -> None:
         "miss        nothing there",
         "refused     1 is damaged",
         "refused     2 is not signed",
-        f"not served  {fitting.id} model.py:Net (unsigned): it fits, but not what was asked of it "
-        "(above), or another was preferred",
-        f"not served  {near.id} model.py:Net: code as tuned -> edited since, "
-        "deterministic True -> False",
-    ]
-    assert [(one.id, one.store, one.target, one.signed) for one in said.near_misses] == [
-        (fitting.id, "dir:/c", "model.py:Net", False),
-        (near.id, "dir:/a", "model.py:Net", True),
+        "not served  16 model.py:Net (unsigned): it fits, but not what was asked of it (above), or "
+        "another was preferred",
+        "not served  32 model.py:Net: code as tuned -> edited since, deterministic True -> False",
     ]
 
 
@@ -105,16 +90,10 @@ def test_what_is_not_known_is_left_out() -> None:
     ]
 
 
-def test_what_is_served_is_no_near_miss() -> None:
-    served, other = numbered(8), numbered(16)
-    both = seen(served), seen(other)
-    assert [one.id for one in explained(served=served.id, seen=both).near_misses] == [other.id]
-
-
 def test_not_all_are_listed() -> None:
-    many = tuple(seen(numbered(n + 1)) for n in range(MOST + 2))
-    lines = str(explained(seen=many)).splitlines()
-    assert sum(line.startswith("not served") for line in lines) == MOST
+    many = tuple(near(number) for number in range(MAX_LISTED + 2))
+    lines = str(explained(near_misses=many)).splitlines()
+    assert sum(line.startswith("not served") for line in lines) == MAX_LISTED
     assert lines[-1] == "            and 2 more; see: advisor show"
-    just = str(explained(seen=many[:MOST])).splitlines()
+    just = str(explained(near_misses=many[:MAX_LISTED])).splitlines()
     assert just[-1].startswith("not served")

@@ -6,7 +6,7 @@ import pytest
 
 from advisor.cache.config import Config
 from advisor.cache.key import PLACE, VARIANT
-from advisor.cache.match import Difference, Query, best, compare, kin
+from advisor.cache.match import Difference, Query, best, compare, find_similar
 from advisor.cache.task import PERMITTED
 from tests.cache.examples import ENVIRONMENT, KEY, changed, record
 from tests.cache.test_key import another
@@ -72,27 +72,53 @@ def test_of_another_device_only_the_name_is_said() -> None:
     assert list(map(str, differs)) == ["device name NVIDIA A100 -> NVIDIA H200"]
 
 
+WANTED = replace(OPEN, model=KEY.model, given={"mode": "train", "optimizer": "sgd"})
+
+
 def test_best() -> None:
     driver = changed(KEY, "software.driver", "590.2")
     nothing = changed(changed(KEY, "mode", "infer"), "optimizer", "adamw")
     exact, older = record(created=2.0), record(created=1.0)
     stale = record(key=driver, created=9.0)
     far = record(key=nothing, created=10.0)
-
-    match = best(KEY, [older, far, stale, exact])
-    assert (match.kind, match.record, match.differs) == ("exact", exact, ())
-
-    match = best(KEY, [far, stale, record(key=driver, created=3.0)])
-    assert (match.kind, match.record) == ("compatible", stale)
-    assert list(map(str, match.differs)) == ["driver 590.2 -> 580.1"]
-
     near = record(key=changed(KEY, "mode", "infer"), created=0.0)
-    match = best(KEY, [far, near])
-    assert (match.kind, match.record) == ("miss", None)
-    assert list(map(str, match.differs)) == ["mode infer -> train"]
+    for found, kind, chosen, differs in (
+        ([older, far, stale, exact], "exact", exact, []),
+        ([far, stale, record(key=driver, created=3.0)], "compatible", stale, ["driver"]),
+        ([far, near], "miss", near, ["mode"]),
+        ([], "miss", None, []),
+    ):
+        match = best(WANTED, found)
+        assert (match.kind, match.record, match.fits) == (kind, chosen, kind != "miss")
+        assert [one.field.rpartition(".")[2] for one in match.differs] == differs
 
-    match = best(KEY, [])
-    assert (match.kind, match.record, match.differs) == ("miss", None, ())
+
+@pytest.mark.parametrize(
+    ("asked", "differs"),
+    [
+        ({"precisions": ("default",)}, []),
+        ({"max_memory": 2**30}, []),
+        ({"batches": (8,)}, []),
+        ({"step_graph": False}, []),
+        ({"tolerance": 0.1}, []),
+        ({"compile": False}, ["compile"]),
+        ({"deterministic": True}, ["deterministic"]),
+        ({"optimizer": "adamw"}, ["optimizer"]),
+        # A miss names no permission that a record could answer.
+        ({"compile": False, "precisions": ("default",)}, ["compile"]),
+    ],
+)
+def test_a_record_that_permits_more_will_do(asked: dict[str, object], differs: list[str]) -> None:
+    made = record()
+    match = best(asking(**asked), [made])
+    assert match.record is made and match.fits == (not differs)
+    assert [one.field for one in match.differs] == differs
+
+
+def test_a_record_with_the_very_permissions_comes_first() -> None:
+    asked = {"precisions": ("default", "tf32")}
+    made = record(changed(KEY, "precisions", asked["precisions"]), created=1.0)
+    assert best(asking(**asked), [record(created=2.0), made]).record is made
 
 
 def test_what_is_left_open_prefers_the_defaults() -> None:
@@ -143,7 +169,7 @@ def test_a_difference_as_text(name: str, found: object, wanted: object, says: st
     assert str(Difference(field=name, wanted=wanted, found=found)) == says  # type: ignore[arg-type]
 
 
-def test_the_nearest_kin_comes_first() -> None:
+def test_the_most_similar_comes_first() -> None:
     """Of the model: itself, software, sample, permissions; then of the family by sample."""
     other = changed(KEY, "model", "cd" * 32)
     known = [
@@ -160,7 +186,7 @@ def test_the_nearest_kin_comes_first() -> None:
         replace(record(key=other), family="f1"),
         record(key=changed(KEY, "device.capability", "8.0")),
     ]
-    found = kin(KEY, "f0", [*strangers, *reversed(known)])
+    found = find_similar(KEY, "f0", [*strangers, *reversed(known)])
     assert [one.record for one in found] == known
     assert [one.what for one in found] == [
         "the same, measured before",
@@ -172,7 +198,7 @@ def test_the_nearest_kin_comes_first() -> None:
         "a model of the same family",
         "a model of the same family, shapes 3x8x8 -> 3x256x256",
     ]
-    assert kin(KEY, "", strangers) == []
+    assert find_similar(KEY, "", strangers) == []
 
 
 @pytest.mark.parametrize(
@@ -208,5 +234,4 @@ def test_sizes_that_are_not_known(
     found, differs = compare(query, key)
     assert found == kind
     assert bool(differs) is (kind == "miss")
-    kept = record(key=key)
-    assert best(query, [kept]).record is (None if kind == "miss" else kept)
+    assert best(query, [record(key=key)]).kind == kind

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,15 +19,14 @@ from torch import nn
 import advisor
 from advisor.cache.config import Config
 from advisor.cache.key import Key
-from advisor.cache.record import Measurement, Record, Target, Trial, Winner
+from advisor.cache.record import Record, Target, Winner
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cache.task import Task
-from advisor.finding.answer import answer
 from advisor.tuners import fingerprint, target
 from advisor.tuners.environment import detect, own_threads
 from advisor.tuners.knobs import KNOBS, TORCH
-from tests.builders import lookup_arguments
+from tests.builders import lookup_arguments, measured, verified
 from tests.cache import examples
 from tests.face.commands import MODEL, script
 
@@ -46,6 +43,7 @@ FAST = DEFAULT.replace(precision="bf16", channels_last=True, threads=OTHER)
 ALONE = DEFAULT.replace(threads=OTHER)
 """What a script that calls nothing but apply() can follow."""
 WIDE = FAST.at(16)
+GIB = 2**30
 
 
 @pytest.fixture
@@ -67,36 +65,6 @@ def net() -> nn.Module:
     return net_of("model.py:Net")
 
 
-def measured(config: Config, rate: float, peak_gib: float = 1.0) -> Trial:
-    return Trial(
-        number=0,
-        config=config,
-        measurement=Measurement(
-            outcome="ok",
-            samples_per_s=rate,
-            low=0.99 * rate,
-            high=1.01 * rate,
-            step_s=1 / rate,
-            peak_bytes=int(peak_gib * 2**30),
-        ),
-        stage="compute",
-        origin="guess",
-        seconds=1.0,
-    )
-
-
-def compared(config: Config, outcome: str = "ok", reason: str = "within rounding") -> Trial:
-    """A config held against strict fp32."""
-    return Trial(
-        number=9,
-        config=config,
-        measurement=Measurement(outcome=outcome, reason=reason),
-        stage="numerics",
-        origin="fp32",
-        seconds=1.0,
-    )
-
-
 def remember(**changes: Any) -> Record:
     """Keep a record of model.py:Net at 4x3x8x8 on this CPU, with some of its key changed."""
     name = changes.pop("name", "model.py:Net")
@@ -110,7 +78,7 @@ def remember(**changes: Any) -> Record:
     )
     for field, value in changes.items():
         key = examples.changed(key, field.replace("__", "."), value)
-    fast = replace(examples.choice(FAST, 150.0, 1.5), peak_bytes=2 * 2**30)
+    fast = replace(examples.choice(FAST, 150.0, 1.5), peak_bytes=2 * GIB)
     winners = {
         ("flags", False): examples.choice(ALONE, 110.0, 1.1),
         ("pilot", False): examples.choice(ALONE, 110.0, 1.1),
@@ -127,13 +95,13 @@ def remember(**changes: Any) -> Record:
         input=Config(),
         trials=(
             measured(DEFAULT, 100.0),
-            measured(FAST, 150.0, 2.0),
+            measured(FAST, 150.0, peak_bytes=2 * GIB),
             measured(DEFAULT.replace(channels_last=True), 120.0),
-            measured(WIDE, 400.0, 8.0),
+            measured(WIDE, 400.0, peak_bytes=8 * GIB),
             measured(DEFAULT.at(8), 150.0),
-            measured(FAST.at(8), 300.0, 4.0),
+            measured(FAST.at(8), 300.0, peak_bytes=4 * GIB),
             measured(DEFAULT.at(16), 151.0),
-            compared(FAST),
+            verified(FAST),
         ),
     )
     Records(open_store(None)).put(record)
@@ -149,6 +117,11 @@ def runs_as(patch: pytest.MonkeyPatch, file: Path) -> None:
     """As if this process ran that script."""
     file.touch()
     patch.setattr(sys.modules["__main__"], "__file__", str(file), raising=False)
+
+
+def look(**arguments: Any) -> advisor.Advice:
+    """What lookup gives for model.py:Net on the CPU."""
+    return advisor.lookup(advisor.Model("model.py:Net", device="cpu"), **arguments)
 
 
 def told(**arguments: Any) -> tuple[advisor.Advice, str]:
@@ -174,7 +147,7 @@ def told(**arguments: Any) -> tuple[advisor.Advice, str]:
 def test_found(record: Record, here: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any) -> None:
     runs_as(monkeypatch, here / "train.py")
     advice = advisor.lookup(**lookup_arguments(device="cpu", **arguments))
-    assert (advice.status, advice.config) == ("exact", FAST)
+    assert (advice.status, advice.config, advice.served.flags) == ("exact", FAST, ALONE)
     assert advice.record is not None and advice.record.id == record.id
     assert "1.50x" in advice.served.reason and "not in force yet" in advice.reason
 
@@ -201,23 +174,6 @@ def test_every_knob_can_be_read_by_its_name(
     assert copied == advice.config and copied.step_graph is False
 
 
-def test_a_lookup_answers_once(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-
-    def counted(*asked: Any) -> Any:
-        made.append(asked)
-        return answer(*asked)
-
-    monkeypatch.setattr("advisor.finding.find.answer", counted)
-    assert advisor.lookup(advisor.Model("model.py:Net", device="cpu")).config == FAST
-    assert len(made) == 1
-
-
-def test_a_script_that_prepares_nothing_gets_what_won_among_flags(record: Record) -> None:
-    advice = advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
-    assert (advice.config, advice.served.flags) == (FAST, ALONE)
-
-
 def test_found_by_the_model_itself(record: Record) -> None:
     assert advisor.lookup(advisor.Model(net(), device="cpu")).config == FAST
     assert advisor.lookup(advisor.Model(nn.DataParallel(net()), device="cpu")).status == "exact"
@@ -231,7 +187,7 @@ def test_found_beside_the_script_from_another_folder(
     runs_as(monkeypatch, here / "train.py")
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")
-    assert advisor.lookup(advisor.Model("model.py:Net", device="cpu")).status == "exact"
+    assert look().status == "exact"
 
 
 def test_another_file_of_the_name_is_not_the_one_that_was_tuned(record: Record, here: Path) -> None:
@@ -328,30 +284,6 @@ def test_arguments_as_scripts_have_them(record: Record, monkeypatch: pytest.Monk
     )
 
 
-def test_nothing_tuned_at_all(here: Path) -> None:
-    advice, said = told(target="model.py:Net", shape=(4, 3, 8, 8))
-    assert "run: advisor tune model.py:Net --shape 4x3x8x8" in said
-    assert advice.batch_size == 4
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("software__torch", "2.6.0"),
-        ("software__driver", "470.1"),
-    ],
-)
-def test_stale(here: Path, field: str, value: str) -> None:
-    record = remember(**{field: value})
-    advice, said = told(target="model.py:Net")
-    assert (advice.status, advice.config) == ("stale", FAST)
-    assert f"{field.rpartition('__')[2]} {value} -> " in said
-    assert "advisor tune model.py:Net --shape 4x3x8x8" in said
-    fresh = remember()
-    assert fresh.id != record.id
-    assert advisor.lookup(advisor.Model("model.py:Net", device="cpu")).status == "exact"
-
-
 def test_disabled(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADVISOR_DISABLE", "1")
     with warnings.catch_warnings():
@@ -363,7 +295,7 @@ def test_disabled(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_apply_sets_what_lookup_leaves(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
-    advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
+    look()
     assert torch.get_num_threads() == THREADS
     advisor.apply(advisor.Model("model.py:Net", device="cpu"))
     assert torch.get_num_threads() == OTHER
@@ -394,10 +326,7 @@ def test_several_that_fit_are_listed(record: Record) -> None:
     _, said = told(target="model.py:Net")
     assert "several records fit" in said
     assert "3x8x8" in said and "3x16x16" in said
-    assert (
-        advisor.lookup(advisor.Model("model.py:Net", device="cpu"), shape=(4, 3, 8, 8)).status
-        == "exact"
-    )
+    assert look(shape=(4, 3, 8, 8)).status == "exact"
 
 
 def test_determinism_is_never_undone(record: Record) -> None:
@@ -407,17 +336,17 @@ def test_determinism_is_never_undone(record: Record) -> None:
     assert advice.status == "miss"
     assert torch.are_deterministic_algorithms_enabled()
     kept = remember(deterministic=True)
-    found = advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
+    found = look()
     assert found.record is not None and found.record.id == kept.id
     torch.use_deterministic_algorithms(False)
     # Not asked for: the record without it comes first, though the other is as new.
-    found = advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
+    found = look()
     assert found.record is not None and found.record.id == record.id
 
 
 def test_a_job_of_several_processes(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    advice = advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
+    advice = look()
     assert (advice.status, advice.config) == ("exact", FAST)
     assert "this job has 4" in advice.served.reason
     monkeypatch.setenv("RANK", "3")
@@ -426,20 +355,8 @@ def test_a_job_of_several_processes(record: Record, monkeypatch: pytest.MonkeyPa
         assert advisor.lookup(advisor.Model("nothing.py:Net", device="cpu")).status == "miss"
 
 
-def test_torchrun(record: Record, here: Path) -> None:
-    (here / "train.py").write_text(
-        "import os, advisor\n"
-        "a = advisor.apply(advisor.Model('model.py:Net', device='cpu'), shape=(4, 3, 8, 8))\n"
-        "open('rank' + os.environ['RANK'], 'w').write(f'{a.status} {a.config!r}')\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=here)
-    assert ran.returncode == 0, ran.stderr
-    assert {(here / f"rank{n}").read_text() for n in range(2)} == {f"exact {FAST!r}"}
-
-
 def test_a_changed_model_is_noticed(record: Record) -> None:
-    advice = advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
+    advice = look()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         advice.prepare(net())
@@ -508,24 +425,7 @@ def test_a_damaged_store_costs_a_warning(
     assert (advice.status, advice.config) == ("miss", TORCH)
     assert contents(own_surroundings) == before
     with pytest.raises(advisor.AdvisorError):
-        advisor.lookup(advisor.Model("model.py:Net", device="cpu"), strict=True)
-
-
-def test_a_planted_pickle_is_refused(record: Record, here: Path, own_surroundings: Path) -> None:
-    import pickle
-    import sqlite3
-
-    class Bomb:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return os.mkdir, (str(here / "it-ran"),)
-
-    database = sqlite3.connect(own_surroundings / "records" / "cache.db")
-    database.execute("UPDATE Cache SET mode = 4, value = ?", (pickle.dumps(Bomb()),))
-    database.commit()
-    database.close()
-    advice, _said = told(target="model.py:Net")
-    assert advice.status == "miss"
-    assert not (here / "it-ran").exists()
+        look(strict=True)
 
 
 @pytest.mark.parametrize("url", ["floppy:bucket/x", "disk:/dev/null/x"])
@@ -552,47 +452,24 @@ def test_tune_moves_a_damaged_store_aside(
     (aside,) = own_surroundings.glob("records.damaged-*")
     assert str(aside) in said[0]
     assert (aside / "cache.db").read_bytes().startswith(b"no database")
-    advice = advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
+    advice = look()
     assert advice.record is not None and advice.record.id == found.record.id
 
 
-@pytest.mark.parametrize("name", ["train_conv.py", "train_mnist.py"])
-def test_examples_train_without_a_record(name: str, here: Path) -> None:
-    examples_folder = Path(__file__).parents[2] / "examples"
-    small = {"train_conv.py": ["--batch", "1"], "train_mnist.py": ["--steps", "3"]}[name]
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "small"),
+    [("train_conv.py", ("--batch", "1")), ("train_mnist.py", ("--steps", "3"))],
+)
+def test_examples_train_without_a_record(name: str, small: tuple[str, str], here: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / name
     ran = subprocess.run(
-        [sys.executable, str(examples_folder / name), *small],
-        capture_output=True,
-        text=True,
-        timeout=240,
+        [sys.executable, str(example), *small], capture_output=True, text=True, timeout=240
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("AdvisorWarning") == 1
-    assert "advisor tune" in ran.stderr
+    assert ran.stderr.count("AdvisorWarning") == 1 and "advisor tune" in ran.stderr
 
 
 def test_logging_is_left_alone(record: Record) -> None:
-    advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
+    look()
     assert logging.getLogger("advisor").handlers == []
-
-
-def test_only_what_was_compared_with_fp32_is_served(here: Path) -> None:
-    record = remember()
-    trials = tuple(one for one in record.trials if one.stage != "numerics")
-    risky = measured(FAST.replace(batch_size=8, threads=THREADS), 900.0)
-
-    def served(*checks: Trial) -> advisor.Advice:
-        changed = replace(record, trials=(*trials, risky, *checks), revised=time.time())
-        Records(open_store(None)).put(changed)
-        return advisor.lookup(advisor.Model("model.py:Net", device="cpu"), batch=8)
-
-    assert served(compared(FAST)).config == FAST.at(8)  # of the knobs that were compared
-    assert served().config == DEFAULT.at(8)
-    assert served(compared(FAST, "wrong", "the loss is nan")).config == DEFAULT.at(8)
-    # A winner that was never compared is served as what it is.
-    unsure = advisor.lookup(advisor.Model("model.py:Net", device="cpu"))
-    assert unsure.config == FAST
-    doubt = "; not verified against fp32: the loss is nan"
-    assert doubt in unsure.served.reason
-    # At once, and not only when it is in force.
-    assert unsure.reason.startswith("not in force yet; 1.50x once") and doubt in unsure.reason

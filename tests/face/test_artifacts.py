@@ -29,9 +29,9 @@ from advisor.tuners.environment import detect, tools
 from advisor.tuners.knobs import FORMATS, strict
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import WorkerJob
+from tests.builders import measured, verified
 from tests.cache.examples import choice
 from tests.face import test_apply
-from tests.face.test_apply import compared, measured
 
 SHAPE = (4, 3, 8, 8)
 DEFAULT = test_apply.DEFAULT.replace(compile="none")
@@ -90,7 +90,7 @@ def record(here: Path) -> Record:
         test_apply.remember(),
         baseline=base,
         winners=tuple(winners),
-        trials=(measured(DEFAULT, 100.0), measured(COMPILED, 150.0), compared(COMPILED)),
+        trials=(measured(DEFAULT, 100.0), measured(COMPILED, 150.0), verified(COMPILED)),
     )
     kept = open_records(None)
     kept.remove(kept.named())

@@ -1,4 +1,4 @@
-"""Which of a target's records is meant."""
+"""Which of a target's records are meant."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from torch import nn
 
 from advisor.cache.config import Config
-from advisor.cache.match import Query
+from advisor.cache.match import Match, Query
 from advisor.cache.record import Record, Target
 from advisor.errors import NoRecord, TargetError
-from advisor.finding.meant import Meant, matched, script, spec_of
+from advisor.finding.meant import TargetResolver, script, spec_of
 from advisor.finding.request import Request
 from advisor.tuners.target import origin_of, parse
 from tests.cache import examples
@@ -25,14 +25,15 @@ WIDE = Config(width=2)
 
 
 def request(target: str | nn.Module | None = None, **given: Any) -> Request:
-    return Request(
-        target=target,
-        given={"mode": "train", **given},
-        batch=None,
-        free=False,
-        use="loop",
-        device="cuda:0",
-    )
+    given = {"mode": "train", **given}
+    return Request(target=target, given=given, batch=None, use="loop", device="cuda:0")
+
+
+def meant(
+    found: list[Record], target: str | nn.Module | None = None, query: Query = QUERY, **given: Any
+) -> Match:
+    """The match among some records, as a request for this target means it."""
+    return TargetResolver(request(target, **given)).match(found, query)
 
 
 def record(name: str = "model.py:Net", origin: str = "", code: str = "", **task: Any) -> Record:
@@ -57,20 +58,22 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-class TestWanted:
-    def test_of_the_very_file(self, here: Path) -> None:
-        mine = record(origin=origin_of(here / "model.py"), code=parse("model.py:Net").code)
-        other = record(origin="0123456789abcdef")
-        assert Meant(request("model.py:Net")).wanted_of([other, mine]) == [mine]
-        # A model in hand, and a script that names none, are told by more than a name.
-        assert Meant(request(nn.Linear(1, 1))).wanted_of([other, mine]) == [other, mine]
-        assert Meant(request()).wanted_of([other, mine]) == [other, mine]
+def test_a_name_means_the_very_file(here: Path) -> None:
+    mine = record(origin=origin_of(here / "model.py"), code=parse("model.py:Net").code)
+    other = record(origin="0123456789abcdef")
+    for target, fits in (("model.py:Net", False), (nn.Linear(1, 1), True), (None, True)):
+        resolver = TargetResolver(request(target))
+        assert resolver.differences(mine) == ()
+        assert (resolver.differences(other) == ()) is fits
 
-    def test_built_with_the_arguments_given(self) -> None:
-        plain, wide = record(), record(model_args=WIDE)
-        assert Meant(request()).wanted_of([plain, wide]) == [plain, wide]
-        assert Meant(request(model_args=WIDE)).wanted_of([plain, wide]) == [wide]
-        assert Meant(request(model_args=Config())).wanted_of([plain, wide]) == [plain]
+
+@pytest.mark.parametrize(
+    ("given", "fits"), [({}, "pw"), ({"model_args": WIDE}, "w"), ({"model_args": Config()}, "p")]
+)
+def test_the_arguments_that_it_is_built_with(given: dict[str, Any], fits: str) -> None:
+    resolver = TargetResolver(request(**given))
+    made = {"p": record(), "w": record(model_args=WIDE)}
+    assert "".join(k for k, one in made.items() if not resolver.differences(one)) == fits
 
 
 NET = """
@@ -135,9 +138,8 @@ class TestCode:
         """What differs, by each way of naming it; where all agree, once."""
         said = []
         for target in ("model.py:build_model", "model.py", None):
-            match = Meant(request(target)).the_one([tuned], QUERY)
-            assert (match.record is None) == (match.kind == "miss") == bool(match.differs)
-            assert (match.record or match.nearest) is tuned
+            match = meant([tuned], target)
+            assert match.record is tuned and match.fits == (not match.differs)
             said.append([str(one) for one in match.differs])
         assert said[0] == said[1] == said[2]
         return said[0]
@@ -201,9 +203,7 @@ class TestCode:
 
     def test_what_else_differs_is_said_too(self, tuned: Record, here: Path) -> None:
         (here / "model.py").write_text(NET.replace("0.1", "0.5"))
-        match = Meant(request("model.py", model_args=WIDE)).the_one(
-            [tuned], asking(deterministic=True)
-        )
+        match = meant([tuned], "model.py", asking(deterministic=True), model_args=WIDE)
         assert [str(one) for one in match.differs] == [
             "code as tuned -> edited since",
             "model args none -> width=2",
@@ -214,7 +214,7 @@ class TestCode:
         other = replace(tuned, target=replace(tuned.target, origin="0123456789abcdef"))
         (here / "model.py").write_text(NET.replace("0.1", "0.5"))
         for found in ([other, tuned], [tuned, other]):
-            assert Meant(request("model.py")).the_one(found, QUERY).nearest is tuned
+            assert meant(found, "model.py").record is tuned
 
     @pytest.mark.parametrize(
         ("file", "before", "after"),
@@ -240,9 +240,9 @@ class TestCode:
         monkeypatch.chdir(copy)
         text = (copy / file).read_text()
         for target in ("model.py:build_model", "model.py"):
-            assert Meant(request(target)).the_one([tuned], QUERY).record is tuned
+            assert meant([tuned], target).record is tuned
             (copy / file).write_text(text.replace(before, after))
-            match = Meant(request(target)).the_one([tuned], QUERY)
+            match = meant([tuned], target)
             assert [str(one) for one in match.differs] == [ANOTHER]
             (copy / file).write_text(text)
 
@@ -259,7 +259,7 @@ class TestCode:
         (copy / "other.py").write_text(NET)
         if "copy." not in target:
             monkeypatch.chdir(copy)
-        match = Meant(request(target)).the_one([tuned], QUERY)
+        match = meant([tuned], target)
         assert [str(one) for one in match.differs] == [ANOTHER]
 
     def test_tuned_again_is_served(self, tuned: Record, here: Path) -> None:
@@ -267,121 +267,94 @@ class TestCode:
         code = parse("model.py:build_model").code
         again = replace(tuned, target=replace(tuned.target, code=code))
         for target in ("model.py", None):
-            assert Meant(request(target)).the_one([tuned, again], QUERY).record is again
+            assert meant([tuned, again], target).record is again
 
     def test_a_model_in_hand_has_its_own(self, tuned: Record, here: Path) -> None:
         (here / "model.py").write_text("def model(:\n")
-        assert Meant(request(nn.Linear(1, 1))).the_one([tuned], QUERY).record is tuned
+        assert meant([tuned], nn.Linear(1, 1)).record is tuned
 
 
-class TestMatched:
-    def test_as_asked(self) -> None:
-        made, wider = record(precisions=("default", "tf32")), record()
-        asked = asking(precisions=("default", "tf32"))
-        assert matched([wider, made], asked).record is made
+GUESSED = "several records fit: {}. Name one: apply(target, shape=..., dtype=..., model_args=...)"
+
+
+class TestSeveral:
+    @pytest.mark.parametrize(
+        ("found", "given", "listed"),
+        [
+            (
+                [record("a.py:Net"), record("b.py:Net")],
+                {},
+                "a.py:Net 3x256x256 float32; b.py:Net 3x256x256 float32",
+            ),
+            (
+                [record(), record(shapes=((64, 3, 8, 8),)), record(dtype="float16")],
+                {},
+                "model.py:Net 3x256x256 float32; model.py:Net 3x8x8 float32; model.py:Net "
+                "3x256x256 float16",
+            ),
+            (
+                [record(model_args=WIDE), record(model_args=Config(width=4, depth=1))],
+                {},
+                "model.py:Net(width=2) 3x256x256 float32; model.py:Net(depth=1, width=4) 3x256x256 "
+                "float32",
+            ),
+            (
+                [record("a.py:Net"), record("b.py:Net", max_memory=2**30)],
+                {"max_memory": 2**30},
+                "a.py:Net 3x256x256 float32; b.py:Net 3x256x256 float32",
+            ),
+        ],
+        ids=["targets", "samples", "arguments", "a narrower request"],
+    )
+    def test_none_is_guessed(self, found: list[Record], given: dict[str, Any], listed: str) -> None:
+        with pytest.raises(NoRecord) as refused:
+            meant(found, None, asking(**given))
+        assert str(refused.value) == GUESSED.format(listed)
 
     @pytest.mark.parametrize(
-        "narrower",
+        ("found", "target", "given"),
         [
-            {"precisions": ("default",)},
-            {"max_memory": 2**30},
-            {"batches": (8,)},
-            {"step_graph": False},
-            {"tolerance": 0.1},
+            ([record()], None, {}),
+            (
+                [record(), record(dtype="float16"), record(shapes=((64, 3, 8, 8),))],
+                "torchvision:alexnet",
+                {"shapes": ((8, 3, 8, 8),)},
+            ),
+            # The same at another batch is no rival.
+            (
+                [record(), record(shapes=((32, 3, 256, 256),))],
+                None,
+                {"shapes": ((32, 3, 256, 256),)},
+            ),
+            # Only what fits is a rival.
+            (
+                [record("a.py:Net"), record("b.py:Net", deterministic=True)],
+                None,
+                {"deterministic": True},
+            ),
+            ([record("b.py:Net"), record("a.py:Net")], nn.Linear(1, 1), {}),
         ],
     )
-    def test_a_record_that_permits_more_will_do(self, narrower: dict[str, Any]) -> None:
-        made = record()
-        assert matched([made], asking(**narrower)).record is made
-
-    @pytest.mark.parametrize(
-        "other", [{"compile": False}, {"deterministic": True}, {"optimizer": "adamw"}]
-    )
-    def test_one_for_another_task_will_not(self, other: dict[str, Any]) -> None:
-        match = matched([record()], asking(**other))
-        assert match.record is None
-        assert [one.field for one in match.differs] == [*other]
-
-    def test_a_miss_names_no_permission(self) -> None:
-        match = matched([record()], asking(compile=False, precisions=("default",)))
-        assert [one.field for one in match.differs] == ["compile"]
-
-    def test_nothing_there(self) -> None:
-        match = matched([], QUERY)
-        assert (match.kind, match.record, match.nearest) == ("miss", None, None)
-
-
-class TestTheOne:
-    def test_the_only_one(self) -> None:
-        made = record()
-        assert Meant(request()).the_one([made], QUERY).record is made
-
-    def test_of_several_targets_none_is_guessed(self) -> None:
-        with pytest.raises(NoRecord) as refused:
-            Meant(request()).the_one([record("a.py:Net"), record("b.py:Net")], QUERY)
-        assert str(refused.value) == (
-            "several records fit: a.py:Net 3x256x256 float32; b.py:Net 3x256x256 float32. Name "
-            "one: apply(target, shape=..., dtype=..., model_args=...)"
-        )
-
-    def test_of_several_samples_none_is_guessed(self) -> None:
-        found = [record(), record(shapes=((64, 3, 8, 8),)), record(dtype="float16")]
-        with pytest.raises(NoRecord) as refused:
-            Meant(request("torchvision:alexnet")).the_one(found, QUERY)
-        for said in ("3x256x256 float32; ", "3x8x8 float32; ", "3x256x256 float16. Name"):
-            assert f"model.py:Net {said}" in str(refused.value)
-        small = asking(shapes=((8, 3, 8, 8),))
-        assert Meant(request("torchvision:alexnet")).the_one(found, small).record is found[1]
-
-    def test_the_same_at_another_batch_is_no_rival(self) -> None:
-        found = [record(), record(shapes=((32, 3, 256, 256),))]
-        asked = asking(shapes=((32, 3, 256, 256),))
-        assert Meant(request()).the_one(found, asked).record is found[1]
-
-    def test_a_model_in_hand_is_plain(self) -> None:
-        found = [record("a.py:Net"), record("b.py:Net")]
-        match = Meant(request(nn.Linear(1, 1))).the_one(found, QUERY)
-        assert match.record in found
+    def test_the_last_is_meant(
+        self, found: list[Record], target: Any, given: dict[str, Any]
+    ) -> None:
+        match = meant(found, target, asking(**given))
+        assert match.fits and (match.record is found[-1] or target is not None)
 
     def test_without_arguments_the_model_without_them_is_meant(self) -> None:
         plain, wide = record(), record(model_args=WIDE)
         wide = replace(wide, provenance=replace(wide.provenance, created=1.8e9))
-        for found in ([plain, wide], [wide, plain]):
-            assert Meant(request()).the_one(found, QUERY).record is plain
-        named = request(model_args=WIDE)
-        assert Meant(named).the_one([plain, wide], QUERY).record is wide
+        assert meant([plain, wide]).record is meant([wide, plain]).record is plain
+        assert meant([plain, wide], model_args=WIDE).record is wide
 
-    def test_where_all_have_arguments_none_is_guessed(self) -> None:
-        found = [record(model_args=WIDE), record(model_args=Config(width=4, depth=1))]
-        with pytest.raises(NoRecord) as refused:
-            Meant(request()).the_one(found, QUERY)
-        assert "model.py:Net(width=2) 3x256x256 float32; " in str(refused.value)
-        assert "model.py:Net(depth=1, width=4) 3x256x256 float32. " in str(refused.value)
-
-    def test_only_what_fits_is_a_rival(self) -> None:
-        found = [record("a.py:Net"), record("b.py:Net", deterministic=True)]
-        match = Meant(request()).the_one(found, asking(deterministic=True))
-        assert match.record is found[1]
-
-    def test_a_narrower_request_has_the_same_rivals(self) -> None:
-        found = [record("a.py:Net"), record("b.py:Net", max_memory=2**30)]
-        with pytest.raises(NoRecord, match="several records fit"):
-            Meant(request()).the_one(found, asking(max_memory=2**30))
-
-    def test_a_miss_among_mine(self) -> None:
-        match = Meant(request()).the_one([record()], asking(deterministic=True))
-        assert match.record is None
+    def test_a_miss_has_the_nearest(self, here: Path) -> None:
+        match = meant([record()], None, asking(deterministic=True))
         assert [str(one) for one in match.differs] == ["deterministic False -> True"]
-
-    def test_of_another_file_of_the_name(self, here: Path) -> None:
         other = record(origin="0123456789abcdef")
-        match = Meant(request("model.py:Net")).the_one([other], QUERY)
-        assert (match.kind, match.record, match.nearest) == ("miss", None, other)
+        match = meant([other], "model.py:Net")
+        assert (match.kind, match.record) == ("miss", other)
         assert [str(one) for one in match.differs] == [ANOTHER]
-
-    def test_of_no_file_of_the_name(self, here: Path) -> None:
-        match = Meant(request("model.py:Net")).the_one([], QUERY)
-        assert (match.kind, match.record, match.nearest, match.differs) == ("miss", None, None, ())
+        assert meant([], "model.py:Net") == Match()
 
 
 class TestScript:
@@ -407,14 +380,17 @@ class TestScript:
         monkeypatch.delitem(sys.modules, "__main__")
         assert script() == Path("(no script)")
 
+    @staticmethod
+    def origins() -> frozenset[str]:
+        """The files that a lookup without a target asks for."""
+        return TargetResolver(request()).sought(QUERY).origins or frozenset()
+
     def test_its_origins_are_the_modules_beside_it(self, train: Path) -> None:
         folder = train.parent
-        assert Meant(request()).origins == {
-            origin_of(folder / name) for name in ("train.py", "model.py")
-        }
+        assert self.origins() == {origin_of(folder / name) for name in ("train.py", "model.py")}
         train.unlink()
-        # Of one that is not there nothing beside it is meant.
-        assert Meant(request()).origins == {origin_of(train)}
+        # Nothing is beside a script that does not exist.
+        assert self.origins() == {origin_of(train)}
 
     def test_of_a_package_all_around_it(self, train: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         inner = train.parent / "package" / "inner"
@@ -426,13 +402,13 @@ class TestScript:
         file.write_text("def main():\n    from ..net import Net\n")
         monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(file)))
         around = [file, inner.parent / "net.py", train.parent / "model.py"]
-        assert {origin_of(one) for one in around} <= Meant(request()).origins
+        assert {origin_of(one) for one in around} <= self.origins()
         monkeypatch.chdir(train.parent)
         made = parse("package.net:Net")
         one = record(made.name, origin=made.origin, code=made.code)
-        assert Meant(request()).the_one([one], QUERY).record is one
+        assert meant([one]).record is one
         (inner.parent / "net.py").write_text("Net = 1\n")
-        assert Meant(request()).the_one([one], QUERY).record is None
+        assert not meant([one]).fits
         assert "package" not in sys.modules
 
     @pytest.mark.parametrize("text", ["import model\n", "import parts\n", "", "def train(:\n"])
@@ -444,12 +420,12 @@ class TestScript:
         file = train.parent / "model.py"
         monkeypatch.chdir(train.parent)
         made = record(origin=origin_of(file), code=parse("model.py:Net").code)
-        match = Meant(request()).the_one([made], QUERY)
+        match = meant([made])
         imported = text.startswith("import")
-        assert (match.record, match.nearest) == ((made, None) if imported else (None, None))
-        assert Meant(request("model.py:Net")).the_one([made], QUERY).record is made
+        assert match.record is (made if imported else None)
+        assert meant([made], "model.py:Net").record is made
         monkeypatch.setitem(sys.modules, "models", SimpleNamespace(__file__=str(file)))
-        assert Meant(request()).the_one([made], QUERY).record is made
+        assert meant([made]).record is made
 
     def test_a_file_beside_the_script(
         self, train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

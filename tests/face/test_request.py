@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 from torch import nn
 
 from advisor.errors import UsageError
-from advisor.finding import request as requests
-from advisor.finding.request import Request, known_batch, processes
+from advisor.finding.find import processes
+from advisor.finding.request import Request, known_batch
 from advisor.tuners import environment, fingerprint
 from advisor.tuners.environment import own_threads
 from advisor.tuners.length import Length
@@ -27,7 +28,12 @@ def of(target: object = None, **asked: Any) -> Request:
 
 def test_nothing_asked() -> None:
     assert of() == Request(
-        target=None, given={"mode": "train"}, batch=None, free=False, use="loop", device="cpu"
+        target=None,
+        given={"mode": "train"},
+        batch=None,
+        use="loop",
+        device="cpu",
+        folder=Path.cwd(),
     )
 
 
@@ -53,12 +59,12 @@ def test_what_is_asked() -> None:
             "compile": False,
         },
         batch=8,
-        free=False,
         use="capture",
         device="cuda:1",
         steps=900,
         on_miss="nearest",
         cache="dir:/a",
+        folder=Path.cwd(),
     )
     assert of(duration="2h").seconds == 7200.0
 
@@ -115,15 +121,19 @@ def test_determinism_that_the_process_asks_for(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_to_do_on_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests.settings, "on_miss", lambda: "nearest")
-    assert of().nearest and not of(on_miss="default").nearest
-    assert not of().asks and of(on_miss="request").asks and not of(on_miss="request").nearest
-    monkeypatch.setattr(requests.settings, "on_miss", lambda: "panic")
-    assert of(on_miss="nearest").nearest
+    assert of().miss_action == "default"
+    for configured, asked, action in (
+        ("nearest", None, "nearest"),
+        ("nearest", "default", "default"),
+        ("default", "request", "request"),
+        ("panic", "nearest", "nearest"),
+    ):
+        monkeypatch.setenv("ADVISOR_ON_MISS", configured)
+        assert of(on_miss=asked).miss_action == action
     with pytest.raises(
         UsageError, match=r"^on_miss 'panic': expected one of default, nearest, request$"
     ):
-        _ = of().nearest
+        _ = of().miss_action
 
 
 @pytest.mark.parametrize(

@@ -258,20 +258,6 @@ def test_odd_arguments(record: Any, asked: dict[str, Any]) -> None:
     strictly(**{"target": "model.py:Net", **asked})
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no pipes with names")
-def test_a_pipe_in_the_place_of_a_record(here: Path) -> None:
-    from advisor.opening import open_records
-
-    url = f"dir:{here}/store"
-    made = remember()
-    open_records(url).put(made)
-    (file,) = (here / "store").glob("record-*")
-    file.unlink()
-    os.mkfifo(file)
-    said = unharmed(cache=url)
-    assert "no regular file" in said or "not a regular file" in said or "regular" in said
-
-
 def test_a_store_that_hangs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it hangs: a lookup has one deadline for all stores."""
     released = threading.Event()
@@ -292,7 +278,7 @@ def test_the_catch_all_says_where_it_went_wrong(
     def broken(*_args: object, **_more: object) -> None:
         raise ZeroDivisionError("of ours")
 
-    monkeypatch.setattr("advisor.finding.lookups.find", broken)
+    monkeypatch.setattr("advisor.finding.lookups.look_up", broken)
     with caplog.at_level(logging.ERROR, logger="advisor"):
         said = unharmed()
     assert "ZeroDivisionError: of ours" in said
@@ -320,14 +306,6 @@ def test_a_time_to_tune_beside_a_target_is_refused(here: Path, tune: Any, why: s
     assert advice.status == "miss"
     with pytest.raises(advisor.UsageError, match="tune"):
         advisor.apply(advisor.Model("model.py:Net", device="cpu"), tune=tune, strict=True)
-
-
-def test_a_miss_has_a_config(here: Path) -> None:
-    with pytest.warns(advisor.AdvisorWarning):
-        advice = advisor.apply(advisor.Model("model.py:Net", device="cpu"), shape=(4, 3, 8, 8))
-    assert (advice.config.precision, advice.config["precision"]) == ("default", "default")
-    assert (advice.config.channels_last, advice.config.compile) == (False, "none")
-    assert "precision='default'" in repr(advice.config)
 
 
 def test_an_advice_that_is_the_default_changes_nothing_at_all(here: Path) -> None:

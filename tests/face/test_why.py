@@ -18,6 +18,7 @@ from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cache.task import Task
 from advisor.errors import NoRecord
+from advisor.finding.failures import Failures
 from advisor.opening import open_records
 from advisor.tuners import target
 from advisor.tuners.environment import detect, own_threads
@@ -408,26 +409,62 @@ def test_tuning_keeps_locally_what_a_remote_cannot_take(here: Path, unmeasured: 
     assert said in done.stderr and len(unmeasured) == 2
 
 
+TYPED = ("python", "train.py", "--lr", "0.1 0.2")
+
+
+def keep_run(*command: str, **changes: object) -> Record:
+    """A record of a command, on this machine's CPU but for some of its key."""
+    one = made(**changes)
+    one = replace(one, key=replace(one.key, task=replace(one.key.task, command=command)))
+    keep(one)
+    return one
+
+
+def why(here: Path, *words: str) -> list[str]:
+    return advisor(here, "why", *words).stdout.splitlines()
+
+
 def test_why_of_a_command_is_what_was_tuned_for_its_words(here: Path) -> None:
     """It is not started: there is no such script."""
-    typed = ("python", "train.py", "--lr", "0.1 0.2")
-    records = open_records(None)
-    one = made()
-    for command, name in ((typed, "Xeon of another"), (typed[:2], detect("cpu").device.name)):
-        key = replace(one.key, task=replace(one.key.task, command=command))
-        records.put(replace(one, key=changed(key, "device.name", name)))
-    said = advisor(here, "why", "--", *typed).stdout.splitlines()
+    keep_run(*TYPED, device__name="Xeon of another")
+    one = keep_run(*TYPED[:2])
+    said = why(here, "--", *TYPED)
     assert said[0] == "looked for  python train.py --lr '0.1 0.2'"
-    assert said[2].endswith(": channels_last, 1.50x (1.47-1.53)")
-    assert "of another device: Xeon of another: " in said[2]
-    found = json.loads(advisor(here, "why", "--strict", "--json", "--", *typed[:2]).stdout)
+    assert "of another device: Xeon of another: channels_last, 1.50x (1.47-1.53)" in said[2]
+    found = json.loads(advisor(here, "why", "--strict", "--json", "--", *TYPED[:2]).stdout)
     assert [one["state"] for one in found["records"]] == ["exact"]
+    assert (found["served"]["record"], found["served"]["config"]) == (one.id, dict(FAST))
+    for words in (("model.py", "--", *TYPED), (), ("--shape", "4x3", "--", *TYPED)):
+        refused = advisor(here, "why", *words)
+        assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+
+
+def test_why_of_a_command_says_what_its_run_is_served(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--strict", "--", *TYPED[:2])
     missed = advisor(here, "why", "--strict", "--", "python", "other.py")
     assert missed.returncode == 1
     assert missed.stdout.splitlines()[-1] == (
-        "no record is of exactly this command; `advisor run` also finds one of the same model "
-        "and inputs. To tune: advisor tune -- python other.py"
+        "served      nothing; no record is of exactly this command; `advisor run` also finds one "
+        "of the same model and inputs. To tune: advisor tune -- python other.py"
     )
-    for words in (("model.py", "--", *typed), (), ("--shape", "4x3", "--", *typed)):
-        refused = advisor(here, "why", *words)
-        assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    one = keep_run(*TYPED[:2], software__torch="2.0.1")
+    speedup = f"{one.id}: channels_last; 1.50x your unmodified script at batch 4"
+    assert why(here, *words)[-1].startswith(f"served      {speedup}; measured elsewhere: torch 2")
+    one = keep_run(*TYPED[:2])
+    speedup = f"{one.id}: channels_last; 1.50x your unmodified script at batch 4"
+    assert why(here, *words)[-1] == f"served      {speedup}"
+    isolated = ("--strict", "--", "python", "-I", "train.py")
+    assert why(here, *isolated)[-1] == "served      nothing; python -I keeps advisor out"
+    Failures(None, one.key.model, one.key.task).keep(FAST, "RuntimeError: view")
+    assert why(here, *words)[-1].endswith("nothing; this run failed with it (RuntimeError: view)")
+    monkeypatch.setenv("ADVISOR_DISABLE", "1")
+    assert advisor(here, "why", *words).returncode == 1
+    assert why(here, *words)[-1] == "served      nothing; ADVISOR_DISABLE is set"
+
+
+def test_why_of_a_command_of_another_device_is_a_miss(here: Path) -> None:
+    keep_run(*TYPED, device__name="Xeon of another")
+    assert why(here, "--", *TYPED)[-1].startswith("served      nothing; this run was not tuned on")
+    assert advisor(here, "why", "--strict", "--", *TYPED).returncode == 1

@@ -24,9 +24,9 @@ from advisor.cache.config import Config
 from advisor.cache.key import Key
 from advisor.cache.record import USES, Provenance, Record, Target, Winner
 from advisor.finding.inside import own_command
-from advisor.finding.piloted import Found, Terms, in_force
+from advisor.finding.piloted import RecordGuide, RunPolicy
 from advisor.opening import open_records
-from advisor.piloting import _made
+from advisor.piloting import LazyGuide
 from advisor.tuners.act import advice_usage
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.advice_usage import Served
@@ -217,7 +217,7 @@ def test_artifacts_are_loaded_before_the_advice_is_in_force(
     (key,) = store.sizes()
     store.put(key, b"rubbish")
     with caplog.at_level("INFO", "advisor"):
-        order = Found(["python", "train.py"], Terms()).known(guide.seen)
+        order = RecordGuide(["python", "train.py"], RunPolicy()).known(guide.seen)
     assert order is not None and order.config["compile"] == "default"
     refused = "artifacts: none that this version reads; refused; compiled anew"
     said = [one.getMessage() for one in caplog.records]
@@ -241,7 +241,7 @@ def test_three_epochs_compile_nothing_after_the_first(how: str, backend: Backend
     told = {"command": ["python", "train.py"], "tune_s": 0, "folder": "", "options": None}
     if how == "apply":
         advisor.apply()
-    net, optimizer = begun(charge, _made(told) if how == "run" else None)
+    net, optimizer = begun(charge, LazyGuide(told) if how == "run" else None)
     gated.epoch(net, optimizer, EPOCH)
     first = graphs_compiled()
     assert backend.made == [FULL]
@@ -447,8 +447,10 @@ def test_flags_that_advice_has_set_are_not_the_scripts_own(monkeypatch: pytest.M
     PROCESS_FLAGS.put(Config(threads=threads + 1))
     advisor.apply()
     seen: list[ScriptFacts] = []
-    begin = Found.begin
-    monkeypatch.setattr(Found, "begin", lambda found, one: seen.append(one) or begin(found, one))
+    begin = RecordGuide.begin
+    monkeypatch.setattr(
+        RecordGuide, "begin", lambda guide, one: seen.append(one) or begin(guide, one)
+    )
     with pytest.warns(advisor.AdvisorWarning, match=r"advisor tune -- \S*python"):
         trained(Net())
     assert [one.threads for one in seen] == [threads]
@@ -488,7 +490,9 @@ def test_no_gain_of_another_model_is_claimed(trains: str) -> None:
 
 def test_the_script_as_it_is_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "advisor"):
-        in_force(TORCH, TORCH, "your unmodified script: nothing else was raced")
+        RecordGuide([], RunPolicy()).stay(
+            TORCH, TORCH, "your unmodified script: nothing else was raced"
+        )
     assert caplog.messages == ["in force: your unmodified script; nothing else was raced"]
 
 

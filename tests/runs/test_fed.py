@@ -12,7 +12,7 @@ import pytest
 
 import advisor
 from advisor.cache.config import Config
-from advisor.finding.piloted import Found, Terms
+from advisor.finding.piloted import RecordGuide, RunPolicy
 from advisor.opening import open_records
 from advisor.printed import script_line
 from advisor.tuners import host
@@ -153,7 +153,7 @@ def test_no_more_workers_are_said_to_be_in_force_than_there_is_room_for(tuned: L
     with pytest.warns(
         advisor.AdvisorWarning, match="6 loader workers: .*; there is room for 2 now"
     ):
-        order = Found(["python", "train.py"], Terms()).known(seen)
+        order = RecordGuide(["python", "train.py"], RunPolicy()).known(seen)
     assert order is not None and order.config["num_workers"] == 2
 
 

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from advisor.cache.config import Config, Value
 from advisor.errors import AdvisorWarning
-from advisor.finding.conducted import Conducted
-from advisor.finding.piloted import Terms
+from advisor.finding.conducted import OnlineTuner
+from advisor.finding.piloted import RunPolicy
 from advisor.opening import open_records
 from advisor.printed import tune_again
 from advisor.tuners import host
@@ -217,13 +217,13 @@ def test_the_script_goes_on_without_the_search(
     def killed(listening: socket.socket) -> None:
         listening.accept()[0].close()
 
-    monkeypatch.setattr(Conducted, "_shared_folder", lambda *_: str(tmp_path))
+    monkeypatch.setattr(OnlineTuner, "_shared_folder", lambda *_: str(tmp_path))
     net = Net()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "pilot"))
         listening.listen(1)
         threading.Thread(target=killed, args=[listening]).start()
-        charge.attach(Conducted(["python", "train.py"], Terms(), tune_s=300.0))
+        charge.attach(OnlineTuner(["python", "train.py"], RunPolicy(), tune_s=300.0))
         with pytest.warns(AdvisorWarning, match="the search within this run has ended") as said:
             train(net, 12)
     assert len(said) == 1
@@ -449,8 +449,8 @@ def test_the_search_within_a_run_hears_of_a_failure_before_the_script_may_end_of
             return BlockRequest(config=own, own=own, steps=len(self.results))
 
     own = Config(precision="default")
-    guide = Conducted(["python", "train.py"], Terms(), tune_s=9.0)
-    guide._line = answers = Answers()  # type: ignore[assignment]
+    guide = OnlineTuner(["python", "train.py"], RunPolicy(), tune_s=9.0)
+    guide._client = answers = Answers()  # type: ignore[assignment]
     guide.backward_failed(MemoryError("in backward"), BlockRequest(config=own, own=own, steps=3))
     assert [result.reason for result in answers.results] == ["MemoryError: in backward"]
     assert guide.next(BlockResult(outcome="out_of_memory")).steps == 1  # the answer that came then

@@ -13,8 +13,8 @@ import pytest
 from advisor.cache.config import Config
 from advisor.cache.name import command_digest
 from advisor.errors import AdvisorWarning, UsageError
-from advisor.finding.in_command import InCommand
-from advisor.finding.piloted import _warn_of_another
+from advisor.finding.in_command import CommandOverrides
+from advisor.finding.piloted import _warn_of_other_run
 from advisor.piloting import INJECTED
 from advisor.tuners.measure.run.mapped_options import MappedOptions
 from advisor.tuners.measure.run.run import Run
@@ -145,10 +145,10 @@ def test_a_store_that_is_away_keeps_no_run_from_starting(
     ("batch", "said"), [(16, "is none that was tuned"), (4, "has 4 samples a step, not 16")]
 )
 def test_options_that_were_set_for_another_run_are_told(batch: int, said: str) -> None:
-    options = InCommand(record="ae1b@4", said="--batch-size 16", batch=16, own_batch=4)
+    options = CommandOverrides(record="ae1b@4", said="--batch-size 16", batch=16, own_batch=4)
     line = f"--batch-size 16 was set as record ae1b@4 advises, and this run {said}"
     with pytest.warns(AdvisorWarning, match=line):
-        _warn_of_another(options, None, batch)
+        _warn_of_other_run(options, None, batch)
 
 
 SOURCE = """

@@ -178,7 +178,7 @@ def test_what_cannot_be_sent_is_a_line_in_the_log(
 def test_only_so_many_an_hour(
     team: Served, project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(filing, "MOST_AN_HOUR", 2)
+    monkeypatch.setattr(filing, "MAX_AN_HOUR", 2)
     with caplog.at_level(logging.INFO, logger="advisor"):
         for batch in (1, 2, 3):
             missed(shape=(batch, 3, 8, 8))

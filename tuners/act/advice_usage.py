@@ -30,11 +30,10 @@ PIECES: tuple[Piece, ...] = get_args(Piece)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """The origin of a config, and the facts known about it. The defaults fit an unmeasured one."""
+    """A config, its origin and what is known about it. The defaults fit an unmeasured one."""
 
-    # 'exact', 'stale' (measured under another driver or version), 'nearest' (taken from a similar
-    # record), 'miss' or 'disabled'.
-    status: str = EXACT
+    config: Config = field(default_factory=Config)
+    status: str = EXACT  # or STALE, 'nearest' (from a similar record), 'miss', 'disabled'
     reason: str = ""  # one line: what was served, or why nothing was
     doubt: str = ""  # '; not verified ...', part of the reason: not compared with strict fp32
     signed: bool = True  # the record, by the reader or their team
