@@ -16,7 +16,6 @@ from advisor.finding.conducted import OnlineTuner
 from advisor.finding.lookups import advise, warn
 from advisor.finding.piloted import RecordGuide, RunPolicy
 from advisor.finding.request import Request, folder
-from advisor.piloting import step_comparer
 from advisor.tuners.act.pilot.pilot import ACTIVE_PILOT
 from advisor.tuners.search.plan import Plan
 
@@ -40,7 +39,12 @@ def apply_to_script(asked: Mapping[str, Any], *, tune: float | str | None, stric
         return advice
     try:
         guide, tune_s = _guide(asked, tune, strict)
-        ACTIVE_PILOT.attach(guide, step_comparer(tune_s))
+        comparer = None
+        if tune_s:
+            from advisor.tuners.measure.run.recorded_steps import RecordedSteps
+
+            comparer = RecordedSteps(careful=True)
+        ACTIVE_PILOT.attach(guide, comparer)
     except UsageError as exc:
         if strict:
             raise
