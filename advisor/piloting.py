@@ -45,10 +45,10 @@ def attach() -> None:
         ACTIVE_PILOT.attach(guide, RecordedSteps())
     elif (text := os.environ.get(RUN)) and not settings.disabled():
         run = json.loads(text)
-        ACTIVE_PILOT.attach(LazyGuide(run), step_comparer(run["tune_s"]))
+        ACTIVE_PILOT.attach(LazyGuide(run), _step_comparer(run["tune_s"]))
 
 
-def step_comparer(tune_s: float) -> StepComparer | None:
+def _step_comparer(tune_s: float) -> StepComparer | None:
     """Compares configs in a run that is tuned while it trains."""
     if not tune_s:
         return None

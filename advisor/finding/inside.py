@@ -16,12 +16,12 @@ from advisor.finding.conducted import OnlineTuner
 from advisor.finding.lookups import advise, warn
 from advisor.finding.piloted import RecordGuide, RunPolicy
 from advisor.finding.request import Request, folder
-from advisor.piloting import step_comparer
 from advisor.tuners.act.pilot.pilot import ACTIVE_PILOT
 from advisor.tuners.search.plan import Plan
 
 if TYPE_CHECKING:
     from advisor.tuners.act.advice import Advice
+    from advisor.tuners.act.pilot.pilot import StepComparer
 
 PERMISSIONS = ("precisions", "deterministic", "max_memory", "tolerance", "compile")
 """Arguments of apply() that say what the user of a run permits."""
@@ -40,7 +40,7 @@ def apply_to_script(asked: Mapping[str, Any], *, tune: float | str | None, stric
         return advice
     try:
         guide, tune_s = _guide(asked, tune, strict)
-        ACTIVE_PILOT.attach(guide, step_comparer(tune_s))
+        ACTIVE_PILOT.attach(guide, _comparer() if tune_s else None)
     except UsageError as exc:
         if strict:
             raise
@@ -62,6 +62,13 @@ def _guide(
         return RecordGuide(own_command(), policy), 0.0
     seconds = Plan.of({"budget": Seconds().checked("tune", tune)}).seconds
     return OnlineTuner(own_command(), policy, tune_s=seconds), seconds
+
+
+def _comparer() -> StepComparer:
+    """Compares configs in a run that is tuned while it trains."""
+    from advisor.tuners.measure.run.recorded_steps import RecordedSteps
+
+    return RecordedSteps(careful=True)
 
 
 def release() -> None:
