@@ -16,15 +16,14 @@ demo: $(USE)
 	$(BIN)/advisor tune --effort quick --budget 90s -- $(RUN) --epochs 100
 	$(BIN)/python examples/compare_run.py $(RUN)
 
-## Run the tests: a file's tests share what they set up, so a file stays with one process. In their
-## own order: otherwise files of few tests come last, and the longest have few. As many processes as
-## CI has cores: with one more, tests that compare speeds fail by chance. Compiled before, because
-## most are of processes that import it, and with PYTHONDONTWRITEBYTECODE each would compile.
+## Run the tests on two cores. A file's tests share fixtures, so a file stays with one process; in
+## file order, because otherwise the longest files come last. Compiled before, because processes that
+## tests start import it, and with PYTHONDONTWRITEBYTECODE each would compile.
 test: $(DEV)
 	$(BIN)/python -m compileall -q advisor tuners cache
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-## Also what takes long: a Ray cluster, thousands of made-up requests.
+## Also the tests marked long: Inductor, a Ray cluster, thousands of made-up requests.
 test-all: $(DEV)
 	$(BIN)/python -m compileall -q advisor tuners cache
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "long or not long"

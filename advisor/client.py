@@ -1,4 +1,4 @@
-"""A server of the team's from Python: ask for a tuning, watch it, read what it prints, end it.
+"""Ask a team's server for a tuning from Python, watch it, read what it prints, cancel it.
 
     client = Client("https://advisor.example")
     job = client.submit("model.py", shape="64x3x256x256", gpu="H100")
@@ -23,7 +23,7 @@ import msgspec
 
 from advisor.cache.stores.http_client import BYTES, JSON, MAP, HttpClient
 from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, printable
-from advisor.jobs.parcel import NEEDS_CODE, CodeArchive
+from advisor.jobs.parcel import NEEDS_CODE
 from advisor.jobs.spec import JobSpec, where
 from advisor.jobs.states import LIVE, STATES
 from advisor.jobs.submission import Submission
@@ -34,7 +34,7 @@ PATIENCE_S, SENDING_S = 10.0, 300.0
 """For one answer; for an archive to be sent."""
 POLL_S = 2.0
 AWAY_S = 120.0
-"""So long who follows a log bears a server that is away."""
+"""How long `Client.log` waits for a server that is away."""
 _MOST_PAGE = 200
 
 
@@ -43,7 +43,7 @@ class Job:
     """A tuning that was asked for.
 
     Attributes:
-        state: one of `advisor.jobs.states.STATES`; `reason`: why, where that needs saying.
+        state: one of `advisor.jobs.states.STATES`; `reason`: why, if that needs saying.
         what: the command or the target, as a line.
         gpu: a part of the device's name, '' for any; gpus: 0 for the CPU.
         by: the name of the token that asked.
@@ -51,8 +51,7 @@ class Job:
         record: the id of what it found, once it is done.
         attempt: the number of its last attempt, 0 before the first.
         new: that it was not asked for before; of `submit` alone.
-        attempts, trials: of `Client.job` alone: each start, and each config that was measured, as
-            the server has them.
+        attempts, trials: of `Client.job` alone: each start, and each config that was measured.
     """
 
     id: int
@@ -78,21 +77,6 @@ class Job:
     def where(self) -> str:
         """'4 x H100', 'any GPU', 'the CPU'."""
         return where(self.gpu, self.gpus)
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Job:
-        """Raises msgspec.ValidationError if it is none."""
-        given = {name: value for name, value in plain.items() if value is not None}
-        return msgspec.convert(_harmless(given), cls)
-
-
-def _harmless(value: Any) -> Any:
-    """Plain data whose texts steer no terminal."""
-    if isinstance(value, dict):
-        return {_harmless(name): _harmless(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_harmless(one) for one in value]
-    return printable(value) if isinstance(value, str) else value
 
 
 class _Jobs(msgspec.Struct):
@@ -124,7 +108,7 @@ class Client:
         token: default: $ADVISOR_TOKEN, or this server's in your file of tokens.
 
     Raises:
-        UsageError: the URL or the token has no such form.
+        UsageError: the URL or the token is malformed.
         StoreError: of every method: the server is away, too old to have jobs, or refuses the token.
     """
 
@@ -133,13 +117,10 @@ class Client:
             raise UsageError(f"server {url[:80]!r}: expected http[s]://HOST[:PORT]")
         self._http = HttpClient(url, token=token or "", called="server")
         self._patience_s = max(self._http.given.seconds("timeout", 0.0), PATIENCE_S)
-
-    @property
-    def url(self) -> str:
-        return self._http.url
+        self.url = self._http.url
 
     def page(self, id: int) -> str:
-        """Where a browser sees a job as it goes on."""
+        """The address of a job's page, for a browser."""
         return f"{self.url.partition('?')[0].rstrip('/')}/jobs/{id}"
 
     def submit(
@@ -154,9 +135,8 @@ class Client:
         force: bool = False,
         **options: Any,
     ) -> Job:
-        """Ask for a tuning of a target, or of a command as one would type it in a folder.
-
-        The same request twice is one job. The code that lies there travels along.
+        """Ask for a tuning of a target, or of a command as one would type it in `folder`, whose
+        code is sent along. The same request twice is one job.
 
         Args:
             gpu: a part of the GPU's name; gpus: how many, 0 for the CPU; default:
@@ -168,30 +148,25 @@ class Client:
         Raises:
             UsageError: an argument is wrong, or the code is too much to travel.
         """
-        asked = JobSpec.given(
-            command=command,
-            target=target,
-            options=options,
-            gpu=gpu,
-            gpus=gpus,
-            env=env or {},
-            force=force,
-        )
+        place: dict[str, Any] = {"gpu": gpu, "gpus": gpus, "env": env or {}}
+        asked = JobSpec.given(command=command, target=target, options=options, force=force, **place)
         return self.ask(Submission.of(asked, Path(folder)))
 
     def ask(self, submission: Submission) -> Job:
-        """As `submit`, of what was checked and packed before. Code that is there is not sent."""
+        """Submit what was checked and packed before. Code that the server has is not sent."""
         body = json.dumps(submission.asked.plain).encode()
-        status, data = self._posted(body)
-        if status == NEEDS_CODE and submission.code is not None:
-            self._send(submission.code)
-            status, data = self._posted(body)
+        how: dict[str, Any] = {"body": body, "kind": JSON, "accepts": (NEEDS_CODE,)}
+        status, data = self._asked("POST", "/api/jobs", **how)
+        if status == NEEDS_CODE and (code := submission.code) is not None:
+            sent: dict[str, Any] = {"body": code.archive, "kind": BYTES, "patience_s": SENDING_S}
+            self._asked("PUT", f"/api/archives/{code.digest}", **sent)
+            status, data = self._asked("POST", "/api/jobs", **how)
         if status == NEEDS_CODE:
             raise UsageError(f"server {self.url}: {self._http.detail(data)}")
         return self._job(self._http.decoded(data, MAP))
 
     def jobs(self, states: Sequence[str] = (), most: int = 50) -> list[Job]:
-        """The newest jobs, of these states alone where some are given."""
+        """The newest jobs, only of these states if some are given."""
         if wrong := sorted(set(states) - set(STATES)):
             raise UsageError(f"state {wrong[0]!r}: expected one of {', '.join(STATES)}")
         found: list[Job] = []
@@ -207,66 +182,39 @@ class Client:
         return found
 
     def job(self, id: int) -> Job:
-        """A job with its attempts and trials.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """A job with its attempts and trials. Raises UsageError if there is none."""
         return self._job(self._said(MAP, "GET", f"/api/jobs/{id:d}"))
 
     def log(self, id: int, *, follow: bool = False, poll_s: float = POLL_S) -> Iterator[str]:
-        """What a job has printed, in pieces; with `follow` also what it prints until it is over. A
-        server that is away meanwhile is waited for, up to two minutes.
-
-        Raises:
-            UsageError: there is no such job.
-        """
-        after, seen = 0, time.monotonic()
-        ended = begun = False
+        """What a job has printed, in pieces. With `follow` it continues until the job is over, also
+        if the server is away for up to two minutes. Raises UsageError if there is no such job."""
+        after, seen, ended = 0, 0.0, False
         while not ended:
             try:
                 said = self._said(_LOG, "GET", f"/api/jobs/{id:d}/log?after={after}")
             except Unauthorized:
                 raise
             except StoreError:
-                if not (follow and begun) or time.monotonic() - seen > AWAY_S:
+                if not (follow and seen) or time.monotonic() - seen > AWAY_S:
                     raise
                 time.sleep(poll_s)
                 continue
-            begun, seen = True, time.monotonic()
             if said.next < after:
                 raise self._http.foreign("its log goes back")
-            if said.text:
-                yield _lines(said.text)
+            after, seen = said.next, time.monotonic()
             ended = said.ended or not (follow or said.text)
-            if not said.text and not ended:
+            if said.text:
+                yield "".join(char if char in "\n\t" else printable(char) for char in said.text)
+            elif not ended:
                 time.sleep(poll_s)
-            after = said.next
 
     def cancel(self, id: int) -> str:
-        """End a job, or forget it where it waits; the state that it has now, another than
-        'cancelled' where it was over before.
-
-        Raises:
-            UsageError: there is no such job.
-        """
+        """End a job, and return the state that it has now: not 'cancelled' if it was over before.
+        Raises UsageError if there is no such job."""
         state = self._said(_STATE, "POST", f"/api/jobs/{id:d}/cancel").state
         if state not in STATES:
             raise self._http.foreign("it names no state of a job")
         return state
-
-    def _posted(self, body: bytes) -> tuple[int, bytes]:
-        accepts = (NEEDS_CODE,)
-        return self._asked("POST", "/api/jobs", body=body, kind=JSON, accepts=accepts)
-
-    def _send(self, code: CodeArchive) -> None:
-        self._asked(
-            "PUT",
-            f"/api/archives/{code.digest}",
-            body=code.archive,
-            kind=BYTES,
-            patience_s=SENDING_S,
-        )
 
     def _said(self, decoder: msgspec.json.Decoder[T], method: str, path: str) -> T:
         return self._http.decoded(self._asked(method, path)[1], decoder)
@@ -274,29 +222,34 @@ class Client:
     def _asked(
         self, method: str, path: str, accepts: Collection[int] = (), **how: Any
     ) -> tuple[int, bytes]:
+        """The status and the body of an answer."""
+        how.setdefault("patience_s", self._patience_s)
         try:
-            status, _headers, data = self._http.request(
-                method, path, accepts=(404, *accepts), **{"patience_s": self._patience_s} | how
-            )
+            status, _, data = self._http.request(method, path, accepts=(404, *accepts), **how)
         except RecordDamaged as exc:  # of what was asked, and not of a record
             raise UsageError(str(exc)) from exc
-        if status == 404:
-            why = self._http.detail(data)
-            if why in ("", "Not Found"):
-                raise StoreError(
-                    f"server {self.url}: has no jobs; it is older than this advisor, or of another "
-                    "path; ask who runs it"
-                )
-            raise UsageError(f"server {self.url}: {why}; to see them: advisor jobs")
-        return status, data
+        if status != 404:
+            return status, data
+        why = self._http.detail(data)
+        if why in ("", "Not Found"):
+            raise StoreError(
+                f"server {self.url}: has no jobs; it is older than this advisor, or of another "
+                "path; ask who runs it"
+            )
+        raise UsageError(f"server {self.url}: {why}; to see them: advisor jobs")
 
     def _job(self, plain: dict[str, Any]) -> Job:
+        given = {name: _harmless(value) for name, value in plain.items() if value is not None}
         try:
-            return Job.of(plain)
+            return msgspec.convert(given, Job)
         except msgspec.ValidationError as exc:
             raise self._http.foreign(f"what it tells is no job: {exc}") from exc
 
 
-def _lines(text: str) -> str:
-    """Lines that steer no terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
+def _harmless(value: Any) -> Any:
+    """Plain data whose texts cannot steer a terminal."""
+    if isinstance(value, dict):
+        return {_harmless(name): _harmless(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_harmless(one) for one in value]
+    return printable(value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""What a tuning leaves: its record, what was compiled for it, its study; and how they go again."""
+"""Store what a tuning leaves: its record, compiled code and study; and lock what it measures on."""
 
 from __future__ import annotations
 
@@ -20,53 +20,39 @@ from advisor.cache.seal import own_folder
 from advisor.cache.settings import max_artifacts
 from advisor.cache.shown import size
 from advisor.cache.stores import Remote, Store
-from advisor.cache.stores.filesystem import beside, make_folder
+from advisor.cache.stores.filesystem import REMEDY, beside, make_folder
 from advisor.errors import Busy, StoreDamaged, StoreError
 from advisor.tuners.search.plan import Progress
 
 HOST = "cpu"
-"""What the lock of a host's own cores is called."""
+"""The name of the lock for a host's own cores."""
 
 
 def check_writable(records: Records, progress: Progress) -> None:
-    """Before anything is measured: some store takes the record. A damaged one is moved aside.
-
-    Raises:
-        StoreError: none can be written.
-    """
+    """Raise StoreError if no store can take a record. A damaged store is moved aside."""
     failed: StoreError | None = None
     for store in records.stores:
         try:
-            store.check_writable()
+            return store.check_writable()
         except StoreDamaged as exc:
             aside = store.quarantine()
-            progress.notice(
+            return progress.notice(
                 f"the store was damaged ({exc}); it is now in {aside}, a new one is begun"
             )
-            return
         except StoreError as exc:
             failed = failed or exc
-        else:
-            return
     if failed is not None:
         raise failed
 
 
 def keep(records: Records, record: Record, anew: bool, progress: Progress) -> Store:
-    """Put it where it can be put, and say where that is if it is not where it should be.
-
-    What is measured anew on purpose, or finished, counts there, also where there was a record of
-    more effort.
-
-    Returns:
-        Where it is.
-    """
+    """Store a record, and return where. Warn about remote stores that could not take it. With
+    `anew` it replaces earlier versions there, also those of more effort."""
     before = _versions(records, record) if anew else []
     kept = records.put(record)
     faults = list(records.unreachable)
     records.remove((s, name) for s, name in before if s is kept and records.is_ours(name))
-    passed_over = records.stores[: records.stores.index(kept)]
-    for store, fault in zip(passed_over, faults, strict=True):
+    for store, fault in zip(records.stores, faults, strict=False):
         if isinstance(store, Remote):
             progress.warning(
                 f"{fault}; the record is kept in {kept.url}. To push it later: "
@@ -82,7 +68,7 @@ def keep_artifacts(
     store: Store,
     progress: Progress,
 ) -> None:
-    """Put what was compiled for a record's configs beside it. Without it, it is compiled anew."""
+    """Store what was compiled for a record's configs beside it."""
     from advisor.tuners import knobs
     from advisor.tuners.act.artifacts import saved
 
@@ -95,18 +81,15 @@ def keep_artifacts(
         try:
             kept = artifacts.keep(data, Purpose.of(record, config, where, tools), store)
         except StoreError as exc:
-            progress.warning(f"what was compiled is not kept: {exc}")
-            return
-        progress.notice(
-            f"compiled for {what}: {size(kept)} are kept with the record"
-            if kept
-            else f"compiled for {what}: not kept: "
-            + (artifacts.unsigned or f"over {size(max_artifacts())} (ADVISOR_MAX_ARTIFACTS)")
-        )
+            return progress.warning(f"what was compiled is not kept: {exc}")
+        limit = f"over {size(max_artifacts())} (ADVISOR_MAX_ARTIFACTS)"
+        why = f"not kept: {artifacts.unsigned or limit}"
+        said = f"{size(kept)} are kept with the record" if kept else why
+        progress.notice(f"compiled for {what}: {said}")
 
 
 def _versions(records: Records, record: Record) -> list[tuple[Store, Name]]:
-    """Every version of a record; what runs and targets measured under one key are two."""
+    """Every version of a record. Runs and targets that were measured under one key count as two."""
     key = record.key
     versions = records.versions(record)
     held = (
@@ -122,11 +105,7 @@ def _versions(records: Records, record: Record) -> list[tuple[Store, Name]]:
 
 
 def forget_studies(records: Records, record: Record) -> None:
-    """Remove the studies behind a record.
-
-    Raises:
-        Busy: another process tunes the same key.
-    """
+    """Remove the studies behind a record. Raises Busy while another process tunes its key."""
     for study in records.studies.glob(f"{record.id}-*.journal"):
         with locked(study.parent, study.stem):
             study.unlink(missing_ok=True)
@@ -134,38 +113,34 @@ def forget_studies(records: Records, record: Record) -> None:
 
 @contextlib.contextmanager
 def measuring(records: Records, what: Sequence[str], devices: Sequence[str]) -> Iterator[None]:
-    """While no other process measures on these devices, or the same command or target.
+    """Lock these devices, and a command or target, while they are measured.
 
-    Taken before anything is started or removed. A GPU's lock is this user's on this machine,
-    whatever store is used. The host's is the store's: its cores are everybody's anyway.
+    A GPU's lock is this user's on this machine, whatever store is used. The host's is the store's:
+    its cores are everybody's anyway.
 
     Args:
         what: words of the command, or the target.
-        devices: as `lock_names` has them.
+        devices: as `lock_names` returns them.
 
     Raises:
-        Busy: another process does. UsageError: the store has no folder.
+        Busy: another process measures. UsageError: the store has no folder.
     """
+    own = own_folder()
+    locks = [(records.studies, list(what), "measures this very command now; wait for it")]
+    for device in sorted(set(devices), reverse=True):
+        if device == HOST:
+            said = "measures on this host's CPU now; wait for it"
+            locks.append((records.studies, [HOST], said))
+        else:
+            folder = own / "devices" if own else records.studies
+            said = f"measures on GPU {device} now; wait for it, or set CUDA_VISIBLE_DEVICES"
+            locks.append((folder, [device, platform.node()], said))
     with contextlib.ExitStack() as held:
-        for device in sorted(set(devices)):
-            folder = records.studies if device == HOST else _of_machine() or records.studies
-            free = "wait for it" if device == HOST else "wait for it, or set CUDA_VISIBLE_DEVICES"
-            host = [] if device == HOST else [platform.node()]
-            on = "this host's CPU" if device == HOST else f"GPU {device}"
-            _hold(held, folder, [device, *host], f"measures on {on} now; {free}")
-        _hold(held, records.studies, list(what), "measures this very command now; wait for it")
+        for folder, parts, said in reversed(locks):
+            # A folder that cannot be written is reported before anything is measured.
+            with contextlib.suppress(StoreError):
+                held.enter_context(locked(folder, fingerprint(parts)[:12], said))
         yield
-
-
-def _hold(held: contextlib.ExitStack, folder: Path, parts: list[str], said: str) -> None:
-    # A folder that cannot be written is told of, in more words, before anything is measured.
-    with contextlib.suppress(StoreError):
-        held.enter_context(locked(folder, fingerprint(parts)[:12], said))
-
-
-def _of_machine() -> Path | None:
-    folder = own_folder()
-    return None if folder is None else folder / "devices"
 
 
 def lock_names(device: str | None = None) -> list[str]:
@@ -185,10 +160,10 @@ def lock_names(device: str | None = None) -> list[str]:
 def locked(
     folder: Path, name: str, said: str = "measures this very key now; wait for it"
 ) -> Iterator[None]:
-    """While no other process holds the lock `name`.
+    """Hold the lock `name`.
 
     Args:
-        said: what the other one does, and what to do.
+        said: what another process that holds it does, and what to do.
 
     Raises:
         Busy: one does. StoreError: the folder cannot be written, or a link lies in its place.
@@ -201,23 +176,15 @@ def locked(
         lock.acquire(timeout=0)
         holder.write_text(str(os.getpid()))
     except Timeout as exc:
-        raise Busy(f"another advisor{_process(holder)} {said}") from exc
+        number = ""
+        with contextlib.suppress(OSError):
+            number = holder.read_text()
+        who = f" (process {number})" if number.isdecimal() else ""
+        raise Busy(f"another advisor{who} {said}") from exc
     except OSError as exc:
-        raise StoreError(
-            f"cache {folder.parent}: {exc.strerror or exc}; point --cache or ADVISOR_CACHE to "
-            "another folder"
-        ) from exc
+        raise StoreError(f"cache {folder.parent}: {exc.strerror or exc}; {REMEDY}") from exc
     try:
         yield
     finally:
         holder.unlink(missing_ok=True)
         lock.release()
-
-
-def _process(holder: Path) -> str:
-    """The process that a file names, as ' (process 123)'; '' where it names none."""
-    try:
-        number = holder.read_text()
-    except OSError:
-        return ""
-    return f" (process {number})" if number.isdecimal() else ""

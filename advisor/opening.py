@@ -6,20 +6,18 @@ from advisor.cache.record import Record
 from advisor.cache.records import Records, be_patient
 from advisor.cache.seal import KeyRing
 from advisor.cache.settings import Cache as Cache
-from advisor.cache.stores import open_store as open_store
 from advisor.cache.stores import open_stores
 
 PATIENCE_S = 10.0
-"""What a remote store may take where a person waits for a command."""
+"""What a remote store may take for a command."""
 
 
 def open_records(cache: Cache, *, patient: bool = True, fallback: bool = False) -> Records:
-    """The records in the stores that `cache` names, refused where a value is outside its domain.
+    """The records in the stores that `cache` names. One whose values are invalid is refused.
 
     Args:
         patient: wait for remote stores as a person does, not as a training script does.
-        fallback: behind remote stores alone, the user's cache folder too, which keeps what they
-            cannot take.
+        fallback: as `open_stores` takes it.
 
     Raises:
         UsageError: a URL, the project's settings or the secret is wrong.

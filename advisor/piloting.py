@@ -18,7 +18,6 @@ from advisor.tuners.act.pilot.protocol import (
 
 if TYPE_CHECKING:
     from advisor.finding.in_command import CommandOverrides
-    from advisor.tuners.act.pilot.pilot import StepComparer
     from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, Guide
     from advisor.tuners.act.pilot.script_facts import ScriptFacts
 
@@ -45,16 +44,12 @@ def attach() -> None:
         ACTIVE_PILOT.attach(guide, RecordedSteps())
     elif (text := os.environ.get(RUN)) and not settings.disabled():
         run = json.loads(text)
-        ACTIVE_PILOT.attach(LazyGuide(run), _step_comparer(run["tune_s"]))
+        comparer = None
+        if run["tune_s"]:
+            from advisor.tuners.measure.run.recorded_steps import RecordedSteps
 
-
-def _step_comparer(tune_s: float) -> StepComparer | None:
-    """Compares configs in a run that is tuned while it trains."""
-    if not tune_s:
-        return None
-    from advisor.tuners.measure.run.recorded_steps import RecordedSteps
-
-    return RecordedSteps(careful=True)
+            comparer = RecordedSteps(careful=True)
+        ACTIVE_PILOT.attach(LazyGuide(run), comparer)
 
 
 class LazyGuide:

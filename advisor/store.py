@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from advisor.cache.exchange import Carried
     from advisor.cache.garbage import Garbage
     from advisor.cache.record import Record
+    from advisor.cache.records import Records
 
 Wanted = Callable[["Record"], bool]
 
@@ -27,7 +28,8 @@ class Store:
 
         Store("https://advisor.example").sync("dir:/data/records")
 
-    Every method raises StoreError where the store cannot be read, or written if it writes.
+    Every method raises StoreError if no store can be read, or none written if it writes. One
+    AdvisorWarning names what else could not be read.
 
     Args:
         url: a folder, a store's URL, or several; None for what $ADVISOR_CACHE names, else the
@@ -47,36 +49,34 @@ class Store:
 
     def records(self) -> list[Record]:
         """The newest version of every record that can be read."""
-        from advisor.opening import open_records
-
-        return open_records(self._cache).all()
+        records = self._open()
+        found = records.all()
+        _warn(records)
+        return found
 
     def export(self, path: str | os.PathLike[str], *, only: Wanted = _every) -> int:
         """Write the records for which `only` is true into the pack `path`, and return how many.
 
-        What cannot be read is left out, with an AdvisorWarning each.
-
         Raises:
             NoRecord: no record fits.
         """
-        from advisor import sharing
-        from advisor.errors import AdvisorWarning
+        from advisor.cache import exchange
 
-        count, damaged = sharing.export(Path(path), only, cache=self._cache)
-        for line in damaged:
-            warnings.warn(f"advisor: {line}", AdvisorWarning, stacklevel=2)
+        records = self._open()
+        count = exchange.export(records, Path(path), only)
+        _warn(records)
         return count
 
     def import_(self, path: str | os.PathLike[str], *, only: Wanted = _every) -> list[Carried]:
-        """Take the records of the pack `path` for which `only` is true into the first store that
+        """Copy the records of the pack `path` for which `only` is true into the first store that
         can be written, and return what became of each.
 
         Raises:
             UsageError: there is no such file.
         """
-        from advisor import sharing
+        from advisor.cache import exchange
 
-        return list(sharing.import_(Path(path), only, cache=self._cache)[1])
+        return list(exchange.unpack(Path(path), self._open(), only)[1])
 
     def sync(
         self, other: Store | str | os.PathLike[str], *, only: Wanted = _every
@@ -87,40 +87,43 @@ class Store:
         Raises:
             UsageError: one of them is several stores, or both are the same.
         """
-        from advisor import sharing
+        from advisor.cache import exchange
+        from advisor.cache.stores import open_stores
+        from advisor.opening import open_records
 
         target = other if isinstance(other, Store) else Store(other)
-        return list(sharing.sync(self._single(), target._single(), only))
+        sides = (side.urls or (open_stores()[0].url,) for side in (self, target))
+        urls = [url for side in sides for url in side]
+        return list(exchange.sync(open_records(urls), only))
 
     def prune(self, *, dry_run: bool = True) -> list[Garbage]:
         """List what may go of what you measured: superseded and stale records, unused artifacts,
         files of writers that were killed. With `dry_run=False` remove it.
 
         Raises:
-            StoreError: also where something of it cannot be removed; the rest is gone then.
+            StoreError: also if something cannot be removed; the rest is gone then.
         """
-        from advisor import sharing
+        from advisor.cache import garbage
         from advisor.errors import StoreError
 
-        records, going = sharing.gc(cache=self._cache)
-        stuck = [] if dry_run else sharing.remove(records, going)
-        if stuck:
+        records = self._open()
+        going = garbage.all_garbage(records)
+        _warn(records)
+        if not dry_run and (stuck := garbage.remove(going)):
             raise StoreError(f"not removed: {'; '.join(stuck)}")
         return going
 
-    @property
-    def _cache(self) -> Cache:
-        return self.urls or None
+    def _open(self) -> Records:
+        from advisor.opening import open_records
 
-    def _single(self) -> str:
-        """The URL, where it is one store.
+        return open_records(self.urls or None)
 
-        Raises:
-            UsageError: it is several.
-        """
-        from advisor.cache.stores import open_stores
-        from advisor.errors import UsageError
 
-        if len(self.urls) > 1:
-            raise UsageError(f"sync: expected one store for each side, not {self}")
-        return self.urls[0] if self.urls else open_stores()[0].url
+def _warn(records: Records) -> None:
+    """Name what could not be read in one line."""
+    from advisor.errors import AdvisorWarning
+
+    lines = [*records.unreachable, *(f"record {line}" for line in records.damaged)]
+    if lines:
+        more = f"; {len(lines) - 1} more cannot be read, see advisor show" if lines[1:] else ""
+        warnings.warn(f"advisor: {lines[0]}{more}", AdvisorWarning, stacklevel=3)

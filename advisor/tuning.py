@@ -166,7 +166,7 @@ class Tuning:
         max_artifacts()  # a wrong value is reported before anything is measured
         check_writable(self.records, self.progress)
         with self.workload.open(self.plan, self.records, self.progress) as opened:
-            similar = self.records.akin(opened.key, opened.facts.family)
+            similar = self.records.similar(opened.key, opened.facts.family)
             for fault in self.records.unreachable:
                 self.progress.notice(f"{fault}; its records are not looked at")
             earlier = self._earlier(opened, similar)

@@ -141,7 +141,7 @@ class Bench:
                 )
             if by == "kin":
                 sought = RecordFilter(
-                    kin_of=replace(key, model=of), family=self.copied[0].record.family
+                    similar_to=replace(key, model=of), family=self.copied[0].record.family
                 )
             plain = {
                 name: json.dumps(value) if name == "wanted" else value
@@ -222,7 +222,7 @@ class Bench:
 
     def applied(self, most: int) -> None:
         """advisor.lookup() in as many processes, forked from this one: the first of each, and when
-        all have had that, the second, which is on the same connection and answered by 304."""
+        all have had that, the second, on the same connection."""
         fork = multiprocessing.get_context("fork")
 
         def once(together: Any, said: Any) -> None:

@@ -250,7 +250,7 @@ def in_store(url: str) -> tuple[set[tuple[int, int]], int, int]:
             try:
                 if isinstance(data, RecordDamaged):
                     raise data
-                one = records.read(name, data)
+                one, _signed = records.read(name, data)
             except RecordDamaged:
                 unreadable += 1
                 continue

@@ -5,6 +5,7 @@ Artifacts are code: PyTorch unpickles and runs them. So they are not part of a r
 in a record leads to them. They are blobs of a store, under a key that only the owner of a signing
 key can make. Nothing in them is parsed before the signature of one of the reader's own keys over
 all of it was verified. Then they must have been made for this record, config, device and software.
+RecordDamaged says why artifacts are refused, StoreError why a store cannot be read or written.
 """
 
 from __future__ import annotations
@@ -133,11 +134,7 @@ def pack_artifacts(data: bytes, purpose: Purpose, keyring: KeyRing) -> bytes:
 
 
 def unpack_artifacts(packed: bytes, purpose: Purpose, keyring: KeyRing) -> bytes:
-    """The artifacts in a blob, if they may be loaded for a purpose.
-
-    Raises:
-        RecordDamaged: why they may not.
-    """
+    """The artifacts in a blob, if they may be loaded for a purpose."""
     found, data = _verified(packed, keyring)
     made, needed = to_plain(found), to_plain(purpose)
     if differing := ", ".join(
@@ -157,11 +154,7 @@ def unpack_artifacts(packed: bytes, purpose: Purpose, keyring: KeyRing) -> bytes
 
 
 def _verified(packed: bytes, keyring: KeyRing) -> tuple[Purpose, Any]:
-    """What signed artifacts are for, and their compressed data.
-
-    Raises:
-        RecordNewer: another version of advisor wrote them. RecordDamaged: they are refused.
-    """
+    """What signed artifacts are for, and their compressed data."""
     if not packed.startswith(_START):
         kind = RecordNewer if packed.startswith(_ANY) else RecordDamaged
         raise kind("artifacts: none that this version reads; refused")
@@ -210,9 +203,6 @@ class Artifacts:
 
         0 if they are not kept: the store takes no blobs, there is no safe key to sign with, or
         they are larger than permitted.
-
-        Raises:
-            StoreError: the store cannot be written.
         """
         if not store.takes_blobs or not self._keyring.signs or not self.most:
             return 0
@@ -225,9 +215,6 @@ class Artifacts:
     def find(self, purpose: Purpose) -> Found | None:
         """What may be loaded for a purpose, or None. It is copied into the first local store that
         was searched before.
-
-        Raises:
-            StoreError: there may be some; why they cannot be read. RecordDamaged: or not loaded.
         """
         if not self.most:
             return None
@@ -271,11 +258,7 @@ class Artifacts:
                     return
 
     def on(self, store: Store, start: str = "") -> dict[Label, int]:
-        """The artifacts in a store whose names begin with `start`, with their size in bytes.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
+        """The artifacts in a store whose names begin with `start`, with their size in bytes."""
         sizes = store.sizes(BLOBS + start).items()
         found = ((Label.parse(key.removeprefix(BLOBS), self._keyring), size) for key, size in sizes)
         return {label: size for label, size in found if label}
@@ -305,11 +288,7 @@ class Artifacts:
         return self._given.exposed if self._given.trusts(label.name) else OTHER_KEY
 
     def checked(self, store: Store, label: Label) -> bytes | None:
-        """What a store has under a label, or None: whole, signed, and what the label says.
-
-        Raises:
-            RecordDamaged: it is refused. StoreError: the store cannot be read.
-        """
+        """What a store has under a label, or None: whole, signed, and what the label says."""
         packed = store.get(label.text, self.most)
         if packed is not None:
             purpose, _data = _verified(packed, self._keyring)

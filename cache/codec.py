@@ -1,4 +1,4 @@
-"""Encodes records as msgpack and decodes them; data that fails a check is refused."""
+"""Encodes records as msgpack and decodes them. RecordDamaged says why data is refused."""
 
 from __future__ import annotations
 
@@ -62,25 +62,14 @@ class Envelope(msgspec.Struct, frozen=True):
     hmac: bytes = b""
 
 
-def encode(record: Record, keyring: KeyRing = NO_KEYS, *, revises: bytes = b"") -> bytes:
+def encode(record: Record, keyring: KeyRing = NO_KEYS) -> bytes:
     """The record as msgpack bytes, every text as one printable line.
 
-    If it would be too large, raw seconds per block go first, then the slowest trials.
-
-    Args:
-        keyring: signs the record, if it has a key.
-        revises: the encoded record that this one was made from. Fields that only a newer version
-            knows are copied from it.
-
-    Raises:
-        RecordDamaged: `decode` would refuse it, e.g. for a number that is not finite.
+    Signed, if there is a key. If it would be too large, raw seconds per block go first, then the
+    slowest trials.
     """
-    old = unpack(open_envelope(revises)[0]) if revises else {}
-    known = to_plain(from_plain(Record, old)) if revises else {}
     for fitting in _smaller(record):
-        plain = to_plain(fitting)
-        _copy_unknown(old, known, plain)
-        payload = _pack(plain)
+        payload = _pack(to_plain(fitting))
         if len(payload) <= MAX_BYTES - 2**10 and len(fitting.trials) <= MAX_TRIALS:
             break
     data = make_envelope(payload, keyring)
@@ -93,9 +82,6 @@ def decode(data: bytes, keyring: KeyRing = NO_KEYS) -> Record:
 
     Args:
         keyring: if it requires signatures, records that none of its keys signed are refused.
-
-    Raises:
-        RecordDamaged: the bytes hold no valid record; names the wrong field.
     """
     return decode_signed(data, keyring)[0]
 
@@ -117,11 +103,7 @@ def make_envelope(payload: bytes, keyring: KeyRing = NO_KEYS) -> bytes:
 
 
 def open_envelope(data: bytes, keyring: KeyRing = NO_KEYS) -> tuple[bytes, bool]:
-    """The payload of an envelope, and whether one of the keys signed it.
-
-    Raises:
-        RecordDamaged: it was changed, or is not signed although the keyring requires it.
-    """
+    """The payload of an envelope, and whether one of the keys signed it."""
     found = unpack(data, max_bin_len=MAX_BYTES)
     format = found.get("format") if isinstance(found, dict) else None
     if type(format) is not int:
@@ -147,11 +129,7 @@ def open_envelope(data: bytes, keyring: KeyRing = NO_KEYS) -> tuple[bytes, bool]
 
 
 def unpack(data: bytes, *, max_bin_len: int = 0) -> Any:
-    """Plain data from msgpack, within the limits of size, length and number.
-
-    Raises:
-        RecordDamaged: it is not msgpack, or too large.
-    """
+    """Plain data from msgpack, within the limits of size, length and number."""
     if len(data) > MAX_BYTES:
         raise RecordDamaged(f"record: {len(data)} bytes, expected at most {MAX_BYTES}")
     left = MAX_PARTS
@@ -202,23 +180,6 @@ def _smaller(record: Record) -> Iterator[Record]:
     yield dataclasses.replace(record, trials=())
 
 
-def _copy_unknown(old: Any, known: Any, new: Any) -> None:
-    """Copy from `old` to `new` what is not in `known`, which is what this version read of `old`.
-
-    Members of a list are paired by position, and only if they are otherwise equal.
-    """
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name, value in old.items():
-            if name not in known:
-                new[name] = value
-            elif name in new:
-                _copy_unknown(value, known[name], new[name])
-    elif isinstance(old, list) and isinstance(new, list):
-        for before, read, after in zip(old, known, new, strict=False):
-            if read == after:
-                _copy_unknown(before, read, after)
-
-
 def to_plain(value: object) -> Any:
     """A dataclass of the cache, or a value in it, as dicts, lists, numbers and lines of text."""
     if isinstance(value, str):
@@ -245,9 +206,6 @@ def from_plain(cls: type[T], data: object) -> T:
     """The inverse of `to_plain` for a class `cls`.
 
     Missing fields get their default; fields that `cls` does not have are ignored.
-
-    Raises:
-        RecordDamaged: data is not what cls needs; names the wrong field.
     """
     describe(cls)
     what = cls.__name__.lower()

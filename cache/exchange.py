@@ -1,6 +1,6 @@
-"""Records from store to store, into packs and out of them.
+"""Copy records from store to store, into packs and out of them.
 
-Encoded records travel as they are, so that nothing a newer version wrote into them is lost, and
+Encoded records are copied unmodified, so that nothing a newer version wrote into them is lost, and
 each signature stays its owner's.
 """
 
@@ -17,17 +17,22 @@ from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.shown import size
 from advisor.cache.stores import Store
-from advisor.cache.stores.pack import read, write
-from advisor.errors import RecordDamaged, StoreError, Unauthorized
+from advisor.cache.stores.pack import PackStore, write
+from advisor.errors import NoRecord, RecordDamaged, Unauthorized, UsageError
 
 Outcome = Literal["added", "updated", "older", "known", "refused"]
+Source = Iterable[tuple[str, bytes | RecordDamaged]]
+Wanted = Callable[[Record], bool]
+
+
+def every(_record: Record) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """What became of one record: 'added' is of a key that was not there, 'updated' counts from now
-    on, 'older' was kept beside one that counts more, 'known' was there.
-    `reason`: why refused."""
+    """What became of one record: 'added' has a new key, 'updated' counts from now on, 'older' is
+    kept beside one that counts more, 'known' was there. `reason`: why it was refused."""
 
     name: str
     outcome: Outcome
@@ -36,75 +41,56 @@ class Carried:
 
 
 def carry(
-    source: Iterable[tuple[str, bytes | RecordDamaged]],
-    records: Records,
-    store: Store,
-    wanted: Callable[[Record], bool] = lambda _record: True,
+    source: Source, records: Records, store: Store, wanted: Wanted = every
 ) -> Iterator[Carried]:
-    """Put what may be used of a source into a store, one after another; what became of each.
-
-    Raises:
-        StoreError: the store cannot be read or written; the source cannot be read on.
-    """
+    """Copy the sound records of a source into a store, one by one, and say what became of each.
+    Raises StoreError if one of the two fails."""
     there: dict[str, list[Name]] = {}
     for name in records.names(store):
         there.setdefault(name.record_key, []).append(name)
     for text, data in source:
         try:
             record, name, data = sound(records, text, data)
-        except RecordDamaged as exc:
-            yield Carried(name=text, outcome="refused", reason=str(exc))
-            continue
-        if not wanted(record):
-            continue
-        try:
+            if not wanted(record):
+                continue
             outcome = _put(store, name, data, there.setdefault(name.record_key, []))
-        except RecordDamaged as exc:  # as a server of another version says
+        except RecordDamaged as exc:  # also as a server of another version says
             yield Carried(name=text, outcome="refused", reason=str(exc))
-            continue
-        yield Carried(name=name.text, outcome=outcome, target=record.target.name)
+        else:
+            yield Carried(name=name.text, outcome=outcome, target=record.target.name)
 
 
 def _put(store: Store, name: Name, data: bytes, known: list[Name]) -> Outcome:
-    """Put a version beside those that are known, and among them."""
-    if any(one.text == name.text for one in known):
-        # The same name is the same bytes, unless the copy there is damaged.
-        if store.get_many([name.text]).get(name.text) == data:
-            return "known"
-        store.put(name.text, data)
-        return "updated"
+    """Put a version into a store, and its name among those that are known there."""
+    same = any(one.text == name.text for one in known)
+    # The same name is the same bytes, unless the copy there is damaged.
+    if same and store.get_many([name.text]).get(name.text) == data:
+        return "known"
     store.put(name.text, data)
-    outcome: Outcome = "added"
-    if known:
-        first = ranked([*known, name])[0]
-        outcome = "updated" if first.text == name.text else "older"
+    if same:
+        return "updated"
     known.append(name)
-    return outcome
+    if len(known) == 1:
+        return "added"
+    return "updated" if ranked(known)[0].text == name.text else "older"
 
 
 def sound(reader: Reader, text: str, data: bytes | RecordDamaged) -> tuple[Record, Name, bytes]:
-    """The record that a store has under this key, if it may be used and is what that says.
-
-    Raises:
-        RecordDamaged: why not.
-    """
+    """The record under a store's key, its name and its bytes. Raises RecordDamaged if it is
+    refused."""
     name = Name.parse(text, reader.keyring)
     if name is None:
         raise RecordDamaged(f"{text[:80]!r}: no name of a record")
     if isinstance(data, RecordDamaged):
         raise data
-    return reader.read(name, data), name, data
+    return reader.read(name, data)[0], name, data
 
 
 def carry_artifacts(
     records: Records, source: Store, store: Store, places: Collection[str]
 ) -> Iterator[Carried]:
-    """Put the artifacts of some records into another store, as they are, in place of others under
-    their name: those that the reader or their team signed, and no others.
-
-    Raises:
-        StoreError: one of the stores cannot be read or written.
-    """
+    """Copy the artifacts of some records into another store, replacing others under their name:
+    only those that the reader or their team signed. Raises StoreError if one of the two fails."""
     artifacts = records.artifacts
     if not store.takes_blobs or not artifacts.most:
         return
@@ -112,23 +98,21 @@ def carry_artifacts(
     for label in artifacts.on(source):
         if not label.trusted or label.record_key not in places:
             continue
+        outcome: Outcome = "updated" if label.text in there else "added"
         try:
             packed = artifacts.checked(source, label)
             if packed is None:
                 continue
-            outcome: Outcome = "updated" if label.text in there else "added"
-            # Of the same size it may still be damaged.
-            if (
-                there.get(label.text) == len(packed)
-                and store.get(label.text, len(packed)) == packed
-            ):
+            same_size = there.get(label.text) == len(packed)
+            if same_size and store.get(label.text, len(packed)) == packed:
                 outcome = "known"
             else:
                 store.put(label.text, packed)
         except (Unauthorized, RecordDamaged) as exc:  # another's on a server, or too large for it
             yield Carried(name=label.name, outcome="refused", reason=str(exc))
-            continue
-        yield Carried(name=label.name, outcome=outcome, target=f"{size(len(packed))} of artifacts")
+        else:
+            what = f"{size(len(packed))} of artifacts"
+            yield Carried(name=label.name, outcome=outcome, target=what)
 
 
 def contents(store: Store) -> Iterator[tuple[str, bytes | RecordDamaged]]:
@@ -138,41 +122,51 @@ def contents(store: Store) -> Iterator[tuple[str, bytes | RecordDamaged]]:
         yield from store.get_many(names[start : start + AT_ONCE]).items()
 
 
-def export(
-    records: Records, path: Path, wanted: Callable[[Record], bool] = lambda _record: True
-) -> tuple[int, list[str]]:
-    """Write the records that count into a pack, with all their targets' names: how
-    many, and a line for each that cannot be read.
+def sync(records: Records, wanted: Wanted = every) -> Iterator[Carried]:
+    """Copy every version that the first of two stores has into the second, and its artifacts if
+    you or your team signed them; say what became of each. No record there is changed or lost, so
+    stores may be synced in any order. Raises StoreError if one of the two fails."""
+    if len(records.stores) != 2:
+        raise UsageError("sync: expected one store for each side")
+    here, there = records.stores
+    if here.url == there.url:
+        raise UsageError(f"sync: both are {here.url}")
+    if not here.keys():
+        raise UsageError(f"sync: there is nothing in {here.url}")
+    there.check_writable()
+    places: set[str] = set()
+    for one in carry(contents(here), records, there, wanted):
+        if one.outcome != "refused" and (name := Name.parse(one.name)):
+            places.add(name.record_key)
+        yield one
+    yield from carry_artifacts(records, here, there, places)
+
+
+def export(records: Records, path: Path, wanted: Wanted = every) -> int:
+    """Write the records that count into a pack, with all their targets' names. Returns how
+    many; `records` knows what cannot be read.
 
     Raises:
-        StoreError: no store can be read, or the file cannot be written.
+        StoreError: no store can be read, or the file cannot be written. NoRecord: nothing fits.
     """
     chosen = [one for one in records.held() if wanted(one.record)]
+    if not chosen:
+        why = "; ".join(["", *records.unreachable])
+        raise NoRecord(f"export: no record fits; to see what there is, run: advisor show{why}")
     texts = {text: one.store for one in chosen for text in one.texts}
-
-    def found() -> Iterator[tuple[str, bytes]]:
-        for text, store in sorted(texts.items(), key=lambda pair: pair[0]):
-            data = store.get(text)
-            if data is not None:
-                yield text, data
-
-    write(path, found())
-    return len({one.name.record_key for one in chosen}), records.damaged
+    found = ((text, texts[text].get(text)) for text in sorted(texts))
+    write(path, ((text, data) for text, data in found if data is not None))
+    return len({one.name.record_key for one in chosen})
 
 
-def unpack(
-    path: Path,
-    records: Records,
-    store: Store,
-    wanted: Callable[[Record], bool] = lambda _record: True,
-) -> Iterator[Carried]:
-    """Take a pack's records into a store; see `carry`.
+def unpack(path: Path, records: Records, wanted: Wanted = every) -> tuple[Store, Iterator[Carried]]:
+    """Copy a pack's records into the first store that can be written: that store, and what became
+    of each record.
 
     Raises:
-        StoreDamaged: the file is no pack, or was cut.
-        StoreError: the file cannot be read, or the store not written.
+        UsageError: there is no such file. StoreError: it is no pack, or no store can be written.
     """
-    try:
-        yield from carry(read(path), records, store, wanted)
-    except OSError as exc:
-        raise StoreError(f"pack {path}: {exc.strerror or exc}") from exc
+    if not path.is_file():
+        raise UsageError(f"import {str(path)!r}: there is no such file")
+    store = records.first_writable()
+    return store, carry(PackStore(path).members(), records, store, wanted)

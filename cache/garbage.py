@@ -6,7 +6,7 @@ Whatever others wrote stays, and so does the only record for an environment.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.shown import size
 from advisor.cache.stores import Store
-from advisor.errors import RecordDamaged, RecordNewer
+from advisor.errors import RecordDamaged, RecordNewer, StoreError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,11 @@ class Garbage:
         """The id of the record, or the name of the file."""
         return self.named.name if isinstance(self.named, Path) else self.named.record_id
 
+    @property
+    def name(self) -> str:
+        """The key of a record, or the name of an artifact or file."""
+        return self.named.name if isinstance(self.named, Label | Path) else self.named.text
+
     def remove(self) -> None:
         """Raises StoreError or OSError if it cannot be removed."""
         if isinstance(self.named, Path):
@@ -51,6 +56,29 @@ class Garbage:
 
 
 LEFT = "left by a writer that was killed"
+KINDS = "superseded", "stale", "damaged", "oversized"
+"""Why records and artifacts may go; only artifacts are oversized."""
+
+
+def all_garbage(records: Records, kinds: Sequence[str] = KINDS) -> list[Garbage]:
+    """What may go from each store. Stores that cannot be read are in the records' `unreachable`.
+
+    Raises:
+        StoreError: no store can be read.
+    """
+    there = records.of_each(lambda store: garbage(records, store))
+    return [one for _store, going in there for one in going if one.kind in (*kinds, LEFT)]
+
+
+def remove(going: Iterable[Garbage]) -> list[str]:
+    """Remove exactly these; a line for each that stays."""
+    stuck = []
+    for one in going:
+        try:
+            one.remove()
+        except (StoreError, OSError) as exc:
+            stuck.append(f"{one.what}: {exc}")
+    return stuck
 
 
 def garbage(records: Records, store: Store) -> list[Garbage]:
@@ -80,7 +108,7 @@ def _versions(records: Records, store: Store) -> Iterator[tuple[StoreKey, str]]:
             elif (data := store.get_many([name.text]).get(name.text)) is not None:
                 if name.is_of(data):
                     with contextlib.suppress(RecordDamaged):  # a newer version may read it
-                        counting.append((name, records.read(name, data)))
+                        counting.append((name, records.read(name, data)[0]))
                         first = name
                 else:
                     yield name, "damaged: its bytes are not what was written"

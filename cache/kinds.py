@@ -39,20 +39,12 @@ class Kind(Generic[T]):
     repeats = False
 
     def parse(self, value: Any) -> T:
-        """The value in its own form, from that form or from text.
-
-        Raises:
-            TypeError, ValueError, LookupError, AttributeError: it is outside the domain.
-        """
+        """The value in its own form, from that form or from text. Raises if it is neither."""
         found: T = msgspec.convert(value, self.type, strict=False)
         return found
 
     def checked(self, what: str, value: object) -> T:
-        """As `parse`.
-
-        Raises:
-            UsageError: it is outside the domain; names `what`, the value and what is expected.
-        """
+        """As `parse`. UsageError names `what`, the value and what is expected."""
         try:
             return self.parse(value)
         except (TypeError, ValueError, LookupError, OverflowError, AttributeError):

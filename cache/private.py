@@ -8,9 +8,6 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-_MOST_LINKS = 40
-"""On the way to a file, as Linux has it."""
-
 
 def insecure_reason(path: Path, descriptor: int, group_reads: bool = False) -> str:
     """How another user except root could have read or set an open file; '' if none could.
@@ -22,9 +19,9 @@ def insecure_reason(path: Path, descriptor: int, group_reads: bool = False) -> s
     if not hasattr(os, "geteuid"):
         return ""
     try:
-        found = os.fstat(descriptor)
-        last = found
-        for step, last in _steps(path):
+        found = last = os.fstat(descriptor)
+        for step in _steps(path.absolute()):
+            last = step.lstat()
             if fault := _fault(step, last):
                 return fault
     except OSError as exc:
@@ -45,19 +42,14 @@ def _fault(step: Path, found: os.stat_result) -> str:
         return ""
     mode = stat.S_IMODE(found.st_mode)
     writers = mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if not writers or (stat.S_ISDIR(found.st_mode) and _bears(mode, writers, found.st_gid)):
+    own = mode & stat.S_ISVTX or (writers == stat.S_IWGRP and _is_private(found.st_gid))
+    if not writers or (stat.S_ISDIR(found.st_mode) and own):
         return ""
     return f"others can write {step} (mode {mode:o})"
 
 
-def _bears(mode: int, writers: int, gid: int) -> bool:
-    """Whether what lies in a folder is safe although others can write the folder: it is sticky, or
-    its group has no other member."""
-    return bool(mode & stat.S_ISVTX) or (writers == stat.S_IWGRP and _of_oneself(gid))
-
-
-def _of_oneself(gid: int) -> bool:
-    """Whether a group is the user's private one, as many systems make it for each user."""
+def _is_private(gid: int) -> bool:
+    """Whether a group has no other member, as many systems make one for each user."""
     import grp
     import pwd
 
@@ -68,30 +60,16 @@ def _of_oneself(gid: int) -> bool:
     return group.gr_name == name and set(group.gr_mem) <= {name}
 
 
-def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Each folder and link on the path to a file, from the root on; the file itself is the last.
-
-    Raises:
-        OSError: a step cannot be read, or the links go round in a circle.
-    """
-    at, *parts = path.absolute().parts
-    here, ahead, links = Path(at), parts[::-1], 0
-    yield here, here.lstat()
-    while ahead:
-        part = ahead.pop()
-        if part == "..":
-            here = here.parent
-            continue
-        step = here / part
-        found = step.lstat()
-        yield step, found
-        if not stat.S_ISLNK(found.st_mode):
-            here = step
-            continue
-        links += 1
-        if links > _MOST_LINKS:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-        there = step.readlink()
-        if there.is_absolute():
-            here = Path(there.anchor)
-        ahead += [part for part in there.parts if part != there.anchor][::-1]
+def _steps(path: Path, links: int = 40) -> Iterator[Path]:
+    """Each folder and link on the path to a file, from the root on; the file itself is the last."""
+    here = Path(path.anchor)
+    yield here
+    for part in path.parts[1:]:
+        step = here.parent if part == ".." else here / part
+        yield step
+        if step.is_symlink():
+            if not links:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            yield from _steps(here / step.readlink(), links - 1)
+            step = step.resolve()
+        here = step

@@ -1,7 +1,7 @@
 """Read one store: for each record, the version that counts for the reader.
 
-Names tell which version that is (see `name`). Only that one is fetched, and the next
-one only if it is damaged.
+Names tell which version that is (see `name`). Only that one is fetched, and the next one only if it
+is damaged. StoreError says why the store cannot be read, RecordDamaged why a record is refused.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ class RecordFilter:
         target: a target's name; `file` that of its file or module alone; `origins` where it may
             lie.
         command: as `command_digest`.
-        kin_of: a key; finds records of its model, or of this `family`.
+        similar_to: a key; finds records of its model, or of this `family`.
         query: a store that searches sends only the nearest to it; `now` is what it prefers of a
             target's file.
-        most: so many at most, the newest, besides those of the model of `kin_of`.
+        most: so many at most, the newest, besides those of the model of `similar_to`.
     """
 
     model: str | None = None
@@ -109,7 +109,7 @@ class RecordFilter:
     command: str | None = None
     id: str = ""
     batch: int | None = None
-    kin_of: Key | None = None
+    similar_to: Key | None = None
     family: str = ""
     query: Query | None = None
     now: CurrentFile | None = None
@@ -118,7 +118,7 @@ class RecordFilter:
     @property
     def is_narrow(self) -> bool:
         """Whether a store that searches can leave out any record."""
-        found = (self.model, self.target, self.file, self.origins, self.command, self.kin_of)
+        found = (self.model, self.target, self.file, self.origins, self.command, self.similar_to)
         return bool(self.id) or found != (None,) * 6
 
     def questions(self) -> Iterator[dict[str, Any]]:
@@ -135,8 +135,8 @@ class RecordFilter:
             asked |= {"wanted": to_plain(self.query.stated), "near": self.query.batch}
         if self.now is not None:
             asked |= {"code": self.now.code, "origin": text_digest(self.now.origin)}
-        if self.kin_of is not None:
-            wanted, near = to_plain(fields(self.kin_of)), self.kin_of.task.batch
+        if self.similar_to is not None:
+            wanted, near = to_plain(fields(self.similar_to)), self.similar_to.task.batch
             asked |= {"family": self.family, "wanted": wanted, "near": near}
         asked = {name: value for name, value in asked.items() if value is not None}
         if self.origins is None:
@@ -156,7 +156,7 @@ class RecordFilter:
     def matches(self, record: Record) -> bool:
         """Whether a record is of this model, target and origin."""
         target = record.target
-        if self.kin_of is not None and record.key.model != self.kin_of.model:
+        if self.similar_to is not None and record.key.model != self.similar_to.model:
             return bool(self.family) and record.family == self.family
         return (
             self.model in (None, record.key.model)
@@ -176,7 +176,7 @@ class RecordFilter:
         }
         left: set[str] = set()
         if self.most is not None and len(found) > self.most:
-            own = "" if self.kin_of is None else f"{self.kin_of.model[:12]}/"
+            own = "" if self.similar_to is None else f"{self.similar_to.model[:12]}/"
             others = [key for key in found if not own or not key.startswith(own)]
             others.sort(key=lambda key: max(name.created for name in found[key]))
             left = set(others[: -self.most])
@@ -194,11 +194,7 @@ class Reader:
         self._check = check
 
     def look_into(self, store: Store, wanted: RecordFilter = EVERYTHING) -> Listing:
-        """What one store has of what is wanted.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
+        """What one store has of what is wanted."""
         if wanted.is_narrow and isinstance(store, Narrowing):
             asked = map(store.narrowed, wanted.questions())
             texts = [*dict.fromkeys(itertools.chain.from_iterable(asked))]
@@ -242,16 +238,9 @@ class Reader:
         """The names of the records in a store, versions that no longer count included."""
         return [name for text in store.keys() if (name := Name.parse(text, self.keyring))]
 
-    def read(self, name: Name, data: bytes | RecordDamaged) -> Record:
-        """The record in what `get_many` gave, if it may be used and is what its name says.
-
-        Raises:
-            RecordDamaged: why not.
-        """
-        return self.read_signed(name, data)[0]
-
-    def read_signed(self, name: Name, data: bytes | RecordDamaged) -> tuple[Record, bool]:
-        """As `read`, and whether one of the reader's keys signed it."""
+    def read(self, name: Name, data: bytes | RecordDamaged) -> tuple[Record, bool]:
+        """The record in what `get_many` gave, if it may be used and is what its name says, and
+        whether one of the reader's keys signed it."""
         if isinstance(data, RecordDamaged):
             raise data
         record, signed, own_name = _checked(data, self.keyring, self._check)
@@ -301,7 +290,7 @@ class _Look:
         if data is None:  # removed since it was listed
             return None
         try:
-            return self._reader.read_signed(name, data)
+            return self._reader.read(name, data)
         except RecordDamaged as exc:
             self.damaged.append(f"{name.record_id}: {exc}")
             return None

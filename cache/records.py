@@ -1,4 +1,7 @@
-"""Records in one or several stores: looked up in order, written to the first that takes them."""
+"""Records in one or several stores: looked up in order, written to the first that takes them.
+
+StoreError says why no store can be read or written, RecordDamaged why a record is invalid.
+"""
 
 from __future__ import annotations
 
@@ -63,36 +66,20 @@ class Records(Reader):
 
     @property
     def artifacts(self) -> Artifacts:
-        """What was compiled for their configs.
-
-        Raises:
-            UsageError: $ADVISOR_MAX_ARTIFACTS is no size.
-        """
+        """What was compiled for their configs."""
         return Artifacts(self.stores, self.keyring, max_artifacts())
 
     @property
     def studies(self) -> Path:
-        """The folder for studies.
-
-        Raises:
-            StoreError: a link lies in its place. UsageError: the user has no folder.
-        """
+        """The folder for studies."""
         return studies_of(self.stores)
 
     def study(self, name: str) -> Path:
-        """The file of a study, 'NAME.journal' or 'NAME.lock', inside that folder.
-
-        Raises:
-            UsageError: the name is invalid. StoreError: a link lies in its place.
-        """
+        """The file of a study, 'NAME.journal' or 'NAME.lock', inside that folder."""
         return beside(self.studies, name)
 
     def held(self, wanted: RecordFilter = EVERYTHING) -> list[StoredRecord]:
-        """What all stores have; of the same record in several, the version that counts.
-
-        Raises:
-            StoreError: no store can be read.
-        """
+        """What all stores have; of the same record in several, the version that counts."""
         self.damaged = []
         left: set[str] = set()
         found: list[StoredRecord] = []
@@ -106,11 +93,7 @@ class Records(Reader):
     def of_each(
         self, ask: Callable[[Store], T], *, needs_one: bool = True
     ) -> Iterator[tuple[Store, T]]:
-        """What ask(store) returns for each store; those that raise StoreError are `unreachable`.
-
-        Raises:
-            StoreError: all raised it, and one is needed; the first one's.
-        """
+        """What ask(store) returns for each store; those that raise StoreError are `unreachable`."""
         self.unreachable = []
         failed: list[StoreError] = []
         for store in self.stores:
@@ -128,31 +111,23 @@ class Records(Reader):
         """What can be read, each record once."""
         return [one.record for one in once(self.held(wanted)).values()]
 
-    def under_each_name(self, wanted: RecordFilter) -> list[Record]:
-        """The same, once for each target's name that a record has."""
-        return [one.record for one in self.held(wanted)]
-
     def newest(self, most: int) -> list[StoredRecord]:
         """The newest of each store, once each, the newest first; older ones are not read."""
         found = once(self.held(RecordFilter(most=most))).values()
         return sorted(found, key=lambda one: -one.record.provenance.created)
 
-    def akin(self, key: Key, family: str) -> list[SimilarRecord]:
+    def similar(self, key: Key, family: str) -> list[SimilarRecord]:
         """Records whose advice is worth trying first for a key, the nearest first: of its model,
         and the nearest or newest of its family."""
-        wanted = RecordFilter(kin_of=key, family=family, most=MAX_SIMILAR)
-        return find_similar(key, family, self.under_each_name(wanted))
+        wanted = RecordFilter(similar_to=key, family=family, most=MAX_SIMILAR)
+        return find_similar(key, family, [one.record for one in self.held(wanted)])
 
     def get(self, id_prefix: str) -> Record:
         """As `one`, without where it is."""
         return self.one(id_prefix).record
 
     def one(self, id_prefix: str) -> StoredRecord:
-        """The one record that 'abc', 'ae1bff61eea5' or 'ae1bff61eea5@64' names.
-
-        Raises:
-            UsageError: none does, or several do. RecordDamaged: it cannot be read.
-        """
+        """The one record that 'abc', 'ae1bff61eea5' or 'ae1bff61eea5@64' names."""
         key, batch = _id(id_prefix)
         found = once(self.held(RecordFilter(id=key, batch=batch)))
         ids = {record_id(record_key) for record_key in found}
@@ -164,9 +139,6 @@ class Records(Reader):
     def named(self, id_prefix: str | None = None) -> list[tuple[Store, Name]]:
         """Every version, readable or not, of the one record that a text names as for `get`; of all
         records for None. `unreachable`: stores that were not listed.
-
-        Raises:
-            UsageError: no record is named so, or several are.
         """
         start, batch = ("", None) if id_prefix is None else _id(id_prefix)
         found: list[tuple[Store, Name]] = []
@@ -185,28 +157,21 @@ class Records(Reader):
         if the reader's keys signed what it revises.
 
         Args:
-            revises: what it was made of: fields of a newer version of advisor in it stay. The same
-                record under another target's name is a revision too.
-
-        Raises:
-            StoreError: no store can be written. RecordDamaged: the record is invalid.
+            revises: what it was made of. The same record under another target's name is a revision
+                too.
         """
         self.keyring = self.keyring.ready()
-        before = None if revises is None else self._stored(revises)
-        is_own = revises is None or (before is not None and before.trusted)
-        keyring = self.keyring if is_own else NO_KEYS
-        there = b"" if before is None else before.store.get(before.name.text) or b""
-        data = encode(record, keyring, revises=there)
-        return self._put(Name.of(decode(data), data, keyring).text, data)
-
-    def _put(self, text: str, data: bytes) -> Store:
+        keyring = self.keyring if revises is None or self._signed(revises) else NO_KEYS
+        data = encode(record, keyring)
+        text = Name.of(decode(data), data, keyring).text
         return next(store for store, _ in self.of_each(lambda store: store.put(text, data)))
 
-    def _stored(self, record: Record) -> StoredRecord | None:
+    def _signed(self, record: Record) -> bool:
+        """Whether a record is in the stores and the reader's keys signed it."""
         same = RecordFilter(model=record.key.model, id=record.key.id, batch=record.batch)
         with contextlib.suppress(StoreError):
-            return next((one for one in self.held(same) if one.record == record), None)
-        return None
+            return any(one.trusted and one.record == record for one in self.held(same))
+        return False
 
     def health(self, store: Store) -> str:
         """A store's own health, how many records it has, and how many of them are unreadable."""
@@ -225,32 +190,19 @@ class Records(Reader):
 
     @staticmethod
     def copy(one: StoredRecord, store: Store) -> None:
-        """Put a record into another store that does not have it.
-
-        Raises:
-            StoreError: one of the stores cannot be read or written.
-        """
+        """Put a record into another store that does not have it."""
         there = store.get_many(one.texts)
         for text, data in one.store.get_many(one.texts).items():
             if isinstance(data, bytes) and there.get(text) != data:
                 store.put(text, data)
 
     def keep(self, one: StoredRecord) -> None:
-        """Copy a record into the first local store that takes it.
-
-        Raises:
-            StoreError: none does, or its own store cannot be read any more.
-        """
-        local = [store for store in self.stores if not isinstance(store, Remote)]
-        if local:
+        """Copy a record into the first local store that takes it."""
+        if local := [store for store in self.stores if not isinstance(store, Remote)]:
             self.copy(one, _first_writable(local))
 
     def first_writable(self) -> Store:
-        """The first store that can be written.
-
-        Raises:
-            StoreError: none can; the first one's.
-        """
+        """The first store that can be written."""
         return _first_writable(self.stores)
 
     def versions(self, record: Record) -> list[tuple[Store, Name]]:

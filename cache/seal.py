@@ -121,12 +121,12 @@ class KeyRing:
             UsageError: the secret is too short, its file cannot be read, or one is missing.
         """
         secret, secret_exposed = os.environ.get("ADVISOR_SECRET", ""), ""
-        if file := os.environ.get("ADVISOR_SECRET_FILE", ""):
+        if path := os.environ.get("ADVISOR_SECRET_FILE", ""):
             try:
-                data, secret_exposed = _read(Path(file), group_reads=True)
+                data, secret_exposed = _read(Path(path), group_reads=True)
                 secret = data.decode().strip()
             except (OSError, ValueError) as exc:
-                raise UsageError(f"ADVISOR_SECRET_FILE {file!r}: cannot be read ({exc})") from exc
+                raise UsageError(f"ADVISOR_SECRET_FILE {path!r}: cannot be read ({exc})") from exc
         required = os.environ.get("ADVISOR_SIGNED_ONLY", "") not in ("", "0")
         if secret and len(secret) < LEAST:
             raise UsageError(
@@ -138,16 +138,14 @@ class KeyRing:
                 "ADVISOR_SIGNED_ONLY is set and no secret is: set ADVISOR_SECRET or "
                 "ADVISOR_SECRET_FILE"
             )
-        folder = own_folder()
-        ring = cls(os.fsencode(secret), required, secret_exposed=secret_exposed)
-        if folder is None:
-            return ring
-        own, own_exposed = b"", ""
-        with contextlib.suppress(OSError, ValueError):
-            own, own_exposed = _read(folder / "key")
+        own, own_exposed, folder = b"", "", own_folder()
+        if folder is not None:
+            with contextlib.suppress(OSError, ValueError):
+                own, own_exposed = _read(folder / "key")
         if len(own) != _OWN_BYTES:
             own, own_exposed = b"", ""
-        return dataclasses.replace(ring, own=own, own_file=folder / "key", own_exposed=own_exposed)
+        file = folder and folder / "key"
+        return cls(os.fsencode(secret), required, own, file, secret_exposed, own_exposed)
 
 
 NO_KEYS = KeyRing()

@@ -1,4 +1,7 @@
-"""What is set for a project or a shell: the stores, and what a miss does."""
+"""What is set for a project or a shell: the stores, and what a miss does.
+
+UsageError names a value that is wrong, and its file.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,6 @@ def cache_urls(cache: Cache = None) -> tuple[str, ...]:
     pyproject.toml, else none.
 
     One string may list several with commas between.
-
-    Raises:
-        UsageError: pyproject.toml cannot be read, or a value is neither a folder nor a URL.
     """
     given = cache if cache is not None else os.environ.get("ADVISOR_CACHE") or _project_urls()
     listed: object = [given] if isinstance(given, str | os.PathLike) else given
@@ -83,11 +83,7 @@ def _is_on(variable: str) -> bool:
 
 
 def max_artifacts() -> int:
-    """$ADVISOR_MAX_ARTIFACTS: bytes of what is kept of one config's compilation; 0 for none.
-
-    Raises:
-        UsageError: it is no size.
-    """
+    """$ADVISOR_MAX_ARTIFACTS: bytes of what is kept of one config's compilation; 0 for none."""
     from advisor.cache.kinds import Bytes  # here: few lookups need it
 
     text = os.environ.get("ADVISOR_MAX_ARTIFACTS") or str(MAX_ARTIFACTS)

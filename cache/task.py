@@ -3,6 +3,7 @@
 A field's row says how it is written and checked, which option it is, whether a difference makes
 another key, and what a lookup that leaves it out means. The command line's options, the arguments,
 the key, the worker's message and the lines that are printed for copying follow from the rows.
+UsageError names a value outside its domain.
 """
 
 from __future__ import annotations
@@ -242,11 +243,7 @@ class Task:
 
     @classmethod
     def of(cls, target: str, given: Mapping[str, object]) -> Task:
-        """A task from what was given by keyword; None is as good as left out.
-
-        Raises:
-            UsageError: a value is outside its domain, or two do not go together.
-        """
+        """A task from what was given by keyword; None is as good as left out."""
         found = checked(cls, given)
         if "shapes" not in found:
             raise UsageError("shape: give your batch and the sample, e.g. 64x3x256x256")
@@ -308,11 +305,7 @@ class Task:
 
 
 def checked(cls: type, given: Mapping[str, object]) -> dict[str, Any]:
-    """What was given by keyword, by field, in the form that the field holds; None is left out.
-
-    Raises:
-        UsageError: no field has this keyword, or a value is outside its domain.
-    """
+    """What was given by keyword, by field, in the form that the field holds; None is left out."""
     keywords = {one.keyword: one for one in rows(cls).values()}
     found = {}
     for keyword, value in given.items():
@@ -331,11 +324,7 @@ def permitted(task: Task) -> dict[str, Any]:
 
 
 def permissions(given: Mapping[str, object]) -> dict[str, Any]:
-    """What a user may say of a run, by field; the rest it shows itself.
-
-    Raises:
-        UsageError: something else was given, or a value is outside its domain.
-    """
+    """What a user may say of a run, by field; the rest it shows itself."""
     found = checked(Task, given)
     for name in found:
         one = rows(Task)[name]

@@ -162,12 +162,13 @@ def _server() -> socket.socket:
     fds = [theirs.fileno()]
     server = subprocess.Popen(words, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
     theirs.close()
-    atexit.register(_end, server)
+    atexit.register(_end, server, ours)
     return ours
 
 
-def _end(server: subprocess.Popen[bytes]) -> None:
+def _end(server: subprocess.Popen[bytes], asking: socket.socket) -> None:
     """With the scripts that hang, if any do."""
+    asking.close()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
     server.wait()
@@ -233,9 +234,18 @@ def _begin(
         resource.setrlimit(resource.RLIMIT_AS, (memory[0], memory[1]))
         numbers = dict(zip(map(str, passed), map(str, theirs), strict=True))
         words = [numbers.get(word, word) for word in words]
+        _close_but(theirs)
         code = _guard(words[3], words[4:]) if "-I" in words[:2] else _become(words)
     finally:
         os._exit(code)
+
+
+def _close_but(kept: list[int]) -> None:
+    """Close what is open, other than the standard streams."""
+    for one in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if one > 2 and one not in kept:
+            with contextlib.suppress(OSError):
+                os.close(one)
 
 
 def _guard(guard: str, words: list[str]) -> int:
@@ -247,10 +257,7 @@ def _guard(guard: str, words: list[str]) -> int:
         for name in set(sys.modules) - before:
             del sys.modules[name]
         sys.path[:] = path
-        keep = int(words[1])
-        os.closerange(3, keep if keep > 2 else resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        if keep > 2:
-            os.closerange(keep + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        _close_but([int(words[1])])
         os._exit(_become(command))
 
     plain, os.execv = os.execv, execv  # type: ignore[assignment]

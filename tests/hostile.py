@@ -168,7 +168,7 @@ def _zip_bomb(folder: Path) -> str:
         pack.writestr("advisor-pack.json", '{"advisor pack": 2}')
         data = encode(record())
         pack.writestr(Name.of(record(), data).text, data)
-        pack.writestr(Name.of(OTHER, b"").text, b"\0" * (200 * MAX_BYTES))
+        pack.writestr(Name.of(OTHER, b"").text, b"\0" * (20 * MAX_BYTES))
         pack.writestr("../../ran", b"1")
     return f"pack:{path}"
 

@@ -17,10 +17,10 @@ from advisor.cli.options import (
     FAILED,
     OrCommand,
     collected,
-    complete_files,
     console,
     json_option,
     row_options,
+    target_argument,
 )
 from advisor.errors import UsageError
 from advisor.jobs.states import STATES, WAITING
@@ -53,7 +53,7 @@ def _client(server: str | None) -> Client:
 
 
 @click.command(cls=OrCommand)
-@click.argument("target", required=False, shell_complete=complete_files)
+@target_argument
 @click.option(
     "--gpu", metavar="TEXT", default="", help="A part of the GPU's name, for example H100."
 )

@@ -27,7 +27,6 @@ from advisor.cli.options import (
     OrCommand,
     cache_option,
     collected,
-    complete_files,
     console,
     data_args_option,
     data_option,
@@ -37,6 +36,8 @@ from advisor.cli.options import (
     mapped,
     row_options,
     say,
+    target_argument,
+    together,
 )
 from advisor.errors import UsageError
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=OrCommand)
-@click.argument("target", required=False, shell_complete=complete_files)
+@target_argument
 @row_options(Task)
 @row_options(Plan)
 @cache_option
@@ -183,7 +184,7 @@ def unfinished(record: Record, plan: Plan, *, short: bool = False) -> str:
 
 def _again_options(budget: str) -> Callable[[Command], Command]:
     """The options of commands that measure a record again."""
-    options = (
+    return together(
         click.option(
             "--budget",
             default=budget,
@@ -200,13 +201,6 @@ def _again_options(budget: str) -> Callable[[Command], Command]:
         cache_option,
         json_option,
     )
-
-    def decorate(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
 
 
 def _again(ctx: click.Context, model: Model, budget: float, map: Any, cache: str | None) -> Any:

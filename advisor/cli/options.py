@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from advisor.cache.kinds import Choice, MultiChoice
 from advisor.cache.task import FieldSpec, Task, permissions, rows
@@ -124,6 +123,18 @@ def _dashes_named(ctx: click.Context, args: list[str], *, options: bool) -> Iter
         raise click.UsageError(f"{said}; put -- before your command, as in: {line}", ctx) from exc
 
 
+def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, listed in their order."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+target_argument = click.argument("target", required=False, type=click.Path())
 cache_option = click.option(
     "--cache",
     metavar="URL",
@@ -153,10 +164,6 @@ def complain(records: Records) -> None:
         click.echo(f"advisor: {line}", err=True)
     for line in records.damaged:
         click.echo(f"advisor: record {line}", err=True)
-
-
-def complete_files(_ctx: Any, _param: Any, incomplete: str) -> list[CompletionItem]:
-    return [CompletionItem(incomplete, type="file")]
 
 
 def console(**how: Any) -> Console:

@@ -30,11 +30,11 @@ from advisor.cli.options import (
     cache_option,
     collected,
     complain,
-    complete_files,
     console,
     json_option,
     row_options,
     say,
+    target_argument,
 )
 from advisor.errors import StoreError, UsageError
 from advisor.opening import open_records
@@ -71,12 +71,12 @@ def show(key: str | None, most: int, cache: str | None, as_json: bool) -> int:
         rows = [
             data.as_data(one.record, cache)
             | {"stale": [*filter(None, [one.record.stale]), *map(str, differs)]}
-            | {"signed": one.trusted}
+            | {"signed": one.trusted, "store": one.store.url}
             for one, differs in found
         ]
         click.echo(json.dumps({"records": rows, "damaged": records.damaged, "older": older}))
     elif found:
-        console().print(tables.listing(found))
+        console().print(tables.listing(found, with_store=len(records.stores) > 1))
         if older:
             click.echo(f"and {older:,} older; to list them: --most {len(found) + older}")
     elif records.damaged:
@@ -97,13 +97,14 @@ def _show(records: Records, key: str, cache: str | None, as_json: bool) -> None:
     held = records.one(key)
     artifacts = list(_artifacts(records, held.record))
     if as_json:
-        more = {"signed": held.trusted, "artifacts": artifacts}
+        more = {"signed": held.trusted, "store": held.store.url, "artifacts": artifacts}
         click.echo(json.dumps(as_data(held.record, cache) | more))
         return
     out, shown = console(), report(held.record, cache)
     signed = "" if held.trusted else f"  {UNSIGNED}"
     say(out, shown.title, f"{shown.headline}{signed}", *filter(None, [shown.stale]))
     say(out, *(f"  {name:<16}{value}" for name, value in shown.facts))
+    say(out, f"  {'store':<16}{held.store.url}")
     for one in artifacts:
         uses = ", ".join(one["uses"]) or "nothing that is advised"
         refused = f"; refused: {one['refused']}" if one["refused"] else ""
@@ -162,7 +163,7 @@ _SERVED = ("default", "nearest")
 
 
 @click.command(cls=OrCommand)
-@click.argument("target", required=False, shell_complete=complete_files)
+@target_argument
 @row_options(Task, asked=True)
 @click.option("--batch", metavar="N|free", help="Another batch than --shape's, or the best found.")
 @click.option("--capture", is_flag=True, help="As for a script that uses advice.capture.")
@@ -241,7 +242,7 @@ def _why(target: str, asked: dict[str, Any], as_json: bool) -> bool:
 
 
 def _why_command(command: tuple[str, ...], cache: str | None, as_json: bool) -> bool:
-    """Print the records of a command, and what its run is served; whether that is a config."""
+    """Print the records of a command and what a run would get; whether that is any config."""
     from advisor.finding.commands import of_command, served_to_run
     from advisor.report.data import explained
     from advisor.report.text import spread

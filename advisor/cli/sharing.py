@@ -1,34 +1,49 @@
-"""Commands that carry records from store to store: export, import, sync, gc."""
+"""Commands that copy and tidy records: export, import, sync, gc."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from advisor import sharing
+from advisor.cache import exchange, garbage
 from advisor.cache.artifacts import OTHER_KEY, Label
-from advisor.cache.exchange import Carried
+from advisor.cache.exchange import Carried, Wanted
 from advisor.cache.name import Name
+from advisor.cache.record import Record
+from advisor.cache.records import Records
 from advisor.cache.shown import size
 from advisor.cache.stores.url import without_password
-from advisor.cli.options import DONE, FAILED, cache_option, json_option
+from advisor.cli.options import DONE, FAILED, cache_option, complain, json_option, together
+from advisor.errors import StoreError
+from advisor.opening import open_records
 
-Command = Callable[..., None]
+only_options = together(
+    click.option("--target", metavar="TEXT", help="Only targets with this in the name."),
+    click.option("--device", metavar="TEXT", help="Only devices with this in the name."),
+    click.option("--key", "keys", multiple=True, metavar="KEY", help="Only these records."),
+)
+"""The arguments of `_only`."""
 
 
-def only_options(command: Command) -> Command:
-    """--target, --device and --key, which together are an `sharing.Only`."""
-    for option in (
-        click.option("--key", "keys", multiple=True, metavar="KEY", help="Only these records."),
-        click.option("--device", metavar="TEXT", help="Only devices with this in the name."),
-        click.option("--target", metavar="TEXT", help="Only targets with this in the name."),
-    ):
-        command = option(command)
-    return command
+def _only(target: str | None, device: str | None, keys: Sequence[str]) -> Wanted:
+    def named(key: str, record: Record) -> bool:
+        start, _, batch = key.partition("@")
+        return record.key.id.startswith(start) and batch in ("", str(record.batch))
+
+    def wanted(record: Record) -> bool:
+        name = record.key.environment.device.name.lower()
+        return (
+            (target is None or target in record.target.name)
+            and (device is None or device.lower() in name)
+            and (not keys or any(named(key, record) for key in keys))
+        )
+
+    return wanted
 
 
 @click.command()
@@ -38,10 +53,11 @@ def only_options(command: Command) -> Command:
 @json_option
 def export(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
     """Write records into the pack FILE. --cache pack:FILE reads it."""
-    count, damaged = sharing.export(file, sharing.Only(**only), cache=cache)
-    for line in damaged:
-        click.echo(f"advisor: {line}", err=True)
+    records = open_records(cache)
+    count = exchange.export(records, file, _only(**only))
+    complain(records)
     if as_json:
+        damaged = [*records.unreachable, *records.damaged]
         click.echo(json.dumps({"file": str(file), "records": count, "damaged": damaged}))
     else:
         click.echo(f"{count} record{'s' * (count != 1)} in {file}")
@@ -54,8 +70,8 @@ def export(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
 @json_option
 def import_(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
     """Take the records of the pack FILE. Exit code 1 if one is refused."""
-    where, rows = sharing.import_(file, sharing.Only(**only), cache=cache)
-    click.get_current_context().exit(_carried(rows, as_json, where))
+    store, rows = exchange.unpack(file, open_records(cache), _only(**only))
+    click.get_current_context().exit(_carried(rows, as_json, store.url))
 
 
 @click.command()
@@ -65,7 +81,7 @@ def import_(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
 @json_option
 def sync(source: str, to: str, as_json: bool, **only: Any) -> None:
     """Copy records that are in store FROM and not in store TO. Exit code 1 if one is refused."""
-    rows = sharing.sync(source, to, sharing.Only(**only))
+    rows = exchange.sync(open_records([source, to]), _only(**only))
     click.get_current_context().exit(_carried(rows, as_json, to))
 
 
@@ -92,48 +108,46 @@ def _carried(rows: Iterable[Carried], as_json: bool, where: str) -> int:
 
 @click.command()
 @click.option("--yes", "remove", is_flag=True, help="Remove; without, only say what would go.")
-@click.option("--only", "kinds", type=click.Choice(sharing.GC_KINDS), help="Only these.")
+@click.option("--only", "kinds", type=click.Choice(garbage.KINDS), help="Only these.")
 @cache_option
 @json_option
 def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> None:
-    """Show or remove what no one needs: older versions, old records, artifacts."""
-    records, going = sharing.gc([kinds] if kinds else sharing.GC_KINDS, cache=cache)
-    for line in records.unreachable:
-        click.echo(f"advisor: {line}", err=True)
-    there = sharing.shelved(records)
+    """Show or remove older versions, old records and artifacts."""
+    records = open_records(cache)
+    going = garbage.all_garbage(records, [kinds] if kinds else garbage.KINDS)
+    complain(records)
+    there = list(_artifacts(records))
     said = "removing" if remove else "would go"
     if not as_json:
-        for shelf in there:
-            foreign = f", {shelf.foreign} {OTHER_KEY}" if shelf.foreign else ""
-            what = f"{shelf.number}, {size(shelf.size)}{foreign}"
-            click.echo(f"artifacts  {what}  ({shelf.store.url})")
-        for one in going:
-            click.echo(f"{said}  {one.what}  {one.reason}  ({one.store.url})")
-    stuck = sharing.remove(records, going) if remove else []
+        for one in there:
+            foreign = f", {one['foreign']} {OTHER_KEY}" if one["foreign"] else ""
+            what = f"{one['number']}, {size(one['bytes'])}{foreign}"
+            click.echo(f"artifacts  {what}  ({one['store']})")
+        for gone in going:
+            click.echo(f"{said}  {gone.what}  {gone.reason}  ({gone.store.url})")
+    stuck = garbage.remove(going) if remove else []
     for line in stuck:
         click.echo(f"advisor: {line}; it stays", err=True)
     if as_json:
-        rows = [
-            {
-                "store": one.store.url,
-                "name": one.named.name if isinstance(one.named, Label | Path) else one.named.text,
-                "reason": one.reason,
-            }
-            for one in going
-        ]
-        artifacts = [
-            {
-                "store": one.store.url,
-                "number": one.number,
-                "bytes": one.size,
-                "foreign": one.foreign,
-            }
-            for one in there
-        ]
-        said_of = {"records": rows, "artifacts": artifacts, "stuck": stuck}
-        click.echo(json.dumps({"removed": remove} | said_of))
+        rows = [{"store": one.store.url, "name": one.name, "reason": one.reason} for one in going]
+        found = {"removed": remove, "records": rows, "artifacts": there, "stuck": stuck}
+        click.echo(json.dumps(found))
     elif not going:
         click.echo("nothing to remove")
     elif not remove:
         click.echo("nothing was removed; to remove, add --yes")
     click.get_current_context().exit(FAILED if stuck else DONE)
+
+
+def _artifacts(records: Records) -> Iterator[dict[str, Any]]:
+    """The number and bytes of artifacts in each store that has some; `foreign`: how many of them
+    neither the reader nor their team signed."""
+    for store in records.stores:
+        with contextlib.suppress(StoreError):
+            if there := records.artifacts.on(store):
+                yield {
+                    "store": store.url,
+                    "number": len(there),
+                    "bytes": sum(there.values()),
+                    "foreign": sum(not label.trusted for label in there),
+                }

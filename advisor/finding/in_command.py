@@ -52,14 +52,12 @@ def override(
     # Under each name: every command has its own record of a key.
     records, alike = open_records(cache), command_digest(command)
     known = [
-        record
+        one.record
         for here in {detect(default_device()), detect("cpu")}
-        for record in records.under_each_name(
-            RecordFilter(command=alike, query=Query(environment=here))
-        )
-        if record.key.environment.device == here.device
-        and set(options) <= set(record.key.task.map)
-        and not record.stale
+        for one in records.held(RecordFilter(command=alike, query=Query(environment=here)))
+        if one.record.key.environment.device == here.device
+        and set(options) <= set(one.record.key.task.map)
+        and not one.record.stale
     ]
     if not known:
         listed = [word for pair in options.items() for word in ("--map", "=".join(map(str, pair)))]

@@ -21,7 +21,6 @@ from advisor.tuners.search.plan import Plan
 
 if TYPE_CHECKING:
     from advisor.tuners.act.advice import Advice
-    from advisor.tuners.act.pilot.pilot import StepComparer
 
 PERMISSIONS = ("precisions", "deterministic", "max_memory", "tolerance", "compile")
 """Arguments of apply() that say what the user of a run permits."""
@@ -40,7 +39,12 @@ def apply_to_script(asked: Mapping[str, Any], *, tune: float | str | None, stric
         return advice
     try:
         guide, tune_s = _guide(asked, tune, strict)
-        ACTIVE_PILOT.attach(guide, _comparer() if tune_s else None)
+        comparer = None
+        if tune_s:
+            from advisor.tuners.measure.run.recorded_steps import RecordedSteps
+
+            comparer = RecordedSteps(careful=True)
+        ACTIVE_PILOT.attach(guide, comparer)
     except UsageError as exc:
         if strict:
             raise
@@ -62,13 +66,6 @@ def _guide(
         return RecordGuide(own_command(), policy), 0.0
     seconds = Plan.of({"budget": Seconds().checked("tune", tune)}).seconds
     return OnlineTuner(own_command(), policy, tune_s=seconds), seconds
-
-
-def _comparer() -> StepComparer:
-    """Compares configs in a run that is tuned while it trains."""
-    from advisor.tuners.measure.run.recorded_steps import RecordedSteps
-
-    return RecordedSteps(careful=True)
 
 
 def release() -> None:

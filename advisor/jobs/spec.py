@@ -100,7 +100,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         options = {name: value for name, value in options.items() if value is not None}
         cpu = options.get("device") == "cpu"
         gpus = (0 if cpu else 1) if gpus is None else gpus
-        if command and cpu and not gpus:
+        if command and cpu:
+            if gpus:
+                raise UsageError(f"device 'cpu', gpus {gpus}: give gpus 0 for the CPU")
             del options["device"]  # a run shows it itself
         return cls.of({"command": command, "options": options, "gpus": gpus, **rest})
 

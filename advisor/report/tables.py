@@ -311,11 +311,14 @@ def first_step_line(record: Record) -> str:
     return f"Its first step takes {fresh}, or {loaded} with the compiled code that was kept."
 
 
-def listing(found: Sequence[tuple[StoredRecord, Sequence[Difference]]]) -> Table:
-    """One line a record."""
+def listing(
+    found: Sequence[tuple[StoredRecord, Sequence[Difference]]], with_store: bool = False
+) -> Table:
+    """One line a record; `with_store`: it says which store has it."""
     table = Table(
         "What is tuned",
-        ("key", "device", "target", "mode", "sample", "speed-up", "age", "state"),
+        ("key", "device", "target", "mode", "sample", "speed-up", "age", "state")
+        + ("store",) * with_store,
         whole=("key", "speed-up", "age"),
         spare=("mode", "sample"),
     )
@@ -334,6 +337,7 @@ def listing(found: Sequence[tuple[StoredRecord, Sequence[Difference]]]) -> Table
             "?" if doubtful(record) else ratio(record.winner(record.use)),
             age(record.provenance.created),
             state if held.trusted else f"{state}; {UNSIGNED}",
+            *[held.store.url.partition("?")[0]] * with_store,
             warns=bool(why) or not held.trusted,
         )
     return table

@@ -391,9 +391,6 @@ class StoredAnswer(Store):
     def keys(self) -> list[str]:
         return sorted(self._data)
 
-    def get(self, key: str, most: int = MAX_BYTES) -> bytes | None:
-        return self._data.get(key)
-
     def get_many(
         self, keys: Iterable[str], most: int = MAX_BYTES
     ) -> dict[str, bytes | RecordDamaged]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import itertools
 import os
 import re
@@ -21,37 +21,33 @@ from advisor.cache.stores.store import Store as Store
 from advisor.cache.stores.url import without_password
 from advisor.errors import StoreError, UsageError
 
-_FSSPEC = "advisor.cache.stores.files:FilesStore"
-
-SCHEMES: dict[str, tuple[str, str]] = {
-    "disk": ("advisor.cache.stores.disk:DiskStore", "pip install diskcache"),
-    "dir": ("advisor.cache.stores.dir:DirStore", ""),
-    "pack": ("advisor.cache.stores.pack:PackStore", ""),
-    "redis": ("advisor.cache.stores.redis:RedisStore", "pip install 'advisor[redis]'"),
-    "rediss": ("advisor.cache.stores.redis:RedisStore", "pip install 'advisor[redis]'"),
-    "http": ("advisor.cache.stores.http:HttpStore", ""),
-    "https": ("advisor.cache.stores.http:HttpStore", ""),
-    "s3": (_FSSPEC, "pip install 'advisor[s3]'"),
-    "gs": (_FSSPEC, "pip install 'advisor[gcs]'"),
-    "az": (_FSSPEC, "pip install 'advisor[azure]'"),
-    "abfs": (_FSSPEC, "pip install 'advisor[azure]'"),
+SCHEMES: dict[str, tuple[str, str, str]] = {
+    "disk": ("disk:DiskStore", "", ""),
+    "dir": ("dir:DirStore", "", ""),
+    "pack": ("pack:PackStore", "", ""),
+    "redis": ("redis:RedisStore", "redis", "redis"),
+    "rediss": ("redis:RedisStore", "redis", "redis"),
+    "http": ("http:HttpStore", "", ""),
+    "https": ("http:HttpStore", "", ""),
+    "s3": ("files:FilesStore", "s3fs", "s3"),
+    "gs": ("files:FilesStore", "gcsfs", "gcs"),
+    "az": ("files:FilesStore", "adlfs", "azure"),
+    "abfs": ("files:FilesStore", "adlfs", "azure"),
 }
-"""Scheme → the class, called with what follows 'scheme:' if it is local, else with the whole URL,
-and what installs its needs. Any other scheme with '//' is fsspec's to know."""
+"""Scheme → the module and class, called with what follows 'scheme:' if it is local, else with the
+whole URL; the package that it needs; and the extra of advisor that installs that."""
+_OTHER = ("files:FilesStore", "fsspec", "")
+"""The same for any other scheme with '//', which fsspec may know."""
 _LOCAL = ("disk", "dir", "pack")
 _LOOKED_AT = 1000
 """Files of a folder, to see whether it is one of records."""
+_SET = "set ADVISOR_CACHE to a folder, e.g. dir:/data/advisor"
 
 
 def open_stores(cache: Cache = None, *, fallback: bool = False) -> tuple[Store, ...]:
-    """The stores to look into, in order; `cache` as `settings.cache_urls` takes it.
-
-    Without any, the user's cache folder. With `fallback`, behind remote stores alone, that folder
-    too: it keeps what they cannot take now.
-
-    Raises:
-        UsageError: a scheme is unknown, or what it needs is not installed.
-    """
+    """The stores to look into, in order; `cache` as `settings.cache_urls` takes it. Without any,
+    the user's cache folder. With `fallback`, behind remote stores alone, that folder too: it keeps
+    what they cannot take now. Raises UsageError as `open_store`."""
     stores = tuple(open_store(url) for url in cache_urls(cache))
     if not stores:
         return (open_store(_user_folder()),)
@@ -72,50 +68,46 @@ def open_store(url: str | None = None) -> Store:
     """
     if url is None:
         return open_stores()[0]
-    if not isinstance(url, str):  # whatever the types say, a script may give anything
+    if not isinstance(url, str):  # a script may give anything
         raise UsageError(f"cache {url!r}: expected a store's URL or a folder")
     found = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):(.*)", url, re.DOTALL)
     scheme, place = (found[1].lower(), found[2]) if found else ("", url)
-    known = ", ".join(f"{name}:" for name in SCHEMES)
-    shown = without_password(url)
-    where, hint = SCHEMES.get(scheme, (_FSSPEC, ""))
+    wrong = f"cache URL {without_password(url)!r}"
     if not place or "\0" in place:
-        raise UsageError(f"cache URL {shown!r}: names no place, expected e.g. dir:/data/advisor")
-    if scheme not in SCHEMES and scheme and not place.startswith("//"):
-        raise UsageError(
-            f"cache URL {shown!r}: unknown scheme {scheme!r}, expected {known} or another of "
-            "fsspec's; set --cache or ADVISOR_CACHE to a folder, e.g. dir:/data/advisor"
-        )
-    if scheme not in ("", *_LOCAL) and not place.startswith("//"):
-        raise UsageError(f"cache URL {shown!r}: expected {scheme}://...")
+        raise UsageError(f"{wrong}: names no place, expected e.g. dir:/data/advisor")
     if scheme in ("", *_LOCAL):
         place = re.sub(r"^//(?=/)", "", place)
-        where, hint = SCHEMES[scheme or _kind_of(local(place))]
-    else:
+        scheme = scheme or _kind_of(local(place))
+    elif place.startswith("//"):
         place = type(url)(scheme + url[len(scheme) :])  # a project's URL stays one
+    elif scheme in SCHEMES:
+        raise UsageError(f"{wrong}: expected {scheme}://...")
+    else:
+        known = ", ".join(f"{name}:" for name in SCHEMES)
+        raise UsageError(
+            f"{wrong}: unknown scheme {scheme!r}, expected {known} or another of fsspec's; {_SET}"
+        )
+    where, needed, extra = SCHEMES.get(scheme, _OTHER)
+    # Not imported yet: that may take a second, and an earlier store may have the record.
+    if needed and importlib.util.find_spec(needed) is None:
+        remedy = f"; run: pip install 'advisor[{extra}]'" if extra else ""
+        raise UsageError(f"{wrong}: the Python package {needed} is not installed{remedy}")
     module, _, name = where.partition(":")
-    try:
-        return cast(Store, getattr(importlib.import_module(module), name)(place))
-    except ImportError as exc:
-        why = f"cache URL {shown!r}: {exc}"
-        raise UsageError(f"{why}; run: {hint}" if hint else why) from exc
+    return cast(Store, getattr(importlib.import_module(f"{__name__}.{module}"), name)(place))
 
 
 def _kind_of(path: Path) -> str:
+    """'disk' or 'dir', for a bare path."""
     if os.path.isdir(path / "records"):  # noqa: PTH112 # Path's raises, e.g. for a long name
         return "disk"
     if network(path):
         return "dir"
     try:
         with os.scandir(path) as entries:
-            files = (entry.name for entry in itertools.islice(entries, _LOOKED_AT))
-            return (
-                "dir"
-                if any(re.fullmatch(r"record-.*\.msgpack", name) for name in files)
-                else "disk"
-            )
+            names = [entry.name for entry in itertools.islice(entries, _LOOKED_AT)]
     except OSError:
-        return "disk"
+        names = []
+    return "dir" if any(re.fullmatch(r"record-.*\.msgpack", name) for name in names) else "disk"
 
 
 def note_on(store: Store) -> str:
@@ -128,6 +120,7 @@ def note_on(store: Store) -> str:
 
 
 def _user_folder() -> str:
+    """The user's cache folder. Raises UsageError if there is none."""
     try:
         import platformdirs
 
@@ -137,9 +130,6 @@ def _user_folder() -> str:
     if not os.path.isabs(folder):  # noqa: PTH117 # '~' of a user whom the system does not know
         raise UsageError(f"no folder of yours for a cache: you have no home; {_SET}")
     return folder
-
-
-_SET = "set ADVISOR_CACHE to a folder, e.g. dir:/data/advisor"
 
 
 def studies_of(stores: Sequence[Store]) -> Path:

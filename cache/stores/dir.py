@@ -1,4 +1,4 @@
-"""A folder with one file per record: no locks, no database, readable where it lies.
+"""A folder with one file per record: no locks, no database.
 
 For network file systems, container images and repositories.
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import re
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from advisor.cache.stores.filesystem import (
+    REMEDY,
     abandoned,
     check_folder,
     place,
@@ -27,8 +26,6 @@ from advisor.errors import RecordDamaged, StoreError
 
 SUFFIX = ".msgpack"
 _RECORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./]{0,200}")
-_SETTLED_S = 2.0
-"""A folder whose time stamp is older has not changed since it was listed. FAT counts in 2 s."""
 
 
 def file_of(key: str) -> str:
@@ -62,39 +59,33 @@ class DirStore(Store):
         self.studies = self.path / "studies"
 
     def keys(self) -> list[str]:
-        with self._errors():
-            try:
-                now = self.path.stat()
-                changed = now.st_ino, now.st_mtime_ns, now.st_ctime_ns
-                settled = max(now.st_mtime, now.st_ctime) < time.time() - _SETTLED_S
-                list_it = _listed if settled else _listed.__wrapped__
-                return list(list_it(self.path, changed))
-            except FileNotFoundError:
-                return []
+        return keys_of(entry.name for entry in self._listed(self.path))
 
     def sizes(self, start: str = BLOBS) -> dict[str, int]:
         with self._errors():
-            try:
-                with os.scandir(self.path / BLOBS) as entries:
-                    return {
-                        key: one.stat().st_size
-                        for one in entries
-                        if (key := blob_key(one.name, start)) and one.is_file()
-                    }
-            except FileNotFoundError:
-                return {}
+            return {
+                key: one.stat().st_size
+                for one in self._listed(self.path / BLOBS)
+                if (key := blob_key(one.name, start)) and one.is_file()
+            }
 
-    def get(self, key: str, most: int = MAX_BYTES) -> bytes | None:
-        try:
-            return read_regular(self.path / file_of(key), most)
-        except FileNotFoundError:
-            return None
-        except OSError as exc:
-            if exc.errno == errno.ESTALE:  # another NFS client removed it meanwhile
-                return None
-            if is_blob(key) and exc.errno != errno.EFBIG:
-                raise self.error(exc) from exc
-            raise RecordDamaged(f"{key}: {exc.strerror}; refused") from exc
+    def get_many(
+        self, keys: Iterable[str], most: int = MAX_BYTES
+    ) -> dict[str, bytes | RecordDamaged]:
+        found: dict[str, bytes | RecordDamaged] = {}
+        for key in keys:
+            check_deadline()
+            try:
+                found[key] = read_regular(self.path / file_of(key), most)
+            except RecordDamaged as exc:
+                found[key] = exc
+            except OSError as exc:
+                if exc.errno in (errno.ENOENT, errno.ESTALE):  # ESTALE: of NFS, just removed
+                    continue
+                if is_blob(key) and exc.errno != errno.EFBIG:
+                    raise self._mapped(exc) from exc
+                found[key] = RecordDamaged(f"{key}: {exc.strerror}; refused")
+        return found
 
     def put(self, key: str, data: bytes) -> None:
         with self._errors():
@@ -115,31 +106,20 @@ class DirStore(Store):
     def check_writable(self) -> None:
         check_folder(self.path, self.path)
 
-    def is_read_only(self) -> bool:
-        return not os.access(self.path, os.W_OK)
+    def _listed(self, folder: Path) -> Iterator[os.DirEntry[str]]:
+        with self._errors(), contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+            for number, entry in enumerate(entries):
+                if not number % 1024:
+                    check_deadline()
+                yield entry
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as exc:
-            raise self.error(exc) from exc
+            raise self._mapped(exc) from exc
 
-    def error(self, exc: OSError) -> StoreError:
-        """What a fault of the file system is raised as."""
-        why = exc.strerror or str(exc)
-        return StoreError(
-            f"cache {self.path}: {why}; point --cache or ADVISOR_CACHE to another folder"
-        )
-
-
-@functools.lru_cache(maxsize=4)
-def _listed(folder: Path, _changed: tuple[int, ...]) -> tuple[str, ...]:
-    """The keys in a folder that last changed then: thousands of files are not listed twice."""
-    names = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            names.append(entry.name)
-            if not len(names) % 1024:
-                check_deadline()
-    return tuple(keys_of(names))
+    def _mapped(self, exc: Exception) -> StoreError:
+        """The error to raise for a fault of the file system."""
+        return StoreError(f"cache {self.path}: {getattr(exc, 'strerror', '') or exc}; {REMEDY}")

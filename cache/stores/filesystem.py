@@ -10,6 +10,7 @@ import secrets
 import shutil
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,65 +19,53 @@ from advisor.errors import StoreError, UsageError
 MOUNTS = Path("/proc/self/mounts")
 WRITING = ".writing-"
 """How the names of unfinished files begin."""
+REMEDY = "point --cache or ADVISOR_CACHE to another folder"
 _ABANDONED_S = 3600.0
 """The writer of such an old file is dead: a write takes milliseconds."""
 _NETWORK = re.compile(
     r"nfs\d?|lustre|gpfs|cifs|smb\w*|beegfs(_nodev)?|ceph|glusterfs|afs|9p|panfs|wekafs|orangefs"
     r"|pvfs2|ocfs2|gfs2?|virtiofs|fuse(\..+)?"
 )
-_PLAIN = re.compile(r"[0-9a-f][0-9a-f@-]{0,120}(\.[a-z]{1,12}){0,2}")
+_STUDY = re.compile(r"[0-9a-f][0-9a-f@-]{0,120}(\.[a-z]{1,12}){0,2}")
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 def network(path: Path, mounts: Path = MOUNTS) -> str:
     """The type of the network or FUSE file system that a path is, or would be, on; '' for none.
 
-    There SQLite corrupts: https://sqlite.org/faq.html#q5.
-
-    Linux only: elsewhere there are no `mounts` to read, and the answer is ''.
+    There SQLite corrupts: https://sqlite.org/faq.html#q5. Linux only: elsewhere there are no
+    `mounts` to read, and the answer is ''.
     """
     try:
         table = mounts.read_text(errors="surrogateescape")
-    except OSError:
-        return ""
-    try:
         place = path.resolve()
     except (OSError, RuntimeError):  # no current folder; links in a circle
         return ""
     best, kind = -1, ""
-    for line in table.splitlines():
-        fields = line.split(" ")
+    for fields in (line.split(" ") for line in table.splitlines()):
         if len(fields) < 3:
             continue
         where = Path(_ESCAPED.sub(lambda found: chr(int(found[1], 8)), fields[1]))
         # Of several mounts over one another at a place, the last counts.
-        if len(where.parts) >= best and (where == place or where in place.parents):
+        if len(where.parts) >= best and place.is_relative_to(where):
             best, kind = len(where.parts), fields[2]
     return kind if _NETWORK.fullmatch(kind) else ""
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and the missing ones above it, for their owner alone.
-
-    Raises:
-        OSError: one cannot be made.
-    """
+    """Make a folder and the missing ones above it, for their owner alone. Raises OSError."""
     for folder in (*reversed(path.parents), path):
         if not folder.is_dir():
             folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically; its folder is made if it is missing.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    make_folder(path.parent)
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to write. It replaces `path` once it is complete. Raises OSError."""
     temporary = path.with_name(f"{WRITING}{os.getpid()}-{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -89,12 +78,15 @@ def write_whole(path: Path, data: bytes) -> None:
         os.close(folder)
 
 
-def abandoned(folder: Path) -> list[Path]:
-    """Unfinished files of killed writers in a folder.
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file atomically; its folder is made if it is missing. Raises OSError."""
+    make_folder(path.parent)
+    with whole_file(path) as file:
+        file.write(data)
 
-    Raises:
-        OSError: it cannot be read.
-    """
+
+def abandoned(folder: Path) -> list[Path]:
+    """Unfinished files of killed writers in a folder. Raises OSError."""
     before = time.time() - _ABANDONED_S
     return [path for path in folder.glob(f"{WRITING}*") if path.lstat().st_mtime < before]
 
@@ -111,25 +103,15 @@ def remove_folder(path: Path) -> None:
 
 
 def check_folder(store: Path, folder: Path) -> None:
-    """Check that files can be put into a folder of a store, which may not exist yet.
-
-    Raises:
-        StoreError: they cannot.
-    """
+    """Raise StoreError if no files can be put into a folder of a store, which may not exist yet."""
     there = next((one for one in (folder, *folder.parents) if os.path.lexists(one)), folder)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "cannot be written" if there.is_dir() else "is not a folder"
-        raise StoreError(
-            f"cache {store}: {there} {why}; point --cache or ADVISOR_CACHE to another folder"
-        )
+        raise StoreError(f"cache {store}: {there} {why}; {REMEDY}")
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read; no pipe or device, which could block.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file.
-    """
+    """Open a file to read. Raises OSError, also for a pipe or device, which could block."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -138,11 +120,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """The content of a file of at most `most` bytes.
-
-    Raises:
-        OSError: it cannot be read, is no regular file, or is larger.
-    """
+    """The content of a file. Raises OSError, also if it has more than `most` bytes."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size <= most:
             data = file.read(most + 1)
@@ -167,10 +145,9 @@ def beside(folder: Path, name: str) -> Path:
     """The path of a file in a folder of studies, which may not exist yet.
 
     Raises:
-        UsageError: the name is no plain one. StoreError: the folder or the file is a link, which
-            may lead anywhere.
+        UsageError: the name is not one of a study. StoreError: the folder or the file is a link.
     """
-    if not _PLAIN.fullmatch(name):
+    if not _STUDY.fullmatch(name):
         raise UsageError(f"study {name[:80]!r}: no name of a study")
     path = folder / name
     for one in (folder, path):

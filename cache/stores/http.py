@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
@@ -28,6 +28,7 @@ from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged, StoreError
 
 T = TypeVar("T")
+P = TypeVar("P", bound="_Keys | _Sizes")
 
 PATIENCE_S = 0.25
 """What a server may cost `apply`, unless its URL says ?timeout=: TLS alone is three round trips."""
@@ -42,17 +43,22 @@ class _Keys(msgspec.Struct):
     keys: list[str]
     more: bool = False
 
+    @property
+    def names(self) -> Collection[str]:
+        return self.keys
+
 
 class _Sizes(msgspec.Struct):
     sizes: dict[str, int]
     more: bool = False
 
+    @property
+    def names(self) -> Collection[str]:
+        return self.sizes
+
 
 class _Rights(msgspec.Struct):
-    """Whether the token may write, and whether there are records."""
-
     writes: bool
-    records: bool
 
 
 class _Items(msgspec.Struct):
@@ -72,7 +78,6 @@ class HttpStore(Remote):
         super().__init__(self.client.given, PATIENCE_S)
         self.address = self.client.address
         self._came: dict[str, bytes] = {}
-        self._looks: dict[str, tuple[str, list[str]]] = {}
 
     def load(self) -> None:
         self.client.load()
@@ -81,56 +86,37 @@ class HttpStore(Remote):
         asked = urlencode(
             {k: json.dumps(v) if k == "wanted" else v for k, v in question.items()}, doseq=True
         )
-        etag, keys = self._looks.get(asked, ("", []))
-        headers = {"If-None-Match": etag} if etag else {}
-        answer = self._request("GET", f"/api/lookup?{asked}", headers=headers)
-        if answer.status == 304:
-            return keys
-        pairs = self._items(answer.data)
+        pairs = self._items(self._request("GET", f"/api/lookup?{asked}").data)
         self._came = {key: data for key, data in pairs if data}
-        keys = [key for key, _data in pairs]
-        self._looks = {asked: (answer.headers.get("etag", ""), keys)}
-        return keys
+        return [key for key, _data in pairs]
 
     def keys(self) -> list[str]:
-        found: list[str] = []
-        while True:
-            check_deadline()
-            after = found[-1] if found else ""
-            page = self._get(_KEYS, f"/api/records?after={quote(after, '')}")
-            keys = [self._checked(key) for key in page.keys]
-            if keys and keys[0] <= after:
-                raise self.client.foreign("its pages go round in a circle")
-            found += keys
-            if not page.more or not keys:
-                return found
+        return [
+            self._checked(key) for page in self._pages(_KEYS, "/api/records") for key in page.keys
+        ]
 
     def sizes(self, start: str = BLOBS) -> dict[str, int]:
         found: dict[str, int] = {}
-        while True:
-            check_deadline()
-            query = {"after": max(found, default=""), "start": start.removeprefix(BLOBS)}
-            page = self._get(_SIZES, f"/api/artifacts?{urlencode(query)}")
-            if any(name <= query["after"] or not blob_key(name, BLOBS) for name in page.sizes):
+        for page in self._pages(_SIZES, "/api/artifacts", start=start.removeprefix(BLOBS)):
+            if not all(blob_key(name, BLOBS) for name in page.sizes):
                 raise self.client.foreign("it names artifacts that are none")
             found |= page.sizes
-            if not page.more or not page.sizes:
-                return {key: size for name, size in found.items() if (key := blob_key(name, start))}
+        return {key: size for name, size in found.items() if (key := blob_key(name, start))}
 
-    def get(self, key: str, most: int = MAX_BYTES) -> bytes | None:
-        if is_blob(key):
-            answer = self._request("GET", f"/api/{key}", accepts=(404,), most=most + _REFUSAL)
-            return None if answer.status == 404 else bounded(key, answer.data, most)
-        found = self.get_many([key]).get(key)
-        if isinstance(found, RecordDamaged):
-            raise found
-        return found
-
-    def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
-        wanted = [key for key in keys if _KEY.fullmatch(key)]
-        came = self._came
-        found: dict[str, bytes | RecordDamaged] = {k: came[k] for k in wanted if k in came}
-        asked = [key for key in wanted if key not in found]
+    def get_many(
+        self, keys: Iterable[str], most: int = MAX_BYTES
+    ) -> dict[str, bytes | RecordDamaged]:
+        found: dict[str, bytes | RecordDamaged] = {}
+        asked = []
+        for key in keys:
+            if is_blob(key):
+                answer = self._request("GET", f"/api/{key}", accepts=(404,), most=most + _REFUSAL)
+                if answer.status != 404:
+                    found[key] = bounded(key, answer.data, most)
+            elif key in self._came:
+                found[key] = self._came[key]
+            elif _KEY.fullmatch(key):
+                asked.append(key)
         while asked:
             check_deadline()
             body = json.dumps({"keys": asked[:MOST]}).encode()
@@ -148,27 +134,29 @@ class HttpStore(Remote):
     def delete(self, key: str) -> bool:
         if not is_blob(key) and not _KEY.fullmatch(key):
             return False
-        self._came, self._looks = {}, {}
+        self._came = {}
         return self._request("DELETE", self._place(key), accepts=(404,)).status != 404
 
     def check_writable(self) -> None:
         if not self._get(_RIGHTS, "/api/self").writes:
             raise StoreError(f"cache {self.url}: this token may read and not write")
 
-    def health(self) -> str:
-        try:
-            said = self._get(_RIGHTS, "/api/self")
-        except StoreError as exc:
-            return f"unusable: {exc}"
-        if not said.records:
-            return "empty"
-        return "ok" if said.writes else "ok, read-only"
-
     def _request(self, method: str, path: str, **how: Any) -> Answer:
         return self.client.request(method, path, patience_s=self.patience_s, **how)
 
     def _get(self, decoder: msgspec.json.Decoder[T], path: str) -> T:
         return self.client.decoded(self._request("GET", path).data, decoder)
+
+    def _pages(self, decoder: msgspec.json.Decoder[P], path: str, **query: str) -> Iterator[P]:
+        """The pages of a sorted list."""
+        after, more = "", True
+        while more:
+            check_deadline()
+            page = self._get(decoder, f"{path}?{urlencode({'after': after, **query})}")
+            if any(name <= after for name in page.names):
+                raise self.client.foreign("its pages go round in a circle")
+            yield page
+            after, more = max(page.names, default=""), page.more and bool(page.names)
 
     @staticmethod
     def _place(key: str) -> str:

@@ -6,9 +6,7 @@ import os
 import re
 import stat
 import time
-import weakref
-import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -18,12 +16,12 @@ import msgspec
 from advisor.cache.seal import own_folder
 from advisor.cache.settings import ProjectUrl
 from advisor.cache.stores.filesystem import open_regular
-from advisor.cache.stores.timeout import check_deadline, time_left
+from advisor.cache.stores.timeout import time_left
 from advisor.cache.stores.url import RemoteUrl
 from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, printable
 
 if TYPE_CHECKING:
-    from http.client import HTTPConnection
+    import urllib3
 
 T = TypeVar("T")
 
@@ -31,16 +29,14 @@ MOST_ANSWER = 36 * 2**20
 """Bytes of one answer, unpacked."""
 JSON, BYTES = "application/json", "application/octet-stream"
 MAP = msgspec.json.Decoder(dict[str, Any])
-_OWN = ("timeout", "insecure")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_MOST_IDLE = 4
 _MOST_TRIES = 8
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{8,512}")
 _LISTED = re.compile(r"(https?://\S+)\s+(\S+)")
 
 
 class Answer(NamedTuple):
-    """`headers`: their names in lower case."""
+    """`headers`: their names in any case."""
 
     status: int
     headers: Mapping[str, str]
@@ -60,7 +56,7 @@ class HttpClient:
     """
 
     def __init__(self, url: str, *, token: str = "", called: str = "cache") -> None:
-        self.given = RemoteUrl.parse(url, _OWN)
+        self.given = RemoteUrl.parse(url, ("timeout", "insecure"))
         self.url = self.given.shown
         self._token = token
         self._of_project = isinstance(url, ProjectUrl)
@@ -69,37 +65,29 @@ class HttpClient:
         self._tls = parts.scheme == "https"
         self.address = self.given.address(443 if self._tls else 80)
         self._path = parts.path.rstrip("/")
-        if token and not _TOKEN.fullmatch(token):
-            raise _no_token("token")
+        if token:
+            _check_token(token, "token")
         if parts.query or "@" in parts.netloc:
             raise UsageError(
                 f"{self._shown}: expected {parts.scheme}://HOST[:PORT][/PATH], with the "
                 "options timeout and insecure alone; the token goes into ADVISOR_TOKEN"
             )
-        if not (self._tls or self.address[0] in _LOOPBACK):
-            self._check_insecure()
-        # Without a lock, which a forked child could find held for ever.
-        self._idle: list[tuple[int, HTTPConnection]] = []
-        weakref.finalize(self, _close, self._idle)
-
-    def _check_insecure(self) -> None:
-        if "insecure" not in self.given.options:
+        plain = not self._tls and self.address[0] not in _LOOPBACK
+        if plain and "insecure" not in self.given.options:
             raise UsageError(
                 f"{self._shown}: would send the token in the clear; use https://, or add "
                 "?insecure=1 in a network that nobody else reads"
             )
-        if self._of_project:
+        if plain and self._of_project:
             raise UsageError(
                 f"{self._shown}: pyproject.toml may not say insecure=1; use https://, or set "
                 "ADVISOR_CACHE to this URL"
             )
+        self._opened: tuple[int, urllib3.HTTPConnectionPool] | None = None
 
     def load(self) -> None:
         """Import what a request needs."""
-        import http.client  # noqa: F401 # only to have it in memory
-
-        if self._tls:
-            import ssl  # noqa: F401
+        import urllib3  # noqa: F401 # only to have it in memory
 
     def request(
         self,
@@ -113,9 +101,8 @@ class HttpClient:
         accepts: Collection[int] = (),
         most: int = MOST_ANSWER,
     ) -> Answer:
-        """The answer to a request, which is repeated while the server says when to come back.
-
-        Every request here has the same effect when it is sent twice.
+        """Return the answer. A busy server is asked again when it says, within `patience_s`; every
+        request here has the same effect when it is sent twice.
 
         Args:
             kind: the media type of the body.
@@ -124,91 +111,51 @@ class HttpClient:
 
         Raises:
             StoreError: nobody answers, or with an error. Unauthorized: because of the token.
-            RecordDamaged: because of what was sent.
-            UsageError: the token has no such form, or others can read its file.
+            RecordDamaged: because of what was sent. UsageError: the token is malformed.
         """
+        from urllib3.exceptions import HTTPError
+
         sent = {"Accept-Encoding": "gzip", **(headers or {})}
         token = self._token or _token(self.origin, from_environment=not self._of_project)
-        if token:
-            sent["Authorization"] = f"Bearer {token}"
-        if kind:
-            sent["Content-Type"] = kind
-        until = time.monotonic() + patience_s
-        for _try in range(_MOST_TRIES):
-            answer = self._exchange(method, path, body, sent, patience_s, most)
-            pause = _retry_after(answer)
-            if not pause or time.monotonic() + pause > until:
-                break
-            time.sleep(pause)
-            check_deadline()
+        sent |= {"Authorization": f"Bearer {token}"} if token else {}
+        sent |= {"Content-Type": kind} if kind else {}
+        try:
+            response = self._pool().urlopen(
+                method,
+                self._path + path,
+                body,
+                sent,
+                _retry(time.monotonic() + patience_s),
+                redirect=False,
+                timeout=time_left(patience_s),
+                preload_content=False,
+            )
+            data = response.read(most + 1)
+            if len(data) > most:
+                response.close()
+                raise self.foreign(f"its answer is larger than {most} bytes")
+            response.release_conn()
+        except (OSError, HTTPError, ValueError) as exc:
+            raise StoreError(f"{self._shown}: {_reason(exc)}") from exc
+        answer = Answer(response.status, response.headers, data)
         if answer.status < 300 or answer.status in (304, *accepts):
             return answer
         raise self._refused(answer, bool(token))
 
-    def _exchange(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None,
-        headers: Mapping[str, str],
-        patience_s: float,
-        most: int,
-    ) -> Answer:
-        from http.client import HTTPException
+    def _pool(self) -> urllib3.HTTPConnectionPool:
+        # A connection is not shared with a parent process.
+        if self._opened is None or self._opened[0] != os.getpid():
+            import ssl
 
-        for connection, may_be_closed in self._connections():
-            try:
-                connection.timeout = time_left(patience_s)
-                if connection.sock is not None:
-                    connection.sock.settimeout(connection.timeout)
-                connection.request(method, self._path + path, body, dict(headers))
-                response = connection.getresponse()
-                data = response.read(most + 1)
-                said = {name.lower(): value for name, value in response.getheaders()}
-                if response.will_close or not response.isclosed() or len(self._idle) >= _MOST_IDLE:
-                    connection.close()
-                else:
-                    self._idle.append((os.getpid(), connection))
-                return Answer(response.status, said, self._inflated(data, said, most))
-            except (OSError, HTTPException, ValueError) as exc:
-                connection.close()
-                if not may_be_closed:
-                    reason = getattr(exc, "strerror", "") or str(exc) or type(exc).__name__
-                    raise StoreError(f"{self._shown}: {reason}") from exc
-        raise AssertionError
+            import urllib3
 
-    def _connections(self) -> Iterator[tuple[HTTPConnection, bool]]:
-        """An open connection, which the server may have closed, if there is one; then a new one."""
-        import http.client
-
-        while self._idle:
-            pid, idle = self._idle.pop()
-            if pid == os.getpid():
-                yield idle, True
-                break
-            idle.close()  # a parent process uses it
-        host, port = self.address
-        if not self._tls:
-            yield http.client.HTTPConnection(host, port), False
-            return
-        import ssl
-
-        try:
-            context = ssl.create_default_context()
-        except OSError as exc:  # of $SSL_CERT_FILE
-            raise StoreError(f"{self._shown}: certificates: {exc}") from exc
-        yield http.client.HTTPSConnection(host, port, context=context), False
-
-    def _inflated(self, data: bytes, headers: Mapping[str, str], most: int) -> bytes:
-        if headers.get("content-encoding") == "gzip":
-            unzip = zlib.decompressobj(wbits=31)
-            try:
-                data = unzip.decompress(data, most + 1)
-            except zlib.error as exc:
-                raise self.foreign("its answer is cut or damaged") from exc
-        if len(data) > most:
-            raise self.foreign(f"its answer is larger than {most} bytes")
-        return data
+            host, port = self.address
+            pool = urllib3.HTTPConnectionPool(host, port, maxsize=4)
+            if self._tls:
+                context = ssl.create_default_context()
+                pool = urllib3.HTTPSConnectionPool(host, port, maxsize=4, ssl_context=context)
+            self._opened = os.getpid(), pool
+        return self._opened[1]
 
     @property
     def origin(self) -> str:
@@ -237,11 +184,7 @@ class HttpClient:
     def decoded(
         self, data: bytes, decoder: msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]
     ) -> T:
-        """What an answer holds.
-
-        Raises:
-            StoreError: the decoder refuses it.
-        """
+        """Decode an answer. Raises StoreError if it is malformed."""
         try:
             return decoder.decode(data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
@@ -263,50 +206,68 @@ class HttpClient:
         )
 
 
-def _close(idle: Iterable[tuple[int, HTTPConnection]]) -> None:
-    for _pid, connection in idle:
-        connection.close()
+def _retry(until: float) -> urllib3.Retry:
+    """Ask again once after a lost connection, and when a busy server says, but not after `until`
+    and not after a timeout."""
+    from urllib3 import Retry
+    from urllib3.exceptions import MaxRetryError, ReadTimeoutError
+
+    class WithinPatience(Retry):
+        def increment(self, *args: Any, **more: Any) -> Any:
+            response, error = more.get("response"), more.get("error")
+            if isinstance(error, ReadTimeoutError):
+                raise error
+            if response is not None:
+                pause = self.get_retry_after(response) or 0.0
+                if time.monotonic() + pause > until or time_left(pause) < pause:
+                    raise MaxRetryError(more["_pool"], None)
+            return super().increment(*args, **more)
+
+    return WithinPatience(
+        _MOST_TRIES, connect=0, read=1, other=0, allowed_methods=None, raise_on_status=False
+    )
 
 
-def _retry_after(answer: Answer) -> float:
-    """Seconds after which the server wants the request again; 0 for never."""
-    text = answer.headers.get("retry-after", "") if answer.status in (429, 503) else ""
-    return float(text) if text.isdecimal() and len(text) < 5 else 0.0
+def _reason(exc: BaseException) -> str:
+    """What went wrong, without urllib3's wrappers."""
+    for inner in (getattr(exc, "reason", None), *exc.args[1:]):
+        if isinstance(inner, BaseException):
+            return _reason(inner)
+    text = getattr(exc.__cause__ or exc, "strerror", "") or str(exc).rpartition("): ")[2]
+    return text or type(exc).__name__
 
 
-def _no_token(what: str) -> UsageError:
-    return UsageError(f"{what}: no token; expected what `advisor token` printed")
+def _check_token(token: str, name: str) -> None:
+    """Raise UsageError if a token is malformed."""
+    if not _TOKEN.fullmatch(token):
+        raise UsageError(f"{name}: no token; expected what `advisor token` printed")
 
 
 def _token(origin: str, from_environment: bool) -> str:
-    """The token for a server, '' for none.
-
-    Raises:
-        UsageError: it has no such form, or others can read its file.
-    """
+    """The token for a server, '' for none. Raises UsageError if it is malformed, or others can
+    read its file."""
     token = os.environ.get("ADVISOR_TOKEN", "").strip() if from_environment else ""
-    folder = own_folder()
-    if not token and (named := os.environ.get("ADVISOR_TOKEN_FILE", "")):
-        token = _listed(Path(named), origin, must_exist=True)
-    elif not token and folder is not None:
-        token = _listed(folder / "tokens", origin, must_exist=False)
-    if token and not _TOKEN.fullmatch(token):
-        raise _no_token("ADVISOR_TOKEN")
+    if not token:
+        named, folder = os.environ.get("ADVISOR_TOKEN_FILE", ""), own_folder()
+        if named:
+            token = _listed(Path(named), origin)
+        elif folder is not None and (folder / "tokens").exists():
+            token = _listed(folder / "tokens", origin)
+    if token:
+        _check_token(token, "ADVISOR_TOKEN")
     return token
 
 
-def _listed(path: Path, origin: str, must_exist: bool) -> str:
+def _listed(path: Path, origin: str) -> str:
+    """The token for a server in a file of lines 'https://HOST TOKEN'."""
     try:
         with open_regular(path) as file:
             mode = os.fstat(file.fileno()).st_mode
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise UsageError(f"{path}: holds tokens and others can read it; run: chmod 600 it")
             text = file.read(2**16).decode()
-    except FileNotFoundError as exc:
-        if not must_exist:
-            return ""
-        raise UsageError(f"ADVISOR_TOKEN_FILE {str(path)!r}: there is no such file") from exc
     except (OSError, ValueError) as exc:
-        raise UsageError(f"ADVISOR_TOKEN_FILE {str(path)!r}: cannot be read ({exc})") from exc
+        why = getattr(exc, "strerror", "") or exc
+        raise UsageError(f"ADVISOR_TOKEN_FILE {str(path)!r}: cannot be read ({why})") from exc
     found: list[tuple[str, str]] = _LISTED.findall(text)
     return next((token for url, token in found if url.rstrip("/") == origin), "")

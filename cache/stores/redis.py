@@ -6,10 +6,10 @@ key is when it expires.
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit, urlunsplit
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_OWN = ("prefix", "ttl", "timeout")
-_LASTING = "+inf"
-
 
 class RedisStore(Remote):
     """redis[s]://[USER:PASSWORD@]HOST[:PORT][/DATABASE][?prefix=advisor&ttl=90d&timeout=50ms].
@@ -36,10 +33,7 @@ class RedisStore(Remote):
     """
 
     def __init__(self, url: str) -> None:
-        # Not imported yet: that takes longer than to learn that the server is down.
-        if importlib.util.find_spec("redis") is None:
-            raise ModuleNotFoundError("the Python package redis is not installed")
-        given = RemoteUrl.parse(url, _OWN)
+        given = RemoteUrl.parse(url, ("prefix", "ttl", "timeout"))
         super().__init__(given, PATIENCE_S)
         self.address = given.address(6379)
         self._ttl_s = given.seconds("ttl", 0.0)
@@ -52,9 +46,6 @@ class RedisStore(Remote):
         database = urlsplit(given.bare).path.strip("/")
         if database and not database.isdecimal():
             raise UsageError(f"cache URL {self.url!r}: database {database!r}: expected a number")
-        self._client: redis.Redis | None = None
-        self._pid = 0
-        self._waits_s = 0.0
 
     def load(self) -> None:
         import redis.retry  # noqa: F401 # only to have it in memory
@@ -64,53 +55,32 @@ class RedisStore(Remote):
 
     def sizes(self, start: str = BLOBS) -> dict[str, int]:
         keys = [key for key in self._indexed("artifacts") if key.startswith(start)]
-        sizes = self._read_each("strlen", {key: () for key in keys})
-        return {
-            key: size for key, size in zip(keys, sizes, strict=True) if type(size) is int and size
-        }
+        return {key: size for key, size in self._each(keys, "strlen") if type(size) is int and size}
 
-    def get(self, key: str, most: int = MAX_BYTES) -> bytes | None:
-        is_blob(key)
-        (part,) = self._read_each("getrange", {key: (0, most)})
-        return bounded(key, _string(key, part), most) or None
-
-    def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
-        wanted = list(keys)
+    def get_many(
+        self, keys: Iterable[str], most: int = MAX_BYTES
+    ) -> dict[str, bytes | RecordDamaged]:
+        wanted = [key for key in keys if self._index(key)]
         # Not MGET: what somebody planted may be of any size, and is not worth fetching whole.
-        parts = self._read_each("getrange", {key: (0, MAX_BYTES) for key in wanted})
-        found: dict[str, bytes | RecordDamaged] = {}
-        for key, part in zip(wanted, parts, strict=True):
-            try:
-                if data := _string(key, part):
-                    found[key] = data
-            except RecordDamaged as exc:
-                found[key] = exc
-        return found
+        parts = self._each(wanted, "getrange", 0, most)
+        return {key: _string(key, part, most) for key, part in parts if part != b""}
 
     def put(self, key: str, data: bytes) -> None:
         index = self._index(key)
-        ends = f"{time.time() + self._ttl_s}" if self._ttl_s else _LASTING
-        expires: tuple[Any, ...] = ("PX", int(self._ttl_s * 1000)) if self._ttl_s else ()
+        now = time.time()
 
-        def act(r: Any) -> None:
-            pipeline = r.pipeline(transaction=True)
-            pipeline.execute_command("SET", self._prefix + key, data, *expires)
-            pipeline.execute_command("ZADD", index, ends, key)
-            pipeline.zremrangebyscore(index, "-inf", f"({time.time()}")
-            pipeline.execute()
+        def act(pipeline: Any) -> None:
+            pipeline.set(self._prefix + key, data, px=int(self._ttl_s * 1000) or None)
+            pipeline.zadd(index, {key: now + self._ttl_s if self._ttl_s else "+inf"})
+            pipeline.zremrangebyscore(index, "-inf", f"({now}")
 
-        self._do(act)
+        self._together(act)
 
     def delete(self, key: str) -> bool:
         index = self._index(key)
-
-        def act(r: Any) -> bool:
-            pipeline = r.pipeline(transaction=True)
-            pipeline.delete(self._prefix + key)
-            pipeline.zrem(index, key)
-            return any(pipeline.execute())
-
-        return self._do(act)
+        return any(
+            self._together(lambda pipeline: pipeline.delete(self._prefix + key).zrem(index, key))
+        )
 
     def check_writable(self) -> None:
         # Nothing is stored: a key that is not there is removed.
@@ -122,24 +92,34 @@ class RedisStore(Remote):
 
     def _indexed(self, index: str) -> list[str]:
         """The sorted keys in an index that have not expired."""
-        now = time.time()
-        found = self._do(lambda r: r.zrangebyscore(self._prefix + index, now, _LASTING))
+        found = self._do(lambda r: r.zrangebyscore(self._prefix + index, time.time(), "+inf"))
         return sorted(key.decode("utf-8", "replace") for key in found)
 
-    def _read_each(self, command: str, keys: Mapping[str, tuple[int, ...]]) -> list[Any]:
-        """What a command says of each key, given some more arguments; an error where it fails."""
+    def _each(self, keys: list[str], command: str, *arguments: int) -> Iterable[tuple[str, Any]]:
+        """Each key with what a command returns for it, or with its error."""
 
         def act(r: Any) -> list[Any]:
             pipeline = r.pipeline(transaction=False)
-            for key, arguments in keys.items():
+            for key in keys:
                 getattr(pipeline, command)(self._prefix + key, *arguments)
             found: list[Any] = pipeline.execute(raise_on_error=False)
             return found
 
-        return self._do(act) if keys else []
+        return zip(keys, self._do(act) if keys else [], strict=True)
+
+    def _together(self, act: Callable[[Any], object]) -> list[Any]:
+        """What the commands that act(pipeline) queues return, run as one transaction."""
+
+        def run(r: Any) -> list[Any]:
+            pipeline = r.pipeline(transaction=True)
+            act(pipeline)
+            found: list[Any] = pipeline.execute()
+            return found
+
+        return self._do(run)
 
     def _do(self, act: Callable[[Any], T]) -> T:
-        """What act(client) returns.
+        """Return act(client).
 
         Raises:
             StoreError: the server does not answer, or with a refusal.
@@ -147,42 +127,37 @@ class RedisStore(Remote):
         import redis
 
         try:
-            return act(self._connected())
+            return act(self._client)
         except redis.AuthenticationError as exc:
             raise StoreError(
                 f"cache {self.url}: {exc}; set ADVISOR_REDIS_USERNAME and ADVISOR_REDIS_PASSWORD"
             ) from exc
-        except redis.RedisError as exc:
+        except (redis.RedisError, OSError, ValueError) as exc:  # ValueError: of its options' values
             raise StoreError(f"cache {self.url}: {str(exc) or type(exc).__name__}") from exc
-        except (OSError, ValueError) as exc:  # of its options' values, or certificates
-            raise StoreError(f"cache {self.url}: {exc}") from exc
         except TypeError as exc:
             said = str(exc).rpartition("argument ")[2]
             raise UsageError(f"cache URL {self.url!r}: unknown option {said}") from exc
 
-    def _connected(self) -> redis.Redis:
-        # A connection is not shared with a parent process; patience may have grown.
-        if self._client is None or (self._pid, self._waits_s) != (os.getpid(), self.patience_s):
-            import redis
-            from redis.backoff import NoBackoff
-            from redis.retry import Retry
+    @functools.cached_property
+    def _client(self) -> redis.Redis:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
 
-            each = self.patience_s / 2  # to connect and to answer
-            self._client = redis.Redis.from_url(
-                self._bare,
-                socket_connect_timeout=each,
-                socket_timeout=each,
-                retry=Retry(NoBackoff(), 0),
-                decode_responses=False,
-            )
-            self._pid, self._waits_s = os.getpid(), self.patience_s
-        return self._client
+        each = self.patience_s / 2  # to connect and to answer
+        return redis.Redis.from_url(
+            self._bare,
+            socket_connect_timeout=each,
+            socket_timeout=each,
+            retry=Retry(NoBackoff(), 0),
+            decode_responses=False,
+        )
 
 
-def _string(key: str, part: object) -> bytes:
-    if not isinstance(part, bytes):
-        raise RecordDamaged(f"{key}: no string in Redis ({part}); refused")
-    return part
+def _string(key: str, part: object, most: int) -> bytes | RecordDamaged:
+    if isinstance(part, bytes):
+        return bounded(key, part, most)
+    return RecordDamaged(f"{key}: no string in Redis ({part}); refused")
 
 
 def _with_login(url: str) -> str:
@@ -191,6 +166,5 @@ def _with_login(url: str) -> str:
     password = os.environ.get("ADVISOR_REDIS_PASSWORD", "")
     if "@" in parts.netloc or not password:
         return url
-    return urlunsplit(
-        parts._replace(netloc=f"{quote(user, safe='')}:{quote(password, safe='')}@{parts.netloc}")
-    )
+    login = f"{quote(user, safe='')}:{quote(password, safe='')}"
+    return urlunsplit(parts._replace(netloc=f"{login}@{parts.netloc}"))

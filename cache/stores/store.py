@@ -1,4 +1,4 @@
-"""What every store does: it keeps bytes under text keys."""
+"""The interface of every store: bytes under text keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from advisor.cache.stores.timeout import check_deadline
 from advisor.cache.stores.url import RemoteUrl
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 
@@ -23,9 +22,8 @@ _BLOB = re.compile(rf"{BLOBS}[0-9a-f][0-9a-f-]{{0,120}}\.[0-9a-f]{{12}}")
 class Store(ABC):
     """Bytes under text keys. Reading creates nothing; a write is whole or absent.
 
-    A key that begins with BLOBS is of a blob: many MiB, which `keys` does not list. Every method
-    but `health` raises StoreDamaged for a corrupt store, and StoreError if the store cannot be
-    reached, read or written.
+    The key of a blob, which may have many MiB, begins with BLOBS. Every method but `health` raises
+    StoreDamaged for a corrupt store, and StoreError if the store cannot be read or written.
 
     Attributes:
         url: what `open_store` takes to open it again, without passwords.
@@ -39,34 +37,32 @@ class Store(ABC):
 
     @abstractmethod
     def keys(self) -> list[str]:
-        """The keys of all records, sorted; none if there is no store yet."""
+        """The keys of all records, sorted, without those of blobs; [] if there is no store yet."""
 
     def sizes(self, start: str = BLOBS) -> Mapping[str, int]:
         """The bytes of each blob whose key begins with `start`."""
         return {}
 
-    @abstractmethod
     def get(self, key: str, most: int = MAX_BYTES) -> bytes | None:
-        """What was put, or None. Raises RecordDamaged if it is larger than `most` bytes, or
-        nothing that a store puts."""
+        """The data of one key, None if it is absent.
 
-    def get_many(self, keys: Iterable[str]) -> dict[str, bytes | RecordDamaged]:
-        """The same for several records, without those that are absent."""
-        found: dict[str, bytes | RecordDamaged] = {}
-        for key in keys:
-            check_deadline()
-            try:
-                data = self.get(key)
-            except RecordDamaged as exc:
-                found[key] = exc
-            else:
-                if data is not None:
-                    found[key] = data
+        Raises:
+            RecordDamaged: it is larger than `most` bytes, or not what a store writes.
+        """
+        found = self.get_many([key], most).get(key)
+        if isinstance(found, RecordDamaged):
+            raise found
         return found
 
     @abstractmethod
+    def get_many(
+        self, keys: Iterable[str], most: int = MAX_BYTES
+    ) -> dict[str, bytes | RecordDamaged]:
+        """The data of several keys, without absent ones."""
+
+    @abstractmethod
     def put(self, key: str, data: bytes) -> None:
-        """Keep data under a key, in place of what is there."""
+        """Store data under a key, replacing what is there."""
 
     @abstractmethod
     def delete(self, key: str) -> bool:
@@ -76,20 +72,19 @@ class Store(ABC):
     def check_writable(self) -> None:
         """Raise if `put` would; creates nothing."""
 
-    def is_read_only(self) -> bool:
-        """Whether a store that can be read cannot be written."""
-        return False
-
     def health(self) -> str:
         """'ok', 'ok, read-only', 'empty', 'damaged: ...' or 'unusable: ...'."""
+        readable = False
         try:
             if not self.keys():
                 return "empty"
-            return "ok, read-only" if self.is_read_only() else "ok"
+            readable = True
+            self.check_writable()
         except StoreDamaged as exc:
             return f"damaged: {exc.__cause__ or exc}"
         except StoreError as exc:
-            return f"unusable: {exc}"
+            return "ok, read-only" if readable else f"unusable: {exc}"
+        return "ok"
 
     def quarantine(self) -> Path:
         """Move a damaged store away; its new path."""
@@ -104,7 +99,7 @@ class Remote(Store):
     """A store on the network, which may not answer.
 
     Attributes:
-        patience_s: seconds that a reader waits for it, in total.
+        patience_s: seconds that a reader waits for it, in total. Set before the first request.
         address: host and port to connect to; None if only its client library knows.
     """
 
@@ -132,8 +127,8 @@ class Narrowing(Protocol):
     """A remote store that searches its records: a lookup is one request."""
 
     def narrowed(self, question: Mapping[str, Any]) -> list[str]:
-        """The keys that answer a question, as `RecordFilter.questions` has it: of many the nearest,
-        and their markers. `get_many` of these keys makes no further request."""
+        """The keys that answer a question, as `RecordFilter.questions` has it: of many the nearest.
+        `get_many` of these keys makes no further request."""
 
 
 def is_blob(key: str) -> bool:
@@ -155,12 +150,8 @@ def blob_key(name: str, start: str) -> str:
     return key if key.startswith(start) and _BLOB.fullmatch(key) else ""
 
 
-def bounded(key: str, data: bytes, most: int) -> bytes:
-    """The data of a key.
-
-    Raises:
-        RecordDamaged: it is larger than `most` bytes.
-    """
+def bounded(key: str, data: bytes, most: int) -> bytes | RecordDamaged:
+    """The data of a key, or the error if it is larger than `most` bytes."""
     if len(data) > most:
-        raise RecordDamaged(f"{key}: larger than {most} bytes; refused")
+        return RecordDamaged(f"{key}: larger than {most} bytes; refused")
     return data

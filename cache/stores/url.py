@@ -11,14 +11,12 @@ from advisor.errors import UsageError
 PATIENCE_S = 0.05
 """How long `apply` waits for a remote store, unless its URL says ?timeout=."""
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _HARMLESS = ("prefix", "ttl", "timeout", "endpoint", "db", "insecure")
 """Options whose values are shown; any other value may be a secret."""
 _OPTION = re.compile(r"([?&;])([^=&;?#]*)=([^&;#]*)")
-_FORM = (
-    "expected SCHEME://[USER:PASSWORD@]HOST[:PORT]/PLACE[?OPTION=VALUE&...]; write / ? # @ in a "
-    "password as %2F %3F %23 %40"
-)
-_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_FORM = "expected SCHEME://[USER:PASSWORD@]HOST[:PORT]/PLACE[?OPTION=VALUE&...]"
+_QUOTE = "write / ? # @ in a password as %2F %3F %23 %40"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +27,6 @@ class RemoteUrl:
     shown: str
     options: dict[str, str]
 
-    def address(self, default_port: int) -> tuple[str, int]:
-        """Host and port.
-
-        Raises:
-            UsageError: the URL names none.
-        """
-        try:
-            parts = urlsplit(self.bare)
-            return parts.hostname or "localhost", parts.port or default_port
-        except ValueError as exc:
-            raise UsageError(f"cache URL {self.shown!r}: {_FORM}") from exc
-
     @classmethod
     def parse(cls, url: str, own: tuple[str, ...]) -> RemoteUrl:
         """Split the options named in `own` from a URL.
@@ -49,21 +35,43 @@ class RemoteUrl:
             UsageError: an option is given twice, or the URL is malformed.
         """
         place, _, query = url.partition("?")
+        shown = without_password(url)
         try:
-            urlsplit(place)
+            urlsplit(place)  # refuses half an IPv6 address
             given = parse_qsl(query, strict_parsing=bool(query))
         except ValueError as exc:
-            raise UsageError(f"cache URL {without_password(url)!r}: {_FORM}") from exc
+            raise UsageError(f"cache URL {shown!r}: {_FORM}; {_QUOTE}") from exc
         names = [name for name, _value in given]
         for name in own:
             if names.count(name) > 1:
-                raise UsageError(f"cache URL {without_password(url)!r}: {name} is given twice")
+                raise UsageError(f"cache URL {shown!r}: {name} is given twice")
         rest = urlencode([pair for pair in given if pair[0] not in own])
-        return cls(
-            bare=f"{place}?{rest}" if rest else place,
-            shown=without_password(url),
-            options={name: value for name, value in given if name in own},
-        )
+        options = {name: value for name, value in given if name in own}
+        return cls(bare=f"{place}?{rest}" if rest else place, shown=shown, options=options)
+
+    def address(self, default_port: int) -> tuple[str, int]:
+        """Host and port. Raises UsageError if the port is none."""
+        parts = urlsplit(self.bare)
+        try:
+            port = parts.port
+        except ValueError:
+            port = 0
+        if port == 0:
+            found = re.search(r":(-?\d{1,20})$", parts.netloc)
+            # What follows a colon and is no number may be a password.
+            named = f"port {found[1]}" if found else "port"
+            rule = f"{named}: expected a number from 1 to 65535; {_QUOTE}"
+            raise UsageError(f"cache URL {self.shown!r}: {rule}")
+        return parts.hostname or "localhost", port or default_port
+
+    def endpoint(self) -> tuple[str, int] | None:
+        """Host and port of the option `endpoint`, None without one."""
+        url = self.options.get("endpoint")
+        if not url:
+            return None
+        if not re.match(r"https?://[^/:[]", url):
+            raise UsageError(f"cache URL {self.shown!r}: endpoint: expected https://HOST[:PORT]")
+        return RemoteUrl(url, self.shown, {}).address(443 if url.startswith("https") else 80)
 
     def seconds(self, option: str, default: float) -> float:
         """A time such as 50ms, 2s or 30d.
@@ -75,11 +83,12 @@ class RemoteUrl:
         if text is None:
             return default
         found = _TIME.fullmatch(text)
-        if found is None or not 0 < float(found[1]) * _UNITS[found[2]] < 1e9:
+        seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
+        if not 0 < seconds < 1e9:
             raise UsageError(
                 f"cache URL {self.shown!r}: {option}={text}: expected a time as 50ms, 2s or 30d"
             )
-        return float(found[1]) * _UNITS[found[2]]
+        return seconds
 
 
 def without_password(url: str) -> str:
@@ -91,7 +100,8 @@ def without_password(url: str) -> str:
     if "@" in query:  # a password that is not percent-encoded may hold '?'
         place, query = re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*:/*).*", r"\1***", place), ""
     # What follows a colon and is no port may be a password.
-    place = re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*://[^/:]*):(?!\d*(?:/|$)).*", r"\1:***", place)
+    host = r"(?:\[[0-9A-Fa-f:.]*\]|[^/:\[]*)"
+    place = re.sub(rf"^([A-Za-z][A-Za-z0-9+.-]*://{host}):(?!-?\d*(?:/|$)).*", r"\1:***", place)
     return place.partition("#")[0] + query
 
 

@@ -84,13 +84,18 @@ def trial(number: int = 0, config: Config = DEFAULT, outcome: str = "ok") -> Tri
 
 
 def record(
-    key: Key = KEY, name: str = "model.py:Net", created: float = 1.7e9, trials: int = 3
+    key: Key = KEY,
+    name: str = "model.py:Net",
+    created: float = 1.7e9,
+    trials: int = 3,
+    effort: str = "normal",
+    **changes: Any,
 ) -> Record:
     default = DEFAULT.at(key.task.batch)
     fast = choice(default.replace(precision="bf16"), 3000.0, 1.5)
     flags = choice(default)
     winners = {"flags": flags, "pilot": flags, "loop": fast, "capture": fast}
-    return Record(
+    made = Record(
         key=key,
         target=Target(name=name, origin="0123456789abcdef"),
         baseline=choice(default),
@@ -109,8 +114,14 @@ def record(
             budget_s=180.0,
             modules=2,
             parameters=1728,
+            effort=effort,
         ),
     )
+    return replace(made, **changes)
+
+
+INFER = changed(KEY, "mode", "infer")
+SMALL = changed(KEY, "shapes", ((8, 3, 256, 256),))
 
 
 def planted(one: Record, path: str, value: object) -> dict[str, Any]:

@@ -402,7 +402,7 @@ def test_a_record_by_its_origin_or_model_alone(stores: list[Store]) -> None:
     Records(stores[0]).put(newer)
     for most, found, more in ((1, {one, newer}, 1), (2, {one, newer}, 0)):
         read.clear()
-        listing = records.look_into(store, RecordFilter(kin_of=one.key, family="f0", most=most))
+        listing = records.look_into(store, RecordFilter(similar_to=one.key, family="f0", most=most))
         assert {held.record for held in listing.held} == found and len(listing.left) == more
         assert len(read) == most + 1  # its own model's, and of others the newest
     assert records.look_into(store, RecordFilter(origins=frozenset())).held == ()

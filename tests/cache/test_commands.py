@@ -225,3 +225,16 @@ def test_only_what_is_wanted_is_carried(
     said = run("sync", url, other, *words, code=1)
     assert "1 refused" in said
     assert there(other) == sorted(wanted, key=lambda one: one.id)
+
+
+def test_show_says_which_store_has_a_record(url: str, tmp_path: Path) -> None:
+    other = f"dir:{tmp_path}/other"
+    keep(url, GOOD)
+    keep(other, INFER)
+    listed = run("show", "--cache", f"{url},{other}")
+    assert "store" in listed.splitlines()[0] and listed.count("dir:") == 2
+    for one, where in ((GOOD, url), (INFER, other)):
+        assert f"  store           {where}\n" in run("show", one.id, "--cache", f"{url},{other}")
+    said = json.loads(run("show", "--cache", f"{url},{other}", "--json"))["records"]
+    assert {one["id"]: one["store"] for one in said} == {GOOD.id: url, INFER.id: other}
+    assert "dir:" not in run("show", "--cache", url)

@@ -27,19 +27,13 @@ configs = configs_of(st.text(max_size=8))
 
 
 @given(configs)
-def test_order_does_not_count(config: Config) -> None:
+def test_neither_order_nor_pickle_changes_it(config: Config) -> None:
     turned = Config(dict(reversed(list(config.items()))))
-    assert turned == config
-    assert hash(turned) == hash(config)
+    again = pickle.loads(pickle.dumps(config))
+    assert turned == again == config
+    assert hash(turned) == hash(again) == hash(config)
     assert turned.digest == config.digest == fingerprint(config)[:12]
     assert list(config) == sorted(config)
-
-
-@given(configs)
-def test_survives_pickle(config: Config) -> None:
-    again = pickle.loads(pickle.dumps(config))
-    assert again == config
-    assert hash(again) == hash(config)
 
 
 @pytest.mark.parametrize("other", [1, 1.0, "1"])
@@ -55,15 +49,6 @@ def test_changes() -> None:
     assert config.without("batch_size", "absent") == Config(precision="bf16")
     assert config | Config(pin_memory=True) == config.replace(pin_memory=True)
     assert len(config.digest) == 12
-
-
-@pytest.mark.parametrize("wrong", [{1: 2}, {"a": [1]}, {"a": float("nan")}, {"a": b""}])
-def test_refuses(wrong: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match="expected"):
-        Config(wrong)
-
-
-TOO_LOW = -(2**63) - 1
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,7 @@ def test_show(tuned: Path, first: dict[str, Any]) -> None:
     assert json.loads(advisor(tuned, "show", key, "--json").stdout) == first | {
         "signed": True,
         "artifacts": [],
+        "store": open_store().url,
     }
     rows = json.loads(advisor(tuned, "show", "--json").stdout)
     assert [(row["id"], row["stale"]) for row in rows["records"]] == [(key, []), (elsewhere.id, [])]

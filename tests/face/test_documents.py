@@ -192,7 +192,8 @@ def test_the_code_of_the_loop_runs() -> None:
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/uses.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs/loop-and-capture.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) > 1
     code = "\n".join(blocks)
     names = {

@@ -296,6 +296,10 @@ CHAINED = gzip.compress(member("x", type=tarfile.XHDTYPE)[0].tobuf(tarfile.USTAR
         (b"", "damaged"),
         (b"PK\3\4", "damaged"),
     ],
+    ids=[
+        *("large", "sum", "many", "deep", "claimed", "claimed-header", "claimed-name"),
+        *("negative", "chained", "cut", "half", "empty", "zip"),
+    ],
 )
 def test_bombs_are_refused_early(
     data: bytes, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,15 +1,18 @@
-"""Store: what a store has, carried elsewhere and tidied, from Python."""
+"""Store: what a store has, copied elsewhere and tidied, from Python."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import advisor
+from advisor.cache.name import Name
 from advisor.opening import open_records
-from tests.cache import examples
+from tests.cache import examples, servers
 
 MADE = examples.record()
 
@@ -58,3 +61,43 @@ def test_prune_removes_once_it_is_told_to(store: advisor.Store) -> None:
     assert len(store.prune()) == 1, "a dry run removes nothing"
     assert len(store.prune(dry_run=False)) == 1
     assert store.prune() == [] and [one.id for one in store.records()] == [MADE.id]
+
+
+USES: dict[str, Callable[[advisor.Store, Path], object]] = {
+    "records": lambda store, _folder: store.records(),
+    "export": lambda store, folder: store.export(folder / "pack"),
+    "prune": lambda store, _folder: store.prune(),
+    "sync from": lambda store, folder: store.sync(f"dir:{folder}/one"),
+    "sync to": lambda store, folder: advisor.Store(f"dir:{folder}/one").sync(store),
+    "import_": lambda store, folder: store.import_(folder / "one.pack"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_store_that_cannot_be_reached_is_no_other_store(
+    store: advisor.Store, tmp_path: Path, use: str
+) -> None:
+    """The user's cache folder has a record too, which is not taken for the named store's."""
+    store.export(tmp_path / "one.pack")
+    open_records(None).put(MADE)
+    away = advisor.Store(f"http://127.0.0.1:{servers.free_port()}?timeout=1s")
+    with pytest.raises(advisor.StoreError, match="refused") as caught:
+        USES[use](away, tmp_path)
+    assert "\n" not in str(caught.value) and not (tmp_path / "pack").exists()
+
+
+@pytest.mark.parametrize("use", ["records", "export"])
+def test_what_cannot_be_read_is_one_warning(store: advisor.Store, tmp_path: Path, use: str) -> None:
+    (inner,) = open_records(store.urls).stores
+    for threads in (1, 2):
+        bad = examples.record(key=examples.changed(examples.KEY, "threads", threads))
+        inner.put(Name.of(bad, b"rubbish").text, b"rubbish")
+    with pytest.warns(advisor.AdvisorWarning, match="not msgpack.*; 1 more cannot") as caught:
+        USES[use](store, tmp_path)
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(advisor.Store(f"dir:{tmp_path}/none").records()) == 0
+    away = advisor.Store([*store.urls, f"http://127.0.0.1:{servers.free_port()}?timeout=1s"])
+    with pytest.warns(advisor.AdvisorWarning, match="refused"):
+        assert len(away.records()) == 1

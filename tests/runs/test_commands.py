@@ -537,7 +537,7 @@ def test_killed_interrupted_gone_on_with_and_run(folder: Path) -> None:
         assert list(temporary.iterdir()) == []
         return code, log.read_text()
 
-    code, said = stopped(signal.SIGKILL, after="mode disabled")
+    code, said = stopped(signal.SIGKILL, after="trial 0:")
     assert code == -signal.SIGKILL
     assert said.startswith("advisor: starts the command and ends it; ")
     assert "mode disabled" in said

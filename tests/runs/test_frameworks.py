@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 
 from advisor.cache.config import Config
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from tests import forks
 from tests.runs.forked import Variant, Weights, trained, variously
 from tests.runs.test_scripts import FOLDER, HALF, NEAR, differing, distance
 
@@ -69,7 +68,17 @@ class Made:
     own: tuple[Weights, Weights, ScriptFacts] | None
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+LONG = ("lightning_gan", "timm_loop")
+"""Two optimizers, and a plain loop: scripts of tests/runs/scripts have both."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(one, id=one.name, marks=[pytest.mark.long] if one.name in LONG else [])
+        for one in CASES
+    ],
+)
 def case(request: pytest.FixtureRequest) -> Case:
     found: Case = request.param
     return found
@@ -140,7 +149,8 @@ def test_checkpoints_are_the_same_with_and_without(tmp_path: Path) -> None:
     read = {}
     for one in ("alone", "under"):
         whole, weights = tmp_path / one / "copies.whole", tmp_path / f"{one}.pt"
-        subprocess.run([sys.executable, "-c", LOAD, str(whole), str(weights)], check=True)
+        (tmp_path / "load.py").write_text(LOAD)
+        assert forks.run(tmp_path / "load.py", str(whole), str(weights)).returncode == 0
         read[one] = torch.load(weights)
     alone, under = read["alone"], read["under"]
     assert {n: (w.dtype, w.shape) for n, w in under.items()} == {

@@ -80,27 +80,27 @@ def is_page(path: str) -> bool:
     return not path.startswith(("/api", "/metrics"))
 
 
-def test_every_route_asks_for_a_token(served: Served) -> None:
-    gone, late = (token(served.database, "admin", time.time() + 0.2) for _ in range(2))
-    with served.database.writing() as session:
+def test_every_route_asks_for_a_token(served_lite: Served) -> None:
+    gone, late = (token(served_lite.database, "admin", time.time() + 0.2) for _ in range(2))
+    with served_lite.database.writing() as session:
         caller = tokens.find(session, gone, "")
         assert caller is not None and jobs_of.revoke_token(session, caller.token, caller)
     time.sleep(0.2)
-    served.service.guesses = Guesses(most=10**6)
-    for method, path in routes(served):
+    served_lite.service.guesses = Guesses(most=10**6)
+    for method, path in routes(served_lite):
         if (method, path) in OPEN:
             expected = 401 if method == "POST" else 200
-            assert served.ask(method, filled(path)).status == expected, path
+            assert served_lite.ask(method, filled(path)).status == expected, path
             continue
         for text in ("", PREFIX + "x" * 43, "x", "é", gone, late):
             if is_page(path):
                 sent = {"Cookie": f"{COOKIE}={text}".encode("latin-1")}
-                answer = served.ask(method, filled(path), headers=sent)
+                answer = served_lite.ask(method, filled(path), headers=sent)
                 assert answer.status == 303, path
                 assert answer.headers["location"].partition("?")[0] == "/login", path
                 continue
             headers = {"Authorization": f"Bearer {text}".encode("latin-1")} if text else {}
-            answer = served.ask(method, filled(path), headers=headers)
+            answer = served_lite.ask(method, filled(path), headers=headers)
             assert answer.status == 401, (method, path, text, answer.data)
             assert answer.headers["www-authenticate"] == "Bearer"
 
@@ -112,15 +112,15 @@ def session_of(served: Served, text: str) -> str:
         return tokens.log_in(session, caller)
 
 
-def test_every_role_may_what_it_may(served: Served) -> None:
-    for role, (method, path) in itertools.product(tokens.ROLES, routes(served)):
+def test_every_role_may_what_it_may(served_lite: Served) -> None:
+    for role, (method, path) in itertools.product(tokens.ROLES, routes(served_lite)):
         if (method, path) in OPEN:
             continue
         how: dict[str, Any] = {}
         if is_page(path):
-            cookie = session_of(served, served.tokens[role])
+            cookie = session_of(served_lite, served_lite.tokens[role])
             how["headers"] = {"Cookie": f"{COOKIE}={cookie}", "Sec-Fetch-Site": "same-origin"}
-        answer = served.ask(method, filled(path), "" if how else role, **how)
+        answer = served_lite.ask(method, filled(path), "" if how else role, **how)
         if (method, path) == START:
             assert answer.status == 401, role
             continue

@@ -8,19 +8,20 @@ import shlex
 import subprocess
 import tarfile
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from advisor.cli import main
 from advisor.client import Client
 from advisor.errors import StoreError, UsageError
 from advisor.jobs.spec import JobSpec
 from advisor.jobs.submission import Submission
 from advisor.service.executors import Start
-from tests.cache import servers
 from tests.cache.examples import record
-from tests.face.commands import advisor
 from tests.service.serving import Served
 from tests.service.test_jobs import RECORD, claimed
 from tests.service.test_records import named, put
@@ -34,11 +35,12 @@ def client(team: Served) -> Client:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "nets").mkdir()
-    (tmp_path / "nets" / "net.py").write_text("class Net: ...\n")
-    (tmp_path / "train.py").write_text("print(1)\n")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    folder = tmp_path / "project"
+    (folder / "nets").mkdir(parents=True)
+    (folder / "nets" / "net.py").write_text("class Net: ...\n")
+    (folder / "train.py").write_text("print(1)\n")
+    monkeypatch.chdir(folder)
+    return folder
 
 
 def beat(served: Served, one: Start, text: str, **more: Any) -> None:
@@ -79,19 +81,16 @@ def test_a_job_as_python_sees_it(team: Served, client: Client, project: Path) ->
     assert client.jobs(["failed"])[0].id == job.id and client.jobs(["done"]) == []
 
 
-def test_the_cpu_is_asked_for_by_device_alone(client: Client, project: Path) -> None:
-    job = client.submit("nets/net.py:Net", shape="64x8", device="cpu")
-    assert job.where == "the CPU"
-    run = client.submit(command=["python", "train.py"], device="cpu")
-    assert client.submit(command=["python", "train.py"], gpus=0).id == run.id != job.id
-
-
-def test_what_python_gets_wrong(client: Client, project: Path) -> None:
+def test_places_and_wrong_arguments(client: Client, project: Path) -> None:
     with pytest.raises(UsageError, match=r"command 'python train.py': expected a list of words"):
         client.submit(command="python train.py")
     with pytest.raises(UsageError, match="greater than or equal to 1"):
         client.job(0)
     assert client.jobs() == []
+    job = client.submit("nets/net.py:Net", shape="64x8", device="cpu")
+    assert job.where == "the CPU"
+    run = client.submit(command=["python", "train.py"], device="cpu")
+    assert client.submit(command=["python", "train.py"], gpus=0).id == run.id != job.id
 
 
 def test_jobs_come_in_pages(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,13 +106,13 @@ def test_code_that_is_there_is_not_sent_again(
     client: Client, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[str] = []
-    exchange = client._http._exchange
+    request = client._http.request
 
-    def told(method: str, path: str, *more: Any) -> Any:
+    def told(method: str, path: str, **more: Any) -> Any:
         sent.append(method)
-        return exchange(method, path, *more)
+        return request(method, path, **more)
 
-    monkeypatch.setattr(client._http, "_exchange", told)
+    monkeypatch.setattr(client._http, "request", told)
     for gpu, methods in (("A", ["POST", "PUT", "POST"]), ("A", ["POST"]), ("B", ["POST"])):
         client.submit(command=["python", "train.py"], gpu=gpu)
         assert sent == methods
@@ -157,43 +156,39 @@ def test_a_command_is_as_another_machine_can_start_it(project: Path) -> None:
     assert wanted(here, target="torchvision:resnet18", **shape).archive == ""
 
 
+NET = "torchvision:resnet18"
+
+
 @pytest.mark.parametrize(
-    ("command", "says"),
+    ("url", "token", "act", "says"),
     [
-        (["python", "trian.py"], "there is no file trian.py"),
-        (["python", "-I", "train.py"], "keeps advisor out"),
-        (["python", "../outside.py"], "lies outside"),
+        (
+            "{url}",
+            "read",
+            lambda c: c.submit(NET, shape=(1, 3, 8, 8)),
+            "this needs submit",
+        ),
+        ("{url}", "adv_" + "x" * 43, lambda c: c.jobs(), "set ADVISOR_TOKEN"),
+        ("{url}", "with blanks", lambda c: c.jobs(), "token: no token"),
+        ("dir:/data", "submit", lambda c: c.jobs(), "expected http"),
+        ("http://advisor.team", "submit", lambda c: c.jobs(), "in the clear"),
+        ("{url}", "submit", lambda c: c.job(7), "there is no job 7"),
+        ("http://127.0.0.1:{port}/below", "submit", lambda c: c.jobs(), "has no jobs; it is older"),
+        (
+            "http://127.0.0.1:1",
+            "submit",
+            lambda c: c.jobs(),
+            "^server http://127.0.0.1:1: .*refused",
+        ),
     ],
 )
-def test_commands_that_are_not_sent(project: Path, command: list[str], says: str) -> None:
-    below = project / "below"
-    below.mkdir()
-    (below / "train.py").touch()
-    (project / "outside.py").touch()
-    with pytest.raises(UsageError, match=says):
-        wanted(below, *command)
-
-
-def test_servers_that_do_not_serve(team: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ADVISOR_TOKEN", team.tokens["read"])
-    assert Client(team.url).jobs() == []
-    with pytest.raises(StoreError, match="may read; this needs submit"):
-        Client(team.url).submit("torchvision:resnet18", shape=(1, 3, 8, 8))
-    assert Client(team.url, team.tokens["submit"]).submit("torchvision:a", shape=(1, 8)).new
-    with pytest.raises(StoreError, match="set ADVISOR_TOKEN"):
-        Client(team.url, "adv_" + "x" * 43).jobs()
-    with pytest.raises(UsageError, match="no token"):
-        Client(team.url, "with blanks")
-    with pytest.raises(UsageError, match="expected http"):
-        Client("dir:/data")
-    with pytest.raises(UsageError, match="in the clear"):
-        Client("http://advisor.team")
-    with pytest.raises(UsageError, match="there is no job 7"):
-        Client(team.url).job(7)
-    with pytest.raises(StoreError, match="has no jobs; it is older"):
-        Client(f"http://127.0.0.1:{team.port}/below").jobs()
-    with pytest.raises(StoreError, match=r"^server http://127.0.0.1:\d+: .*refused"):
-        Client(f"http://127.0.0.1:{servers.free_port()}").jobs()
+def test_servers_that_do_not_serve(
+    team: Served, url: str, token: str, act: Callable[[Client], object], says: str
+) -> None:
+    place = url.format(url=team.url, port=team.port)
+    with pytest.raises((StoreError, UsageError), match=says):
+        act(Client(place, team.tokens.get(token, token)))
+    assert Client(team.url, team.tokens["read"]).jobs() == []
 
 
 @pytest.mark.parametrize(
@@ -231,32 +226,53 @@ def test_nothing_that_a_server_says_steers_a_terminal() -> None:
 
 def test_a_server_that_is_away_for_a_while_is_followed_on() -> None:
     said = [
-        (200, b'{"text": "a", "next": 1, "ended": false}'),
-        (503, b"{}"),
-        (200, b'{"text": "b", "next": 2, "ended": true}'),
+        (200, {}, b'{"text": "a", "next": 1, "ended": false}'),
+        (503, {}, b"{}"),
+        (200, {}, b'{"text": "b", "next": 2, "ended": true}'),
     ]
+    with answering(lambda _path: said.pop(0)) as store:
+        assert [*Client(store.url).log(7, follow=True, poll_s=0.01)] == ["a", "b"]
 
-    def next_one(_path: str) -> tuple[int, dict[str, str], bytes]:
-        status, data = said.pop(0)
-        return status, {}, data
 
-    with answering(next_one) as store:
-        client = Client(store.url)
-        assert [*client.log(7, follow=True, poll_s=0.01)] == ["a", "b"]
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def advisor(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """Runs a command in the project's folder, in this process, with other variables."""
+
+    def run(*words: str, **variables: str) -> Done:
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            code = main(list(words))
+        return Done(code, *capsys.readouterr())
+
+    return run
 
 
 SUBMIT = ("submit", "--gpu", "H100", "--gpus", "2")
 RUN = ("--", "python", "train.py")
 
 
-def told(done: subprocess.CompletedProcess[str]) -> Any:
+def told(done: Done) -> Any:
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_submit(team: Served, project: Path) -> None:
+def test_submit(team: Served, project: Path, advisor: Run) -> None:
     (project / ".env").write_text("KEY=1")
-    said = advisor(project, *SUBMIT, *RUN)
+    said = advisor(*SUBMIT, *RUN)
     code, stays, last, watch, waits = said.stdout.splitlines()
     assert code.startswith("code    2 files, 24 B (") and code.endswith(f"packed) of {project}")
     assert stays == "stays   .env: ignored"
@@ -266,16 +282,16 @@ def test_submit(team: Served, project: Path) -> None:
     assert waits == f"waits   {why}"
     login = team.ask("GET", watch.partition(str(team.port))[2]).headers["location"]
     assert login == "/login?to=%2Fjobs%2F1"
-    again = told(advisor(project, *SUBMIT, "--json", *RUN))
+    again = told(advisor(*SUBMIT, "--json", *RUN))
     assert (again["id"], again["new"], again["code"]["files"]) == (1, False, 2)
     assert again["code"]["left_out"] == [".env: ignored"] and watch.endswith(again["page"])
-    said = advisor(project, *SUBMIT, *RUN)
+    said = advisor(*SUBMIT, *RUN)
     same = ["job 1: asked for before, the same; queued", watch, waits]
     assert said.stdout.splitlines()[2:] == same
-    other = advisor(project, "submit", "--device", "cpu", "--no-compile", "--budget", "1m", *RUN)
+    other = advisor("submit", "--device", "cpu", "--no-compile", "--budget", "1m", *RUN)
     assert other.stdout.splitlines()[2].startswith("job 2 queued")
-    assert told(advisor(project, "jobs", "2", "--json"))["gpus"] == 0
-    target = advisor(project, "submit", "torchvision:resnet18", "--shape", "4x3x8x8")
+    assert told(advisor("jobs", "2", "--json"))["gpus"] == 0
+    target = advisor("submit", "torchvision:resnet18", "--shape", "4x3x8x8")
     assert target.stdout.splitlines() == [
         "job 3 queued; to follow it: advisor logs -f 3",
         watch.replace("jobs/1", "jobs/3"),
@@ -283,14 +299,14 @@ def test_submit(team: Served, project: Path) -> None:
     ]
 
 
-def test_a_runs_own_options_travel(team: Served, project: Path) -> None:
+def test_a_runs_own_options_travel(team: Served, project: Path, advisor: Run) -> None:
     words = ("submit", "--device", "cpu", "--map", "batch=--batch-size", "--json", *RUN)
-    assert told(advisor(project, *words))["new"]
+    assert told(advisor(*words))["new"]
     one = claimed(team, gpus=0)
     assert one is not None and one.asked.words() == ["--map", "batch=--batch-size"]
 
 
-def test_what_travels_is_told_with_its_commit(team: Served, project: Path) -> None:
+def test_what_travels_is_told_with_its_commit(team: Served, project: Path, advisor: Run) -> None:
     def git(*words: str) -> str:
         who = ["-c", "user.name=me", "-c", "user.email=me@example.com"]
         done = subprocess.run(
@@ -299,7 +315,7 @@ def test_what_travels_is_told_with_its_commit(team: Served, project: Path) -> No
         return done.stdout.strip()
 
     def first_and_third() -> tuple[str, str]:
-        lines = advisor(project, *SUBMIT, *RUN).stdout.splitlines()
+        lines = advisor(*SUBMIT, *RUN).stdout.splitlines()
         return lines[0], lines[-3]
 
     git("init", "-q")
@@ -318,24 +334,24 @@ def test_what_travels_is_told_with_its_commit(team: Served, project: Path) -> No
     assert first_and_third()[1].startswith("job 1: asked for before")
 
 
-def test_the_server_may_be_named(team: Served, project: Path) -> None:
+def test_the_server_may_be_named(team: Served, project: Path, advisor: Run) -> None:
     plain = team.url.partition("?")[0]
     for cache in ("dir:store", ""):
-        alone = advisor(project, *SUBMIT, *RUN, ADVISOR_CACHE=cache)
+        alone = advisor(*SUBMIT, *RUN, ADVISOR_CACHE=cache)
         assert alone.returncode == 2 and alone.stderr.startswith(
             "advisor: no server: give --server"
         )
-    found = advisor(project, *SUBMIT, "--server", plain, *RUN, ADVISOR_CACHE="dir:store")
+    found = advisor(*SUBMIT, "--server", plain, *RUN, ADVISOR_CACHE="dir:store")
     assert f"advisor logs -f 1 --server {plain}\n" in found.stdout
-    assert advisor(project, "jobs", ADVISOR_CACHE=f"dir:store,{team.url}").returncode == 0
+    assert advisor("jobs", ADVISOR_CACHE=f"dir:store,{team.url}").returncode == 0
     (project / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{team.url}"\n')
-    refused = advisor(project, "jobs", "--json", ADVISOR_CACHE="")
+    refused = advisor("jobs", "--json", ADVISOR_CACHE="")
     assert refused.returncode == 1 and "add 'http://127.0.0.1:" in refused.stderr
     tokens = project / "tokens"
     tokens.touch(0o600)
     tokens.write_text(f"{plain} {team.tokens['submit']}\n")
     named = {"ADVISOR_CACHE": "", "ADVISOR_TOKEN_FILE": str(tokens)}
-    assert told(advisor(project, "jobs", "--json", **named))["jobs"][0]["id"] == 1
+    assert told(advisor("jobs", "--json", **named))["jobs"][0]["id"] == 1
 
 
 @pytest.mark.parametrize(
@@ -353,6 +369,8 @@ def test_the_server_may_be_named(team: Served, project: Path) -> None:
         ("submit --device cpu --gpu H100 -- python train.py", "gpu 'H100': the CPU is asked for"),
         ("submit --pip 'a b' -- python train.py", "--pip 'a b': expected one requirement"),
         ("submit -- python none.py", "there is no file none.py"),
+        ("submit -- python -I train.py", "keeps advisor out"),
+        ("submit -- python ../outside.py", "lies outside"),
         ("submit --server dir:x -- python train.py", "server 'dir:x': expected http"),
         ("jobs --state none", "none"),
         ("jobs seven", "seven"),
@@ -361,44 +379,45 @@ def test_the_server_may_be_named(team: Served, project: Path) -> None:
         ("cancel 7", "there is no job 7"),
     ],
 )
-def test_what_is_refused(team: Served, project: Path, words: str, says: str) -> None:
-    said = advisor(project, *shlex.split(words))
+def test_what_is_refused(team: Served, advisor: Run, words: str, says: str) -> None:
+    Path("../outside.py").touch()
+    said = advisor(*shlex.split(words))
     assert said.returncode == 2 and says in said.stderr
     assert said.stderr.count("\n") == 1 and not said.stdout
     assert Client(team.url).jobs() == []
 
 
-def test_jobs_logs_and_cancel(team: Served, project: Path) -> None:
-    assert advisor(project, "jobs").stdout.startswith("No jobs; to submit one: advisor submit")
+def test_jobs_logs_and_cancel(team: Served, project: Path, advisor: Run) -> None:
+    assert advisor("jobs").stdout.startswith("No jobs; to submit one: advisor submit")
     for _ in range(2):
-        advisor(project, *SUBMIT, *RUN)
+        advisor(*SUBMIT, *RUN)
         one = claimed(team)
         assert one is not None
         beat(team, one, "trial 1\n")
         end(team, one, state="failed", reason="no loss")
-    listed = advisor(project, "jobs")
+    listed = advisor("jobs")
     heads, first, second = listed.stdout.splitlines()
     assert heads.split() == ["ID", "state", "what", "where", "since", "by", "reason"]
     wanted = ["failed", "python", "train.py", "2", "x", "H100", "now", "a", "submit", "no", "loss"]
     assert (first.split(), second.split()) == (["2", *wanted], ["1", *wanted])
-    assert "2 x H100, asked for by a submit just now" in advisor(project, "jobs", "1").stdout
-    assert "attempt 1 failed on local:here GPU 0" in advisor(project, "jobs", "1").stdout
-    assert advisor(project, "logs", "1").stdout == "trial 1\n"
-    assert told(advisor(project, "logs", "1", "--json")) == {"id": 1, "log": "trial 1\n"}
-    followed = advisor(project, "logs", "-f", "1")
+    assert "2 x H100, asked for by a submit just now" in advisor("jobs", "1").stdout
+    assert "attempt 1 failed on local:here GPU 0" in advisor("jobs", "1").stdout
+    assert advisor("logs", "1").stdout == "trial 1\n"
+    assert told(advisor("logs", "1", "--json")) == {"id": 1, "log": "trial 1\n"}
+    followed = advisor("logs", "-f", "1")
     assert (followed.returncode, followed.stdout) == (1, "trial 1\n")
     assert followed.stderr == "job 1 failed: no loss\n"
-    advisor(project, *SUBMIT, *RUN)
-    assert advisor(project, "cancel", "3").stdout == "job 3 cancelled\n"
-    late = advisor(project, "cancel", "1")
+    advisor(*SUBMIT, *RUN)
+    assert advisor("cancel", "3").stdout == "job 3 cancelled\n"
+    late = advisor("cancel", "1")
     assert (late.returncode, late.stdout) == (1, "job 1 failed before\n")
-    states = told(advisor(project, "jobs", "--state", "cancelled", "--json"))["jobs"]
+    states = told(advisor("jobs", "--state", "cancelled", "--json"))["jobs"]
     assert [job["id"] for job in states] == [3]
-    refused = advisor(project, "jobs", ADVISOR_TOKEN="x" * 12)
+    refused = advisor("jobs", ADVISOR_TOKEN="x" * 12)
     assert refused.returncode == 1 and "set ADVISOR_TOKEN to one of" in refused.stderr
 
 
-def test_submit_follows(team: Served, project: Path) -> None:
+def test_submit_follows(team: Served, project: Path, advisor: Run) -> None:
     def work() -> None:
         while (one := claimed(team)) is None:
             pass
@@ -408,11 +427,11 @@ def test_submit_follows(team: Served, project: Path) -> None:
 
     worker = threading.Thread(target=work)
     worker.start()
-    said = advisor(project, "submit", "-f", *RUN)
+    said = advisor("submit", "-f", *RUN)
     worker.join(30)
     assert said.returncode == 0 and said.stdout.splitlines()[-1] == "trial 1"
     assert said.stderr == f"job 1 done; to see its record: advisor show {RECORD}\n"
-    assert told(advisor(project, "logs", "-f", "1", "--json"))["log"] == "trial 1\n"
-    again = advisor(project, "submit", *RUN)
+    assert told(advisor("logs", "-f", "1", "--json"))["log"] == "trial 1\n"
+    again = advisor("submit", *RUN)
     assert again.stdout.splitlines()[-2] == "job 1: done before, the same; --force measures again"
-    assert told(advisor(project, "submit", "--force", "--json", *RUN))["id"] == 2
+    assert told(advisor("submit", "--force", "--json", *RUN))["id"] == 2

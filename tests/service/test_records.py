@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -332,15 +332,8 @@ def test_a_large_body_is_refused_before_it_comes(
 
 def test_many_at_once_put_the_same(served: Served) -> None:
     key, data = named(record())
-    said: list[int] = []
-    threads = [
-        threading.Thread(target=lambda: said.append(put(served, key, data).status))
-        for _ in range(12)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(12) as several:
+        said = list(several.map(lambda _: put(served, key, data).status, range(12)))
     assert sorted(said) == [200] * 11 + [201]
     events = served.ask("GET", "/api/audit", "admin").json["events"]
     assert [one["action"] for one in events].count("put") == 1

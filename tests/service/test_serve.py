@@ -256,7 +256,7 @@ def test_who_reads_sees_one_state_and_who_writes_what_others_did(database_url: s
         ("no url with s3cret", "no URL of a database"),
         ("sqlite://", "names no file"),
         ("sqlite:////x/y.db?s3cret=1", "options of SQLite"),
-        (f"postgresql+psycopg://me:s3cret@127.0.0.1:{servers.free_port()}/x", "refused"),
+        ("postgresql+psycopg://me:s3cret@127.0.0.1:1/x", "refused"),
         ("sqlite:///{folder}/file/x.db", "file"),
         ("sqlite:///{folder}/rubbish.db", "not a database"),
     ],

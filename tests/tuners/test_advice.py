@@ -142,38 +142,6 @@ def test_every_knob_offers_torchs_own_behaviour_first() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("here", "knob", "values"),
-    [
-        (SearchContext(device="cuda", capability=(7, 0)), "precision", ("default", "fp16")),
-        (SearchContext(device="cuda", capability=(9, 0), dimensions=3), "channels_last", None),
-        (SearchContext(device="cuda", capability=(9, 0), convolves=False), "cudnn_benchmark", None),
-        (
-            SearchContext(device="cuda", capability=(9, 0), deterministic=True),
-            "cudnn_benchmark",
-            (False,),
-        ),
-        (SearchContext(device="cuda", deterministic=True), "cudnn_deterministic", (True,)),
-        (SearchContext(device="cuda", training=False), "fused_optimizer", None),
-        (SearchContext(device="cuda"), "step_graph", (False, True)),
-        (SearchContext(device="cuda", step_graph=False), "step_graph", None),
-        (SearchContext(device="cuda", training=False), "step_graph", None),
-        (SearchContext(device="cpu"), "step_graph", None),
-        (SearchContext(device="cpu", cpu_bf16=True), "precision", ("default", "bf16")),
-        (SearchContext(device="cpu"), "precision", ("default",)),
-        (SearchContext(device="cpu", threads=4, cores=8), "threads", (4, 8, 2, 1)),
-        (SearchContext(device="cpu"), "cudnn_benchmark", None),
-        (
-            SearchContext(device="cuda", capability=(9, 0), precisions=("tf32", "fp32")),
-            "precision",
-            ("default", "tf32", "fp32"),
-        ),
-    ],
-)
-def test_the_space_fits_the_situation(here: SearchContext, knob: str, values: object) -> None:
-    assert Space.of(here).choices.get(knob) == values
-
-
 def test_knobs_have_distinct_names_and_say_what_they_are() -> None:
     assert len({knob.name for knob in KNOBS}) == len(KNOBS)
     assert all(knob.summary for knob in KNOBS)

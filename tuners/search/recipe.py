@@ -28,8 +28,8 @@ class Proposal:
 
 
 class Recipe:
-    """Proposes configs in the order of their expected gain per second: see docs/decides.md. The
-    caller visits each config, or passes over it, before it asks for the next."""
+    """Proposes configs in the order of their expected gain per second (docs/how-it-decides.md).
+    The caller visits each config, or passes over it, before it asks for the next."""
 
     def __init__(self, space: Space, visits: Visits) -> None:
         self._space, self._visits = space, visits
