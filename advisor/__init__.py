@@ -28,13 +28,13 @@ if TYPE_CHECKING:
         UsageError,
         WorkerError,
     )
-    from advisor.finding.inside import release
-    from advisor.finding.lookups import apply, lookup
     from advisor.frameworks.tables import accelerate, hf, lightning
-    from advisor.remeasuring import explain, verify
+    from advisor.resolve.inside import release
+    from advisor.resolve.lookups import apply, lookup
     from advisor.store import Store
     from advisor.tuners.act.advice import Advice
     from advisor.tuning import tune
+    from advisor.verification import explain, verify
 
 __version__ = "0.1.0"
 
@@ -77,14 +77,14 @@ _HOMES = {
     "Permit": "advisor.arguments",
     "Store": "advisor.store",
     "accelerate": "advisor.frameworks.tables",
-    "apply": "advisor.finding.lookups",
-    "explain": "advisor.remeasuring",
+    "apply": "advisor.resolve.lookups",
+    "explain": "advisor.verification",
     "hf": "advisor.frameworks.tables",
     "lightning": "advisor.frameworks.tables",
-    "lookup": "advisor.finding.lookups",
-    "release": "advisor.finding.inside",
+    "lookup": "advisor.resolve.lookups",
+    "release": "advisor.resolve.inside",
     "tune": "advisor.tuning",
-    "verify": "advisor.remeasuring",
+    "verify": "advisor.verification",
 }
 
 _OF_SCRIPTS = ("Advice", "apply", "lookup", "release")

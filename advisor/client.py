@@ -23,7 +23,7 @@ import msgspec
 
 from advisor.cache.stores.http_client import BYTES, JSON, MAP, HttpClient
 from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, printable
-from advisor.jobs.parcel import NEEDS_CODE
+from advisor.jobs.code_archive import NEEDS_CODE
 from advisor.jobs.spec import JobSpec, where
 from advisor.jobs.states import LIVE, STATES
 from advisor.jobs.submission import Submission

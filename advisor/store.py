@@ -89,7 +89,7 @@ class Store:
         """
         from advisor.cache import exchange
         from advisor.cache.stores import open_stores
-        from advisor.opening import open_records
+        from advisor.open_store import open_records
 
         target = other if isinstance(other, Store) else Store(other)
         sides = (side.urls or (open_stores()[0].url,) for side in (self, target))
@@ -114,7 +114,7 @@ class Store:
         return going
 
     def _open(self) -> Records:
-        from advisor.opening import open_records
+        from advisor.open_store import open_records
 
         return open_records(self.urls or None)
 

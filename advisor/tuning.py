@@ -23,12 +23,12 @@ from advisor.cache.settings import max_artifacts
 from advisor.cache.task import Task, permissions
 from advisor.errors import UsageError
 from advisor.events import progress_of
-from advisor.finding.answer import unverified
-from advisor.finding.doubt import doubtful
-from advisor.finding.horizon import length_of
-from advisor.finding.lookups import set_up_logging
-from advisor.keeping import check_writable, keep, keep_artifacts, lock_names, locked, measuring
-from advisor.opening import Cache, open_records
+from advisor.open_store import Cache, open_records
+from advisor.persistence import check_writable, keep, keep_artifacts, lock_names, locked, measuring
+from advisor.resolve.answer import unverified
+from advisor.resolve.doubt import doubtful
+from advisor.resolve.job_length import length_of
+from advisor.resolve.lookups import set_up_logging
 from advisor.store import Store
 from advisor.tuners import environment, fp8
 from advisor.tuners.decisions import WORTH

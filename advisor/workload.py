@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from advisor.bootstrap import INJECTED
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.match import compare
@@ -17,9 +18,8 @@ from advisor.cache.record import PILOT, Record, Target
 from advisor.cache.records import Records
 from advisor.cache.stores.filesystem import make_folder
 from advisor.cache.task import Task
+from advisor.command_snippets import tune_again
 from advisor.errors import StoreError, TargetError, UsageError
-from advisor.piloting import INJECTED
-from advisor.printed import tune_again
 from advisor.tuners import environment, fp8, worker_limits
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.act.pilot.script_facts import ScriptFacts

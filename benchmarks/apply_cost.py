@@ -32,7 +32,7 @@ t0 = time.perf_counter()
 import advisor
 t1 = time.perf_counter()
 import torch, warnings
-import advisor.finding.lookups, advisor.tuners.act.advice, advisor.tuners.target
+import advisor.resolve.lookups, advisor.tuners.act.advice, advisor.tuners.target
 import advisor.tuners.measure.workload
 import advisor.tuners.environment, advisor.cache.stores.disk, advisor.cache.stores.dir
 warnings.simplefilter("ignore")

@@ -17,8 +17,8 @@ from advisor.cache.key import Key
 from advisor.cache.name import Name
 from advisor.cache.reader import Reader
 from advisor.cache.record import Record
-from advisor.cache.seal import NO_KEYS
-from advisor.opening import refusal
+from advisor.cache.signing import NO_KEYS
+from advisor.open_store import refusal
 from advisor.service import records
 from advisor.service.schema import Item
 from tests.cache.examples import DEVICE, KEY, changed

@@ -22,7 +22,7 @@ from torch import nn
 
 import advisor
 from advisor.cache.record import Record
-from advisor.opening import open_records
+from advisor.open_store import open_records
 
 
 def main() -> None:

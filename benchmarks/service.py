@@ -45,7 +45,7 @@ from advisor.cache.match import Query
 from advisor.cache.name import Name
 from advisor.cache.reader import CurrentFile, RecordFilter
 from advisor.cache.stores.http import HttpStore
-from advisor.opening import open_records
+from advisor.open_store import open_records
 from advisor.service import attempts, tokens
 from advisor.service.database import Database
 from advisor.service.executors import Capacity

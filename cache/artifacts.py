@@ -24,7 +24,7 @@ from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.name import StoreKey, record_key
 from advisor.cache.record import Record
-from advisor.cache.seal import ARTIFACTS, NO_KEYS, KeyRing
+from advisor.cache.signing import ARTIFACTS, NO_KEYS, KeyRing
 from advisor.cache.stores import BLOBS, Remote, Store
 from advisor.errors import RecordDamaged, RecordNewer, StoreError
 

@@ -15,7 +15,7 @@ import msgspec
 from advisor.cache.config import Config
 from advisor.cache.domain import LONGEST, is_line, line
 from advisor.cache.record import Record
-from advisor.cache.seal import NO_KEYS, KeyRing
+from advisor.cache.signing import NO_KEYS, KeyRing
 from advisor.cache.stores.store import MAX_BYTES as MAX_BYTES
 from advisor.cache.turns import check_consistency
 from advisor.errors import RecordDamaged, RecordNewer, UsageError

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from advisor.cache.match import Difference, Query
-from advisor.cache.seal import UNSIGNED
+from advisor.cache.signing import UNSIGNED
 from advisor.cache.task import Task, rows
 
 MAX_LISTED = 8

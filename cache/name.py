@@ -21,7 +21,7 @@ from msgspec import Struct
 from advisor.cache.domain import is_moment
 from advisor.cache.key import fingerprint
 from advisor.cache.record import EFFORTS, Record, Target
-from advisor.cache.seal import NO_KEYS, KeyRing
+from advisor.cache.signing import NO_KEYS, KeyRing
 
 PREFIX = "record/"
 _HEX = r"([0-9a-f]{12})"

@@ -30,7 +30,7 @@ from advisor.cache.name import (
     text_digest,
 )
 from advisor.cache.record import Record
-from advisor.cache.seal import NO_KEYS, KeyRing
+from advisor.cache.signing import NO_KEYS, KeyRing
 from advisor.cache.stores import Narrowing, Store
 from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged

@@ -27,8 +27,8 @@ from advisor.cache.reader import (
     united,
 )
 from advisor.cache.record import Record
-from advisor.cache.seal import NO_KEYS, KeyRing
 from advisor.cache.settings import max_artifacts
+from advisor.cache.signing import NO_KEYS, KeyRing
 from advisor.cache.stores import Remote, Store, studies_of
 from advisor.cache.stores.filesystem import beside
 from advisor.errors import RecordDamaged, StoreError, UsageError

@@ -28,7 +28,7 @@ from advisor.cache.codec import MAX_BYTES, encode, make_envelope
 from advisor.cache.name import Name
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.seal import KeyRing
+from advisor.cache.signing import KeyRing
 from advisor.cache.stores import open_store
 from tests.cache.examples import KEY, changed, planted, record
 

@@ -9,7 +9,7 @@ import click
 from advisor.cli.options import cache_option, json_option
 from advisor.errors import UsageError
 from advisor.frameworks import NAMES
-from advisor.opening import open_records
+from advisor.open_store import open_records
 
 
 @click.command()

@@ -249,7 +249,7 @@ def explain(
     you would type it: advisor explain KEY -- python train.py. With --data it also says what limits
     the training, and what a sample costs.
     """
-    from advisor import remeasuring
+    from advisor import verification
     from advisor.report import feeding, plots, tables
     from advisor.report.data import as_data
 
@@ -257,7 +257,7 @@ def explain(
         plots.check(plot)
     arguments = checked(Task, {"data_args": data_args or None}).get("data_args")
     model = Model(target, data=data, data_args=arguments)
-    found = remeasuring.explain(key, **_again(ctx, model, **again))
+    found = verification.explain(key, **_again(ctx, model, **again))
     record, baseline = found.record, found.record.key.task.baseline
     if plot is not None and record.parts:
         plots.parts(record, plot)
@@ -301,10 +301,10 @@ def verify(
     Exit code 0: it holds. 1: it does not, and is marked stale; or advisor could not tell, as the
     last line says, and changes nothing: use a quieter machine or a larger --budget.
     """
-    from advisor import remeasuring
+    from advisor import verification
     from advisor.report.text import spread
 
-    found = remeasuring.verify(key, **_again(ctx, Model(target), **again))
+    found = verification.verify(key, **_again(ctx, Model(target), **again))
     record, (default, speed) = found.record, found.samples_per_s
     then = {use: record.winner(use) for use in found.now}
     if as_json:

@@ -18,8 +18,8 @@ from advisor.cache.name import record_key
 from advisor.cache.reader import RecordFilter, StoredRecord
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import size
+from advisor.cache.signing import UNSIGNED
 from advisor.cache.stores import note_on
 from advisor.cache.task import Task
 from advisor.cli.options import (
@@ -37,7 +37,7 @@ from advisor.cli.options import (
     target_argument,
 )
 from advisor.errors import StoreError, UsageError
-from advisor.opening import open_records
+from advisor.open_store import open_records
 
 MAX_RECORDS = 200
 """Records that a list reads."""
@@ -56,7 +56,7 @@ MAX_RECORDS = 200
 @json_option
 def show(key: str | None, most: int, cache: str | None, as_json: bool) -> int:
     """List what is tuned, or show all of the record KEY."""
-    from advisor.printed import staleness
+    from advisor.command_snippets import staleness
     from advisor.report import data, tables
 
     records = open_records(cache, fallback=True)
@@ -215,9 +215,9 @@ def _batch(text: str | None) -> int | str | None:
 
 def _why(target: str, asked: dict[str, Any], as_json: bool) -> bool:
     """Print what a lookup finds; whether a record fits."""
-    from advisor.finding.find import preview
-    from advisor.finding.request import Request
     from advisor.report.data import explained
+    from advisor.resolve.find import preview
+    from advisor.resolve.request import Request
     from advisor.tuners.knobs import described
 
     if asked["on_miss"] is None and settings.on_miss() not in _SERVED:
@@ -243,9 +243,9 @@ def _why(target: str, asked: dict[str, Any], as_json: bool) -> bool:
 
 def _why_command(command: tuple[str, ...], cache: str | None, as_json: bool) -> bool:
     """Print the records of a command and what a run would get; whether that is any config."""
-    from advisor.finding.commands import of_command, served_to_run
     from advisor.report.data import explained
     from advisor.report.text import spread
+    from advisor.resolve.commands import of_command, served_to_run
     from advisor.tuners.knobs import described
 
     records = open_records(cache, fallback=True)
@@ -288,7 +288,7 @@ def forget(key: str | None, everything: bool, cache: str | None, as_json: bool) 
     """Remove the record KEY, or all, unreadable ones included."""
     if (key is None) == (not everything):
         raise UsageError("name one KEY, or --all; to see the keys, run: advisor show")
-    from advisor.keeping import forget_studies
+    from advisor.persistence import forget_studies
 
     records = open_records(cache)
     versions = records.named(key)

@@ -43,7 +43,7 @@ def run(
     Write it after --: advisor run -- python train.py --epochs 90. Exit code, signals, input and
     output are the command's own.
     """
-    from advisor import piloting
+    from advisor import bootstrap
 
     path, tune_s = program(command), 0.0
     if option := isolated(command):
@@ -57,14 +57,14 @@ def run(
             raise UsageError("--map restarts your command and --tune does not; give one of them")
     words, options = command, None
     if named:
-        from advisor.finding.in_command import override
+        from advisor.resolve.command_overrides import override
 
         try:
             words, options = override(command, named, cache)
             click.echo(f"advisor: {options.said}, as record {options.record} advises", err=True)
         except (NoRecord, StoreError) as exc:
             click.echo(f"advisor: {exc}. It runs unmodified", err=True)
-    told = piloting.environment(list(command), tune_s, options)
+    told = bootstrap.environment(list(command), tune_s, options)
     told |= LOADER.get(loader or "", {})
     if cache is not None:
         told["ADVISOR_CACHE"] = cache

@@ -20,7 +20,7 @@ from advisor.cache.shown import size
 from advisor.cache.stores.url import without_password
 from advisor.cli.options import DONE, FAILED, cache_option, complain, json_option, together
 from advisor.errors import StoreError
-from advisor.opening import open_records
+from advisor.open_store import open_records
 
 only_options = together(
     click.option("--target", metavar="TEXT", help="Only targets with this in the name."),

@@ -34,8 +34,8 @@ class Emitted:
     def __init__(
         self, framework: Framework, record: Record, *, batch: int | None = None, free: bool = False
     ) -> None:
-        from advisor.finding.answer import answer
-        from advisor.finding.request import Request
+        from advisor.resolve.answer import answer
+        from advisor.resolve.request import Request
 
         task, title = record.key.task, framework.title
         if task.mode != "train":

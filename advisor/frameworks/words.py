@@ -173,7 +173,7 @@ class Framework:
         # First of all: loading torch may bring a pilot, and that must not find half of advisor.
         import torch  # noqa: F401
 
-        from advisor.finding.lookups import lookup_for, named_batch
+        from advisor.resolve.lookups import lookup_for, named_batch
 
         free = asked.get("batch") == "free"
         if free and not self.makes_loader:

@@ -59,7 +59,7 @@ class _Finder:
 
 def _attach() -> None:
     try:
-        from advisor.piloting import attach
+        from advisor.bootstrap import attach
     except ImportError as exc:
         said = f"not in this Python environment ({exc})"
         if address := os.environ.get("ADVISOR_PILOT"):  # it is tuned, and would be waited for

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import structs
 
 from advisor.errors import TargetError, UsageError
-from advisor.jobs.parcel import CodeArchive, pack
+from advisor.jobs.code_archive import CodeArchive, pack
 from advisor.jobs.spec import JobSpec
 from advisor.tuners.measure.run.guarded_process import check_open
 

@@ -30,14 +30,14 @@ from urllib.parse import quote
 
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.seal import KeyRing
 from advisor.cache.shown import speedup
+from advisor.cache.signing import KeyRing
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.filesystem import beside, make_folder, read_regular, remove_folder
 from advisor.cache.stores.http import HttpStore
 from advisor.cache.stores.http_client import BYTES, JSON, MAP, HttpClient
 from advisor.errors import AdvisorError, RecordDamaged, StoreError, UsageError, printable
-from advisor.jobs import parcel, token
+from advisor.jobs import code_archive, token
 from advisor.jobs.bounds import MAX_STUDY, MAX_TRIALS
 from advisor.jobs.spec import JobSpec
 from advisor.tuners import host
@@ -263,7 +263,7 @@ class Worker:
         if asked.archive:
             code = self._server.get(f"archives/{asked.archive}")
             with self._on_this_machine():
-                parcel.unpack(code, self._code)
+                code_archive.unpack(code, self._code)
         for name in attempt["studies"]:
             data = self._server.get(_study(name))
             with self._on_this_machine():

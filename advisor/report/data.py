@@ -13,8 +13,8 @@ from rich.text import Text
 
 from advisor.cache.codec import to_plain
 from advisor.cache.record import Record
-from advisor.finding.answer import break_even
-from advisor.printed import script_line
+from advisor.command_snippets import script_line
+from advisor.resolve.answer import break_even
 
 if TYPE_CHECKING:
     from advisor.tuners.act.advice_usage import Served

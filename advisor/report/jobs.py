@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from advisor.cache.shown import size
 from advisor.client import Job
-from advisor.jobs.parcel import CodeArchive
+from advisor.jobs.code_archive import CodeArchive
 from advisor.report.data import Table
 from advisor.report.text import age, cut, rate
 

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 
 from advisor.cache.record import Record
-from advisor.finding.doubt import doubtful
-from advisor.printed import about, script_line
+from advisor.command_snippets import about, script_line
 from advisor.report import charts, feeding, tables
 from advisor.report.data import Comparison, Report, Section, Table, Timeline
 from advisor.report.text import spread
+from advisor.resolve.doubt import doubtful
 from advisor.tuners.knobs import described
 
 

@@ -10,14 +10,14 @@ from advisor.cache.key import Environment
 from advisor.cache.match import Difference
 from advisor.cache.reader import StoredRecord
 from advisor.cache.record import CAPTURE, FLAGS, INTERRUPTED, Choice, Part, Record
-from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import interval, size, tells, times
-from advisor.finding.answer import break_even, unverified
-from advisor.finding.doubt import DOUBTFUL, doubtful
-from advisor.printed import line_anywhere, script_line
+from advisor.cache.signing import UNSIGNED
+from advisor.command_snippets import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Table
 from advisor.report.text import age, duration, outcome, rate, ratio, ratios, spread
+from advisor.resolve.answer import break_even, unverified
+from advisor.resolve.doubt import DOUBTFUL, doubtful
 from advisor.tuners.decisions import NOTABLE
 from advisor.tuners.doubt import unsteady
 from advisor.tuners.knobs import INPUT_PIPELINE, caveats, described

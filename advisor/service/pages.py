@@ -16,8 +16,8 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from advisor.cache.reader import RecordFilter, once
+from advisor.command_snippets import line_anywhere
 from advisor.errors import StoreError, UsageError
-from advisor.printed import line_anywhere
 from advisor.report.data import Section
 from advisor.report.html import pages as rendering
 from advisor.report.sections import report

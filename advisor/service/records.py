@@ -24,8 +24,8 @@ from advisor.cache.reader import Reader
 from advisor.cache.record import Record
 from advisor.cache.stores.store import MAX_BYTES, Store
 from advisor.errors import RecordDamaged, StoreError
-from advisor.finding.answer import unverified
-from advisor.finding.doubt import doubtful
+from advisor.resolve.answer import unverified
+from advisor.resolve.doubt import doubtful
 from advisor.service import quotas
 from advisor.service.schema import Item
 from advisor.service.tokens import Caller, note

@@ -18,9 +18,9 @@ import uvicorn
 from sqlalchemy.orm import Session
 
 from advisor.cache.reader import Reader
-from advisor.cache.seal import KeyRing
+from advisor.cache.signing import KeyRing
 from advisor.errors import UsageError
-from advisor.opening import refusal
+from advisor.open_store import refusal
 from advisor.service import reconcile, tokens, upkeep
 from advisor.service.access import Service
 from advisor.service.app import application

@@ -120,7 +120,7 @@ class Script:
 
 def tuned(name: str, store: str) -> None:
     """Keep a record for a net, and make the unmodified script its best."""
-    from advisor.opening import open_records
+    from advisor.open_store import open_records
 
     least = ["--effort", "quick", "--no-verify", "--no-compile", "--trials", "1", "--budget", "5s"]
     command = ["--", "python", __file__, "--train", name, "--forever"]

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from advisor.cache.seal import own_folder
 from advisor.cache.settings import ProjectUrl
+from advisor.cache.signing import own_folder
 from advisor.cache.stores.filesystem import open_regular
 from advisor.cache.stores.timeout import time_left
 from advisor.cache.stores.url import RemoteUrl

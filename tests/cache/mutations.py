@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgpack
 
 from advisor.cache.codec import FORMAT, encode, make_envelope, to_plain
-from advisor.cache.seal import KeyRing
+from advisor.cache.signing import KeyRing
 from tests.cache.examples import DEFAULT, choice, record
 
 HEADERS = (

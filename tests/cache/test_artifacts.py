@@ -22,8 +22,8 @@ from advisor.cache.garbage import garbage
 from advisor.cache.name import record_key
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.seal import NO_KEYS, KeyRing
 from advisor.cache.settings import max_artifacts
+from advisor.cache.signing import NO_KEYS, KeyRing
 from advisor.cache.stores import BLOBS, Store, open_store
 from advisor.cache.stores.pack import PackStore
 from advisor.errors import RecordDamaged, UsageError

@@ -292,7 +292,7 @@ import os, sys, torch
 from pathlib import Path
 gone = Path(sys.argv[1]); gone.mkdir(); os.chdir(gone); gone.rmdir()
 from advisor.errors import AdvisorError
-from advisor.opening import open_records
+from advisor.open_store import open_records
 from advisor.cache import settings
 said = []
 for home in (None, "", "relative", "/proc/nowhere"):
@@ -344,7 +344,7 @@ def test_a_user_without_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     import pwd
 
     from advisor.errors import UsageError
-    from advisor.opening import open_records
+    from advisor.open_store import open_records
 
     def unknown(_uid: object) -> object:
         raise KeyError("getpwuid(): uid not found")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from advisor.cache.codec import FORMAT, decode, encode, from_plain, make_envelope, to_plain
 from advisor.cache.record import OUTCOMES, Measurement, Record
-from advisor.cache.seal import KeyRing
+from advisor.cache.signing import KeyRing
 from advisor.errors import RecordDamaged
 from tests.cache.examples import choice, planted, record, trial
 from tests.cache.test_config import configs_of

@@ -16,7 +16,7 @@ from advisor.cache.record import Record
 from advisor.cache.stores import BLOBS
 from advisor.cli import cli
 from advisor.errors import UsageError
-from advisor.opening import open_records
+from advisor.open_store import open_records
 from tests.cache.examples import ENVIRONMENT, KEY, changed, record
 
 GOOD, INFER = record(), record(key=changed(KEY, "mode", "infer"))

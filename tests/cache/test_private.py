@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from advisor.cache.private import insecure_reason
-from advisor.cache.seal import KeyRing
+from advisor.cache.signing import KeyRing
 
 ANOTHER = 65534
 

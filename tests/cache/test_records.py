@@ -16,7 +16,7 @@ from advisor.cache.match import Query, best
 from advisor.cache.name import Name, ranked
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.seal import KeyRing
+from advisor.cache.signing import KeyRing
 from advisor.cache.stores import Store, open_store
 from advisor.cache.stores.pack import PackStore, write
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError, UsageError

@@ -326,7 +326,7 @@ def test_a_planted_link_among_studies_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_planted_lock_leads_nowhere(tmp_path: Path) -> None:
-    from advisor.keeping import locked
+    from advisor.persistence import locked
 
     folder = tmp_path / "studies"
     folder.mkdir()

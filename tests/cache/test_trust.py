@@ -14,7 +14,7 @@ from advisor.cache.name import Name
 from advisor.cache.reader import RecordFilter
 from advisor.cache.record import Record, Target
 from advisor.cache.records import Records
-from advisor.cache.seal import NO_KEYS, KeyRing
+from advisor.cache.signing import NO_KEYS, KeyRing
 from advisor.cache.stores import Store, open_store
 from advisor.errors import RecordDamaged
 from tests.cache.examples import INFER, KEY, SMALL, changed, record

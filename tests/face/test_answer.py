@@ -11,8 +11,8 @@ from advisor.cache.config import Config
 from advisor.cache.match import Query
 from advisor.cache.record import Choice, Measurement, Record, Trial, Winner
 from advisor.errors import NoRecord
-from advisor.finding.answer import answer, break_even, carried, is_sound, unverified
-from advisor.finding.request import Request
+from advisor.resolve.answer import answer, break_even, carried, is_sound, unverified
+from advisor.resolve.request import Request
 from tests.builders import measured as trial
 from tests.builders import verified
 from tests.cache import examples

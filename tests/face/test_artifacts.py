@@ -21,7 +21,7 @@ from advisor.cache.record import FLAGS, USES, Record, Winner
 from advisor.cache.records import Records
 from advisor.cache.stores import Store
 from advisor.errors import StoreError
-from advisor.opening import open_records
+from advisor.open_store import open_records
 from advisor.tuners.act import advice_usage, gate
 from advisor.tuners.act import artifacts as acting
 from advisor.tuners.act.artifacts import Fetch, saved, use_stable_keys

@@ -12,7 +12,7 @@ import pytest
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.errors import Busy
-from advisor.keeping import HOST, lock_names, measuring
+from advisor.persistence import HOST, lock_names, measuring
 from tests.face.commands import advisor
 
 COMMAND = ("python", "train.py")
@@ -41,8 +41,8 @@ def test_a_second_tuning_starts_and_removes_nothing(tmp_path: Path, records: Rec
 
 def test_the_lock_of_a_process_that_was_killed_is_free(records: Records) -> None:
     code = (
-        "import os, sys; from advisor.opening import open_records; "
-        "from advisor.keeping import measuring\n"
+        "import os, sys; from advisor.open_store import open_records; "
+        "from advisor.persistence import measuring\n"
         "with measuring(open_records(None), ['a'], ['cpu']): os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9

@@ -22,8 +22,8 @@ from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cache.task import Task
 from advisor.cli import cli
-from advisor.opening import open_records
-from advisor.printed import reach
+from advisor.command_snippets import reach
+from advisor.open_store import open_records
 from advisor.report import tables
 from advisor.tuners.environment import detect
 from advisor.tuners.measure.runner import Compared

@@ -11,10 +11,10 @@ import pytest
 from advisor.cache.config import Config
 from advisor.cache.key import Key
 from advisor.cache.record import Choice, Record
-from advisor.finding.answer import answer
-from advisor.finding.doubt import doubtful
 from advisor.report import tables
 from advisor.report.sections import report
+from advisor.resolve.answer import answer
+from advisor.resolve.doubt import doubtful
 from advisor.tuners.decisions import LOOKS
 from advisor.tuners.doubt import unsteady
 from advisor.tuners.search.race import choice_of, choose

@@ -67,7 +67,7 @@ def test_apply_loads_nothing_that_it_does_not_need() -> None:
     code = (
         "import advisor, sys, warnings; warnings.simplefilter('ignore'); advisor.apply('x.py');"
         "print([m for m in ('optuna', 'torchvision', 'rich', 'click', 'pathspec', 'advisor.client',"
-        "'advisor.jobs.parcel', 'advisor.cache.stores.http_client') if m in sys.modules])"
+        "'advisor.jobs.code_archive', 'advisor.cache.stores.http_client') if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 

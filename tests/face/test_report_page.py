@@ -16,7 +16,7 @@ import pytest
 from advisor.cache.config import Config
 from advisor.cache.record import Choice, Part, Record, Trial, Winner
 from advisor.cache.task import Task
-from advisor.opening import open_records
+from advisor.open_store import open_records
 from advisor.report.data import Comparison, Timeline
 from advisor.report.html import Scale, across, page
 from advisor.report.sections import report

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from advisor.errors import UsageError
-from advisor.finding.find import processes
-from advisor.finding.request import Request, known_batch
+from advisor.resolve.find import processes
+from advisor.resolve.request import Request, known_batch
 from advisor.tuners import environment, fingerprint
 from advisor.tuners.environment import own_threads
 from advisor.tuners.length import Length

@@ -11,7 +11,7 @@ import pytest
 
 import advisor
 from advisor.cache.name import Name
-from advisor.opening import open_records
+from advisor.open_store import open_records
 from tests.cache import examples, servers
 
 MADE = examples.record()

@@ -13,7 +13,7 @@ import advisor as package
 from advisor.cache.config import Config
 from advisor.cache.record import Record, Target
 from advisor.errors import RecordDamaged
-from advisor.opening import open_records
+from advisor.open_store import open_records
 from tests.cache.examples import KEY, choice, record
 from tests.face.commands import MODEL, advisor
 

@@ -278,7 +278,7 @@ def test_the_catch_all_says_where_it_went_wrong(
     def broken(*_args: object, **_more: object) -> None:
         raise ZeroDivisionError("of ours")
 
-    monkeypatch.setattr("advisor.finding.lookups.look_up", broken)
+    monkeypatch.setattr("advisor.resolve.lookups.look_up", broken)
     with caplog.at_level(logging.ERROR, logger="advisor"):
         said = unharmed()
     assert "ZeroDivisionError: of ours" in said

@@ -18,8 +18,8 @@ from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cache.task import Task
 from advisor.errors import NoRecord
-from advisor.finding.failures import Failures
-from advisor.opening import open_records
+from advisor.open_store import open_records
+from advisor.resolve.failures import Failures
 from advisor.tuners import target
 from advisor.tuners.environment import detect, own_threads
 from tests.builders import lookup_arguments

@@ -78,7 +78,7 @@ def _apply(folder: Path, url: str) -> Callable[[], tuple[int, str]]:
 
 def lost(case: hostile.Case, folder: Path) -> bool:
     """Whether the honest record is not there any more."""
-    from advisor.opening import open_records
+    from advisor.open_store import open_records
 
     url = (folder / "url").read_text()
     return case.honest and record().id not in {one.id for one in open_records(url).all()}

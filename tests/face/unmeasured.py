@@ -13,7 +13,7 @@ import pytest
 
 from advisor.cache.config import Config
 from advisor.cache.task import Task
-from advisor.keeping import keep
+from advisor.persistence import keep
 from advisor.tuners import fingerprint
 from advisor.tuners import target as targets
 from advisor.tuners.act.pilot.script_facts import ScriptFacts, model_facts

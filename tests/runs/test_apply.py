@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 import advisor
+from advisor.bootstrap import LazyGuide
 from advisor.cache.artifacts import Purpose
 from advisor.cache.config import Config
 from advisor.cache.key import Key
 from advisor.cache.record import USES, Provenance, Record, Target, Winner
-from advisor.finding.inside import own_command
-from advisor.finding.piloted import RecordGuide, RunPolicy
-from advisor.opening import open_records
-from advisor.piloting import LazyGuide
+from advisor.open_store import open_records
+from advisor.resolve.inside import own_command
+from advisor.resolve.record_guide import RecordGuide, RunPolicy
 from advisor.tuners.act import advice_usage
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.advice_usage import Served
@@ -432,7 +432,7 @@ def test_where_a_command_brought_a_pilot_that_one_acts_alone() -> None:
     charge = ActivePilot()
     guide = Looks()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("advisor.finding.inside.ACTIVE_PILOT", charge)
+        patch.setattr("advisor.resolve.inside.ACTIVE_PILOT", charge)
         charge.attach(guide)
         advisor.apply()
         net = Net()

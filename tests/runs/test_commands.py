@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 import advisor as package
+from advisor.bootstrap import INJECTED
 from advisor.cache.config import Config
 from advisor.errors import TargetFailed, WorkerError
-from advisor.opening import open_records
-from advisor.piloting import INJECTED
+from advisor.open_store import open_records
 from advisor.tuners.act.pilot.protocol import BlockRequest
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.measure.run import run as running
@@ -229,7 +229,7 @@ class Slow:
         if name == "torch":
             both.wait()
 
-sys.modules["advisor.piloting"] = types.SimpleNamespace(attach=lambda: print("attached"))
+sys.modules["advisor.bootstrap"] = types.SimpleNamespace(attach=lambda: print("attached"))
 sys.meta_path.insert(1, Slow())
 (finder,) = (one for one in sys.meta_path if type(one).__name__ == "_Finder")
 with ThreadPoolExecutor(2) as pool:

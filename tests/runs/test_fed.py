@@ -12,9 +12,9 @@ import pytest
 
 import advisor
 from advisor.cache.config import Config
-from advisor.finding.piloted import RecordGuide, RunPolicy
-from advisor.opening import open_records
-from advisor.printed import script_line
+from advisor.command_snippets import script_line
+from advisor.open_store import open_records
+from advisor.resolve.record_guide import RecordGuide, RunPolicy
 from advisor.tuners import host
 from advisor.tuners.act.pilot.pilot import ActivePilot
 from tests import forks

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from advisor.cache.config import Config, Value
+from advisor.command_snippets import tune_again
 from advisor.errors import AdvisorWarning
-from advisor.finding.conducted import OnlineTuner
-from advisor.finding.piloted import RunPolicy
-from advisor.opening import open_records
-from advisor.printed import tune_again
+from advisor.open_store import open_records
+from advisor.resolve.online import OnlineTuner
+from advisor.resolve.record_guide import RunPolicy
 from advisor.tuners import host
 from advisor.tuners.act.pilot.pilot import ANOTHER, UNORDERED, UNSEEN, ActivePilot
 from advisor.tuners.act.pilot.protocol import (
@@ -99,7 +99,7 @@ def conductor_of(process: subprocess.Popen[str]) -> int:
                 parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
             except OSError:
                 continue
-            if b"advisor.conducting" in words and int(parent) == process.pid:
+            if b"advisor.online_search" in words and int(parent) == process.pid:
                 return int(entry.name)
         time.sleep(0.1)
     raise AssertionError("no search was begun")

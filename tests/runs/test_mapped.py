@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from advisor.bootstrap import INJECTED
 from advisor.cache.config import Config
 from advisor.cache.name import command_digest
 from advisor.errors import AdvisorWarning, UsageError
-from advisor.finding.in_command import CommandOverrides
-from advisor.finding.piloted import _warn_of_other_run
-from advisor.piloting import INJECTED
+from advisor.resolve.command_overrides import CommandOverrides
+from advisor.resolve.record_guide import _warn_of_other_run
 from advisor.tuners.measure.run.mapped_options import MappedOptions
 from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import RunEnded

@@ -15,9 +15,9 @@ import uvicorn
 from sqlalchemy import event
 
 from advisor.cache.reader import Reader
-from advisor.cache.seal import NO_KEYS, KeyRing
+from advisor.cache.signing import NO_KEYS, KeyRing
 from advisor.jobs.token import digest, made
-from advisor.opening import refusal
+from advisor.open_store import refusal
 from advisor.service import attempts, schema, tokens
 from advisor.service.access import Service
 from advisor.service.app import application

@@ -18,7 +18,7 @@ from sqlalchemy import select, update
 from advisor.cache.codec import to_plain
 from advisor.cache.key import fields
 from advisor.errors import UsageError
-from advisor.jobs.parcel import MAX_PACKED
+from advisor.jobs.code_archive import MAX_PACKED
 from advisor.jobs.spec import JobSpec, gpu_matches
 from advisor.jobs.token import digest, made
 from advisor.service import attempts, jobs, quotas, schema, tokens, upkeep

@@ -15,9 +15,9 @@ import pytest
 import advisor
 from advisor.cli import main
 from advisor.errors import AdvisorWarning
-from advisor.finding import job as filing
-from advisor.finding.job import THREAD
-from advisor.opening import open_records
+from advisor.open_store import open_records
+from advisor.resolve import job as filing
+from advisor.resolve.job import THREAD
 from tests.builders import lookup_arguments
 from tests.cache import servers
 from tests.face import test_why
@@ -154,7 +154,7 @@ def test_what_cannot_be_sent_is_a_line_in_the_log(
         (line,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
         return line.getMessage()
 
-    monkeypatch.setattr("advisor.jobs.parcel.MAX_PACKED", 200)
+    monkeypatch.setattr("advisor.jobs.code_archive.MAX_PACKED", 200)
     assert "packed, at most 200 B can be sent; most is in " in logged()
     monkeypatch.undo()
     monkeypatch.chdir(project)

@@ -12,9 +12,9 @@ from fastapi import HTTPException
 from sqlalchemy import select, update
 
 from advisor.cache.reader import Reader
-from advisor.cache.seal import NO_KEYS
+from advisor.cache.signing import NO_KEYS
 from advisor.jobs.spec import JobSpec
-from advisor.opening import refusal
+from advisor.open_store import refusal
 from advisor.service import attempts, jobs
 from advisor.service.access import Service
 from advisor.service.attempts import LEASE_S, MAX_LOST, PATIENCE_S

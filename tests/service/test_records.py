@@ -22,7 +22,7 @@ from advisor.cache.key import PLACE, fields
 from advisor.cache.match import Query
 from advisor.cache.name import Name, command_digest, text_digest
 from advisor.cache.record import Record
-from advisor.cache.seal import NO_KEYS, KeyRing
+from advisor.cache.signing import NO_KEYS, KeyRing
 from advisor.service import records
 from tests.cache.examples import ENVIRONMENT, KEY, changed, record
 from tests.cache.mutations import corpus, mutated

@@ -27,8 +27,8 @@ from advisor.cache.name import Name
 from advisor.cache.reader import CurrentFile, RecordFilter
 from advisor.cache.record import Record, Target
 from advisor.cache.records import Records
-from advisor.cache.seal import KeyRing
 from advisor.cache.settings import cache_urls, server_url
+from advisor.cache.signing import KeyRing
 from advisor.cache.stores import Narrowing, Store, open_store
 from advisor.cache.stores import http as http_module
 from advisor.cache.stores.http import HttpStore
@@ -37,7 +37,7 @@ from advisor.cache.task import PERMITTED
 from advisor.cli import main
 from advisor.client import Client
 from advisor.errors import RecordDamaged, StoreError, UsageError
-from advisor.opening import open_records
+from advisor.open_store import open_records
 from advisor.service import records as kept
 from tests.cache import servers, test_store
 from tests.cache.examples import ENVIRONMENT, KEY, changed, record

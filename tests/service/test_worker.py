@@ -29,7 +29,7 @@ from advisor.cache.stores.dir import DirStore
 from advisor.client import Client
 from advisor.client import Job as JobSeen
 from advisor.errors import StoreError
-from advisor.jobs import parcel, worker
+from advisor.jobs import code_archive, worker
 from advisor.report.text import spread
 from advisor.service import attempts
 from advisor.service.executors import Capacity
@@ -301,7 +301,7 @@ class Job:
         code.mkdir()
         for name, text in files.items():
             (code / name).write_text(text)
-        packed = parcel.pack(code)
+        packed = code_archive.pack(code)
         path = f"/api/archives/{packed.digest}"
         assert served.ask("PUT", path, "submit", packed.archive).status < 300
         asked = {"command": ["python", "train.py"], "archive": packed.digest, "gpus": 0} | asked

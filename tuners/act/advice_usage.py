@@ -12,8 +12,8 @@ from typing import Literal, get_args
 from advisor.cache.config import Config, Value
 from advisor.cache.explanation import Explanation
 from advisor.cache.record import LOOP, USES, Record
-from advisor.cache.seal import UNSIGNED
 from advisor.cache.shown import times
+from advisor.cache.signing import UNSIGNED
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.knobs import Knob, caveats, described
 

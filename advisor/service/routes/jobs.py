@@ -11,7 +11,7 @@ from msgspec.json import schema_components
 from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
-from advisor.jobs.parcel import MAX_PACKED
+from advisor.jobs.code_archive import MAX_PACKED
 from advisor.jobs.spec import JobSpec
 from advisor.jobs.states import State
 from advisor.service import archives, jobs

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from advisor.cache.artifacts import Found, Purpose
 from advisor.cache.records import be_patient
-from advisor.opening import Cache, open_records
+from advisor.open_store import Cache, open_records
 from advisor.tuners.act.advice_usage import EXACT, STALE, Served
 from advisor.tuners.knobs import compiles
 

@@ -24,14 +24,14 @@ from advisor.cache.stores.filesystem import make_folder
 from advisor.cache.stores.timeout import run_with_timeout
 from advisor.cache.stores.url import without_password
 from advisor.cache.task import changed
+from advisor.command_snippets import task_first
 from advisor.errors import AdvisorError, UsageError
-from advisor.finding.meant import script
 from advisor.jobs.spec import JobSpec
-from advisor.opening import Cache, open_records
-from advisor.printed import task_first
+from advisor.open_store import Cache, open_records
+from advisor.resolve.target_resolver import script
 
 if TYPE_CHECKING:
-    from advisor.finding.request import Request
+    from advisor.resolve.request import Request
 
 DEADLINE_S = 120.0
 """To pack the code, send it and get an answer."""

@@ -13,13 +13,13 @@ from advisor.cache import settings
 from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.cache.task import Task
+from advisor.command_snippets import tune_again
 from advisor.errors import NoRecord
-from advisor.finding.failures import Failures
-from advisor.finding.in_command import CommandOverrides
-from advisor.finding.lookups import serve, warn, warn_of
-from advisor.finding.request import Request
-from advisor.opening import Cache
-from advisor.printed import tune_again
+from advisor.open_store import Cache
+from advisor.resolve.command_overrides import CommandOverrides
+from advisor.resolve.failures import Failures
+from advisor.resolve.lookups import serve, warn, warn_of
+from advisor.resolve.request import Request
 from advisor.tuners import knobs
 from advisor.tuners.act.advice_usage import defer_to_pilot, disclaim_other_models, is_followed
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult

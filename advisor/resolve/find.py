@@ -11,14 +11,14 @@ from advisor.cache.asking import Chosen, LookupResult, ask
 from advisor.cache.explanation import Explanation, NearMiss
 from advisor.cache.match import Match, Query, compare
 from advisor.cache.reader import StoredRecord
-from advisor.cache.seal import UNSIGNED
+from advisor.cache.signing import UNSIGNED
+from advisor.command_snippets import tune_again, tune_first
 from advisor.errors import NoRecord, StoreError
-from advisor.finding.answer import answer, carried
-from advisor.finding.job import request_tuning
-from advisor.finding.meant import CODE, TargetResolver, script
-from advisor.finding.request import Request
-from advisor.opening import open_records
-from advisor.printed import tune_again, tune_first
+from advisor.open_store import open_records
+from advisor.resolve.answer import answer, carried
+from advisor.resolve.job import request_tuning
+from advisor.resolve.request import Request
+from advisor.resolve.target_resolver import CODE, TargetResolver, script
 from advisor.tuners import knobs
 from advisor.tuners.act.advice_usage import EXACT, STALE, Served
 from advisor.tuners.environment import env_int

@@ -16,8 +16,8 @@ from advisor.cache.config import Config
 from advisor.cache.record import Choice, Record, Winner
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
-from advisor.finding.answer import break_even
-from advisor.printed import tune_again
+from advisor.command_snippets import tune_again
+from advisor.resolve.answer import break_even
 from advisor.tuners.search.plan import suffices
 from advisor.tuning import Tuned
 from tests.builders import lookup_arguments, verified

@@ -16,11 +16,11 @@ from advisor.cache import settings
 from advisor.cache.kinds import Seconds, Shape, Shapes
 from advisor.cache.task import Task, rows
 from advisor.errors import AdvisorError, AdvisorWarning, NoRecord, UsageError, printable
-from advisor.finding.agree import broadcast_from_rank0
-from advisor.finding.artifacts import artifacts_of
-from advisor.finding.find import DISABLED, look_up
-from advisor.finding.request import Fits, Request, known_batch
-from advisor.opening import Cache
+from advisor.open_store import Cache
+from advisor.resolve.artifacts import artifacts_of
+from advisor.resolve.broadcast import broadcast_from_rank0
+from advisor.resolve.find import DISABLED, look_up
+from advisor.resolve.request import Fits, Request, known_batch
 from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.act.ranks import Group
 
@@ -100,7 +100,7 @@ def apply(
     given = dict(locals())
     target, asked = _asked(**{name: given[name] for name in given.keys() - {"tune", "strict"}})
     if target is None:
-        from advisor.finding.inside import apply_to_script
+        from advisor.resolve.inside import apply_to_script
 
         return apply_to_script(asked, tune=tune, strict=strict)
 

@@ -17,7 +17,7 @@ from advisor.tuners.act.pilot.protocol import (
 )
 
 if TYPE_CHECKING:
-    from advisor.finding.in_command import CommandOverrides
+    from advisor.resolve.command_overrides import CommandOverrides
     from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, Guide
     from advisor.tuners.act.pilot.script_facts import ScriptFacts
 
@@ -95,14 +95,14 @@ class LazyGuide:
 
 
 def _guide_of(run: dict[str, Any]) -> Guide:
-    from advisor.finding.piloted import RecordGuide, RunPolicy
+    from advisor.resolve.record_guide import RecordGuide, RunPolicy
 
     policy = RunPolicy(folder=Path(run["folder"]) if run["folder"] else None)
     if run["tune_s"]:
-        from advisor.finding.conducted import OnlineTuner
+        from advisor.resolve.online import OnlineTuner
 
         return OnlineTuner(run["command"], policy, tune_s=run["tune_s"])
-    from advisor.finding.in_command import CommandOverrides
+    from advisor.resolve.command_overrides import CommandOverrides
 
     overrides = CommandOverrides(**run["options"]) if run["options"] else None
     return RecordGuide(run["command"], policy, overrides)

@@ -21,14 +21,22 @@ from advisor.cache.config import Config, Value
 from advisor.cache.record import LOOP, Choice, Part, Record
 from advisor.cache.records import Records
 from advisor.errors import WorkerError
-from advisor.keeping import measuring
-from advisor.opening import open_records
-from advisor.remeasuring import FAILS, HOLDS, INCONCLUSIVE, Remeasurement, is_idle, judged, parts_of
+from advisor.open_store import open_records
+from advisor.persistence import measuring
 from advisor.report.tables import part_name
 from advisor.report.tables import parts as parts_table
 from advisor.tuners.measure.runner import Compared
 from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.ratio import Ratio
+from advisor.verification import (
+    FAILS,
+    HOLDS,
+    INCONCLUSIVE,
+    Remeasurement,
+    is_idle,
+    judged,
+    parts_of,
+)
 from tests.builders import MadeUp
 from tests.cache import examples
 from tests.cache.examples import choice

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from advisor.cache.record import Choice, Record
 from advisor.cache.records import Records
-from advisor.finding.failures import Failures
-from advisor.finding.find import preview
-from advisor.finding.request import Request
-from advisor.opening import Cache
-from advisor.printed import staleness
+from advisor.command_snippets import staleness
+from advisor.open_store import Cache
+from advisor.resolve.failures import Failures
+from advisor.resolve.find import preview
+from advisor.resolve.request import Request
 from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.environment import default_device, detect
 from advisor.tuners.measure.run.guarded_process import isolated

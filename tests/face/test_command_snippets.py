@@ -18,7 +18,7 @@ import pytest
 
 import advisor as package
 from advisor.cache.task import Task
-from advisor.opening import open_records
+from advisor.open_store import open_records
 from advisor.tuners import environment
 from tests.builders import lookup_arguments
 from tests.face.commands import MODEL, SHAPE, advisor, script

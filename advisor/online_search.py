@@ -1,6 +1,6 @@
-"""The process that searches while a script trains: started by `advisor.finding.conducted`.
+"""The process that searches while a script trains: started by `advisor.resolve.online`.
 
-    python -m advisor.conducting < pipe
+    python -m advisor.online_search < pipe
 
 The first line of its input says what to do; once the input ends, the script has, and so does this.
 """
@@ -20,8 +20,8 @@ from typing import Any
 from advisor.cache.record import PILOT
 from advisor.errors import AdvisorError
 from advisor.events import progress_of
-from advisor.finding.answer import gain
-from advisor.opening import open_records
+from advisor.open_store import open_records
+from advisor.resolve.answer import gain
 from advisor.tuners.measure.run.run import AttachedRun
 from advisor.tuners.measure.run.session import AttachedScript
 from advisor.tuners.search.plan import Plan

@@ -15,7 +15,7 @@ from advisor.cache.record import CAPTURE, LOOP, PILOT, Record
 from advisor.cache.shown import size
 from advisor.cache.task import Task, checked
 from advisor.errors import UsageError
-from advisor.opening import Cache
+from advisor.open_store import Cache
 from advisor.tuners import knobs
 from advisor.tuners.length import Length
 from advisor.tuners.search.plan import Plan

@@ -1,6 +1,6 @@
 """Tune a run while it trains: `apply(tune=...)` and `advisor run --tune`.
 
-Rank 0 starts one process that searches, `advisor.conducting`, and every rank asks it at the
+Rank 0 starts one process that searches, `advisor.online_search`, and every rank asks it at the
 boundaries of steps. It ends when its pipe to the script closes. Whatever happens to it, the script
 goes on.
 """
@@ -21,9 +21,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from advisor.finding.agree import WAIT_S
-from advisor.finding.lookups import tell, warn
-from advisor.finding.piloted import RecordGuide, RunPolicy
+from advisor.resolve.broadcast import WAIT_S
+from advisor.resolve.lookups import tell, warn
+from advisor.resolve.record_guide import RecordGuide, RunPolicy
 from advisor.tuners.act.pilot.protocol import ADDRESS, RUN, BlockRequest, BlockResult, PilotClient
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.ranks import Group
@@ -163,7 +163,7 @@ class OnlineTuner(RecordGuide):
             }
             # It lives as long as its input is open, which is as long as this process.
             self._search = subprocess.Popen(
-                [sys.executable, "-m", "advisor.conducting"],
+                [sys.executable, "-m", "advisor.online_search"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

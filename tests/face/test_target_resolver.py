@@ -15,8 +15,8 @@ from advisor.cache.config import Config
 from advisor.cache.match import Match, Query
 from advisor.cache.record import Record, Target
 from advisor.errors import NoRecord, TargetError
-from advisor.finding.meant import TargetResolver, script, spec_of
-from advisor.finding.request import Request
+from advisor.resolve.request import Request
+from advisor.resolve.target_resolver import TargetResolver, script, spec_of
 from advisor.tuners.target import origin_of, parse
 from tests.cache import examples
 

@@ -12,9 +12,9 @@ from advisor.cache.record import FLAGS, LOOP, RACED, USES, Choice, Record, Trial
 from advisor.cache.shown import interval, times
 from advisor.cache.task import PERMITTED
 from advisor.errors import NoRecord
-from advisor.finding import horizon
-from advisor.finding.doubt import without_doubtful
-from advisor.finding.request import Request
+from advisor.resolve import job_length
+from advisor.resolve.doubt import without_doubtful
+from advisor.resolve.request import Request
 from advisor.tuners import knobs
 from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.length import Length
@@ -108,7 +108,7 @@ def _no_gain(record: Record) -> str:
 def _from_trials(record: Record, request: Request) -> Served:
     """The best of what was measured at a batch, or within limits, that no race was for."""
     assert request.batch is not None
-    known = horizon.measured(record, request.batch)
+    known = job_length.measured(record, request.batch)
     base = known.get(record.baseline.config.at(request.batch))
     fitting = [
         one
@@ -124,7 +124,7 @@ def _from_trials(record: Record, request: Request) -> Served:
             f"at which that was: {', '.join(map(str, sizes))})"
         )
 
-    def raced(one: horizon.Measured) -> bool:
+    def raced(one: job_length.Measured) -> bool:
         return one.raced and request.batch == record.batch
 
     # Between single measurements only a difference beyond their own spread counts.
@@ -153,7 +153,7 @@ def _over(record: Record, request: Request, length: Length) -> Served:
     known = {
         size: [
             one
-            for one in horizon.candidates(record, size, lambda c: _advised(record, c))
+            for one in job_length.candidates(record, size, lambda c: _advised(record, c))
             if request.allows(record, one.config, one.peak_bytes)
         ]
         for size in (sorted(sizes) if request.free else [length.batch])
@@ -187,14 +187,14 @@ def _over(record: Record, request: Request, length: Length) -> Served:
     )
 
 
-def break_even(record: Record, use: str = LOOP) -> list[horizon.BreakEven]:
+def break_even(record: Record, use: str = LOOP) -> list[job_length.BreakEven]:
     """Which config is the best from how many steps on, at the user's batch, for a use."""
     default = record.baseline.config
 
     def sound(config: Config) -> bool:
         return _advised(record, config) and knobs.follows(use, config, default)
 
-    return horizon.table(record, sound)
+    return job_length.table(record, sound)
 
 
 def _checked(record: Record, config: Config) -> Trial | None:

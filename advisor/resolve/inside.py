@@ -12,10 +12,10 @@ from advisor.cache import settings
 from advisor.cache.kinds import Seconds
 from advisor.cache.task import permissions
 from advisor.errors import UsageError
-from advisor.finding.conducted import OnlineTuner
-from advisor.finding.lookups import advise, warn
-from advisor.finding.piloted import RecordGuide, RunPolicy
-from advisor.finding.request import Request, folder
+from advisor.resolve.lookups import advise, warn
+from advisor.resolve.online import OnlineTuner
+from advisor.resolve.record_guide import RecordGuide, RunPolicy
+from advisor.resolve.request import Request, folder
 from advisor.tuners.act.pilot.pilot import ACTIVE_PILOT
 from advisor.tuners.search.plan import Plan
 

@@ -14,9 +14,9 @@ from advisor.cache.match import MISS, Difference, Match, Query, best
 from advisor.cache.reader import CurrentFile, RecordFilter
 from advisor.cache.record import Record
 from advisor.cache.task import NONE
+from advisor.command_snippets import is_copy
 from advisor.errors import NoRecord, TargetError, UsageError
-from advisor.finding.request import Request
-from advisor.printed import is_copy
+from advisor.resolve.request import Request
 from advisor.tuners import source
 from advisor.tuners.target import Spec, origin_of, parse
 

@@ -12,7 +12,7 @@ from advisor.cache.name import command_digest
 from advisor.cache.reader import RecordFilter
 from advisor.cache.record import PILOT
 from advisor.errors import NoRecord
-from advisor.opening import Cache, open_records
+from advisor.open_store import Cache, open_records
 from advisor.tuners.environment import default_device, detect
 from advisor.tuners.measure.run.mapped_options import MappedOptions
 

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.errors import UsageError
-from advisor.jobs import parcel
-from advisor.jobs.parcel import pack, unpack
+from advisor.jobs import code_archive
+from advisor.jobs.code_archive import pack, unpack
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_nothing_travels_where_git_does_not_say_what_it_ignores(
 
 @pytest.mark.parametrize("in_git", [False, True])
 def test_what_stays_at_home(project: Path, monkeypatch: pytest.MonkeyPatch, in_git: bool) -> None:
-    monkeypatch.setattr(parcel, "LARGE", 100)
+    monkeypatch.setattr(code_archive, "LARGE", 100)
     if in_git:
         (project / "tracked.pt").write_bytes(bytes(200))
         (project / "secret.key").write_text("tracked, so meant")
@@ -173,14 +173,14 @@ def test_too_much_is_refused_and_the_largest_named(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (project / "big.txt").write_bytes(os.urandom(3000))
-    monkeypatch.setattr(parcel, "MAX_PACKED", 2000)
+    monkeypatch.setattr(code_archive, "MAX_PACKED", 2000)
     with pytest.raises(UsageError, match=r"packed.* 1.95 KiB.* big.txt \(2.93 KiB\)"):
         pack(project)
-    monkeypatch.setattr(parcel, "MAX_UNPACKED", 2999)
+    monkeypatch.setattr(code_archive, "MAX_UNPACKED", 2999)
     with pytest.raises(UsageError, match=r"at most 2.93 KiB.* big.txt .*\.advisorignore"):
         pack(project)
-    monkeypatch.setattr(parcel, "MAX_UNPACKED", 1e9)
-    monkeypatch.setattr(parcel, "MAX_FILES", 4)
+    monkeypatch.setattr(code_archive, "MAX_UNPACKED", 1e9)
+    monkeypatch.setattr(code_archive, "MAX_FILES", 4)
     with pytest.raises(UsageError, match=r"5 files, at most 4 .* \. \(4 files\), nets \(1 files\)"):
         pack(project)
 
@@ -304,8 +304,8 @@ CHAINED = gzip.compress(member("x", type=tarfile.XHDTYPE)[0].tobuf(tarfile.USTAR
 def test_bombs_are_refused_early(
     data: bytes, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parcel, "MAX_UNPACKED", 2**20)
-    monkeypatch.setattr(parcel, "MAX_FILES", 50)
+    monkeypatch.setattr(code_archive, "MAX_UNPACKED", 2**20)
+    monkeypatch.setattr(code_archive, "MAX_FILES", 50)
     with pytest.raises(UsageError, match=says):
         unpack(data, tmp_path / "here")
     assert not [*(tmp_path / "here").iterdir()]  # nothing is written before all is checked

@@ -17,7 +17,7 @@ from advisor.cache.stores.filesystem import make_folder, read_regular
 from advisor.cache.stores.timeout import run_with_timeout
 from advisor.cache.task import Task
 from advisor.errors import StoreError, UsageError, printable
-from advisor.opening import Cache, open_records
+from advisor.open_store import Cache, open_records
 
 MAX_BYTES = 4096
 READ_S, WRITE_S = 0.2, 1.0

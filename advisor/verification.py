@@ -19,12 +19,12 @@ from advisor.cache.records import Records
 from advisor.cache.settings import Cache
 from advisor.cache.shown import speedup, tells, times
 from advisor.cache.task import Task, checked, permissions, permitted
+from advisor.command_snippets import about, is_copy, reach
 from advisor.errors import UsageError, WorkerError
 from advisor.events import progress_of
-from advisor.finding.lookups import set_up_logging
-from advisor.keeping import lock_names, measuring
-from advisor.opening import open_records
-from advisor.printed import about, is_copy, reach
+from advisor.open_store import open_records
+from advisor.persistence import lock_names, measuring
+from advisor.resolve.lookups import set_up_logging
 from advisor.store import Store
 from advisor.tuners import environment
 from advisor.tuners.decisions import CLEARLY, PAIRS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from advisor.cache.record import Record
 from advisor.cache.records import Records, be_patient
-from advisor.cache.seal import KeyRing
 from advisor.cache.settings import Cache as Cache
+from advisor.cache.signing import KeyRing
 from advisor.cache.stores import open_stores
 
 PATIENCE_S = 10.0

@@ -22,12 +22,12 @@ from advisor.cache.record import EFFORTS, PILOT, Record, Target
 from advisor.cache.stores import open_stores
 from advisor.cache.task import Task, python, rows, shell
 from advisor.errors import UsageError
-from advisor.opening import Cache
+from advisor.open_store import Cache
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from advisor.finding.request import Request
+    from advisor.resolve.request import Request
     from advisor.tuners.target import Spec
 
 _PERMITTED = [field.name for field in dataclasses.fields(Permit)]

@@ -16,9 +16,9 @@ from advisor.cache.name import Name, target_key
 from advisor.cache.reader import RecordFilter
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.seal import own_folder
 from advisor.cache.settings import max_artifacts
 from advisor.cache.shown import size
+from advisor.cache.signing import own_folder
 from advisor.cache.stores import Remote, Store
 from advisor.cache.stores.filesystem import REMEDY, beside, make_folder
 from advisor.errors import Busy, StoreDamaged, StoreError
