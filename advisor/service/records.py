@@ -371,9 +371,11 @@ def any_there(session: Session) -> bool:
 
 
 def newest_versions() -> Subquery:
-    """The newest version of each record: a column `key` of `items`."""
+    """The newest version of each record, the one that came last if it was verified again: a column
+    `key` of `items`."""
     order = func.row_number().over(
-        partition_by=Item.record_key, order_by=(Item.created.desc(), Item.key)
+        partition_by=Item.record_key,
+        order_by=(Item.created.desc(), Item.stored.desc(), Item.key),
     )
     versions = select(Item.key, order.label("version")).subquery()
     return select(versions.c.key).where(versions.c.version == 1).subquery()

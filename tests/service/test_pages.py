@@ -289,6 +289,15 @@ def test_the_page_of_an_error_has_the_menu(
     assert {"/", "/jobs", "/machines"} <= set(links(answer.data.decode()))
 
 
+def test_a_record_that_no_longer_holds_is_stale_on_the_page(served_lite: Served) -> None:
+    for number in range(4):  # whichever version has the first key
+        one = with_speedup(record(name=f"net{number}.py:Net"), 1.5)
+        keep(served_lite, one)
+        keep(served_lite, replace(one, stale="now 1.0x", revised=1.75e9))
+    browser = Browser(served_lite, "read")
+    assert len(listed(browser, trust="stale")) == len(listed(browser)) > 0
+
+
 def test_what_can_be_trusted() -> None:
     whole = record()
     numbers = record(key=changed(KEY, "mode", "infer"))  # which nothing compared with fp32
