@@ -143,8 +143,8 @@ def sync(records: Records, wanted: Wanted = every) -> Iterator[Carried]:
 
 
 def export(records: Records, path: Path, wanted: Wanted = every) -> int:
-    """Write the records that count into a pack, with all their targets' names. Returns how
-    many; `records` knows what cannot be read.
+    """Write the newest version of each record into a pack. Returns how many; what could not
+    be read is in `records.damaged` and `records.unreachable`.
 
     Raises:
         StoreError: no store can be read, or the file cannot be written. NoRecord: nothing fits.

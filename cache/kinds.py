@@ -299,7 +299,7 @@ class Arguments(Kind[Config]):
             yield name, self.read(rest)
 
     def holds(self, name: Any, _held: object) -> bool:
-        """Whether a name may have a value."""
+        """Whether a value is valid for this name."""
         return isinstance(name, str) and name.isidentifier()
 
     def read(self, text: str) -> Value:

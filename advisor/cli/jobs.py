@@ -97,7 +97,7 @@ def submit(
     """
     command = ctx.meta[COMMAND]
     if bool(command) == bool(target):
-        raise UsageError("give a TARGET and --shape, or your command after --, one of them")
+        raise UsageError("give either a TARGET and --shape, or your command after --")
     given = collected(Plan, options) | collected(Task, options)
     from advisor.jobs.spec import JobSpec
     from advisor.jobs.submission import Submission

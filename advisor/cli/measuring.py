@@ -102,7 +102,7 @@ def tune(
     """
     command = ctx.meta[COMMAND]
     if bool(command) == bool(target):
-        raise UsageError("give a TARGET and --shape, or your command after --, one of them")
+        raise UsageError("give either a TARGET and --shape, or your command after --")
     if show_output and target:
         raise UsageError("--show-output is for a command after --; a TARGET's output is not kept")
     if loader and target:
@@ -211,7 +211,7 @@ def _again(ctx: click.Context, model: Model, budget: float, map: Any, cache: str
     """
     command: Sequence[str] = ctx.meta[COMMAND]
     if command and (model.target or model.data):
-        raise UsageError("give --target and --data, or your command after --, one of them")
+        raise UsageError("give either --target and --data, or your command after --")
     return {
         "what": command or model,
         "map": mapped(map),

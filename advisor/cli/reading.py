@@ -196,7 +196,7 @@ def why(
     """
     command, asked = ctx.meta[COMMAND], collected(Task, options)
     if bool(command) == bool(target):
-        raise UsageError("give a TARGET, or your command after --, one of them")
+        raise UsageError("give either a TARGET, or your command after --")
     if target is not None:
         own = {"batch": _batch(batch), "capture": capture, "cache": cache, "on_miss": on_miss}
         fits = _why(target, asked | own, as_json)

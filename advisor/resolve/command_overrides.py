@@ -37,7 +37,7 @@ class CommandOverrides:
 def override(
     command: Sequence[str], options: Mapping[str, Value], cache: Cache = None
 ) -> tuple[tuple[str, ...], CommandOverrides]:
-    """A command with its options set as its record advises, the batch to the best one.
+    """The command with its options set to what its record advises, batch size included.
 
     Nothing else is known before the start, so the record is found by the words of the command;
     numbers in them may differ.

@@ -116,7 +116,11 @@ class Database:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Session]:
-        """A session that commits at its end, but nothing after an error; else StoreError."""
+        """A session that commits at its end, or rolls back if anything raises.
+
+        Raises:
+            StoreError: the database cannot be reached.
+        """
         with self._mapped(), Session(self._writer) as session, session.begin():
             yield session
 

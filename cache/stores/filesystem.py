@@ -148,7 +148,7 @@ def beside(folder: Path, name: str) -> Path:
         UsageError: the name is not one of a study. StoreError: the folder or the file is a link.
     """
     if not _STUDY.fullmatch(name):
-        raise UsageError(f"study {name[:80]!r}: no name of a study")
+        raise UsageError(f"study {name[:80]!r}: expected KEY@BATCH, as ae1bff61eea5@64")
     path = folder / name
     for one in (folder, path):
         if one.is_symlink():

@@ -155,5 +155,6 @@ def write(path: Path, records: Iterable[tuple[str, bytes]]) -> None:
         raise StoreError(f"pack {path}: {exc.strerror or exc}") from exc
     except zipfile.LargeZipFile as exc:
         raise StoreError(
-            f"pack {path}: more than {MAX_RECORDS} records or 2 GiB; narrow it"
+            f"pack {path}: more than {MAX_RECORDS} records or 2 GiB; "
+            "choose fewer with --target, --device or --key"
         ) from exc

@@ -70,7 +70,7 @@ class Store(ABC):
 
     @abstractmethod
     def check_writable(self) -> None:
-        """Raise if `put` would; creates nothing."""
+        """Raise StoreError if `put` would, without writing anything."""
 
     def health(self) -> str:
         """'ok', 'ok, read-only', 'empty', 'damaged: ...' or 'unusable: ...'."""

@@ -307,7 +307,7 @@ def test_folders_may_be_paths(tmp_path: Path) -> None:
 def test_a_study_lies_beside_its_records(tmp_path: Path, name: str) -> None:
     records = Records(open_store(f"dir:{tmp_path}/s"))
     assert records.study("0a1b@64-2.journal") == tmp_path / "s" / "studies" / "0a1b@64-2.journal"
-    with pytest.raises(UsageError, match="no name of a study"):
+    with pytest.raises(UsageError, match="expected KEY@BATCH"):
         records.study(name)
 
 
@@ -334,6 +334,6 @@ def test_a_planted_lock_leads_nowhere(tmp_path: Path) -> None:
     (folder / "0a@64.lock").symlink_to(outside)
     with pytest.raises(StoreError, match="is a link"), locked(folder, "0a@64"):
         pass
-    with pytest.raises(UsageError, match="no name of a study"), locked(folder, "../outside"):
+    with pytest.raises(UsageError, match="expected KEY@BATCH"), locked(folder, "../outside"):
         pass
     assert not outside.exists()

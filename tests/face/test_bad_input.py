@@ -150,7 +150,7 @@ def test_a_device_that_is_not_there(folder: Path, own_surroundings: Path) -> Non
         (["forget", "abcdef@0"], "'abcdef@0': no such record; run: advisor show"),
         (["forget"], "name one KEY, or --all; to see the keys, run: advisor show"),
         (["forget", "key", "--all"], "name one KEY, or --all"),
-        (["tune"], "give a TARGET and --shape, or your command after --, one of them"),
+        (["tune"], "give either a TARGET and --shape, or your command after --"),
         (["tune", "model.py"], "shape: give your batch and the sample, e.g. 64x3x256x256"),
         (
             ["tune", "--budget", "10s", "python", "train.py"],

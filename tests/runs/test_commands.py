@@ -343,7 +343,7 @@ def test_no_step_within_the_deadline(folder: Path, monkeypatch: pytest.MonkeyPat
         (("training.py",), "command 'training.py': this file is no program; put python before it"),
         (("./package",), "command './package': a folder is no program"),
         (("A=1", "python", "x.py"), "command 'A=1': a variable is set by a shell; put env before"),
-        (("python", "-c", "5\n6"), "command: '5\\n6' is no text on one line"),
+        (("python", "-c", "5\n6"), "command: '5\\n6' is not one printable line"),
     ],
 )
 def test_what_cannot_be_started(folder: Path, command: tuple[str, ...], said: str) -> None:

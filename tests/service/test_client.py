@@ -357,8 +357,8 @@ def test_the_server_may_be_named(team: Served, project: Path, advisor: Run) -> N
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("submit", "give a TARGET and --shape, or your command after --"),
-        ("submit model.py -- python train.py", "one of them"),
+        ("submit", "give either a TARGET and --shape, or your command after --"),
+        ("submit model.py -- python train.py", "give either"),
         ("submit model.py", "shape: give your batch"),
         ("submit nets/none.py --shape 1x8", "there is no file nets/none.py"),
         ("submit --budget 1s -- python train.py", "budget 1s"),

@@ -164,7 +164,7 @@ class Progress:
     def visited(
         self, trial: Trial, ratio: Ratio, compared: Compared | None, best: Config, left_s: float
     ) -> None:
-        """A visit is over; `best` is the fastest config that is known to be right."""
+        """A config was measured; `best` is the fastest so far that trains like fp32."""
 
     def making(self, data: str, most_s: float) -> AbstractContextManager[None]:
         """Entered while this dataset is made, for so many seconds at most."""

@@ -103,7 +103,7 @@ class _Worker:
 
 
 class Local:
-    """This machine.
+    """Runs jobs as processes on this machine.
 
     Args:
         database: the server's, for people: its attempts are kept apart from another server's.

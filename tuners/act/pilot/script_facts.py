@@ -83,7 +83,7 @@ class ScriptFacts:
         )
 
     def task(self, command: Sequence[str], given: Mapping[str, object]) -> Task:
-        """The task that a command is, with what its user permits."""
+        """What this command trains, with its user's permissions, as a Task."""
         words = tuple(map(printable, command))
         return Task(
             target=" ".join(words),

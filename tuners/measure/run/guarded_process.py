@@ -141,7 +141,7 @@ def measurable(words: Sequence[str]) -> str:
     path = program(words)
     check_open(words)
     if odd := next((word for word in words if not word.isprintable()), None):
-        raise UsageError(f"command: {odd!r:.80} is no text on one line; put it into a script")
+        raise UsageError(f"command: {odd!r:.80} is not one printable line; put it into a script")
     return path
 
 
