@@ -38,6 +38,7 @@ from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
 from advisor.tuners.search.race import SearchResult
 from advisor.tuners.search.tuner import SearchOptions, Tuner, tuned_loader
+from advisor.unchanged import CommandCall, larger
 from advisor.workload import OpenWorkload, RunWorkload, TargetWorkload, Workload
 
 LOADER_S, LOADER_SHARE = 25.0, 0.25
@@ -133,7 +134,16 @@ def tuned(
     records = open_records(cache, fallback=True)
     tuning = Tuning(workload, plan, records, progress or Progress())
     with measuring(records, workload.words, lock_names(workload.device)):
-        return tuning.run()
+        if not isinstance(workload, RunWorkload):
+            return tuning.run()
+        call = CommandCall(records, workload.words, workload.permitted, plan)
+        if not plan.force and (known := call.known()) is not None:
+            return Tuned(record=known, known=True, finished=True)
+        before = call.state()
+        found = tuning.run()
+        if found.finished and not found.earlier:
+            call.remember(found.record, before)
+        return found
 
 
 class _Earlier(NamedTuple):
@@ -218,7 +228,7 @@ class Tuning:
             return f"tuned without --map {', '.join(sorted(more))}; goes on with it"
         if not suffices(made.effort, plan.effort):
             return f"tuned {made.how}; goes on with --effort {plan.effort}"
-        if plan.budget_s is not None and plan.budget_s > made.budget_s:
+        if larger(plan, made):
             return f"tuned with --budget {made.budget_s:g}s; goes on with {plan.seconds:g}s"
         if length_of(known) != plan.length(task.batch):
             return "tuned for a job of another length; the choice is made again"

@@ -133,9 +133,9 @@ class RunWorkload:
         show: Callable[[str], None] | None = None,
         attached: runs.AttachedRun | None = None,
     ) -> None:
-        self.words, self._permitted = tuple(command), dict(permitted)
+        self.words, self.permitted = tuple(command), dict(permitted)
         self.device: str | None = None
-        self._options = self._permitted.get("map") if options is None else options
+        self._options = self.permitted.get("map") if options is None else options
         self._show, self._attached = show, attached
 
     def _start(self, records: Records, progress: Progress) -> runs.Run:
@@ -156,7 +156,7 @@ class RunWorkload:
         )
 
     def _key(self, seen: ScriptFacts) -> Key:
-        task = seen.task(self.words, self._permitted)
+        task = seen.task(self.words, self.permitted)
         return _key(task, environment.detect(seen.device), seen)
 
     @contextlib.contextmanager

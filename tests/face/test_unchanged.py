@@ -1,0 +1,99 @@
+"""A command that is tuned is not started again, unless what it may depend on has changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from advisor.cache.record import Record
+from advisor.cache.task import permissions
+from advisor.open_store import open_records
+from advisor.tuners.environment import detect, own_threads
+from advisor.tuners.search.plan import Plan
+from advisor.unchanged import CommandCall
+from tests.cache.examples import KEY, TASK, record
+from tests.face.commands import advisor
+
+COMMAND = ("python", "train.py", "--config=conf.json")
+
+
+@pytest.fixture(autouse=True)
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
+    """What the command gave: it was tuned here, and is not started, as it would leave a file."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("open('started', 'w')")
+    Path("model.py").write_text("width = 8")
+    Path("conf.json").write_text("{}")
+    task = dataclasses.replace(TASK, command=COMMAND)
+    key = dataclasses.replace(KEY, environment=detect("cpu"), task=task, threads=own_threads())
+    made = record(key)
+    open_records(None).put(made)
+    asked().remember(made, asked().state())
+    return made
+
+
+def asked(**changes: object) -> CommandCall:
+    plan = Plan.of({name: value for name, value in changes.items() if name != "precisions"})
+    permitted = permissions({"precisions": changes.get("precisions")})
+    return CommandCall(open_records(None), COMMAND, permitted, plan)
+
+
+def test_it_is_not_started(made: Record) -> None:
+    assert asked().known() == asked(budget="3s").known() == made
+    again = advisor(Path.cwd(), "tune", "--", *COMMAND)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.startswith("Already tuned, ") and made.id in again.stdout
+    assert not Path("started").exists()
+
+
+def test_a_larger_budget_goes_on(made: Record) -> None:
+    """`not measured for want of time` names one."""
+    more = f"{made.provenance.budget_s + 1:g}s"
+    assert asked(budget=more).known() is None
+
+
+def edited(name: str) -> Callable[[], object]:
+    return lambda: Path(name).write_text("something else")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        edited("train.py"),
+        edited("model.py"),
+        edited("conf.json"),
+        edited("new.yaml"),
+        lambda: os.environ.__setitem__("WIDTH", "16"),
+        lambda: os.chdir(".."),
+    ],
+    ids=["script", "module", "named file", "new file", "variable", "folder"],
+)
+def test_it_is_where_something_has_changed(
+    change: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WIDTH", "8")
+    one = asked()
+    (found,) = open_records(None).all()
+    one.remember(found, one.state())
+    assert one.known() is not None
+    change()
+    assert one.known() is None
+
+
+def test_what_was_asked_otherwise_is_measured(made: Record) -> None:
+    for other in (asked(effort="exhaustive"), asked(steps=500), asked(precisions="default")):
+        assert other.known() is None
+    records = open_records(None)
+    records.put(dataclasses.replace(made, stale="slower", revised=made.provenance.created + 1))
+    assert asked().known() is None
+
+
+def test_what_changed_while_it_ran_is_not_remembered(made: Record) -> None:
+    before = asked().state()
+    Path("model.py").write_text("width = 16")
+    asked().remember(made, before)
+    assert asked().known() is None
