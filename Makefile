@@ -7,13 +7,13 @@ USE := .venv/.installed
 DEV := .venv/.installed-dev
 MUT := .venv/.installed-mutants
 
-RUN := $(BIN)/python examples/train_mnist_plain.py
+RUN := $(BIN)/python examples/train_mnist_plain.py --samples 4096 --epochs 1000
 
 .PHONY: demo test test-all check lint mutants dev
 
 ## Tune the run of an ordinary script, then compare it with the original.
 demo: $(USE)
-	$(BIN)/advisor tune --effort quick --budget 90s -- $(RUN) --epochs 100
+	$(BIN)/advisor tune --effort quick --budget 90s -- $(RUN)
 	$(BIN)/python examples/compare_run.py $(RUN)
 
 ## Run the tests on two cores. A file's tests share fixtures, so a file stays with one process; in

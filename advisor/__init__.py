@@ -29,8 +29,8 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from advisor.frameworks.tables import accelerate, hf, lightning
-    from advisor.resolve.inside import release
     from advisor.resolve.lookups import apply, lookup
+    from advisor.resolve.online import release
     from advisor.store import Store
     from advisor.tuners.act.advice import Advice
     from advisor.tuning import tune
@@ -71,24 +71,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Advice": "advisor.tuners.act.advice",
-    "Budget": "advisor.arguments",
-    "Model": "advisor.arguments",
-    "Permit": "advisor.arguments",
-    "Store": "advisor.store",
-    "accelerate": "advisor.frameworks.tables",
-    "apply": "advisor.resolve.lookups",
-    "explain": "advisor.verification",
-    "hf": "advisor.frameworks.tables",
-    "lightning": "advisor.frameworks.tables",
-    "lookup": "advisor.resolve.lookups",
-    "release": "advisor.resolve.inside",
-    "tune": "advisor.tuning",
-    "verify": "advisor.verification",
+    "advisor.arguments": ("Budget", "Model", "Permit"),
+    "advisor.frameworks.tables": ("accelerate", "hf", "lightning"),
+    "advisor.resolve.online": ("release",),
+    "advisor.resolve.lookups": ("apply", "lookup"),
+    "advisor.store": ("Store",),
+    "advisor.tuners.act.advice": ("Advice",),
+    "advisor.tuning": ("tune",),
+    "advisor.verification": ("explain", "verify"),
 }
+"""Public names by module; all other public names are in `advisor.errors`."""
 
 _OF_SCRIPTS = ("Advice", "apply", "lookup", "release")
-"""What needs torch at once."""
+"""Names whose modules need torch: torch is imported before them."""
 
 
 def __getattr__(name: str) -> Any:
@@ -98,9 +93,10 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'advisor' has no attribute {name!r}")
     if name in _OF_SCRIPTS:
-        # First of all: loading torch may bring a pilot, and that must not find half of advisor.
+        # Import torch first: it may attach a pilot, which must not find advisor half imported.
         importlib.import_module("torch")
-    return getattr(importlib.import_module(_HOMES.get(name, "advisor.errors")), name)
+    home = next((one for one, names in _HOMES.items() if name in names), "advisor.errors")
+    return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

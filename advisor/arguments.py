@@ -1,4 +1,4 @@
-"""What the public functions take: a model, what is permitted, how much is measured, and where."""
+"""Arguments of the public functions: Model, Permit, Budget, commands and stores."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from advisor.store import Store
 
 OnEvent = Callable[[Mapping[str, Any]], None]
-"""Called with what a tuning reports, one dictionary an event; see `advisor.tune`."""
+"""A function that is called with a dictionary for each event; see `advisor.tune`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model with all that says how it is trained; a lookup accepts any value of what is None.
+    """A model and how it is trained. A lookup accepts any value of a field that is None.
 
     Attributes:
-        target: model.py, model.py:Net, package.module:factory, torchvision:NAME, or, in a lookup,
-            the model itself; None in a lookup for the running script's.
-        dtype: of the input, default 'float32'. `vocab` bounds integer inputs.
+        target: model.py, model.py:Net, package.module:factory or torchvision:NAME. A lookup also
+            takes an nn.Module, or None for the model of the running script.
+        dtype: of the input, default 'float32'. Integer inputs are below `vocab`.
         mode: 'train', the default, or 'infer'.
         device: 'cuda:0' or 'cpu'; default: this rank's CUDA device, else the CPU.
         optimizer: 'sgd' or 'adamw', for mode 'train'.
         args: keyword arguments of the model's class or function.
-        data: what it trains on, as data.py:make_dataset, package.module:function or
-            torchvision:FakeData: its loader is tuned too. `data_args`: its keyword arguments.
-        any_order: whether batches of the data may come as their workers finish them.
+        data: the dataset, as data.py:make_dataset, package.module:function or
+            torchvision:FakeData. Its loader is tuned too. `data_args`: its keyword arguments.
+        any_order: whether batches may come in the order in which loader workers finish them.
     """
 
     target: str | nn.Module | None = None
@@ -52,12 +52,12 @@ class Model:
 
     @classmethod
     def of(cls, target: str | nn.Module | Model | None) -> Model:
-        """The model that a public function was given."""
+        """Wrap a target in a Model, unless it is one."""
         return target if isinstance(target, Model) else cls(target)
 
     @property
     def given(self) -> dict[str, Any]:
-        """What is not None, by the keyword of its field in a Task."""
+        """The fields that are not None, by their keyword in a Task."""
         found = _given(self)
         found.pop("target", None)
         args = found.pop("args", None)
@@ -66,23 +66,23 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Permit:
-    """What a tuning may change. A lookup takes only configs that keep to it.
+    """What a tuning may change. A lookup serves only configs that this permits.
 
     Attributes:
-        precisions: default: 'default', 'tf32', 'bf16' and 'fp16'; also 'fp8' and 'fp32'.
+        precisions: number formats to try, of 'default', 'tf32', 'bf16', 'fp16', 'fp8' and
+            'fp32'; default: the first four.
         deterministic: only deterministic algorithms.
         max_memory: bytes, or '40GiB': peak memory of the device.
-        batches: batch sizes to try beside yours, [] for none; default: its doublings.
+        batches: other batch sizes to try, [] for none; default: doublings of yours.
         compile: whether torch.compile may be used, default True.
         step_graph: whether one CUDA graph over the whole step may be used, default True; only
             scripts that use `advice.capture` can.
         tolerance: distance from strict fp32's loss curve that is always allowed, as a fraction of
-            the loss, default 0.02; 0 leaves the comparison out.
-        map: of a command: its options that set the batch or the loader's workers, as
+            the loss, default 0.02; 0 skips the comparison.
+        map: for a command, its options that set the batch or the loader's workers, as
             {"batch": "--batch-size", "num_workers": "--workers"}.
 
-    A command shows its batch sizes and its graphs itself: it takes neither `batches` nor
-    `step_graph`.
+    For a command, `batches` and `step_graph` are refused.
     """
 
     precisions: Sequence[str] | str | None = None
@@ -96,24 +96,24 @@ class Permit:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What is not None, by the keyword of its field in a Task."""
+        """The fields that are not None, by their keyword in a Task."""
         return _given(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """How much is measured, and for a job of which length.
+    """How long a tuning measures, and the length of the job that it tunes for.
 
     Attributes:
-        effort: 'quick' (a minute; compiles only what takes seconds), 'normal' (five, the default)
-            or 'exhaustive' (an hour; also what takes minutes, as max-autotune).
-        time: wall seconds of all measuring, or '5m'; default: the effort's. It begins once the
-            command, or the model in its worker, has made its first steps.
-        trials: configs visited at most.
-        length: of the job that the advice is for: its steps at your batch, as 500, or its time, as
-            '2h'. What is paid before the first step is counted in. Default: the steady state.
-        seed: of all randomness, default 0.
-        force: measure again although it is tuned.
+        effort: 'quick' (a minute; fast compilations only), 'normal' (five minutes, the default)
+            or 'exhaustive' (an hour; also slow compilations, such as max-autotune).
+        time: wall seconds of all measuring, or '5m'; default: the effort's. The clock starts once
+            the command, or the model in its worker, has made its first steps.
+        trials: the most configs to try.
+        length: length of the job that the advice is for: steps at your batch, as 500, or a time,
+            as '2h', first step included. Default: the first step does not count.
+        seed: seed of all randomness, default 0.
+        force: measure even if a record exists.
     """
 
     effort: str | None = None
@@ -125,7 +125,7 @@ class Budget:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What is not None, by the keyword of its field in a Plan."""
+        """The fields that are not None, by their keyword in a Plan."""
         found = _given(self)
         if "time" in found:
             found["budget"] = found.pop("time")
@@ -133,22 +133,22 @@ class Budget:
 
 
 def length_given(length: int | str | None) -> dict[str, Any]:
-    """The length of a job by the keyword of its field in a Plan: a text is a time."""
+    """The length of a job as a field of a Plan: `duration` for a text, else `steps`."""
     if length is None:
         return {}
     return {"duration" if isinstance(length, str) else "steps": length}
 
 
 def split(what: str | Model | Sequence[str] | None) -> tuple[Model, tuple[str, ...]]:
-    """The model that is named, and (); or one that is not, and the words of the command.
+    """(Model, words of the command) of the first argument of `tune`; one of them is empty.
 
     Raises:
-        UsageError: it is neither a target's name nor a list of words.
+        UsageError: `what` is neither a target's name nor a list of words.
     """
     if what is None or isinstance(what, str | Model):
         model = Model.of(what)
         if not isinstance(model.target, str | None):
-            raise UsageError(f"target {model.target!r}: expected its name, as model.py:Net")
+            raise UsageError(f"target {model.target!r}: expected a name, such as model.py:Net")
         return model, ()
     words = tuple(what) if isinstance(what, Sequence) else ()
     if not words or not all(isinstance(word, str) for word in words):
@@ -156,14 +156,8 @@ def split(what: str | Model | Sequence[str] | None) -> tuple[Model, tuple[str, .
     return Model(), words
 
 
-def check_type(name: str, value: object, cls: type[Permit] | type[Budget]) -> None:
-    """Raise UsageError if an argument is no object of its class."""
-    if not isinstance(value, cls):
-        raise UsageError(f"{name} {value!r}: expected advisor.{cls.__name__}(...)")
-
-
 def urls_of(store: Store | Cache) -> Cache:
-    """The URLs of the stores that a public function was given."""
+    """The URLs of the `store` argument of a public function; None for the default stores."""
     from advisor.store import Store
 
     return (store.urls or None) if isinstance(store, Store) else store

@@ -1,8 +1,9 @@
-"""The pilot that a command brings into its processes: for `advisor tune`, or `advisor run`."""
+"""Attach the pilot in the processes of a command, for `advisor tune` and `advisor run`."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from pathlib import Path
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
     from advisor.tuners.act.pilot.script_facts import ScriptFacts
 
 INJECTED = Path(__file__).with_name("injected")
-"""The folder that Python looks into first in a command that advisor starts."""
+"""The first folder of a command's PYTHONPATH; its sitecustomize calls `attach`."""
 
 
 def attach() -> None:
-    """Attach the pilot that the environment asks for, if any. Called once torch is loaded, which
-    may be in the middle of importing advisor."""
+    """Attach a pilot if environment variables ask for one. Called as soon as torch is loaded, which
+    may be while advisor itself is being imported."""
     if not (os.environ.get(ADDRESS) or os.environ.get(RUN)):
         return
     from advisor.cache import settings
@@ -53,18 +54,27 @@ def attach() -> None:
 
 
 class LazyGuide:
-    """The guide of `advisor run`, made at its first use: a process that does not train never
-    imports the lookup. Its methods are those of `Guide`."""
+    """A Guide for `advisor run` that creates its RecordGuide or OnlineTuner at the first use. So a
+    process that does not train never imports the lookup."""
 
     def __init__(self, run: dict[str, Any]) -> None:
         self._run = run
-        self._made: Guide | None = None
 
-    @property
+    @functools.cached_property
     def _guide(self) -> Guide:
-        if self._made is None:
-            self._made = _guide_of(self._run)
-        return self._made
+        from advisor.resolve.record_guide import RecordGuide
+        from advisor.resolve.request import Request
+
+        run = self._run
+        asked = Request(folder=Path(run["folder"]) if run["folder"] else None)
+        if run["tune_s"]:
+            from advisor.resolve.online import OnlineTuner
+
+            return OnlineTuner(run["command"], asked, tune_s=run["tune_s"])
+        from advisor.resolve.command_overrides import CommandOverrides
+
+        overrides = CommandOverrides(**run["options"]) if run["options"] else None
+        return RecordGuide(run["command"], asked, overrides)
 
     def takes_over(self) -> bool:
         return self._guide.takes_over()
@@ -76,12 +86,12 @@ class LazyGuide:
         return self._guide.next(result)
 
     def failed(self, exc: BaseException) -> None:
-        """If nothing trained yet, only what the user should know is reported."""
+        """Pass an error on. If nothing trained yet, only errors that the user must know."""
         from advisor.tuners.faults import stopped
 
         why = stopped(exc)
         matters = why in ("unclear", "untrained") or (why == "brief" and self._run["tune_s"])
-        if self._made is not None or matters:
+        if "_guide" in vars(self) or matters:
             self._guide.failed(exc)
 
     def script_failed(self, exc: BaseException, request: BlockRequest) -> None:
@@ -94,32 +104,18 @@ class LazyGuide:
         self._guide.backward_failed(exc, request)
 
 
-def _guide_of(run: dict[str, Any]) -> Guide:
-    from advisor.resolve.record_guide import RecordGuide, RunPolicy
-
-    policy = RunPolicy(folder=Path(run["folder"]) if run["folder"] else None)
-    if run["tune_s"]:
-        from advisor.resolve.online import OnlineTuner
-
-        return OnlineTuner(run["command"], policy, tune_s=run["tune_s"])
-    from advisor.resolve.command_overrides import CommandOverrides
-
-    overrides = CommandOverrides(**run["options"]) if run["options"] else None
-    return RecordGuide(run["command"], policy, overrides)
-
-
 def environment(
     command: list[str], tune_s: float, overrides: CommandOverrides | None = None
 ) -> dict[str, str]:
-    """What `advisor run` adds to its command's environment.
+    """The environment variables that `advisor run` sets for its command.
 
     Args:
-        command: as it was typed; `overrides`: options of it that a record has set.
-        tune_s: 0 for no tuning.
+        command: as typed; `overrides`: options of the command that a record has set.
+        tune_s: seconds of tuning within the run; 0 for none.
     """
     try:
         folder = str(Path.cwd())
-    except OSError:  # it is gone
+    except OSError:  # the folder was removed
         folder = ""
     run = {
         "command": command,

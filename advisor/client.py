@@ -1,4 +1,4 @@
-"""Ask a team's server for a tuning from Python, watch it, read what it prints, cancel it.
+"""Submit jobs to a team's server from Python, watch them, read their logs, and cancel them.
 
     client = Client("https://advisor.example")
     job = client.submit("model.py", shape="64x3x256x256", gpu="H100")
@@ -11,7 +11,6 @@ Records are looked up with `advisor.lookup(..., store=url)`, and listed by `advi
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,37 +20,36 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from advisor.cache.stores.http_client import BYTES, JSON, MAP, HttpClient
+from advisor.cache.stores.http_client import MAP, HttpClient
 from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, printable
 from advisor.jobs.code_archive import NEEDS_CODE
-from advisor.jobs.spec import JobSpec, where
-from advisor.jobs.states import LIVE, STATES
+from advisor.jobs.spec import LIVE, STATES, JobSpec, where
 from advisor.jobs.submission import Submission
 
 T = TypeVar("T")
 
-PATIENCE_S, SENDING_S = 10.0, 300.0
-"""For one answer; for an archive to be sent."""
+TIMEOUT_S, UPLOAD_TIMEOUT_S = 10.0, 300.0
+"""Seconds for one answer, and for the upload of an archive."""
 POLL_S = 2.0
 AWAY_S = 120.0
-"""How long `Client.log` waits for a server that is away."""
+"""Seconds for which `Client.log` retries an unreachable server."""
 _MOST_PAGE = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A tuning that was asked for.
+    """A tuning that was submitted to a server.
 
     Attributes:
-        state: one of `advisor.jobs.states.STATES`; `reason`: why, if that needs saying.
+        state, reason: one of `advisor.jobs.spec.STATES`; why the job has this state, or ''.
         what: the command or the target, as a line.
-        gpu: a part of the device's name, '' for any; gpus: 0 for the CPU.
-        by: the name of the token that asked.
-        created, changed: in Unix seconds of the server.
-        record: the id of what it found, once it is done.
-        attempt: the number of its last attempt, 0 before the first.
-        new: that it was not asked for before; of `submit` alone.
-        attempts, trials: of `Client.job` alone: each start, and each config that was measured.
+        gpu, gpus: a part of the GPU's name, '' for any; how many GPUs, 0 for the CPU.
+        by: the name of the token that submitted the job.
+        created, changed: Unix times on the server's clock.
+        record: the id of the job's record, '' before the job is done.
+        attempt: the number of the last attempt, 0 before the first.
+        new: whether `submit` created this job; False from other methods.
+        attempts, trials: each start, and each measured config; empty except from `Client.job`.
     """
 
     id: int
@@ -90,37 +88,31 @@ class _Log(msgspec.Struct):
     ended: bool = False
 
 
-class _State(msgspec.Struct):
-    state: str
-
-
-# Made here, because a class must not be described by two threads at once; see `cache.codec`.
+# Created at import: two threads must not create decoders at the same time; see `cache.codec`.
 _JOBS, _LOG = msgspec.json.Decoder(_Jobs), msgspec.json.Decoder(_Log)
-_STATE = msgspec.json.Decoder(_State)
 msgspec.json.Decoder(Job)
 
 
 class Client:
-    """A server's jobs. May be shared by threads.
+    """The jobs of a server. Threads may share a Client.
 
     Args:
-        url: http[s]://HOST[:PORT][/PATH]; over plain HTTP to another machine with ?insecure=1.
-        token: default: $ADVISOR_TOKEN, or this server's in your file of tokens.
+        url: http[s]://HOST[:PORT][/PATH]; plain HTTP to another machine needs ?insecure=1.
+        token: default: $ADVISOR_TOKEN, else this server's token in your token file.
 
     Raises:
         UsageError: the URL or the token is malformed.
-        StoreError: of every method: the server is away, too old to have jobs, or refuses the token.
+        StoreError: from any method: the server is unreachable, has no jobs, or rejects the token.
     """
 
     def __init__(self, url: str, token: str | None = None) -> None:
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"server {url[:80]!r}: expected http[s]://HOST[:PORT]")
-        self._http = HttpClient(url, token=token or "", called="server")
-        self._patience_s = max(self._http.given.seconds("timeout", 0.0), PATIENCE_S)
+        self._http = HttpClient(url, token=token or "", label="server")
+        self._timeout_s = max(self._http.given.seconds("timeout", 0.0), TIMEOUT_S)
         self.url = self._http.url
 
     def page(self, id: int) -> str:
-        """The address of a job's page, for a browser."""
         return f"{self.url.partition('?')[0].rstrip('/')}/jobs/{id}"
 
     def submit(
@@ -135,38 +127,37 @@ class Client:
         force: bool = False,
         **options: Any,
     ) -> Job:
-        """Ask for a tuning of a target, or of a command as one would type it in `folder`, whose
-        code is sent along. The same request twice is one job.
+        """Submit a tuning of a target, or of a command as typed in `folder`. The code in `folder`
+        is sent along. Returns the existing job if the same request was submitted before.
 
         Args:
-            gpu: a part of the GPU's name; gpus: how many, 0 for the CPU; default:
-                1, or 0 with device='cpu'.
+            gpu, gpus: a part of the GPU's name; how many GPUs, 0 for the CPU. Default: 1 GPU, or
+                the CPU with device='cpu'.
             env: 'pip' and 'container' of Ray's runtime environment; default: the worker's own.
-            force: measure again although it is tuned.
-            options: those of `advisor tune` by keyword; of a command the permissions and how much.
+            force: measure even if a record exists.
+            options: options of `advisor tune` by keyword; for a command, those that it accepts.
 
         Raises:
-            UsageError: an argument is wrong, or the code is too much to travel.
+            UsageError: an argument is wrong, or the code is too large to send.
         """
         place: dict[str, Any] = {"gpu": gpu, "gpus": gpus, "env": env or {}}
         asked = JobSpec.given(command=command, target=target, options=options, force=force, **place)
         return self.ask(Submission.of(asked, Path(folder)))
 
     def ask(self, submission: Submission) -> Job:
-        """Submit what was checked and packed before. Code that the server has is not sent."""
-        body = json.dumps(submission.asked.plain).encode()
-        how: dict[str, Any] = {"body": body, "kind": JSON, "accepts": (NEEDS_CODE,)}
+        """Submit a prepared Submission. The code is sent only if the server does not have it."""
+        how: dict[str, Any] = {"body": submission.asked.plain, "accepts": (NEEDS_CODE,)}
         status, data = self._asked("POST", "/api/jobs", **how)
         if status == NEEDS_CODE and (code := submission.code) is not None:
-            sent: dict[str, Any] = {"body": code.archive, "kind": BYTES, "patience_s": SENDING_S}
-            self._asked("PUT", f"/api/archives/{code.digest}", **sent)
+            where = f"/api/archives/{code.digest}"
+            self._asked("PUT", where, body=code.archive, timeout_s=UPLOAD_TIMEOUT_S)
             status, data = self._asked("POST", "/api/jobs", **how)
         if status == NEEDS_CODE:
             raise UsageError(f"server {self.url}: {self._http.detail(data)}")
         return self._job(self._http.decoded(data, MAP))
 
     def jobs(self, states: Sequence[str] = (), most: int = 50) -> list[Job]:
-        """The newest jobs, only of these states if some are given."""
+        """The newest `most` jobs, in one of `states` if any are given."""
         if wrong := sorted(set(states) - set(STATES)):
             raise UsageError(f"state {wrong[0]!r}: expected one of {', '.join(STATES)}")
         found: list[Job] = []
@@ -182,12 +173,12 @@ class Client:
         return found
 
     def job(self, id: int) -> Job:
-        """A job with its attempts and trials. Raises UsageError if there is none."""
+        """A job with its attempts and trials. Raises UsageError if no job has this id."""
         return self._job(self._said(MAP, "GET", f"/api/jobs/{id:d}"))
 
     def log(self, id: int, *, follow: bool = False, poll_s: float = POLL_S) -> Iterator[str]:
-        """What a job has printed, in pieces. With `follow` it continues until the job is over, also
-        if the server is away for up to two minutes. Raises UsageError if there is no such job."""
+        """Generator: yields a job's output in pieces, with `follow` until the job is over (retrying
+        an unreachable server for two minutes). Raises UsageError if no job has this id."""
         after, seen, ended = 0, 0.0, False
         while not ended:
             try:
@@ -200,7 +191,7 @@ class Client:
                 time.sleep(poll_s)
                 continue
             if said.next < after:
-                raise self._http.foreign("its log goes back")
+                raise self._http.unexpected("the position in the log went back")
             after, seen = said.next, time.monotonic()
             ended = said.ended or not (follow or said.text)
             if said.text:
@@ -209,12 +200,12 @@ class Client:
                 time.sleep(poll_s)
 
     def cancel(self, id: int) -> str:
-        """End a job, and return the state that it has now: not 'cancelled' if it was over before.
-        Raises UsageError if there is no such job."""
-        state = self._said(_STATE, "POST", f"/api/jobs/{id:d}/cancel").state
+        """End a job. Returns its new state, which is not 'cancelled' if the job was over before.
+        Raises UsageError if no job has this id."""
+        state = self._said(MAP, "POST", f"/api/jobs/{id:d}/cancel").get("state")
         if state not in STATES:
-            raise self._http.foreign("it names no state of a job")
-        return state
+            raise self._http.unexpected("no known state of a job")
+        return str(state)
 
     def _said(self, decoder: msgspec.json.Decoder[T], method: str, path: str) -> T:
         return self._http.decoded(self._asked(method, path)[1], decoder)
@@ -222,32 +213,32 @@ class Client:
     def _asked(
         self, method: str, path: str, accepts: Collection[int] = (), **how: Any
     ) -> tuple[int, bytes]:
-        """The status and the body of an answer."""
-        how.setdefault("patience_s", self._patience_s)
+        """Send a request. Returns the answer's status and body."""
+        how.setdefault("timeout_s", self._timeout_s)
         try:
-            status, _, data = self._http.request(method, path, accepts=(404, *accepts), **how)
-        except RecordDamaged as exc:  # of what was asked, and not of a record
+            status, data = self._http.request(method, path, accepts=(404, *accepts), **how)
+        except RecordDamaged as exc:  # the request was rejected; no record is involved
             raise UsageError(str(exc)) from exc
         if status != 404:
             return status, data
         why = self._http.detail(data)
         if why in ("", "Not Found"):
             raise StoreError(
-                f"server {self.url}: has no jobs; it is older than this advisor, or of another "
-                "path; ask who runs it"
+                f"server {self.url}: has no jobs; its advisor is too old, or the URL's path is "
+                "wrong; ask the server's administrator"
             )
-        raise UsageError(f"server {self.url}: {why}; to see them: advisor jobs")
+        raise UsageError(f"server {self.url}: {why}; to list the jobs: advisor jobs")
 
     def _job(self, plain: dict[str, Any]) -> Job:
         given = {name: _harmless(value) for name, value in plain.items() if value is not None}
         try:
             return msgspec.convert(given, Job)
         except msgspec.ValidationError as exc:
-            raise self._http.foreign(f"what it tells is no job: {exc}") from exc
+            raise self._http.unexpected(f"not a job: {exc}") from exc
 
 
 def _harmless(value: Any) -> Any:
-    """Plain data whose texts cannot steer a terminal."""
+    """The data, with '?' in texts for each character that could control a terminal."""
     if isinstance(value, dict):
         return {_harmless(name): _harmless(one) for name, one in value.items()}
     if isinstance(value, list):

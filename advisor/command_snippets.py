@@ -1,4 +1,4 @@
-"""Lines to copy into a shell or a script: they work where they were printed."""
+"""Commands and script lines to copy; they work in the folder where they are printed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from advisor.cache.config import BATCH
 from advisor.cache.match import Difference, compare
 from advisor.cache.record import EFFORTS, PILOT, Record, Target
 from advisor.cache.stores import open_stores
-from advisor.cache.task import Task, python, rows, shell
+from advisor.cache.task import Task, changed, rows, shell
 from advisor.errors import UsageError
 from advisor.open_store import Cache
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _PERMITTED = [field.name for field in dataclasses.fields(Permit)]
 MAX_DEPTH, MAX_FOLDERS = 3, 500
-"""Folders below this one in which a target's file is looked for."""
+"""Limits of the search for a target's file below the current folder."""
 
 
 def script_line(
@@ -41,35 +41,36 @@ def script_line(
     """The line that applies a record in a script, or to a run.
 
     Args:
-        cache: the store of the record, as `lookup` takes it.
-        free: of a run, with the batch free.
-        command: another run than the record's.
+        cache: the record's store, as the `store` argument of `lookup`.
+        free: use a run's best config with the batch free.
+        command: print this command in place of the record's.
     """
-    task = here(record)
+    task = local_task(record)
     if command:
         task = dataclasses.replace(task, command=tuple(command))
-    return _line(record, task, _other_stores(cache), free=free)
+    return _line(record, task, cache, free=free)
 
 
 def line_anywhere(record: Record) -> str:
-    """As `script_line`, for a reader in any folder whose ADVISOR_CACHE names the store."""
+    """As `script_line`, but for any folder. The reader's ADVISOR_CACHE must name the store."""
     device = "cpu" if record.key.environment.device.kind == "cpu" else ""
     task = dataclasses.replace(record.key.task, target=record.target.name, device=device)
-    return _line(record, task, ())
+    return _line(record, task)
 
 
-def _line(record: Record, task: Task, stores: Sequence[str], *, free: bool = False) -> str:
+def _line(record: Record, task: Task, cache: Cache = None, *, free: bool = False) -> str:
     if task.command:
-        options = [*_mapped(record, free=free), *_loader(record), *_cache(stores)]
+        options = [*_mapped(record, free=free), *_loader(record), *_cache(cache)]
         return _shell_line("run", *options, run=task.command)
-    target, given = _quoted(task.target), dict(said.split("=", 1) for said in python(task))
+    target = _quoted(task.target)
+    given = {row.keyword: row.kind.literal(held) for row, held in changed(task) if row.asked}
     shape = [f"shape={given.pop('shape')}"] if "shape" in given else []
     permitted = [f"{name}={given.pop(name)}" for name in _PERMITTED if name in given]
     of_model = [f"{name.removeprefix('model_')}={value}" for name, value in given.items()]
     words = [f"advisor.Model({', '.join([target, *of_model])})" if of_model else target, *shape]
     if permitted:
         words.append(f"permit=advisor.Permit({', '.join(permitted)})")
-    if stores:
+    if stores := _other_stores(cache):
         words.append(f"store={_quoted(stores[0]) if len(stores) == 1 else list(stores)}")
     return f"advice = advisor.apply({', '.join(words)})"
 
@@ -79,12 +80,12 @@ def _shell_line(*words: str, run: Sequence[str] = ()) -> str:
 
 
 def _mapped(record: Record, *, free: bool = False) -> list[str]:
-    """--map, for the options of the run that the advice sets."""
+    """The --map options for the knobs that the advice sets through options of the command."""
     from advisor.tuners.knobs import KNOBS
 
-    changed = record.winner(PILOT, free=free).config.changed(record.baseline.config)
+    changes = record.winner(PILOT, free=free).config.changed(record.baseline.config)
     wanted = {
-        knob.mapped for knob in KNOBS if knob.name in changed or (free and knob.name == BATCH)
+        knob.mapped for knob in KNOBS if knob.name in changes or (free and knob.name == BATCH)
     }
     options = record.key.task.map.only(*wanted)
     return [word for name, option in options.items() for word in ("--map", f"{name}={option}")]
@@ -96,7 +97,7 @@ def _loader(record: Record) -> list[str]:
 
     default = record.baseline.config
     changes = record.winner(PILOT).config.changed(default).only(*INPUT_PIPELINE)
-    own = default.get(WORKERS) or settings.overrides_loader()
+    own = default.get(WORKERS) or settings.is_on("ADVISOR_OVERRIDE_LOADER")
     return (
         ["--loader", "override"] if changes and own and WORKERS not in record.key.task.map else []
     )
@@ -107,19 +108,19 @@ def _quoted(text: str) -> str:
 
 
 def _other_stores(cache: Cache) -> tuple[str, ...]:
-    """The URLs of some stores, without passwords; () for the default ones."""
+    """The URLs of `cache` without passwords; () if these are the default stores."""
     if cache is None:
         return ()
     urls, default = (tuple(store.url for store in open_stores(one)) for one in (cache, None))
     return urls if urls != default else ()
 
 
-def _cache(stores: Sequence[str]) -> list[str]:
+def _cache(cache: Cache) -> list[str]:
+    stores = _other_stores(cache)
     return ["--cache", ",".join(stores)] if stores else []
 
 
 def tune_again(record: Record, cache: Cache = None) -> str:
-    """The command that measures a record again."""
     from advisor.tuners.search.plan import Plan
 
     made = record.provenance
@@ -127,12 +128,12 @@ def tune_again(record: Record, cache: Cache = None) -> str:
     if made.effort in EFFORTS:
         plan = dataclasses.replace(plan, effort=made.effort)
     force = ["--force"] if record.stale else []
-    return _tune(here(record), [*shell(plan), *force, *_cache(_other_stores(cache))])
+    return _tune(local_task(record), [*shell(plan), *force, *_cache(cache)])
 
 
 def about(command: str, record: Record, cache: Cache = None) -> str:
-    """A command on a record: 'advisor explain ae1bff61eea5@64'."""
-    options = [*_mapped(record), *_cache(_other_stores(cache))]
+    """A command line for a record, such as 'advisor explain ae1bff61eea5@64'."""
+    options = [*_mapped(record), *_cache(cache)]
     return _shell_line(command, record.id, *options, run=record.key.task.command)
 
 
@@ -142,12 +143,12 @@ def _tune(task: Task, more: Sequence[str]) -> str:
 
 
 def tune_first(request: Request, near: Record | None) -> str:
-    """The end of a miss: 'run: ' and a command with all that was asked for, else as in the nearest
-    record; or in words what such a command needs."""
+    """The remedy for a miss: 'run: advisor tune ...', where the nearest record fills in what the
+    request leaves open; or a sentence that says what the command still needs."""
     target, unless, given = _needed(request, near)
     if target and given["shapes"]:
-        more = _cache(_other_stores(request.cache))
-        return f"run{unless}: {_tune(_task(request, target, given), more)}"
+        words = _tune(Task(target=target, **given), _cache(request.cache))
+        return f"run{unless}: {words}"
     needed = [f"on {shlex.quote(target)}" if target else "on your model, named as file.py:Class"]
     if not given["shapes"]:
         needed.append("with your batch and one sample as --shape, such as 64x3x256x256")
@@ -155,20 +156,16 @@ def tune_first(request: Request, near: Record | None) -> str:
 
 
 def task_first(request: Request, near: Record | None) -> Task | None:
-    """What that command would tune; None if something of it is not known."""
+    """The Task that the command of `tune_first` tunes; None if a part of it is unknown."""
     target, unless, given = _needed(request, near)
     known = target and given["shapes"] and not unless
-    return _task(request, target, given) if known else None
-
-
-def _task(request: Request, target: str, given: Mapping[str, Any]) -> Task:
-    return Task(**{**given, "target": target, "device": _named(request.device)})
+    return Task(target=target, **given) if known else None
 
 
 def _needed(request: Request, near: Record | None) -> tuple[str, str, dict[str, Any]]:
-    """The target, '' if it has no name; what may be missing from it; the fields of a task."""
-    nearest = {} if near is None else {name: getattr(here(near), name) for name in rows(Task)}
-    given = {**nearest, **request.given}
+    """(Target or '', remark about missing model arguments or '', the other fields of a Task)."""
+    nearest = {} if near is None else {name: getattr(local_task(near), name) for name in rows(Task)}
+    given = {**nearest, **request.given, "device": _named(request.device)}
     target, unless = given.pop("target", ""), ""
     if isinstance(request.target, str):
         target = request.target
@@ -183,8 +180,8 @@ def _needed(request: Request, near: Record | None) -> tuple[str, str, dict[str, 
 
 
 def _class_of(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[str, str]:
-    """'nets/model.py:Net', or '' if no file of this project has the model's class, or it does not
-    take these arguments; and what may be missing."""
+    """(Target such as 'nets/model.py:Net', remark about missing arguments or ''). The target is ''
+    if the class is in no file of this project, or does not take `arguments`."""
     from advisor.tuners.fingerprint import is_library, unwrapped
 
     kind = type(unwrapped(model))
@@ -198,29 +195,29 @@ def _class_of(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[str, str]
     if file.suffix != ".py" or is_library(str(file)) or getattr(module, name, None) is not kind:
         return "", ""
     if kind.__module__ == "__main__" and "__main__" not in file.read_text(errors="replace"):
-        return "", ""  # a script that trains wherever it is imported
+        return "", ""  # importing this script would train
     with contextlib.suppress(OSError, ValueError):
         file = file.relative_to(Path.cwd())
     open_ = taken.parameters and not arguments
-    return f"{file}:{name}", ", with --model-arg for what it was built with" if open_ else ""
+    return f"{file}:{name}", ", with --model-arg for its constructor arguments" if open_ else ""
 
 
-def here(record: Record) -> Task:
-    """A record's task, with its target and device as they are named here."""
+def local_task(record: Record) -> Task:
+    """A record's task, with its target and device named as on this machine."""
     device = _named(record.key.environment.device.kind)
-    return dataclasses.replace(record.key.task, target=reach(record), device=device)
+    return dataclasses.replace(record.key.task, target=local_target(record), device=device)
 
 
 def _named(device: str) -> str:
-    """'cpu' on a machine whose default is another device."""
+    """'cpu' if the device is a CPU and not this machine's default; else ''."""
     from advisor.tuners.environment import default_device
 
     return "cpu" if device == "cpu" and default_device() != "cpu" else ""
 
 
-def reach(record: Record) -> str:
-    """The name of a record's target from here: its own file in or below this folder, else a copy of
-    it in this folder."""
+def local_target(record: Record) -> str:
+    """A record's target, as a path from the current folder: its own file in or below that folder,
+    else a copy of the file in it; the recorded name if there is neither."""
     from advisor.tuners.target import origin_of, parse
 
     name, origin = record.target.name, record.target.origin
@@ -228,11 +225,11 @@ def reach(record: Record) -> str:
     if not origin or not file.endswith(".py"):
         return name
     near = [Path(record.key.task.target.partition(".py")[0] + ".py"), Path(file)]
-    files = (path for path in itertools.chain(near, _below(file)) if path.is_file())
-    path = next((one for one in files if origin_of(one) == origin), None)
-    if path is None:
-        specs = ((one, parse(str(one))) for one in near if one.is_file())
-        path = next((one for one, spec in specs if is_copy(spec, record.target)), None)
+    near = [one for one in near if one.is_file()]
+    below = (one / file for one in _folders_below() if (one / file).is_file())
+    own = (one for one in itertools.chain(near, below) if origin_of(one) == origin)
+    copies = (one for one in near if is_copy(parse(str(one)), record.target))
+    path = next(itertools.chain(own, copies), None)
     return name if path is None else f"{path}{colon}{attribute}"
 
 
@@ -244,45 +241,46 @@ def is_copy(spec: Spec, target: Target) -> bool:
     return not dataclasses.replace(spec, attribute=attribute).edited(target.code)
 
 
-def _below(file: str) -> Iterator[Path]:
+def _folders_below() -> Iterator[Path]:
     with contextlib.suppress(OSError):
-        yield from (folder / file for folder in _folders_below(Path.cwd()))
+        yield from _walked(Path.cwd())
 
 
 @functools.lru_cache(maxsize=1)
-def _folders_below(top: Path) -> tuple[Path, ...]:
-    """Folders below one, relative to it, walked once for all records of a list."""
+def _walked(top: Path) -> tuple[Path, ...]:
+    """The folders below `top`, relative to it. Cached: a list of records walks them once."""
     found = []
     for seen, (folder, below, _files) in enumerate(os.walk(top)):
         place = Path(folder).relative_to(top)
         below[:] = [name for name in sorted(below) if not name.startswith(".")]
         if len(place.parts) >= MAX_DEPTH or seen >= MAX_FOLDERS:
             below.clear()
-        if place.parts:
-            found.append(place)
-    return tuple(found)
+        found.append(place)
+    return tuple(found[1:])
 
 
-def staleness(record: Record) -> tuple[Difference, ...]:
-    """What has changed since a record of this machine's device was measured."""
-    from advisor.tuners.environment import default_device, detect
+def device_for(record: Record) -> str:
+    """This machine's device for the record: 'cpu' if the record is of a CPU, else the default."""
+    from advisor.tuners.environment import default_device
 
-    device = record.key.environment.device
-    now = detect("cpu" if device.kind == "cpu" else default_device())
-    if now.device != device:
-        return ()
-    differs = compare(dataclasses.replace(record.key, environment=now), record.key)[1]
-    return (*_edited(record), *differs)
+    return "cpu" if record.key.environment.device.kind == "cpu" else default_device()
 
 
-def _edited(record: Record) -> Iterator[Difference]:
-    """The target's code, if its file is near and has changed; modules are not looked for."""
+def staleness(record: Record) -> list[Difference]:
+    """Changes since the record was measured, including those of its target's code if the file is
+    found (modules are not searched). [] for a record of another device."""
+    from advisor.tuners.environment import detect
     from advisor.tuners.target import parse
 
-    text = reach(record)
+    found, now = [], detect(device_for(record))
+    if now.device != record.key.environment.device:
+        return []
+    text = local_target(record)
     if text.partition(":")[0].endswith(".py"):
         with contextlib.suppress(UsageError):
             spec = parse(text)
             edited = spec.edited(record.target.code)
             if spec.origin == record.target.origin and edited:
-                yield Difference(field="code", wanted=edited, found="as tuned")
+                found.append(Difference(field="code", wanted=edited, found="as tuned"))
+    here = dataclasses.replace(record.key, environment=now)
+    return [*found, *compare(here, record.key)[1]]

@@ -5,21 +5,21 @@ AdvisorError
 │   └── TargetError       the target's own code or name is wrong
 ├── TargetFailed          the target was loaded, and its code failed when run
 ├── StoreError            the store cannot be read or written
-│   ├── StoreDamaged      it is no store any more; `advisor tune` moves it aside
+│   ├── StoreDamaged      the store is corrupt; `advisor tune` moves it aside
 │   └── RecordDamaged     one record in it cannot be read
 │       └── RecordNewer   because a newer version of advisor wrote it
-├── NoRecord              nothing tuned fits
+├── NoRecord              no record fits
 ├── RanksDiffer           the processes of one job would train differently, and hang
 ├── WorkerError           no worker could measure
-└── Busy                  another process measures the same, or on this device
-AdvisorWarning            why `apply` changes nothing, or serves a stale record
+└── Busy                  another process measures this workload or uses this device
+AdvisorWarning            why `apply` changes nothing, or that it uses a stale record
 
-All but UsageError and its kind mean exit code 1. Each message is one line: value, rule, remedy.
+Exit code 2 for UsageError and TargetError, 1 for others. A message is one line with a remedy.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 
 def printable(text: str) -> str:
@@ -27,47 +27,51 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
+def reason(exc: BaseException) -> str:
+    """The text of an error; for an OSError without its number and path."""
+    return getattr(exc, "strerror", None) or str(exc)
+
+
 class AdvisorError(Exception):
-    """What advisor raises on purpose; its text is for the user."""
+    """An error that advisor raises on purpose, with a text for the user. `details`: the traceback
+    of the user's code, or ''."""
+
+    def __init__(self, message: str = "", details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
 
 
 class UsageError(AdvisorError):
-    """Something was asked in a wrong way."""
+    """An argument, option or variable is wrong."""
+
+
+def check_type(name: str, value: object, cls: Any, expected: str = "") -> None:
+    """Raise UsageError if the argument `name` is not an instance of `cls` (a class or several)."""
+    if not isinstance(value, cls):
+        raise UsageError(f"{name} {value!r}: expected {expected or f'advisor.{cls.__name__}(...)'}")
 
 
 class TargetError(UsageError):
-    """The target cannot be loaded. `details`: the traceback of the user's code, or ''."""
-
-    def __init__(self, message: str, details: str = "") -> None:
-        super().__init__(message)
-        self.details = details
+    """The target cannot be loaded."""
 
 
 class TargetFailed(AdvisorError):
-    """The target was loaded but fails. `details`: the traceback of the user's code, or ''."""
-
-    def __init__(self, message: str, details: str = "") -> None:
-        super().__init__(message)
-        self.details = details
+    """The target was loaded but fails."""
 
 
 class StoreError(AdvisorError):
     """The store cannot be used now: unwritable, unreadable or locked."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())  # a server or a database may have said part of it
+        return printable(super().__str__())  # parts may come from a server
 
 
 class Unauthorized(StoreError):
-    """A server's token holds no more, or may not do that: no waiting helps."""
+    """A server rejects the token, or its role does not allow this. Retrying is useless."""
 
 
 class StoreDamaged(StoreError):
-    """The store at `path` is corrupt."""
-
-    def __init__(self, message: str, path: Path | None = None) -> None:
-        super().__init__(message)
-        self.path = path
+    """The store is corrupt."""
 
 
 class RecordDamaged(StoreError):
@@ -75,15 +79,15 @@ class RecordDamaged(StoreError):
 
 
 class RecordNewer(RecordDamaged):
-    """A newer version of advisor wrote it, in a form that this one cannot read."""
+    """A newer version of advisor wrote the record, in a format that this one cannot read."""
 
 
 class NoRecord(AdvisorError):
-    """Nothing that was tuned answers the question."""
+    """No record fits the request."""
 
 
 class RanksDiffer(AdvisorError):
-    """Ranks of one process group have different advice."""
+    """The ranks of a process group have different advice."""
 
 
 class WorkerError(AdvisorError):
@@ -91,7 +95,7 @@ class WorkerError(AdvisorError):
 
 
 class Busy(AdvisorError):
-    """Another process measures the same now, or on the same device."""
+    """Another process is measuring the same workload, or on the same device."""
 
 
 class AdvisorWarning(UserWarning):

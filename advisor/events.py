@@ -1,28 +1,26 @@
-"""What a tuning reports to a function that a caller gives."""
+"""Report the events of a tuning to the caller's `on_event` function."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import NoneType
 from typing import TYPE_CHECKING
 
 from advisor.arguments import OnEvent
 from advisor.cache.config import Config
-from advisor.cache.record import Trial
+from advisor.errors import check_type
 from advisor.tuners.search.plan import Progress
 
 if TYPE_CHECKING:
-    from advisor.tuners.measure.runner import Compared
-    from advisor.tuners.search.ratio import Ratio
+    from advisor.tuners.search.journal import JournaledTrial
 
 
 class Events(Progress):
-    """Calls a function with each event."""
-
     def __init__(self, on_event: OnEvent) -> None:
         self._on_event = on_event
 
-    def visited(
-        self, trial: Trial, ratio: Ratio, compared: Compared | None, best: Config, left_s: float
-    ) -> None:
+    def visited(self, done: JournaledTrial, what: str, best: Config, left_s: float) -> None:
+        trial, ratio, compared = done
         measured = trial.measurement
         self._on_event(
             {
@@ -50,5 +48,7 @@ class Events(Progress):
 
 
 def progress_of(on_event: OnEvent | None) -> Progress:
-    """What calls the function; silent where there is none."""
+    """The Progress that calls `on_event`, or a silent one for None. Raises UsageError if
+    `on_event` is not callable."""
+    check_type("on_event", on_event, (Callable, NoneType), "a function that takes a dictionary")
     return Events(on_event) if on_event is not None else Progress()

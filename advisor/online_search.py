@@ -2,7 +2,7 @@
 
     python -m advisor.online_search < pipe
 
-The first line of its input says what to do; once the input ends, the script has, and so does this.
+The first line on stdin is the task, as JSON. When stdin closes, the script has ended: exit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _log(event: Mapping[str, Any]) -> None:
 
 
 def tune_online(message: Mapping[str, Any]) -> None:
-    """Find what is best, keep it, and have the script go on with it."""
+    """Search, store the record, and switch the script to the best config."""
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in message["given"].items()}
     script = AttachedScript(socket.socket(fileno=message["socket"]))
     run = AttachedRun(script, message["command"], log=Path(message["folder"], "log"))
@@ -46,7 +46,7 @@ def tune_online(message: Mapping[str, Any]) -> None:
 
 
 def _end_with_script(folder: str) -> None:
-    """The script removes the folder if it goes on; after a failure its log stays for people."""
+    """Wait until the script ends; remove the folder and exit. A search that fails keeps its log."""
     sys.stdin.read()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

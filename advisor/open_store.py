@@ -8,28 +8,28 @@ from advisor.cache.settings import Cache as Cache
 from advisor.cache.signing import KeyRing
 from advisor.cache.stores import open_stores
 
-PATIENCE_S = 10.0
-"""What a remote store may take for a command."""
+COMMAND_TIMEOUT_S = 10.0
+"""Timeout of remote stores in commands, in seconds."""
 
 
 def open_records(cache: Cache, *, patient: bool = True, fallback: bool = False) -> Records:
-    """The records in the stores that `cache` names. One whose values are invalid is refused.
+    """The records in the stores that `cache` names. Records with invalid values are refused.
 
     Args:
-        patient: wait for remote stores as a person does, not as a training script does.
-        fallback: as `open_stores` takes it.
+        patient: use the long timeout of commands, not the short one of training scripts.
+        fallback: as in `open_stores`.
 
     Raises:
         UsageError: a URL, the project's settings or the secret is wrong.
     """
     stores = open_stores(cache, fallback=fallback)
     if patient:
-        be_patient(stores, PATIENCE_S)
+        be_patient(stores, COMMAND_TIMEOUT_S)
     return Records(stores, keyring=KeyRing.from_environment(), check=refusal)
 
 
 def refusal(record: Record) -> str:
-    """What is wrong with a record that the cache cannot know, as a knob's domain; or ''."""
+    """Why a record is invalid in a way that the cache cannot check (values of knobs), or ''."""
     from advisor.tuners import knobs
 
     return knobs.refusal(record)

@@ -1,4 +1,4 @@
-"""Store what a tuning leaves: its record, compiled code and study; and lock what it measures on."""
+"""Store a tuning's record and compiled code, remove studies, and lock devices."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
 from advisor.cache.shown import size
 from advisor.cache.signing import own_folder
-from advisor.cache.stores import Remote, Store
-from advisor.cache.stores.filesystem import REMEDY, beside, make_folder
+from advisor.cache.stores import ByteStore, Remote
+from advisor.cache.stores.filesystem import REMEDY, make_folder, study_file
 from advisor.errors import Busy, StoreDamaged, StoreError
 from advisor.tuners.search.plan import Progress
 
 HOST = "cpu"
-"""The name of the lock for a host's own cores."""
+"""The lock name of the host's CPU."""
 
 
 def check_writable(records: Records, progress: Progress) -> None:
@@ -36,18 +36,17 @@ def check_writable(records: Records, progress: Progress) -> None:
             return store.check_writable()
         except StoreDamaged as exc:
             aside = store.quarantine()
-            return progress.notice(
-                f"the store was damaged ({exc}); it is now in {aside}, a new one is begun"
-            )
+            what = str(exc).partition("; ")[0]
+            return progress.notice(f"{what}; it was moved to {aside}, and a new store is created")
         except StoreError as exc:
             failed = failed or exc
     if failed is not None:
         raise failed
 
 
-def keep(records: Records, record: Record, anew: bool, progress: Progress) -> Store:
-    """Store a record, and return where. Warn about remote stores that could not take it. With
-    `anew` it replaces earlier versions there, also those of more effort."""
+def keep(records: Records, record: Record, anew: bool, progress: Progress) -> ByteStore:
+    """Store a record. Returns the store that took it; warns of remote stores that could not.
+    With `anew`, remove earlier versions from that store, even those of more effort."""
     before = _versions(records, record) if anew else []
     kept = records.put(record)
     faults = list(records.unreachable)
@@ -65,10 +64,10 @@ def keep_artifacts(
     records: Records,
     record: Record,
     files: Mapping[Config, Path],
-    store: Store,
+    store: ByteStore,
     progress: Progress,
 ) -> None:
-    """Store what was compiled for a record's configs beside it."""
+    """Store the compiled code of a record's configs in the record's store."""
     from advisor.tuners import knobs
     from advisor.tuners.act.artifacts import saved
 
@@ -81,31 +80,28 @@ def keep_artifacts(
         try:
             kept = artifacts.keep(data, Purpose.of(record, config, where, tools), store)
         except StoreError as exc:
-            return progress.warning(f"what was compiled is not kept: {exc}")
+            return progress.warning(f"compiled code is not kept: {exc}")
         limit = f"over {size(max_artifacts())} (ADVISOR_MAX_ARTIFACTS)"
         why = f"not kept: {artifacts.unsigned or limit}"
-        said = f"{size(kept)} are kept with the record" if kept else why
-        progress.notice(f"compiled for {what}: {said}")
+        said = f"{size(kept)} kept with the record" if kept else why
+        progress.notice(f"compiled code for {what}: {said}")
 
 
-def _versions(records: Records, record: Record) -> list[tuple[Store, Name]]:
-    """Every version of a record. Runs and targets that were measured under one key count as two."""
+def _versions(records: Records, record: Record) -> list[tuple[ByteStore, Name]]:
+    """Every version of a record. A run and a target with the same key have separate records."""
     key = record.key
-    versions = records.versions(record)
-    held = (
-        records.held(RecordFilter(model=key.model, id=key.id, batch=record.batch))
-        if versions
-        else []
-    )
-    of_run = bool(key.task.command)
+    same = RecordFilter(model=key.model, id=key.id, batch=record.batch)
     others = {
-        target_key(one.record.target) for one in held if bool(one.record.key.task.command) != of_run
+        target_key(one.record.target)
+        for one in records.held(same)
+        if bool(one.record.key.task.command) != bool(key.task.command)
     }
+    versions = records.versions(record)
     return [(store, name) for store, name in versions if name.target not in others]
 
 
 def forget_studies(records: Records, record: Record) -> None:
-    """Remove the studies behind a record. Raises Busy while another process tunes its key."""
+    """Remove the studies of a record. Raises Busy if another process is tuning its key."""
     for study in records.studies.glob(f"{record.id}-*.journal"):
         with locked(study.parent, study.stem):
             study.unlink(missing_ok=True)
@@ -113,17 +109,17 @@ def forget_studies(records: Records, record: Record) -> None:
 
 @contextlib.contextmanager
 def measuring(records: Records, what: Sequence[str], devices: Sequence[str]) -> Iterator[None]:
-    """Lock these devices, and a command or target, while they are measured.
+    """Context manager: locks devices, and a command or target, while they are measured.
 
-    A GPU's lock is this user's on this machine, whatever store is used. The host's is the store's:
-    its cores are everybody's anyway.
+    A GPU's lock covers all tunings of this user on this machine. The CPU's lock covers one store
+    only, because other users share the cores anyway.
 
     Args:
         what: words of the command, or the target.
         devices: as `lock_names` returns them.
 
     Raises:
-        Busy: another process measures. UsageError: the store has no folder.
+        Busy: another process holds a lock. UsageError: the store has no folder.
     """
     own = own_folder()
     locks = [(records.studies, list(what), "measures this very command now; wait for it")]
@@ -137,14 +133,14 @@ def measuring(records: Records, what: Sequence[str], devices: Sequence[str]) -> 
             locks.append((folder, [device, platform.node()], said))
     with contextlib.ExitStack() as held:
         for folder, parts, said in reversed(locks):
-            # A folder that cannot be written is reported before anything is measured.
+            # A folder that cannot be written gets no lock here: `check_writable` reports it.
             with contextlib.suppress(StoreError):
                 held.enter_context(locked(folder, fingerprint(parts)[:12], said))
         yield
 
 
 def lock_names(device: str | None = None) -> list[str]:
-    """The UUID of the GPU of this name, or HOST; None: of all that a command may use."""
+    """[UUID] of the GPU called `device`, or [HOST]. None: of all devices that a command may use."""
     from advisor.tuners.environment import cuda_index, gpus
 
     if device == "cpu":
@@ -160,17 +156,17 @@ def lock_names(device: str | None = None) -> list[str]:
 def locked(
     folder: Path, name: str, said: str = "measures this very key now; wait for it"
 ) -> Iterator[None]:
-    """Hold the lock `name`.
+    """Context manager: holds the lock `name` in a folder.
 
     Args:
-        said: what another process that holds it does, and what to do.
+        said: the end of the message if another process holds the lock.
 
     Raises:
-        Busy: one does. StoreError: the folder cannot be written, or a link lies in its place.
+        Busy: another process holds it. StoreError: the folder cannot be written, or is a link.
     """
     from filelock import FileLock, Timeout
 
-    lock, holder = FileLock(beside(folder, f"{name}.lock")), beside(folder, f"{name}.pid")
+    lock, holder = FileLock(study_file(folder, f"{name}.lock")), study_file(folder, f"{name}.pid")
     try:
         make_folder(folder)
         lock.acquire(timeout=0)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from advisor.cache.settings import Cache, cache_urls
+from advisor.errors import check_type
 
 if TYPE_CHECKING:
-    from advisor.cache.exchange import Carried
+    from advisor.cache.exchange import CopyResult
     from advisor.cache.garbage import Garbage
     from advisor.cache.record import Record
     from advisor.cache.records import Records
@@ -24,12 +25,12 @@ def _every(_record: Record) -> bool:
 
 
 class Store:
-    """Records, and what is kept with them.
+    """The records and compiled code in one or several stores.
 
         Store("https://advisor.example").sync("dir:/data/records")
 
-    Every method raises StoreError if no store can be read, or none written if it writes. One
-    AdvisorWarning names what else could not be read.
+    A method raises StoreError if it can read (or, to write, write) none of the stores. One
+    AdvisorWarning names other stores and records that could not be read.
 
     Args:
         url: a folder, a store's URL, or several; None for what $ADVISOR_CACHE names, else the
@@ -55,53 +56,54 @@ class Store:
         return found
 
     def export(self, path: str | os.PathLike[str], *, only: Wanted = _every) -> int:
-        """Write the records for which `only` is true into the pack `path`, and return how many.
+        """Write the records for which `only` is true into the pack `path`. Returns their number.
 
         Raises:
-            NoRecord: no record fits.
+            NoRecord: `only` is true for no record.
         """
         from advisor.cache import exchange
 
-        records = self._open()
-        count = exchange.export(records, Path(path), only)
+        file, records = _file(path, only), self._open()
+        count = exchange.export(records, file, only)
         _warn(records)
         return count
 
-    def import_(self, path: str | os.PathLike[str], *, only: Wanted = _every) -> list[Carried]:
+    def import_(self, path: str | os.PathLike[str], *, only: Wanted = _every) -> list[CopyResult]:
         """Copy the records of the pack `path` for which `only` is true into the first store that
-        can be written, and return what became of each.
+        can be written. Returns each record's outcome.
 
         Raises:
             UsageError: there is no such file.
         """
         from advisor.cache import exchange
 
-        return list(exchange.unpack(Path(path), self._open(), only)[1])
+        return list(exchange.unpack(_file(path, only), self._open(), only)[1])
 
     def sync(
         self, other: Store | str | os.PathLike[str], *, only: Wanted = _every
-    ) -> list[Carried]:
-        """Copy what this store has and `other` has not into `other`, and return what became of
-        each. No record there is changed or lost.
+    ) -> list[CopyResult]:
+        """Copy the records that `other` lacks into `other`. Returns each record's outcome. Records
+        in `other` stay unchanged.
 
         Raises:
-            UsageError: one of them is several stores, or both are the same.
+            UsageError: this or `other` is several stores, or both are the same store.
         """
         from advisor.cache import exchange
         from advisor.cache.stores import open_stores
         from advisor.open_store import open_records
 
+        check_type("only", only, Callable, "a function of a record")
         target = other if isinstance(other, Store) else Store(other)
         sides = (side.urls or (open_stores()[0].url,) for side in (self, target))
         urls = [url for side in sides for url in side]
         return list(exchange.sync(open_records(urls), only))
 
     def prune(self, *, dry_run: bool = True) -> list[Garbage]:
-        """List what may go of what you measured: superseded and stale records, unused artifacts,
-        files of writers that were killed. With `dry_run=False` remove it.
+        """Find superseded and stale records and unused artifacts among those that you measured.
+        Returns them; with `dry_run=False`, also removes them.
 
         Raises:
-            StoreError: also if something cannot be removed; the rest is gone then.
+            StoreError: also if an item cannot be removed; the other items are removed.
         """
         from advisor.cache import garbage
         from advisor.errors import StoreError
@@ -109,8 +111,10 @@ class Store:
         records = self._open()
         going = garbage.all_garbage(records)
         _warn(records)
-        if not dry_run and (stuck := garbage.remove(going)):
-            raise StoreError(f"not removed: {'; '.join(stuck)}")
+        if not dry_run:
+            records.remove((one.store, one.key) for one in going)
+        if records.stuck:
+            raise StoreError(f"not removed: {'; '.join(records.stuck)}")
         return going
 
     def _open(self) -> Records:
@@ -119,8 +123,15 @@ class Store:
         return open_records(self.urls or None)
 
 
+def _file(path: str | os.PathLike[str], only: Wanted) -> Path:
+    """The path of a pack. Raises UsageError if `path` or `only` has a wrong type."""
+    check_type("path", path, (str, os.PathLike), "the path of a file")
+    check_type("only", only, Callable, "a function of a record")
+    return Path(path)
+
+
 def _warn(records: Records) -> None:
-    """Name what could not be read in one line."""
+    """Warn in one line of stores and records that could not be read."""
     from advisor.errors import AdvisorWarning
 
     lines = [*records.unreachable, *(f"record {line}" for line in records.damaged)]

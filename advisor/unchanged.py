@@ -1,5 +1,5 @@
-"""Whether a command was tuned already, without starting it: nothing that it may depend on has
-changed since. If that is not sure it is started, and its model says.
+"""Find out without starting a command that it was tuned already, and that nothing it depends on
+has changed. In doubt, advisor starts the command and looks at its model.
 """
 
 from __future__ import annotations
@@ -25,21 +25,17 @@ from advisor.errors import AdvisorError
 from advisor.tuners.search.plan import Plan, suffices
 
 SUFFIXES = (".py", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg")
-"""Files below the working folder that may change what a script trains."""
+"""Endings of files below the working folder that may affect what a script trains."""
 MAX_FILES = 20_000
-"""Below the working folder; with more of them the command is started."""
+"""With more files below the working folder, advisor starts the command."""
 _VOLATILE = ("_", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "WINDOWID", "PYTEST_CURRENT_TEST")
 _OF_TERMINALS = ("SSH_", "TERM", "TMUX", "XDG_SESSION", "DBUS_", "VTE_")
-"""Variables that differ in another terminal, and decide nothing."""
+"""Names, and starts of names, of variables that depend on the terminal and affect no training."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommandCall:
-    """One call of `advisor tune -- COMMAND`.
-
-    Args:
-        permitted: fields of a Task, as RunWorkload takes them.
-    """
+    """One call of `advisor tune -- COMMAND`. `permitted`: fields of a Task."""
 
     records: Records
     command: tuple[str, ...]
@@ -47,11 +43,10 @@ class CommandCall:
     plan: Plan
 
     def state(self) -> str:
-        """A digest of all that the result may depend on; '' if that is not known."""
+        """A digest of everything that the result may depend on; '' if a part is unknown."""
         plan = dataclasses.replace(self.plan, budget_s=None, trials=None, force=False)
         try:
-            files = sorted(_files(self.command))
-            folder = str(Path.cwd())
+            files, folder = sorted(_files(self.command)), str(Path.cwd())
         except OSError:
             return ""
         variables = {
@@ -63,7 +58,7 @@ class CommandCall:
         return fingerprint([asked, list(self.command), folder, files, variables])
 
     def known(self) -> Record | None:
-        """The record of this call, if it was made and nothing has changed since."""
+        """The record of an earlier equal call, or None if anything has changed since."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AdvisorError):
             kept = json.loads(self._file.read_text())
             if not kept["state"] or kept["state"] != self.state():
@@ -77,7 +72,7 @@ class CommandCall:
         return None
 
     def remember(self, record: Record, before: str) -> None:
-        """Keep that it is tuned; `before`: its state when it was started."""
+        """Note the record of this call, unless the state changed from `before`, at its start."""
         with contextlib.suppress(OSError, AdvisorError):
             if before and before == self.state():
                 made = {"state": before, "record": record.id}
@@ -90,16 +85,16 @@ class CommandCall:
 
 
 def larger(plan: Plan, made: Provenance) -> bool:
-    """Whether the budget is larger than the one a record was made with: its tuning goes on."""
-    return plan.budget_s is not None and plan.budget_s > made.budget_s
+    """Whether a plan's budget is larger than that of a record, so that the tuning continues."""
+    return plan.seconds > made.budget_s
 
 
 def _files(command: Sequence[str]) -> Iterator[list[Any]]:
-    """The files that a command names, and those with SUFFIXES below the working folder: path, size
-    and time of the last change.
+    """Generator: yields [path, size, time of change] of each file that a command names, and of the
+    files with SUFFIXES below the working folder.
 
     Raises:
-        OSError: the working folder is gone, or has too many files.
+        OSError: the working folder was removed, or has too many files.
     """
     paths = [Path(word.rpartition("=")[2]) for word in command]
     seen = 0
@@ -117,7 +112,7 @@ def _files(command: Sequence[str]) -> Iterator[list[Any]]:
 
 
 def _are_installed(libraries: Sequence[str]) -> bool:
-    """Whether these are installed in these versions, as 'torchvision==0.26.0'."""
+    """Whether libraries such as 'torchvision==0.26.0' are installed in these versions."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         pairs = [one.partition("==")[::2] for one in libraries]
         return all(metadata.version(name) == version for name, version in pairs)

@@ -1,4 +1,4 @@
-"""What can be measured: a model on made-up data, or a command that trains."""
+"""The workloads that advisor measures: a model on made-up data, or a command that trains."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from advisor.tuners.search.space import Space, ladder
 from advisor.tuners.target import parse
 
 DATA_S = 60.0
-"""Seconds in which a dataset must be made; or twice the budget, if that is more."""
+"""Timeout to create a dataset, in seconds; twice the budget if that is longer."""
 DEADLINE_S = 300.0
-"""For one measurement of a record's config: compiling included, without max-autotune."""
+"""Timeout of one measurement of a record's config, in seconds: enough to compile the config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenWorkload:
-    """A workload that has made its first steps, and what may be tried on it.
+    """A workload that has made its first steps, and its search space.
 
     Attributes:
-        without: the baseline without one of the script's own settings each, to measure their cost.
-        online: the run goes on after the search.
+        without: configs that each lack one of the script's own settings, to measure its cost.
+        online: the run continues after the search.
     """
 
     runner: Runner
@@ -62,12 +62,8 @@ class OpenWorkload:
 
 
 class TargetWorkload:
-    """A model on made-up data, in a worker process.
-
-    Attributes:
-        words: what no other process may measure meanwhile.
-        device: where it runs.
-    """
+    """A model on made-up data, in a worker process. The caller locks `words` and `device` while it
+    measures."""
 
     def __init__(self, task: Task) -> None:
         self._spec = parse(task.target)
@@ -76,17 +72,15 @@ class TargetWorkload:
         self.words, self.device = (task.target,), task.device or environment.default_device()
         self._task, self._environment = task, environment.detect(self.device)
 
-    def _worker(
-        self, *, seed: int, deadline_s: float, known: tuple[str, ...] = ()
-    ) -> parent.Worker:
+    def _worker(self, deadline_s: float, seed: int, known: tuple[str, ...] = ()) -> parent.Worker:
         job = WorkerJob(task=self._task, device=self.device, seed=seed, known=known)
         return parent.Worker(job, deadline_s=deadline_s)
 
     @contextlib.contextmanager
     def open(self, plan: Plan, records: Records, progress: Progress) -> Iterator[OpenWorkload]:
-        """Start it and find out what may be tried; what runs ends with the context."""
+        """Context manager: starts the workload, yields its search space, and ends the process."""
         task = self._task
-        with self._worker(seed=plan.seed, deadline_s=max(30.0, plan.seconds)) as worker:
+        with self._worker(max(30.0, plan.seconds), plan.seed) as worker:
             facts = worker.describe()
             _check_device(self.device, facts.device_uuid)
             key = _key(task, self._environment, facts, facts.hooks)
@@ -100,10 +94,9 @@ class TargetWorkload:
 
     @contextlib.contextmanager
     def reopen(self, record: Record, records: Records, progress: Progress) -> Iterator[Runner]:
-        """Start it to measure a record again. Raises UsageError if it is of something else."""
+        """Context manager: yields a Runner for a record. Raises UsageError for another model's."""
         known = record.key.model, record.key.hooks
-        seed = record.provenance.seed
-        with self._worker(seed=seed, deadline_s=DEADLINE_S, known=known) as worker:
+        with self._worker(DEADLINE_S, record.provenance.seed, known) as worker:
             try:
                 worker.describe()
             except TargetError as exc:
@@ -115,13 +108,13 @@ class TargetWorkload:
 
 
 class RunWorkload:
-    """The user's own command, with a pilot inside; as TargetWorkload, on any device.
+    """The user's own command, with a pilot inside. Its methods are those of TargetWorkload.
 
     Args:
-        permitted: fields of a Task that say what may be changed.
-        options: options of the command that set knobs; default: those in `permitted`.
-        show: called with what the command prints, as it comes, from another thread.
-        attached: the run that goes on after it is tuned; nothing is started then.
+        permitted: fields of a Task that limit the changes.
+        options: options of the command, by the knob that they set; default: those in `permitted`.
+        show: called in another thread with each piece of the command's output.
+        attached: a running script to tune; then no command is started.
     """
 
     def __init__(
@@ -139,18 +132,18 @@ class RunWorkload:
         self._show, self._attached = show, attached
 
     def _start(self, records: Records, progress: Progress) -> runs.Run:
-        """The run, which starts once it is entered and described; its side effects are said now."""
+        """A run that `describe` will start. Reports at once what the run will do to files."""
         if self._attached is not None:
             return self._attached
         measurable(self.words)
         log = _new_log(records, self.words)
         saved = "are saved" if os.environ.get(KEEP_CHECKPOINTS) else "go to a scratch folder"
         progress.notice(
-            f"starts the command and ends it; checkpoints {saved}, reports to wandb, "
-            "comet, mlflow and their like are off, other files are written"
+            f"starts the command and ends it when tuned; its checkpoints {saved}; reports to "
+            "wandb, comet, mlflow and similar are off; other files are written as usual"
         )
         if self._show is None:
-            progress.notice(f"its output: {log}")
+            progress.notice(f"output of the command: {log}")
         return runs.Run(
             self.words, injected=INJECTED, log=log, show=self._show, options=self._options
         )
@@ -193,7 +186,7 @@ class RunWorkload:
             if key.task.batch != record.batch:
                 other = f"batch {record.batch} -> {key.task.batch}"
             if other := other or _other_loader(record, seen, run):
-                raise UsageError(f"record {record.id} is of another run than this: {other}")
+                raise UsageError(f"record {record.id} is not of this run: {other}")
             _prepare(run, record.key, record.baseline.config)
             yield run
 
@@ -213,24 +206,23 @@ def _key(task: Task, where: Environment, seen: Facts | ScriptFacts, hooks: str =
 
 
 def _other_loader(record: Record, seen: ScriptFacts, run: runs.Run) -> str:
-    """Why a run's loader, which is no part of its key, cannot work as the record's did; or ''."""
+    """Why a run cannot use the loader settings of a record (not part of the key), or ''."""
     feeds = record.winner(record.use).config.changed(record.baseline.config).only(*INPUT_PIPELINE)
     if not feeds.without(*run.command.names) or seen.workers:
         return ""
     why = "; ".join(seen.lines()) or "its steps are fed by no DataLoader"
-    return f"it has {described(feeds, Config())}, which this one is not given ({why})"
+    return f"the record has {described(feeds, Config())}, not possible in this run ({why})"
 
 
 def _prepare(run: runs.Run, key: Key, baseline: Config) -> None:
-    """Tell a described run what it is compared with, and how."""
+    """Set the baseline, device memory and tolerance of a run that was described."""
     task = key.task
     run.baseline, run.memory = baseline, _memory_of(key.environment.device)
     run.tolerance = task.tolerance if task.mode == "train" else 0.0
 
 
 def _facts_of_run(seen: ScriptFacts, key: Key) -> Facts:
-    shared = {field.name for field in dataclasses.fields(seen)}
-    seen_of = {f.name: getattr(seen, f.name) for f in dataclasses.fields(Facts) if f.name in shared}
+    names = (one.name for one in dataclasses.fields(Facts))
     return Facts(
         name=key.task.target,
         hooks="",
@@ -239,7 +231,7 @@ def _facts_of_run(seen: ScriptFacts, key: Key) -> Facts:
         memory_bytes=_memory_of(key.environment.device),
         peak_bytes=0,
         step_s=0.0,
-        **seen_of,
+        **{name: getattr(seen, name) for name in names if hasattr(seen, name)},
     )
 
 
@@ -249,8 +241,8 @@ def _memory_of(device: Device) -> int:
 
 
 def _new_log(records: Records, command: tuple[str, ...]) -> Path:
-    """The file for what a command prints, which does not exist yet. Raises StoreError if its folder
-    cannot be made."""
+    """The path of a new log for a command's output. Removes the command's older log. Raises
+    StoreError if the folder cannot be created."""
     folder = records.studies.parent / "runs"
     try:
         make_folder(folder)
@@ -264,7 +256,7 @@ def _new_log(records: Records, command: tuple[str, ...]) -> Path:
 def _space_of_run(
     seen: ScriptFacts, key: Key, plan: Plan, facts: Facts, mapped: tuple[str, ...]
 ) -> Space:
-    """What may be tried; `mapped`: knobs that options of the command set."""
+    """The search space of a run; `mapped`: knobs that options of the command set."""
     feeds = bool(set(INPUT_PIPELINE) & set(mapped))
     context = dataclasses.replace(
         _search_context(key, plan, facts),
@@ -282,12 +274,12 @@ def _space_of_run(
 
 
 def _replays(name: str, value: Value) -> bool:
-    """Whether a value captures: a script that reads a replay's outputs too late gets an error."""
+    """Whether a value uses CUDA graphs, which fail if a script reads their outputs too late."""
     return value in BY_NAME[name].graphs
 
 
 def _without_own(seen: ScriptFacts, default: Config) -> list[Config]:
-    """The script without its own autocast, and without its own compilation."""
+    """The baseline without the script's own autocast, and without its own compilation."""
     return [
         default.replace(**{name: BY_NAME[name].default})
         for name in (*FORMATS, COMPILE)
@@ -297,12 +289,12 @@ def _without_own(seen: ScriptFacts, default: Config) -> list[Config]:
 
 
 def _try_options(run: runs.Run, space: Space) -> None:
-    """Raise UsageError if an option of the command does not set what it is mapped to."""
+    """Raise UsageError if an option of the command does not set the knob that --map names."""
     for name in run.command.names:
         if name not in space.choices:
-            raise UsageError(f"map: {name}: the steps are fed by no DataLoader here")
+            raise UsageError(f"map: {name}: no DataLoader feeds the steps of this run")
         others = space.choices[name][1:]
-        # If the command itself has the option, it exists. Workers may never be needed.
+        # Workers may never be needed: their option is tried only if the command lacks it.
         if others and (name == BATCH or not run.command.given(name)):
             run.try_option(name, others[0])
 
@@ -337,7 +329,7 @@ def _batches(task: Task, facts: Facts, memory_bytes: int) -> tuple[int, ...]:
         return (task.batch, *task.batches)
     per_sample = max(1.0, facts.peak_bytes / task.batch)
     if facts.memory_bytes:
-        # Reduced precision needs down to half of the default's memory.
+        # Reduced precision may need only half of the default's memory.
         memory = task.max_memory or facts.memory_bytes
         return ladder(task.batch, fits=int(2 * memory / per_sample))
     memory = min(task.max_memory or memory_bytes, memory_bytes) // 2
@@ -349,7 +341,7 @@ def _check_device(named: str, uuid: str) -> None:
     expected = environment.device_uuid(named)
     if uuid and expected and uuid.lower() != expected.lower():
         raise UsageError(
-            f"device {named!r}: the driver's order of the GPUs is not CUDA's here; set "
+            f"device {named!r}: the driver and CUDA number the GPUs differently; set "
             "CUDA_DEVICE_ORDER=PCI_BUS_ID, in training too"
         )
 
@@ -357,10 +349,11 @@ def _check_device(named: str, uuid: str) -> None:
 def _with_loader(
     context: SearchContext, worker: parent.Worker, task: Task, plan: Plan, progress: Progress
 ) -> SearchContext:
-    """The context with what the loader of the task's data may have."""
     most_s = min(parent.LOAD_S, max(DATA_S, 2 * plan.seconds))
-    with progress.making(task.data, most_s):
-        data = worker.describe_data(most_s)
+    progress.notice(
+        f"data {task.data!r}: creating the dataset and a batch; advisor gives up after {most_s:g} s"
+    )
+    data = worker.describe_data(most_s)
     workers, by_name, lines = loader_limits(data)
     for line in lines:
         progress.notice(line)
@@ -370,35 +363,35 @@ def _with_loader(
 
 
 def loader_limits(data: DataFacts) -> tuple[int, bool, list[str]]:
-    """(Workers that a loader of the data may have here, whether they share memory by its name,
-    lines on both)."""
+    """(The most workers for a loader of the data, whether they must share memory by name, lines
+    that say why)."""
     of = f"data {data.name!r}:"
     if data.held_open:
         held = data.held_open[0]
         what = "a connection" if held.startswith("socket:") else held
         line = (
             f"{of} it holds {what} open, which forked workers would share: no worker is tried. "
-            "Open it in __getitem__ or __iter__, where it is not open yet"
+            "Open it in __getitem__ or __iter__ instead"
         )
         return 0, False, [line]
     most, lines = min(worker_limits.cores(), worker_limits.MAX_WORKERS), []
     if not data.shared_out and most > 1:
         most = 1
         lines.append(
-            f"{of} an IterableDataset that each worker would read as a whole: one worker at most "
-            "is tried. Share it out by torch.utils.data.get_worker_info() to have more"
+            f"{of} an IterableDataset that each worker would read as a whole: advisor tries at "
+            "most one worker. To try more, divide it by torch.utils.data.get_worker_info()"
         )
     by_name = not worker_limits.has_files(data.tensors, most)
     if by_name:
         lines.append(
-            f"{of} {data.tensors:,} tensors of a batch are files for workers to hand over, more "
-            "than this process may open (ulimit -n): they share memory by name, as set_flags() says"
+            f"{of} {data.tensors:,} tensors of a batch would each be an open file, more than the "
+            "limit (ulimit -n): workers share memory by name instead, which set_flags() sets up"
         )
     reason = ""
     if 0 < data.batches < most:
         most = data.batches
         batches = f"{most} batch{'es' * (most != 1)}"
-        lines.append(f"{of} its epoch has {batches}: {_workers(most)}, as others would have none")
+        lines.append(f"{of} its epoch has {batches}: {_workers(most)}, as more would get no batch")
     tensors = 0 if by_name else data.tensors
     while most and (why := worker_limits.shortage(data.batch_bytes, tensors, most)):
         most, reason = most - 1, why

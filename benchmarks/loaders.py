@@ -35,7 +35,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import advisor
-from advisor.cache.kinds import Seconds
+from advisor.cache.kinds import Duration
 from advisor.report import feeding
 from advisor.tuners import host
 from advisor.tuners.target import build, load, parse
@@ -240,7 +240,7 @@ def main() -> None:
             case = Case(**{**vars(case), "shape": (given.batch, *case.shape[1:])})
         arguments = make(case, Path(folder))
         by = limited(case.cores) if case.cores else ""
-        found = measured(case, arguments, Seconds().checked("budget", given.budget))
+        found = measured(case, arguments, Duration().checked("budget", given.budget))
         print(json.dumps({"limited": by, **found}))
         return
     failed = False
@@ -261,7 +261,7 @@ def in_a_process(name: str, folder: str, given: argparse.Namespace) -> dict[str,
     """What a case gives; None where it failed, which costs no other."""
     words = [sys.executable, __file__, "--one", name, folder, "--budget", given.budget]
     words += ["--batch", str(given.batch)] if given.batch else []
-    most = Seconds().checked("budget", given.budget) + HANGS_S
+    most = Duration().checked("budget", given.budget) + HANGS_S
     try:
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=most, check=True)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as exc:

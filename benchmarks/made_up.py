@@ -15,8 +15,8 @@ from typing import Any
 from advisor.cache.codec import encode, make_envelope, open_envelope
 from advisor.cache.key import Key
 from advisor.cache.name import Name
-from advisor.cache.reader import Reader
 from advisor.cache.record import Record
+from advisor.cache.records import Records
 from advisor.cache.signing import NO_KEYS
 from advisor.open_store import refusal
 from advisor.service import records
@@ -30,7 +30,7 @@ POPULAR = "train.py:Net"
 """What every tenth model is called."""
 TRIALS = (12, 40, 40, 120)
 """Of the records of one model: 5 to 50 KB."""
-READER = Reader(NO_KEYS, refusal)
+READER = Records((), NO_KEYS, refusal)
 
 
 @dataclass(frozen=True, slots=True)

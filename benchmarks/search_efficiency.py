@@ -35,11 +35,10 @@ from rich.progress import track
 from rich.table import Table
 
 from advisor.cache.config import Config, Value
-from advisor.cache.record import LOOP, RACED, Trial
+from advisor.cache.record import LOOP, RACED
 from advisor.tuners import knobs
-from advisor.tuners.measure.runner import Compared
+from advisor.tuners.search.journal import JournaledTrial
 from advisor.tuners.search.plan import Clock, Progress
-from advisor.tuners.search.ratio import Ratio
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.tuner import SearchOptions, Tuner
 
@@ -123,11 +122,10 @@ class Verified(Progress):
         self._goal = NEAR * max(rows.values())
         self.reached_s: float | None = None
 
-    def visited(
-        self, trial: Trial, ratio: Ratio, compared: Compared | None, best: Config, left_s: float
-    ) -> None:
+    def visited(self, done: JournaledTrial, what: str, best: Config, left_s: float) -> None:
         """A visit is over."""
-        if self.reached_s is None and max(self._rows[best], self._rows[trial.config]) >= self._goal:
+        reached = max(self._rows[best], self._rows[done.trial.config])
+        if self.reached_s is None and reached >= self._goal:
             self.reached_s = self._now()
 
 

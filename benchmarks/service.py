@@ -43,7 +43,8 @@ from made_up import A_MODEL, POPULAR, READER
 import advisor
 from advisor.cache.match import Query
 from advisor.cache.name import Name
-from advisor.cache.reader import CurrentFile, RecordFilter
+from advisor.cache.reader import RecordFilter
+from advisor.cache.record import Target
 from advisor.cache.stores.http import HttpStore
 from advisor.open_store import open_records
 from advisor.service import attempts, tokens
@@ -137,7 +138,7 @@ class Bench:
             sought = RecordFilter(model=of, query=replace(query, model=of))
             if by.startswith("popular"):
                 sought = RecordFilter(
-                    target=POPULAR, query=query, now=CurrentFile(code=code, origin="0e")
+                    target=POPULAR, query=query, now=Target(name=POPULAR, code=code, origin="0e")
                 )
             if by == "kin":
                 sought = RecordFilter(
@@ -145,7 +146,7 @@ class Bench:
                 )
             plain = {
                 name: json.dumps(value) if name == "wanted" else value
-                for name, value in next(sought.questions()).items()
+                for name, value in sought.question().items()
             }
             path = f"/api/lookup?{urlencode(plain, doseq=True)}"
             yield Asked("GET", path, rng.choice(self.readers))

@@ -1,1 +1,1 @@
-"""What is remembered: records, how they are matched, and where they are kept."""
+"""Records: what they hold, how they are matched, and where they are stored."""

@@ -1,12 +1,13 @@
 """Look into the stores for a training script: one after another, within one deadline for all.
 
-A training run never waits for its advice: what a store does not say in time is a miss there. Each
-store is read in a thread that is left behind if it hangs, as on a network that is away.
+A training run never waits for its advice: a store that does not answer in time counts as a miss.
+Each store is read in a thread, which is abandoned if it hangs, as when the network is down.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import time
@@ -17,28 +18,27 @@ from typing import Any
 from advisor.cache.match import MISS, Match
 from advisor.cache.reader import Listing, RecordFilter, StoredRecord, united
 from advisor.cache.records import Records
-from advisor.cache.stores import Remote, Store
+from advisor.cache.stores import ByteStore, Remote
 from advisor.cache.stores.timeout import run_with_timeout
 from advisor.errors import AdvisorError, StoreError
 
 _log = logging.getLogger("advisor")
 
 DEADLINE_S = 1.0
-"""For all stores together. A local one takes 2 ms; a cold network file system some hundred."""
+"""For all stores together. A local store takes 2 ms, a cold network file system some 100 ms."""
 _SHORTEST_S = 0.01
 MAX_REFUSED = 8
-"""Lines about unusable records of one store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """What was chosen from the records found so far.
+    """The choice among the records found so far.
 
     Attributes:
         match: the record that is meant, or a miss.
         held: the record that is served; None if none is.
         final: no other store could have a better one.
-        answer: what is served of it.
+        answer: the part of the record that is served.
         refused: why no config is served although a record fits; else ''.
     """
 
@@ -54,12 +54,12 @@ Choose = Callable[[Sequence[StoredRecord]], Chosen]
 
 @dataclass(slots=True)
 class LookupResult:
-    """What the stores answered.
+    """The answers of the stores.
 
     Attributes:
         held: the records found, each once, and where they are.
-        chosen: what was chosen from them; None if no store could be read.
-        stores: the URL of each store asked, in order, with what it said and how long that took.
+        chosen: the choice among them; None if no store could be read.
+        stores: the URL of each store asked, in order, with its answer in words and the time taken.
         refused: one line for each record that may not be used.
         failed: the errors of stores that could not be read.
     """
@@ -76,13 +76,13 @@ def ask(
 ) -> LookupResult:
     """Look into one store after another until a choice is final, on every rank alike.
 
-    Each store has half of the time that is left, the last one all of it. A remote store has no more
-    than its patience either; what it says too late is kept locally for the next run. Rank 0 copies
-    what is found behind the first store into those before it.
+    Each store gets half of the time that is left, the last one all of it. A remote store also gets
+    no more than its `timeout_s`; its late answer is kept locally for the next run. Rank 0 copies a
+    record that is found in a later store into the stores before it.
     """
     until = time.monotonic() + deadline_s
     result = LookupResult()
-    behind: list[Store] = []
+    behind: list[ByteStore] = []
     for store in records.stores:
         began = time.perf_counter()
         try:
@@ -100,7 +100,7 @@ def ask(
             result.refused.append(f"{store.url}: {more} more that cannot be used")
         result.held = united([*result.held, *listing.held])
         number = len(listing.held)
-        count = f"{number} record{'s' * (number != 1)} of it" if number else "nothing of it"
+        count = f"{number} record{'s' * (number != 1)} found" if number else "no record found"
         took = f"{(time.perf_counter() - began) * 1e3:.1f} ms"
         result.stores.append((store.url, f"{count} ({took})"))
         result.chosen = choose(result.held)
@@ -112,52 +112,48 @@ def ask(
     return result
 
 
-def _left(until: float, store: Store) -> float:
-    seconds = until - time.monotonic()
-    if seconds < _SHORTEST_S:
+def _left(until: float, store: ByteStore) -> float:
+    if (seconds := until - time.monotonic()) < _SHORTEST_S:
         raise StoreError(f"cache {store.url}: not asked, the stores before it took all the time")
     return seconds
 
 
 def _read(
-    store: Store, read: Callable[[], Listing], seconds: float, late: Callable[[Listing], None]
+    store: ByteStore, read: Callable[[], Listing], seconds: float, late: Callable[[Listing], None]
 ) -> Listing:
-    """What a store has. Importing a remote store's client does not count against its patience."""
+    """Read a store. Importing a remote store's client does not count against its `timeout_s`."""
     if not isinstance(store, Remote):
         return run_with_timeout(seconds, read, store.url)
     began = time.monotonic()
-    patience = min(seconds, store.patience_s)
-    run_with_timeout(patience, store.check_reachable, store.url, lambda _done: None)
+    patience = min(seconds, store.timeout_s)
+    run_with_timeout(patience, store.check_reachable, store.url)
     left = patience - (time.monotonic() - began)
-    run_with_timeout(seconds, store.load, store.url, lambda _done: None)
+    run_with_timeout(seconds, store.load, store.url)
     return run_with_timeout(max(left, patience / 4), read, store.url, late)
 
 
 def _writes() -> bool:
-    """One process of a job writes."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _keep(records: Records, choose: Choose, listing: Listing) -> None:
-    """Put what came too late into the first local store that takes it."""
-    if not _writes():
-        return
+    """Put the chosen record of a late answer into the first local store that takes it."""
     try:
-        if held := choose(listing.held).held:
+        if _writes() and (held := choose(listing.held).held):
             records.keep(held)
     except AdvisorError as exc:
         _log.debug("not kept: %s", exc)
 
 
-def _write_back(records: Records, one: StoredRecord, stores: Sequence[Store], until: float) -> None:
-    """Copy a record into the stores before its own that take it."""
-    for store in stores:
-        if store is one.store:
-            return
+def _write_back(
+    records: Records, one: StoredRecord, stores: Sequence[ByteStore], until: float
+) -> None:
+    """Copy a record into the stores before its own, as far as they take it."""
+    for store in itertools.takewhile(lambda store: store is not one.store, stores):
         try:
             seconds = _left(until, store)
             if isinstance(store, Remote):
-                seconds = min(seconds, store.patience_s)
+                seconds = min(seconds, store.timeout_s)
             copy = functools.partial(records.copy, one, store)
             run_with_timeout(seconds, copy, store.url, lambda _done: None)
         except StoreError as exc:  # read-only or away

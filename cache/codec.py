@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import reprlib
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgpack
@@ -21,13 +21,11 @@ from advisor.cache.turns import check_consistency
 from advisor.errors import RecordDamaged, RecordNewer, UsageError
 
 FORMAT = 3
-"""Written by this version. A new field needs no new format: older records mean its default, and
-older versions ignore it."""
+"""The format that this version writes. A new field needs no new format: older records mean its
+default, and older versions ignore the field."""
 OLDEST = 3
-"""The oldest format that is read."""
 
 MAX_PARTS = 2**16
-"""Lists and maps in one record."""
 MAX_TRIALS = 2**11 - 1
 _LIMITS = {
     "max_str_len": 2**16,
@@ -36,18 +34,6 @@ _LIMITS = {
     "max_map_len": 2**10,
     "max_ext_len": 0,
 }
-_TYPES = {
-    "`int`": "an integer",
-    "`float`": "a number",
-    "`str`": "text",
-    "`bool`": "true or false",
-    "`array`": "a list",
-    "`object`": "a map",
-    "`bytes`": "bytes",
-    "`null`": "nothing",
-}
-"""Types as msgspec names them, and in plain words."""
-
 _lock = threading.Lock()
 _described: set[type] = set()
 
@@ -65,24 +51,20 @@ class Envelope(msgspec.Struct, frozen=True):
 def encode(record: Record, keyring: KeyRing = NO_KEYS) -> bytes:
     """The record as msgpack bytes, every text as one printable line.
 
-    Signed, if there is a key. If it would be too large, raw seconds per block go first, then the
-    slowest trials.
+    Signed, if there is a key. A record that would be too large loses the raw seconds of its blocks
+    first, then its slowest trials.
     """
     for fitting in _smaller(record):
         payload = _pack(to_plain(fitting))
         if len(payload) <= MAX_BYTES - 2**10 and len(fitting.trials) <= MAX_TRIALS:
             break
-    data = make_envelope(payload, keyring)
-    decode(data)
+    decode(data := make_envelope(payload, keyring))
     return data
 
 
 def decode(data: bytes, keyring: KeyRing = NO_KEYS) -> Record:
-    """The record in these bytes, without fields that this version does not know.
-
-    Args:
-        keyring: if it requires signatures, records that none of its keys signed are refused.
-    """
+    """The record in these bytes, without fields that this version does not know. Raises
+    RecordDamaged also for an unsigned record if the keyring requires signatures."""
     return decode_signed(data, keyring)[0]
 
 
@@ -114,7 +96,7 @@ def open_envelope(data: bytes, keyring: KeyRing = NO_KEYS) -> tuple[bytes, bool]
             "upgrade advisor"
         )
     if format < OLDEST:
-        raise RecordDamaged(f"record: format {format} is no longer read, {OLDEST} is; tune again")
+        raise RecordDamaged(f"record: format {format} is older than {OLDEST}; tune again")
     envelope = from_plain(Envelope, found)
     if envelope.sha256 != hashlib.sha256(envelope.record).digest():
         raise RecordDamaged("record: its bytes do not match their checksum; it was cut or changed")
@@ -129,7 +111,7 @@ def open_envelope(data: bytes, keyring: KeyRing = NO_KEYS) -> tuple[bytes, bool]
 
 
 def unpack(data: bytes, *, max_bin_len: int = 0) -> Any:
-    """Plain data from msgpack, within the limits of size, length and number."""
+    """Plain data from msgpack, within the limits on size and on the number of parts."""
     if len(data) > MAX_BYTES:
         raise RecordDamaged(f"record: {len(data)} bytes, expected at most {MAX_BYTES}")
     left = MAX_PARTS
@@ -143,13 +125,7 @@ def unpack(data: bytes, *, max_bin_len: int = 0) -> Any:
 
     try:
         return msgpack.unpackb(
-            data,
-            raw=False,
-            strict_map_key=True,
-            max_bin_len=max_bin_len,
-            object_hook=count,
-            list_hook=count,
-            **_LIMITS,
+            data, max_bin_len=max_bin_len, object_hook=count, list_hook=count, **_LIMITS
         )
     except Exception as exc:  # msgpack raises more types than it documents
         reason = str(exc).splitlines()[0][:80] if str(exc) else type(exc).__name__
@@ -158,26 +134,22 @@ def unpack(data: bytes, *, max_bin_len: int = 0) -> Any:
 
 def _pack(value: object) -> bytes:
     try:
-        data: bytes = msgpack.packb(value, use_bin_type=True, unicode_errors="replace")
+        return bytes(msgpack.packb(value, unicode_errors="replace"))
     except (TypeError, ValueError, OverflowError) as exc:
         raise RecordDamaged(f"record: cannot be stored: {exc}") from exc
-    return data
 
 
 def _smaller(record: Record) -> Iterator[Record]:
-    """The record, then ever smaller ones."""
     yield record
-    bare = [
-        dataclasses.replace(trial, measurement=dataclasses.replace(trial.measurement, blocks=()))
-        for trial in record.trials
-    ]
-    # The choice rests on the other stages, and they are few.
-    bare.sort(key=lambda t: (t.stage == "compute", -t.measurement.samples_per_s))
+    # Trials of other stages go last: they are few, and the choice rests on them.
+    bare = sorted(
+        (replace(one, measurement=replace(one.measurement, blocks=())) for one in record.trials),
+        key=lambda one: (one.stage == "compute", -one.measurement.samples_per_s),
+    )
     while bare:
-        trials = sorted(bare, key=lambda trial: trial.number)
-        yield dataclasses.replace(record, trials=tuple(trials))
+        yield replace(record, trials=tuple(sorted(bare, key=lambda one: one.number)))
         bare = bare[: len(bare) // 2]
-    yield dataclasses.replace(record, trials=())
+    yield replace(record, trials=())
 
 
 def to_plain(value: object) -> Any:
@@ -195,7 +167,7 @@ def to_plain(value: object) -> Any:
 
 
 def describe(cls: type) -> None:
-    """Have msgspec inspect a class, once: it crashes if two threads are the first to use it."""
+    """Have msgspec inspect a class once; msgspec crashes if two threads do so at the same time."""
     if cls not in _described:
         with _lock:
             msgspec.json.Decoder(cls, dec_hook=_config)
@@ -216,10 +188,8 @@ def from_plain(cls: type[T], data: object) -> T:
         return msgspec.convert(data, cls, dec_hook=_config)
     except msgspec.ValidationError as exc:
         reason, _, path = str(exc).partition(" - at `$")
-    for name, plainly in _TYPES.items():
-        reason = reason.replace(name, plainly)
-    reason = reason.replace("Expected", "expected", 1)
-    raise RecordDamaged(f"{what}{line(path.rstrip('`'))[:200]}: {line(reason)[:200]}")
+    reason = line(reason[:1].lower() + reason[1:].replace("`", ""))[:200]
+    raise RecordDamaged(f"{what}{line(path.rstrip('`'))[:200]}: {reason}")
 
 
 def _config(_cls: type, value: object) -> Config:
@@ -233,19 +203,17 @@ def _config(_cls: type, value: object) -> Config:
 
 
 def _texts(data: object) -> set[str]:
-    """Every text in plain data, names included."""
-    found: set[Any] = set()
+    found: set[str] = set()
     left = [data]
     while left:
         part = left.pop()
         if type(part) is dict:
-            found.update(part)
-            left += part.values()
+            left += [*part, *part.values()]
         elif type(part) is list:
             left += part
         elif type(part) is str:
             found.add(part)
-    return {text for text in found if type(text) is str}
+    return found
 
 
 describe(Record)

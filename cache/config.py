@@ -11,8 +11,9 @@ from advisor.errors import UsageError
 Value = str | int | float | bool | None
 
 BATCH = "batch_size"
-"""The one knob that a config's arithmetic knows by name."""
+"""The only knob that Config itself treats by name."""
 _ALLOWED = (str, int, float, bool, type(None))
+_EXPECTED = "str, int of at most 64 bits, finite float, bool or None"
 
 
 class Config(Mapping[str, Value]):
@@ -22,40 +23,31 @@ class Config(Mapping[str, Value]):
         UsageError: a name is no str, or a value no str, 64-bit int, finite float, bool or None.
     """
 
-    __slots__ = ("_hash", "_identity", "_values")
+    __slots__ = ("_identity", "_values")
 
     def __init__(self, mapping: Mapping[str, Value] | None = None, /, **values: Value) -> None:
         merged = dict(mapping or {}) | values
         for name, value in merged.items():
-            wanted = ""
             if type(name) is not str:
                 raise UsageError(f"config name {name!r}: expected a str")
-            if type(value) not in _ALLOWED:
-                wanted = "str, int, float, bool or None"
-            elif type(value) is int and not -(2**63) <= value < 2**64:
-                wanted = "a number of at most 64 bits"
-            elif type(value) is float and not math.isfinite(value):
-                wanted = "a finite number"
-            if wanted:
-                raise UsageError(f"config value {name}={value!r}: expected {wanted}")
+            large = type(value) is int and not -(2**63) <= value < 2**64
+            endless = type(value) is float and not math.isfinite(value)
+            if type(value) not in _ALLOWED or large or endless:
+                raise UsageError(f"config value {name}={value!r}: expected {_EXPECTED}")
         self._values = {name: merged[name] for name in sorted(merged)}
         self._identity = tuple((name, type(v), v) for name, v in self._values.items())
-        self._hash = hash(self._identity)
 
     def __or__(self, other: Mapping[str, Value]) -> Config:
-        """Both; the other's values count."""
         return Config({**self._values, **other})
 
     def replace(self, **changes: Value) -> Config:
-        """A copy with these values set."""
         return Config(self._values, **changes)
 
     def without(self, *names: str) -> Config:
-        """A copy without these names; one that is not there does not matter."""
+        """A copy without these names; names that the config lacks are ignored."""
         return Config({name: v for name, v in self._values.items() if name not in names})
 
     def only(self, *names: str) -> Config:
-        """A copy with these names alone; one that is not there does not matter."""
         return Config({name: v for name, v in self._values.items() if name in names})
 
     @property
@@ -65,7 +57,6 @@ class Config(Mapping[str, Value]):
         return value if type(value) is int else 0
 
     def at(self, batch: int) -> Config:
-        """The same at another batch size."""
         return self.replace(**{BATCH: batch})
 
     @property
@@ -74,19 +65,19 @@ class Config(Mapping[str, Value]):
         return self.without(BATCH)
 
     def changed(self, default: Config) -> Config:
-        """The values that differ from another config's, the batch size left out; True and 1 do."""
+        """The values that differ from another config's, without the batch size; True is not 1."""
         theirs = {*default._identity, (BATCH, int, self.batch)}
         return Config({one[0]: one[2] for one in self._identity if one not in theirs})
 
     @property
     def digest(self) -> str:
         """12 hex characters, the same in every process: the start of `key.fingerprint(self)`."""
-        import msgpack  # here: every process of a run that loads torch gets to this file
+        import msgpack  # here, because every process of a run imports this file
 
         return hashlib.sha256(msgpack.packb(self._values)).hexdigest()[:12]
 
     def __getattr__(self, name: str) -> Value:
-        # As repr() writes it: config.precision.
+        # config.precision, as repr() writes it.
         if name.startswith("_") or name not in self._values:
             raise AttributeError(
                 f"config has no {name!r}; it has {', '.join(self._values) or 'nothing'}"
@@ -106,11 +97,10 @@ class Config(Mapping[str, Value]):
         return self._identity == other._identity if isinstance(other, Config) else NotImplemented
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self._identity)
 
     def __repr__(self) -> str:
         return f"Config({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
     def __reduce__(self) -> tuple[type[Config], tuple[dict[str, Value]]]:
-        # Types and strings hash differently in another process: build it anew there.
         return type(self), (self._values,)

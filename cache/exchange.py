@@ -1,27 +1,24 @@
-"""Copy records from store to store, into packs and out of them.
+"""Copy records from store to store, into packs and out of packs.
 
-Encoded records are copied unmodified, so that nothing a newer version wrote into them is lost, and
-each signature stays its owner's.
+Encoded records are copied unmodified, so that fields of a newer version are not lost, and each
+signature stays its owner's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from advisor.cache.name import Name, ranked
-from advisor.cache.reader import AT_ONCE, Reader
+from advisor.cache.name import Name
 from advisor.cache.record import Record
-from advisor.cache.records import Records
+from advisor.cache.records import AT_ONCE, Records
 from advisor.cache.shown import size
-from advisor.cache.stores import Store
-from advisor.cache.stores.pack import PackStore, write
+from advisor.cache.stores import ByteStore
+from advisor.cache.stores.disk import PackStore, write_pack
 from advisor.errors import NoRecord, RecordDamaged, Unauthorized, UsageError
 
-Outcome = Literal["added", "updated", "older", "known", "refused"]
-Source = Iterable[tuple[str, bytes | RecordDamaged]]
 Wanted = Callable[[Record], bool]
 
 
@@ -30,121 +27,109 @@ def every(_record: Record) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Carried:
-    """What became of one record: 'added' has a new key, 'updated' counts from now on, 'older' is
-    kept beside one that counts more, 'known' was there. `reason`: why it was refused."""
+class CopyResult:
+    """The outcome for one record, or for its artifacts. 'known': the store had the same. `reason`:
+    why it was refused."""
 
     name: str
-    outcome: Outcome
+    outcome: Literal["added", "known", "refused"]
     target: str = ""
     reason: str = ""
 
 
-def carry(
-    source: Source, records: Records, store: Store, wanted: Wanted = every
-) -> Iterator[Carried]:
-    """Copy the sound records of a source into a store, one by one, and say what became of each.
-    Raises StoreError if one of the two fails."""
-    there: dict[str, list[Name]] = {}
-    for name in records.names(store):
-        there.setdefault(name.record_key, []).append(name)
+def copy_records(
+    source: Iterable[tuple[str, bytes | RecordDamaged]],
+    records: Records,
+    store: ByteStore,
+    wanted: Wanted = every,
+) -> Iterator[CopyResult]:
+    """Copy the sound records of a source into a store, one by one. Yields each record's outcome.
+    Raises StoreError if the source or the store fails."""
+    there = set(store.keys())
     for text, data in source:
         try:
             record, name, data = sound(records, text, data)
             if not wanted(record):
                 continue
-            outcome = _put(store, name, data, there.setdefault(name.record_key, []))
-        except RecordDamaged as exc:  # also as a server of another version says
-            yield Carried(name=text, outcome="refused", reason=str(exc))
+            # The same name is the same bytes, unless the copy there is damaged.
+            known = name.text in there and store.get_many([name.text]).get(name.text) == data
+            if not known:
+                store.put(name.text, data)
+        except RecordDamaged as exc:  # raised here, or by a server of another version
+            yield CopyResult(name=text, outcome="refused", reason=str(exc))
         else:
-            yield Carried(name=name.text, outcome=outcome, target=record.target.name)
+            yield CopyResult(
+                name=name.text, outcome="known" if known else "added", target=record.target.name
+            )
 
 
-def _put(store: Store, name: Name, data: bytes, known: list[Name]) -> Outcome:
-    """Put a version into a store, and its name among those that are known there."""
-    same = any(one.text == name.text for one in known)
-    # The same name is the same bytes, unless the copy there is damaged.
-    if same and store.get_many([name.text]).get(name.text) == data:
-        return "known"
-    store.put(name.text, data)
-    if same:
-        return "updated"
-    known.append(name)
-    if len(known) == 1:
-        return "added"
-    return "updated" if ranked(known)[0].text == name.text else "older"
-
-
-def sound(reader: Reader, text: str, data: bytes | RecordDamaged) -> tuple[Record, Name, bytes]:
-    """The record under a store's key, its name and its bytes. Raises RecordDamaged if it is
+def sound(records: Records, text: str, data: bytes | RecordDamaged) -> tuple[Record, Name, bytes]:
+    """The record under a store's key, its name and its bytes. Raises RecordDamaged if the record is
     refused."""
-    name = Name.parse(text, reader.keyring)
+    name = Name.parse(text, records.keyring)
     if name is None:
         raise RecordDamaged(f"{text[:80]!r}: no name of a record")
-    if isinstance(data, RecordDamaged):
-        raise data
-    return reader.read(name, data)[0], name, data
+    record = records.read(name, data)
+    assert isinstance(data, bytes)
+    return record, name, data
 
 
-def carry_artifacts(
-    records: Records, source: Store, store: Store, places: Collection[str]
-) -> Iterator[Carried]:
-    """Copy the artifacts of some records into another store, replacing others under their name:
-    only those that the reader or their team signed. Raises StoreError if one of the two fails."""
+def copy_artifacts(
+    records: Records, source: ByteStore, store: ByteStore, places: Collection[str]
+) -> Iterator[CopyResult]:
+    """Copy the artifacts of some records into another store, if the reader or their team signed
+    them; they replace those of the same name. Raises StoreError if one of the stores fails."""
     artifacts = records.artifacts
-    if not store.takes_blobs or not artifacts.most:
+    if not artifacts.most:
         return
     there = store.sizes()
     for label in artifacts.on(source):
         if not label.trusted or label.record_key not in places:
             continue
-        outcome: Outcome = "updated" if label.text in there else "added"
         try:
             packed = artifacts.checked(source, label)
             if packed is None:
                 continue
             same_size = there.get(label.text) == len(packed)
-            if same_size and store.get(label.text, len(packed)) == packed:
-                outcome = "known"
-            else:
+            known = same_size and store.get(label.text, len(packed)) == packed
+            if not known:
                 store.put(label.text, packed)
-        except (Unauthorized, RecordDamaged) as exc:  # another's on a server, or too large for it
-            yield Carried(name=label.name, outcome="refused", reason=str(exc))
+        except (Unauthorized, RecordDamaged) as exc:  # another user's, or too large for the server
+            yield CopyResult(name=label.name, outcome="refused", reason=str(exc))
         else:
             what = f"{size(len(packed))} of artifacts"
-            yield Carried(name=label.name, outcome=outcome, target=what)
+            yield CopyResult(name=label.name, outcome="known" if known else "added", target=what)
 
 
-def contents(store: Store) -> Iterator[tuple[str, bytes | RecordDamaged]]:
-    """Every version of every record in a store."""
+def contents(store: ByteStore) -> Iterator[tuple[str, bytes | RecordDamaged]]:
     names = [text for text in store.keys() if Name.parse(text)]
     for start in range(0, len(names), AT_ONCE):
         yield from store.get_many(names[start : start + AT_ONCE]).items()
 
 
-def sync(records: Records, wanted: Wanted = every) -> Iterator[Carried]:
-    """Copy every version that the first of two stores has into the second, and its artifacts if
-    you or your team signed them; say what became of each. No record there is changed or lost, so
-    stores may be synced in any order. Raises StoreError if one of the two fails."""
+def sync(records: Records, wanted: Wanted = every) -> Iterator[CopyResult]:
+    """Copy every version in the first of two stores into the second, with its artifacts if you or
+    your team signed them. Yields each outcome. The second store loses no record, so stores may be
+    synced in any order. Raises StoreError if one of the two stores fails."""
     if len(records.stores) != 2:
         raise UsageError("sync: expected one store for each side")
     here, there = records.stores
     if here.url == there.url:
-        raise UsageError(f"sync: both are {here.url}")
+        raise UsageError(f"sync: both stores are {here.url}; name two")
     if not here.keys():
         raise UsageError(f"sync: there is nothing in {here.url}")
     there.check_writable()
     places: set[str] = set()
-    for one in carry(contents(here), records, there, wanted):
+    for one in copy_records(contents(here), records, there, wanted):
         if one.outcome != "refused" and (name := Name.parse(one.name)):
             places.add(name.record_key)
         yield one
-    yield from carry_artifacts(records, here, there, places)
+    yield from copy_artifacts(records, here, there, places)
 
 
 def export(records: Records, path: Path, wanted: Wanted = every) -> int:
-    """Write the newest version of each record into a pack. Returns how many; what could not
-    be read is in `records.damaged` and `records.unreachable`.
+    """Write the newest version of each record into a pack. Returns the number of records. Lines on
+    failures are in `records.damaged` and `records.unreachable`.
 
     Raises:
         StoreError: no store can be read, or the file cannot be written. NoRecord: nothing fits.
@@ -153,15 +138,23 @@ def export(records: Records, path: Path, wanted: Wanted = every) -> int:
     if not chosen:
         why = "; ".join(["", *records.unreachable])
         raise NoRecord(f"export: no record fits; to see what there is, run: advisor show{why}")
-    texts = {text: one.store for one in chosen for text in one.texts}
-    found = ((text, texts[text].get(text)) for text in sorted(texts))
-    write(path, ((text, data) for text, data in found if data is not None))
+    write_pack(path, _parts({text: one.store for one in chosen for text in one.texts}))
     return len({one.name.record_key for one in chosen})
 
 
-def unpack(path: Path, records: Records, wanted: Wanted = every) -> tuple[Store, Iterator[Carried]]:
-    """Copy a pack's records into the first store that can be written: that store, and what became
-    of each record.
+def _parts(stores: Mapping[str, ByteStore]) -> Iterator[list[tuple[str, bytes]]]:
+    """Yields the data of keys, AT_ONCE keys at a time, each from its own store."""
+    texts = sorted(stores)
+    for start in range(0, len(texts), AT_ONCE):
+        found = ((text, stores[text].get(text)) for text in texts[start : start + AT_ONCE])
+        yield [(text, data) for text, data in found if data is not None]
+
+
+def unpack(
+    path: Path, records: Records, wanted: Wanted = every
+) -> tuple[ByteStore, Iterator[CopyResult]]:
+    """Copy a pack's records into the first store that can be written. Returns this store, and each
+    record's outcome.
 
     Raises:
         UsageError: there is no such file. StoreError: it is no pack, or no store can be written.
@@ -169,4 +162,4 @@ def unpack(path: Path, records: Records, wanted: Wanted = every) -> tuple[Store,
     if not path.is_file():
         raise UsageError(f"import {str(path)!r}: there is no such file")
     store = records.first_writable()
-    return store, carry(PackStore(path).members(), records, store, wanted)
+    return store, copy_records(contents(PackStore(path)), records, store, wanted)

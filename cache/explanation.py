@@ -1,8 +1,7 @@
-"""What a lookup looked for, where, and why it served what it served."""
+"""Explains a lookup: what it looked for, where, and why this record or none was served."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from advisor.cache.match import Difference, Query
@@ -10,7 +9,6 @@ from advisor.cache.signing import UNSIGNED
 from advisor.cache.task import Task, rows
 
 MAX_LISTED = 8
-"""Near misses in the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +25,13 @@ class NearMiss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """str() of it is for people.
+    """Explains one lookup; its str() is for people.
 
     Attributes:
         target: as asked for; '' for the running script's.
-        query: what was looked for.
-        stores: the URL of each store that was asked, in order, and what it said.
+        stores: the URL of each store that was asked, in order, and its answer in words.
         served: id of the record whose advice is served, or ''.
-        status: 'exact', 'stale', 'nearest' or 'miss'.
-        reason: as `advice.reason`.
+        status: 'exact', 'stale', 'nearest' or 'miss'; `reason` as `advice.reason`.
         refused: one line for each record that may not be used.
         near_misses: the other records of the target, the nearest first.
     """
@@ -50,25 +46,21 @@ class Explanation:
     near_misses: tuple[NearMiss, ...]
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        yield f"looked for  {self.target or 'what was tuned for this script'}"
-        for name, value in self._wanted().items():
-            if value not in (None, ""):
-                yield f"  {name:<14}{value}"
-        for position, (url, said) in enumerate(self.stores):
-            yield f"{'looked in' if not position else '':<12}{url}: {said}"
-        yield f"{self.status:<12}{self.reason}"
-        for line in self.refused:
-            yield f"refused     {line}"
+        lines = [f"looked for  {self.target or 'what was tuned for this script'}"]
+        wanted = self._wanted().items()
+        lines += [f"  {name:<14}{value}" for name, value in wanted if value not in (None, "")]
+        for url, said in self.stores:
+            lines.append(f"{'looked in' if url == self.stores[0][0] else '':<12}{url}: {said}")
+        lines.append(f"{self.status:<12}{self.reason}")
+        lines += [f"refused     {line}" for line in self.refused]
         for near in self.near_misses[:MAX_LISTED]:
             differs = ", ".join(map(str, near.differs))
-            fits = "it fits, but not what was asked of it (above), or another was preferred"
+            fits = "it fits, but cannot serve this (see above), or another was preferred"
             unsigned = "" if near.signed else f" ({UNSIGNED})"
-            yield f"not served  {near.id} {near.target}{unsigned}: {differs or fits}"
-        if len(self.near_misses) > MAX_LISTED:
-            yield f"            and {len(self.near_misses) - MAX_LISTED} more; see: advisor show"
+            lines.append(f"not served  {near.id} {near.target}{unsigned}: {differs or fits}")
+        if (more := len(self.near_misses) - MAX_LISTED) > 0:
+            lines.append(f"            and {more} more; see: advisor show")
+        return "\n".join(lines)
 
     def _wanted(self) -> dict[str, object]:
         query, here = self.query, self.query.environment

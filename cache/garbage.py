@@ -1,4 +1,4 @@
-"""What a store can do without, of what the reader or their team signed.
+"""Records and artifacts that a store can do without, if the reader or their team signed them.
 
 Whatever others wrote stays, and so does the only record for an environment.
 """
@@ -6,31 +6,26 @@ Whatever others wrote stays, and so does the only record for an environment.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from advisor.cache.artifacts import Artifacts, Label, bare_reason, compiled_digest
+from advisor.cache.artifacts import bare_reason, compiled_digest
 from advisor.cache.match import place_of
 from advisor.cache.name import Name, StoreKey, ranked
 from advisor.cache.reader import grouped
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.shown import size
-from advisor.cache.stores import Store
-from advisor.errors import RecordDamaged, RecordNewer, StoreError
+from advisor.cache.stores import BLOBS, ByteStore
+from advisor.errors import RecordDamaged, RecordNewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Garbage:
-    """A key that a store can do without, or a file that a killed writer left.
+    """A key that a store can do without. `reason` begins with its `kind`, one of KINDS."""
 
-    Attributes:
-        reason: why it may go; the first word is its `kind`.
-    """
-
-    store: Store
-    named: StoreKey | Path
+    store: ByteStore
+    key: StoreKey
     reason: str
 
     @property
@@ -38,65 +33,31 @@ class Garbage:
         return self.reason.partition(":")[0]
 
     @property
-    def what(self) -> str:
-        """The id of the record, or the name of the file."""
-        return self.named.name if isinstance(self.named, Path) else self.named.record_id
-
-    @property
     def name(self) -> str:
-        """The key of a record, or the name of an artifact or file."""
-        return self.named.name if isinstance(self.named, Label | Path) else self.named.text
-
-    def remove(self) -> None:
-        """Raises StoreError or OSError if it cannot be removed."""
-        if isinstance(self.named, Path):
-            self.named.unlink(missing_ok=True)
-        else:
-            self.store.delete(self.named.text)
+        """The key of a record, or the name of an artifact."""
+        return self.key.text.removeprefix(BLOBS)
 
 
-LEFT = "left by a writer that was killed"
 KINDS = "superseded", "stale", "damaged", "oversized"
-"""Why records and artifacts may go; only artifacts are oversized."""
+"""Reasons why records and artifacts may go; only artifacts can be oversized."""
 
 
 def all_garbage(records: Records, kinds: Sequence[str] = KINDS) -> list[Garbage]:
-    """What may go from each store. Stores that cannot be read are in the records' `unreachable`.
-
-    Raises:
-        StoreError: no store can be read.
-    """
+    """The garbage of all stores. Stores that cannot be read are in the records' `unreachable`.
+    Raises StoreError if no store can be read."""
     there = records.of_each(lambda store: garbage(records, store))
-    return [one for _store, going in there for one in going if one.kind in (*kinds, LEFT)]
+    return [one for _store, going in there for one in going if one.kind in kinds]
 
 
-def remove(going: Iterable[Garbage]) -> list[str]:
-    """Remove exactly these; a line for each that stays."""
-    stuck = []
-    for one in going:
-        try:
-            one.remove()
-        except (StoreError, OSError) as exc:
-            stuck.append(f"{one.what}: {exc}")
-    return stuck
-
-
-def garbage(records: Records, store: Store) -> list[Garbage]:
-    """All of it in one store.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
+def garbage(records: Records, store: ByteStore) -> list[Garbage]:
+    """The garbage of one store. Raises StoreError if the store cannot be read."""
     found = [*_versions(records, store), *_artifacts(records, store)]
-    return [
-        *(Garbage(store=store, named=key, reason=reason) for key, reason in found),
-        *(Garbage(store=store, named=path, reason=LEFT) for path in store.leftovers()),
-    ]
+    return [Garbage(store=store, key=key, reason=reason) for key, reason in found]
 
 
-def _versions(records: Records, store: Store) -> Iterator[tuple[StoreKey, str]]:
-    """Damaged versions; versions behind one of at least their effort under the same target's name;
-    records of an earlier driver."""
+def _versions(records: Records, store: ByteStore) -> Iterator[tuple[StoreKey, str]]:
+    """Yields damaged versions; versions that rank behind a version of the same target's name with
+    as much effort; and records of an earlier driver."""
     counting: list[tuple[Name, Record]] = []
     own = [name for name in records.names(store) if name.trusted]
     for group in grouped(own, lambda name: (name.record_key, name.target)).values():
@@ -108,70 +69,56 @@ def _versions(records: Records, store: Store) -> Iterator[tuple[StoreKey, str]]:
             elif (data := store.get_many([name.text]).get(name.text)) is not None:
                 if name.is_of(data):
                     with contextlib.suppress(RecordDamaged):  # a newer version may read it
-                        counting.append((name, records.read(name, data)[0]))
+                        counting.append((name, records.read(name, data)))
                         first = name
                 else:
-                    yield name, "damaged: its bytes are not what was written"
+                    yield name, "damaged: its bytes were changed"
     for name, change in _outdated(counting):
         yield name, f"stale: {change} on the same GPU since"
 
 
 def _outdated(counting: Iterable[tuple[Name, Record]]) -> Iterator[tuple[Name, str]]:
-    """Records of a GPU that has another driver now and was measured again for their task with at
-    least their effort; and the change of driver."""
+    """Yields each record of a GPU that has another driver now and was measured again for the same
+    task with as much effort, and the change of driver."""
     known = [pair for pair in counting if pair[1].provenance.device_uuid]
     for there in grouped(known, lambda pair: pair[1].provenance.device_uuid).values():
-        _name, last = max(there, key=lambda pair: pair[1].provenance.created)
-        now = _driver(last)
-        again = {
-            (place_of(record.key), record.batch): name.effort
-            for name, record in there
-            if _driver(record) == now and not record.stale
-        }
-        for name, record in there:
-            task = place_of(record.key), record.batch
-            if _driver(record) != now and again.get(task, -1) >= name.effort:
-                yield name, f"driver {_driver(record)} -> {now}"
+        now = _driver(max((one for _, one in there), key=lambda one: one.provenance.created))
+        fresh = [pair for pair in there if _driver(pair[1]) == now and not pair[1].stale]
+        again = {(place_of(one.key), one.batch): name.effort for name, one in fresh}
+        for name, one in there:
+            if _driver(one) != now and again.get((place_of(one.key), one.batch), -1) >= name.effort:
+                yield name, f"driver {_driver(one)} -> {now}"
 
 
 def _driver(record: Record) -> str:
     return record.key.environment.software.driver
 
 
-def _artifacts(records: Records, store: Store) -> Iterator[tuple[StoreKey, str]]:
-    """Artifacts that no record in the store leads to any more, or that nobody can load."""
+def _artifacts(records: Records, store: ByteStore) -> Iterator[tuple[StoreKey, str]]:
+    """Yields artifacts that no record in the store refers to any more, or that nobody can load."""
     artifacts = records.artifacts
     there = {label: bytes_ for label, bytes_ in artifacts.on(store).items() if label.trusted}
     if not there:
         return
     advised: dict[str, set[str]] = {name.record_key: set() for name in records.names(store)}
     for one in records.look_into(store).held:
-        configs = (winner.choice.config for winner in one.record.winners)
-        advised[one.name.record_key] |= {compiled_digest(one.record, c) for c in configs}
+        chosen = (winner.choice.config for winner in one.record.winners)
+        advised[one.name.record_key] |= {compiled_digest(one.record, c) for c in chosen}
     for label, bytes_ in there.items():
-        if found := _fault(artifacts, store, label, bytes_, advised.get(label.record_key)):
-            kind, why = found
+        configs = advised.get(label.record_key)  # empty if the record cannot be read
+        kind = why = ""
+        if configs is None:
+            kind, why = "superseded", "their record is gone"
+        elif bytes_ > artifacts.most:
+            kind, why = "oversized", f"larger than {artifacts.most} bytes (ADVISOR_MAX_ARTIFACTS)"
+        elif configs and label.config not in configs:
+            kind, why = "superseded", "their config is no longer advised"
+        else:
+            try:
+                artifacts.checked(store, label)
+            except RecordNewer:  # a newer version may load it
+                continue
+            except RecordDamaged as exc:
+                kind, why = "damaged", bare_reason(exc)
+        if kind:
             yield label, f"{kind}: {size(bytes_)} of artifacts: {why}"
-
-
-def _fault(
-    artifacts: Artifacts, store: Store, label: Label, bytes_: int, advised: Collection[str] | None
-) -> tuple[str, str] | None:
-    """The kind of garbage that artifacts are and why; None if they are of use.
-
-    Args:
-        advised: the configs of their record; empty if it cannot be read, None if it is gone.
-    """
-    if advised is None:
-        return "superseded", "their record is gone"
-    if bytes_ > artifacts.most:
-        return "oversized", f"larger than {artifacts.most} bytes (ADVISOR_MAX_ARTIFACTS)"
-    if advised and label.config not in advised:
-        return "superseded", "their config is advised no more"
-    try:
-        artifacts.checked(store, label)
-    except RecordNewer:  # a newer version may load it
-        return None
-    except RecordDamaged as exc:
-        return "damaged", bare_reason(exc)
-    return None

@@ -19,7 +19,7 @@ from advisor.cache.task import Task, rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device as the key sees it. `memory_gib` is rounded; `mig` is the MIG profile or ''."""
+    """The device's part of a key. `memory_gib` is rounded; `mig` is the MIG profile or ''."""
 
     kind: str
     name: str
@@ -30,14 +30,14 @@ class Device:
 
     @property
     def compute_capability(self) -> tuple[int, int]:
-        """(9, 0) of '9.0'; (0, 0) where it is no CUDA device's."""
+        """(9, 0) for '9.0'; (0, 0) for a device without CUDA."""
         major, dot, minor = self.capability.partition(".")
         return (int(major), int(minor)) if dot and major.isdigit() else (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """Versions and limits; '' or 0 where there is none."""
+    """Versions and limits; '' or 0 if there is none."""
 
     driver: str
     cuda: str
@@ -49,17 +49,15 @@ class Software:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Where something is measured."""
-
     device: Device
     software: Software
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """`model` is a fingerprint in hex, `hooks` one of the target's make_batch and loss, or ''.
+    """`model`: fingerprint in hex; `hooks`: fingerprint of the target's make_batch and loss, or ''.
 
-    `libraries`: of the model's classes, as 'torchvision==0.26.0'. `threads`: torch's, on a CPU.
+    `libraries`: those of the model's classes, as 'torchvision==0.26.0'. `threads`: on a CPU.
     """
 
     environment: Environment
@@ -71,89 +69,57 @@ class Key:
 
     @property
     def digest(self) -> str:
-        """64 hex characters over `fields`, without those of `ADDED` at their default."""
+        """64 hex characters over `fields`, without those of ADDED at their default."""
         return _digest(self)
 
     @property
     def id(self) -> str:
-        """The first 12 characters of the digest."""
         return self.digest[:12]
 
 
-_ENVIRONMENT = tuple(
-    f"{part}.{field.name}"
-    for part, cls in (("device", Device), ("software", Software))
-    for field in dataclasses.fields(cls)
-)
-_GETTERS = {name: attrgetter(name) for name in _ENVIRONMENT}
+_DECIDING = {name: row for name, row in rows(Task).items() if row.decides}
+_DEVICE = tuple(f"device.{field.name}" for field in dataclasses.fields(Device))
+_SOFTWARE = tuple(f"software.{field.name}" for field in dataclasses.fields(Software))
+_GETTERS = {name: attrgetter(name) for name in (*_DEVICE, *_SOFTWARE)}
 
-PLACE = (
-    "model",
-    "hooks",
-    *(name for name, row in rows(Task).items() if row.decides),
-    *(name for name in _ENVIRONMENT if name.startswith("device.")),
-)
-"""Fields whose difference makes another key: a miss."""
-
-VARIANT = (
-    *(name for name in _ENVIRONMENT if name.startswith("software.")),
-    "libraries",
-    "threads",
-)
-"""Fields whose difference makes a record stale: compatible."""
-
-FIRST = {
-    *("model", "hooks", "libraries", "threads", "shapes", "dtype", "vocab", "mode", "optimizer"),
-    *("precisions", "deterministic", "max_memory", "batches", "compile", "step_graph"),
-    *("tolerance", "processes", "others", "script"),
-    *("device.kind", "device.name", "device.capability", "device.multiprocessors"),
-    *("device.memory_gib", "device.mig", "software.driver", "software.cuda", "software.cudnn"),
-    *("software.torch", "software.power_limit_w", "software.clock_cap_mhz"),
-}
-"""Fields of the first version, which digests always count. Never add to it: a later field is left
-out of the digest at its default, so that older keys stay the same."""
-
-ADDED = {
-    prefix + field.name: field.default
-    for prefix, cls in (("", Task), ("", Key), ("device.", Device), ("software.", Software))
-    for field in dataclasses.fields(cls)
-    if prefix + field.name in {*PLACE, *VARIANT} - FIRST
-}
-"""Later fields, with the defaults that older keys mean."""
+PLACE = ("model", "hooks", *_DECIDING, *_DEVICE)
+"""Fields that make a lookup miss if they differ."""
+VARIANT = (*_SOFTWARE, "libraries", "threads")
+"""Fields that make a record stale, but still compatible, if they differ."""
+ADDED = {name: row.default for name, row in _DECIDING.items() if row.added}
+"""Fields that the first keys did not have, with the defaults that these keys mean."""
 
 Field = Value | tuple[str, ...] | tuple[int, ...]
 
 
 def of_environment(environment: Environment) -> dict[str, Any]:
-    """Its fields under their dotted names."""
     return {name: get(environment) for name, get in _GETTERS.items()}
 
 
 def fields(key: Key) -> dict[str, Any]:
     """Every field of a key under its name, in the order of PLACE and VARIANT."""
     found = of_environment(key.environment) | key.task.decisive
-    found |= {"model": key.model, "hooks": key.hooks, "libraries": key.libraries}
-    found["threads"] = key.threads
+    found |= {name: getattr(key, name) for name in ("model", "hooks", "libraries", "threads")}
     return {name: found[name] for name in (*PLACE, *VARIANT)}
 
 
 def terms_of(known: Mapping[str, Any]) -> str:
-    """A digest of all fields but the model: equal for keys that match any other equally well."""
+    """A digest of all fields except the model: equal for keys that differ only in their model."""
     return _digest_of({name: value for name, value in known.items() if name != "model"})[:16]
 
 
 def as_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields in plain data, with tuples for its lists."""
+    """The fields of plain data, with tuples in place of lists."""
     return {name: _tuples(value) for name, value in plain.items()}
 
 
 def completed(known: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a key that an older version may have written."""
+    """The fields of a key, with defaults for fields that an older version did not write."""
     return {**ADDED, **known}
 
 
 def are_whole(known: Mapping[str, Any]) -> bool:
-    """Whether these are all fields of a key, with possible shapes."""
+    """Whether `known` has all fields of a key, and its shapes are possible."""
     shapes = known.get("shapes") or None
     sizes = shapes[0] if isinstance(shapes, tuple) and isinstance(shapes[0], tuple) else shapes
     possible = isinstance(sizes, tuple) and all(isinstance(n, int) and n > 0 for n in sizes)
@@ -175,12 +141,8 @@ def _digest_of(known: Mapping[str, Any]) -> str:
 
 
 def fingerprint(parts: object) -> str:
-    """SHA-256 in hex of plain data: the order of mappings does not count, types do.
-
-    Raises:
-        TypeError: something in it is not plain data.
-    """
-    return hashlib.sha256(msgpack.packb(_canonical(parts), use_bin_type=True)).hexdigest()
+    """SHA-256 in hex of plain data: the order of mappings does not count, types do."""
+    return hashlib.sha256(msgpack.packb(_canonical(parts))).hexdigest()
 
 
 def _canonical(parts: object) -> object:

@@ -1,12 +1,12 @@
-"""Kinds of values as people write them: how each is checked, and printed for copying."""
+"""Kinds of values that people write: how each kind is checked, and printed for copying."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Generic, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -15,7 +15,7 @@ from advisor.cache.config import Config, Value
 from advisor.errors import UsageError
 
 MAX_NUMBER = 2**31 - 1
-"""The largest number taken anywhere: far above any that is meant, and safe to compute with."""
+"""The largest number accepted anywhere: far above any real one, and safe to compute with."""
 MAX_SHAPES = 8
 MAX_LISTED = 64
 
@@ -28,42 +28,48 @@ class Kind(Generic[T]):
 
     Attributes:
         type: what msgspec converts a value to; numbers may be texts.
-        metavar: what stands for a value in help.
+        metavar: the placeholder for a value in help.
         expected: the domain, in words.
         repeats: the option may be given again.
+        has_unit: printed Python code has the text with its unit, not the number.
     """
 
     type: Any = str
     metavar = "TEXT"
     expected = "text on one line"
     repeats = False
+    has_unit = False
 
     def parse(self, value: Any) -> T:
         """The value in its own form, from that form or from text. Raises if it is neither."""
-        found: T = msgspec.convert(value, self.type, strict=False)
-        return found
+        return cast(T, msgspec.convert(value, self.type, strict=False))
 
     def checked(self, what: str, value: object) -> T:
         """As `parse`. UsageError names `what`, the value and what is expected."""
         try:
             return self.parse(value)
         except (TypeError, ValueError, LookupError, OverflowError, AttributeError):
-            raise UsageError(f"{what} {value!r}: expected {self.expected}") from None
+            raise UsageError(f"{what} {_shown(value)}: expected {self.expected}") from None
 
     def asked(self, what: str, value: object) -> T:
-        """As `checked`, of what a person gives, which may be less than what a run can have."""
+        """As `checked`, for a value that a person gives; a run may have further values."""
         return self.checked(what, value)
 
     def texts(self, value: Any) -> list[str]:
-        """As the option takes it: one text, or one for each time that it is given."""
+        """The texts that the option takes: one, or one for each time that the option is given."""
         if not isinstance(value, tuple):
             return [str(value)]
         parts = [str(part) for part in value]
         return parts if self.repeats else [",".join(parts)]
 
     def literal(self, value: Any) -> str:
-        """As Python takes it."""
-        return f"[{', '.join(map(_quoted, value))}]" if isinstance(value, tuple) else _quoted(value)
+        if isinstance(value, Mapping):
+            pairs = (f"{_quoted(name)}: {_quoted(held)}" for name, held in value.items())
+            return f"{{{', '.join(pairs)}}}"
+        if isinstance(value, tuple):
+            alone = self.repeats and len(value) == 1
+            return _quoted(value[0]) if alone else f"[{', '.join(map(_quoted, value))}]"
+        return _quoted(self.texts(value)[0] if self.has_unit else value)
 
 
 def _quoted(value: object) -> str:
@@ -74,69 +80,77 @@ def _quoted(value: object) -> str:
     return text
 
 
+def _shown(value: object) -> str:
+    """repr(), of the texts of an option that repeats without a tuple around them."""
+    texts = isinstance(value, tuple) and value and all(isinstance(one, str) for one in value)
+    return ", ".join(map(repr, cast("tuple[str, ...]", value))) if texts else repr(value)
+
+
+def _number(value: Any) -> Any:
+    """Convert a text of digits to a number; other values stay. Raises ValueError for other text."""
+    if not isinstance(value, str):
+        return value
+    _require(value.isascii() and value.strip().isdigit())
+    return int(value)
+
+
 def _require(holds: object) -> None:
     if not holds:
         raise ValueError
 
 
+def _parts(pattern: str, text: str) -> tuple[str | Any, ...]:
+    """The groups of a pattern that matches the whole text, without blanks around the text."""
+    found = re.fullmatch(pattern, text.strip())
+    if not found:
+        raise ValueError(text)
+    return found.groups()
+
+
 def _listed(value: Any) -> Any:
-    """The members of a text with commas; another value unchanged."""
+    """The members of a text with commas; any other value stays."""
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
-class Line(Kind[str]):
-    """One line of printable characters, or none."""
+class Text(Kind[str]):
+    """One line of at least `least` printable characters."""
+
+    def __init__(self, least: int = 1) -> None:
+        self.least = least
 
     def parse(self, value: Any) -> str:
-        _require(isinstance(value, str) and value.isprintable())
+        _require(isinstance(value, str) and value.isprintable() and len(value) >= self.least)
         return str(value)
 
 
-class Text(Line):
-    """One line of printable characters."""
-
-    def parse(self, value: Any) -> str:
-        _require(value)
-        return super().parse(value)
-
-
 class Words(Kind["tuple[str, ...]"]):
-    """The words of a command."""
-
     type = tuple[str, ...]
     expected = "the words of a command"
     repeats = True
 
     def parse(self, value: Any) -> tuple[str, ...]:
-        return tuple(map(Line().parse, super().parse(value)))
+        return tuple(map(Text(0).parse, super().parse(value)))
 
 
-class Choice(Kind[str]):
-    """One of some names."""
+class SingleChoice(Kind[str]):
+    """One of some names. `others`: pattern of further names, which only a run may have."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = tuple(names)
+    def __init__(self, names: Sequence[str], others: str = "(?!)") -> None:
+        self.names, self.others = tuple(names), others
         self.metavar = "|".join(names)
         self.expected = f"one of {', '.join(names)}"
 
     def parse(self, value: Any) -> str:
         name = str(value).removeprefix("torch.")
-        _require(name in self.names)
+        _require(name in self.names or re.fullmatch(self.others, name))
         return name
 
-
-class Known(Choice):
-    """One of some names that a person may give; a run may have others."""
-
-    def parse(self, value: Any) -> str:
-        return value if re.fullmatch(r"[a-z][a-z0-9_]{0,31}", value) else super().parse(value)
-
     def asked(self, what: str, value: object) -> str:
-        return Choice(self.names).checked(what, value)
+        return SingleChoice(self.names).checked(what, value)
 
 
 class MultiChoice(Kind["tuple[str, ...]"]):
-    """Some of some names, in their own order; as text with commas between."""
+    """One or more of some names, in the order of `names`; as text, separated by commas."""
 
     metavar = "LIST"
 
@@ -145,14 +159,12 @@ class MultiChoice(Kind["tuple[str, ...]"]):
         self.expected = f"some of {', '.join(names)}"
 
     def parse(self, value: Any) -> tuple[str, ...]:
-        taken = {Choice(self.names).parse(name) for name in _listed(value)}
+        taken = set(map(SingleChoice(self.names).parse, _listed(value)))
         _require(taken)
         return tuple(name for name in self.names if name in taken)
 
 
 class Switch(Kind[bool]):
-    """On or off."""
-
     metavar = ""
     expected = "True or False"
 
@@ -161,26 +173,23 @@ class Switch(Kind[bool]):
 
 
 class Whole(Kind[int]):
-    """A whole number."""
-
     metavar = "N"
 
     def __init__(self, least: int = 1) -> None:
         self.type = Annotated[int, Meta(ge=least, le=MAX_NUMBER)]
         self.expected = f"a number from {least} to {MAX_NUMBER}"
 
+    def parse(self, value: Any) -> int:
+        return super().parse(_number(value))
+
 
 class Fraction(Kind[float]):
-    """A number from 0 to below 1."""
-
     type = Annotated[float, Meta(ge=0, lt=1)]
     metavar = "FRACTION"
     expected = "a fraction such as 0.02"
 
 
-class Device(Kind[str]):
-    """The device to measure on."""
-
+class DeviceName(Kind[str]):
     type = Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]{1,4})?)\Z")]
     metavar = "cuda:N|cpu"
     expected = "cpu, cuda or cuda:N, e.g. cuda:0"
@@ -190,29 +199,27 @@ class Device(Kind[str]):
 
 
 class Numbers(Kind["tuple[int, ...]"]):
-    """Whole numbers from 1, sorted; as text with commas between."""
+    """Whole numbers from 1, sorted; as text, separated by commas."""
 
     type = Annotated[tuple[_Number, ...], Meta(max_length=MAX_LISTED)]
     metavar = "16,32,64"
     expected = f"up to {MAX_LISTED} numbers of at least 1, as 16,32,64"
 
     def parse(self, value: Any) -> tuple[int, ...]:
-        return tuple(sorted({*super().parse(list(_listed(value)))}))
+        return tuple(sorted({*super().parse([*map(_number, _listed(value))])}))
 
 
-class Bytes(Kind[int]):
+class ByteSize(Kind[int]):
     """'20GiB', '512MB' or a number of bytes."""
 
     metavar = "SIZE"
+    has_unit = True
     expected = "a positive size such as 40GiB or 512MiB"
 
     def parse(self, value: Any) -> int:
-        units = {"": 1, "b": 1}
-        for power, prefix in enumerate("kmgt", start=1):
-            units |= {f"{prefix}ib": 1024**power, f"{prefix}b": 1000**power, prefix: 1024**power}
-        text = str(value).strip().lower()
-        number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
-        size = int(float(number) * units[text[len(number) :].strip()])
+        number, prefix, unit = _parts(r"([\d.]+)\s*([kmgt]?)(ib|b)?", str(value).lower())
+        base = 1000 if unit == "b" else 1024
+        size = int(float(number) * base ** " kmgt".index(prefix or " "))
         _require(0 < size < 2**63)
         return size
 
@@ -222,29 +229,26 @@ class Bytes(Kind[int]):
                 return [f"{value // 1024**power}{unit}"]
         return [str(value)]
 
-    def literal(self, value: int) -> str:
-        return f'"{self.texts(value)[0]}"'
 
-
-class Seconds(Kind[float]):
-    """A time above zero: seconds, or '90s', '5m', '1h30m'."""
+class Duration(Kind[float]):
+    """A time above zero: seconds, or '50ms', '90s', '1h30m', '30d'."""
 
     metavar = "TIME"
+    has_unit = True
     expected = "a time above zero, as 90s, 5m or 1h30m"
 
     def parse(self, value: Any) -> float:
         number = r"(\d+(?:\.\d+)?)"
-        parts = re.fullmatch(rf"(?:{number}h)?(?:{number}m)?(?:{number}s?)?", str(value).strip())
-        hours, minutes, seconds = (float(part or 0) for part in (parts.groups() if parts else ()))
-        total = 3600 * hours + 60 * minutes + seconds
+        units = {"d": 86400.0, "h": 3600.0, "m": 60.0, "ms": 1e-3, "s": 1.0}
+        alone = rf"(?:(?<![a-z]){number})?"
+        parts = _parts("".join(f"(?:{number}{unit})?" for unit in units) + alone, str(value))
+        pairs = zip((*units.values(), 1.0), parts, strict=True)
+        total = sum(unit * float(part or 0) for unit, part in pairs)
         _require(0 < total < 1e9)
         return total
 
     def texts(self, value: Any) -> list[str]:
         return [f"{value:g}s"]
-
-    def literal(self, value: Any) -> str:
-        return f'"{value:g}s"'
 
 
 _Shape = Annotated[tuple[_Number, ...], Meta(min_length=2, max_length=16)]
@@ -264,8 +268,8 @@ class Shapes(Kind["tuple[tuple[int, ...], ...]"]):
         parts = [value] if isinstance(value, str) else list(value)
         if all(isinstance(one, int) or str(one).isdigit() for one in parts):
             parts = [parts]
-        split = [one.lower().split("x") if isinstance(one, str) else one for one in parts]
-        found = super().parse(split)
+        split = (one.lower().split("x") if isinstance(one, str) else one for one in parts)
+        found = super().parse([[*map(_number, one)] for one in split])
         if not len(found) == len(set(found)) <= MAX_SHAPES or len({*map(len, found)}) > 1:
             raise UsageError(
                 f"shapes {value!r}: expected up to {MAX_SHAPES} different shapes with the same "
@@ -276,9 +280,6 @@ class Shapes(Kind["tuple[tuple[int, ...], ...]"]):
     def texts(self, value: Any) -> list[str]:
         return ["x".join(map(str, shape)) for shape in value]
 
-    def literal(self, value: Any) -> str:
-        return str(value[0]) if len(value) == 1 else str(list(value))
-
 
 class Arguments(Kind[Config]):
     """Keyword arguments by name, as a mapping or as texts 'NAME=VALUE'."""
@@ -288,33 +289,19 @@ class Arguments(Kind[Config]):
     repeats = True
 
     def parse(self, value: Any) -> Config:
-        pairs = value.items() if isinstance(value, Mapping) else list(self._pairs(value))
-        _require(len({name for name, _ in pairs}) == len(pairs))
-        _require(all(self.holds(name, held) for name, held in pairs))
-        return Config(dict(pairs))
-
-    def _pairs(self, value: Any) -> Iterator[tuple[str, Value]]:
-        for text in [value] if isinstance(value, str) else value:
-            name, rest = text.split("=", 1)
-            yield name, self.read(rest)
-
-    def holds(self, name: Any, _held: object) -> bool:
-        """Whether a value is valid for this name."""
-        return isinstance(name, str) and name.isidentifier()
-
-    def read(self, text: str) -> Value:
-        """The value behind '='."""
-        return _value(text)
+        if not isinstance(value, Mapping):
+            split = [text.split("=", 1) for text in ([value] if isinstance(value, str) else value)]
+            value = {name: _value(rest) for name, rest in split}
+            _require(len(value) == len(split))
+        _require(all(name.isidentifier() for name in value))
+        return Config(value)
 
     def texts(self, value: Config) -> list[str]:
         return [f"{name}={_written(held)}" for name, held in value.items()]
 
-    def literal(self, value: Config) -> str:
-        return f"{{{', '.join(f'{_quoted(name)}: {_quoted(v)}' for name, v in value.items())}}}"
-
 
 class Options(Arguments):
-    """Options of a script, by what they set."""
+    """Options of a script, by the knob that each sets."""
 
     metavar = "KNOB=OPTION"
 
@@ -322,22 +309,22 @@ class Options(Arguments):
         self.names = tuple(names)
         self.expected = f"KNOB=OPTION, e.g. batch=--batch-size; KNOB is one of {', '.join(names)}"
 
-    def holds(self, name: Any, held: object) -> bool:
-        return name in self.names and bool(re.fullmatch(r"--?[A-Za-z][\w.-]{0,99}", str(held)))
-
-    def read(self, text: str) -> Value:
-        return text
+    def parse(self, value: Any) -> Config:
+        found = super().parse(value)
+        _require(set(found) <= set(self.names))
+        _require(all(re.fullmatch(r"--?[A-Za-z][\w.-]{0,99}", str(v)) for v in found.values()))
+        return found
 
 
 def _written(value: Value) -> str:
-    """As `_value` reads it back."""
+    """A value as text that `_value` converts back."""
     if isinstance(value, str):
         return f'"{value}"' if _value(value) != value else value
     return "none" if value is None else str(value)
 
 
 def _value(text: str) -> Value:
-    """Numbers, true, false and none as such, anything else, and what is in "quotes", as text."""
+    """The value of a text: a number, true, false, none, or else text, with or without "quotes"."""
     if len(text) >= 2 and text[0] == text[-1] == '"':
         return text[1:-1]
     known: dict[str, Value] = {"true": True, "false": False, "none": None}

@@ -5,25 +5,25 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from msgspec import Struct
 
-from advisor.cache import sizes
 from advisor.cache.key import PLACE, VARIANT, Environment, Field, Key, fields, fingerprint
 from advisor.cache.key import of_environment as environment_fields
 from advisor.cache.record import Record
 from advisor.cache.task import Task, rows
 
-Kind = Literal["exact", "compatible", "miss"]
+MatchKind = Literal["exact", "compatible", "miss"]
 
-CONSTRAINTS = tuple(name for name, row in rows(Task).items() if row.is_constraint)
-"""Permissions: a record that permits more can answer from its trials."""
 SIZES = ("shapes", "others")
-"""Fields with the sizes of a run's inputs."""
 _DEVICES = tuple(name for name in PLACE if name.startswith("device."))
+UNKNOWN = "?"
+"""An unknown size in a task's `others`, as in 'mask 16x? bool'; `shapes` has 1 in its place."""
+_INPUT = re.compile(r"(\S+) ([\d?]+(?:x[\d?]+)*) (\w+)")
 
 Standing = tuple[float, ...]
 """Sort key of a stored key for a query; lower is better."""
@@ -32,12 +32,12 @@ _MISS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """What a script asks for. What it leaves open is no constraint.
+    """The fields that a script asks for; a field that it leaves open is no constraint.
 
     Attributes:
         given: checked fields of a Task by name.
         model: its fingerprint; None if there is only a name.
-        threads: that torch uses here on a CPU; else 0.
+        threads: number that torch uses on this CPU; 0 on another device.
     """
 
     environment: Environment
@@ -47,13 +47,12 @@ class Query:
 
     @property
     def batch(self) -> int | None:
-        """Preferred among records that fit; no constraint."""
+        """The batch that is preferred among records that fit; it is no constraint."""
         shapes = self.given.get("shapes")
         return shapes[0][0] if shapes else None
 
     @property
     def sample(self) -> tuple[int, ...] | None:
-        """The shape of one input, if the script names it."""
         shapes = self.given.get("shapes")
         return shapes[0][1:] if shapes else None
 
@@ -85,7 +84,7 @@ class Difference(Struct, frozen=True, kw_only=True):
 class Match(Struct, frozen=True, kw_only=True):
     """The record that answers, or on a miss the nearest one, if there is any."""
 
-    kind: Kind = "miss"
+    kind: MatchKind = "miss"
     record: Record | None = None
     differs: tuple[Difference, ...] = ()
 
@@ -95,13 +94,12 @@ class Match(Struct, frozen=True, kw_only=True):
 
 
 MISS = Match()
-"""Nothing is even near."""
 
 
-def compare(wanted: Key | Query, found: Key) -> tuple[Kind, tuple[Difference, ...]]:
-    """How well a recorded key answers, and the fields that decide it.
+def compare(wanted: Key | Query, found: Key) -> tuple[MatchKind, tuple[Difference, ...]]:
+    """How well a recorded key answers, and the fields that decide this.
 
-    Of another device only its name or kind is reported: the rest follows from it.
+    If the device differs, only its name or kind is reported: its other fields follow from that.
     """
     return compared(*_fields_of(wanted, found))
 
@@ -115,7 +113,7 @@ def _fields_of(wanted: Key | Query, found: Key) -> tuple[dict[str, Any], dict[st
 
 def compared(
     want: Mapping[str, Field], have: Mapping[str, Field]
-) -> tuple[Kind, tuple[Difference, ...]]:
+) -> tuple[MatchKind, tuple[Difference, ...]]:
     """As `compare`, from fields by name. Sizes that one side does not know make a record
     compatible, and are not reported as a difference."""
 
@@ -127,7 +125,7 @@ def compared(
         ]
 
     place = differing(PLACE)
-    unknown = any(one.field in SIZES for one in place) and sizes.fit(want, have)
+    unknown = any(one.field in SIZES for one in place) and _sizes_fit(want, have)
     if unknown:
         place = [one for one in place if one.field not in SIZES]
     for decisive in ("device.name", "device.kind"):
@@ -140,8 +138,40 @@ def compared(
     return ("compatible" if variant or unknown else "exact"), tuple(variant)
 
 
+def _sizes_fit(want: Mapping[str, Any], have: Mapping[str, Any]) -> bool:
+    """Whether the inputs of two keys differ only in sizes that one of them does not know, because
+    they differ from step to step. Which sizes a run showed depends on the steps that were seen."""
+    if any(known.get("shapes") is None or "others" not in known for known in (want, have)):
+        return False
+    inputs, others = _inputs(want), _inputs(have)
+    return inputs.keys() == others.keys() and all(
+        len(sizes) == len(others[name])
+        and all(a == b or UNKNOWN in (a, b) for a, b in zip(sizes, others[name], strict=True))
+        for name, sizes in inputs.items()
+    )
+
+
+def _inputs(known: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """The sizes of the first input, under (), and of other inputs by name and dtype. Parts that are
+    no input have no sizes."""
+    first = tuple(map(str, known["shapes"]))
+    inputs: dict[tuple[str, ...], tuple[str, ...]] = {}
+    more: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for part in filter(None, known["others"].split("; ")):
+        if not (found := _INPUT.fullmatch(part)):
+            more[(part,)] = ()
+            continue
+        sizes = tuple(found[2].split("x"))
+        stored = tuple("1" if size == UNKNOWN else size for size in sizes)
+        if not inputs and stored == first != sizes:
+            first = sizes  # it is listed among the others if one of its sizes is unknown
+        else:
+            inputs[found[1], found[3]] = sizes
+    return {(): first, **inputs, **more}
+
+
 def place_of(key: Key) -> str:
-    """A digest of the fields that make another key. Records with the same are variants."""
+    """A digest of the fields that make a lookup miss. Records with the same digest are variants."""
     known = fields(key)
     return fingerprint({name: known[name] for name in PLACE})
 
@@ -154,47 +184,43 @@ def best(query: Query, records: Iterable[Record]) -> Match:
     run, then the batch that is asked for, then one that measured that batch, then the newest. A
     server that sends only the nearest records keeps this order.
     """
-    found: list[tuple[tuple[float, ...], Match]] = []
+    found: list[tuple[Standing, Match]] = []
     for record in records:
-        standing, differs = _ranked(*_fields_of(query, record.key))
-        match = Match(kind=kind_of(standing), record=record, differs=differs)
+        rank, differs = standing(*_fields_of(query, record.key))
+        match = Match(kind=kind_of(rank), record=record, differs=differs)
         preference = (
             bool(query.given.get("command")) != bool(record.key.task.command),
             record.batch != query.batch,
             not any(trial.config.batch == query.batch for trial in record.trials),
         )
-        order = *standing, *(preference if match.fits else ()), -record.provenance.created
+        order = *rank, *(preference if match.fits else ()), -record.provenance.created
         found.append((order, match))
     return min(found, key=lambda one: one[0])[1] if found else MISS
 
 
-def standing(want: Mapping[str, Field], have: Mapping[str, Field]) -> Standing:
-    """The first part of the order in which `best` chooses, from fields by name."""
-    return _ranked(want, have)[0]
-
-
-def _ranked(
+def standing(
     want: Mapping[str, Field], have: Mapping[str, Field]
 ) -> tuple[Standing, tuple[Difference, ...]]:
-    loose = {name: value for name, value in want.items() if name not in CONSTRAINTS}
+    """Return the first part of the sort key of `best`, and the differences, from fields by name.
+
+    A record that permits more can answer from its trials. Fields that are left open and differ from
+    their defaults count against it.
+    """
+    known = rows(Task)
+    loose = {
+        name: v for name, v in want.items() if name not in known or not known[name].is_constraint
+    }
     differs: tuple[Difference, ...] = ()
     for first, asked in ((0, want), (2, loose)):
         kind, differs = compared(asked, have)
         if kind != "miss":
-            return (first + (kind == "compatible"), _unusual(asked, have)), differs
+            opened = (one for one in known.values() if one.decides and one.name != "shapes")
+            unusual = sum(one.name not in asked and have[one.name] != one.default for one in opened)
+            return (first + (kind == "compatible"), unusual), differs
     return (_MISS, len(differs)), differs
 
 
-def _unusual(want: Mapping[str, Field], have: Mapping[str, Field]) -> int:
-    """How many of a task's fields are left open and differ from their defaults."""
-    return sum(
-        have[name] != row.default
-        for name, row in rows(Task).items()
-        if row.decides and name not in want and name != "shapes"
-    )
-
-
-def kind_of(one: Standing) -> Kind:
+def kind_of(one: Standing) -> MatchKind:
     if one[0] >= _MISS:
         return "miss"
     return "compatible" if one[0] % 2 else "exact"
@@ -224,8 +250,8 @@ def find_similar(key: Key, family: str, records: Iterable[Record]) -> list[Simil
 
 
 def relation(want: Mapping[str, Field], have: Mapping[str, Field]) -> tuple[Standing, str] | None:
-    """How near a key of the same model or family is, and how it is similar, from the fields of
-    both; None for another architecture."""
+    """How near a key of the same model or family is, and how it is similar in words, from the
+    fields of both keys; None for another architecture."""
     if any(want[name] != have[name] for name in ("device.kind", "device.capability")):
         return None
     kind, differs = compared(want, have)
@@ -245,7 +271,7 @@ def relation(want: Mapping[str, Field], have: Mapping[str, Field]) -> tuple[Stan
 
 
 def _values(known: Mapping[str, Any]) -> int:
-    """Numbers in one sample; of a mix, in one of its first shape."""
+    """Numbers in one sample; for a mix, in one sample of its first shape."""
     shapes: Sequence[Any] = known["shapes"]
     return math.prod(shapes[0][1:] if isinstance(shapes[0], tuple) else shapes)
 

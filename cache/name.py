@@ -26,24 +26,18 @@ from advisor.cache.signing import NO_KEYS, KeyRing
 PREFIX = "record/"
 _HEX = r"([0-9a-f]{12})"
 _TIME = r"([0-9a-f]{14})"
-_BATCH = r"([1-9][0-9]{0,9})"
-_TAG = rf"(?:\.{_HEX})?"
 _NAME = re.compile(
-    rf"{PREFIX}{_HEX}/{_HEX}/{_HEX}/{_HEX}/{_BATCH}/([0-9])(s?)\.{_TIME}\.{_TIME}\.{_HEX}{_TAG}"
+    rf"{PREFIX}{_HEX}/{_HEX}/{_HEX}/{_HEX}/([1-9][0-9]{{0,9}})/([0-9])(s?)"
+    rf"\.{_TIME}\.{_TIME}\.{_HEX}(?:\.{_HEX})?"
 )
 TARGET, ORIGIN = slice(20, 32), slice(33, 45)
-"""Where a name has the digests of its target and origin, to filter thousands of names fast."""
+"""Slices of a name with the digests of its target and origin, to filter thousands of names fast."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 class StoreKey(Struct, frozen=True, kw_only=True):
-    """A key in a store.
-
-    Attributes:
-        text: the whole key.
-        record_key: MODEL/ID/BATCH, the same for all versions of a record and what belongs to it.
-        trusted: its tag was made with one of the reader's keys.
-    """
+    """A key in a store. `record_key`: MODEL/ID/BATCH, the same for all versions of a record and its
+    artifacts; `trusted`: its tag was made with one of the reader's keys."""
 
     text: str
     record_key: str
@@ -51,8 +45,8 @@ class StoreKey(Struct, frozen=True, kw_only=True):
 
     @property
     def record_id(self) -> str:
-        """As people see and type it: 'ae1bff61eea5@128'."""
-        return record_id(self.record_key)
+        """The record's id as people see and type it: 'ae1bff61eea5@128'."""
+        return "@".join(self.record_key.split("/")[1:])
 
 
 class Name(StoreKey, frozen=True, kw_only=True):
@@ -60,9 +54,8 @@ class Name(StoreKey, frozen=True, kw_only=True):
     hex characters, times in microseconds; 's' if the record is stale.
 
     Attributes:
-        target: digests of the target's name and of where it lay. A record that was tuned under
-            several names has versions for each.
-        id: the key's; `batch` the user's.
+        target: digests of the target's name and origin. A record that was tuned under several names
+            has versions for each name.
         effort: from 1, or 0 for an unknown one.
         digest: of the encoded record.
     """
@@ -78,16 +71,13 @@ class Name(StoreKey, frozen=True, kw_only=True):
 
     @property
     def untagged(self) -> str:
-        """The part of the name that its tag signs."""
         return ".".join(self.text.split(".")[:4])
 
     def is_of(self, data: object) -> bool:
-        """Whether it names exactly these bytes."""
         return isinstance(data, bytes) and _digest(data) == self.digest
 
     @classmethod
     def parse(cls, text: str, keyring: KeyRing = NO_KEYS) -> Name | None:
-        """The name that a store's key is, or None."""
         found = _NAME.fullmatch(text)
         if not found:
             return None
@@ -113,11 +103,11 @@ class Name(StoreKey, frozen=True, kw_only=True):
         """The name of a record with these encoded bytes, tagged if there is a key."""
         made = record.provenance
         effort = EFFORTS.index(made.effort) + 1 if made.effort in EFFORTS else 0
-        version = f"{effort}{'s' * bool(record.stale)}.{_time(made.created)}"
-        text = (
-            f"{PREFIX}{record.key.model[:12]}/{'/'.join(target_key(record.target))}/"
-            f"{record.key.id}/{record.batch}/{version}.{_time(record.revised)}.{_digest(data)}"
+        key, place = record.key, "/".join(target_key(record.target))
+        version = (
+            f"{effort}{'s' * bool(record.stale)}.{_time(made.created)}.{_time(record.revised)}"
         )
+        text = f"{PREFIX}{key.model[:12]}/{place}/{key.id}/{record.batch}/{version}.{_digest(data)}"
         name = cls.parse(keyring.tagged(text), keyring)
         assert name is not None
         return name
@@ -126,11 +116,6 @@ class Name(StoreKey, frozen=True, kw_only=True):
 def record_key(record: Record) -> str:
     """MODEL/ID/BATCH, as in `StoreKey`."""
     return f"{record.key.model[:12]}/{record.key.id}/{record.batch}"
-
-
-def record_id(record_key: str) -> str:
-    """ID@BATCH of MODEL/ID/BATCH."""
-    return "@".join(record_key.split("/")[1:])
 
 
 def target_key(target: Target) -> tuple[str, str]:
@@ -165,26 +150,23 @@ def _time(seconds: float) -> str:
 
 
 def ranked(names: Iterable[Name]) -> list[Name]:
-    """Versions of one record, the one that counts first; the top of this file has the order.
-
-    Of several revisions of one measurement, the last one comes first.
-    """
-    names = list(names)
+    """Versions of one record, the one that counts first; this file's docstring has the order. Of
+    several revisions of one measurement, the last one comes first."""
+    sides = {name: (*_side(name), name.created) for name in names}
     last: dict[tuple[object, ...], int] = {}
-    for name in names:
-        group = (*_side(name), name.created)
-        last[group] = max(last.get(group, 0), name.revised)
+    for name, side in sides.items():
+        last[side] = max(last.get(side, 0), name.revised)
 
     def order(name: Name) -> tuple[object, ...]:
-        side = _side(name)
-        is_last = name.revised == last[*side, name.created]
-        fresh = not name.stale
-        return *side, is_last, fresh, name.effort, name.created, name.revised, name.digest
+        trusted, possible, created = side = sides[name]
+        is_last, fresh = name.revised == last[side], not name.stale
+        version = name.effort, created, name.revised, name.digest
+        return trusted, possible, is_last, fresh, *version
 
-    return sorted(names, key=order, reverse=True)
+    return sorted(sides, key=order, reverse=True)
 
 
 def _side(name: Name) -> tuple[bool, bool]:
-    """Whether the reader signed it, and whether its times are possible."""
+    """Whether the reader signed a name, and whether its times are possible."""
     times = [name.created, *([name.revised] if name.revised else [])]
     return name.trusted, all(is_moment(one / 1e6) for one in times)

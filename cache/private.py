@@ -1,4 +1,4 @@
-"""Whether another user could read, change or replace a file, as StrictModes of sshd_config(5)."""
+"""Checks if another user could read, set or replace a file, like StrictModes of sshd_config(5)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from pathlib import Path
 
 
 def insecure_reason(path: Path, descriptor: int, group_reads: bool = False) -> str:
-    """How another user except root could have read or set an open file; '' if none could.
-
-    Args:
-        path: what was opened.
-        group_reads: its group may read it.
-    """
+    """How another user except root could have read or set an open file; '' if nobody could.
+    `group_reads`: the file's group may read it."""
     if not hasattr(os, "geteuid"):
         return ""
     try:
@@ -35,7 +31,7 @@ def insecure_reason(path: Path, descriptor: int, group_reads: bool = False) -> s
 
 
 def _fault(step: Path, found: os.stat_result) -> str:
-    """How another user could replace one step of the path; '' if none could."""
+    """How another user could replace one step of the path; '' if nobody could."""
     if found.st_uid not in (0, os.geteuid()):
         return f"{step} is another user's ({found.st_uid})"
     if stat.S_ISLNK(found.st_mode):

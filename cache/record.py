@@ -1,4 +1,4 @@
-"""What was measured, what was chosen, and where it came from."""
+"""A record: measurements, the choices made from them, and where they come from."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ STAGES = ("compute", "input", "loader", "numerics")
 EFFORTS = ("quick", "normal", "exhaustive")
 """The least first; a record of more effort is preferred."""
 WITHIN, INTERRUPTED = "within", "interrupted"
-"""Efforts below EFFORTS: tuned inside a run that went on, and ended by Ctrl-C."""
+"""Efforts below EFFORTS: WITHIN a real run while it went on, INTERRUPTED by Ctrl-C."""
 USES = ("flags", "pilot", "loop", "capture")
-"""What a script lets advice do, the least first; each includes those before it."""
+"""How much of its advice a script can follow, the least first; each includes those before it."""
 FLAGS, PILOT, LOOP, CAPTURE = RACED = USES
 
 
@@ -42,19 +42,15 @@ def _one_of(names: Sequence[str]) -> Meta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What running a config gave.
+    """The result of running a config.
 
     Attributes:
         outcome: one of OUTCOMES; `reason` says why it is not 'ok'.
         samples_per_s: by the wall clock, with its confidence interval from `low` to `high`.
         step_s: seconds per step; `gpu_s` the same by the GPU's clock, 0 on the CPU.
-        busy: share of a step's time in which the device works; 0 on the CPU and if unknown.
-        first_step_s: seconds of the first step, with compilation and algorithm search.
-        peak_bytes: device memory at its peak.
-        steps: how many were timed.
-        blocks: seconds per step of each block that was timed.
-        waited: share of the time in which a run waited for its data.
-        warm_s: seconds until the steps of a run settled, without the first step.
+        first_step_s: with compilation and algorithm search.
+        steps: how many steps were timed; `blocks`: seconds per step of each timed block.
+        waited: fraction of the time that a run waited for its data.
     """
 
     outcome: Annotated[str, _one_of(OUTCOMES)]
@@ -64,28 +60,25 @@ class Measurement:
     high: RateOr0 = 0.0
     step_s: Seconds = 0.0
     gpu_s: Seconds = 0.0
-    busy: Share = 0.0
     first_step_s: Seconds = 0.0
     peak_bytes: Bytes = 0
     steps: Count = 0
     blocks: tuple[Seconds, ...] = ()
     waited: Share = 0.0
-    warm_s: Seconds = 0.0
 
     @property
     def ok(self) -> bool:
-        """Whether the config ran to the end."""
         return self.outcome == "ok"
 
 
 def best_known(seen: Sequence[Measurement]) -> Measurement:
-    """Of several measurements of one config the one with the most blocks."""
+    """The measurement with the most blocks, among several of one config."""
     return max(seen, key=lambda one: len(one.blocks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One config tried. `origin`: who asked for it; `seconds`: what it cost by the wall clock."""
+    """A config that was tried. `origin`: what proposed it; `seconds`: the wall time it took."""
 
     number: Count
     config: Config
@@ -102,8 +95,8 @@ class Choice:
     Attributes:
         speedup: over the default at the user's batch, with its 95% interval.
         rounds: samples/s of each turn of the race.
-        first_step_s: seconds of the first step with nothing compiled before; `loaded_step_s` with
-            its artifacts loaded. 0 where not measured.
+        first_step_s: the first step with nothing compiled before; `loaded_step_s`: with artifacts
+            loaded; 0 if not measured.
     """
 
     config: Config
@@ -122,8 +115,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one knob contributes: samples/s of the advice over those with this knob alone at torch's
-    default, with its 95% interval. `knob`: its name and value; `stage`: where it was measured."""
+    """One knob's contribution: the rate of the advice over the rate with only this knob at torch's
+    default, with its 95% interval."""
 
     knob: Config
     ratio: Ratio
@@ -143,8 +136,8 @@ class Winner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What was tuned: `name` as 'model.py:Net', `origin` the digest of its file's path or '', and
-    `code` that of what decides the model in it, '' where that is not known."""
+    """What was tuned. `name`: as 'model.py:Net'; `origin`: digest of its file's path, or '';
+    `code`: digest of the code that decides the model, '' if unknown."""
 
     name: str
     origin: Hex
@@ -153,11 +146,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where a record comes from; never compared. `created` is in Unix seconds.
-
-    `steps` or `duration_s`: the length of the job that the advice was chosen for; both 0 for the
-    steady state.
-    """
+    """Where a record comes from; a lookup ignores it. `created` is in Unix seconds. `steps` or
+    `duration_s`: the length of the job that the advice is for; both 0 for the steady state."""
 
     created: float
     seconds: Seconds
@@ -176,7 +166,6 @@ class Provenance:
 
     @property
     def how(self) -> str:
-        """The effort, for people."""
         lesser = {WITHIN: "within its own run", INTERRUPTED: "until it was cut short"}
         return lesser.get(self.effort, f"with --effort {self.effort}")
 
@@ -188,15 +177,14 @@ class Record:
     Attributes:
         baseline: torch's default at the user's batch, from the race.
         winners: the best for each of USES, at the user's batch and, if other batches were tried,
-            with the batch free.
-        input: the knobs of the input stage that were chosen; may be empty.
+            with the batch free. `raced` has every config that finished the race.
+        input: the knobs of the input stage that were chosen.
         trials: of every stage. Those of 'numerics' are the comparisons with strict fp32; a config
             without one was not verified.
-        raced: every config that finished the race, chosen or not.
         parts: what each knob of the loop's winner contributes, once `advisor explain` measured it.
-        stale: why it no longer holds, as `advisor verify` found; '' while it does.
+        stale: why the record no longer holds, as `advisor verify` found; '' while it holds.
         family: digest of the kinds of modules in the model; '' if unknown.
-        revised: when `explain`, `verify` or another name last changed it, in Unix seconds, or 0.
+        revised: when `explain`, `verify` or a new name last changed it, in Unix seconds; or 0.
     """
 
     key: Key
@@ -213,27 +201,26 @@ class Record:
     revised: float = 0.0
 
     def __post_init__(self) -> None:
-        there = [(one.use, one.free) for one in self.winners]
-        if len({*there}) < len(there) or not {*there} >= {(use, False) for use in USES}:
+        there = {(one.use, one.free) for one in self.winners}
+        if len(there) < len(self.winners) or not there >= {(use, False) for use in USES}:
             raise ValueError(f"winners: expected one for each of {', '.join(USES)}")
 
     @property
     def batch(self) -> int:
-        """The user's."""
         return self.key.task.batch
 
     @property
     def use(self) -> str:
-        """The use that is served by default: the pilot for a run, else the loop."""
+        """The use that the record serves by default: the pilot for a run, else the loop."""
         return PILOT if self.key.task.command else LOOP
 
     @property
     def id(self) -> str:
-        """The key's with the batch, 'ae1bff61eea5@128': what people see and type."""
+        """The key's id and the batch, 'ae1bff61eea5@128', as people see and type it."""
         return f"{self.key.id}@{self.batch}"
 
     def winner(self, use: str, *, free: bool = False) -> Choice:
-        """The best for a use; with the batch free, if no other batch won, at the user's."""
+        """The best choice for a use; `free`: at any batch, or at the user's if no other won."""
         choices = {(one.use, one.free): one.choice for one in self.winners}
         return choices.get((use, free), choices[use, False])
 
@@ -247,14 +234,14 @@ class Record:
             for trial in self.trials
             if trial.config != default and trial.stage == "compute" and trial.origin != "reference"
         ]
-        # Without time for a race the default has the one turn of its trial.
+        # If there was no time for a race, the default has only the one turn of its trial.
         enough = len(self.baseline.rounds) > 1 or not any(others)
         return any(one.config != default for one in raced) or (bool(others) and enough)
 
     @property
     def choices(self) -> dict[str, Choice]:
-        """Every config that was chosen, by its name in a report; equal ones once, by the loop's
-        name, as most scripts have a loop."""
+        """Every chosen config, by its name in a report. Equal configs appear once, under the loop's
+        name, because most scripts have a loop."""
         default = "unmodified" if self.key.task.command else "torch default"
         found = {self.baseline.config: (default, self.baseline)}
         for one in sorted(self.winners, key=lambda one: (one.free, one.use != LOOP)):

@@ -1,64 +1,74 @@
 """Records in one or several stores: looked up in order, written to the first that takes them.
 
-StoreError says why no store can be read or written, RecordDamaged why a record is invalid.
+Names tell which version of a record counts (see `name`). Only that one is fetched, and the next one
+only if it is damaged. StoreError says why no store can be read or written, RecordDamaged why a
+record is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from advisor.cache.artifacts import Artifacts
-from advisor.cache.codec import decode, encode
+from advisor.cache.codec import decode, decode_signed, encode
 from advisor.cache.key import Key
 from advisor.cache.match import SimilarRecord, find_similar
-from advisor.cache.name import Name, StoreKey, record_id, record_key
+from advisor.cache.name import ORIGIN, PREFIX, TARGET, Name, StoreKey, ranked
 from advisor.cache.reader import (
     EVERYTHING,
-    Check,
-    Reader,
+    Listing,
     RecordFilter,
     StoredRecord,
-    nothing_wrong,
+    grouped,
     once,
     united,
 )
 from advisor.cache.record import Record
 from advisor.cache.settings import max_artifacts
 from advisor.cache.signing import NO_KEYS, KeyRing
-from advisor.cache.stores import Remote, Store, studies_of
-from advisor.cache.stores.filesystem import beside
+from advisor.cache.stores import ByteStore, Remote, studies_of
+from advisor.cache.stores.filesystem import study_file
+from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged, StoreError, UsageError
 
 T = TypeVar("T")
 
 MAX_SIMILAR = 256
 """Records of other models that are read from a store to see whether they are similar."""
+AT_ONCE = 64
 _ID = re.compile(r"([0-9a-f]{1,12})(?:@([0-9]{0,10}))?")
 
 
-class Records(Reader):
+class Records:
     """The records in some stores, which are looked up in order.
+
+    Args:
+        check: returns a fault of a record that the cache cannot see, such as a value outside a
+            knob's domain; or ''.
 
     Attributes:
         damaged: one line for each record that the last `all`, `held` or `get` could not read.
-        unreachable: one line for each store that they could not read.
-        left: how many records the last `held` or `newest` did not look at, as there are more.
-        stuck: one line for each version that the last `remove` could not.
+        unreachable: one line for each store that the last of these calls could not read.
+        left: how many records the last `held` or `newest` did not read, because of its limit.
+        stuck: one line for each version that the last `remove` could not remove.
     """
 
     def __init__(
         self,
-        stores: Store | Sequence[Store],
-        *,
+        stores: ByteStore | Sequence[ByteStore],
         keyring: KeyRing = NO_KEYS,
-        check: Check = nothing_wrong,
+        check: Callable[[Record], str] = lambda _record: "",
     ) -> None:
-        super().__init__(keyring, check)
         self.stores = tuple(stores) if isinstance(stores, Sequence) else (stores,)
+        self.keyring, self._check = keyring, check
         self.damaged: list[str] = []
         self.unreachable: list[str] = []
         self.stuck: list[str] = []
@@ -66,20 +76,71 @@ class Records(Reader):
 
     @property
     def artifacts(self) -> Artifacts:
-        """What was compiled for their configs."""
         return Artifacts(self.stores, self.keyring, max_artifacts())
 
     @property
     def studies(self) -> Path:
-        """The folder for studies."""
         return studies_of(self.stores)
 
     def study(self, name: str) -> Path:
         """The file of a study, 'NAME.journal' or 'NAME.lock', inside that folder."""
-        return beside(self.studies, name)
+        return study_file(self.studies, name)
+
+    def is_ours(self, key: StoreKey) -> bool:
+        """Whether the reader or their team wrote this key; True for a reader without any secret."""
+        return key.trusted or not self.keyring.signs
+
+    def names(self, store: ByteStore) -> list[Name]:
+        """The names of the records in a store, versions that no longer count included."""
+        return [name for text in store.keys() if (name := Name.parse(text, self.keyring))]
+
+    def read(self, name: Name, data: bytes | RecordDamaged) -> Record:
+        """The record in data from `get_many`. Raises RecordDamaged if it may not be used."""
+        if isinstance(data, RecordDamaged):
+            raise data
+        record, signed, own_name = _checked(data, self.keyring, self._check)
+        if own_name != name.untagged:
+            raise RecordDamaged(f"record: it does not match its name {name.text}; refused")
+        if name.trusted and not signed:
+            raise RecordDamaged("record: not signed, although its name is; refused")
+        return record
+
+    def look_into(self, store: ByteStore, wanted: RecordFilter = EVERYTHING) -> Listing:
+        """The records of one store that match a filter."""
+        versions, left = wanted.limited(self._versions(store, wanted))
+        look, held = _Look(self, store), list[StoredRecord]()
+        for start in range(0, len(versions), AT_ONCE):
+            orders = list(map(ranked, versions[start : start + AT_ONCE]))
+            look.fetch([names[0].text for names in orders])
+            for names in orders:
+                held += look.of_record(names, wanted.digests)
+        return Listing(
+            held=tuple(one for one in held if wanted.matches(one.record)),
+            damaged=tuple(look.damaged),
+            left=frozenset(left),
+        )
+
+    def _versions(self, store: ByteStore, wanted: RecordFilter) -> dict[str, list[Name]]:
+        """All versions of each record that has a version of the wanted model, target and origin."""
+        start = PREFIX if wanted.model is None else f"{PREFIX}{wanted.model[:12]}/"
+        texts = [text for text in wanted.keys(store) if text.startswith(start)]
+        keys: set[str] | None = None
+        if (digests := wanted.digests) is not None:  # before names are parsed: there are many
+            some = [one for one in texts if one[TARGET] in digests or one[ORIGIN] in digests]
+            keys = {name.record_key for text in some if (name := Name.parse(text))}
+            starts = tuple({f"{PREFIX}{key[:13]}" for key in keys})
+            texts = [text for text in texts if text.startswith(starts)]
+        found: list[Name] = []
+        for number, text in enumerate(texts):
+            if not number % 256:
+                check_deadline()
+            name = Name.parse(text, self.keyring)
+            if name is not None and (keys is None or name.record_key in keys):
+                found.append(name)
+        return grouped(found, lambda name: name.record_key)
 
     def held(self, wanted: RecordFilter = EVERYTHING) -> list[StoredRecord]:
-        """What all stores have; of the same record in several, the version that counts."""
+        """The records of all stores that match a filter; for each, the version that counts."""
         self.damaged = []
         left: set[str] = set()
         found: list[StoredRecord] = []
@@ -91,11 +152,11 @@ class Records(Reader):
         return united(found)
 
     def of_each(
-        self, ask: Callable[[Store], T], *, needs_one: bool = True
-    ) -> Iterator[tuple[Store, T]]:
-        """What ask(store) returns for each store; those that raise StoreError are `unreachable`."""
-        self.unreachable = []
+        self, ask: Callable[[ByteStore], T], *, needs_one: bool = True
+    ) -> Iterator[tuple[ByteStore, T]]:
+        """Yields each store with ask(store); stores that raise StoreError are `unreachable`."""
         failed: list[StoreError] = []
+        self.unreachable = []
         for store in self.stores:
             try:
                 answer = ask(store)
@@ -108,11 +169,11 @@ class Records(Reader):
             raise failed[0]
 
     def all(self, wanted: RecordFilter = EVERYTHING) -> list[Record]:
-        """What can be read, each record once."""
+        """All matching records that can be read, each once."""
         return [one.record for one in once(self.held(wanted)).values()]
 
     def newest(self, most: int) -> list[StoredRecord]:
-        """The newest of each store, once each, the newest first; older ones are not read."""
+        """The `most` newest records of each store, each once, newest first; older are not read."""
         found = once(self.held(RecordFilter(most=most))).values()
         return sorted(found, key=lambda one: -one.record.provenance.created)
 
@@ -123,42 +184,49 @@ class Records(Reader):
         return find_similar(key, family, [one.record for one in self.held(wanted)])
 
     def get(self, id_prefix: str) -> Record:
-        """As `one`, without where it is."""
         return self.one(id_prefix).record
 
     def one(self, id_prefix: str) -> StoredRecord:
-        """The one record that 'abc', 'ae1bff61eea5' or 'ae1bff61eea5@64' names."""
+        """The only record whose id starts with a text: 'abc', 'ae1bff61eea5', 'ae1bff61eea5@64'."""
         key, batch = _id(id_prefix)
         found = once(self.held(RecordFilter(id=key, batch=batch)))
-        ids = {record_id(record_key) for record_key in found}
+        ids = {one.name.record_id for one in found.values()}
         _check_one({*ids, *(line.partition(":")[0] for line in self.damaged)}, id_prefix)
         if not found:
             raise RecordDamaged("; ".join(self.damaged))
         return next(iter(found.values()))
 
-    def named(self, id_prefix: str | None = None) -> list[tuple[Store, Name]]:
-        """Every version, readable or not, of the one record that a text names as for `get`; of all
-        records for None. `unreachable`: stores that were not listed.
+    def named(self, id_prefix: str | None = None) -> list[tuple[ByteStore, Name]]:
+        """Every version, readable or not, of the one record that a text names as in `one`; for
+        None, of all records. `unreachable` has the stores that could not be listed.
         """
-        start, batch = ("", None) if id_prefix is None else _id(id_prefix)
-        found: list[tuple[Store, Name]] = []
-        for store, texts in self.of_each(lambda store: store.keys(), needs_one=False):
-            for name in filter(None, map(Name.parse, texts)):
-                if name.id.startswith(start) and batch in (None, name.batch):
-                    found.append((store, name))
-        if id_prefix is not None:
-            _check_one({name.record_id for _store, name in found}, id_prefix)
+        if id_prefix is None:
+            return self._named("", None)
+        found = self._named(*_id(id_prefix))
+        _check_one({name.record_id for _store, name in found}, id_prefix)
         return found
 
-    def put(self, record: Record, *, revises: Record | None = None) -> Store:
-        """Keep it in the first store that can be written; returns that store.
+    def versions(self, record: Record) -> list[tuple[ByteStore, Name]]:
+        """Every version of a record in all stores that can be read; the others: `unreachable`."""
+        return self._named(record.key.id, record.batch)
+
+    def _named(self, start: str, batch: int | None) -> list[tuple[ByteStore, Name]]:
+        return [
+            (store, name)
+            for store, names in self.of_each(self.names, needs_one=False)
+            for name in names
+            if name.id.startswith(start) and batch in (None, name.batch)
+        ]
+
+    def put(self, record: Record, *, revises: Record | None = None) -> ByteStore:
+        """Write a record to the first store that takes it. Returns this store.
 
         A signature says that its owner measured what is in a record. So a revision is signed only
         if the reader's keys signed what it revises.
 
         Args:
-            revises: what it was made of. The same record under another target's name is a revision
-                too.
+            revises: the record that it was made from. The same record under another target's name
+                is a revision too.
         """
         self.keyring = self.keyring.ready()
         keyring = self.keyring if revises is None or self._signed(revises) else NO_KEYS
@@ -173,7 +241,7 @@ class Records(Reader):
             return any(one.trusted and one.record == record for one in self.held(same))
         return False
 
-    def health(self, store: Store) -> str:
+    def health(self, store: ByteStore) -> str:
         """A store's own health, how many records it has, and how many of them are unreadable."""
         health = store.health()
         if not health.startswith("ok"):
@@ -183,13 +251,12 @@ class Records(Reader):
         except StoreError as exc:
             return f"unusable: {exc}"
         number = len(once(listing.held)) + len(listing.left)
-        count = f"{number} record{'s' * (number != 1)}"
         among = f" of the newest {MAX_SIMILAR}" if listing.left else ""
         bad = f", {len(listing.damaged)}{among} unreadable" if listing.damaged else ""
-        return f"{health}: {count}{bad}"
+        return f"{health}: {number} record{'s' * (number != 1)}{bad}"
 
     @staticmethod
-    def copy(one: StoredRecord, store: Store) -> None:
+    def copy(one: StoredRecord, store: ByteStore) -> None:
         """Put a record into another store that does not have it."""
         there = store.get_many(one.texts)
         for text, data in one.store.get_many(one.texts).items():
@@ -198,37 +265,98 @@ class Records(Reader):
 
     def keep(self, one: StoredRecord) -> None:
         """Copy a record into the first local store that takes it."""
-        if local := [store for store in self.stores if not isinstance(store, Remote)]:
-            self.copy(one, _first_writable(local))
+        for store in self.stores:
+            if not isinstance(store, Remote):
+                with contextlib.suppress(StoreError):
+                    return self.copy(one, store)
 
-    def first_writable(self) -> Store:
-        """The first store that can be written."""
-        return _first_writable(self.stores)
+    def first_writable(self) -> ByteStore:
+        return next(store for store, _ in self.of_each(lambda store: store.check_writable()))
 
-    def versions(self, record: Record) -> list[tuple[Store, Name]]:
-        """Every version of a record in every store that can be read; `unreachable`: the others."""
-        key = record_key(record)
-        listed = self.of_each(self.names, needs_one=False)
-        return [
-            (store, name) for store, names in listed for name in names if name.record_key == key
-        ]
-
-    def remove(self, versions: Iterable[tuple[Store, StoreKey]]) -> int:
-        """Remove exactly these; how many there were. `stuck` has a line for each that stays."""
+    def remove(self, going: Iterable[tuple[ByteStore, StoreKey]]) -> int:
+        """Remove exactly these keys of stores. Returns how many there were; `stuck` has a line for
+        each key that could not be removed."""
         count = 0
         self.stuck = []
-        for store, key in versions:
+        for store, one in going:
             try:
-                count += store.delete(key.text)
+                count += store.delete(one.text)
             except StoreError as exc:
-                self.stuck.append(f"{key.record_id}: {exc}")
+                self.stuck.append(f"{one.record_id}: {exc}")
         return count
+
+
+@functools.lru_cache(maxsize=64)
+def _checked(
+    data: bytes, keyring: KeyRing, check: Callable[[Record], str]
+) -> tuple[Record, bool, str]:
+    """The record in these bytes, whether one of the keys signed it, and its name."""
+    record, signed = decode_signed(data, keyring)
+    if wrong := check(record):
+        raise RecordDamaged(f"record: {wrong}; refused")
+    return record, signed, Name.of(record, data).text
+
+
+class _Look:
+    """One look into a store: the data fetched from it, and a line for each damaged version."""
+
+    def __init__(self, records: Records, store: ByteStore) -> None:
+        self.damaged: list[str] = []
+        self._records, self._store = records, store
+        self._fetched: dict[str, bytes | RecordDamaged | None] = {}
+
+    def fetch(self, texts: Sequence[str]) -> None:
+        """Get several keys in one request, and forget those fetched before."""
+        self._fetched = {**dict.fromkeys(texts), **self._store.get_many(texts)}
+
+    def of_record(
+        self, names: Sequence[Name], digests: frozenset[str] | None
+    ) -> Iterator[StoredRecord]:
+        """Yields the version that counts, under each target's name that is looked for.
+
+        Measurements of a target and a run, or of two runs, are separate: each has its version.
+
+        Args:
+            names: the versions in their order; a later one is fetched if those before are damaged.
+            digests: as `RecordFilter.digests`.
+        """
+        one = next(filter(None, map(self._read, names)), None)
+        if one is None:
+            return
+        yield one
+        digest = one.record.key.digest
+        wanted = {name.target for name in names if digests is None or digests & {*name.target}}
+        for target in sorted(wanted - {one.name.target}):
+            # Names that others give to a record of the reader's own do not count.
+            fit = [n for n in names if n.target == target and n.trusted >= one.name.trusted]
+            same = (n for n in map(self._read, fit) if n and n.record.key.digest == digest)
+            if (alias := next(same, None)) is None:
+                continue
+            key = alias.record.key
+            if key.task.command == one.record.key.task.command:
+                named = dataclasses.replace(one.record, key=key, target=alias.record.target)
+                alias = replace(one, record=named, texts=(one.name.text, alias.name.text))
+            yield alias
+
+    def _read(self, name: Name) -> StoredRecord | None:
+        check_deadline()
+        if name.text not in self._fetched:
+            self._fetched.update(self._store.get_many([name.text]))
+        data = self._fetched.get(name.text)
+        if data is None:  # removed since it was listed
+            return None
+        try:
+            record = self._records.read(name, data)
+        except RecordDamaged as exc:
+            self.damaged.append(f"{name.record_id}: {exc}")
+            return None
+        return StoredRecord(record=record, name=name, store=self._store, texts=(name.text,))
 
 
 def _id(text: str) -> tuple[str, int | None]:
     found = _ID.fullmatch(text)
     if not found:
-        raise UsageError(f"key {text[:80]!r}: expected one as ae1bff61eea5@64; run: advisor show")
+        raise UsageError(f"key {text[:80]!r}: expected e.g. ae1bff61eea5@64; run: advisor show")
     return found[1], int(found[2]) if found[2] else None
 
 
@@ -236,20 +364,13 @@ def _check_one(ids: set[str], text: str) -> None:
     if not ids:
         raise UsageError(f"key {text!r}: no such record; run: advisor show")
     if len(ids) > 1:
-        raise UsageError(f"key {text!r}: several begin so: {', '.join(sorted(ids))}; give more")
+        raise UsageError(
+            f"key {text!r}: several records match: {', '.join(sorted(ids))}; give a longer key"
+        )
 
 
-def _first_writable(stores: Sequence[Store]) -> Store:
-    for store in stores:
-        with contextlib.suppress(StoreError):
-            store.check_writable()
-            return store
-    stores[0].check_writable()
-    return stores[0]
-
-
-def be_patient(stores: Iterable[Store], seconds: float) -> None:
-    """Let remote stores take so long: for a command that a person waits for."""
+def be_patient(stores: Iterable[ByteStore], seconds: float) -> None:
+    """Let remote stores take at least `seconds`, for a command that a person waits for."""
     for store in stores:
         if isinstance(store, Remote):
-            store.patience_s = max(store.patience_s, seconds)
+            store.timeout_s = max(store.timeout_s, seconds)

@@ -1,6 +1,6 @@
-"""What is set for a project or a shell: the stores, and what a miss does.
+"""Settings of a project or a shell: the stores, and what a miss does.
 
-UsageError names a value that is wrong, and its file.
+UsageError names a wrong value, and its file.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from advisor.errors import UsageError
+from advisor.errors import UsageError, reason
 
 _MAX_BYTES = 2**22
 ON_MISS = ("default", "nearest", "request")
 KNOWN = ("cache", "on-miss")
 MAX_ARTIFACTS = 64 * 2**20
-"""Bytes of the artifacts of one config, packed, unless set."""
+"""Default for the most bytes of one config's artifacts, packed."""
 _MENTIONED = re.compile(rb"tool\s*\.\s*advisor|^\s*advisor\b", re.MULTILINE)
-_BETWEEN = re.compile(r",\s*(?=[A-Za-z][A-Za-z0-9+.-]+:|[/~.])")
+_BETWEEN = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]+:|[/~.])")
 _RELATIVE = re.compile(r"^((?:disk|dir|pack):)?(\.{1,2}(?=/|$).*|[^:/~.][^:]*)$")
 
 
@@ -31,7 +31,7 @@ class ProjectUrl(str):
 
 
 Cache = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
-"""A store's URL or folder, several, or None for the environment's or the project's."""
+"""A store's URL or folder; or several; or None, for those of the environment or the project."""
 
 
 def cache_urls(cache: Cache = None) -> tuple[str, ...]:
@@ -41,14 +41,14 @@ def cache_urls(cache: Cache = None) -> tuple[str, ...]:
     One string may list several with commas between.
     """
     given = cache if cache is not None else os.environ.get("ADVISOR_CACHE") or _project_urls()
-    listed: object = [given] if isinstance(given, str | os.PathLike) else given
-    if isinstance(listed, bytes) or not isinstance(listed, Iterable):
+    listed: object = [given] if isinstance(given, str | bytes | os.PathLike) else given
+    if not isinstance(listed, Iterable):
         raise UsageError(f"cache {cache!r}: expected a folder, a store's URL, or several")
     return tuple(url for one in listed for url in _split(one))
 
 
 def server_url(cache: Cache = None) -> str:
-    """The first of the stores that is a server; '' if none is. Raises as `cache_urls`."""
+    """The URL of the first store that is a server; '' if none is. Raises as `cache_urls`."""
     return next((url for url in cache_urls(cache) if url.startswith(("http://", "https://"))), "")
 
 
@@ -57,38 +57,35 @@ def _split(one: object) -> list[str]:
     if isinstance(one, ProjectUrl):
         return [one]
     if isinstance(one, str):
-        return _BETWEEN.split(one.strip())
+        from advisor.cache.stores.url import without_password  # here: the stores import this module
+
+        urls = _BETWEEN.split(one.strip())
+        if "," in one and not all(url and url.strip(",") == url for url in urls):
+            raise UsageError(
+                f"cache {without_password(one)!r}: expected a URL on each side of a comma"
+            )
+        return urls
     if isinstance(one, os.PathLike) and isinstance(path := os.fspath(one), str):
         return [path]
     raise UsageError(f"cache {one!r}: expected a folder or a store's URL")
 
 
-def disabled() -> bool:
-    """Whether $ADVISOR_DISABLE switches all advice off."""
-    return _is_on("ADVISOR_DISABLE")
-
-
-def keeps_loader() -> bool:
-    """Whether $ADVISOR_KEEP_LOADER keeps the loaders of runs unmodified."""
-    return _is_on("ADVISOR_KEEP_LOADER")
-
-
-def overrides_loader() -> bool:
-    """Whether $ADVISOR_OVERRIDE_LOADER also tunes loaders that have workers of their own."""
-    return _is_on("ADVISOR_OVERRIDE_LOADER")
-
-
-def _is_on(variable: str) -> bool:
+def is_on(variable: str) -> bool:
+    """Whether an environment variable is set and not 0."""
     return os.environ.get(variable, "") not in ("", "0")
 
 
+def disabled() -> bool:
+    return is_on("ADVISOR_DISABLE")
+
+
 def max_artifacts() -> int:
-    """$ADVISOR_MAX_ARTIFACTS: bytes of what is kept of one config's compilation; 0 for none."""
-    from advisor.cache.kinds import Bytes  # here: few lookups need it
+    """$ADVISOR_MAX_ARTIFACTS: most bytes of one config's artifacts, packed; 0 keeps none."""
+    from advisor.cache.kinds import ByteSize  # here: few lookups need it
 
     text = os.environ.get("ADVISOR_MAX_ARTIFACTS") or str(MAX_ARTIFACTS)
     try:
-        return 0 if text == "0" else Bytes().checked("ADVISOR_MAX_ARTIFACTS", text)
+        return 0 if text == "0" else ByteSize().checked("ADVISOR_MAX_ARTIFACTS", text)
     except UsageError as exc:
         raise UsageError(f"{exc}, or 0 to keep none") from exc
 
@@ -114,8 +111,7 @@ def _project_urls() -> list[str]:
     def beside_it(found: re.Match[str]) -> str:
         return f"{found[1] or ''}{file.parent / found[2]}"
 
-    urls = (url for one in listed for url in _BETWEEN.split(one))
-    return [ProjectUrl(_RELATIVE.sub(beside_it, url)) for url in urls]
+    return [ProjectUrl(_RELATIVE.sub(beside_it, url)) for one in listed for url in _split(one)]
 
 
 def _project() -> tuple[Path, dict[str, object]]:
@@ -140,7 +136,7 @@ def _table(file: Path) -> dict[str, object] | None:
     try:
         found = _parsed(read_regular(file, _MAX_BYTES))
     except (OSError, ValueError, RecursionError) as exc:
-        raise UsageError(f"{file}: cannot be read ({exc})") from exc
+        raise UsageError(f"{file}: cannot be read ({reason(exc)})") from exc
     if found is not None and not isinstance(found, dict):
         raise UsageError(f"{file}: [tool.advisor]: expected a table")
     for name in found or ():
@@ -156,5 +152,5 @@ def _parsed(data: bytes) -> object:
         return None  # without the parser, which takes milliseconds to import
     import tomllib
 
-    whole = tomllib.loads(data.decode()).get("tool")
-    return whole.get("advisor") if isinstance(whole, dict) else None
+    tools = tomllib.loads(data.decode()).get("tool")
+    return tools.get("advisor") if isinstance(tools, dict) else None

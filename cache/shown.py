@@ -1,9 +1,9 @@
-"""Numbers as people read them, wherever they are said."""
+"""Formats numbers for people."""
 
 from __future__ import annotations
 
 UNTOLD = 1.5
-"""Largest over smallest end of an interval that holds 1 from which it tells nothing."""
+"""An interval that holds 1 tells nothing if its ends have this ratio or more."""
 
 
 def size(count: int) -> str:
@@ -19,7 +19,7 @@ def size(count: int) -> str:
 
 
 def tells(low: float, high: float) -> bool:
-    """Whether the interval of a ratio says anything: that it is not 1, or is about 1."""
+    """Whether an interval shows that its ratio is not 1, or is about 1."""
     return not low <= 1 <= high or high < UNTOLD * low
 
 
@@ -29,11 +29,11 @@ def times(ratio: float) -> str:
 
 
 def speedup(ratio: float, low: float, high: float) -> str:
-    """'1.38x (1.36-1.41)'; 'could not tell' where the interval says nothing."""
+    """'1.38x (1.36-1.41)'; 'could not tell' if the interval tells nothing."""
     told = interval(low, high)
     return f"{times(ratio)} ({told})" if tells(low, high) else told
 
 
 def interval(low: float, high: float) -> str:
-    """'1.36-1.41'; 'could not tell' where its figures would say nothing."""
+    """'1.36-1.41'; 'could not tell' if the interval tells nothing."""
     return f"{low:.2f}-{high:.2f}" if tells(low, high) else "could not tell"

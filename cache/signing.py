@@ -1,9 +1,9 @@
-"""Keys that sign records, and so decide whose record counts if several people wrote one.
+"""Keys that sign records, and so decide whose record counts if several people wrote the record.
 
 Each user has a key of their own, made at the first write: 32 random bytes that only they can read,
 in $XDG_DATA_HOME/advisor/key. A team may share a secret, which then signs instead, so that the
 work of one counts for all. A record that neither key signed may come from anybody who can write to
-the store. It is served only if there is nothing better.
+the store. Such a record is served only if there is none that is signed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from advisor.cache.private import insecure_reason
 from advisor.cache.stores.filesystem import make_folder, open_regular
-from advisor.errors import UsageError
+from advisor.errors import UsageError, reason
 
 _log = logging.getLogger("advisor")
 
@@ -30,7 +30,7 @@ UNSIGNED = "unsigned"
 LEAST = 16
 """Characters of a secret: a shorter one can be guessed from one signed record."""
 RECORD, ARTIFACTS, NAME = b"advisor record\n", b"advisor artifacts\n", b"advisor name\n"
-"""Prefixes of what is signed, so that a signed record cannot pass for signed code."""
+"""Prefixes of signed data, so that a signed record cannot pass for signed code."""
 _OWN_BYTES = 32
 _MAX_BYTES = 2**12
 
@@ -41,9 +41,9 @@ class KeyRing:
 
     Attributes:
         secret: the team's key, empty for none; `own`: the user's, empty if none was made yet.
-        required: only records signed with one of them are accepted.
+        required: only records that one of these keys signed are accepted.
         own_file: where `ready` keeps the user's own key; None for nowhere.
-        secret_exposed: how another user could read or set the secret; '' if none could.
+        secret_exposed: how another user could read or set the secret; '' if nobody could.
             `own_exposed`: the same for the user's own key.
     """
 
@@ -69,26 +69,26 @@ class KeyRing:
         return self.secret_exposed or self.own_exposed
 
     @property
+    def _keys(self) -> list[bytes]:
+        return [key for key in (self.secret, self.own) if key]
+
+    @property
     def signs(self) -> bytes:
         """The key that signs new records: the team's, else the user's own."""
         return self.secret or self.own
 
     def sign(self, payload: bytes, of: bytes = RECORD) -> bytes:
-        """HMAC-SHA256 (RFC 2104) of an encoded record, or of ARTIFACTS, 32 bytes."""
+        """HMAC-SHA256 (RFC 2104), 32 bytes; `of` tells records from compiled artifacts."""
         return hmac.digest(self.signs, of + payload, hashlib.sha256)
 
     def verify(self, signature: bytes, payload: bytes, of: bytes = RECORD) -> bool:
-        """Whether one of the keys made this signature."""
-        return any(
-            hmac.compare_digest(signature, hmac.digest(key, of + payload, hashlib.sha256))
-            for key in (self.secret, self.own)
-            if key
-        )
+        made = (hmac.digest(key, of + payload, hashlib.sha256) for key in self._keys)
+        return any(hmac.compare_digest(signature, one) for one in made)
 
     def tags(self, name: str) -> tuple[str, ...]:
-        """12 hex characters of each key, the team's first: they prove in a listing that the key's
-        owner made a name."""
-        return tuple(_tag(key, name) for key in (self.secret, self.own) if key)
+        """A tag (12 hex characters) by each key, the team's first. In a listing, a tag proves that
+        the key's owner made the name."""
+        return tuple(_tag(key, name) for key in self._keys)
 
     def tagged(self, name: str) -> str:
         """The name with its tag; unchanged if there is no key."""
@@ -100,33 +100,30 @@ class KeyRing:
         return any(hmac.compare_digest(tag, one) for one in self.tags(name))
 
     def ready(self) -> KeyRing:
-        """With a key to sign with, which is made if there is none and it can be kept."""
+        """A keyring that can sign: if it has no key, one is made for the user and saved."""
         if self.signs or self.own_file is None:
             return self
         try:
             own, why = _make_key(self.own_file)
             return dataclasses.replace(self, own=own, own_exposed=why)
         except OSError as exc:
-            _log.warning("%s: no key of your own can be kept (%s); not signed", self.own_file, exc)
+            _log.warning("%s: your key cannot be saved (%s): unsigned", self.own_file, exc)
             return self
 
     @classmethod
     def from_environment(cls) -> KeyRing:
         """$ADVISOR_SECRET or the file $ADVISOR_SECRET_FILE, $ADVISOR_SIGNED_ONLY, and the user's
-        own key if it was made. A key file that others can read or replace is logged.
-
-        The group of the secret's file may read it: that is the team.
-
-        Raises:
-            UsageError: the secret is too short, its file cannot be read, or one is missing.
-        """
+        own key if it was made. The group of the secret's file, the team, may read it. UsageError
+        says what is wrong with the secret."""
         secret, secret_exposed = os.environ.get("ADVISOR_SECRET", ""), ""
         if path := os.environ.get("ADVISOR_SECRET_FILE", ""):
             try:
                 data, secret_exposed = _read(Path(path), group_reads=True)
                 secret = data.decode().strip()
             except (OSError, ValueError) as exc:
-                raise UsageError(f"ADVISOR_SECRET_FILE {path!r}: cannot be read ({exc})") from exc
+                raise UsageError(
+                    f"ADVISOR_SECRET_FILE {path!r}: cannot be read ({reason(exc)})"
+                ) from exc
         required = os.environ.get("ADVISOR_SIGNED_ONLY", "") not in ("", "0")
         if secret and len(secret) < LEAST:
             raise UsageError(
@@ -139,12 +136,10 @@ class KeyRing:
                 "ADVISOR_SECRET_FILE"
             )
         own, own_exposed, folder = b"", "", own_folder()
-        if folder is not None:
-            with contextlib.suppress(OSError, ValueError):
-                own, own_exposed = _read(folder / "key")
-        if len(own) != _OWN_BYTES:
-            own, own_exposed = b"", ""
         file = folder and folder / "key"
+        if file is not None:
+            with contextlib.suppress(OSError, ValueError):
+                own, own_exposed = _read_own(file)
         return cls(os.fsencode(secret), required, own, file, secret_exposed, own_exposed)
 
 
@@ -164,7 +159,7 @@ def own_folder() -> Path | None:
 
 
 def _read(path: Path, group_reads: bool = False) -> tuple[bytes, str]:
-    """The content of a file, and how another user could have read or set it."""
+    """The content of a file, and how another user could have read or set it, or ''."""
     with open_regular(path) as file:
         why = insecure_reason(path, file.fileno(), group_reads)
         if why:
@@ -172,14 +167,22 @@ def _read(path: Path, group_reads: bool = False) -> tuple[bytes, str]:
         return file.read(_MAX_BYTES), why
 
 
+def _read_own(path: Path) -> tuple[bytes, str]:
+    """As `_read`. Raises OSError if the file is no key."""
+    found, why = _read(path)
+    if len(found) != _OWN_BYTES:
+        raise OSError(f"expected {_OWN_BYTES} bytes, got {len(found)}; remove it")
+    return found, why
+
+
 @functools.cache
 def _warn_once(path: str, why: str) -> None:
-    remedy = "run: chmod 600 it, and chmod go-w the folders above it"
+    remedy = "run chmod 600 on the file, and chmod go-w on the folders above it"
     _log.warning("%s holds a secret, and %s; %s", path, why, remedy)
 
 
 def _make_key(path: Path) -> tuple[bytes, str]:
-    """A new key in its file, or the one that another process has just made; as `_read`."""
+    """Make a new key in its file, unless another process just made one. Returns as `_read`."""
     make_folder(path.parent)
     temporary = path.with_name(f".key-{secrets.token_hex(8)}")
     try:
@@ -192,7 +195,4 @@ def _make_key(path: Path) -> tuple[bytes, str]:
             os.link(temporary, path)  # fails if it exists, unlike a rename
     finally:
         temporary.unlink(missing_ok=True)
-    found, why = _read(path)
-    if len(found) != _OWN_BYTES:
-        raise OSError(f"expected {_OWN_BYTES} bytes, got {len(found)}; remove it")
-    return found, why
+    return _read_own(path)

@@ -1,8 +1,8 @@
 """Task: what is trained and what is permitted. A new field is one row here.
 
-A field's row says how it is written and checked, which option it is, whether a difference makes
-another key, and what a lookup that leaves it out means. The command line's options, the arguments,
-the key, the worker's message and the lines that are printed for copying follow from the rows.
+A field's row says how the field is written and checked, its option, whether a difference makes
+another key, and what a lookup means that leaves the field out. The options of the command line, the
+arguments, the key, the worker's message and the commands printed for copying follow from the rows.
 UsageError names a value outside its domain.
 """
 
@@ -22,12 +22,12 @@ from advisor.errors import UsageError
 
 PRECISIONS = ("default", "tf32", "bf16", "fp16", "fp8", "fp32")
 PERMITTED = ("default", "tf32", "bf16", "fp16")
-"""What a careful user accepts for training; fp32 and fp8 must be asked for."""
+"""Formats that a careful user accepts for training; fp32 and fp8 must be asked for."""
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8")
 OPTIMIZERS = ("sgd", "adamw")
 MODES = ("train", "infer")
 MAPPED = ("batch", "num_workers")
-"""What `--map` says that an option of a run's script sets."""
+"""Knobs that `--map` can assign to an option of a run's script."""
 VOCABULARY = 1000
 TOLERANCE = 0.02
 
@@ -37,20 +37,19 @@ _KEY = "advisor row"
 
 
 class FieldSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one field.
+    """The row of one field.
 
     Attributes:
-        kind: how it is written, checked and shown.
-        help: one sentence; `switched` is that of its switches if it has an option too.
+        help: its help text; `switched`: the help text of its switches, if it has an option too.
         keyword: its name in Python; default: the field's.
-        option: its name on the command line; default: the keyword's; '' for none but `switches`.
-        switches: options that take no value, and what each sets.
-        decides: a difference makes another key, hence another record.
+        option: its name on the command line; default: from the keyword; '' for no option.
+        switches: options without a value, with the value of the field that each sets.
+        decides: a difference makes another key, hence another record. `added`: after the first
+            version; left out of the digest at its default, so that older keys stay the same.
         asked: a lookup may ask for it. Left out, any value fits, and the default is preferred.
-        is_constraint: a permission: a record of more can answer, from its trials.
-        printed: part of the lines printed for copying unless it is the default.
-        shown: a run's own first steps show it: not asked for and not printed for a command.
-        given: by the user for a target; otherwise only a run has it.
+        is_constraint: a permission: a record that permits more can answer, from its trials.
+        printed: part of the commands printed for copying, unless it is the default.
+        shown: read from a run's first steps, so a command neither takes nor prints it.
     """
 
     kind: kinds.Kind[Any]
@@ -59,32 +58,37 @@ class FieldSpec(msgspec.Struct, frozen=True, kw_only=True):
     option: str = "--"
     switches: Mapping[str, Any] = {}
     decides: bool = True
+    added: bool = False
     asked: bool = True
     is_constraint: bool = False
     printed: bool = True
     shown: bool = False
-    given: bool = True
     switched: str = ""
     name: str = ""
     default: Any = dataclasses.MISSING
 
 
 def row(kind: kinds.Kind[Any], help: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
-    """A dataclass field with its row."""
+    """A dataclass field that has a row."""
     return dataclasses.field(
         default=default, metadata={_KEY: FieldSpec(kind=kind, help=help, default=default, **more)}
     )
 
 
+def switch(option: str, help: str, default: bool = False, **more: Any) -> Any:
+    """A boolean field, with one option that sets it to the opposite of its default."""
+    sets = {option: not default}
+    return row(kinds.Switch(), help, default, option="", switches=sets, **more)
+
+
 def seen(kind: kinds.Kind[Any], help: str, default: Any, **more: Any) -> Any:
-    """A field that only a run has: its first steps show it, nobody gives it or copies it."""
-    how = {"option": "", "asked": False, "printed": False, "shown": True, "given": False}
-    return row(kind, help, default, **how, **more)
+    """A field that only a run has: it is read from the first steps, never given or printed."""
+    return row(kind, help, default, option="", asked=False, printed=False, shown=True, **more)
 
 
 @functools.cache
 def rows(cls: Hashable) -> dict[str, FieldSpec]:
-    """The rows of a dataclass by field, in its order; fields without one are left out."""
+    """The rows of a dataclass by field, in order; fields without a row are left out."""
     found = {}
     for field in dataclasses.fields(cast(Any, cls)):
         if known := field.metadata.get(_KEY):
@@ -101,7 +105,7 @@ def rows(cls: Hashable) -> dict[str, FieldSpec]:
 class Task:
     """What is trained and what is permitted.
 
-    `shapes`: each with its batch, the largest first. Made by `Task.of`, which checks.
+    `shapes`: each with its batch, the largest first. `Task.of` makes a task and checks it.
     """
 
     target: str = row(
@@ -117,11 +121,14 @@ class Task:
         keyword="shape",
         shown=True,
     )
-    dtype: str = row(kinds.Choice(DTYPES), "Type of the input.", "float32", shown=True)
+    dtype: str = row(kinds.SingleChoice(DTYPES), "Type of the input.", "float32", shown=True)
     vocab: int = row(kinds.Whole(), "Integer inputs are below this number.", VOCABULARY, shown=True)
-    mode: str = row(kinds.Choice(MODES), "What a step does.", "train", shown=True)
+    mode: str = row(kinds.SingleChoice(MODES), "Kind of step.", "train", shown=True)
     optimizer: str = row(
-        kinds.Known(OPTIMIZERS), "The one your script trains with.", "sgd", shown=True
+        kinds.SingleChoice(OPTIMIZERS, r"[a-z][a-z0-9_]{0,31}"),
+        "Optimizer that your script trains with.",
+        "sgd",
+        shown=True,
     )
     model_args: Config = row(  # noqa: RUF009 # a row is no default
         kinds.Arguments(),
@@ -132,8 +139,8 @@ class Task:
         shown=True,
     )
     data: str = row(
-        kinds.Line(),
-        "What it trains on, whose loader is tuned: data.py:make_dataset or torchvision:FakeData.",
+        kinds.Text(0),
+        "Training data, whose loader is tuned: data.py:make_dataset or torchvision:FakeData.",
         "",
         decides=False,
         asked=False,
@@ -148,19 +155,16 @@ class Task:
         asked=False,
         shown=True,
     )
-    any_order: bool = row(
-        kinds.Switch(),
-        "Of the data: batches may come in any order, as their workers finish them.",
-        False,
-        option="",
-        switches={"--any-order": True},
+    any_order: bool = switch(
+        "--any-order",
+        "The data's batches may come in any order, as the loader's workers finish them.",
         decides=False,
         asked=False,
         shown=True,
     )
     device: str = row(
-        kinds.Device(),
-        "Where it runs; default: the first CUDA device, else the CPU.",
+        kinds.DeviceName(),
+        "Device to run on; default: the first CUDA device, else the CPU.",
         "",
         decides=False,
         shown=True,
@@ -171,38 +175,24 @@ class Task:
         PERMITTED,
         is_constraint=True,
     )
-    deterministic: bool = row(
-        kinds.Switch(),
-        "Deterministic algorithms only.",
-        False,
-        option="",
-        switches={"--deterministic": True},
-    )
+    deterministic: bool = switch("--deterministic", "Deterministic algorithms only.")
     max_memory: int = row(
-        kinds.Bytes(), "Configs must run within this, e.g. 40GiB.", 0, is_constraint=True
+        kinds.ByteSize(), "Most memory of a config, e.g. 40GiB.", 0, is_constraint=True
     )
     batches: tuple[int, ...] | None = row(
         kinds.Numbers(),
-        "Batch sizes to try beside yours; default: its doublings.",
+        "Batch sizes to try besides yours; default: its doublings.",
         None,
         switches={"--fixed-batch": ()},
-        switched="No other batch size than yours.",
+        switched="Try only your own batch size.",
         is_constraint=True,
         shown=True,
     )
-    compile: bool = row(
-        kinds.Switch(),
-        "Leave torch.compile out.",
-        True,
-        option="",
-        switches={"--no-compile": False},
-    )
-    step_graph: bool = row(
-        kinds.Switch(),
+    compile: bool = switch("--no-compile", "Leave torch.compile out.", True)
+    step_graph: bool = switch(
+        "--no-step-graph",
         "Leave the CUDA graph over the whole step out.",
         True,
-        option="",
-        switches={"--no-step-graph": False},
         is_constraint=True,
         shown=True,
     )
@@ -216,20 +206,19 @@ class Task:
     )
     map: Config = row(  # noqa: RUF009 # a row is no default
         kinds.Options(MAPPED),
-        f"Of a run: its option that sets {' or '.join(MAPPED)}, e.g. batch=--batch-size; repeat "
-        "for more.",
+        f"Option of a run's script that sets {' or '.join(MAPPED)}, e.g. batch=--batch-size; "
+        "repeat for more.",
         NONE,
         decides=False,
         asked=False,
-        given=False,
     )
 
     command: tuple[str, ...] = seen(kinds.Words(), "The command that was tuned.", (), decides=False)
-    processes: int = seen(kinds.Whole(), "Of one job.", 1)
+    processes: int = seen(kinds.Whole(), "Processes of one job.", 1)
     others: str = seen(
-        kinds.Line(), "Other inputs of a run's model, and what else makes another job.", ""
+        kinds.Text(0), "Other inputs of a run's model, and other facts that make another job.", ""
     )
-    script: str = seen(kinds.Line(), "What a run's script does itself.", "")
+    script: str = seen(kinds.Text(0), "Settings that a run's script makes itself.", "")
 
     def __post_init__(self) -> None:
         for name, one in rows(Task).items():
@@ -243,7 +232,7 @@ class Task:
 
     @classmethod
     def of(cls, target: str, given: Mapping[str, object]) -> Task:
-        """A task from what was given by keyword; None is as good as left out."""
+        """A task from keyword arguments; None means left out."""
         found = checked(cls, given)
         if "shapes" not in found:
             raise UsageError("shape: give your batch and the sample, e.g. 64x3x256x256")
@@ -252,12 +241,12 @@ class Task:
             raise UsageError("map: a TARGET has no options; give your command after --")
         if (task.data_args or task.any_order) and not task.data:
             which = "data args" if task.data_args else "any order"
-            raise UsageError(f"{which}: of which data? give it as data, e.g. data.py:make_dataset")
+            raise UsageError(f"{which}: needs data too, e.g. data.py:make_dataset")
         if task.data and task.mix:
-            raise UsageError("data: a mix of shapes has no loader that is tuned; leave it out")
+            raise UsageError("data: advisor tunes no loader for a mix of shapes; leave data out")
         if task.mix and task.batches:
             raise UsageError(
-                "batches: a mix of shapes is tuned at the batches given; leave them out"
+                "batches: a mix of shapes is tuned at its own batches; leave batches out"
             )
         irrelevant: dict[str, Any] = {}
         if task.mode != "train":
@@ -272,12 +261,11 @@ class Task:
 
     @property
     def baseline(self) -> str:
-        """What everything is held against, for people."""
+        """The name of the baseline in messages."""
         return "your unmodified script" if self.command else "torch's default"
 
     @property
     def batch(self) -> int:
-        """The user's."""
         return self.shapes[0][0]
 
     @property
@@ -298,14 +286,14 @@ class Task:
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """What makes another key, by field: of a single shape only the sample does."""
+        """The fields that make another key; of a single shape, only the sample does."""
         found = {name: getattr(self, name) for name, one in rows(Task).items() if one.decides}
         found["shapes"] = self.mix or self.sample
         return found
 
 
 def checked(cls: type, given: Mapping[str, object]) -> dict[str, Any]:
-    """What was given by keyword, by field, in the form that the field holds; None is left out."""
+    """Keyword arguments, checked and converted, by field; None is left out."""
     keywords = {one.keyword: one for one in rows(cls).values()}
     found = {}
     for keyword, value in given.items():
@@ -318,24 +306,24 @@ def checked(cls: type, given: Mapping[str, object]) -> dict[str, Any]:
 
 
 def permitted(task: Task) -> dict[str, Any]:
-    """What was said of a run, by field, as `permissions` takes it by keyword."""
-    said = (name for name, one in rows(Task).items() if not one.shown and name != "target")
-    return {name: getattr(task, name) for name in said}
+    """The permissions of a run's task, by field, as `permissions` takes them by keyword."""
+    rows_of_run = (one for one in rows(Task).values() if not one.shown and one.name != "target")
+    return {one.name: getattr(task, one.name) for one in rows_of_run}
 
 
 def permissions(given: Mapping[str, object]) -> dict[str, Any]:
-    """What a user may say of a run, by field; the rest it shows itself."""
+    """The fields that a user may give for a run, checked. The run itself shows the other fields."""
     found = checked(Task, given)
     for name in found:
         one = rows(Task)[name]
         if one.shown:
             said = one.option or next(iter(one.switches), one.keyword)
-            raise UsageError(f"{said}: a run shows it itself; leave it out")
+            raise UsageError(f"{said}: read from the run; leave it out")
     return found
 
 
 def changed(value: Any) -> Iterator[tuple[FieldSpec, Any]]:
-    """The rows of a Task or a Plan that are printed and not the default."""
+    """Yields the rows of a Task or a Plan, with values, that are printed and not the default."""
     run = bool(getattr(value, "command", ()))
     for name, one in rows(cast(Hashable, type(value))).items():
         held = getattr(value, name)
@@ -344,23 +332,15 @@ def changed(value: Any) -> Iterator[tuple[FieldSpec, Any]]:
 
 
 def shell(value: Any) -> list[str]:
-    """The command line's words for what is not the default, not quoted yet."""
+    """The command line's words for the values that are not the default, not quoted."""
     return option_words(changed(value))
 
 
 def option_words(given: Iterable[tuple[FieldSpec, Any]]) -> list[str]:
-    """The command line's words for some fields' values."""
     words: list[str] = []
     for one, held in given:
-        switch = next((name for name, sets in one.switches.items() if sets == held), None)
-        if switch is not None:
-            words.append(switch)
+        if switches := [name for name, sets in one.switches.items() if sets == held]:
+            words.append(switches[0])
         elif one.option:
-            for text in one.kind.texts(held):
-                words += [one.option, text]
+            words += [word for text in one.kind.texts(held) for word in (one.option, text)]
     return words
-
-
-def python(value: Any) -> list[str]:
-    """The same as Python's keyword arguments, 'shape=(64, 3, 224, 224)', of what may be asked."""
-    return [f"{one.keyword}={one.kind.literal(held)}" for one, held in changed(value) if one.asked]

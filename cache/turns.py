@@ -1,4 +1,4 @@
-"""Check what a record claims against its own measurements."""
+"""Checks a record's claims against its own measurements."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from advisor.errors import RecordDamaged
 ROUNDING = 1e-6
 """Relative difference that is allowed between a claim and its measurements."""
 TRIMMED = 1 / 6
-"""Fraction of the turns that a mean leaves out at each end (Yuen, Biometrika 61, 1974). Other load
-that starts or stops during a turn makes it up to 5 times too fast or too slow."""
+"""Fraction of the turns that a mean leaves out at each end (Yuen, Biometrika 61, 1974). A load that
+starts or stops during a turn makes its ratio up to 5 times too large or too small."""
 
 
 def inner(logs: Sequence[float]) -> list[float]:
-    """The log-ratios sorted, without TRIMMED of them at each end."""
     ordered = sorted(logs)
     out = int(TRIMMED * len(ordered))
     return ordered[out : len(ordered) - out]
@@ -28,7 +27,7 @@ def check_consistency(record: Record) -> None:
     """Refuse a record whose claims differ from its own measurements.
 
     Raises:
-        RecordDamaged: says which claim.
+        RecordDamaged: a claim differs; the message names it.
     """
     for found in _contradictions(record):
         raise RecordDamaged(f"record: {found}; refused")
@@ -42,14 +41,14 @@ def _contradictions(record: Record) -> Iterator[str]:
     for trial in record.trials:
         measured = trial.measurement
         if measured.ok and trial.stage != "numerics" and not measured.samples_per_s:
-            yield f"trial {trial.number} is said to be measured, without a speed"
+            yield f"trial {trial.number} counts as measured, but has no speed"
     winners = [one.choice for one in record.winners]
     for choice in dict.fromkeys([record.baseline, *winners, *record.raced]):
         turns, default = choice.rounds, record.baseline.rounds
         if not turns or not default:
-            yield "a choice without a turn of its race"
+            yield "a choice has no turn of its race"
         if not choice.speedup_low <= choice.speedup <= choice.speedup_high:
-            yield f"a speed-up of {choice.speedup:g} that is not in its own interval"
+            yield f"the speed-up {choice.speedup:g} is not in its own interval"
         logs = [math.log(a / b) for a, b in zip(turns, default, strict=False)]
         claims = {
             "samples/s": (choice.samples_per_s, statistics.median(turns)),
@@ -59,4 +58,4 @@ def _contradictions(record: Record) -> Iterator[str]:
         }
         for what, (claimed, found) in claims.items():
             if not math.isclose(claimed, found, rel_tol=ROUNDING):
-                yield f"{what} {claimed:g}, and its turns say {found:g}"
+                yield f"{what} is {claimed:g}, but its turns give {found:g}"

@@ -2,7 +2,7 @@
 
     advisor tune examples/conv.py --shape 64x3x256x256
 
-train_conv.py trains it with what was found.
+train_conv.py trains it with the advice.
 """
 
 from torch import Tensor, nn

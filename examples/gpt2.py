@@ -3,7 +3,7 @@
     advisor tune examples/gpt2.py:GPT2 --shape 8x1024 --dtype int64 --vocab 50304
 
 Radford et al., Language Models are Unsupervised Multitask Learners, 2019; the vocabulary of 50257
-is rounded up to a multiple of 64, as matrix units like it.
+is rounded up to a multiple of 64, which suits matrix units.
 """
 
 import torch
@@ -14,7 +14,7 @@ VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 50304, 1024, 768, 12, 12
 
 
 class Block(nn.Module):
-    """Attention to what came before and a network of one hidden layer, (N, T, WIDTH) to itself."""
+    """Causal attention and a network of one hidden layer; maps (N, T, WIDTH) to (N, T, WIDTH)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Tokens (N, T) to the logits of the next ones (N, T, VOCABULARY)."""
+    """Maps tokens (N, T) to the logits of the next tokens (N, T, VOCABULARY)."""
 
     def __init__(self) -> None:
         super().__init__()

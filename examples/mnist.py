@@ -2,7 +2,7 @@
 
     advisor tune examples/mnist.py --shape 128x1x28x28
 
-train_mnist_plain.py trains it as any script does, train_mnist.py with what was found for it.
+train_mnist_plain.py trains it without calls to advisor, train_mnist.py with the advice for it.
 """
 
 import torch

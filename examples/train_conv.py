@@ -1,4 +1,4 @@
-"""Trains conv.py on random images with what `advisor tune` found for it.
+"""Trains conv.py on random images with the advice of `advisor tune`.
 
 advisor tune examples/conv.py --shape 64x3x256x256
 python examples/train_conv.py
@@ -36,7 +36,7 @@ def main() -> None:
     dataset = TensorDataset(torch.randn(args.batch, *SAMPLE))
     sampler = RandomSampler(dataset, replacement=True, num_samples=args.steps * args.batch)
     loader = DataLoader(dataset, sampler=sampler, **advice.loader)
-    # Made once: at 16 MiB a sample, loading it would hide the time of the convolution.
+    # Made once: at 16 MiB a sample, loading the target would hide the time of the convolution.
     wanted = advice.place(torch.randn(args.batch, 64, *SAMPLE[1:]))
 
     started = 0.0

@@ -1,4 +1,4 @@
-"""Trains and evaluates mnist.py on made-up digits with what `advisor tune` found for it.
+"""Trains and evaluates mnist.py on made-up digits with the advice of `advisor tune`.
 
 advisor tune examples/mnist.py --shape 128x1x28x28
 python examples/train_mnist.py --compare
@@ -20,7 +20,7 @@ from mnist import SAMPLE, Net, make_digits
 
 
 def compare(words: list[str], turns: int = 3) -> None:
-    """The same training without the advice and with it, each in a process of its own, in turn."""
+    """Train without the advice and with it, in turn, each time in a new process."""
     for _turn in range(turns):
         for name, disabled in (("without advisor", "1"), ("with its advice", "")):
             ran = subprocess.run(
@@ -67,7 +67,7 @@ def main() -> None:
         return loss
 
     model.train()
-    step = advice.capture(train_step, next(iter(train_loader)))  # itself, where no graph is advised
+    step = advice.capture(train_step, next(iter(train_loader)))  # train_step, without a graph
     started = 0.0
     for number, batch in enumerate(advice.batches(train_loader)):
         loss = step(batch)

@@ -1,4 +1,4 @@
-"""Trains torchvision's ResNet-50 on random images with what `advisor tune` found for it.
+"""Trains torchvision's ResNet-50 on random images with the advice of `advisor tune`.
 
 advisor tune torchvision:resnet50 --shape 64x3x224x224
 python examples/train_resnet50.py --steps 50
@@ -19,7 +19,7 @@ CLASSES = 1000
 
 
 class RandomImages(Dataset[tuple[torch.Tensor, int]]):
-    """`length` samples drawn from a few 8-bit images held in memory, as decoded ones would be."""
+    """`length` samples from a few 8-bit images in memory, which stand in for decoded images."""
 
     def __init__(self, length: int, held: int = 256) -> None:
         held = min(held, length)

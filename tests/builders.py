@@ -12,19 +12,23 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import optuna
+from torch import nn
 
 from advisor.arguments import Model, Permit
 from advisor.cache.config import Config
-from advisor.cache.record import Measurement, Record, Trial
+from advisor.cache.key import Key
+from advisor.cache.record import Choice, Measurement, Record, Target, Trial, Winner
 from advisor.cache.task import Task
+from advisor.tuners import fingerprint, target
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.environment import detect, own_threads
 from advisor.tuners.knobs import SearchContext
 from advisor.tuners.measure.run.session import CommandProcess, PilotSession
 from advisor.tuners.measure.runner import Block, Compared, ConfigFailed, Runner
+from advisor.tuners.search.journal import JournaledTrial
 from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.race import SearchResult
-from advisor.tuners.search.ratio import Ratio
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.tuner import SearchOptions, Tuner
 from tests.cache import examples
@@ -63,6 +67,43 @@ def task(**changes: Any) -> Task:
 def record(**changes: Any) -> Record:
     """One of a workload."""
     return replace(examples.record(), **changes)
+
+
+def net_of(name: str = "model.py:Net") -> nn.Module:
+    """The model that a target names, below the current folder."""
+    return target.build(target.load(target.parse(name), Config()))
+
+
+def record_here(
+    baseline: Choice,
+    winners: tuple[Winner, ...],
+    trials: tuple[Trial, ...] = (),
+    *,
+    name: str = "model.py:Net",
+    **changes: Any,
+) -> Record:
+    """One of a file's model at 4x3x8x8 on this machine's CPU, with some of its key changed.
+
+    Args:
+        changes: as `examples.changed` has them, with two underscores for a dot.
+    """
+    spec = target.parse(name)
+    key = Key(
+        environment=detect("cpu"),
+        model=fingerprint.of_model(net_of(name)),
+        task=Task.of(name, {"shape": (4, 3, 8, 8)}),
+        threads=own_threads(),
+    )
+    for field, value in changes.items():
+        key = examples.changed(key, field.replace("__", "."), value)
+    return replace(
+        examples.record(key),
+        target=Target(name=spec.name, origin=spec.origin, code=spec.code),
+        baseline=baseline,
+        winners=winners,
+        input=Config(),
+        trials=trials,
+    )
 
 
 class MadeUp:
@@ -259,17 +300,19 @@ class Heard(Progress):
         self.trials: list[Trial] = []
         self.best: list[Config] = []
         self.notices: list[str] = []
+        self.phases: list[str] = []
         self.left_s: list[float] = []
 
-    def visited(
-        self, trial: Trial, ratio: Ratio, compared: Compared | None, best: Config, left_s: float
-    ) -> None:
-        self.trials.append(trial)
+    def visited(self, done: JournaledTrial, what: str, best: Config, left_s: float) -> None:
+        self.trials.append(done.trial)
         self.best.append(best)
         self.left_s.append(left_s)
 
     def notice(self, text: str) -> None:
         self.notices.append(text)
+
+    def phase(self, what: str) -> None:
+        self.phases.append(what)
 
     @property
     def configs(self) -> list[Config]:

@@ -28,7 +28,7 @@ _ENOUGH = 2 * 2**30
 """Bytes; a session whose tests pass leaves nothing, and has a third of it at most."""
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """What is imported is no garbage: a collection that looks through it takes 0.3 s each time.
 
     Folders of tests are in memory, where there is enough of it: tests end processes, not machines,
@@ -37,6 +37,8 @@ def pytest_configure() -> None:
     gc.disable()
     if "PYTEST_DEBUG_TEMPROOT" not in os.environ and _in_memory():
         os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_MEMORY)
+    if config.getoption("numprocesses", None):
+        forks.server()  # one for all processes
 
 
 def _in_memory() -> bool:

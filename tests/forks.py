@@ -18,19 +18,23 @@ import random
 import resource
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 READ_AT_START = ("OMP_", "MKL_", "ONEDNN_", "LD_", "PYTHONHASHSEED", "PYTHONOPTIMIZE")
 """Variables that decide before a fork could: with another value a real Python is started."""
+_SHARED = "TESTS_FORKS"
+"""The variable with the path of the server that all processes of a session share."""
 
 
 def run(
@@ -47,6 +51,32 @@ def run(
             one.seek(0)
             said.append(one.read())
         return subprocess.CompletedProcess(command, code, *said)
+
+
+def until(holds: Callable[[], Any], within_s: float = 200.0) -> Any:
+    """What is found, as soon as it is something."""
+    end = time.monotonic() + within_s
+    while not (found := holds()):
+        assert time.monotonic() < end, f"it did not come about within {within_s:.0f} s"
+        time.sleep(0.02)
+    return found
+
+
+def alive(process: int) -> bool:
+    """Whether a process runs; a zombie waits for its parent alone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def started_with(text: object) -> list[int]:
+    """The processes with a text in their words."""
+    found = []
+    for one in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(text).encode() in (one / "cmdline").read_bytes():
+                found.append(int(one.name))
+    return found
 
 
 class Fork:
@@ -66,6 +96,7 @@ class Fork:
         stdout: int = subprocess.PIPE,
         stderr: int = 2,
         pass_fds: Sequence[int] = (),
+        line: socket.socket | None = None,
         **_how: object,
     ) -> None:
         self.stdout = None
@@ -85,7 +116,9 @@ class Fork:
         with tempfile.TemporaryFile() as file:
             file.write(json.dumps(asked).encode())
             file.flush()
-            socket.send_fds(_server(), [b"?"], [file.fileno(), theirs, stdout, stderr, *pass_fds])
+            socket.send_fds(
+                line or server(), [b"?"], [file.fileno(), theirs, stdout, stderr, *pass_fds]
+            )
         os.close(theirs)
         if self.stdout is not None:
             os.close(pass_out)
@@ -156,40 +189,62 @@ def instead_of_guarded_processes() -> Iterator[None]:
 
 
 @functools.cache
-def _server() -> socket.socket:
-    ours, theirs = socket.socketpair()
-    words = [sys.executable, "-P", __file__, str(theirs.fileno())]
-    fds = [theirs.fileno()]
-    server = subprocess.Popen(words, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
-    theirs.close()
-    atexit.register(_end, server, ours)
-    return ours
+def server() -> socket.socket:
+    """A line to the server of this process and of those that it starts from here on."""
+    line = socket.socket(socket.AF_UNIX)
+    if _SHARED in os.environ:
+        line.connect(os.environ[_SHARED])
+        return line
+    folder = tempfile.mkdtemp()
+    os.environ[_SHARED] = f"{folder}/forks"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(os.environ[_SHARED])
+        listening.listen()
+        line.connect(os.environ[_SHARED])
+        number = listening.fileno()
+        started = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(number)],
+            pass_fds=[number],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    atexit.register(_end, started, line, folder)
+    return line
 
 
-def _end(server: subprocess.Popen[bytes], asking: socket.socket) -> None:
+def _end(server: subprocess.Popen[bytes], line: socket.socket, folder: str) -> None:
     """With the scripts that hang, if any do."""
-    asking.close()
+    line.close()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
     server.wait()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def _serve(number: int) -> None:
-    """Fork for each message, and tell how the forks end."""
-    asking = socket.socket(fileno=number)
+def serve(number: int) -> None:
+    """Fork for each message on a line, and tell how the forks end, until the last line is cut."""
+    listening = socket.socket(fileno=number)
+    lines: list[socket.socket] = []
     running: dict[int, tuple[int, int]] = {}  # by a descriptor of the process
     while True:
-        ready, _, _ = select.select([asking, *running], [], [])
+        ready, _, _ = select.select([listening, *lines, *running], [], [])
         for one in ready:
-            if one is asking:
-                said, fds, _, _ = socket.recv_fds(asking, 1, 16)
+            if one is listening:
+                lines.append(listening.accept()[0])
+            elif isinstance(one, socket.socket):
+                said, fds, _, _ = socket.recv_fds(one, 1, 16)
                 if not said:
-                    return
+                    one.close()
+                    lines.remove(one)
+                    if not lines:
+                        return
+                    continue
                 asked = _asked(fds.pop(0))
                 status, *given = fds
                 if (process := os.fork()) == 0:
                     os.close(status)
-                    asking.close()
+                    for line in (listening, *lines):
+                        line.close()
                     _begin(given, **asked)
                 running[os.pidfd_open(process)] = process, status
                 os.write(status, f"{process}\n".encode())
@@ -224,6 +279,8 @@ def _begin(
     code = 1
     try:
         os.setsid()
+        # A runner started in the background ignores it, and so would its children.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         out, err, *theirs = fds
         os.dup2(out, 1)
         os.dup2(err, 2)
@@ -317,12 +374,13 @@ class _Hidden:
     def __init__(self) -> None:
         names = [name for name in sys.modules if name == "torch" or name.startswith("torch.")]
         self._modules = {name: sys.modules.pop(name) for name in names}
-        self._spec = self._modules["torch"].__spec__
+        self._spec: Any = self._modules["torch"].__spec__
 
     def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> Any:
         if name != "torch" or not self._modules:
             return None
-        return importlib.util.spec_from_loader(name, self)  # type: ignore[arg-type]
+        at = self._spec.origin
+        return importlib.util.spec_from_loader(name, self, origin=at)  # type: ignore[arg-type]
 
     def create_module(self, _spec: Any) -> types.ModuleType:
         return self._modules["torch"]
@@ -342,4 +400,4 @@ if __name__ == "__main__":
             sys.path.remove(one)
     sys.meta_path.insert(0, _Hidden())
     gc.freeze()  # no collection of a fork looks through it
-    _serve(int(sys.argv[1]))
+    serve(int(sys.argv[1]))

@@ -12,10 +12,11 @@ opened, imported or run, and no text of it comes out raw.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import hashlib
 import os
 import pickle
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable
@@ -24,12 +25,13 @@ from pathlib import Path
 
 import msgpack
 
-from advisor.cache.codec import MAX_BYTES, encode, make_envelope
+from advisor.cache.codec import encode, make_envelope
 from advisor.cache.name import Name
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.signing import KeyRing
 from advisor.cache.stores import open_store
+from advisor.cache.stores.disk import write_pack
 from tests.cache.examples import KEY, changed, planted, record
 
 MINE = KeyRing(own=b"m" * 32)
@@ -160,16 +162,12 @@ def _pack(data: bytes) -> Callable[[Path], str]:
     return make
 
 
-def _zip_bomb(folder: Path) -> str:
-    import zipfile
-
-    path = folder / "records.pack"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as pack:
-        pack.writestr("advisor-pack.json", '{"advisor pack": 2}')
-        data = encode(record())
-        pack.writestr(Name.of(record(), data).text, data)
-        pack.writestr(Name.of(OTHER, b"").text, b"\0" * (20 * MAX_BYTES))
-        pack.writestr("../../ran", b"1")
+def _huge_pack(folder: Path) -> str:
+    path, data = folder / "records.pack", encode(record())
+    bomb = Name.of(OTHER, b"").text
+    write_pack(path, [[(Name.of(record(), data).text, data), (bomb, b"1"), ("../../ran", b"1")]])
+    with contextlib.closing(sqlite3.connect(path)) as pack, pack:
+        pack.execute("UPDATE Cache SET value = zeroblob(100000000) WHERE key = ?", (bomb,))
     return f"pack:{path}"
 
 
@@ -193,6 +191,22 @@ def _exclusive(folder: Path) -> str:
     return url
 
 
+def _damaged(spoil: Callable[[Path], object]) -> Callable[[Path], str]:
+    """A database that is none, or half of one."""
+
+    def make(folder: Path) -> str:
+        url = _honest(f"disk:{folder}/store")
+        spoil(folder / "store" / "records" / "cache.db")
+        return url
+
+    return make
+
+
+def _file_for_folder(database: Path) -> None:
+    shutil.rmtree(database.parent)
+    database.parent.touch()
+
+
 HELD: list[sqlite3.Connection] = []
 """Connections that hold a lock; close them when the case is done."""
 
@@ -201,6 +215,16 @@ _ENDLESS = (
     "CREATE VIEW Cache AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
     "SELECT i AS rowid, 'record/' || i AS key, 1 AS raw, 1 AS mode, x'00' AS value FROM n",
 )
+_SET = "UPDATE Cache SET value ="
+_BOMB_AS_KEY = "INSERT INTO Cache (key, raw, mode, value) VALUES (:bomb, 0, 1, x'00')"
+_NO_UTF8 = tuple(
+    f"INSERT INTO Cache (key, raw, mode, value) VALUES ({key}, 1, 1, cast(x'fffe' as text))"
+    for key in ("'record/a'", "cast(x'ff' as text)")
+)
+_TRIGGER = "CREATE TRIGGER gone AFTER INSERT ON Cache BEGIN DELETE FROM Cache; END"
+_HUGE = f"{_SET} zeroblob(100000000) WHERE value = x'00'"
+_COMPUTED = "ALTER TABLE Cache ADD COLUMN more AS (hex(zeroblob(1000000)))"
+CHANGED = msgpack.packb({"format": 3, "record": b"\x80", "sha256": b"\0" * 32})
 CASES = (
     Case("made in the year 4253", _planted("provenance.created", 7.2e10), refused="a time from"),
     Case("colours in a name", _planted("target.name", "a\x1b[31mb.py"), refused="one line"),
@@ -211,60 +235,29 @@ CASES = (
     Case("lists in lists", _bytes(b"\xdd\x00\x00\x07\xff" * 1000), refused="not msgpack"),
     Case("an older format", _bytes(msgpack.packb({"format": 1, "record": {}}))),
     Case("a newer format", _bytes(msgpack.packb({"format": 99})), refused="upgrade advisor"),
-    Case(
-        "changed since",
-        _bytes(msgpack.packb({"format": 3, "record": b"\x80", "sha256": b"\0" * 32})),
-        refused="checksum",
-    ),
-    Case(
-        "a pickle",
-        _bytes(pickle.dumps(Bomb(Path("ran")))),
-        refused="not msgpack",
-    ),
-    Case("another's name", _lying_name, refused="not what its name"),
+    Case("changed since", _bytes(CHANGED), refused="checksum"),
+    Case("a pickle", _bytes(pickle.dumps(Bomb(Path("ran")))), refused="not msgpack"),
+    Case("another's name", _lying_name, refused="does not match its name"),
     Case("unsigned, in a store before", _earlier),
     Case("a pipe", _file(lambda _f, path: os.mkfifo(path)), refused="regular"),
     Case("a folder", _file(lambda _f, path: path.mkdir()), refused="regular"),
     Case("a device", _file(_link), refused="regular"),
     Case("60 files of 10 GiB", _file(_sparse), refused="larger than"),
     Case("2,000 files", _file(_many)),
-    Case(
-        "a pickle in the database", _sql("UPDATE Cache SET mode = 4, value = :bomb"), honest=False
-    ),
-    Case(
-        "a pickle as a key",
-        _sql("INSERT INTO Cache (key, raw, mode, value) VALUES (:bomb, 0, 1, x'00')"),
-    ),
+    Case("a pickle in the database", _sql(f"{_SET} :bomb, mode = 4"), honest=False),
+    Case("a pickle as a key", _sql(_BOMB_AS_KEY)),
     Case("an endless view", _sql(*_ENDLESS), honest=False),
-    Case(
-        "a trigger",
-        _sql(
-            "CREATE TRIGGER gone AFTER INSERT ON Cache BEGIN DELETE FROM Cache; END",
-        ),
-        honest=False,
-    ),
-    Case(
-        "a computed column",
-        _sql("ALTER TABLE Cache ADD COLUMN more AS (hex(zeroblob(1000000)))"),
-        honest=False,
-    ),
-    Case(
-        "a huge value",
-        _sql("UPDATE Cache SET value = zeroblob(100000000) WHERE value = x'00'"),
-        refused="larger than",
-    ),
-    Case("a text for a value", _sql("UPDATE Cache SET value = 'text'"), honest=False),
+    Case("a trigger", _sql(_TRIGGER), honest=False),
+    Case("a computed column", _sql(_COMPUTED), honest=False),
+    Case("a huge value", _sql(_HUGE), refused="larger than"),
+    Case("a text for a value", _sql(f"{_SET} 'text'"), honest=False),
+    Case("texts that are not UTF-8", _sql(*_NO_UTF8)),
     Case("an exclusive lock", _exclusive, honest=False),
     Case("studies elsewhere", _studies),
+    Case("no database", _damaged(lambda file: file.write_bytes(b"none" * 1000)), honest=False),
+    Case("half a database", _damaged(lambda file: os.truncate(file, 8192)), honest=False),
+    Case("a file for a folder", _damaged(_file_for_folder), honest=False),
     Case("no pack", _pack(b"This is no pack. " * 100), honest=False),
     Case("an empty pack", _pack(b""), honest=False),
-    Case("a zip bomb", _zip_bomb, refused="larger than"),
+    Case("a huge value in a pack", _huge_pack, refused="larger than"),
 )
-
-
-def digest(folder: Path) -> str:
-    """Of everything that a folder holds: that a command which only reads has changed nothing."""
-    found = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        found.update(f"{path.relative_to(folder)} {path.lstat().st_size}".encode())
-    return found.hexdigest()

@@ -12,17 +12,17 @@ from advisor.tuners.knobs import THREADS
 
 
 def unsteady(turns: Sequence[float], interval: float = math.inf) -> bool:
-    """Whether a baseline's turns (samples/s), without the fastest and slowest, moved by more than
-    an interval (upper over lower end); at least NOTABLE is allowed, at most RESOLVABLE."""
+    """Whether a baseline's turns (samples/s), without the fastest and slowest, vary by more than
+    `interval` (upper over lower end). At least NOTABLE is allowed, at most RESOLVABLE."""
     kept = inner([math.log(rate) for rate in turns])
     moved = math.exp(kept[-1] - kept[0]) if kept else 1.0
     return moved > min(RESOLVABLE, max(NOTABLE, interval))
 
 
 def is_doubtful(choice: Choice, baseline: Choice) -> bool:
-    """Whether a config may have gained only as long as the host was busy. Other jobs slow configs
-    of a GPU alike, and those of a CPU, which have threads, not: one network gained 22.9 times
-    beside another tuning, and nothing without."""
+    """Whether a config may have gained only because the host was busy. Other jobs slow all configs
+    on a GPU alike. On a CPU, where configs differ in threads, they do not: one network gained 22.9
+    times next to another tuning, and nothing alone."""
     on_cpu = baseline.config.get(THREADS) is not None
     if not on_cpu or choice.config == baseline.config or choice.speedup_low <= 1:
         return False

@@ -1,4 +1,4 @@
-"""What device and software this is, without creating a CUDA context (NVML answers)."""
+"""Detects device and software through NVML, without creating a CUDA context."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from advisor.tuners import host
 from advisor.tuners.torch_facts import fact, torch
 
 _Gpus = list[tuple[Any, Any]]
-"""NVML's handles of devices, and of their cards: the same, unless a device is a MIG slice."""
+"""NVML's handles: (device, its card). Both are the same, unless the device is a MIG slice."""
 
 
 def env_int(variable: str, default: int) -> int:
-    """The number in an environment variable; `default` if it has none of up to nine digits."""
+    """The number in an environment variable; `default` if it is not one to nine digits."""
     text = os.environ.get(variable, "")
     return int(text) if re.fullmatch(r"\d{1,9}", text) else default
 
 
 def default_device() -> str:
-    """This rank's CUDA device where this process sees one, else 'cpu'."""
+    """This rank's CUDA device, or 'cpu' if this process sees no CUDA device."""
     index = env_int("LOCAL_RANK", 0)
     count = _cuda_count()
-    # A launcher that shows each rank its own GPU alone leaves every rank with cuda:0.
+    # If a launcher shows each rank only its own GPU, every rank has cuda:0.
     return f"cuda:{index if index < count else 0}" if count else "cpu"
 
 
@@ -57,8 +57,8 @@ def detect(device: str) -> Environment:
     nvml = _nvml()
     if nvml is None:
         raise AdvisorError(
-            f"device {device!r}: the NVIDIA management library (NVML) does not answer here, and "
-            "advisor reads driver and device from it; AMD GPUs are not supported"
+            f"device {device!r}: the NVIDIA management library (NVML), which advisor needs, does "
+            "not answer; check that nvidia-smi works; AMD GPUs are not supported"
         )
     try:
         return _ask(nvml, *_visible(nvml)[index])
@@ -69,7 +69,7 @@ def detect(device: str) -> Environment:
 
 
 def cuda_index(device: str) -> int:
-    """N of 'cuda:N'; 'cuda' is cuda:0. Raises: UsageError: it is no CUDA device."""
+    """N of 'cuda:N'; 'cuda' is cuda:0. Raises UsageError if `device` is no CUDA device."""
     found = re.fullmatch(r"cuda(?::([0-9]+))?", device)
     if found is None:
         raise UsageError(f"device {device!r}: expected cpu, cuda or cuda:N, e.g. cuda:0")
@@ -77,8 +77,8 @@ def cuda_index(device: str) -> int:
 
 
 def device_uuid(device: str) -> str:
-    """As torch.cuda.get_device_properties(...).uuid has it; '' on a CPU, a MIG slice, or unknown.
-    Raises: UsageError: the device is malformed."""
+    """The UUID as in torch.cuda.get_device_properties(...); '' for a CPU, a MIG slice, or if it is
+    unknown. Raises UsageError if `device` is malformed."""
     if device == "cpu":
         return ""
     index = cuda_index(device)
@@ -102,7 +102,7 @@ class Gpu:
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that CUDA gives this process, in its order; none where NVML does not answer."""
+    """The GPUs that CUDA gives this process, in CUDA's order; [] if NVML does not answer."""
     nvml = _nvml()
     if nvml is None or not _built():
         return []
@@ -134,7 +134,7 @@ def host_cpu() -> str:
 
 @functools.cache
 def tools() -> Tools:
-    """What compiles in this process."""
+    """Versions of the software that compiles code in this process."""
     from importlib.metadata import distributions  # importing Triton takes a second
 
     triton = [one for name in ("triton", "pytorch-triton") for one in distributions(name=name)]
@@ -158,7 +158,7 @@ def cpu_has_bf16() -> bool:
 
 
 def bf16_notice(device: str, precisions: tuple[str, ...]) -> str:
-    """One line where bf16 is permitted and this CPU has no kernels for it; else ''."""
+    """A notice for the user if bf16 is permitted but this CPU has no bf16 kernels; else ''."""
     lacks = device == "cpu" and "bf16" in precisions and not cpu_has_bf16()
     return "bf16 is not tried: this CPU has no bf16 kernels" if lacks else ""
 
@@ -170,7 +170,7 @@ def own_threads() -> int:
 
 
 def threads_set() -> bool:
-    """Whether the user, or a launcher as torchrun, has set them."""
+    """Whether the user, or a launcher such as torchrun, has set the number of CPU threads."""
     return any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 
 
@@ -214,7 +214,7 @@ def _clock_cap(nvml: Any, card: Any) -> int:
 
 
 def _number(nvml: Any, ask: Callable[..., Any], *given: Any) -> int:
-    """0 where a card or a container does not answer."""
+    """The number that an NVML call returns; 0 if a card or container does not support it."""
     try:
         return int(ask(*given))
     except nvml.NVMLError:
@@ -259,8 +259,8 @@ def _cuda_count() -> int:
     if nvml is not None:
         with contextlib.suppress(nvml.NVMLError):
             return len(_visible(nvml))
-    with contextlib.suppress(ValueError):  # torch reads CUDA_VISIBLE_DEVICES by int(), "²" too
-        # Of ROCm, or in a container without the library, torch may know better.
+    with contextlib.suppress(ValueError):  # torch calls int() on parts of CUDA_VISIBLE_DEVICES
+        # torch may see more than NVML: ROCm devices, or GPUs in a container without NVML.
         return int(fact("devices", lambda: torch.cuda.device_count()))
     return 0
 
@@ -282,7 +282,7 @@ def _visible(nvml: Any) -> _Gpus:
 
 
 def _named(nvml: Any, asked: str, cards: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """What CUDA_VISIBLE_DEVICES names; as in CUDA, the first invalid entry ends the list."""
+    """The devices in CUDA_VISIBLE_DEVICES; as in CUDA, the first invalid entry ends the list."""
     entries = [entry.strip() for entry in asked.split(",")]
     if len(set(entries)) < len(entries):
         return  # CUDA shows nothing when an entry is repeated

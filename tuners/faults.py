@@ -1,4 +1,4 @@
-"""What a config or user code raised: the kind of failure, and one line that says what and where."""
+"""Describes exceptions of configs and user code: the kind, and one line with cause and place."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _DEAD = re.compile(
     r"DataLoader worker \(pid.+?\) "
     r"(is killed by signal: [\w ]+|exited unexpectedly(?: with exit code \d+)?)"
 )
-# How cuDNN, cuBLAS, the driver, the CPU and a captured step say it; PyTorch's own has a type.
+# Messages of cuDNN, cuBLAS, the driver, the CPU and captured steps; PyTorch raises its own type.
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|(cudnn|cublas|cusolver)_status_alloc_failed|can(not|'t) allocate memory"
     r"|not enough memory|there is no memory|std::bad_alloc"
 )
-_FULL = "as where /dev/shm is full"
+_FULL = "perhaps /dev/shm is full"
 _FORK = 'DataLoader(multiprocessing_context="fork") needs no pickling'
 _SPAWN = 'DataLoader(multiprocessing_context="spawn") starts workers that may use CUDA'
 _HINTS = {
@@ -31,18 +31,19 @@ _HINTS = {
     "unable to allocate shared memory": _FULL,
     "re-initialize CUDA in forked": _SPAWN,
     "t pickle": _FORK,
+    "t get local object": _FORK,  # Python 3.13
     "Pickling": _FORK,
 }
 _LENGTH = 300  # characters of a reason
 
 
 class Stopped(Exception):
-    """Why a pilot goes, or a loader gets no workers, in a person's words.
+    """The pilot leaves the script alone, or a loader gets no workers; the message says why.
 
     Args:
-        why: 'unclear': what trains, or where a step ends; 'over': the model that was found trains
-            no more; 'brief', 'untrained': the process ends after few or no steps of an optimizer,
-            and another process may train; 'unfed': the loader.
+        why: 'unclear': advisor cannot tell what trains, or where a step ends; 'over': the model no
+            longer trains; 'brief', 'untrained': the process ends after few or no optimizer steps
+            (another process may train); 'unfed': the loader gets no workers.
     """
 
     def __init__(self, why: Literal["unclear", "over", "brief", "untrained", "unfed"], said: str):
@@ -55,7 +56,7 @@ def stopped(exc: BaseException) -> str:
 
 
 def failure(exc: BaseException) -> tuple[str, str]:
-    """(Outcome, reason): ('failed', 'in a worker: ValueError: no such image (data.py:12)')."""
+    """Return outcome and reason: ('failed', 'in a worker: ValueError: no image (data.py:12)')."""
     first, *more = [line.strip() for line in str(exc).splitlines() if line.strip()] or [""]
     at = f" ({found})" if (found := where(exc)) else ""
     if isinstance(exc, AdvisorError | Stopped):
@@ -67,7 +68,7 @@ def failure(exc: BaseException) -> tuple[str, str]:
     elif _ended_early(exc):
         said = "a worker ended before its batch was taken"
     else:
-        # A message that ends with another's traceback has its cause in the last line.
+        # If the message ends with the traceback of another exception, its last line is the cause.
         cause = f" ... {more[-1]}" if more and first.endswith(":") else ""
         said = f"{type(exc).__name__}: {first}{cause}{at}"
     hint = next((f"; {hint}" for part, hint in _HINTS.items() if part in said), "")
@@ -75,7 +76,7 @@ def failure(exc: BaseException) -> tuple[str, str]:
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
-    """Whether memory is what was missing."""
+    """Whether an exception means that memory ran out."""
     if isinstance(exc, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(exc, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(exc).lower()))
@@ -89,21 +90,21 @@ def is_config_error(exc: BaseException) -> bool:
 
 
 def may_be_config_error(exc: BaseException) -> bool:
-    """Whether a config may be the cause: PyTorch raises these two too, scripts mostly others."""
+    """Whether a config may be the cause: PyTorch raises the types below, scripts mostly others."""
     return is_config_error(exc) or type(exc) in (RuntimeError, NotImplementedError)
 
 
 def where(exc: BaseException) -> str:
-    """'train.py:41': the innermost line of the user's own code that an exception came through, in
-    a worker too, or that has wrong syntax; '' if there is none."""
+    """The innermost line of the user's own code in an exception's traceback, also in a worker, or
+    the line with wrong syntax, as 'train.py:41'; '' if there is none."""
     frames = _FRAME.findall("".join(traceback.format_exception(exc, chain=False)))
-    # Path.is_file() raises of a name that is too long, as one in a message may be.
+    # Path.is_file() raises for a name that is too long, and a message may hold such a name.
     own = [at for at in frames if os.path.isfile(at[0]) and not is_library(at[0])]  # noqa: PTH113
     return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
 
 
 def _chain(exc: BaseException | None) -> str:
-    """The messages of an exception and of its causes: the last one may not name the signal."""
+    """The messages of an exception and its causes, because only a cause may name the signal."""
     return f"{exc}\n{_chain(exc.__cause__ or exc.__context__)}" if exc is not None else ""
 
 

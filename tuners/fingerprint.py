@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("advisor")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 MOST_PIECES = 2_000
-"""Classes and functions that are parsed for one digest, at about a millisecond each; of others the
-whole file counts."""
+"""Classes and functions that are parsed for one digest, at about a millisecond each. For any more,
+the digest of the whole file counts."""
 NOT_COMPUTED = {"annotation", "returns", "ctx", "type_comment", "type_params", "kind"}
 """Fields of syntax trees that compute nothing, or differ between versions of Python."""
 
@@ -80,13 +80,13 @@ def _hook(hook: Any) -> list[Any]:
 def _stated(module: nn.Module) -> str:
     try:  # extra_repr() is where a module states its hyperparameters; addresses differ by run
         return _ADDRESS.sub("0x", module.extra_repr())
-    except Exception:  # the user's code: what it would have said is among its attributes
+    except Exception:  # the user's extra_repr() failed: its attributes hold the same facts
         held = {name: value for name, value in vars(module).items() if name != "training"}
         return str([[name, _value(value)] for name, value in held.items() if _is_plain(value)])
 
 
 def _code(pieces: list[Any]) -> list[str]:
-    """Digests of the user's own pieces among these, and of those that they refer to by name."""
+    """Digests of the user's own classes and functions among these, and of those they refer to."""
     seen: dict[int, Any] = {}
     found: set[str] = set()
     waiting = list(pieces)
@@ -110,7 +110,7 @@ def _code(pieces: list[Any]) -> list[str]:
 
 
 def _whole_file(piece: Any) -> str:
-    """Digest of the file of a class or function; one that no record has, if there is no file."""
+    """Digest of the file of a class or function; without a file, a digest that no record has."""
     name = str(inspect.getattr_static(piece, "__module__", ""))
     try:
         file = Path(str(vars(sys.modules[name])["__file__"]))
@@ -170,7 +170,7 @@ def _functions(piece: Any) -> Iterator[types.FunctionType]:
 
 
 def _scopes(functions: list[types.FunctionType]) -> Iterator[dict[str, Any]]:
-    """Their global variables, and those that they closed over."""
+    """Yields the global variables of some functions, then the closure variables of each."""
     yield from {id(f.__globals__): f.__globals__ for f in functions}.values()
     for f in functions:
         held = {}
@@ -214,7 +214,7 @@ def nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def references(tree: ast.AST) -> set[str]:
-    """The names that code uses: 'a', and of `a.b.c` 'a.b'."""
+    """The names that code uses, with one attribute at most: `a.b.c` gives 'a.b', `a` gives 'a'."""
     attributes = {
         node.value: f"{node.value.id}.{node.attr}"
         for node in nodes(tree)
@@ -224,7 +224,7 @@ def references(tree: ast.AST) -> set[str]:
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Compiled code, and that of the functions and classes inside."""
+    """Yields a code object, and those of the functions and classes inside."""
     yield code
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
@@ -232,7 +232,7 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _compiled(code: types.CodeType) -> list[Any]:
-    """Compiled code without its lines, file and docstring, the first of its constants."""
+    """A code object as plain data, without lines, file and docstring (its first constant)."""
     constants = [_value(one) for one in code.co_consts[1:] if not isinstance(one, types.CodeType)]
     return [code.co_code.hex(), list(code.co_names), list(code.co_varnames), constants]
 
@@ -294,7 +294,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def size(model: nn.Module) -> tuple[int, int]:
-    """(modules, parameters): they show a person how a model has changed."""
+    """(Number of modules, number of parameters), to show a person how a model has changed."""
     model = unwrapped(model)
     lazy = torch.nn.parameter.is_lazy
     counts = (0 if lazy(one) else one.numel() for one in model.parameters())
@@ -308,4 +308,4 @@ def libraries(model: nn.Module) -> tuple[str, ...]:
 
 
 _distributions = functools.cache(importlib.metadata.packages_distributions)
-"""Names by top-level module. This reads the files of all installed packages."""
+"""Package names by top-level module. The call reads the files of all installed packages."""

@@ -15,7 +15,7 @@ MULTIPLE = 16  # of features, which the matrix units need
 CAPABILITY = (8, 9)
 CAVEAT = (
     "fp8 was compared with fp32 on a few batches only. A long run may converge worse in "
-    "it: hold its loss against that of a run in bf16, and go back to bf16 where they part."
+    "fp8: compare its loss with that of a bf16 run, and go back to bf16 if they diverge."
 )
 
 
@@ -24,11 +24,11 @@ def installed() -> bool:
 
 
 def lacking(capability: tuple[int, int], wide: int) -> str:
-    """Why fp8 is not tried for a model with so many wide layers; '' if it is."""
+    """Why fp8 is not tried for a model with `wide` large linear layers; '' if it is."""
     if capability < CAPABILITY:
-        return "it takes a GPU of compute capability 8.9 or more"
+        return "it needs a GPU of compute capability 8.9 or more"
     if not installed():
-        return "torchao is not installed: pip install 'advisor[torchao]'"
+        return "torchao is not installed: pip install 'torch-advisor[torchao]'"
     if not wide:
         sizes = f"{MIN_FEATURES} features or more on both sides, in multiples of {MULTIPLE}"
         return f"no linear layer has {sizes}"
@@ -44,12 +44,12 @@ def gains(layer: nn.Module) -> bool:
 
 
 def convert(model: nn.Module) -> nn.Module:
-    """Convert its large linear layers in place; names and parameters stay. Off CUDA, fp8 is
-    emulated, for tests."""
+    """Convert a model's large linear layers to fp8 in place; names and parameters stay. Without
+    CUDA, fp8 is emulated, for tests."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     device = next(model.parameters()).device
-    # Padded: the rows of a batch, of the last one too, may be no multiple of 16.
+    # Padded, because the number of rows of a batch may be no multiple of 16.
     how = Float8LinearConfig(pad_inner_dim=True, emulate=device.type != "cuda")
     converted: nn.Module = convert_to_float8_training(
         model, config=how, module_filter_fn=lambda layer, _name: gains(layer)

@@ -1,6 +1,6 @@
 """Cores, memory and files that this host gives to a process. Linux only: elsewhere 0, or nothing.
 
-The standard library alone: the guard of a worker imports this file, and little else.
+Imports only the standard library, because a worker's guard process imports this file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MEMORY = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Names of control groups v2, and of v1: the limit, what is in use, and file cache within that."""
+"""Files of control groups v2, then v1: limit, memory in use, and file cache as a part of that."""
 
 
 def control(option: int, value: int) -> None:
@@ -33,7 +33,7 @@ def control(option: int, value: int) -> None:
 
 
 def keep_private() -> None:
-    """Keep this user's other processes from reading this one's memory and tokens; not root's."""
+    """Prevent this user's other processes, but not root's, from reading this one's memory."""
     control(_PR_SET_DUMPABLE, 0)
 
 
@@ -55,19 +55,19 @@ def cores(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
 
 
 def memory_limit(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
-    """Bytes that may be used: the machine's, or less if a control group says so."""
+    """Bytes that this process may use: the machine's memory, or a control group's lower limit."""
     limits = [limit for limit, _free in _memory(groups, process)]
     return int(USABLE_SHARE * min([os.sysconf("SC_PHYS_PAGES") * _PAGE, *limits]))
 
 
 def free_bytes(groups: Path = _GROUPS, process: Path = _PROCESS) -> int:
-    """Free memory of the host and of this process's control groups."""
+    """Free bytes for this process: the least of the host's and its control groups'."""
     free = [free for _limit, free in _memory(groups, process)]
     return max(0, min([_field(_PROC / "meminfo", "MemAvailable:") * 1024, *free]))
 
 
 def shared_bytes() -> tuple[int, int]:
-    """Size of /dev/shm, through which loader workers hand batches over, and how much is free."""
+    """Size and free bytes of /dev/shm, through which loader workers hand batches over."""
     with contextlib.suppress(OSError):
         there = os.statvfs("/dev/shm")
         return there.f_blocks * there.f_frsize, there.f_bavail * there.f_frsize
@@ -81,7 +81,7 @@ def files_left() -> int:
 
 
 def own_bytes() -> int:
-    """Private memory of this process, which a fork may copy: Python writes to what it looks at."""
+    """Private memory of this process, which a fork copies: reference counts write to its pages."""
     return _field(_PROCESS / "status", "RssAnon:") * 1024
 
 
@@ -96,7 +96,7 @@ def reset_peak() -> None:
 
 
 def resident_bytes(process: int) -> int:
-    """Memory of a process, with what it shares with others."""
+    """Memory of a process, including memory that it shares with others."""
     said = _text(_PROC / str(process) / "statm").split()
     return int(said[1]) * _PAGE if len(said) > 1 else 0
 
@@ -112,22 +112,22 @@ def killed_for_memory() -> int:
 
 
 def name(process: int) -> str:
-    """The name of a process, '' where it is gone, or of another container."""
+    """The name of a process; '' if it has ended, or runs in another container."""
     return _text(_PROC / str(process) / "comm").strip()
 
 
 @functools.cache
 def cpu() -> str:
-    """What /proc/cpuinfo says of the first processor: a large host has hundreds, all alike."""
+    """The text of /proc/cpuinfo on the first processor; the others are like it."""
     return _text(_PROC / "cpuinfo").partition("\n\n")[0]
 
 
 def family(process: int) -> list[int]:
-    """A process and all its descendants, but those whose parents have ended."""
+    """A process and all its descendants, except those whose parents have ended."""
     children: dict[int, list[int]] = {}
     for entry in _PROC.iterdir() if _PROC.is_dir() else ():
         if entry.name.isdigit() and (said := _text(entry / "stat")):
-            # The name may hold spaces and brackets: what follows the last one counts.
+            # The process's name may hold spaces and brackets: the fields follow the last bracket.
             parent = int(said.rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(entry.name))
     found = [process]
@@ -137,8 +137,8 @@ def family(process: int) -> list[int]:
 
 
 def files_read() -> list[str]:
-    """Files that this process reads by position: a fork would move that position for both. Not
-    those that are mapped into memory, or empty."""
+    """Open files whose read position a fork would share with this process. Empty files, and files
+    that are mapped into memory, are left out."""
     mapped = {line.split(maxsplit=5)[-1] for line in _text(_PROCESS / "maps").splitlines()}
     found = set()
     for entry, path in _descriptors():
@@ -153,14 +153,14 @@ def files_read() -> list[str]:
 
 
 def held_open() -> list[str]:
-    """What a forked process would share with this one: such files, and connections."""
+    """Names of what a forked process would share with this one: `files_read` and connections."""
     return [*files_read(), *(path for _, path in _descriptors() if path.startswith("socket:"))]
 
 
 def _descriptors() -> Iterator[tuple[Path, str]]:
-    """What this process has open, and where that leads."""
+    """Yields each open file descriptor of this process, and the path that it links to."""
     for entry in (_PROCESS / "fd").iterdir():
-        with contextlib.suppress(OSError):  # the one that this folder is read by, gone by now
+        with contextlib.suppress(OSError):  # the descriptor of this listing is closed by now
             yield entry, str(entry.readlink())
 
 
@@ -186,13 +186,13 @@ def _memory(groups: Path, process: Path) -> Iterator[tuple[int, int]]:
 
 
 def _field(file: Path, name: str) -> int:
-    """The number behind a name in a file of lines 'name number'; 0 if it is not there."""
+    """The number after `name` in a file of lines 'name number'; 0 if no line has this name."""
     said = (line.split() for line in _text(file).splitlines())
     return next((int(words[1]) for words in said if words[:1] == [name] and len(words) > 1), 0)
 
 
 def _text(file: Path) -> str:
-    """What is in a file, '' where it is gone or may not be read."""
+    """The text of a file; '' if the file is gone or may not be read."""
     try:
         return file.read_text(errors="replace")  # a process may have any name
     except OSError:

@@ -1,8 +1,8 @@
 """The table of knobs: for each its values, when it is offered, and how it acts.
 
 A knob acts on the process (`flag`), the model, the batch, the optimizer's or the loader's
-arguments, or the forward pass (`autocast`, `scaled`). To add one, add a row to KNOBS, and to
-`advisor/frameworks` what frameworks call it.
+arguments, or the forward pass (`autocast`, `scaled`). To add a knob, add a row to KNOBS, and add
+the name that each framework has for it to `advisor/frameworks`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORKERS, THREADS = "num_workers", "threads"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchContext:
-    """What decides which values make sense: the device, the workload, what the user permits."""
+    """Facts that decide which values make sense: device, workload, and the user's permissions."""
 
     device: str  # 'cuda' or 'cpu'
     capability: tuple[int, int] = (0, 0)  # CUDA compute capability
@@ -52,14 +52,14 @@ class SearchContext:
     compiles: bool = False
     quick: bool = False  # compile only what takes seconds
     step_graph: bool = True  # the script can have its whole step captured
-    use: str = USES[-1]  # the widest that is looked for; a run that nobody rewrote has the pilot's
-    workers: int = 0  # most workers for a running script's loader, or for that of a workload's data
+    use: str = USES[-1]  # the widest use to search for; PILOT for an unmodified script
+    workers: int = 0  # most workers for the loader of a running script, or of a workload's data
     loaded: bool = False  # a workload has data of its own
     any_order: bool = False  # its batches may come in any order
-    by_name: bool = False  # its workers share memory by name: it would be too many open files
-    mapped: tuple[str, ...] = ()  # knobs that options of a run's command set; each value is a start
+    by_name: bool = False  # its workers share memory by name: else too many files would be open
+    mapped: tuple[str, ...] = ()  # knobs that options of a run's command set: a start per value
     varies: bool = False  # inputs of a running script vary in shape
-    own: Config = Config()  # noqa: RUF009 # what a running script sets itself; its baseline
+    own: Config = Config()  # noqa: RUF009 # the values that a running script sets: its baseline
     kept: tuple[str, ...] = ()  # knobs that stay as the script, or torch, has them
 
 
@@ -69,8 +69,8 @@ SHARING = ("file_descriptor", "file_system")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """A switch of the process. `set` takes a knob's value; `now` reads the process's state, and if
-    that may be no value of the knob, `back` restores it."""
+    """A switch of the process. `set` applies a knob's value. `now` reads the process's state;
+    `back` restores this state, if it may be other than a value of the knob."""
 
     set: Callable[[Value], None]
     now: Callable[[], Any]
@@ -86,14 +86,14 @@ class LoaderFacts:
     prefetch_factor: int = (
         0  # batches that each of its workers prefetches, if these may be replaced
     )
-    most: int = 0  # workers that it may be given; 0: its loader is left alone
-    room: int = 0  # workers that make sense, whoever starts them
-    why: str = ""  # its loader is left alone, if that is not plain
+    most: int = 0  # most workers that advisor may give the loader; 0: the loader is left alone
+    room: int = 0  # workers that make sense on this host, whether advisor or the script starts them
+    why: str = ""  # why the loader is left alone, if the reason is not obvious
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptSettings:
-    """What a running script does itself with the models that it trains."""
+    """The settings that a running script makes for the models that it trains."""
 
     weights: Sequence[Tensor]
     autocast: torch.dtype | None = None
@@ -108,7 +108,7 @@ class ScriptValue:
 
     value: Value
     locked: bool = True  # the knob is not tuned
-    why: str = ""  # if that is not plain
+    why: str = ""  # the reason, if it is not obvious
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,47 +117,47 @@ class Knob:
 
     name: str
     summary: str
-    domain: tuple[Value, ...] | range = SWITCH  # what a record may hold, all of one type
+    domain: tuple[Value, ...] | range = SWITCH  # values that a record may hold, all of one type
     default: Value = False  # torch's own; None where the machine or the script decides
     values: Callable[[SearchContext], tuple[Value, ...]]
-    """torch's own first; one value: the knob is fixed here; none: it is absent."""
+    """The values to try, torch's own first. One value: the knob is fixed. None: it is absent."""
     numerics: bool = False
-    """A change is compared with strict fp32; not one to torch's own or `strict`, if it is given."""
+    """A change is compared with strict fp32, except to `default` or `strict` if `strict` is set."""
     strict: Value = None  # the value in that fp32 reference, if it is not torch's own
     compile_s: Callable[[Value, int], float] | None = None
-    """Seconds that a value costs before its first step, by the number of the model's modules, if
-    that is many: such values are tried on leaders only."""
+    """For knobs that are slow to start, which are tried on leaders only: the seconds that a value
+    costs before its first step, from the value and the number of modules."""
     needs_fresh_process: bool = False
-    """The process keeps what it chose under its first value: another value takes a new process."""
-    guess: Literal["alone", "leader", ""] = ""  # first tried by itself, on the leader, by neither
+    """The process caches its choice under the first value: another value needs a new process."""
+    guess: Literal["alone", "leader", ""] = ""  # first tried alone, on the leader, or neither
     conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
-    """Values of other knobs with which only this knob's first value is sound."""
+    """Values of other knobs that permit only this knob's first value."""
     permitted: Callable[[Mapping[str, Any], Value], bool] | None = None  # by a task's given fields
     transferable: bool = False
     """May be followed unmeasured from a record of another shape or device: it takes no more
     memory, changes no other numbers, and cannot fail."""
     shown: Callable[[Value], str] | None = None  # default: 'name', 'no name' or 'name=value'
-    caveats: Mapping[Value, str] = field(default_factory=dict)  # what no short comparison shows
+    caveats: Mapping[Value, str] = field(default_factory=dict)  # limits of a short comparison
     stage: str = COMPUTE  # a workload's INPUT knobs are measured last, with the user's data
     input_pipeline: bool = False
     """Acts on a run's input pipeline: tried if the steps wait for data, and no part of the key."""
-    by_rule: bool = False  # if it is offered, its last value is needed, and is taken untried
+    by_rule: bool = False  # if the knob is offered, its last value is chosen without a trial
     flag: Flag | None = None
     chosen: Callable[[], bool] | None = None
-    """Whether the environment has set the flag: it then stays. None: advice sets it anyway."""
+    """Whether the environment has set the flag, which then stays. None: advice may change it."""
     mapped: str = ""  # its name in `--map`, if an option of a run's script may set it
     script: Callable[[ScriptSettings], ScriptValue | None] | None = (
-        None  # what a running script has set itself
+        None  # the value that a running script has set
     )
     layers: Mapping[Value, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)
-    """Replaces a model's layers, by value, before it is laid out and compiled."""
+    """By value: replaces a model's layers, before the model is laid out and compiled."""
     model: Callable[[nn.Module, Value], None] | None = None  # acts in place
     layout: Callable[[Tensor, Value], torch.memory_format | None] | None = None
     optimizer: bool = False  # True takes the optimizer's fused kernels
     loader: bool = False  # an argument of DataLoader
-    autocast: Mapping[Value, str] = field(default_factory=dict)  # names of its dtypes
-    scaled: Collection[Value] = ()  # values whose loss takes a GradScaler
-    non_blocking: Collection[Value] = ()  # values that copy batches beside the host's work
+    autocast: Mapping[Value, str] = field(default_factory=dict)  # autocast's dtype, by value
+    scaled: Collection[Value] = ()  # values whose loss needs a GradScaler
+    non_blocking: Collection[Value] = ()  # values with asynchronous copies of batches
     captured: Collection[Value] = ()  # values for which `Advice.capture` makes a CUDA graph
     graphs: Collection[Value] = ()  # values whose CUDA graphs must be told where a step begins
 
@@ -198,13 +198,13 @@ def _own_precision(script: ScriptSettings) -> ScriptValue | None:
     if own := next((half[one] for one in formats if one in half), None):
         return ScriptValue(own)
     if any(isinstance(one, torch.optim.LBFGS) for one in script.optimizers):
-        return ScriptValue(None, why="LBFGS lives by small differences of gradients")
-    # Only its matrix products' switch: half precision may still be faster.
+        return ScriptValue(None, why="LBFGS needs small differences of gradients")
+    # The script set only the switch for matrix products: half precision may still be faster.
     return ScriptValue("tf32", locked=False) if "matmul=tf32" in describe() else None
 
 
 def _layout(tensor: Tensor) -> torch.memory_format | None:
-    """Channels-last of as many dimensions, None where there is none."""
+    """The channels-last format for a tensor's number of dimensions; None if there is none."""
     return {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
 
 
@@ -229,9 +229,9 @@ def _own_layout(script: ScriptSettings) -> ScriptValue | None:
 
 
 def _searches(here: SearchContext) -> tuple[Value, ...]:
-    """Tried with --effort exhaustive only: each switch takes a new worker process, and it gave
-    ResNet-50 0.977x and MobileNetV3 0.983x. Searching by time is not deterministic, and a running
-    script keeps the algorithms that it has chosen."""
+    """The values of cudnn_benchmark. True is tried with --effort exhaustive only: it needs a new
+    worker process, and gave ResNet-50 0.977x and MobileNetV3 0.983x. A search by time is not
+    deterministic, and a running script keeps the algorithms that it has chosen."""
     if here.device != "cuda" or not here.convolves:
         return ()
     return SWITCH if here.full and not here.deterministic and here.use != PILOT else (False,)
@@ -276,10 +276,10 @@ def _set_deterministic(value: Value) -> None:
 
 
 COMPILE_MODES = ("cudagraphs", BLOCKS, "reduce-overhead", "default")
-"""By cost: 3-4 s, less than a whole model, 19-32 s and 15-32 s for ResNet-50 on an H200."""
+"""By cost, for ResNet-50 on an H200: 3-4 s, less than the whole model, 19-32 s and 15-32 s."""
 COMPILE_MODES_FULL = (*COMPILE_MODES, "max-autotune-no-cudagraphs", "max-autotune")
 GRAPHED_MODES = ("cudagraphs", "reduce-overhead", "max-autotune")
-"""Those that replay CUDA graphs of the forward and the backward pass."""
+"""Modes that replay CUDA graphs of the forward and the backward pass."""
 
 
 def _compile_modes(here: SearchContext) -> tuple[Value, ...]:
@@ -308,7 +308,7 @@ def _compile(model: nn.Module, value: Value) -> None:
 
 
 def _compile_dynamic(model: nn.Module, value: Value) -> None:
-    if value:  # in the mode of the knob before it
+    if value:  # in mode default, the only one that `conflicts` permits
         compiling.compile_in_place(model, "default", dynamic=True)
 
 
@@ -330,13 +330,13 @@ def _threads(here: SearchContext) -> tuple[Value, ...]:
 
 
 def _workers(here: SearchContext) -> tuple[Value, ...]:
-    """Few first: the search stops where more gain nothing."""
+    """Numbers of loader workers, few first: the search stops when more workers gain nothing."""
     most, own = here.workers, workers(here.own)
     if here.use != PILOT:
         counts = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
         return tuple(sorted({min(most, number) for number in counts})) if here.loaded else ()
     others = sorted({most, most // 2, most // 4} - {0, own})
-    if WORKERS in here.mapped:  # each takes a start: fewer than the script has gain the least
+    if WORKERS in here.mapped:  # each number takes a start: fewer than the script's gain the least
         others = [number for number in others if number > own]
     return (own, *others) if most else ()
 
@@ -375,7 +375,7 @@ KNOBS: tuple[Knob, ...] = (
         shown=str,
         script=_own_precision,
         flag=Flag(
-            # Autocast runs over TF32 for what it leaves in float32, as in the measured tables.
+            # Operations that autocast leaves in float32 use TF32, as in the measured tables.
             set=lambda value: set_float32("tf32" if value in AUTOCAST else str(value)),
             now=Float32.now,
             back=Float32.put_back,
@@ -432,7 +432,7 @@ KNOBS: tuple[Knob, ...] = (
         values=_off_on(lambda here: here.device == "cuda" and here.training),
         numerics=True,
         guess="leader",
-        # A step that the GradScaler skips: see `init_momentum`.
+        # For steps that the GradScaler skips, see `init_momentum`.
         conflicts={"precision": ("fp16",)},
         script=_own_fused,
         optimizer=True,
@@ -452,10 +452,10 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="dynamic_shapes",
-        summary="compiled for inputs of any length at once, where a run's vary",
+        summary="compile once for inputs of any length, if a run's inputs vary",
         values=_off_on(lambda here: here.varies and "default" in _compile_modes(here)),
         numerics=True,
-        # Graphs are of one shape each, and what is not compiled has none.
+        # A CUDA graph has one fixed shape, and only compiled code has dynamic shapes.
         conflicts={"compile": tuple(m for m in ("none", *COMPILE_MODES_FULL) if m != "default")},
         permitted=lambda given, value: not value or given.get("compile", True),
         script=lambda script: ScriptValue(None) if script.compiled else None,
@@ -467,8 +467,8 @@ KNOBS: tuple[Knob, ...] = (
         values=_off_on(lambda here: here.device == "cuda" and here.training and here.step_graph),
         numerics=True,
         guess="alone",
-        # Graphs do not nest; the fused optimizer is part of it: it alone reads its learning rate
-        # from the device, and from a GradScaler whether to step at all.
+        # CUDA graphs do not nest. A captured step always has the fused optimizer: only that one
+        # reads the learning rate, and whether a GradScaler skips the step, on the device.
         conflicts={"compile": GRAPHED_MODES, "fused_optimizer": (True,)},
         permitted=lambda given, value: not value or given.get("step_graph", True),
         optimizer=True,
@@ -511,7 +511,7 @@ KNOBS: tuple[Knob, ...] = (
         summary="batches that each loader worker fetches ahead",
         domain=range(1, 2**10 + 1),
         default=None,
-        # PyTorch's own first. More evens out samples that take longer than others.
+        # PyTorch's own first. A larger factor evens out samples that take long to load.
         values=lambda here: (2, 4, 8) if here.workers else (),
         conflicts={"num_workers": (0,)},
         stage=INPUT,
@@ -524,7 +524,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="in_order",
-        summary="batches in the order of the sampler, whichever worker has finished its own",
+        summary="batches in the sampler's order, not in the order in which workers finish",
         default=True,
         values=lambda here: (True, False) if here.any_order and here.workers > 1 else (),
         conflicts={"num_workers": (0, 1)},
@@ -534,7 +534,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="sharing",
-        summary="how workers hand memory over: as open files, or by the names of files",
+        summary="how workers share memory: as open files, or by the names of files",
         domain=SHARING,
         default=SHARING[0],
         values=lambda here: SHARING if here.by_name and here.workers else (),
@@ -579,7 +579,7 @@ RECIPE: tuple[dict[str, Value], ...] = (
     {"channels_last": True},
 )
 """The precision and layout that are tried first, and their substitutes if they fail. They led in 12
-of 16 measured models, and in all scripts of others. A knob that the space lacks is left out."""
+of 16 measured models, and in all third-party scripts. A knob that the space lacks is left out."""
 COMPILED: tuple[dict[str, Value], ...] = (
     {"compile": "default", "dynamic_shapes": True},
     {"compile": "reduce-overhead"},
@@ -591,13 +591,13 @@ CAPTURED: tuple[dict[str, Value], ...] = (
     {"compile": "default", "step_graph": True},
     {"compile": BLOCKS, "step_graph": True},
 )
-"""Whole steps as one graph; over a compiled step it was the fastest known for most models."""
+"""The whole step as one graph. Around a compiled step, it was the fastest for most models."""
 GRAPHS: tuple[dict[str, Value], ...] = (
     {"compile": "cudagraphs"},
     {"step_graph": True},
     {"precision": "tf32", "step_graph": True},
 )
-"""Graphs without a compiler: small nets gain severalfold, and lose by casts."""
+"""Graphs without a compiler: small nets gain severalfold by graphs, and lose by autocast."""
 FORMATS_TRIED: tuple[dict[str, Value], ...] = (
     {"precision": "fp16"},
     {"channels_last": False},
@@ -613,15 +613,15 @@ FIRST_STEP_COSTS = (
     "threads",
     *(k.name for k in KNOBS if k.needs_fresh_process or (k.model and not k.layout)),
 )
-"""Knobs that cost time at the first step: it starts threads, searches algorithms, compiles."""
+"""Knobs that cost time at the first step, which starts threads, searches algorithms, compiles."""
 FORMATS = tuple(knob.name for knob in KNOBS if knob.autocast)
 TORCH = Config({knob.name: knob.default for knob in KNOBS if knob.default is not None})
 """The defaults of torch and its DataLoader, where they are the same everywhere."""
 
 
 class Advised(Config):
-    """A config as a script reads it: each knob is an attribute, with torch's own value if the
-    config has none; None where that is the script's or the machine's."""
+    """A config as a script reads it: each knob is an attribute. If the config lacks a knob, its
+    value is torch's own, or None if the script or the machine decides it."""
 
     __slots__ = ()
 
@@ -655,7 +655,7 @@ def follows(use: str, config: Config, default: Config) -> bool:
 
 
 def caveats(config: Config) -> list[str]:
-    """What the comparison with fp32 cannot show about a config, a sentence each."""
+    """Sentences on what the comparison with fp32 cannot show about a config."""
     return [knob.caveats[value] for knob, value in _rows(config) if value in knob.caveats]
 
 
@@ -665,15 +665,15 @@ def compiles(config: Config) -> bool:
 
 
 def code(config: Config) -> Config:
-    """The part of a config that decides what code a compiler makes: not the input pipeline, the
-    optimizer, and the choice among the kernels of libraries."""
+    """The part of a config that decides what code a compiler makes: without the input pipeline, the
+    optimizer, and the choice among kernels of libraries."""
     return config.without(
         *(k.name for k in KNOBS if k.input_pipeline or k.optimizer or k.needs_fresh_process)
     )
 
 
 def needs_comparison(config: Config, default: Config = TORCH) -> bool:
-    """Whether a config computes something else than a default, and must be compared with fp32."""
+    """Whether a config changes numbers, so that it must be compared with fp32."""
     return any(
         knob.numerics and (knob.strict is None or value not in (knob.default, knob.strict))
         for knob, value in _rows(config.changed(default))
@@ -692,7 +692,7 @@ def permits(given: Mapping[str, Any], config: Config) -> bool:
 
 
 def workers(config: Mapping[str, Value]) -> int:
-    """Loader workers of a config; 0 where none are stated."""
+    """Loader workers of a config; 0 if it does not say."""
     return int(config.get(WORKERS) or 0)
 
 
@@ -705,7 +705,7 @@ def adoption_cost(config: Config, default: Config) -> int:
 
 
 def described(config: Config, default: Config = TORCH, *, nothing: str = "torch default") -> str:
-    """What a config does differently: 'bf16, channels_last', or `nothing`."""
+    """The changes of a config in words: 'bf16, channels_last'; `nothing` if there are none."""
     return ", ".join(_described(*pair) for pair in config.changed(default).items()) or nothing
 
 
@@ -719,18 +719,18 @@ def _described(name: str, value: Value) -> str:
 
 
 def refusal(record: Record) -> str:
-    """Why a record may not be used, as for a value that its knob cannot have; '' if it may."""
+    """Why a record may not be used, such as a value outside its knob's domain; '' if it may."""
     chosen = [record.baseline, *(one.choice for one in record.winners), *record.raced]
     for choice in chosen:
         if choice.config.batch != choice.batch:
-            return f"batch {choice.config.batch} in a config, {choice.batch} of its measurement"
+            return f"a config has batch {choice.config.batch}, its measurement {choice.batch}"
     fixed = [record.baseline, *(one.choice for one in record.winners if not one.free)]
     if any(choice.batch != record.batch for choice in fixed):
-        return f"batch {record.batch}, and its choices are of another"
+        return f"its batch is {record.batch}, but its choices have another"
     default = record.baseline.config
     measured = [*(choice.config for choice in chosen), *(trial.config for trial in record.trials)]
     others = [record.input, *(part.knob for part in record.parts)]
-    # A knob that is unknown here does not matter if all have it as the baseline has it.
+    # A knob that is unknown here does not matter if all configs have the baseline's value.
     needed = {n for one in (*others, *(c.changed(default) for c in measured)) for n in one}
     seen = {(n, type(v), v) for config in (*measured, *others) for n, v in config.items()}
     for name, _kind, value in sorted(seen, key=repr):
@@ -742,5 +742,5 @@ def refusal(record: Record) -> str:
             return f"{name} {value!r:.60}: expected {ends or ', '.join(map(str, knob.domain))}"
     for one in record.winners:
         if not follows(one.use, one.choice.config, default):
-            return f"the winner for {one.use} needs more than that"
+            return f"the winner for use {one.use!r} has knobs that this use cannot follow"
     return ""

@@ -19,14 +19,14 @@ class Pace:
     step_s: float
 
     def time_s(self, steps: float) -> float:
-        """Seconds of so many steps, at least one."""
+        """Seconds of a number of steps, at least one."""
         return self.first_step_s + max(0.0, steps - 1) * self.step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """How long a job is: `steps` at a batch of `batch`, or `seconds`; the other one is 0. At
-    another batch a job of steps has as many samples."""
+    """How long a job is: `steps` at a batch of `batch`, or `seconds`; the other of the two is 0. At
+    another batch, a job given in steps has the same number of samples."""
 
     batch: int
     steps: int = 0
@@ -42,8 +42,8 @@ class Length:
 
 
 def break_even(paces: Sequence[Pace]) -> list[tuple[int, int]]:
-    """Pairs of (a number of steps, index of the pace that takes the least time from it on); the
-    first is from 1. Of equal paces the first counts. All are at one batch."""
+    """Return pairs (number of steps, index of the pace that is fastest from this number on), from 1
+    step on. Of equal paces the first counts. All paces have the same batch."""
     found, start, left = [], 1, list(enumerate(paces))
     while left:
         here, slow = min(left, key=lambda one: (one[1].time_s(start), one[1].step_s))
@@ -62,9 +62,9 @@ def _overtakes(slow: Pace, fast: Pace) -> int:
 def first_step_seen(trials: Sequence[Trial], config: Config, paying: Collection[str]) -> float:
     """Seconds of the first step of a config that starts from empty caches; 0 if not known.
 
-    A trial finds what an earlier one searched or compiled. So this is the slowest first step among
-    trials of the same batch whose `paying` knobs are changed as the config's, or not at all. The
-    first trial is torch's default.
+    A trial reuses what an earlier trial searched or compiled. So the result is the slowest first
+    step among trials of the same batch whose `paying` knobs each have the config's value or torch's
+    default. The first trial is torch's default.
     """
 
     def pays(other: Config) -> set[tuple[str, Value]]:

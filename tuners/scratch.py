@@ -1,6 +1,6 @@
 """Temporary folders that are removed even if their process is killed.
 
-The standard library alone, and little of it: the guard of a worker imports this file.
+Imports only a little of the standard library, because a worker's guard process imports this file.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ FOLDER_PREFIX = "advisor."  # short: a socket's path has 107 bytes at most, TMPD
 
 
 class ScratchFolder:
-    """A private folder until `remove`; `sweep` removes those of killed processes. Its process holds
-    a lock on it."""
+    """A private folder that lasts until `remove`. Its process holds a lock on the folder; `sweep`
+    removes the folders of killed processes."""
 
     def __init__(self) -> None:
         import tempfile

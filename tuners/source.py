@@ -21,14 +21,14 @@ from advisor.errors import TargetError
 from advisor.tuners.fingerprint import is_idle, nodes, plain, references
 
 MAX_SOURCE_BYTES = 2**18  # of all files that are read for one digest: some 7,000 lines
-ABOVE = 3  # folders above a file's own in which a module that it imports is looked for
+ABOVE = 3  # folders above a file's own that are searched for a module that the file imports
 ALL, ON_IMPORT = "*", ""
-"""In place of a name: every definition of a file; statements that do more than define names."""
+"""Used as names: ALL for every definition, ON_IMPORT for statements that define no name."""
 _BY_ANY_NAME = {"globals", "vars", "eval", "exec", "sys.modules"}
 """Code that uses one of these may refer to any definition of its file."""
 _MAIN = ("__name__ == '__main__'", "'__main__' == __name__")
-_NEVER = (*_MAIN, "TYPE_CHECKING", "typing.TYPE_CHECKING")  # conditions: not on import
-_INVALID = (SyntaxError, ValueError, RecursionError, MemoryError)  # of a text that is no Python
+_NEVER = (*_MAIN, "TYPE_CHECKING", "typing.TYPE_CHECKING")  # conditions that are false on import
+_INVALID = (SyntaxError, ValueError, RecursionError, MemoryError)  # the text is not Python
 
 
 class _Import(NamedTuple):
@@ -41,26 +41,26 @@ class _Import(NamedTuple):
 
 _Defined = dict[str, list[ast.stmt | _Import]]
 _Place = tuple[Path, str, str]
-"""A file, a name in it, and which attribute of that is used, or ''."""
+"""A file, a name in it, and the attribute of this name that is used, or ''."""
 _Stamp = tuple[int, int, int] | None
 _KNOWN: dict[tuple[Path, tuple[str, ...]], tuple[dict[Path, _Stamp], str]] = {}
 
 
 def digest(path: Path, names: tuple[str, ...]) -> str:
-    """64 hex characters over what decides these names of a file; names that it lacks are ignored.
-    Raises: TargetError: the file cannot be read."""
+    """Digest (64 hex characters) of the code that decides some names of a file. Names that the file
+    lacks are ignored. Raises TargetError if the file cannot be read."""
     return _known(path, names)[1]
 
 
 def imported_by(script: Path) -> set[Path]:
-    """The project's files that a script uses, as far as imports and MOST_BYTES of text tell."""
+    """The project's files that a script imports, as found in MAX_SOURCE_BYTES of source."""
     with contextlib.suppress(TargetError):
         return set(_known(script, (ALL,))[0])
     return set()
 
 
 def _known(path: Path, names: tuple[str, ...]) -> tuple[dict[Path, _Stamp], str]:
-    """As `_read`; files are read again only if one of them has changed. Raises: TargetError."""
+    """As `_read`, but cached until one of the files changes. Raises TargetError."""
     known = _KNOWN.get((path, names))
     if known is None or any(_stamp(one) != stamp for one, stamp in known[0].items()):
         try:
@@ -73,7 +73,7 @@ def _known(path: Path, names: tuple[str, ...]) -> tuple[dict[Path, _Stamp], str]
 
 
 def _read(path: Path, names: tuple[str, ...]) -> tuple[dict[Path, _Stamp], str]:
-    """The files that were read, with their stamps, and the digest."""
+    """Read a file and its imports. Returns their stamps by path, and the digest."""
     found, left = hashlib.sha256(), MAX_SOURCE_BYTES
     stamps: dict[Path, _Stamp] = {}
     files: dict[Path, _Defined] = {}
@@ -92,7 +92,7 @@ def _read(path: Path, names: tuple[str, ...]) -> tuple[dict[Path, _Stamp], str]:
             except (OSError, *_INVALID):
                 if at == path:
                     raise
-                # An import that cannot be parsed, or is too large, counts by when it was written.
+                # An imported file that cannot be parsed, or is too large, counts by its stamp.
                 found.update(repr(stamps[at]).encode())
                 continue
             left -= size
@@ -120,7 +120,7 @@ def _stamp(path: Path) -> _Stamp:
 
 
 def _definitions(path: Path, most: int) -> tuple[_Defined, int]:
-    """(Statements of a file of at most so many bytes by the names that they define, its size)."""
+    """(Statements by the names that they define, size of the file), for at most `most` bytes."""
     data = read_regular(path, most)
     with warnings.catch_warnings(action="ignore"):  # Python shows them when it runs the file
         tree = ast.parse(data)
@@ -129,14 +129,14 @@ def _definitions(path: Path, most: int) -> tuple[_Defined, int]:
         defined = _defined(statement)
         for name, one in defined.items():
             found[name].append(one)
-        # A class that is decorated may be registered, and be used by no name.
+        # A decorated class may be registered, and then be used without its name.
         if not defined or (isinstance(statement, ast.ClassDef) and statement.decorator_list):
             found[ON_IMPORT].append(statement)
     return found, len(data)
 
 
 def _executed(statements: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Without docstrings and what does not run on import."""
+    """Yields the statements that run on import, without docstrings."""
     for one in statements:
         if isinstance(one, ast.If) and ast.unparse(one.test) in _NEVER:
             yield from _executed(one.orelse)
@@ -159,19 +159,19 @@ def _defined(one: ast.stmt) -> dict[str, ast.stmt | _Import]:
 
 
 def _imports(one: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, _Import]]:
-    """What an import statement binds, by name."""
+    """Yields each name that an import statement binds, and what it imports."""
     for alias in one.names:
         if isinstance(one, ast.ImportFrom):
             yield alias.asname or alias.name, _Import(one.module or "", alias.name, one.level)
         else:
-            # Of `import a.b` the name is `a`, and which attribute is used says little.
+            # `import a.b` binds `a`; which attribute of `a` the code uses says little.
             whole = "." in alias.name and not alias.asname
             short = alias.asname or alias.name.partition(".")[0]
             yield short, _Import(alias.name, ALL if whole else "")
 
 
 def _parts(one: ast.stmt | _Import) -> tuple[str, list[str], list[_Import]]:
-    """What a statement computes, as a digest; the names in it, of `a.b.c` 'a.b'; its imports."""
+    """(Digest of a statement, the names in it as by `references`, its imports)."""
     if isinstance(one, _Import):
         return repr(one), [], [one]
     statements = (node for node in nodes(one) if isinstance(node, ast.Import | ast.ImportFrom))
@@ -180,7 +180,7 @@ def _parts(one: ast.stmt | _Import) -> tuple[str, list[str], list[_Import]]:
 
 
 def _imported(at: Path, what: _Import, attribute: str) -> Iterator[_Place]:
-    """Where in the project what a file imports lies; nowhere where a library has it."""
+    """Yields the places in the project that an import refers to; none for a library's module."""
     module, name = what.module, what.name
     part = name or attribute
     if part and part != ALL and (inner := _located(at, f"{module}.{part}".strip("."), what.level)):
@@ -190,7 +190,7 @@ def _imported(at: Path, what: _Import, attribute: str) -> Iterator[_Place]:
 
 
 def _located(at: Path, module: str, level: int) -> Path | None:
-    """The file of a module, as it lies around one that imports it."""
+    """The file of a module, searched for in the folders around the file that imports it."""
     if module.partition(".")[0] == "torch" and not level:
         return None  # the most frequent by far
     above = at.parents[level - 1 : level] if level else at.parents[: ABOVE + 1]
@@ -198,9 +198,9 @@ def _located(at: Path, module: str, level: int) -> Path | None:
 
 
 def module_file(folder: Path, module: str) -> Path | None:
-    """The file of a module whose name is looked for in a folder; '' is the folder's own package."""
+    """The file of a module in a folder, or None; the module '' is the folder's own package."""
     place = folder.joinpath(*module.split("."))
     files = [place / "__init__.py", *([place.with_name(f"{place.name}.py")] if module else [])]
-    with contextlib.suppress(OSError):  # what may not be looked at is not imported either
+    with contextlib.suppress(OSError):  # a file that may not be read cannot be imported either
         return next((one for one in files if one.is_file()), None)
     return None

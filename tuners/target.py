@@ -1,4 +1,4 @@
-"""From a target string to a model's factory.
+"""Turns a target string into a model's factory.
 
 `parse` reads the string and the file system only; `load` imports the user's code, in a worker.
 """
@@ -30,7 +30,7 @@ from advisor.tuners.torch_facts import torch
 if TYPE_CHECKING:
     from torch import nn
 
-HOOKS = ("make_batch", "loss")  # what a target's file may define beside the model
+HOOKS = ("make_batch", "loss")  # functions that a target's file may define besides the model
 EDITED = "edited since"
 NAMED = ("model", "build_model", "get_model")
 _FORMS = {
@@ -50,7 +50,7 @@ class Spec:
 
     @property
     def name(self) -> str:
-        """Its name in records: a file's without its folder, so that a project can move."""
+        """The target's name in records: a file without its folder, so that a project can move."""
         if self.kind == "file":
             return Path(self.place).name + (f":{self.attribute}" if self.attribute else "")
         return f"{self.place or 'torchvision'}:{self.attribute}"
@@ -61,12 +61,12 @@ class Spec:
 
     @property
     def code(self) -> str:
-        """Digest of the code that decides the model and its hooks; '' where there is no file.
-        Raises: TargetError: it cannot be read."""
+        """Digest of the code that decides the model and its hooks; '' if there is no file.
+        Raises TargetError if the file cannot be read."""
         return source.digest(Path(self.file), (self.attribute, *HOOKS)) if self.file else ""
 
     def edited(self, code: str) -> str:
-        """How the code differs from that with a digest, in words; '' if it does not."""
+        """How the code differs from the code with this digest, in words; '' if it does not."""
         try:
             return "" if self.code == code else EDITED
         except TargetError as exc:
@@ -79,8 +79,8 @@ def origin_of(path: Path) -> str:
 
 
 def parse(text: str, *, base: Path | None = None, role: str = "target") -> Spec:
-    """Parse a target string; a relative file is looked for in `base` (default: here). Raises
-    TargetError if the string has no known form, or the file is not there."""
+    """Parse a target string; a relative path starts from `base` (default: the current folder).
+    Raises TargetError if the string has no known form, or there is no such file."""
     refused = f"{role} {text!r}:"
     forms = f"{', '.join(_FORMS[role][:-1])} or {_FORMS[role][-1]}"
     if text.startswith("torchvision:"):
@@ -97,7 +97,7 @@ def parse(text: str, *, base: Path | None = None, role: str = "target") -> Spec:
         try:
             path = Path(base or "", Path(place).expanduser()).absolute()
         except (OSError, RuntimeError) as exc:  # the current folder is gone, or no such user's home
-            raise TargetError(f"{refused} cannot be looked for ({exc})") from exc
+            raise TargetError(f"{refused} cannot be found ({exc}); give its whole path") from exc
         if not path.is_file():
             raise TargetError(f"{refused} there is no file {path}; expected {forms}")
         place = str(path.resolve())
@@ -108,8 +108,8 @@ def parse(text: str, *, base: Path | None = None, role: str = "target") -> Spec:
 
 
 def _source_of(module: str) -> str:
-    """The file of a module of the user's own, here or importable; '' where there is none. Nothing
-    is imported: of a dotted name the packages are folders."""
+    """The file of the user's own module, in the current folder or importable; '' if there is none.
+    Nothing is imported: the packages of a dotted name are taken for folders."""
     folders: list[Path] = []
     with contextlib.suppress(OSError):
         folders.append(Path.cwd())
@@ -133,7 +133,7 @@ class Loaded:
 
 
 def load(spec: Spec, arguments: Config) -> Loaded:
-    """Import the target and find its factory. Raises TargetError if there is none or several,
+    """Import the target and find its factory. Raises TargetError if there is no factory or several,
     TargetFailed if the user's code raised."""
     if spec.kind == "torchvision":
         return Loaded(spec=spec, factory=_torchvision(spec.attribute, dict(arguments)))
@@ -169,7 +169,7 @@ def load(spec: Spec, arguments: Config) -> Loaded:
 
 
 def build(loaded: Loaded) -> nn.Module:
-    """A fresh model. Raises: TargetFailed: the factory raised, or returned no nn.Module."""
+    """Build a new model. Raises TargetFailed if the factory raised, or returned no nn.Module."""
     try:
         model = loaded.factory()
     except Exception as exc:  # the user's code may raise anything; it is reported whole
@@ -182,7 +182,7 @@ def build(loaded: Loaded) -> nn.Module:
 
 
 def failed(spec: Spec, what: str, exc: BaseException) -> TargetFailed:
-    """The user's own error as one line, with its traceback cut to their frames."""
+    """The error for an exception of the user's code: one line, and the traceback of that code."""
     said = "".join(traceback.format_exception_only(exc)).strip().splitlines()[-1]
     frames = [f for f in traceback.extract_tb(exc.__traceback__) if not is_library(f.filename)]
     shown = ["Traceback (most recent call last):\n", *traceback.format_list(frames), said, "\n"]
@@ -192,8 +192,8 @@ def failed(spec: Spec, what: str, exc: BaseException) -> TargetFailed:
 
 
 def imported(spec: Spec) -> ModuleType:
-    """The module that a file or a name is. Raises: TargetError: there is none. TargetFailed: its
-    code raised."""
+    """Import the module of a target. Raises TargetError if there is no such module, TargetFailed if
+    the module's code raised."""
     path, is_file = Path(spec.place), spec.kind == "file"
     # As `python model.py` does: the file's folder comes first for its own imports.
     folder = str(path.parent if is_file else Path.cwd())

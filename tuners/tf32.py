@@ -19,8 +19,8 @@ EPS = 2.0**-10
 
 
 def set_float32(precision: str) -> None:
-    """Set what float32 matrix products, convolutions and recurrent layers are computed in: by
-    'default' cuDNN's operations in TF32, by 'tf32' all of them, by 'fp32' none."""
+    """Set which float32 operations use TF32: with 'default' cuDNN's convolutions and recurrent
+    layers, with 'tf32' also matrix products, with 'fp32' none."""
     matmul_tf32, cudnn_tf32 = _TF32[precision]
     cudnn: Any = torch.backends.cudnn
     with warnings.catch_warnings(action="ignore"):  # torch 2.9 announces the old switches' end
@@ -31,9 +31,9 @@ def set_float32(precision: str) -> None:
         cudnn.allow_tf32 = cudnn_tf32
         if not _new_switches():
             return
-        # conv and rnn inherit where the old switch is off: from this one, else from the user's
-        # torch.backends.fp32_precision. They do so again after `with torch.backends.cudnn.flags()`.
-        # It is not set to tf32, because the old switch could then no longer turn TF32 off.
+        # While the old switch is off, conv and rnn inherit from cudnn.fp32_precision, or if that is
+        # "none" from torch.backends.fp32_precision, also after `with torch.backends.cudnn.flags()`.
+        # Not set to "tf32", because the old switch could then no longer turn TF32 off.
         cudnn.fp32_precision = "none" if cudnn_tf32 else "ieee"
         if not cudnn_tf32:
             cudnn.conv.fp32_precision = "ieee"
@@ -43,9 +43,9 @@ def set_float32(precision: str) -> None:
 class Float32(NamedTuple):
     """The state of all these switches, which other code may mix as it likes."""
 
-    matmul: str | None  # an old one; None where torch refuses to read it
-    cudnn: bool | None  # the same
-    new: tuple[str, ...]  # those from torch 2.9 on; empty before
+    matmul: str | None  # an old switch; None if torch refuses to read it
+    cudnn: bool | None  # an old switch, as `matmul`
+    new: tuple[str, ...]  # the switches of torch 2.9 and later; empty before
 
     @classmethod
     def now(cls) -> Float32:
@@ -61,7 +61,7 @@ class Float32(NamedTuple):
             if self.cudnn is not None:
                 torch.backends.cudnn.allow_tf32 = self.cudnn
             for switch, held in zip(_new_switches(), self.new, strict=True):
-                # Only what differs: one that inherits goes on doing so.
+                # Set only what differs, so that a switch that inherits still inherits.
                 if switch.fp32_precision != held:
                     switch.fp32_precision = held
 
@@ -85,7 +85,7 @@ def _new_switches() -> tuple[Any, ...]:
 
 
 def describe() -> str:
-    """What is set now, as 'matmul=ieee conv=tf32 rnn=tf32'."""
+    """The current settings, as 'matmul=ieee conv=tf32 rnn=tf32'."""
     backends: Any = torch.backends
     matmul, cudnn = backends.cuda.matmul, backends.cudnn
     if _new_switches():

@@ -1,5 +1,5 @@
-"""torch without importing it, which takes seconds: a stand-in until it is used, and facts about it
-that are cached on disk. They hold for one torch, one host, and the same environment variables.
+"""A stand-in for torch, because importing torch takes seconds, and facts about torch that are
+cached on disk. A fact holds for one torch, one host, and the same environment variables.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _VARIABLES = (
     *("ATEN_CPU_CAPABILITY", "LD_LIBRARY_PATH", "LD_PRELOAD"),
     *("MKL_NUM_THREADS", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA"),
 )
-"""They change what torch says."""
-_MAX_ENVIRONMENTS = 16  # environments that are kept: the newest
-_read: dict[str, Any] = {}  # what this process has read of torch, by name
+"""Environment variables that change facts about torch."""
+_MAX_ENVIRONMENTS = 16  # the newest environments are kept
+_read: dict[str, Any] = {}  # facts that this process has read, by name
 
 
 def fact(name: str, read: Callable[[], Any]) -> Any:
-    """The plain data that `read` returns; the cached one if torch is not imported."""
+    """The plain data that `read` returns, or its cached value if torch is not imported."""
     if "torch" not in sys.modules and name in (kept := _kept().get(_state(), {})):
         return kept[name]
     _read[name] = read()
@@ -48,7 +48,7 @@ def fact(name: str, read: Callable[[], Any]) -> Any:
 
 
 def keep() -> None:
-    """Write what this process has read to the cache, if it is new."""
+    """Write the facts that this process has read to the cache, if they are new."""
     if not _read:
         return
     states, state = dict(_kept()), _state()
@@ -78,7 +78,7 @@ def _kept() -> dict[str, dict[str, Any]]:
 
 
 def _state() -> str:
-    """The torch that would be imported here, the host, and the variables that it reads."""
+    """The cache's key: the torch that would be imported, the host, and _VARIABLES."""
     spec = importlib.util.find_spec("torch")
     with contextlib.suppress(OSError):
         if spec is not None and spec.origin:

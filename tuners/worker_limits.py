@@ -11,7 +11,7 @@ from advisor.tuners.environment import env_int
 MAX_WORKERS = 32  # workers of one process: each is a copy of it
 PREFETCH_FACTOR = 2  # PyTorch's own prefetch_factor
 WORKER_MEMORY_SHARE = 0.5
-"""Of free memory, and of all shared memory, for workers whose batches are not known yet."""
+"""Fraction of free memory, and of all shared memory, for workers before any batch is known."""
 
 
 def cores() -> int:
@@ -19,10 +19,10 @@ def cores() -> int:
 
 
 def workers(batch_bytes: int) -> int:
-    """How many workers make sense for a running script, of whose process each is a fork."""
+    """How many workers make sense for a running script; each is a fork of its process."""
     most = min(cores(), MAX_WORKERS)
     fits = WORKER_MEMORY_SHARE * host.free_bytes() / (_ranks() * max(1, host.own_bytes()))
-    fits = min(fits, batches_that_fit((PREFETCH_FACTOR + 1) * batch_bytes))  # one is on its way
+    fits = min(fits, batches_that_fit((PREFETCH_FACTOR + 1) * batch_bytes))  # one is in transit
     # A power of two, because free memory varies from run to run.
     return most if fits >= most else 1 << int(fits).bit_length() >> 1
 
@@ -33,26 +33,26 @@ def batches_that_fit(size: int) -> float:
 
 
 def has_files(tensors: int, workers: int) -> bool:
-    """Whether this process may open the files of so many workers: one for each tensor of a batch
-    that is ready."""
+    """Whether this process may open the files that `workers` workers need: one for each tensor of
+    each batch that is ready."""
     return _batches_ready(workers) * tensors <= host.USABLE_SHARE * host.files_left()
 
 
 def shortage(batch_bytes: int, tensors: int, workers: int) -> str:
-    """What this host lacks for so many workers with such batches; '' for nothing. A batch that does
-    not fit into /dev/shm ends its worker by SIGBUS."""
+    """Why this host cannot run `workers` workers with such batches; '' if it can. A batch that does
+    not fit into /dev/shm kills its worker with SIGBUS."""
     there = _batches_ready(workers)
     _, free = host.shared_bytes()
     if there * batch_bytes > host.USABLE_SHARE * free / _ranks():
         return (
-            f"{there} batches of {size(batch_bytes)} do not fit into /dev/shm, of which "
-            f"{size(free)} is free; in a container give more, as docker's --shm-size"
+            f"{there} batches of {size(batch_bytes)} do not fit into /dev/shm, which has "
+            f"{size(free)} free; in a container, raise its limit, e.g. docker's --shm-size"
         )
     if not has_files(tensors, workers):
         return (
-            f"{there} batches of {tensors:,} tensors are more files than this process may "
-            'open (ulimit -n); torch.multiprocessing.set_sharing_strategy("file_system") opens '
-            "none"
+            f"{there} batches of {tensors:,} tensors are more files than this process may open; "
+            "raise ulimit -n, or call "
+            'torch.multiprocessing.set_sharing_strategy("file_system")'
         )
     return ""
 

@@ -14,16 +14,17 @@ import advisor
 from advisor.cli.options import DONE, FAILED, INTERRUPTED, WRONG_USAGE
 from advisor.errors import AdvisorError, UsageError
 
+MAX_WORD = 300
+"""Characters of a word in an error. Of a longer word, only the start is shown."""
 _MODULES = {
-    "emitting": ("emit",),
     "jobs": ("submit", "jobs", "logs", "cancel"),
     "measuring": ("tune", "explain", "verify"),
-    "reading": ("show", "report", "why", "forget", "env", "completion"),
+    "reading": ("show", "report", "why", "emit", "forget", "env", "completion"),
     "running": ("run",),
     "serving": ("serve", "token"),
     "sharing": ("export", "import", "sync", "gc"),
 }
-"""The commands of each module. One is loaded at a time: `advisor run` is part of every start."""
+"""The commands of each module. Only the module in use is imported: `advisor run` must be fast."""
 _HELP = {
     "Tune and run": ("tune", "run"),
     "Records": ("show", "why", "report", "emit", "explain", "verify", "forget", "gc"),
@@ -72,7 +73,7 @@ def cli(ctx: click.Context) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; its exit code."""
+    """Run a command. Returns the exit code."""
     try:
         code = cli.main(arguments, prog_name="advisor", standalone_mode=False)
         sys.stdout.flush()
@@ -82,22 +83,23 @@ def main(arguments: list[str] | None = None) -> int:
         return code if isinstance(code, int) else DONE
     except click.ClickException as exc:
         return _refuse(exc.format_message() + _where_to_read(exc), WRONG_USAGE)
-    except UsageError as exc:
-        return _refuse(str(exc), WRONG_USAGE, getattr(exc, "details", ""))
     except AdvisorError as exc:
-        return _refuse(str(exc), FAILED, getattr(exc, "details", ""))
+        code = WRONG_USAGE if isinstance(exc, UsageError) else FAILED
+        return _refuse(str(exc), code, exc.details)
     except OSError as exc:
+        if exc.filename is not None:
+            return _refuse(f"{os.fsdecode(exc.filename)}: {exc.strerror}", FAILED)
         if exc.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         # The pipe is closed or the disk full: flushing at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED if exc.errno == errno.EPIPE else _refuse(f"output: {exc.strerror}", FAILED)
     except (KeyboardInterrupt, click.Abort):
-        return _refuse("interrupted; the same command goes on from here", INTERRUPTED)
+        return _refuse("interrupted; to continue, run the same command again", INTERRUPTED)
 
 
 def _where_to_read(exc: click.ClickException) -> str:
-    """The help to read, unless the message says what is allowed, as that of a wrong value does."""
+    """' (see: COMMAND --help)'; '' for a wrong value, whose message says what is allowed."""
     ctx = getattr(exc, "ctx", None)
     if ctx is None or type(exc) is click.BadParameter:
         return ""
@@ -107,5 +109,6 @@ def _where_to_read(exc: click.ClickException) -> str:
 def _refuse(message: str, code: int, details: str = "") -> int:
     if details:
         click.echo(details.rstrip(), err=True)
-    click.echo("advisor: " + " ".join(message.split()), err=True)
+    words = (word if len(word) <= MAX_WORD else f"{word[:80]}..." for word in message.split())
+    click.echo("advisor: " + " ".join(words), err=True)
     return code

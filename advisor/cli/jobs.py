@@ -12,25 +12,26 @@ import click
 from advisor.cache.settings import server_url
 from advisor.cache.task import Task
 from advisor.cli.options import (
-    COMMAND,
     DONE,
     FAILED,
+    Number,
     OrCommand,
+    Output,
     collected,
-    console,
     json_option,
+    json_or_text,
     row_options,
     target_argument,
 )
 from advisor.errors import UsageError
-from advisor.jobs.states import STATES, WAITING
+from advisor.jobs.spec import STATES, WAITING
 from advisor.tuners.search.plan import Plan
 
 if TYPE_CHECKING:
     from advisor.client import Client, Job
     from advisor.jobs.submission import Submission
 
-_ID = click.IntRange(1, 2**31 - 1)
+_ID = Number(1, 2**31 - 1)
 
 server_option = click.option(
     "--server",
@@ -41,7 +42,7 @@ server_option = click.option(
 
 
 def _client(server: str | None) -> Client:
-    """Raises UsageError where no server is named."""
+    """A Client of the server. Raises UsageError if no server is named."""
     from advisor.client import Client
 
     url = server or server_url()
@@ -59,7 +60,7 @@ def _client(server: str | None) -> Client:
 )
 @click.option(
     "--gpus",
-    type=click.IntRange(0, 64),
+    type=Number(0, 64),
     metavar="N",
     help="How many GPUs of one machine; 0 for the CPU.  [default: 1]",
 )
@@ -73,13 +74,11 @@ def _client(server: str | None) -> Client:
 @row_options(Task)
 @row_options(Plan)
 @server_option
-@click.option("-f", "--follow", is_flag=True, help="Show its log until it is over.")
+@click.option("-f", "--follow", is_flag=True, help="Show the log until the job is over.")
 @json_option
-@click.pass_context
 def submit(
-    ctx: click.Context,
-    /,
     target: str | None,
+    command: tuple[str, ...],
     gpu: str,
     gpus: int | None,
     pip: tuple[str, ...],
@@ -92,12 +91,9 @@ def submit(
     """Submit a job: the server tunes your run, or a model, on a machine that has the GPU.
 
     A run: advisor submit --gpu H100 --gpus 4 -- torchrun --nproc-per-node 4 train.py. The code
-    is sent along: files that git tracks or does not ignore, or else this folder, without those that
-    .advisorignore names. The same request twice is one job.
+    is sent along: files that git tracks or does not ignore (without git, this whole folder), except
+    files that .advisorignore names. A repeated request returns the same job.
     """
-    command = ctx.meta[COMMAND]
-    if bool(command) == bool(target):
-        raise UsageError("give either a TARGET and --shape, or your command after --")
     given = collected(Plan, options) | collected(Task, options)
     from advisor.jobs.spec import JobSpec
     from advisor.jobs.submission import Submission
@@ -124,7 +120,7 @@ def submit(
         if job.reason and job.state in WAITING:
             click.echo(f"waits   {job.reason}")
     if follow:
-        ctx.exit(_followed(client, job.id, as_json))
+        click.get_current_context().exit(_followed(client, job.id, as_json))
     if as_json:
         told = {"code": _code(submission), "page": client.page(job.id)}
         click.echo(json.dumps(dataclasses.asdict(job) | told))
@@ -142,8 +138,8 @@ def _greeting(job: Job, server: str | None) -> str:
     if job.new:
         return f"job {job.id} {job.state}; to follow it: advisor logs -f {job.id}{where}"
     if job.state == "done":
-        return f"job {job.id}: done before, the same; --force measures again"
-    return f"job {job.id}: asked for before, the same; {job.state}"
+        return f"job {job.id}: already done; --force measures again"
+    return f"job {job.id}: already submitted; {job.state}"
 
 
 def _code(submission: Submission) -> dict[str, Any] | None:
@@ -154,7 +150,7 @@ def _code(submission: Submission) -> dict[str, Any] | None:
 
 
 def _followed(client: Client, id: int, as_json: bool) -> int:
-    """Show a job's log until it is over; the exit code."""
+    """Show a job's log until the job is over. Returns the exit code."""
     texts = []
     for text in client.log(id, follow=True):
         if as_json:
@@ -182,35 +178,29 @@ def _followed(client: Client, id: int, as_json: bool) -> int:
 )
 @click.option(
     "--most",
-    type=click.IntRange(1, 10_000),
+    type=Number(1, 10_000),
     default=50,
-    help="How many, the newest first.  [default: 50]",
+    help="How many jobs, the newest first.  [default: 50]",
 )
 @server_option
-@json_option
-def jobs(
-    id: int | None, states: tuple[str, ...], most: int, server: str | None, as_json: bool
-) -> None:
+@json_or_text
+def jobs(id: int | None, states: tuple[str, ...], most: int, server: str | None) -> Output:
     """List the jobs of a server, or show the job ID."""
     from advisor.report import jobs as shown
 
     client = _client(server)
     if id is not None:
         job = client.job(id)
-        click.echo(json.dumps(dataclasses.asdict(job)) if as_json else "\n".join(shown.lines(job)))
-        return
+        return Output(lambda: dataclasses.asdict(job), shown.lines(job))
     found = client.jobs(states, most)
-    if as_json:
-        click.echo(json.dumps({"jobs": [dataclasses.asdict(job) for job in found]}))
-    elif not found:
-        click.echo("No jobs; to submit one: advisor submit -- python train.py")
-    else:
-        console().print(shown.listing(found))
+    none = "No jobs; to submit one: advisor submit -- python train.py"
+    data = {"jobs": [dataclasses.asdict(job) for job in found]}
+    return Output(lambda: data, [shown.listing(found) if found else none])
 
 
 @click.command()
 @click.argument("id", type=_ID)
-@click.option("-f", "--follow", is_flag=True, help="Continue until the job is over.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the log until the job is over.")
 @server_option
 @json_option
 def logs(id: int, follow: bool, server: str | None, as_json: bool) -> None:
@@ -229,12 +219,12 @@ def logs(id: int, follow: bool, server: str | None, as_json: bool) -> None:
 @click.command()
 @click.argument("id", type=_ID)
 @server_option
-@json_option
-def cancel(id: int, server: str | None, as_json: bool) -> None:
-    """Cancel the job ID, and end all that it started. Exit code 1 if it was over before."""
-    state = _client(server).cancel(id)
-    if as_json:
-        click.echo(json.dumps({"id": id, "state": state}))
-    else:
-        click.echo(f"job {id} {state}" + ("" if state == "cancelled" else " before"))
-    click.get_current_context().exit(DONE if state == "cancelled" else FAILED)
+@json_or_text
+def cancel(id: int, server: str | None) -> Output:
+    """Cancel the job ID, and end its processes. Exit code 1 if the job was over before."""
+    client = _client(server)
+    over = client.job(id).over  # the server answers 'cancelled' for earlier cancels too
+    state = client.cancel(id)
+    cancelled = state == "cancelled" and not over
+    text = f"job {id} {state}" if cancelled else f"job {id}: already {state}"
+    return Output(lambda: {"id": id, "state": state}, [text], DONE if cancelled else FAILED)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,30 +11,28 @@ import click
 
 from advisor.arguments import Model
 from advisor.cache.codec import to_plain
-from advisor.cache.record import Record
 from advisor.cache.shown import speedup
 from advisor.cache.task import Task, checked, permissions
 from advisor.cli.options import (
-    COMMAND,
     DONE,
     FAILED,
-    FILE,
     INTERRUPTED,
     LOADER,
+    NEW_FILE,
     UNFINISHED,
     Command,
     OrCommand,
+    Output,
     cache_option,
     collected,
     console,
     data_args_option,
     data_option,
-    json_option,
+    json_or_text,
     loader_option,
     map_option,
     mapped,
     row_options,
-    say,
     target_argument,
     together,
 )
@@ -44,7 +41,10 @@ from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from advisor.tuning import Tuned
+    from advisor.verification import Verified
 
 
 @click.command(cls=OrCommand)
@@ -52,18 +52,17 @@ if TYPE_CHECKING:
 @row_options(Task)
 @row_options(Plan)
 @cache_option
-@json_option
 @click.option("--quiet", is_flag=True, help="No progress, only the result.")
 @loader_option
-@click.option("--show-output", is_flag=True, help="Of a run: show what it prints, on stderr.")
+@click.option("--show-output", is_flag=True, help="For a run: show its output, on stderr.")
 @click.option(
     "--keep-checkpoints",
     is_flag=True,
-    help="Of a run: write its checkpoints where it says, not to a scratch folder.",
+    help="For a run: write checkpoints where the script says, not to a scratch folder.",
 )
 @click.option(
     "--events",
-    type=FILE,
+    type=NEW_FILE,
     metavar="FILE",
     help="Append each trial to FILE when it ends, as a line of JSON.",
 )
@@ -73,21 +72,8 @@ if TYPE_CHECKING:
     metavar="URL",
     help="Print commands for another machine, where the record will be in this store.",
 )
-@click.pass_context
-def tune(
-    ctx: click.Context,
-    /,
-    target: str | None,
-    cache: str | None,
-    as_json: bool,
-    quiet: bool,
-    show_output: bool,
-    loader: str | None,
-    keep_checkpoints: bool,
-    events: Path | None,
-    url: str | None,
-    **options: Any,
-) -> None:
+@json_or_text
+def tune(target: str | None, command: tuple[str, ...], cache: str | None, **options: Any) -> Output:
     """Find the fastest safe config for your run, or for a model.
 
     \b
@@ -100,90 +86,69 @@ def tune(
     TARGET is a model on its own, trained on made-up data: model.py, model.py:Net,
     package.module:factory or torchvision:resnet50.
     """
-    command = ctx.meta[COMMAND]
-    if bool(command) == bool(target):
-        raise UsageError("give either a TARGET and --shape, or your command after --")
-    if show_output and target:
-        raise UsageError("--show-output is for a command after --; a TARGET's output is not kept")
-    if loader and target:
-        raise UsageError("--loader is for a command after --; a TARGET's is tuned with --data")
-    if keep_checkpoints and target:
-        raise UsageError("--keep-checkpoints is for a command after --; a TARGET saves none")
-    plan = Plan.of(collected(Plan, options))
-    given = collected(Task, options)
-    permitted = permissions(given) if command else {}
+    plan, given = Plan.of(collected(Plan, options)), collected(Task, options)
+    for name in ("show_output", "loader", "keep_checkpoints"):
+        if target and options[name]:
+            option = "--" + name.replace("_", "-")
+            raise UsageError(f"{option} is for a command after --, not for a TARGET")
+    url = options["url"] or ""
+    if url and "://" not in url and not url.startswith(("/", "~", "dir:/", "disk:/")):
+        raise UsageError(
+            f"--for {url!r}: expected a store's URL, as https://advisor.example, or the absolute "
+            "path of a folder"
+        )
     task = Task.of(target, given) if target else None
-    # Importing torch takes seconds: wrong options were refused before.
+    permitted = permissions(given) if task is None else {}
+    # Import torch only now: it takes seconds, and wrong options are already refused.
+    from advisor.report.data import as_data
     from advisor.report.progress import Shown
     from advisor.tuning import tuned
     from advisor.workload import RunWorkload, TargetWorkload, Workload
 
-    variables = dict(LOADER.get(loader or "", {}))
-    kept = {KEEP_CHECKPOINTS: "1"} if keep_checkpoints else {}
-    os.environ.update(variables | kept)  # for the run that is started, and the lines to copy
-    progress = Shown(console(stderr=True, quiet=quiet), budget_s=plan.seconds, events=events)
-    show = progress.output if show_output else None
+    # The command that is started, and the lines to copy, depend on these variables.
+    os.environ.update(LOADER.get(options["loader"], {}))
+    os.environ.update({KEEP_CHECKPOINTS: "1"} if options["keep_checkpoints"] else {})
+    shown_on = console(stderr=True, quiet=options["quiet"])
+    progress = Shown(shown_on, budget_s=plan.seconds, events=options["events"])
+    show = progress.output if options["show_output"] else None
     workload: Workload = (
         RunWorkload(command, permitted, show=show) if task is None else TargetWorkload(task)
     )
     found = tuned(workload, plan, cache=cache, progress=progress)
-    if as_json:
-        from advisor.report.data import as_data
-
-        done = "tuned" if found.finished else "unfinished"
-        status = "known" if found.known or found.earlier else done
-        click.echo(json.dumps({"status": status, "record": as_data(found.record, cache)}))
-    else:
-        _print_tuned(found, plan, command, cache, url)
-    if found.interrupted:
-        ctx.exit(INTERRUPTED)
-    # Only a worker, which tunes for another machine, has to know that it must go on.
-    ctx.exit(UNFINISHED if url and not found.finished else DONE)
-
-
-def _print_tuned(
-    found: Tuned, plan: Plan, command: Sequence[str], cache: str | None, url: str | None
-) -> None:
-    from advisor.report import tables
-    from advisor.report.text import age
-
-    out, record = console(), found.record
-    if found.known:
-        made = age(record.provenance.created)
-        old = "just now" if made == "now" else f"{made} ago"
-        say(out, f"Already tuned, {old}; --force measures again.")
-    say(out, "")
-    out.print(tables.verdict(record))
-    say(out, "", *tables.summary(record, short=found.short), *found.remarks)
-    if found.interrupted and not found.earlier:
-        say(out, "Interrupted: the best so far is kept; the same command continues.")
-    if found.finished:
-        say(out, *tables.start(record, cache, command, url=url or "", short=found.short))
-    elif not found.interrupted:
-        say(out, "", unfinished(record, plan, short=found.short))
-
-
-def unfinished(record: Record, plan: Plan, *, short: bool = False) -> str:
-    """Why nothing was measured beside the baseline, and what to do."""
-    from advisor.report.text import duration
-
-    baseline, most = record.baseline.config, plan.trials
-    tried = any(one.measurement.ok and one.config != baseline for one in record.trials)
-    name = record.key.task.baseline
-    if most is not None and record.provenance.trials >= most and not tried:
-        return (
-            f"Not tuned yet: --trials {most} left nothing to compare with {name}. Give a larger "
-            "--trials, or none."
-        )
-    larger = "" if short else " Give a larger --budget."
-    return (
-        f"Not tuned yet: {duration(plan.seconds)} was too short to compare anything with "
-        f"{name}.{larger}"
+    done = "tuned" if found.finished else "unfinished"
+    status = "known" if found.known or found.earlier else done
+    # Only a server's worker, which uses --for, must know that the tuning is unfinished.
+    code = UNFINISHED if url and not found.finished else DONE
+    return Output(
+        lambda: {"status": status, "record": as_data(found.record, cache)},
+        _tuned_lines(found, command, cache, url),
+        INTERRUPTED if found.interrupted else code,
     )
 
 
+def _tuned_lines(
+    found: Tuned, command: tuple[str, ...], cache: str | None, url: str
+) -> Iterator[str | RenderableType]:
+    from advisor.report import tables
+    from advisor.report.text import ago
+
+    record = found.record
+    if found.known:
+        yield f"Already tuned, {ago(record.provenance.created)}; --force measures again."
+    yield ""
+    yield tables.verdict(record)
+    yield ""
+    yield from (*tables.summary(record), *found.remarks)
+    if found.interrupted and not found.earlier:
+        yield "Interrupted: the best config so far is kept; the same command continues."
+    if found.finished:
+        yield from tables.start(record, cache, command, url=url)
+    elif not found.interrupted:
+        yield ""
+        yield "Not tuned yet: the same command continues. Give a larger --budget, or no --trials."
+
+
 def _again_options(budget: str) -> Callable[[Command], Command]:
-    """The options of commands that measure a record again."""
     return together(
         click.option(
             "--budget",
@@ -195,59 +160,38 @@ def _again_options(budget: str) -> Callable[[Command], Command]:
         click.option(
             "--target",
             metavar="TARGET",
-            help="What is run  [default: the record's own file, if it is under this folder]",
+            help="The target to run  [default: the record's own file, if it is under this folder]",
         ),
         map_option,
         cache_option,
-        json_option,
     )
 
 
-def _again(ctx: click.Context, model: Model, budget: float, map: Any, cache: str | None) -> Any:
-    """The arguments of `explain` and `verify` after the key.
-
-    Raises:
-        UsageError: a model and a command are given.
-    """
-    command: Sequence[str] = ctx.meta[COMMAND]
+def _again(command: tuple[str, ...], model: Model, given: Mapping[str, Any]) -> Any:
+    """The arguments of `explain` and `verify` after the key."""
     if command and (model.target or model.data):
         raise UsageError("give either --target and --data, or your command after --")
-    return {
-        "what": command or model,
-        "map": mapped(map),
-        "budget": budget,
-        "store": cache,
-        "on_event": _warn,
-    }
 
+    def warn(event: Mapping[str, Any]) -> None:
+        click.echo(f"advisor: {event['text']}", err=True)
 
-def _warn(event: Mapping[str, Any]) -> None:
-    say(console(stderr=True), f"advisor: {event['text']}")
+    what = {"what": command or model, "map": mapped(given["map"]), "budget": given["budget"]}
+    return what | {"store": given["cache"], "on_event": warn}
 
 
 @click.command(cls=OrCommand)
 @click.argument("key")
-@click.option("--plot", type=FILE, metavar="FILE", help="Also a bar chart, as .png or .svg.")
+@click.option("--plot", type=NEW_FILE, metavar="FILE", help="Also write a bar chart, .png or .svg.")
 @data_option
 @data_args_option
 @_again_options(EXPLAIN)
-@click.pass_context
-def explain(
-    ctx: click.Context,
-    /,
-    key: str,
-    plot: Path | None,
-    data: str | None,
-    data_args: tuple[str, ...],
-    target: str | None,
-    as_json: bool,
-    **again: Any,
-) -> None:
+@json_or_text
+def explain(key: str, command: tuple[str, ...], plot: Path | None, **given: Any) -> Output:
     """Measure what each knob of the record KEY's advice contributes.
 
     Knobs that contribute nothing leave the advice. For the record of a run, give its command as
-    you would type it: advisor explain KEY -- python train.py. With --data it also says what limits
-    the training, and what a sample costs.
+    you would type it: advisor explain KEY -- python train.py. With --data, advisor also says what
+    limits the training, and what a sample costs.
     """
     from advisor import verification
     from advisor.report import feeding, plots, tables
@@ -255,28 +199,26 @@ def explain(
 
     if plot is not None:
         plots.check(plot)
-    arguments = checked(Task, {"data_args": data_args or None}).get("data_args")
-    model = Model(target, data=data, data_args=arguments)
-    found = verification.explain(key, **_again(ctx, model, **again))
-    record, baseline = found.record, found.record.key.task.baseline
+    data = checked(Task, {"data_args": given["data_args"] or None}) | {"data": given["data"]}
+    found = verification.explain(key, **_again(command, Model(given["target"], **data), given))
+    record, costs = found.record, found.costs
     if plot is not None and record.parts:
         plots.parts(record, plot)
-    if as_json:
-        costs = to_plain(found.costs) if found.costs else None
-        shown = {"dropped": list(found.dropped), "costs": costs}
-        click.echo(json.dumps({**shown, "record": as_data(record, again["cache"])}))
-        return
-    out = console()
-    say(out, *feeding.explained(record, found.costs, data or ""))
-    if not record.parts:
-        say(out, f"Nothing to explain: the advice is {baseline}.")
-        return
-    out.print(tables.parts(record))
-    if found.dropped:
-        say(out, f"\nRemoved from the advice, as no slower without: {', '.join(found.dropped)}")
-    say(out, *(f"\n{line}" for line in tables.caveats_of(record)))
-    if plot is not None:
-        say(out, f"\nchart: {plot}")
+
+    def lines() -> Iterator[str | RenderableType]:
+        yield from feeding.explained(record, costs, given["data"] or "")
+        if not record.parts:
+            yield f"Nothing to explain: the advice is {record.key.task.baseline}."
+            return
+        yield tables.parts(record)
+        if found.dropped:
+            yield f"\nRemoved, as the advice is no slower without: {', '.join(found.dropped)}"
+        yield from (f"\n{line}" for line in tables.caveats_of(record))
+        if plot is not None:
+            yield f"\nchart: {plot}"
+
+    about = {"dropped": list(found.dropped), "costs": to_plain(costs) if costs else None}
+    return Output(lambda: {**about, "record": as_data(record, given["cache"])}, lines())
 
 
 _LAST = {
@@ -289,51 +231,52 @@ _LAST = {
 @click.command(cls=OrCommand)
 @click.argument("key")
 @_again_options(VERIFY)
-@click.pass_context
-def verify(
-    ctx: click.Context, /, key: str, target: str | None, as_json: bool, **again: Any
-) -> None:
-    """Measure the record KEY again: does it still hold?
+@json_or_text
+def verify(key: str, command: tuple[str, ...], target: str | None, **given: Any) -> Output:
+    """Measure again whether the record KEY still holds.
 
     For the record of a run, give its command as you would type it: advisor verify KEY -- python
     train.py.
 
-    Exit code 0: it holds. 1: it does not, and is marked stale; or advisor could not tell, as the
-    last line says, and changes nothing: use a quieter machine or a larger --budget.
+    Exit code 0: the record holds. 1: it does not hold, and is marked stale; or advisor could not
+    tell, and changes nothing: use a quieter machine or a larger --budget.
     """
     from advisor import verification
-    from advisor.report.text import spread
 
-    found = verification.verify(key, **_again(ctx, Model(target), **again))
+    found = verification.verify(key, **_again(command, Model(target), given))
+    code = DONE if found.holds else FAILED
+    return Output(lambda: _verified_data(found), _verified_lines(found), code)
+
+
+def _verified_data(found: Verified) -> dict[str, Any]:
     record, (default, speed) = found.record, found.samples_per_s
     then = {use: record.winner(use) for use in found.now}
-    if as_json:
-        shown = {
-            "verdict": found.verdict,
-            "holds": found.holds,
-            "reason": found.reason,
-            "numerics": found.numerics,
-            "samples_per_s": {"default": default, record.use: speed},
-            "now": {use: _ratio(r.mean, r.low, r.high) for use, r in found.now.items()},
-            "then": {
-                use: _ratio(choice.speedup, choice.speedup_low, choice.speedup_high)
-                for use, choice in then.items()
-            },
-            "differs": list(found.differs),
-        }
-        click.echo(json.dumps(shown))
-    else:
-        for use, now in found.now.items():
-            seen = speedup(now.mean, now.low, now.high)
-            click.echo(f"{use:<9}tuned {spread(then[use])}  now {seen}")
-        tuned = record.winner(record.use).samples_per_s
-        click.echo(f"samples/s tuned {tuned:,.4g}  now {speed:,.4g}")
-        for difference in found.differs:
-            click.echo(f"changed since: {difference}")
-        click.echo(found.numerics)
-        click.echo(_LAST[found.verdict] + found.reason)
-    ctx.exit(DONE if found.holds else FAILED)
+    return {
+        "verdict": found.verdict,
+        "holds": found.holds,
+        "reason": found.reason,
+        "numerics": found.numerics,
+        "samples_per_s": {"default": default, record.use: speed},
+        "now": {use: _ratio(r.mean, r.low, r.high) for use, r in found.now.items()},
+        "then": {
+            use: _ratio(one.speedup, one.speedup_low, one.speedup_high) for use, one in then.items()
+        },
+        "differs": list(found.differs),
+    }
 
 
 def _ratio(mean: float, low: float, high: float) -> dict[str, float]:
     return {"ratio": mean, "low": low, "high": high}
+
+
+def _verified_lines(found: Verified) -> Iterator[str]:
+    from advisor.report.text import spread
+
+    record = found.record
+    for use, now in found.now.items():
+        seen = speedup(now.mean, now.low, now.high)
+        yield f"{use:<9}tuned {spread(record.winner(use))}  now {seen}"
+    tuned = record.winner(record.use).samples_per_s
+    yield f"samples/s tuned {tuned:,.4g}  now {found.samples_per_s[1]:,.4g}"
+    yield from (f"changed since: {difference}" for difference in found.differs)
+    yield from (found.numerics, _LAST[found.verdict] + found.reason)

@@ -1,28 +1,55 @@
-"""What several commands share: options made of field specs, and output."""
+"""Shared by several commands: options made from field specs, and output."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from advisor.cache.kinds import Choice, MultiChoice
+from advisor.cache.kinds import MultiChoice, SingleChoice
 from advisor.cache.task import FieldSpec, Task, permissions, rows
 from advisor.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from advisor.cache.records import Records
 
 DONE, FAILED, WRONG_USAGE, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 130
 
 Command = Callable[..., None]
-COMMAND = "advisor.command"
 FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+class Number(click.IntRange):
+    """A whole number, which click's errors call 'number'."""
+
+    name = "number"
+
+
+class NewFile(click.Path):
+    """A file to write. An unwritable file is refused before anything is measured."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path: Any = super().convert(value, param, ctx)
+        try:
+            if str(path) != "-" and not path.exists():
+                tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as exc:
+            self.fail(f"{str(path)!r}: cannot be written: {exc.strerror}", param, ctx)
+        return path
+
+
+NEW_FILE = NewFile(dir_okay=False, writable=True, path_type=Path, allow_dash=True)
+
+
 LOADER = {
     "keep": {"ADVISOR_KEEP_LOADER": "1"},
     "override": {"ADVISOR_OVERRIDE_LOADER": "1"},
@@ -31,7 +58,7 @@ LOADER = {
 
 
 def row_options(cls: type, *, asked: bool = False) -> Callable[[Command], Command]:
-    """Options for the fields of a dataclass; `asked`: only those that a lookup takes."""
+    """Decorator: adds options for a dataclass's fields; `asked`: only those of a lookup."""
 
     def decorate(command: Command) -> Command:
         for row in reversed(list(rows(cls).values())):
@@ -48,7 +75,7 @@ def row_options(cls: type, *, asked: bool = False) -> Callable[[Command], Comman
 
 
 def _valued(row: FieldSpec, *, default: bool) -> Callable[[Command], Command]:
-    plain = isinstance(row.kind, Choice) and not isinstance(row.kind, MultiChoice)
+    plain = isinstance(row.kind, SingleChoice) and not isinstance(row.kind, MultiChoice)
     shown = ""
     if default and row.default not in (None, "", 0, ()) and not row.kind.repeats:
         shown = f"  [default: {row.kind.texts(row.default)[0]}]" if row.default else ""
@@ -67,7 +94,7 @@ def _of(switch: str) -> str:
 
 
 def collected(cls: type, options: dict[str, Any]) -> dict[str, Any]:
-    """Take the fields of a dataclass out of a command's options, by keyword.
+    """Remove a dataclass's fields from a command's options. Returns them by keyword.
 
     Raises:
         UsageError: an option and a switch for one field are both given.
@@ -88,18 +115,25 @@ def collected(cls: type, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class OrCommand(click.Command):
-    """A command that may take the user's own after '--', in `ctx.meta[COMMAND]`."""
+    """A click command that also takes the user's command after '--', as `command`. If it has a
+    TARGET argument, exactly one of the two must be given."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         at = args.index("--") if "--" in args else len(args)
-        ctx.meta[COMMAND] = tuple(args[at + 1 :])
+        command = tuple(args[at + 1 :])
         python = any(Path(word).name.startswith("python") for word in args[:at])
         with _dashes_named(ctx, args, options=python):
-            return super().parse_args(ctx, args[:at])
+            left = super().parse_args(ctx, args[:at])
+        ctx.params["command"] = command
+        named = (p.name for p in self.params if isinstance(p, click.Argument))
+        both_or_none = bool(command) == bool(ctx.params.get("target"))
+        if "target" in named and both_or_none and not ctx.resilient_parsing:
+            raise UsageError("give either a TARGET and --shape, or your command after --")
+        return left
 
 
 class OfCommand(click.Command):
-    """A command that takes only the user's own, after '--'."""
+    """A click command whose only argument is the user's command, after '--'."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         with _dashes_named(ctx, args, options=True):
@@ -108,11 +142,11 @@ class OfCommand(click.Command):
 
 @contextlib.contextmanager
 def _dashes_named(ctx: click.Context, args: list[str], *, options: bool) -> Iterator[None]:
-    """Say that '--' is missing, for extra words and, with `options`, for unknown options."""
+    """Context manager: errors about extra words (`options`: or unknown options) ask for '--'."""
     try:
         yield
     except click.UsageError as exc:
-        # click has no class of its own for words too many.
+        # click raises a plain UsageError for extra words.
         meant = type(exc) is click.UsageError or (options and type(exc) is click.NoSuchOption)
         if not meant or "--" in args:
             raise
@@ -138,7 +172,7 @@ target_argument = click.argument("target", required=False, type=click.Path())
 cache_option = click.option(
     "--cache",
     metavar="URL",
-    help="Where records are kept, or several URLs with commas  [default: $ADVISOR_CACHE, else "
+    help="Where records are kept; several URLs with commas  [default: $ADVISOR_CACHE, else "
     "pyproject.toml's, else your cache folder]",
 )
 map_option = _valued(rows(Task)["map"], default=False)
@@ -147,23 +181,53 @@ data_args_option = _valued(rows(Task)["data_args"], default=False)
 loader_option = click.option(
     "--loader",
     type=click.Choice(sorted(LOADER)),
-    help="Of a run: keep the workers of its script's own DataLoader, or tune them too  "
+    help="For a run: keep the workers of the script's DataLoader, or tune them too  "
     "[default: keep]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The result of a command.
+
+    Attributes:
+        data: makes the document for --json.
+        text: lines and tables for people.
+        code: the exit code.
+    """
+
+    data: Callable[[], Any]
+    text: Iterable[str | RenderableType]
+    code: int = DONE
+
+
+def json_or_text(command: Callable[..., Output]) -> Command:
+    """Add --json, and print what the command returns in one of the two forms."""
+
+    @json_option
+    @functools.wraps(command)
+    def printed(*args: Any, as_json: bool, **given: Any) -> None:
+        found = command(*args, **given)
+        if as_json:
+            click.echo(json.dumps(found.data()))
+        else:
+            for part in found.text:
+                click.echo(part) if isinstance(part, str) else console().print(part)
+        click.get_current_context().exit(found.code)
+
+    return printed
+
+
 def mapped(given: tuple[str, ...]) -> dict[str, Any]:
-    """The values of `map_option`, by knob. Raises UsageError for a wrong one."""
+    """The values of `map_option`, by knob. Raises UsageError for a wrong value."""
     return dict(permissions({"map": given})["map"]) if given else {}
 
 
 def complain(records: Records) -> None:
-    """Print what could not be read of the stores."""
-    for line in records.unreachable:
+    """Print which stores and records could not be read."""
+    for line in [*records.unreachable, *(f"record {line}" for line in records.damaged)]:
         click.echo(f"advisor: {line}", err=True)
-    for line in records.damaged:
-        click.echo(f"advisor: record {line}", err=True)
 
 
 def console(**how: Any) -> Console:
@@ -172,9 +236,3 @@ def console(**how: Any) -> Console:
 
     console = Console(**how)
     return console if console.is_terminal else Console(width=140, **how)
-
-
-def say(out: Console, *lines: str, style: str = "") -> None:
-    """Print lines, whatever they contain: no markup, no folding."""
-    for line in lines:
-        out.print(line, style=style, highlight=False, markup=False, soft_wrap=True)

@@ -26,8 +26,8 @@ from advisor.tuners.measure.run.guarded_process import isolated, program
     "--tune",
     "budget",
     metavar="TIME",
-    help="If nothing is known yet, try configs between the steps of the run's first TIME, then go "
-    "on with the best.",
+    help="If no record fits, try configs between the steps of the run's first TIME, then continue "
+    "with the best.",
 )
 @map_option
 @loader_option
@@ -40,14 +40,14 @@ def run(
 ) -> None:
     """Run your command with the advice that was found for it.
 
-    Write it after --: advisor run -- python train.py --epochs 90. Exit code, signals, input and
+    Type it after --: advisor run -- python train.py --epochs 90. Exit code, signals, input and
     output are the command's own.
     """
     from advisor import bootstrap
 
     path, tune_s = program(command), 0.0
     if option := isolated(command):
-        click.echo(f"advisor: python {option} keeps advisor out; it runs unmodified", err=True)
+        click.echo(f"advisor: python {option} keeps advisor out; the run is unmodified", err=True)
     named = mapped(map)
     if budget is not None:
         from advisor.tuners.search.plan import Plan
@@ -61,16 +61,16 @@ def run(
 
         try:
             words, options = override(command, named, cache)
-            click.echo(f"advisor: {options.said}, as record {options.record} advises", err=True)
+            click.echo(f"advisor: set {options.said}, as record {options.record} advises", err=True)
         except (NoRecord, StoreError) as exc:
-            click.echo(f"advisor: {exc}. It runs unmodified", err=True)
-    told = bootstrap.environment(list(command), tune_s, options)
-    told |= LOADER.get(loader or "", {})
+            click.echo(f"advisor: {exc}. The run is unmodified", err=True)
+    variables = bootstrap.environment(list(command), tune_s, options)
+    variables |= LOADER.get(loader or "", {})
     if cache is not None:
-        told["ADVISOR_CACHE"] = cache
+        variables["ADVISOR_CACHE"] = cache
     sys.stdout.flush()
     try:
-        os.execve(path, list(words), {**os.environ, **told})
-    except OSError as exc:  # as of a script that does not say what runs it
-        why = f"{exc.strerror}; put the program that runs it, as bash, before it"
+        os.execve(path, list(words), {**os.environ, **variables})
+    except OSError as exc:  # for example of a script without a #! line
+        why = f"{exc.strerror}; put its interpreter, such as bash, before it"
         raise UsageError(f"command {command[0]!r}: {why}") from exc

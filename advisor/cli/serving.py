@@ -9,11 +9,11 @@ from typing import Any
 
 import click
 
-from advisor.cli.options import json_option
+from advisor.cli.options import Number, json_option
 from advisor.errors import UsageError
 from advisor.service.roles import ROLES
 
-NEEDS = "pip install 'advisor[serve]'"
+NEEDS = "pip install 'torch-advisor[serve]'"
 
 Command = Callable[..., None]
 
@@ -50,14 +50,14 @@ def _port(_context: object, _option: object, text: str) -> int:
     "executors",
     multiple=True,
     metavar="local|ray-jobs:http://HOST|none",
-    help="What tunes what is submitted; repeat for several.  [default: local, this machine; none "
-    "where others can reach the server]",
+    help="Where submitted jobs run; repeat for several.  [default: local, this machine; none if "
+    "other machines can reach the server]",
 )
 @click.option(
-    "--url", default="", help="Where workers find this server  [default: where it listens]"
+    "--url", default="", help="URL of this server for workers  [default: its own address]"
 )
 def serve(database: str | None, executors: tuple[str, ...], **where: Any) -> None:
-    """Serve records to a team, and tune what it submits.
+    """Serve records to a team, and run the jobs that the team submits.
 
     The server runs until SIGTERM or Ctrl-C.
     """
@@ -76,7 +76,7 @@ def _say(address: str, token: str | None) -> None:
 @click.command()
 @click.argument("name")
 @click.option("--role", type=click.Choice(ROLES), default="read", help="  [default: read]")
-@click.option("--days", type=click.IntRange(1, 36500), help="How long it holds; default: for ever.")
+@click.option("--days", type=Number(1, 36500), help="Days until it expires; default: never.")
 @_database_option
 @json_option
 def token(name: str, role: str, days: int | None, database: str | None, as_json: bool) -> None:
@@ -90,10 +90,10 @@ def token(name: str, role: str, days: int | None, database: str | None, as_json:
 
 
 def _run() -> Any:
-    """What the extra has to be there for.
+    """The module that runs the server.
 
     Raises:
-        UsageError: it is not; with the command that installs it.
+        UsageError: the extra 'serve' is not installed; the message says how to install it.
     """
     try:
         from advisor.service import run

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from advisor.cache import exchange, garbage
-from advisor.cache.artifacts import OTHER_KEY, Label
-from advisor.cache.exchange import Carried, Wanted
+from advisor.cache.artifacts import Label
+from advisor.cache.exchange import CopyResult, Wanted
 from advisor.cache.name import Name
 from advisor.cache.record import Record
-from advisor.cache.records import Records
-from advisor.cache.shown import size
 from advisor.cache.stores.url import without_password
-from advisor.cli.options import DONE, FAILED, cache_option, complain, json_option, together
-from advisor.errors import StoreError
+from advisor.cli.options import (
+    DONE,
+    FAILED,
+    FILE,
+    NEW_FILE,
+    Output,
+    cache_option,
+    complain,
+    json_option,
+    json_or_text,
+    together,
+)
 from advisor.open_store import open_records
 
 only_options = together(
-    click.option("--target", metavar="TEXT", help="Only targets with this in the name."),
-    click.option("--device", metavar="TEXT", help="Only devices with this in the name."),
+    click.option("--target", metavar="TEXT", help="Only records whose target's name has TEXT."),
+    click.option("--device", metavar="TEXT", help="Only records whose device's name has TEXT."),
     click.option("--key", "keys", multiple=True, metavar="KEY", help="Only these records."),
 )
-"""The arguments of `_only`."""
+"""Options that become the arguments of `_only`."""
 
 
 def _only(target: str | None, device: str | None, keys: Sequence[str]) -> Wanted:
@@ -47,29 +54,27 @@ def _only(target: str | None, device: str | None, keys: Sequence[str]) -> Wanted
 
 
 @click.command()
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", type=NEW_FILE)
 @only_options
 @cache_option
-@json_option
-def export(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
-    """Write records into the pack FILE. --cache pack:FILE reads it."""
+@json_or_text
+def export(file: Path, cache: str | None, **only: Any) -> Output:
+    """Write records into the pack FILE. To read the pack: --cache pack:FILE."""
     records = open_records(cache)
     count = exchange.export(records, file, _only(**only))
     complain(records)
-    if as_json:
-        damaged = [*records.unreachable, *records.damaged]
-        click.echo(json.dumps({"file": str(file), "records": count, "damaged": damaged}))
-    else:
-        click.echo(f"{count} record{'s' * (count != 1)} in {file}")
+    damaged = [*records.unreachable, *records.damaged]
+    data = {"file": str(file), "records": count, "damaged": damaged}
+    return Output(lambda: data, [f"{count} record{'s' * (count != 1)} in {file}"])
 
 
 @click.command(name="import")
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", type=FILE)
 @only_options
 @cache_option
 @json_option
 def import_(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
-    """Take the records of the pack FILE. Exit code 1 if one is refused."""
+    """Import the records of the pack FILE. Exit code 1 if a record is refused."""
     store, rows = exchange.unpack(file, open_records(cache), _only(**only))
     click.get_current_context().exit(_carried(rows, as_json, store.url))
 
@@ -80,13 +85,13 @@ def import_(file: Path, cache: str | None, as_json: bool, **only: Any) -> None:
 @only_options
 @json_option
 def sync(source: str, to: str, as_json: bool, **only: Any) -> None:
-    """Copy records that are in store FROM and not in store TO. Exit code 1 if one is refused."""
+    """Copy records that are in store FROM and not in TO. Exit code 1 if a record is refused."""
     rows = exchange.sync(open_records([source, to]), _only(**only))
     click.get_current_context().exit(_carried(rows, as_json, to))
 
 
-def _carried(rows: Iterable[Carried], as_json: bool, where: str) -> int:
-    """Show what became of each record, as it happens; the exit code."""
+def _carried(rows: Iterable[CopyResult], as_json: bool, where: str) -> int:
+    """Show each record's outcome as it is copied. Returns the exit code."""
     counts: dict[str, int] = {}
     listed = []
     for row in rows:
@@ -102,52 +107,30 @@ def _carried(rows: Iterable[Carried], as_json: bool, where: str) -> int:
         click.echo(json.dumps({"records": listed}))
     else:
         said = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-        click.echo(f"{said or 'nothing'} to {without_password(where)}")
+        click.echo(f"{without_password(where)}: {said or 'no records'}")
     return FAILED if counts.get("refused") else DONE
 
 
 @click.command()
-@click.option("--yes", "remove", is_flag=True, help="Remove; without, only say what would go.")
-@click.option("--only", "kinds", type=click.Choice(garbage.KINDS), help="Only these.")
+@click.option("--yes", "remove", is_flag=True, help="Remove them. Without --yes, only list them.")
+@click.option("--only", "kinds", type=click.Choice(garbage.KINDS), help="Only this kind.")
 @cache_option
-@json_option
-def gc(remove: bool, kinds: str | None, cache: str | None, as_json: bool) -> None:
-    """Show or remove older versions, old records and artifacts."""
+@json_or_text
+def gc(remove: bool, kinds: str | None, cache: str | None) -> Output:
+    """List or remove superseded, stale and damaged records, and oversized artifacts."""
     records = open_records(cache)
     going = garbage.all_garbage(records, [kinds] if kinds else garbage.KINDS)
     complain(records)
-    there = list(_artifacts(records))
-    said = "removing" if remove else "would go"
-    if not as_json:
-        for one in there:
-            foreign = f", {one['foreign']} {OTHER_KEY}" if one["foreign"] else ""
-            what = f"{one['number']}, {size(one['bytes'])}{foreign}"
-            click.echo(f"artifacts  {what}  ({one['store']})")
-        for gone in going:
-            click.echo(f"{said}  {gone.what}  {gone.reason}  ({gone.store.url})")
-    stuck = garbage.remove(going) if remove else []
+    if remove:
+        records.remove((one.store, one.key) for one in going)
+    stuck = records.stuck
     for line in stuck:
-        click.echo(f"advisor: {line}; it stays", err=True)
-    if as_json:
-        rows = [{"store": one.store.url, "name": one.name, "reason": one.reason} for one in going]
-        found = {"removed": remove, "records": rows, "artifacts": there, "stuck": stuck}
-        click.echo(json.dumps(found))
-    elif not going:
-        click.echo("nothing to remove")
-    elif not remove:
-        click.echo("nothing was removed; to remove, add --yes")
-    click.get_current_context().exit(FAILED if stuck else DONE)
-
-
-def _artifacts(records: Records) -> Iterator[dict[str, Any]]:
-    """The number and bytes of artifacts in each store that has some; `foreign`: how many of them
-    neither the reader nor their team signed."""
-    for store in records.stores:
-        with contextlib.suppress(StoreError):
-            if there := records.artifacts.on(store):
-                yield {
-                    "store": store.url,
-                    "number": len(there),
-                    "bytes": sum(there.values()),
-                    "foreign": sum(not label.trusted for label in there),
-                }
+        click.echo(f"advisor: {line}; this version stays", err=True)
+    said = "removing" if remove else "would go"
+    text = [f"{said}  {gone.key.record_id}  {gone.reason}  ({gone.store.url})" for gone in going]
+    if not remove or not going:
+        last = "nothing was removed; to remove, add --yes" if going else "nothing to remove"
+        text.append(last)
+    rows = [{"store": one.store.url, "name": one.name, "reason": one.reason} for one in going]
+    data = {"removed": remove, "records": rows, "stuck": stuck}
+    return Output(lambda: data, text, FAILED if stuck else DONE)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class AdvisorCallback(Callback):  # type: ignore[misc] # Lightning's types are not read
-    """Sets the memory format of the tuned module and compiles it; `arguments` are for Trainer."""
+    """Sets the memory format of the tuned module and compiles it; pass `arguments` to Trainer."""
 
     def __init__(self, advice: Advice, arguments: dict[str, Any]) -> None:
         self.advice, self.arguments = advice, arguments
@@ -27,14 +27,14 @@ class AdvisorCallback(Callback):  # type: ignore[misc] # Lightning's types are n
         if stage != "fit" or record is None:
             return
         for part in pl_module.modules():
-            # The size first: it costs less than a fingerprint.
+            # The size first, because a size costs less than a fingerprint.
             same_size = fingerprint.size(part)[1] == record.provenance.parameters
             if same_size and fingerprint.of_model(part) == record.key.model:
                 self.advice.lay_out(part)
                 return
         warnings.warn(
-            f"advisor: {type(pl_module).__name__} has no part that is the module tuned as "
-            f"{record.target.name}: neither its memory format nor its compilation is touched",
+            f"advisor: {type(pl_module).__name__} does not contain the module that was tuned as "
+            f"{record.target.name}, so advisor sets no memory format and compiles nothing",
             AdvisorWarning,
             stacklevel=2,
         )

@@ -1,6 +1,6 @@
 """The frameworks that advisor knows.
 
-Lines of Python do what the knob itself does (`tuners.knobs`); the tests compare the two.
+A row's lines of Python do what the knob itself does (`tuners.knobs`); tests compare the two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MATMUL, _CUDNN = "torch.backends.cuda.matmul.allow_tf32", "torch.backends.cudnn
 
 
 def _row(*unset: Value | None, **needs: Callable[[Any], Any]) -> Row:
-    """A row whose Setup has these fields, each made of the value; `unset` values need nothing."""
+    """A row that computes the Setup's fields from the value; an `unset` value needs no Setup."""
     return lambda value, _context: (
         Setup() if value in unset else Setup(**{name: make(value) for name, make in needs.items()})
     )
@@ -38,36 +38,42 @@ def _setting(name: str, *unset: Value | None) -> Row:
 
 
 def _argument(name: str, *unset: Value | None) -> Row:
-    """The same for an argument of the user's own DataLoader."""
+    """Like `_setting`, for an argument of the user's own DataLoader."""
     return _row(*unset, loader=lambda value: {name: value})
 
 
-def _precision(half: Mapping[str, Mapping[str, object]], *, sets_tf32: bool = False) -> Row:
-    """`half`: settings for bf16 and fp16; `sets_tf32`: whether compiling turns TF32 on."""
+def _precision(
+    half: Mapping[str, Mapping[str, object]], *, sets_tf32: bool = False, switch: str = ""
+) -> Row:
+    """`half`: settings for bf16 and fp16; `sets_tf32`: whether compiling turns TF32 on; `switch`:
+    the setting for TF32. It sets only torch's new flags, so lines of Python set the old ones."""
 
-    def row(value: Value, context: ConfigContext) -> Setup:
+    def row(value: Value, context: ConfigContext) -> Setup | None:
+        if value == "fp8":
+            return None  # advisor chooses the layers
         found = Setup(settings=half.get(str(value), {}))
         resets = sets_tf32 and context.config.get("compile", "none") != "none"
         if context.device == "cuda" and (value != "default" or resets):
-            # In half precision TF32 computes what stays in float32.
+            # In half precision, operations that stay in float32 use TF32.
             on = value not in ("default", "fp32")
             flags = f"{_MATMUL} = {on}", f"{_CUDNN} = {value != 'fp32'}"
-            found += Setup(flags=flags, after=flags[:1] if resets and not on else ())
+            after = flags[:1] if resets and not on else ()
+            found += Setup(settings={switch: on} if switch else {}, flags=flags, after=after)
         return found
 
     return row
 
 
-def _compile(of_mode: Callable[[str], Setup]) -> Row:
-    """`of_mode`: what a mode of torch.compile needs, or its backend 'cudagraphs'."""
+def _compile(of_mode: Callable[[str], Setup], *, avoids: bool = True) -> Row:
+    """`of_mode`: the Setup for a mode of torch.compile or for backend 'cudagraphs'; `avoids`: add
+    lines that switch off known faults of inductor in the torch that measured."""
 
     def row(value: Value, context: ConfigContext) -> Setup | None:
         if value == "blocks":
             return None  # Accelerate's own regional compilation compiles the rest in pieces, too
         if value == "none":
             return Setup()
-        # Known faults of the inductor of the torch that measured.
-        avoided = {} if value == "cudagraphs" else avoiding(context.torch)
+        avoided = avoiding(context.torch) if avoids and value != "cudagraphs" else {}
         flags = tuple(f"torch._inductor.config.{name} = {it}" for name, it in avoided.items())
         return of_mode(str(value)) + Setup(flags=flags)
 
@@ -75,8 +81,8 @@ def _compile(of_mode: Callable[[str], Setup]) -> Row:
 
 
 def _batch(accumulation: str, size: str = "") -> Row:
-    """`accumulation`: the setting for the number of batches that make one of the user's; `size`:
-    that for the batch size, '' if the DataLoader is the user's."""
+    """`accumulation`: the name of the setting for gradient accumulation; `size`: that for the batch
+    size, '' if the user makes the DataLoader."""
 
     def row(_value: Value, context: ConfigContext) -> Setup | None:
         if context.accumulation is None:
@@ -125,7 +131,7 @@ _SCRIPT: Mapping[str, Row] = {
     "persistent_workers": _argument("persistent_workers", None, False),
     "pin_memory": _argument("pin_memory", None, False),
 }
-"""Of a framework that leaves all of these to the script."""
+"""Rows of a framework that leaves these knobs to the script."""
 
 
 def _by_accelerate(mode: str) -> Setup:
@@ -151,16 +157,6 @@ accelerate = Framework(
     devices={"cuda": {}, "cpu": {"cpu": True}},
 )
 
-_hf_precision = _precision({name: {name: True} for name in ("bf16", "fp16")}, sets_tf32=True)
-
-
-def _hf_tf32(value: Value, context: ConfigContext) -> Setup | None:
-    found = _hf_precision(value, context)
-    if not found or not found.flags:
-        return found
-    # Alone it sets only torch's new switches; the flags set the old ones too (`tuners.tf32`).
-    return found + Setup(settings={"tf32": value not in ("default", "fp32")})
-
 
 def _by_hf(mode: str) -> Setup:
     name = "torch_compile_backend" if mode == "cudagraphs" else "torch_compile_mode"
@@ -178,7 +174,9 @@ hf = Framework(
     call='TrainingArguments(output_dir="out", **arguments)',
     rows={
         **_SCRIPT,
-        "precision": _hf_tf32,
+        "precision": _precision(
+            {name: {name: True} for name in ("bf16", "fp16")}, sets_tf32=True, switch="tf32"
+        ),
         BATCH: _batch("gradient_accumulation_steps", "per_device_train_batch_size"),
         "fused_optimizer": _hf_optimizer,
         "compile": _compile(_by_hf),
@@ -200,8 +198,8 @@ class _Lightning(Framework):
             advised = advisor.lightning.callback("model.py:Net", shape=(64, 3, 256, 256))
             trainer = Trainer(callbacks=[advised], **advised.arguments)
 
-        Takes the same as `arguments`. In the LightningModule it finds the tuned module by its
-        fingerprint; one AdvisorWarning says so if there is none.
+        Takes the same as `arguments`. The callback finds the tuned module in the LightningModule by
+        its fingerprint. If there is none, it warns once with AdvisorWarning.
 
         Raises:
             UsageError: lightning is not installed.
@@ -238,7 +236,7 @@ lightning = _Lightning(
 def _timm_precision(value: Value, _context: ConfigContext) -> Setup | None:
     if half := {"bf16": "bfloat16", "fp16": "float16"}.get(str(value)):
         return Setup(settings={"amp": True, "amp_dtype": half})
-    return None if value == "fp32" else Setup()
+    return None if value in ("fp32", "fp8") else Setup()
 
 
 def _timm_channels_last(value: Value, context: ConfigContext) -> Setup | None:
@@ -247,12 +245,10 @@ def _timm_channels_last(value: Value, context: ConfigContext) -> Setup | None:
     return Setup(settings={"channels_last": True} if value else {})
 
 
-def _by_timm(value: Value, _context: ConfigContext) -> Setup | None:
-    if value in ("none", "blocks"):
-        return None if value == "blocks" else Setup()
-    if value == "cudagraphs":
-        return Setup(settings={"torchcompile": value})
-    return Setup(settings={"torchcompile": "inductor", "torchcompile_mode": value})
+def _by_timm(mode: str) -> Setup:
+    if mode == "cudagraphs":
+        return Setup(settings={"torchcompile": mode})
+    return Setup(settings={"torchcompile": "inductor", "torchcompile_mode": mode})
 
 
 def _of_timm(context: ConfigContext, setup: Setup) -> list[str]:
@@ -264,7 +260,7 @@ def _of_timm(context: ConfigContext, setup: Setup) -> list[str]:
         lines.append("sets cudnn.benchmark to True")
     if context.config.get("precision") == "default":
         lines.append("switches TF32 on for matrix products")
-    return [f"{line}; this was measured without" for line in lines]
+    return [f"{line}; the record was measured without it" for line in lines]
 
 
 timm = Framework(
@@ -277,7 +273,7 @@ timm = Framework(
         "cudnn_deterministic": only(False),
         BATCH: _batch("grad_accum_steps", "batch_size"),
         "fused_optimizer": _row(False, settings=lambda on: {"opt_kwargs": {"fused": on}}),
-        "compile": _by_timm,
+        "compile": _compile(_by_timm, avoids=False),
         "num_workers": _setting("workers"),
         "in_order": only(True),
         "sharing": only("file_descriptor"),

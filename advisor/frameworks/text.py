@@ -2,104 +2,96 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from advisor.cache.record import LOOP, Record
+from advisor.cache.config import Config
+from advisor.cache.record import Record
 from advisor.cache.shown import times
 from advisor.errors import NoRecord, printable
-from advisor.frameworks.words import ConfigContext, Framework, LazyObject, Setup
+from advisor.frameworks.words import FIELDS, ConfigContext, Framework, LazyObject, Setup
+from advisor.resolve.answer import answer
+from advisor.resolve.request import Request
 
 
 class Emitted:
-    """The fastest measured config of a record that a framework can express whole.
+    """The fastest measured config of a record that the framework can express completely.
 
     Args:
-        batch: another one than the record's.
-        free: the best batch size that was found; if it is smaller, gradient accumulation keeps the
-            record's.
+        batch: the user's batch size, if it is not the record's.
+        free: use the best batch size that was found. If that is smaller, gradient accumulation
+            keeps the record's batch.
 
     Attributes:
         reason: what the config is, as '1.50x torch's default at batch 64'.
         beyond: faster choices of the record by their names in a report, each with the values that
             the framework cannot express.
-        unsupported: such values of this config: of the input pipeline alone.
+        unsupported: such values of the chosen config; all belong to the input pipeline.
 
     Raises:
-        NoRecord: the framework cannot even express what the record was tuned with.
+        NoRecord: the framework cannot express the record's baseline.
     """
 
     def __init__(
         self, framework: Framework, record: Record, *, batch: int | None = None, free: bool = False
     ) -> None:
-        from advisor.resolve.answer import answer
-        from advisor.resolve.request import Request
+        def lacks(config: Config, at: int | None = None) -> Config:
+            return framework.setup(ConfigContext(record, config, at))[1]
 
         task, title = record.key.task, framework.title
         if task.mode != "train":
-            raise NoRecord(f"{record.id} was tuned for mode {task.mode}: {title} trains")
-        if lacks := framework.setup(ConfigContext(record, record.baseline.config))[1]:
-            listed = ", ".join(f"{name}={value}" for name, value in lacks.items())
-            raise NoRecord(f"{title} cannot be told {listed}, with which {record.id} is tuned")
+            raise NoRecord(f"{record.id} was tuned for mode {task.mode}; {title} only trains")
+        if lost := lacks(record.baseline.config):
+            told = _keywords(lost)
+            raise NoRecord(f"{title} has no setting for {told}, with which {record.id} is tuned")
         request = Request(
-            target=record.target.name,
-            given={},
-            batch=batch,
-            free=free,
-            use=LOOP,
-            device=record.key.environment.device.kind,
-            fits=lambda _record, config: (
-                not framework.setup(ConfigContext(record, config, batch))[1]
-            ),
+            batch=batch, free=free, fits=lambda _record, config: not lacks(config, batch)
         )
         answered = answer(record, request)
         self.framework, self.reason = framework, answered.reason
         self.context = ConfigContext(record, answered.config, batch)
         self.setup, self.unsupported = framework.setup(self.context)
         self.beyond = {
-            name: (choice, lacks)
+            name: (choice, lost)
             for name, choice in record.choices.items()
-            if choice.batch == record.batch or free
-            if (lacks := framework.setup(ConfigContext(record, choice.config))[1])
+            if (choice.batch == record.batch or free) and (lost := lacks(choice.config))
         }
 
 
 def text(found: Emitted) -> str:
-    """All of it, settings in the framework's own format and the rest in comments."""
-    # A record may contain any text; a comment is one line.
-    above, below = (
-        "".join(f"# {printable(line)}\n" for line in lines)
-        for lines in (_head(found), [*_by_hand(found), *_notes(found)])
-    )
+    """The whole output: settings in the framework's format, and the rest as comments."""
     call = found.framework.call
     code = _python(found.setup, call) if call else _yaml(found.setup)
-    return f"{above}\n{code}{below and chr(10)}{below}"
+    below = _comments([*_by_hand(found), *_notes(found)])
+    return "\n".join(filter(None, [_comments(_head(found)), code, below]))
+
+
+def _comments(lines: Iterable[str]) -> str:
+    """Each line as a comment, without line breaks, because a record may contain any text."""
+    return "".join(f"# {printable(line)}\n" for line in lines)
 
 
 def data(found: Emitted) -> dict[str, Any]:
-    """The same for JSON."""
-    setup = found.setup
+    """The content of `text`, for JSON."""
+    setup, settings = found.setup, found.setup.settings
     lacks = {name: dict(values) for name, (_choice, values) in found.beyond.items()}
     pipeline = {"input pipeline": dict(found.unsupported)} if found.unsupported else {}
+    made = {n: _literal(v) for n, v in settings.items() if isinstance(v, LazyObject)}
     return {
         "framework": found.framework.title,
         "record": found.context.record.id,
         "reason": found.reason,
         "config": dict(found.context.config),
-        **{field.name: getattr(setup, field.name) for field in dataclasses.fields(setup)},
-        "settings": {
-            name: _literal(value) if isinstance(value, LazyObject) else value
-            for name, value in setup.settings.items()
-        },
+        **{field.name: getattr(setup, field.name) for field in FIELDS},
+        "settings": {**settings, **made},
         "by_itself": found.framework.notes(found.context, setup),
         "not_expressed": lacks | pipeline,
     }
 
 
 def _python(setup: Setup, call: str) -> str:
-    """The switches, then a dictionary `arguments`; `call`: where it goes."""
+    """Lines for the switches and a dictionary `arguments`; `call`: the call that takes it."""
     used = [n for n in ("os", "torch") if any(line.startswith(f"{n}.") for line in setup.flags)]
     made = [value for value in setup.settings.values() if isinstance(value, LazyObject)]
     imports = [f"import {name}" for name in used]
@@ -130,7 +122,7 @@ def _head(found: Emitted) -> Iterator[str]:
     context, record = found.context, found.context.record
     task, device = record.key.task, record.key.environment.device.name
     yield f"{record.id}: {record.target.name}, {task.inputs}, batch {record.batch}, on {device}"
-    yield f"{found.reason}; measured as one: leave nothing out"
+    yield f"{found.reason}, for all of these settings together"
     if record.stale:
         yield f"marked stale by advisor verify: {record.stale}"
     size, calls = context.accumulation or (0, 0)
@@ -141,11 +133,11 @@ def _head(found: Emitted) -> Iterator[str]:
 
 
 def _by_hand(found: Emitted) -> Iterator[str]:
-    """What the user adds to the script."""
+    """Yields comments with the lines that the user adds to the script."""
     setup, title = found.setup, found.framework.title
     for where, lines in (
-        (f"Add on the model, before {title} has it", setup.model),
-        (f"Add once {title} and what it trains with are made, as it switches TF32 on", setup.after),
+        (f"Add for the model, before {title} gets it", setup.model),
+        (f"Add just before training starts, because {title} switches TF32 on", setup.after),
     ):
         if lines:
             yield f"{where}:"
@@ -156,15 +148,13 @@ def _by_hand(found: Emitted) -> Iterator[str]:
 
 
 def _notes(found: Emitted) -> Iterator[str]:
-    """What the framework does by itself, and what it cannot express."""
+    """Yields comments: settings that the framework changes itself, and those that it lacks."""
     for line in found.framework.notes(found.context, found.setup):
-        yield f"By itself it {line}."
+        yield f"By itself, {found.framework.title} {line}."
     lost = [
         f"    {name}, {times(choice.speedup)}: {_keywords(lacks)}"
         for name, (choice, lacks) in found.beyond.items()
     ]
     if found.unsupported:
         lost.append(f"    input pipeline: {_keywords(found.unsupported)}")
-    if lost:
-        yield "Cannot be expressed here:"
-        yield from lost
+    yield from [f"{found.framework.title} has no setting for:", *lost] if lost else []

@@ -1,12 +1,13 @@
-"""A framework's table: for each knob a row that turns its value into the framework's settings.
+"""A framework's table. For each knob, a row turns the knob's value into the framework's settings.
 
-A knob without a row is never dropped: if its value is not torch's own, the framework is not given
-that config, and `advisor emit` names the knob.
+A knob without a row is never dropped: if its value is not torch's default, the framework does not
+get that config, and `advisor emit` names the knob.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,13 +21,10 @@ from advisor.errors import UsageError
 if TYPE_CHECKING:
     from advisor.tuners.act.advice import Advice
 
-UNSUPPORTED = Config(precision="fp8")
-"""No framework has a setting for these: advisor chooses the layers that are in fp8."""
-
 
 @dataclass(frozen=True, slots=True)
 class ConfigContext:
-    """A config of a record, and the batch that the user trains with; None for the record's."""
+    """A config of a record. `asked_batch`: the user's batch size; None for the record's."""
 
     record: Record
     config: Config
@@ -52,20 +50,20 @@ class ConfigContext:
 
     @property
     def default(self) -> Config:
-        """What torch does by itself; the task may ask for something else, as determinism."""
+        """torch's default config. The task's baseline may differ, for example by determinism."""
         from advisor.tuners.knobs import TORCH
 
         return Config(self.record.baseline.config | TORCH)
 
     @property
     def processes(self) -> int:
-        """Those that share a batch."""
+        """The number of processes that share a batch."""
         return self.task.processes if self.task.command else 1
 
     @property
     def accumulation(self) -> tuple[int, int] | None:
-        """(Samples in one call of the model in one process, 0 if not known; calls of each process
-        for one of the user's batches); None if such calls cannot make up that batch."""
+        """Returns (samples in one call of the model in one process, 0 if unknown; calls in each
+        process per batch of the user); None if no number of calls makes up that batch."""
         from advisor.tuners.act.pilot.script_facts import micro_batches
 
         size, micro = self.config.batch or self.batch, micro_batches(self.task)
@@ -78,7 +76,7 @@ class ConfigContext:
 
 @dataclass(frozen=True, slots=True)
 class LazyObject:
-    """An object of the framework among its settings; a call loads the framework and makes it."""
+    """A setting whose value is an object of the framework; a call imports and makes that object."""
 
     module: str
     name: str
@@ -90,36 +88,35 @@ class LazyObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a config needs of a framework, and of the script beside it.
+    """The framework's settings for a config, and the changes that the script needs.
 
     Attributes:
         flags: lines of Python at the start of the script; each sets a switch of the process.
         model: lines of Python on `model`, before the framework gets it.
         after: lines of Python once the framework's own object is made.
-        optimizer, loader: keyword arguments of the user's own.
+        optimizer, loader: keyword arguments for the user's optimizer and DataLoader.
     """
 
-    settings: Mapping[str, object] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
-    optimizer: Mapping[str, object] = field(default_factory=dict)
-    loader: Mapping[str, object] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    loader: Mapping[str, Any] = field(default_factory=dict)
 
     def __add__(self, other: Setup) -> Setup:
-        return Setup(
-            settings={**self.settings, **other.settings},
-            flags=self.flags + other.flags,
-            model=self.model + other.model,
-            after=self.after + other.after,
-            optimizer={**self.optimizer, **other.optimizer},
-            loader={**self.loader, **other.loader},
-        )
+        both: dict[str, Any] = {}
+        for name in (one.name for one in FIELDS):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            both[name] = mine + theirs if isinstance(mine, tuple) else {**mine, **theirs}
+        return Setup(**both)
 
+
+FIELDS = dataclasses.fields(Setup)
 
 Row = Callable[[Value, ConfigContext], Setup | None]
-"""What a value needs; None if the framework cannot express it. A row also gets torch's own values,
-because the framework may have other defaults."""
+"""Returns a value's Setup; None if the framework cannot express the value. A row also gets torch's
+default values, because the framework's defaults may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +124,11 @@ class Framework:
     """One framework.
 
     Attributes:
-        title: what takes the settings, as 'transformers.TrainingArguments'.
+        title: the class or script that takes the settings: 'transformers.TrainingArguments'.
         call: how a script passes the dictionary `arguments`; '' if the settings are a YAML file.
         devices: settings for each kind of device.
-        notes: what the framework does otherwise than was measured, a line each.
-        makes_loader: whether it makes the DataLoader, with the batch size that it is given.
+        notes: lines on what the framework does differently from the measurement.
+        makes_loader: whether the framework makes the DataLoader, and takes a batch size.
     """
 
     title: str
@@ -142,11 +139,11 @@ class Framework:
     makes_loader: bool = False
 
     def setup(self, context: ConfigContext) -> tuple[Setup, Config]:
-        """(What a config needs, its values that this framework cannot express)."""
+        """Returns (a config's Setup, the values that this framework cannot express)."""
         whole, unsupported = Setup(settings=self.devices[context.device]), {}
         for name, value in context.config.items():
             row = self.rows.get(name) or only(context.default.get(name))
-            needs = None if value == UNSUPPORTED.get(name) else row(value, context)
+            needs = row(value, context)
             if needs is None:
                 unsupported[name] = value
             else:
@@ -157,12 +154,10 @@ class Framework:
         """Return keyword arguments for the framework, and set the process's switches.
 
             TrainingArguments(output_dir="out", **advisor.hf.arguments("model.py:Net"))
-            Trainer(max_epochs=3, **advisor.lightning.arguments("model.py:Net"))
-            Accelerator(**advisor.accelerate.arguments("model.py:Net"))
 
-        Takes the arguments of `advisor.lookup` but `capture`. Serves the best config that these
-        arguments express; without one they are empty, and one AdvisorWarning says why. With
-        `batch="free"`, for transformers alone, gradient accumulation keeps your batch.
+        Takes the arguments of `advisor.lookup` except `capture`. Uses the best config that the
+        framework's arguments can express. If there is none, returns {} and warns once. With
+        `batch="free"`, only for transformers, gradient accumulation keeps your batch.
         """
         return self._advised(target, asked)[1]
 
@@ -170,7 +165,7 @@ class Framework:
         self, target: Any, asked: Mapping[str, Any], *, on_model: bool = False
     ) -> tuple[Advice, dict[str, Any]]:
         """The advice and the settings; `on_model`: the caller lays out and compiles the model."""
-        # First of all: loading torch may bring a pilot, and that must not find half of advisor.
+        # First: torch's import may start a pilot, which must not find advisor half imported.
         import torch  # noqa: F401
 
         from advisor.resolve.lookups import lookup_for, named_batch
@@ -178,8 +173,8 @@ class Framework:
         free = asked.get("batch") == "free"
         if free and not self.makes_loader:
             raise UsageError(
-                f"batch 'free': {self.title} leaves the loader to the script; name a batch, or "
-                "see advisor emit --batch free"
+                f"batch 'free': {self.title} does not make the loader, your script does; give a "
+                "batch size, or see advisor emit --batch free"
             )
         batch = named_batch({**asked, "batch": None} if free else asked)
 
@@ -188,7 +183,7 @@ class Framework:
             by_hand = needs.optimizer or needs.after or (needs.model and not on_model)
             return not unsupported and not by_hand
 
-        advice = lookup_for(target, asked, fits=fits)
+        advice = lookup_for(target, asked, fits)
         advice.hand_over()
         if advice.record is None:
             return advice, {}
@@ -198,16 +193,15 @@ class Framework:
 
 
 def only(*values: Value | None) -> Row:
-    """The row of a knob without a setting: these values are what the framework does anyway."""
+    """The row of a knob without a setting: only `values`, the framework's own behaviour, work."""
     return lambda value, _context: Setup() if value in values else None
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Raise UsageError if a framework that is imported within is not installed."""
+    """Context manager: raises UsageError if a framework imported inside is not installed."""
     try:
         yield
     except ModuleNotFoundError as exc:
-        raise UsageError(
-            f"{exc.name} is not installed; run: pip install 'advisor[{exc.name}]'"
-        ) from exc
+        how = f"pip install 'torch-advisor[{exc.name}]'"
+        raise UsageError(f"{exc.name} is not installed; run: {how}") from exc

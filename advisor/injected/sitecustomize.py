@@ -1,20 +1,21 @@
-"""Brings advisor's pilot into a command that advisor starts: Python imports this by its name.
+"""Attach advisor's pilot in a command that advisor starts. Python imports this file at its start.
 
-Nothing happens in a process that loads no torch, beyond this file. The user's own sitecustomize
-is run as if this one was not there.
+A process that does not import torch runs nothing else of advisor. The user's own sitecustomize
+still runs.
 """
 
 import os
 import sys
 from importlib.machinery import PathFinder
 
-# Neither pathlib nor importlib.abc: every Python that the command starts would import them.
-_HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+# No pathlib or importlib.abc: they would slow down every Python that the command starts. No
+# abspath: it fails if the current folder was removed, and PYTHONPATH has the absolute path anyway.
+_HERE = os.path.dirname(__file__)  # noqa: PTH120
 
 
 def _own() -> None:
-    """Run the sitecustomize that this one hides, if there is one."""
-    others = [path for path in sys.path if os.path.abspath(path) != _HERE]  # noqa: PTH100
+    """Run the user's own sitecustomize, which this file hides, if there is one."""
+    others = [path for path in sys.path if os.path.normpath(path) != _HERE]
     spec = PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
         import importlib.util
@@ -25,10 +26,10 @@ def _own() -> None:
 
 
 class _Finder:
-    """Waits for torch, and attaches the pilot once it is loaded.
+    """An import finder that attaches the pilot once torch is loaded.
 
-    It stays in sys.meta_path, and does nothing from then on: while one thread changes that list,
-    another one's import may skip a finder.
+    Afterwards it stays in sys.meta_path and does nothing. If one thread removed it while another
+    thread imports, that import might skip a finder.
     """
 
     def __init__(self) -> None:
@@ -62,12 +63,12 @@ def _attach() -> None:
         from advisor.bootstrap import attach
     except ImportError as exc:
         said = f"not in this Python environment ({exc})"
-        if address := os.environ.get("ADVISOR_PILOT"):  # it is tuned, and would be waited for
+        if address := os.environ.get("ADVISOR_PILOT"):  # `advisor tune` waits for this process
             from pathlib import Path
 
             Path(address).with_name("torch").write_text(f"advisor is {said}; install it there")
             sys.exit(f"advisor: {said}")
-        sys.stderr.write(f"advisor: {said}; it runs unmodified\n")
+        sys.stderr.write(f"advisor: {said}; the script runs unmodified\n")
         return
     attach()
 

@@ -1,1 +1,1 @@
-"""Tunings that are asked for: what travels, how it is packed, and the process that does it."""
+"""Submitted tunings (jobs): the request, the code archive, and the process that tunes."""

@@ -1,9 +1,9 @@
 """Code archives: a folder is packed where a job is submitted, and unpacked where the job runs.
 
 An archive is a tar.gz of regular files and of links that stay inside the folder. The same tree
-gives the same bytes, whatever its commit. From a git checkout it takes the files that git tracks,
-as they are now, and those that git does not ignore; from any other folder all but DEFAULTS.
-.advisorignore, in the syntax of .gitignore, leaves out more.
+gives the same bytes, whatever its commit. From a git checkout, `pack` takes the current state of
+the files that git tracks or does not ignore; from any other folder, all files except DEFAULTS.
+.advisorignore, in the syntax of .gitignore, excludes further files.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ __pycache__/ *.py[co] *.egg-info/ .mypy_cache/ .pytest_cache/ .ruff_cache/ .ipyn
 """Untracked files that are never code, or are secrets."""
 DATA = "*.pt *.pth *.ckpt *.safetensors *.bin *.onnx *.npy *.npz *.h5 *.parquet *.tar *.zip"
 LARGE = 2**20
-"""Untracked DATA of more bytes is left out."""
+"""Untracked files of DATA with more bytes than this are left out."""
 _LISTED = 5
-"""Names in a message."""
+"""Names in a message, at most."""
 _HEADERS = 4096
 """Bytes of headers and padding that a file may have in an archive, on average."""
 _TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE)
@@ -61,9 +61,9 @@ class CodeArchive:
     Attributes:
         archive: the tar.gz.
         digest: its SHA-256, as hex.
-        root: the folder that was packed; of a git checkout the top.
+        root: the folder that was packed; in a git checkout, its top folder.
         size: bytes of the files, unpacked.
-        commit: the checkout's, '' if there is none; `dirty`: whether the files differ from it.
+        commit: the checkout's commit, or ''; `dirty`: whether the files differ from that commit.
         left_out: files that were not packed, each as 'name: reason'.
     """
 
@@ -89,29 +89,24 @@ class _Tree:
 
 
 def pack(folder: Path) -> CodeArchive:
-    """The code that a command in this folder needs.
+    """Pack the code that a command in this folder needs.
 
     Raises:
-        UsageError: it is too large, cannot be read, or is the home folder.
+        UsageError: the code is too large or cannot be read, or `folder` is the home folder.
     """
     left_out: dict[str, str] = {}
+    folder = folder.resolve()
     try:
-        tree = _checkout(folder.resolve()) or _folder(folder.resolve(), left_out)
+        tree = _checkout(folder) or _Tree(folder, untracked=_walk(folder, left_out))
         found = itertools.islice(_members(tree, left_out), 4 * MAX_FILES)
         members = sorted(found, key=lambda one: one.name)
         sizes = Counter({one.name: one.size for one in members})
-        folders = Counter(str(PurePosixPath(one.name).parent) for one in members)
-        if max(len(members), len(folders)) > MAX_FILES:
-            what = f"{len(members):,} files, at most {MAX_FILES:,}"
-            raise _too_much(tree.root, what, folders, "{:,} files".format)
-        if sizes.total() > MAX_UNPACKED:
-            what = f"{size(sizes.total())}, at most {size(MAX_UNPACKED)}"
-            raise _too_much(tree.root, what, sizes, size)
+        _check_size(tree.root, sizes)
         archive = _archived(tree.root, members)
-        if len(archive) > MAX_PACKED:
-            raise _too_much(tree.root, f"packed, at most {size(MAX_PACKED)}", sizes, size)
     except OSError as exc:
         raise UsageError(f"{exc.filename or folder}: cannot be read ({exc.strerror})") from exc
+    if len(archive) > MAX_PACKED:
+        raise _too_much(tree.root, f"packed, at most {size(MAX_PACKED)}", sizes, size)
     return CodeArchive(
         archive=archive,
         digest=hashlib.sha256(archive).hexdigest(),
@@ -124,12 +119,22 @@ def pack(folder: Path) -> CodeArchive:
     )
 
 
+def _check_size(root: Path, sizes: Counter[str]) -> None:
+    folders = Counter(str(PurePosixPath(name).parent) for name in sizes)
+    if max(len(sizes), len(folders)) > MAX_FILES:
+        what = f"{len(sizes):,} files, at most {MAX_FILES:,}"
+        raise _too_much(root, what, folders, "{:,} files".format)
+    if sizes.total() > MAX_UNPACKED:
+        what = f"{size(sizes.total())}, at most {size(MAX_UNPACKED)}"
+        raise _too_much(root, what, sizes, size)
+
+
 def _too_much(
     root: Path, what: str, amounts: Counter[str], shown: Callable[[int], str]
 ) -> UsageError:
     most = ", ".join(f"{name} ({shown(count)})" for name, count in amounts.most_common(_LISTED))
     return UsageError(
-        f"{root}: {what} can be sent; most is in {most}; list in {IGNORE} what no run needs"
+        f"{root}: {what} can be sent; the largest: {most}; list unneeded files in {IGNORE}"
     )
 
 
@@ -137,15 +142,15 @@ def _is_home(folder: Path) -> bool:
     """Whether the folder is the user's home or above it."""
     try:
         return Path.home().resolve().is_relative_to(folder)
-    except RuntimeError:  # there is none
+    except RuntimeError:  # the user has no home
         return False
 
 
 def _checkout(folder: Path) -> _Tree | None:
-    """The git checkout around a folder; None if there is none, or if it is that of a whole home.
+    """The git checkout around a folder; None if there is none, or if it holds the whole home.
 
     Raises:
-        UsageError: there is one, and git fails, so that nobody knows what it ignores.
+        UsageError: the folder is in a checkout, but git fails to list the files.
     """
     try:
         root = Path(_git(folder, "rev-parse", "--show-toplevel")[0].rstrip("\n"))
@@ -157,11 +162,10 @@ def _checkout(folder: Path) -> _Tree | None:
         within = itertools.takewhile(lambda one: not _is_home(one), (folder, *folder.parents))
         if not any((one / ".git").exists() for one in within):
             return None
-        why = "it is not installed"
-        if isinstance(exc, subprocess.CalledProcessError):
-            why = printable(" ".join(os.fsdecode(exc.stderr).split()))
+        said = os.fsdecode(getattr(exc, "stderr", b"")) or "git is not installed"
+        why = printable(" ".join(said.split()))
         raise UsageError(
-            f"{folder}: this is a git checkout, and git, which knows what it ignores, fails ({why})"
+            f"{folder}: advisor needs git to find ignored files, but git fails ({why})"
         ) from exc
     commit = next(line for line in status if line.startswith("# branch.oid "))[13:]
     return _Tree(
@@ -174,7 +178,7 @@ def _checkout(folder: Path) -> _Tree | None:
 
 
 def _git(folder: Path, *words: str) -> list[str]:
-    """What a command of git's prints, split at NUL."""
+    """The output of a git command, split at NUL."""
     done = subprocess.run(
         ["git", "-C", folder, *words],
         env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
@@ -185,18 +189,11 @@ def _git(folder: Path, *words: str) -> list[str]:
     return [part for part in os.fsdecode(done.stdout).split("\0") if part]
 
 
-def _folder(root: Path, left_out: dict[str, str]) -> _Tree:
-    """A folder that git does not know."""
-    if _is_home(root):
-        raise UsageError(f"{root}: this is no project's folder, so nothing of it is sent")
-    return _Tree(root, untracked=_walk(root, left_out))
-
-
 def _ignored(root: Path) -> tuple[GitIgnoreSpec, GitIgnoreSpec]:
     """The patterns of .advisorignore, and these with DEFAULTS.
 
     Raises:
-        UsageError: the file is no ignore file.
+        UsageError: the file has an invalid pattern.
     """
     from pathspec import GitIgnoreSpec
 
@@ -209,7 +206,9 @@ def _ignored(root: Path) -> tuple[GitIgnoreSpec, GitIgnoreSpec]:
 
 
 def _walk(root: Path, left_out: dict[str, str]) -> Iterator[str]:
-    """The files below a folder, without a look into ignored folders."""
+    """Yields the files below a folder outside git, except those in ignored folders."""
+    if _is_home(root):
+        raise UsageError(f"{root}: this is no project's folder; submit from one")
     _own, ignored = _ignored(root)
 
     def fail(exc: OSError) -> None:
@@ -231,7 +230,7 @@ def _walk(root: Path, left_out: dict[str, str]) -> Iterator[str]:
 
 
 def _members(tree: _Tree, left_out: dict[str, str]) -> Iterator[tarfile.TarInfo]:
-    """What is packed; the names of other files go into `left_out`."""
+    """Yields the members to pack; adds the names of other files to `left_out`."""
     from pathspec import GitIgnoreSpec
 
     own, every = _ignored(tree.root)
@@ -251,7 +250,7 @@ def _members(tree: _Tree, left_out: dict[str, str]) -> Iterator[tarfile.TarInfo]
         elif name not in known and member.size > LARGE and data.match_file(name):
             left_out[name] = f"{size(member.size)} of data"
         elif not _is_portable(name):
-            left_out[name] = "its name"
+            left_out[name] = "not a portable name"
         elif member.issym() and not _stays_inside(name, member.linkname):
             left_out[name] = "a link that leads out"
         else:
@@ -259,7 +258,7 @@ def _members(tree: _Tree, left_out: dict[str, str]) -> Iterator[tarfile.TarInfo]
 
 
 def _member(name: str, path: Path) -> tarfile.TarInfo | None:
-    """A file or link without owner and time; None for anything else."""
+    """The tar header of a file or link, without owner and time; None for anything else."""
     member, about = tarfile.TarInfo(name), path.lstat()
     if stat.S_ISLNK(about.st_mode):
         member.type, member.linkname = tarfile.SYMTYPE, str(path.readlink())
@@ -275,15 +274,15 @@ def _is_portable(name: str) -> bool:
     """Whether any file system takes the relative path, and a terminal shows it."""
     parts = name.split("/")
     return (
-        name.isprintable()  # surrogates, of what is no UTF-8, are not
+        name.isprintable()  # False for invalid UTF-8 (surrogates)
         and len(name.encode()) <= 1024
         and all(part not in ("", ".", "..") and len(part.encode()) <= 255 for part in parts)
     )
 
 
 def _stays_inside(name: str, target: str) -> bool:
-    """Whether a link leads to a place inside, through whatever other such links: first up, no
-    higher than the folder, then only down."""
+    """Whether a link stays inside the folder, even through other links that do. The link's path
+    must first go up, no higher than the folder, then only down."""
     parts = target.split("/")
     up = next((at for at, part in enumerate(parts) if part != ".."), len(parts))
     rest = "/".join(parts[up:])
@@ -291,7 +290,7 @@ def _stays_inside(name: str, target: str) -> bool:
 
 
 def _archived(root: Path, members: Sequence[tarfile.TarInfo]) -> bytes:
-    """The archive; where it is too large, the beginning."""
+    """The archive; if it would be too large, only its beginning."""
     buffer = io.BytesIO()
     with (
         gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=buffer, mtime=0) as zipped,
@@ -307,14 +306,14 @@ def _archived(root: Path, members: Sequence[tarfile.TarInfo]) -> bytes:
 
 
 def unpack(archive: bytes, folder: Path) -> None:
-    """Unpack an archive, whoever made it, into a new folder.
+    """Unpack an archive from an untrusted sender into a new folder.
 
-    Nothing is written outside the folder, nor through a link. Files get no owner, and no rights
-    beyond being run. Nothing is written of an archive that is too large.
+    Nothing is written outside the folder, nor through a link. Of a file's owner and rights, only
+    the right to be executed is kept. An archive that is too large is not unpacked.
 
     Raises:
         UsageError: the archive is not as `pack` makes them.
-        OSError: the folder is there, or cannot be written.
+        OSError: the folder exists, or cannot be written.
     """
     folder.mkdir(parents=True)
     try:
@@ -342,7 +341,7 @@ def _refused(why: str) -> UsageError:
 
 
 def _checked(tar: tarfile.TarFile) -> list[tarfile.TarInfo]:
-    """The members of an archive, if all may be unpacked."""
+    """The members of an archive. Raises UsageError if one of them is not allowed."""
     found: list[tarfile.TarInfo] = []
     folders: set[PurePosixPath] = set()
     whole = 0

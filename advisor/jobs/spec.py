@@ -1,4 +1,4 @@
-"""JobSpec: a tuning as somebody submits it, on its way to the server and to a worker."""
+"""The request for a job, which the client sends to the server and the server to a worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -20,9 +20,17 @@ from advisor.cache.task import Task, option_words, permissions, rows
 from advisor.errors import UsageError, printable
 from advisor.tuners.search.plan import Plan
 
+State = Literal["queued", "preempted", "running", "done", "failed", "cancelled"]
+STATES: tuple[State, ...] = get_args(State)
+WAITING: tuple[State, ...] = ("queued", "preempted")
+LIVE: tuple[State, ...] = (*WAITING, "running")
+MAX_STUDY = 8 * 2**20
+"""Bytes of one search file, at most."""
+MAX_REPORTED_TRIALS = 200
+"""Trials in one heartbeat of a worker, at most."""
 MAX_GPUS = 64
 MAX_BYTES = 2**16
-"""Of a spec as JSON."""
+"""Bytes of a spec as JSON, at most."""
 _MAX_SHOWN = 300
 _GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+/-]{0,63}")
 _OF_PLAN = {row.keyword for row in rows(Plan).values()}
@@ -33,14 +41,14 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A command or a target, its options, the device and the code.
 
     Attributes:
-        command: of a run, as typed; or `target` as `advisor tune` takes it.
-        options: of `advisor tune`, by keyword, as JSON has them, except `force`.
+        command: the command of a run, as typed; else `target`: as for `advisor tune`.
+        options: those of `advisor tune` except `force`, by keyword, with JSON values.
         gpu: a part of the device's name, 'H100'; '' for any. See `gpu_matches`.
-        gpus: how many; 0 for the CPU.
-        env: of Ray's runtime environment: `pip`, requirements with blanks between them, and
-            `container`, an image; empty for the worker's own.
-        archive: SHA-256 of the code archive, '' for none; `folder`: where in it the command starts.
-        force: measure again although it is tuned.
+        gpus: the number of GPUs; 0 for the CPU.
+        env: Ray's runtime environment: `pip`, requirements separated by blanks, and `container`, an
+            image; empty for the worker's own environment.
+        archive: SHA-256 of the code archive, or ''; `folder`: the command's folder in the archive.
+        force: measure again even if a record exists.
 
     Raises:
         UsageError: a value is outside its domain, or two do not go together.
@@ -58,26 +66,26 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.target):
-            raise UsageError("command, target: give one of them")
+            raise UsageError("command, target: give one of the two")
         if self.command and not Words().checked("command", self.command)[0]:
             raise UsageError("command: expected the name of a program first")
         if self.target.startswith("-"):
-            raise UsageError(f"target {self.target[:80]!r}: expected one as model.py:Net")
+            raise UsageError(f"target {self.target[:80]!r}: expected a target such as model.py:Net")
         if "force" in self.options:
-            raise UsageError("options: give force beside them, not among them")
+            raise UsageError("options: 'force' is no option; give it as a field of the job")
         if not all(map(is_line, (self.target, self.folder, *self.env.values(), *self.words()))):
             raise UsageError("job: expected texts of one line each, without control characters")
         if len(json.dumps(self.plain)) > MAX_BYTES:
             raise UsageError(f"job: expected at most {MAX_BYTES} bytes as JSON")
-        self._check_device()
         path = PurePosixPath(self.folder)
         outside = path.is_absolute() or ".." in path.parts or "\\" in self.folder
         if outside or (self.folder and not self.archive):
-            raise UsageError(f"folder {self.folder[:80]!r}: expected one in the archive")
+            raise UsageError(f"folder {self.folder[:80]!r}: expected a folder in the archive")
+        self._check_device()
 
     def _check_device(self) -> None:
         if self.gpu and not self.gpus:
-            raise UsageError(f"gpu {self.gpu[:80]!r}: the CPU is asked for; give one of them")
+            raise UsageError(f"gpu {self.gpu[:80]!r}: gpus 0 means the CPU; give only one")
         if self.gpu and not _GPU.fullmatch(self.gpu):
             raise UsageError(f"gpu {self.gpu[:80]!r}: expected a part of a GPU's name, e.g. H100")
         if not 0 <= self.gpus <= MAX_GPUS:
@@ -90,7 +98,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def given(
         cls, command: Sequence[str], options: Mapping[str, Any], gpus: int | None, **rest: Any
     ) -> JobSpec:
-        """From a person's arguments: None is not given, and device 'cpu' alone means the CPU.
+        """A job from a user's arguments; None means not given. Device 'cpu' implies gpus 0.
 
         Raises:
             UsageError: see the class.
@@ -103,15 +111,15 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if command and cpu:
             if gpus:
                 raise UsageError(f"device 'cpu', gpus {gpus}: give gpus 0 for the CPU")
-            del options["device"]  # a run shows it itself
+            del options["device"]  # the run itself chooses the CPU
         return cls.of({"command": command, "options": options, "gpus": gpus, **rest})
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> JobSpec:
-        """From JSON's types.
+        """A job from decoded JSON.
 
         Raises:
-            UsageError: they describe no job.
+            UsageError: the JSON describes no job.
         """
         try:
             return msgspec.convert(plain, cls)
@@ -124,19 +132,17 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         return found | {"command": list(self.command)}
 
     @property
     def plan(self) -> Plan:
-        """How much is measured."""
         given = {name: value for name, value in self.options.items() if name in _OF_PLAN}
         return Plan.of(given | {"force": self.force})
 
     @property
     def key(self) -> str:
-        """A digest: equal requests are one job."""
+        """A digest of the request. Equal requests have the same key and are one job."""
         of = {**self.plain, "options": self.words()}
         del of["force"]
         return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
@@ -166,7 +172,7 @@ msgspec.json.Decoder(JobSpec)  # described before threads use it; see `cache.cod
 
 
 def _changed(cls: type, get: Callable[[str, Any], Any]) -> list[str]:
-    """The options of the fields that are not the default, in the order of the table.
+    """The options for the fields that differ from their default, in the table's order.
 
     Args:
         get: the value of a field, by its name and its default.
@@ -182,8 +188,8 @@ def where(gpu: str, gpus: int) -> str:
 
 
 def gpu_matches(wanted: str, name: str) -> bool:
-    """Whether a GPU's name has the wanted text in it; or, if a cluster knows only the kind of a
-    GPU, whether that is a word of the wanted text: 'H100' of 'NVIDIA H100 80GB HBM3'."""
+    """Whether a GPU's name contains the wanted text. A cluster may know only the kind, 'H100': that
+    matches if it is a word of the wanted text, 'NVIDIA H100 80GB HBM3'."""
     if wanted.casefold() in name.casefold():
         return True
     asked, kind = (text.casefold().replace("-", " ") for text in (wanted, name))

@@ -1,4 +1,4 @@
-"""A job about to be submitted: checked, with the code that it needs."""
+"""Checks a job before it is submitted, and packs its code."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ from msgspec import structs
 from advisor.errors import TargetError, UsageError
 from advisor.jobs.code_archive import CodeArchive, pack
 from advisor.jobs.spec import JobSpec
-from advisor.tuners.measure.run.guarded_process import check_open
+from advisor.tuners.measure.run.guarded_process import check_open, program
+
+LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed")
+"""Programs that a worker's machine may have even if this machine does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """`code`: None if the job needs none of this machine's."""
+    """A checked job. `code`: None if the job needs no code from this machine."""
 
     asked: JobSpec
     code: CodeArchive | None = None
 
     @classmethod
     def of(cls, asked: JobSpec, folder: Path) -> Submission:
-        """A job whose command or target is given as one types it in this folder.
+        """Check a job that was typed in this folder, and pack its code.
 
         Raises:
-            UsageError: its file is missing or would not be sent, or the code is too large.
+            UsageError: the job's program or file is missing or would not be sent, or the code is
+                too large.
         """
         if asked.target.startswith("torchvision:"):
             return cls(asked=asked)
@@ -35,6 +39,7 @@ class Submission:
             what = asked.target or " ".join(asked.command[:2])
             raise TargetError(f"{what!r}: there is no file {file} in {folder}")
         check_open(asked.command)
+        _check_program(asked, folder)
         code = pack(folder)
         folder = folder.resolve()
         if file and not (folder / file).resolve().is_relative_to(code.root):
@@ -45,25 +50,34 @@ class Submission:
             inside = word.startswith("/") and Path(word).is_relative_to(code.root)
             return os.path.relpath(word, folder) if inside else word
 
-        program, *words = asked.command or ("",)
-        # A program of a virtual environment: the other machine has its own.
-        beside = (folder / program).parent
-        if "/" in program and any((beside / name).exists() for name in ("python", "python3")):
-            program = Path(program).name
+        started, *words = asked.command or ("",)
+        # Only the name of a virtual environment's program: the worker has its own.
+        beside = (folder / started).parent
+        if "/" in started and any((beside / name).exists() for name in ("python", "python3")):
+            started = Path(started).name
         place = folder.relative_to(code.root).as_posix()
         asked = structs.replace(
             asked,
             target=portable(asked.target),
-            command=(program, *map(portable, words)) if program else (),
+            command=(started, *map(portable, words)) if started else (),
             archive=code.digest,
             folder="" if place == "." else place,
         )
         return cls(asked=asked, code=code)
 
 
+def _check_program(asked: JobSpec, folder: Path) -> None:
+    """Raise UsageError for a misspelt program: neither this machine nor the folder has it.
+    Launchers, absolute paths and jobs with `env` pass: the worker may have their programs."""
+    word = next(iter(asked.command), "/")
+    known = asked.env or word.startswith(("/", *LAUNCHERS))
+    if not known and not ("/" in word and (folder / word).is_file()):
+        program(asked.command)
+
+
 def _file(asked: JobSpec) -> str:
-    """The file that is started or tuned, as given; '' if only Python's import system knows."""
-    program, *words = asked.command or ("python", asked.target)
-    named = words[0] if words and Path(program).name.startswith("python") else ""
+    """The Python file that the job starts or tunes, as typed; '' for a module or a program."""
+    started, *words = asked.command or ("python", asked.target)
+    named = words[0] if words and Path(started).name.startswith("python") else ""
     place = named if named.endswith(".py") else named.rpartition(":")[0]
     return place if place.endswith(".py") else ""

@@ -1,4 +1,4 @@
-"""A token: 256 random bits as text, of which a server keeps the SHA-256 alone."""
+"""A token is 256 random bits as text. A server stores only its SHA-256."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ PREFIX = "adv_"
 
 
 def made() -> str:
-    """A new one."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def digest(text: str) -> bytes:
-    """SHA-256, without a salt: of 256 random bits nothing can be guessed."""
+    """SHA-256 without a salt, because nobody can guess 256 random bits."""
     return hashlib.sha256(text.encode()).digest()

@@ -2,11 +2,11 @@
 
 `python -m advisor.jobs.worker [FOLDER ATTEMPT]`, with $ADVISOR_SERVER and $ADVISOR_START_TOKEN.
 Others may read these variables, as on Ray. So the worker exchanges the start token at once for a
-token that is only in its memory. It works in FOLDER, or a new one below the system's temporary
-folder: a socket's path must be short. ATTEMPT is there to be found in the list of processes.
+token that is only in its memory. It works in FOLDER, or in a new temporary folder, because the path
+of a socket must be short. ATTEMPT only names the worker in the list of processes.
 
-Submitted code runs in a guarded child without the token. When the child or the worker is gone,
-nothing that the code has started is left.
+Submitted code runs in a guarded child process without the token. When the child or the worker ends,
+everything that the code started ends too.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from advisor.cache.record import Record
@@ -33,44 +33,42 @@ from advisor.cache.records import Records
 from advisor.cache.shown import speedup
 from advisor.cache.signing import KeyRing
 from advisor.cache.stores.dir import DirStore
-from advisor.cache.stores.filesystem import beside, make_folder, read_regular, remove_folder
+from advisor.cache.stores.filesystem import make_folder, read_regular, remove_folder, study_file
 from advisor.cache.stores.http import HttpStore
-from advisor.cache.stores.http_client import BYTES, JSON, MAP, HttpClient
-from advisor.errors import AdvisorError, RecordDamaged, StoreError, UsageError, printable
+from advisor.cache.stores.http_client import MAP, HttpClient
+from advisor.errors import AdvisorError, RecordDamaged, StoreError, UsageError, printable, reason
 from advisor.jobs import code_archive, token
-from advisor.jobs.bounds import MAX_STUDY, MAX_TRIALS
-from advisor.jobs.spec import JobSpec
+from advisor.jobs.spec import MAX_REPORTED_TRIALS, MAX_STUDY, JobSpec
 from advisor.tuners import host
 from advisor.tuners.measure.run.guarded_process import GuardedProcess, exit_text
 
 if TYPE_CHECKING:
     from advisor.tuners.environment import Gpu
 
-BEAT_S = 2.0
-AWAY_S = 900.0
-"""The worker gives up a server that has not answered for so long."""
+HEARTBEAT_S = 2.0
+SERVER_TIMEOUT_S = 900.0
+"""The worker gives up on a server that does not answer for this long."""
 STARTS_S = 1800.0
-"""For imports and the like: a tuning is ended after twice its budget and these seconds."""
-PATIENCE_S = 10.0
-"""For one answer."""
-SAVE_S = 10.0
-"""Between two uploads of a search file that is larger than SMALL."""
-SMALL = 2**18
-MAX_LOG = 2**16
-"""Bytes of output in one heartbeat."""
+"""Time for imports and the like: a tuning may take twice its budget and this time."""
+REQUEST_TIMEOUT_S = 10.0
+"""Timeout of one request."""
+UPLOAD_S = 10.0
+"""Time between two uploads of a search file that is larger than SMALL_STUDY."""
+SMALL_STUDY = 2**18
+MAX_OUTPUT = 2**16
+"""Bytes of output in one heartbeat, at most."""
 MAX_REASON = 500
 UNFINISHED = 3
 """The exit code of `advisor tune --for` if its budget left time for the baseline only."""
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _SECRET = ("ADVISOR_", "RAY_AUTH_", "RAY_JOB_CONFIG_JSON_ENV_VAR")
-"""Variables that submitted code does not get; in the last one Ray repeats them."""
+"""Prefixes of variables that submitted code does not get. Ray copies variables into the last."""
 _OVER, _REJECTIONS = (401, 403, 404, 409), (400, 413, 422)
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How an attempt ended. `reason`: one line for people; `record`: the id of the new record."""
 
     state: Literal["done", "failed", "preempted"]
@@ -79,18 +77,18 @@ class Outcome:
 
 
 class AttemptOver(AdvisorError):
-    """The server wants nothing more of this attempt."""
+    """The server says that this attempt is over: the worker ends."""
 
 
 class AttemptFailed(AdvisorError):
-    """The attempt cannot go on: its machine fails, or the server rejects what it sends."""
+    """The attempt cannot continue: its machine fails, or the server rejects a request."""
 
 
 class AttemptClient:
-    """The requests of an attempt; `begin` comes first.
+    """Sends an attempt's requests; call `begin` first.
 
     Raises, in every method:
-        StoreError: the server is away. AttemptOver, AttemptFailed: what it answers.
+        StoreError: the server is away. AttemptOver, AttemptFailed: the server's answer.
     """
 
     def __init__(
@@ -99,17 +97,17 @@ class AttemptClient:
         self._own = token.made()
         self._start = HttpClient(url, token=start_token)
         self.store = HttpStore(url, token=self._own)
-        self.store.patience_s = max(PATIENCE_S, self.store.patience_s)
+        self.store.timeout_s = max(REQUEST_TIMEOUT_S, self.store.timeout_s)
         self.preempted = threading.Event()
         self._now, self._heard = now, now()
 
     def begin(self) -> None:
-        """Exchange the start token for this worker's own. It may be repeated."""
+        """Exchange the start token for this worker's own token. Repeating this is safe."""
         sent = {"digest": token.digest(self._own).hex()}
-        self.patiently(lambda: self.ask("POST", "attempt/begin", sent, client=self._start))
+        self.retry(lambda: self.ask("POST", "attempt/begin", sent, client=self._start))
 
     def get(self, path: str) -> bytes:
-        return self.patiently(lambda: self.ask("GET", path))
+        return self.retry(lambda: self.ask("GET", path))
 
     def ask(
         self,
@@ -119,15 +117,13 @@ class AttemptClient:
         *,
         client: HttpClient | None = None,
     ) -> bytes:
-        """One request; `path` below /api/."""
-        plain = isinstance(body, Mapping)
-        status, _headers, data = (client or self.store.client).request(
+        """Send one request, with `path` below /api/. Returns the answer's body."""
+        status, data = (client or self.store.client).request(
             method,
             f"/api/{path}",
-            patience_s=self.store.patience_s,
-            body=json.dumps(body).encode() if plain else body,  # type: ignore[arg-type]
-            kind="" if body is None else JSON if plain else BYTES,
-            # On a connection that broke it would be sent again.
+            timeout_s=self.store.timeout_s,
+            body=body,
+            # A kept connection that breaks would send the request twice.
             headers={"Connection": "close"},
             accepts=(*_OVER, *_REJECTIONS),
         )
@@ -143,16 +139,12 @@ class AttemptClient:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether nobody waits for the server any more."""
-        return self.preempted.is_set() or self._now() - self._heard > AWAY_S
+        """Whether to stop waiting for the server."""
+        return self.preempted.is_set() or self._now() - self._heard > SERVER_TIMEOUT_S
 
-    def patiently(self, act: Callable[[], T]) -> T:
-        """Repeat a request until the server answers; only once if the worker was told to end.
-
-        Raises:
-            AttemptOver, AttemptFailed, RecordDamaged: what it answers.
-            StoreError: it is away for too long.
-        """
+    def retry(self, act: Callable[[], T]) -> T:
+        """Repeat a request until the server answers, or is away for too long. A worker that was
+        told to end sends the request once."""
         while True:
             try:
                 return act()
@@ -161,13 +153,11 @@ class AttemptClient:
             except StoreError:
                 if self.is_given_up:
                     raise
-                self.preempted.wait(BEAT_S)
+                self.preempted.wait(HEARTBEAT_S)
 
 
 @dataclass(slots=True)
 class FileTail:
-    """Reads a file that grows."""
-
     path: Path
     at: int = 0
 
@@ -198,11 +188,11 @@ class FileTail:
         return data.decode(errors="replace")
 
 
-class Worker:
-    """One attempt.
+class JobWorker:
+    """Runs one attempt.
 
     Args:
-        folder: a new one, for all of its files.
+        folder: a new folder for all files of the attempt.
         start: starts `advisor tune`.
         now: a clock in seconds.
     """
@@ -221,24 +211,26 @@ class Worker:
         self._output, self._events = FileTail(folder / "output"), FileTail(folder / "events")
         self._saved: dict[str, tuple[float, float]] = {}
         self._gpus: Callable[[], Sequence[Gpu]] = list
-        self._others: set[str] = set()
+        self._other_processes: set[str] = set()
         self._device = f"{socket.gethostname()}: CPU"
         self._unsent: dict[str, Any] = {}
-        self._beaten = -BEAT_S
+        self._beaten = -HEARTBEAT_S
 
     def run(self) -> None:
         """Tune, and report the outcome.
 
         Raises:
-            AttemptOver: the server wants nothing more. StoreError: the server is away.
+            AttemptOver: the server ended the attempt. StoreError: the server is away.
         """
         self._server.begin()
         try:
             outcome = self._outcome()
         except (AttemptFailed, UsageError, RecordDamaged) as exc:
-            outcome = Outcome(state="failed", reason=printable(" ".join(str(exc).split())))
-        last = dataclasses.asdict(outcome)
-        self._server.patiently(lambda: self._server.ask("POST", "attempt/end", last))
+            outcome = Outcome("failed", printable(" ".join(str(exc).split())))
+        except OSError as exc:  # from this machine: connections raise StoreError
+            why = f"{socket.gethostname()}: {self._folder}: {exc.strerror or exc}"
+            outcome = Outcome("failed", printable(why))
+        self._server.retry(lambda: self._server.ask("POST", "attempt/end", outcome._asdict()))
 
     def _outcome(self) -> Outcome:
         asked = self._prepare()
@@ -248,80 +240,70 @@ class Worker:
             self._gpus = gpus
             self._device = f"{socket.gethostname()}: {', '.join(gpu.name for gpu in gpus())}"
             if used := "; ".join(f"{gpu.uuid}: {gpu.used_by}" for gpu in gpus() if gpu.users):
-                return Outcome(state="preempted", reason=f"other processes use the GPU ({used})")
-        return self._tune(asked)
+                return Outcome("preempted", f"other processes use the GPU ({used})")
+        limit_s = 2 * asked.plan.seconds + STARTS_S
+        code, words = self._tune(asked, self._now() + limit_s)
+        if code in (0, UNFINISHED):
+            return self._send_record(finished=code == 0)
+        if code is not None:
+            said = words.removeprefix("advisor: ") or "it printed nothing"
+            reason = said if code in (1, 2) else f"{exit_text(code)}: {said}"
+            return Outcome("failed", printable(reason))
+        if self._server.preempted.is_set():
+            return Outcome("preempted", "its worker was told to end")
+        why = f"ended after {limit_s:.0f} s: twice its budget, and {STARTS_S:.0f} s to start"
+        return Outcome("failed", f"{why}; its log may say where it hangs")
 
     def _prepare(self) -> JobSpec:
-        """Put the job's code and the files of its search into the folder."""
-        with self._on_this_machine():
-            for folder in (self._folder, self._studies, self._tmp):
-                make_folder(folder)
-            for tail in (self._output, self._events):
-                tail.path.touch(0o600)
+        """Put the job's code and its search files into the folder. Returns the job."""
+        for folder in (self._folder, self._studies, self._tmp):
+            make_folder(folder)
+        for tail in (self._output, self._events):
+            tail.path.touch(0o600)
         attempt = self._server.decoded(self._server.get("attempt"))
         asked = JobSpec.of(attempt["asked"])
         if asked.archive:
-            code = self._server.get(f"archives/{asked.archive}")
-            with self._on_this_machine():
-                code_archive.unpack(code, self._code)
+            code_archive.unpack(self._server.get(f"archives/{asked.archive}"), self._code)
+        make_folder(self._code)
         for name in attempt["studies"]:
-            data = self._server.get(_study(name))
-            with self._on_this_machine():
-                beside(self._studies, name).write_bytes(data)
+            study_file(self._studies, name).write_bytes(self._server.get(_study(name)))
         return asked
 
-    def _tune(self, asked: JobSpec) -> Outcome:
-        limit_s = 2 * asked.plan.seconds + STARTS_S
-        until = self._now() + limit_s
-        with self._on_this_machine():
-            make_folder(self._code)
-            child = self._start(
-                self._words(asked),
-                log=self._output.path,
-                environment=self._environment(),
-                folder=self._code / asked.folder,
-            )
+    def _tune(self, asked: JobSpec, until: float) -> tuple[int | None, str]:
+        """Run `advisor tune`. Returns (exit code, None if the worker ended it; its last line)."""
+        child = self._start(
+            self._words(asked),
+            log=self._output.path,
+            environment=self._environment(),
+            folder=self._code / asked.folder,
+        )
         try:
             while not child.ended and self._now() < until and not self._server.preempted.is_set():
                 self._beat()
-                self._server.preempted.wait(_LOOK_S)
-            code, words = child.exit_report() if child.ended else (None, "")
+                self._server.preempted.wait(_POLL_S)
+            report = child.exit_report() if child.ended else (None, "")
         finally:
             child.end()
-        self._server.patiently(lambda: self._save(last=True))
-        while self._server.patiently(self._tell):
+        self._server.retry(lambda: self._upload_studies(last=True))
+        while self._server.retry(self._report):
             pass
-        if code in (0, UNFINISHED):
-            return self._found(finished=code == 0)
-        if code is not None:
-            said = words.removeprefix("advisor: ") or "it printed nothing"
-            return Outcome(
-                state="failed",
-                reason=printable(said if code in (1, 2) else f"{exit_text(code)}: {said}"),
-            )
-        if self._server.preempted.is_set():
-            return Outcome(state="preempted", reason="its worker was told to end")
-        return Outcome(
-            state="failed",
-            reason=f"ended after {limit_s:.0f} s: twice its budget, and "
-            f"{STARTS_S:.0f} s to start; its log may say where it hangs",
-        )
+        return report
 
-    def _found(self, finished: bool) -> Outcome:
-        """Send the newest record to the server."""
-        with self._on_this_machine():
+    def _send_record(self, finished: bool) -> Outcome:
+        try:
             found = Records(DirStore(self._cache)).all()
+        except StoreError as exc:
+            raise AttemptFailed(f"{socket.gethostname()}: {exc}") from exc
         record = max(found, key=lambda one: one.provenance.created, default=None)
         if record is None:
-            return Outcome(state="failed", reason="advisor tune ended, and left no record")
+            return Outcome("failed", "advisor tune ended, and left no record")
         records = Records(self._server.store, keyring=KeyRing.from_environment())
-        self._server.patiently(lambda: records.put(record))
+        self._server.retry(lambda: records.put(record))
         if not finished:
             why = "its budget left time for the baseline only; give a larger --budget"
-            return Outcome(state="failed", reason=f"record {record.id}: {why}")
-        others = [f"beside it others used the GPU: {one}" for one in sorted(self._others)]
-        reason = "; ".join([_summary(record), *others])[:MAX_REASON]
-        return Outcome(state="done", reason=reason, record=record.id)
+            return Outcome("failed", f"record {record.id}: {why}")
+        others = [f"meanwhile others used the GPU: {one}" for one in sorted(self._other_processes)]
+        return Outcome("done", "; ".join([_summary(record), *others])[:MAX_REASON], record.id)
 
     def _words(self, asked: JobSpec) -> list[str]:
         tune = [sys.executable, "-P", "-m", "advisor", "tune", *asked.words()]
@@ -331,87 +313,74 @@ class Worker:
         return [*tune, *what]
 
     def _environment(self) -> dict[str, str]:
-        """The child's: without advisor's own variables."""
+        """The child's environment variables, without advisor's own."""
         given = {k: v for k, v in os.environ.items() if not k.startswith(_SECRET)}
         own_python = str(Path(sys.executable).parent)
         return given | {
-            # 'python' is the one that has advisor.
+            # 'python' means the Python that has advisor.
             "PATH": os.pathsep.join([own_python, *filter(None, [given.get("PATH")])]),
             "TMPDIR": str(self._tmp),
-            # Nobody signs what submitted code has compiled.
+            # Keep no artifacts, because nobody would sign those of submitted code.
             "ADVISOR_MAX_ARTIFACTS": "0",
         }
 
     def _beat(self) -> None:
-        """Send news and search files, if it is time. A server that is away is tried again later.
+        """Send a heartbeat with news and search files, every HEARTBEAT_S.
 
         Raises:
-            AttemptOver: nothing more is wanted. StoreError: the server is away for too long.
+            AttemptOver: the server ended the attempt. StoreError: the server is away too long.
         """
-        if self._now() - self._beaten < BEAT_S:
+        if self._now() - self._beaten < HEARTBEAT_S:
             return
         self._beaten = self._now()
-        self._look_for_others()
+        self._note_other_processes()
         try:
-            self._tell()
-            self._save()
+            self._report()
+            self._upload_studies()
         except StoreError:
             if self._server.is_given_up:
                 raise
 
-    def _look_for_others(self) -> None:
-        """Note other processes on the GPUs. In a container the numbers may be the host's: those
-        mean nothing here."""
+    def _note_other_processes(self) -> None:
+        """Note other processes on the GPUs. In a container, the driver may report the host's pids,
+        which are skipped."""
         for gpu in self._gpus():
             if gpu.users:
                 own = host.family(os.getpid())
                 others = [n for n in gpu.users if n not in own and Path(f"/proc/{n}").exists()]
                 if others:
-                    self._others.add(dataclasses.replace(gpu, users=tuple(others)).used_by)
+                    self._other_processes.add(dataclasses.replace(gpu, users=tuple(others)).used_by)
 
-    def _tell(self) -> bool:
-        """Send news; whether there was any. News that did not arrive is sent again."""
+    def _report(self) -> bool:
+        """Send new trials and output. Returns whether there were any. Repeats a failed report."""
         if not self._unsent:
             self._unsent = {
-                "trials": self._events.trials(MAX_TRIALS),
-                "log": self._output.text(MAX_LOG),
+                "trials": self._events.trials(MAX_REPORTED_TRIALS),
+                "log": self._output.text(MAX_OUTPUT),
                 "device": self._device,
             }
         said = self._server.ask("POST", "attempt/beat", self._unsent)
         if not self._server.decoded(said).get("go_on"):
-            raise AttemptOver("nothing more is wanted of this attempt")
+            raise AttemptOver("the server has ended this attempt")
         new = bool(self._unsent["trials"] or self._unsent["log"])
         self._unsent = {}
         return new
 
-    def _save(self, last: bool = False) -> None:
-        """Upload the whole lines of search files that changed; large ones now and then."""
+    def _upload_studies(self, last: bool = False) -> None:
+        """Upload complete lines of search files that changed; large ones every UPLOAD_S."""
         for path in sorted(self._studies.glob("*.journal")):
-            changed, at = self._saved.get(path.name, (0.0, -SAVE_S))
+            changed, at = self._saved.get(path.name, (0.0, -UPLOAD_S))
             try:
                 about = path.lstat()
-                early = about.st_size > SMALL and self._now() - at < SAVE_S and not last
+                early = about.st_size > SMALL_STUDY and self._now() - at < UPLOAD_S and not last
                 if about.st_mtime == changed or early:
                     continue
                 data = read_regular(path, MAX_STUDY)
-            except OSError:  # gone, no plain file, or too large: it is not resumed
+            except OSError:  # gone, not a plain file, or too large: not resumed
                 continue
             with contextlib.suppress(AttemptFailed):  # too large for the server
                 self._server.ask("PUT", _study(path.name), data[: data.rfind(b"\n") + 1])
             self._saved[path.name] = about.st_mtime, self._now()
-
-    @contextlib.contextmanager
-    def _on_this_machine(self) -> Iterator[None]:
-        """Tell the errors of this machine from those of the server.
-
-        Raises:
-            AttemptFailed: with what failed, and where.
-        """
-        try:
-            yield
-        except (OSError, StoreError) as exc:
-            why = getattr(exc, "strerror", "") or exc
-            raise AttemptFailed(f"{socket.gethostname()}: {self._folder}: {why}") from exc
 
 
 def _study(name: str) -> str:
@@ -423,7 +392,7 @@ def _summary(record: Record) -> str:
     """A new record in one line."""
     advised, baseline = record.winner(record.use), record.key.task.baseline
     if not record.compares:
-        what = f"there is nothing to race beside {baseline}"
+        what = f"there is nothing to compare with {baseline}"
     elif advised == record.baseline:
         what = f"nothing is clearly faster than {baseline}"
     else:
@@ -433,19 +402,19 @@ def _summary(record: Record) -> str:
 
 
 def main(folder: str = "", _attempt: str = "") -> None:
-    """Work on the attempt of $ADVISOR_START_TOKEN on $ADVISOR_SERVER.
+    """Run the attempt that has $ADVISOR_START_TOKEN on $ADVISOR_SERVER.
 
     Raises:
-        SystemExit: with a line that says why it could not.
+        SystemExit: the attempt could not be run; the message says why.
     """
     host.keep_private()
     folder = folder or tempfile.mkdtemp(prefix="advisor-")
     try:
         server = AttemptClient(os.environ["ADVISOR_SERVER"], os.environ["ADVISOR_START_TOKEN"])
         signal.signal(signal.SIGTERM, lambda *_: server.preempted.set())
-        Worker(server, Path(folder)).run()
+        JobWorker(server, Path(folder)).run()
     except (AdvisorError, OSError) as exc:
-        sys.exit(f"advisor: {exc}")
+        sys.exit(f"advisor: {reason(exc)}")
     finally:
         remove_folder(Path(folder))
 

@@ -1,1 +1,1 @@
-"""What people see: text, tables, charts, pages, progress. Nothing here prints."""
+"""Text, tables, charts, pages and progress for people. `advisor.cli` prints them."""

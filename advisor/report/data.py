@@ -1,4 +1,4 @@
-"""What is shown of a record: tables and charts for a terminal and a page, and JSON."""
+"""A record's output: tables and charts for a terminal and a page, and JSON."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from rich.text import Text
 from advisor.cache.codec import to_plain
 from advisor.cache.record import Record
 from advisor.command_snippets import script_line
-from advisor.resolve.answer import break_even
 
 if TYPE_CHECKING:
     from advisor.tuners.act.advice_usage import Served
 
 WIDE = 100
-"""Columns of a terminal; a narrower one leaves out the `spare` columns of a table."""
+"""A terminal with fewer columns leaves out the `spare` columns of a table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Cells of text; `warns`: the last one is a problem."""
+    """Cells of text; `warns`: the last cell describes a problem."""
 
     cells: tuple[str, ...]
     warns: bool = False
@@ -36,8 +35,8 @@ class Table:
     """Rows of text below headings; no cell is read as markup.
 
     Attributes:
-        right: headings of columns of numbers.
-        whole: headings of columns that are never folded.
+        right: headings of columns of numbers, which are never folded.
+        whole: headings of the other columns that are never folded.
         spare: headings of columns that a narrow terminal leaves out.
     """
 
@@ -59,7 +58,7 @@ class Table:
             drawn.add_column(
                 heading,
                 justify="right" if heading in self.right else "left",
-                no_wrap=heading in self.whole,
+                no_wrap=heading in (*self.right, *self.whole),
                 overflow="fold",
             )
         for row in self.rows:
@@ -90,18 +89,13 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """A trial that ended `at_s` seconds into the search; `samples_per_s` is 0 if it failed.
-
-    Attributes:
-        at_batch: it has the user's batch.
-        leads: it was the best so far at that batch.
-    """
+    """A trial that ended `at_s` seconds into the search; `samples_per_s` is 0 if it failed, and
+    `at_batch` says whether it has the user's batch."""
 
     label: str
     at_s: float
     samples_per_s: float
     at_batch: bool
-    leads: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +104,15 @@ class Timeline:
 
     title: str
     points: tuple[Tried, ...]
+
+    @property
+    def leaders(self) -> list[Tried]:
+        """Each trial that was the best so far at the user's batch."""
+        found: list[Tried] = []
+        for one in self.points:
+            if one.at_batch and one.samples_per_s > (found[-1].samples_per_s if found else 0.0):
+                found.append(one)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All that is shown of one record. `facts`: name and value of where it was measured."""
+    """The report on one record. `facts`: names and values, such as the device and driver."""
 
     title: str
     headline: str
@@ -144,24 +147,11 @@ class Report:
 
 def as_data(record: Record, cache: str | None) -> dict[str, Any]:
     """A record as JSON, with its id and the line for a script."""
-    rows = [
-        {
-            "from_step": row.steps,
-            "seconds": row.seconds,
-            "config": dict(row.candidate.config),
-            "first_step_s": row.candidate.pace.first_step_s,
-            "step_s": row.candidate.pace.step_s,
-            "raced": row.candidate.raced,
-            "fresh": row.candidate.fresh,
-        }
-        for row in break_even(record)
-    ]
-    script = script_line(record, cache)
-    return {"id": record.id, "script": script, "break_even": rows, **to_plain(record)}
+    return {"id": record.id, "script": script_line(record, cache), **to_plain(record)}
 
 
 def explained(served: Served, batch_size: int | None) -> dict[str, Any]:
-    """Why a lookup found what it found, as JSON."""
+    """The result of a lookup and the reason for it, as JSON."""
     found = served.explanation
     data: dict[str, Any] = {
         "status": served.status,

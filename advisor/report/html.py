@@ -1,4 +1,4 @@
-"""A record as one page: no script, nothing from elsewhere, everything from the record escaped.
+"""A record as one HTML page without scripts or other files; all texts of records are escaped.
 
 Templates draw its charts as SVG: their text folds on a phone and follows the reader's colours and
 font, and a page needs no optional library.
@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import functools
 import math
-import secrets
 from dataclasses import dataclass
-from pathlib import Path
 
 import jinja2
 
 from advisor.cache.record import Record
 from advisor.cache.shown import times
-from advisor.errors import UsageError
 from advisor.report.data import Comparison, Timeline
 from advisor.report.sections import report
 from advisor.report.text import duration, rate
 
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
-"""Between two ticks, times a power of ten."""
+"""Possible distances between two ticks, up to a power of ten."""
 BEYOND = 1.6
-"""An interval is cut at this times the largest value: a wider axis would flatten all others."""
+"""Intervals are cut at this multiple of the largest value, or they would flatten the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Positions in percent, from `start` to `end`, of numbers from `low` to `high`."""
+    """Maps numbers from `low` to `high` to positions in percent, from `start` to `end`."""
 
     low: float
     high: float
@@ -37,7 +34,7 @@ class Scale:
     end: float = 99.0
 
     def at(self, value: float) -> float:
-        """The position of a number; one outside is put at the nearer end."""
+        """The position of a number; for a number outside, the nearer end."""
         share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
         return round(self.start + share * (self.end - self.start), 2)
 
@@ -46,7 +43,7 @@ class Scale:
         return not self.low <= value <= self.high
 
     def ticks(self, most: int = 4) -> list[float]:
-        """Round numbers on the scale, `most` or one more."""
+        """Round numbers on the scale, at most `most` + 1."""
         rough = (self.high - self.low) / most
         power = 10.0 ** math.floor(math.log10(rough))
         step = next((one * power for one in STEPS if one * power >= rough), rough)
@@ -55,7 +52,7 @@ class Scale:
 
 
 def _scale(low: float, high: float, **ends: float) -> Scale:
-    """A scale of numbers from a record: finite, and wider than nothing."""
+    """A Scale from any numbers of a record: its ends are finite and differ."""
     low = min(max(low, 0.0), 1e300)
     return Scale(low, max(min(high, 1e301), low * 1.01, 1e-300), **ends)
 
@@ -77,7 +74,7 @@ def over_time(chart: Timeline) -> tuple[Scale, Scale]:
 
 @functools.cache
 def pages(*packages: str) -> jinja2.Environment:
-    """A renderer of the templates of some packages, and of those here."""
+    """A renderer for the templates of some packages and of `advisor.report`."""
     loaders = [jinja2.PackageLoader(one) for one in (*packages, "advisor.report")]
     pages = jinja2.Environment(
         loader=jinja2.ChoiceLoader(loaders),
@@ -94,20 +91,3 @@ def pages(*packages: str) -> jinja2.Environment:
 def page(record: Record, cache: str | None = None) -> str:
     """The HTML of a record; `cache`: its store, for the lines to copy."""
     return pages().get_template("report.html").render(report=report(record, cache))
-
-
-def save(text: str, path: Path) -> None:
-    """Write a page in place of an older one, completely or not at all.
-
-    Raises:
-        UsageError: it cannot be written there.
-    """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        try:
-            temporary.write_text(text, "utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as exc:
-        raise UsageError(f"page {str(path)!r}: {exc.strerror or exc}") from exc

@@ -8,19 +8,18 @@ from advisor.cache.shown import size
 from advisor.client import Job
 from advisor.jobs.code_archive import CodeArchive
 from advisor.report.data import Table
-from advisor.report.text import age, cut, rate
+from advisor.report.text import age, ago, cut, rate
 
 _NAMED = 5
-"""Names of what stays at home that are said."""
+"""The most names of files that are listed as not sent."""
 
 
 def listing(jobs: Sequence[Job]) -> Table:
-    """One line a job."""
     table = Table(
         "Jobs, the newest first",
         ("ID", "state", "what", "where", "since", "by", "reason"),
         right=("ID",),
-        whole=("ID", "state", "where", "since"),
+        whole=("state", "where", "since"),
         spare=("by", "reason"),
     )
     for job in jobs:
@@ -38,11 +37,11 @@ def listing(jobs: Sequence[Job]) -> Table:
 
 
 def lines(job: Job) -> Iterator[str]:
-    """How one job is, and where it was tried."""
+    """Generator: yields lines on a job's state, attempts and trials."""
     yield f"job {job.id} {job.state}: {job.what}"
     if job.reason:
         yield f"  {job.reason}"
-    yield f"  on {job.where}, asked for by {job.by} {_ago(job.created)}"
+    yield f"  on {job.where}, submitted by {job.by} {ago(job.created)}"
     for one in job.attempts:
         why = f": {one['reason']}" if one.get("reason") else ""
         yield (
@@ -61,15 +60,10 @@ def lines(job: Job) -> Iterator[str]:
         yield f"  to see its record: advisor show {job.record}"
 
 
-def _ago(then: float) -> str:
-    made = age(then)
-    return "just now" if made == "now" else f"{made} ago"
-
-
 def travels(code: CodeArchive) -> Iterator[str]:
-    """What is sent of a folder, and what is not."""
+    """Generator: yields lines on the files of a folder that are sent, and that are not."""
     commit = f", commit {code.commit[:12]}" if code.commit else ""
-    changed = " and what differs from it" if code.dirty and commit else ""
+    changed = " and uncommitted changes" if code.dirty and commit else ""
     yield (
         f"code    {code.files} file{'s' * (code.files != 1)}, {size(code.size)} "
         f"({size(len(code.archive))} packed) of {code.root}{commit}{changed}"

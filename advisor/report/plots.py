@@ -6,21 +6,19 @@ from pathlib import Path
 
 from advisor.cache.record import Record
 from advisor.errors import UsageError
-from advisor.report import charts
+from advisor.report.sections import parts_chart
 
 ENDINGS = (".png", ".svg")
 
 
 def check(path: Path) -> None:
-    """Refuse a file that cannot be written, before minutes of measuring.
+    """Check that a chart can be drawn, before minutes of measuring.
 
     Raises:
-        UsageError: another ending than .png or .svg, no such folder, or matplotlib is missing.
+        UsageError: the name does not end in .png or .svg, or matplotlib is missing.
     """
     if path.suffix.lower() not in ENDINGS:
         raise UsageError(f"plot {str(path)!r}: expected a name that ends in .png or .svg")
-    if not path.parent.is_dir():
-        raise UsageError(f"plot {str(path)!r}: there is no folder {str(path.parent)!r}")
     try:
         import matplotlib  # noqa: F401
     except ImportError as exc:
@@ -34,20 +32,20 @@ def parts(record: Record, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    chart = charts.parts(record)
+    chart = parts_chart(record)
     assert chart is not None
     rows = chart.rows[::-1]
-    values = [row.value for row in rows]
-    below = [max(0.0, row.value - row.low) for row in rows]
-    above = [max(0.0, row.high - row.value) for row in rows]
     figure, axis = plt.subplots(figsize=(7, 1.4 + 0.45 * len(rows)), layout="tight")
     axis.barh(
         [row.label for row in rows],
-        [value - 1 for value in values],
+        [row.value - 1 for row in rows],
         left=1,
         height=0.6,
         color=["#2a6f97" if row.low > 1 else "#b0b7bd" for row in rows],
-        xerr=[below, above],
+        xerr=[
+            [max(0.0, row.value - row.low) for row in rows],
+            [max(0.0, row.high - row.value) for row in rows],
+        ],
         error_kw={"capsize": 3},
     )
     axis.axvline(1, color="black", linewidth=0.8)

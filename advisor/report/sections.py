@@ -1,33 +1,40 @@
-"""A record part by part: `advisor show KEY` prints it, `advisor report KEY` draws it."""
+"""A record as sections, which `advisor show KEY` prints and `advisor report KEY` draws."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 
 from advisor.cache.record import Record
-from advisor.command_snippets import about, script_line
-from advisor.report import charts, feeding, tables
-from advisor.report.data import Comparison, Report, Section, Table, Timeline
+from advisor.command_snippets import script_line
+from advisor.report import feeding, tables
+from advisor.report.data import Comparison, Estimate, Report, Section, Timeline, Tried
 from advisor.report.text import spread
 from advisor.resolve.doubt import doubtful
 from advisor.tuners.knobs import described
 
 
 def report(record: Record, cache: str | None = None, line: str | None = None) -> Report:
-    """All that is shown of a record.
+    """The report on a record.
 
     Args:
-        cache: its store, for the lines to copy.
-        line: the line that applies it, if that is not for this folder.
+        cache: the record's store, for the lines to copy.
+        line: the line that applies the record; default: the line for this folder.
     """
-    task, device = record.key.task, record.key.environment.device
+    task, device, made = record.key.task, record.key.environment.device, record.provenance
     what = f"{task.inputs}, batch {task.batch}, {task.mode}, on {device.name}"
     return Report(
         title=f"{record.target.name}: {what}",
         headline=_headline(record),
         stale=tables.stale(record),
-        facts=(*tables.environment(record.key.environment), *_provenance(record)),
+        facts=(
+            *tables.environment(record.key.environment),
+            ("record", record.id),
+            ("measured", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made.created))),
+            ("cost", f"{tables.cost(record)}, {made.how}"),
+            ("advisor", made.advisor),
+        ),
         sections=tuple(_sections(record, cache, line)),
     )
 
@@ -42,71 +49,22 @@ def _headline(record: Record) -> str:
     return f"{spread(advised)} as fast as {record.key.task.baseline}: {what}"
 
 
-def _provenance(record: Record) -> Iterator[tuple[str, str]]:
-    made = record.provenance
-    yield "record", record.id
-    yield "measured", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made.created))
-    yield "cost", f"{tables.cost(record)}, {made.how}"
-    yield "advisor", made.advisor
-
-
 def _sections(record: Record, cache: str | None, line: str | None) -> Iterator[Section]:
-    race, verdict = charts.race(record), tables.verdict(record)
-    yield Section("chosen", "What was chosen", verdict, tuple(tables.remarks(record)), chart=race)
-    yield _section(
-        "tried",
-        "What was tried",
-        tables.trials(record),
-        "The record has no trials.",
-        chart=charts.timeline(record),
-    )
-    yield _knobs(record, cache)
-    yield _section(
-        "length",
-        "When it pays off",
-        tables.break_even_table(record),
-        "Not known: no first step was measured. advisor tune with --force measures them.",
-    )
-    untuned = feeding.UNTUNED
-    if record.key.task.command:
-        untuned = (
-            f"Your unmodified script waits for its data {tables.waits(record):.0%} of the time."
-        )
-    yield _section("loader", "The loader", feeding.table(record), untuned)
-    yield _section(
-        "numerics",
-        "Comparison with fp32",
-        tables.numerics(record),
-        "Not needed: the advice changes no number format and compiles nothing.",
-        tuple(tables.uncompared(record)),
-    )
-    yield _start(record, cache, line)
-
-
-def _section(
-    name: str,
-    title: str,
-    table: Table | None,
-    missing: str,
-    lines: Sequence[str] = (),
-    chart: Comparison | Timeline | None = None,
-) -> Section:
-    """A section with a table and lines, or with `missing` if it has neither."""
-    shown = table if table and table.rows else None
-    said = tuple(lines) if shown or lines else (missing,)
-    return Section(name, title, shown, said, chart=chart)
-
-
-def _knobs(record: Record, cache: str | None) -> Section:
-    title = "What each knob contributes"
+    """Generator: yields the sections that have content; the last says how to use the record."""
+    chosen, remarks = tables.verdict(record), tuple(tables.remarks(record))
+    yield Section("chosen", "What was chosen", chosen, remarks, chart=_race(record))
+    if tried := tuple(_tried(record)):
+        chart = Timeline("Samples/s of each trial over time", tried)
+        yield Section("tried", "What was tried", tables.trials(record), chart=chart)
     if record.parts:
-        return Section("knobs", title, tables.parts(record), chart=charts.parts(record))
-    if record.winner(record.use).config == record.baseline.config and not record.input:
-        return Section(
-            "knobs", title, lines=(f"No knob is set: {record.key.task.baseline} is advised.",)
-        )
-    code = about("explain", record, cache)
-    return Section("knobs", title, lines=("Not measured yet; run:",), code=(code,))
+        title = "What each knob contributes"
+        yield Section("knobs", title, tables.parts(record), chart=parts_chart(record))
+    if loaders := feeding.table(record):
+        yield Section("loader", "The loader", loaders, tuple(feeding.remarks(record)))
+    none = "Not needed: the advice changes no number format and compiles nothing."
+    compared = tuple(tables.compared(record)) or (none,)
+    yield Section("numerics", "Comparison with fp32", lines=compared)
+    yield _start(record, cache, line)
 
 
 def _start(record: Record, cache: str | None, line: str | None) -> Section:
@@ -115,3 +73,46 @@ def _start(record: Record, cache: str | None, line: str | None) -> Section:
     line = script_line(record, cache) if line is None else line
     others = (f"# {one}" for one in tables.other_uses(record, cache))
     return Section("script", tables.where(record), code=(line, *others))
+
+
+def _race(record: Record) -> Comparison | None:
+    """The winners and the other configs of the final race, each once; None if only the baseline
+    raced."""
+    names = {choice.config: name for name, choice in record.choices.items()}
+    others = (one for one in record.raced if one.config not in names)
+    rows = [
+        Estimate(
+            f"{names.get(one.config, 'not chosen')}: {tables.called(record, one.config)}, "
+            f"batch {one.batch}",
+            one.speedup,
+            one.speedup_low,
+            one.speedup_high,
+        )
+        for one in (*record.choices.values(), *others)
+        if one.config != record.baseline.config
+    ]
+    return _comparison("The final race", record.key.task.baseline, rows)
+
+
+def parts_chart(record: Record) -> Comparison | None:
+    """What each knob contributes; None before `advisor explain`."""
+    rows = [Estimate(tables.part_name(one), one.ratio, one.low, one.high) for one in record.parts]
+    return _comparison("Gain from each knob", "the advice without this knob", rows)
+
+
+def _comparison(title: str, over: str, rows: Sequence[Estimate]) -> Comparison | None:
+    axis = f"speed-up over {over}, with its 95% interval"
+    return Comparison(title, axis, tuple(rows)) if rows else None
+
+
+def _tried(record: Record) -> Iterator[Tried]:
+    """Generator: yields each trial of the search, with the time when it ended."""
+    ended = 0.0
+    for trial in sorted(record.trials, key=lambda trial: trial.number):
+        ended = min(ended + trial.seconds, sys.float_info.max)
+        if trial.stage == "compute":
+            measured, batch = trial.measurement, trial.config.batch
+            label = f"{trial.number}: {tables.called(record, trial.config)}, batch {batch}"
+            rate = measured.samples_per_s if measured.ok else 0.0
+            own = batch == record.batch
+            yield Tried(label=label, at_s=ended, samples_per_s=rate, at_batch=own)

@@ -9,36 +9,30 @@ from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
 from advisor.cache.reader import StoredRecord
-from advisor.cache.record import CAPTURE, FLAGS, INTERRUPTED, Choice, Part, Record
+from advisor.cache.record import CAPTURE, FLAGS, Part, Record
 from advisor.cache.shown import interval, size, tells, times
 from advisor.cache.signing import UNSIGNED
 from advisor.command_snippets import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Table
 from advisor.report.text import age, duration, outcome, rate, ratio, ratios, spread
-from advisor.resolve.answer import break_even, unverified
+from advisor.resolve.answer import break_even, is_clear, unverified
 from advisor.resolve.doubt import DOUBTFUL, doubtful
-from advisor.tuners.decisions import NOTABLE
-from advisor.tuners.doubt import unsteady
 from advisor.tuners.knobs import INPUT_PIPELINE, caveats, described
 
 WAITED = 0.1
-"""Share of a run's time from which its waiting for data gets a line."""
+"""A run that waits for data for a smaller share of its time gets no line about it."""
 _MORE_WORKERS = ": more workers in its DataLoader may give more than any config"
-AGAIN = "Measure again with --force when it is quiet."
-"""The remedy on a busy host, at the end of a line."""
-UNSTEADY = 1.2
-"""Fastest over slowest turn of the advice from which a line names the busy host."""
 
 
 def verdict(record: Record) -> Table:
-    """What was found for each use."""
+    """A table of the winner for each use."""
     over = "speed-up (95%)"
     table = Table(
         f"The winner for each use, measured in turn with {record.key.task.baseline}",
         ("", "config", "batch", "samples/s", "turns", over, "peak"),
         right=("batch", "samples/s", "peak"),
-        whole=("", "batch", "samples/s", "turns", over, "peak"),
+        whole=("", "turns", over),
         spare=("turns",),
     )
     for name, choice in record.choices.items():
@@ -54,11 +48,11 @@ def verdict(record: Record) -> Table:
     return table
 
 
-def summary(record: Record, *, short: bool = False) -> Iterator[str]:
-    """The lines below the verdict; `short` as in `start`."""
+def summary(record: Record) -> Iterator[str]:
+    """The lines below the verdict."""
     if record.stale:
         yield stale(record)
-    yield from remarks(record, short=short)
+    yield from remarks(record)
     yield from compared(record)
     yield from feeding.remarks(record)
     yield f"record {record.id}: {cost(record)}"
@@ -70,19 +64,17 @@ def start(
     command: Sequence[str] = (),
     *,
     url: str = "",
-    short: bool = False,
 ) -> Iterator[str]:
     """How to apply a record.
 
     Args:
-        cache: its store.
-        command: the run's, as typed.
-        url: of the store that has the record for a reader on another machine.
-        short: a remark names the budget that an untried config needs: that is the one remedy.
+        cache: the record's store.
+        command: the command of a run, as typed.
+        url: the store's URL for a reader on another machine.
     """
     yield ""
     if not gains(record):
-        yield nothing_to_gain(record, short=short)
+        yield nothing_to_gain(record)
         return
     place, line = where(record), script_line(record, cache, command=command)
     if url:
@@ -100,33 +92,13 @@ def gains(record: Record) -> bool:
     )
 
 
-def nothing_to_gain(record: Record, *, short: bool = False) -> str:
-    """What to do with a record that advises nothing; `short` as in `start`."""
+def nothing_to_gain(record: Record) -> str:
+    """What to do with a record that advises nothing."""
     how = "run it as usual" if record.key.task.command else "train as usual"
-    if record.provenance.effort == INTERRUPTED:
-        return f"Nothing was found to gain before it was cut short; {how}."
-    if undecided(record):
-        again = "" if short else f" {AGAIN}"
-        return f"Could not tell what gains on this machine; {how}.{again}"
-    if short:
-        return f"Nothing that there was time for gains on this machine; {how}."
-    return f"Nothing to gain on this machine; {how}."
-
-
-def undecided(record: Record) -> bool:
-    """Whether something may gain NOTABLE, and was not measured well enough to tell."""
-    default, seen = record.baseline.config, ratios(record.trials, record.baseline.config)
-    last = {one.config: one for one in record.trials if one.stage != "numerics"}
-    timed_out = any(one.measurement.outcome == "timed_out" for one in last.values())
-    wrong = {one.config for one in record.trials if one.measurement.outcome == "wrong"}
-    raced = {one.config: one.speedup_high for one in record.raced}
-    most = {
-        config: raced.get(config, seen.get(one.number) or 0.0)
-        for config, one in last.items()
-        if one.measurement.ok and config != default and config not in wrong
-    }
-    restless = unsteady(record.baseline.rounds) or doubtful(record)
-    return timed_out or restless or any(one >= NOTABLE for one in most.values())
+    if record.compares and not is_clear(record):
+        again = "Give a larger --budget, or --force when the machine is quiet."
+        return f"Could not tell what gains on this machine; {how}. {again}"
+    return f"Nothing measured clearly gains on this machine; {how}."
 
 
 def called(record: Record, config: Config) -> str:
@@ -145,14 +117,11 @@ def stale(record: Record) -> str:
     return f"Marked stale by advisor verify: {record.stale}." if record.stale else ""
 
 
-def remarks(record: Record, *, short: bool = False) -> Iterator[str]:
-    """What limits the verdict; `short` as in `start`."""
+def remarks(record: Record) -> Iterator[str]:
+    """Generator: yields lines on what limits the result."""
     made, advised, baseline = record.provenance, record.winner(record.use), record.key.task.baseline
     if not record.compares:
-        yield (
-            f"The final race was too short to compare anything with {baseline}, which is the "
-            "advice until then."
-        )
+        yield f"Nothing was compared with {baseline}, which is the advice."
     elif advised == record.baseline:
         yield f"Nothing measured is clearly faster at your batch: the advice is {baseline}."
     if doubtful(record):
@@ -162,19 +131,7 @@ def remarks(record: Record, *, short: bool = False) -> Iterator[str]:
         yield f"Chosen for a job of {made.steps:,} steps."
     elif made.duration_s:
         yield f"Chosen for a job of {duration(made.duration_s)}."
-    yield from filter(None, (break_even_line(record), first_step_line(record)))
-    unsteady = advised.high / advised.low if advised.low > 0 else 0.0
-    if unsteady >= UNSTEADY and record.compares:
-        what = described(advised.config, record.baseline.config, nothing=baseline)
-        repeats = gains(record) and made.effort != INTERRUPTED and not short
-        again = f" {AGAIN}" if repeats else ""
-        so = "the speed-up may lie anywhere in its interval"
-        if advised.config == record.baseline.config:
-            so = "a gain may have been missed"
-        yield (
-            f"The fastest turn of {what} was {unsteady:.2f}x its slowest, because the host was "
-            f"busy: {so}.{again}"
-        )
+    yield from _pays(record)
     if (waited := waits(record)) >= WAITED:
         tried = set(INPUT_PIPELINE) & set(record.baseline.config)
         mend = "" if tried or not record.compares else _MORE_WORKERS
@@ -182,7 +139,7 @@ def remarks(record: Record, *, short: bool = False) -> Iterator[str]:
 
 
 def caveats_of(record: Record) -> Iterator[str]:
-    """What a comparison with fp32 cannot show of the advice."""
+    """Effects of the advice that a comparison with fp32 cannot see."""
     every = (said for one in record.winners for said in caveats(one.choice.config))
     yield from dict.fromkeys(every)
 
@@ -194,21 +151,15 @@ def waits(record: Record) -> float:
 
 
 def compared(record: Record) -> Iterator[str]:
-    """The comparisons with strict fp32, and what was not compared."""
+    """The comparisons with strict fp32, and the advice that was not compared."""
     default = record.baseline.config
     for trial in record.trials:
         if trial.stage == "numerics":
-            ok = trial.measurement.ok
-            state = "trains like fp32" if ok else outcome(trial.measurement)
+            state = outcome(trial.measurement) or "trains like fp32"
             yield f"{described(trial.config, default)}: {state}, {trial.measurement.reason}"
-    yield from uncompared(record)
-
-
-def uncompared(record: Record) -> Iterator[str]:
-    """Advice that changes numerics and was not compared with fp32."""
     for name, choice in record.choices.items():
         if why := unverified(record, choice.config):
-            yield f"{name}: {described(choice.config, record.baseline.config)}{why}"
+            yield f"{name}: {described(choice.config, default)}{why}"
 
 
 def cost(record: Record) -> str:
@@ -218,7 +169,7 @@ def cost(record: Record) -> str:
 
 
 def other_uses(record: Record, cache: str | None = None) -> Iterator[str]:
-    """What else the record offers, if it gains more."""
+    """Lines on winners for other uses or batches, if they differ from the advice."""
     use, default = record.use, record.baseline.config
     advised, free = record.winner(use), record.winner(use, free=True)
     if record.key.task.command:
@@ -230,7 +181,7 @@ def other_uses(record: Record, cache: str | None = None) -> Iterator[str]:
         return
     captured, flags = record.winner(CAPTURE), record.winner(FLAGS)
     if captured.config not in (advised.config, default):
-        yield f"or, with its step given to advice.capture: capture=True: {spread(captured)}"
+        yield f"or, for a step that is given to advice.capture, capture=True: {spread(captured)}"
     if flags.config not in (advised.config, default):
         yield f"a script that calls apply(TARGET) alone gets the flags alone: {spread(flags)}"
     if free.batch != record.batch:
@@ -269,65 +220,37 @@ def parts(record: Record) -> Table:
     return table
 
 
-def break_even_table(record: Record) -> Table:
-    """The best config for each length of a job, at the user's batch."""
-    table = Table(
-        "The best config for each length of a job, at your batch",
-        ("best from step", "after", "config", "first step", "step", "how"),
-        right=("best from step", "after", "first step", "step"),
-    )
-    for row in break_even(record):
-        one = row.candidate
-        table.row(
-            f"{row.steps:,}",
-            duration(row.seconds) if row.steps > 1 else "",
-            called(record, one.config),
-            duration(one.pace.first_step_s),
-            duration(one.pace.step_s),
-            ("raced" if one.raced else "measured once")
-            + (", first step measured" if one.fresh else ", slowest first step seen"),
-        )
-    return table
-
-
-def break_even_line(record: Record) -> str:
-    """From which step on the advice pays; '' if it is the baseline or that is not known."""
-    advised = record.winner(record.use).config
-    if advised == record.baseline.config:
-        return ""
-    row = next((one for one in break_even(record) if one.candidate.config == advised), None)
-    if row is None:
-        return ""
-    after = f" ({duration(row.seconds)})" if row.steps > 1 else ""
-    return f"The advice pays from step {row.steps:,} on{after}."
-
-
-def first_step_line(record: Record) -> str:
-    """Seconds of the first step with artifacts and without; '' if they were not measured."""
+def _pays(record: Record) -> Iterator[str]:
+    """From which step on the advice pays, and the seconds of its first step, if they are known."""
     advised = record.winner(record.use)
-    if not advised.loaded_step_s or not advised.first_step_s:
-        return ""
-    fresh, loaded = duration(advised.first_step_s), duration(advised.loaded_step_s)
-    return f"Its first step takes {fresh}, or {loaded} with the compiled code that was kept."
+    for steps, one in break_even(record):
+        if one.config == advised.config != record.baseline.config:
+            after = f" ({duration(one.pace.time_s(steps))})" if steps > 1 else ""
+            yield f"The advice pays from step {steps:,} on{after}."
+    if advised.loaded_step_s and advised.first_step_s:
+        fresh, loaded = duration(advised.first_step_s), duration(advised.loaded_step_s)
+        yield f"Its first step takes {fresh}, or {loaded} with the compiled code that was kept."
 
 
 def listing(
-    found: Sequence[tuple[StoredRecord, Sequence[Difference]]], with_store: bool = False
+    found: Sequence[tuple[StoredRecord, Sequence[Difference]]], stores: Sequence[str] = ()
 ) -> Table:
-    """One line a record; `with_store`: it says which store has it."""
+    """A table with a row for each record; with several `stores` (URLs), also its store's number."""
     table = Table(
         "What is tuned",
         ("key", "device", "target", "mode", "sample", "speed-up", "age", "state")
-        + ("store",) * with_store,
+        + ("store",) * bool(stores),
         whole=("key", "speed-up", "age"),
         spare=("mode", "sample"),
     )
     for held, differs in found:
         record = held.record
-        why = [*([record.stale] if record.stale else []), *map(str, differs)]
-        fresh = "fresh" if record.compares else "nothing else raced"
-        fresh = "doubtful: the host was busy" if doubtful(record) else fresh
-        state = "stale: " + ", ".join(why) if why else fresh
+        why = [*filter(None, [record.stale]), *map(str, differs)]
+        state = "fresh" if record.compares else "nothing else raced"
+        if why:
+            state = "stale: " + ", ".join(why)
+        elif doubtful(record):
+            state = "doubtful: the host was busy"
         table.row(
             record.id,
             record.key.environment.device.name,
@@ -337,7 +260,7 @@ def listing(
             "?" if doubtful(record) else ratio(record.winner(record.use)),
             age(record.provenance.created),
             state if held.trusted else f"{state}; {UNSIGNED}",
-            *[held.store.url.partition("?")[0]] * with_store,
+            *(str(number) for number, url in enumerate(stores, 1) if url == held.store.url),
             warns=bool(why) or not held.trusted,
         )
     return table
@@ -345,22 +268,11 @@ def listing(
 
 def trials(record: Record) -> Table:
     """Each trial of the search, the fastest first, those that failed last."""
-    headings = (
-        "#",
-        "config",
-        "batch",
-        "samples/s",
-        "speed-up",
-        "step",
-        "first step",
-        "peak",
-        "from",
-    )
+    numbers = ("samples/s", "speed-up", "step", "first step", "peak")
     table = Table(
         f"Every trial, the fastest first; speed-up is over {record.key.task.baseline}",
-        headings,
-        right=[heading for heading in headings if heading not in ("config", "from")],
-        whole=("samples/s", "speed-up", "step", "first step", "peak"),
+        ("#", "config", "batch", *numbers, "from"),
+        right=("#", "batch", *numbers),
         spare=("first step", "peak"),
     )
     tried = [trial for trial in record.trials if trial.stage == "compute"]
@@ -383,33 +295,7 @@ def trials(record: Record) -> Table:
     return table
 
 
-def raced(record: Record) -> list[Choice]:
-    """The baseline, the winners and what else finished the race, each config once."""
-    found: dict[Config, Choice] = {}
-    for choice in (record.baseline, *record.choices.values(), *record.raced):
-        found.setdefault(choice.config, choice)
-    return list(found.values())
-
-
-def numerics(record: Record) -> Table:
-    """What was compared with strict fp32, and the result."""
-    headings = ("config", "batch", "outcome", "distance")
-    table = Table("Compared with strict fp32 on this model", headings, right=("batch",))
-    for trial in record.trials:
-        if trial.stage == "numerics":
-            measured = trial.measurement
-            table.row(
-                called(record, trial.config),
-                str(trial.config.batch or ""),
-                "ok" if measured.ok else outcome(measured),
-                measured.reason,
-                warns=not measured.ok,
-            )
-    return table
-
-
 def environment(found: Environment) -> list[tuple[str, str]]:
-    """The environment as the key sees it."""
     device, software = found.device, found.software
     rows = [
         ("device", device.name),

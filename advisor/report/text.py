@@ -9,13 +9,9 @@ from advisor.cache.config import Config
 from advisor.cache.record import Choice, Measurement, Trial
 from advisor.cache.shown import speedup, tells, times
 
-OUTCOMES = {
-    "out_of_memory": "out of memory",
-    "timed_out": "timed out",
-    "crashed": "crashed",
-    "failed": "failed",
-    "wrong": "wrong result",
-}
+WRONG = "wrong result"
+AGES = {"years": 31_557_600, "months": 2_629_800, "d": 86_400, "h": 3600, "min": 60}
+"""Seconds of each unit that an age is shown in."""
 LISTED = 80
 """Characters of a command or a reason in a list."""
 
@@ -39,12 +35,21 @@ def duration(seconds: float) -> str:
 
 
 def age(created: float, now: float | None = None) -> str:
-    """'3 min', '5 h', '12 d'."""
+    """'3 min', '5 h', '12 d', '3 years'."""
     seconds = max(0.0, (time.time() if now is None else now) - created)
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
+    for unit, length in AGES.items():
+        # Months and years begin at two of them.
+        if seconds >= length * (1 + unit.endswith("s")):
             return f"{int(seconds // length)} {unit}"
     return "now"
+
+
+def ago(created: float | None) -> str:
+    """'5 h ago', 'just now'; 'never' for no time."""
+    if created is None:
+        return "never"
+    text = age(created)
+    return "just now" if text == "now" else f"{text} ago"
 
 
 def cut(text: str) -> str:
@@ -53,8 +58,9 @@ def cut(text: str) -> str:
 
 
 def outcome(measured: Measurement) -> str:
-    """'out of memory'; '' if it ran."""
-    return "" if measured.ok else OUTCOMES[measured.outcome]
+    """How a trial failed, such as 'out of memory'; '' if it ran."""
+    words = {"ok": "", "wrong": WRONG}
+    return words.get(measured.outcome, measured.outcome.replace("_", " "))
 
 
 def ratio(choice: Choice) -> str:
@@ -69,7 +75,7 @@ def spread(choice: Choice) -> str:
 
 
 def ratios(trials: Iterable[Trial], baseline: Config) -> Mapping[int, float]:
-    """The speed-up of each trial, by number, over the baseline's latest trial then; 0: unknown."""
+    """By trial number: the speed-up over the baseline's last trial before it; 0 if unknown."""
     found: dict[int, float] = {}
     latest = 0.0
     for trial in sorted(trials, key=lambda one: one.number):

@@ -1,4 +1,4 @@
-"""`advisor run --map`: put what a record advises into the options of a command."""
+"""`advisor run --map`: set options of a command to the values that a record advises."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from advisor.cache.config import BATCH, Value
 from advisor.cache.match import Query
 from advisor.cache.name import command_digest
 from advisor.cache.reader import RecordFilter
-from advisor.cache.record import PILOT
+from advisor.cache.record import PILOT, Record
 from advisor.errors import NoRecord
 from advisor.open_store import Cache, open_records
 from advisor.tuners.environment import default_device, detect
@@ -19,13 +19,9 @@ from advisor.tuners.measure.run.mapped_options import MappedOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandOverrides:
-    """Options of a command that a record has set.
+    """Options of a command that the record with the id `record` has set; `said`: these options.
 
-    Attributes:
-        record: its id.
-        said: the options, for people: '--batch-size 512'.
-        batch: samples of a step with them, if one of them sets the batch; else 0.
-        own_batch: the user's, in the record.
+    `batch`: the samples per step that they set, 0 for none; `own_batch`: the user's batch.
     """
 
     record: str
@@ -33,23 +29,28 @@ class CommandOverrides:
     batch: int
     own_batch: int
 
+    def mismatch(self, served: Record | None, batch: int) -> str:
+        """A warning if the command trains another model or batch than the record says; else ''."""
+        if self.batch and batch != self.batch:
+            what = f"has {batch} samples a step, not {self.batch}"
+        elif served is None or served.id != self.record:
+            what = f"is of record {served.id}" if served else "has no record"
+        else:
+            return ""
+        return f"{self.said} was set as record {self.record} advises, and this run {what}"
+
 
 def override(
     command: Sequence[str], options: Mapping[str, Value], cache: Cache = None
 ) -> tuple[tuple[str, ...], CommandOverrides]:
-    """The command with its options set to what its record advises, batch size included.
+    """(The command with its options set to what its record advises, these options). The model is
+    unknown before the start, so the record is found by the words of the command, whatever the
+    numbers in them.
 
-    Nothing else is known before the start, so the record is found by the words of the command;
-    numbers in them may differ.
-
-    Args:
-        options: of the command, by the knob that `--map` names.
-
-    Raises:
-        NoRecord: there is none. UsageError, StoreError.
+    `options`: of the command, by the knob that `--map` names. Raises NoRecord if no record fits.
     """
     mapped = MappedOptions(command, options)
-    # Under each name: every command has its own record of a key.
+    # Search under each name, because every command has its own record of a key.
     records, alike = open_records(cache), command_digest(command)
     known = [
         one.record
@@ -60,9 +61,9 @@ def override(
         and not one.record.stale
     ]
     if not known:
-        listed = [word for pair in options.items() for word in ("--map", "=".join(map(str, pair)))]
-        line = shlex.join(["advisor", "tune", *listed, "--", *command])
-        raise NoRecord(f"this command was not tuned with {shlex.join(listed)}; run: {line}")
+        words = [word for pair in options.items() for word in ("--map", "=".join(map(str, pair)))]
+        line = shlex.join(["advisor", "tune", *words, "--", *command])
+        raise NoRecord(f"this command was not tuned with {shlex.join(words)}; run: {line}")
     exact = tuple(command)
     record = max(
         known, key=lambda one: (one.key.task.command == exact, one.provenance.created, one.id)

@@ -1,99 +1,64 @@
-"""What was tuned for a command, and what a run of it would be served; it is not started."""
+"""The records of a command, and the advice of a run, without starting the command."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from advisor.cache.record import Choice, Record
+from advisor.cache.reader import StoredRecord
+from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.command_snippets import staleness
+from advisor.command_snippets import device_for, staleness
 from advisor.open_store import Cache
 from advisor.resolve.failures import Failures
 from advisor.resolve.find import preview
 from advisor.resolve.request import Request
 from advisor.tuners.act.advice_usage import Served
-from advisor.tuners.environment import default_device, detect
+from advisor.tuners.environment import detect
 from advisor.tuners.measure.run.guarded_process import isolated
 
 MAX_READ = 1_000
-"""Of the newest records: a store holds some for each model."""
+"""The most records that are read, the newest first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfCommand:
-    """A record of a command.
-
-    Attributes:
-        state: 'exact', 'nothing else raced', 'stale: ...' or 'of another device: ...'.
-        fits: whether it is of this device, and something was raced.
-        signed: by the reader or their team.
-    """
-
-    record: Record
-    state: str
-    fits: bool
-    signed: bool
-
-    @property
-    def advised(self) -> Choice:
-        return self.record.winner(self.record.use)
-
-
-def of_command(records: Records, command: Sequence[str]) -> list[OfCommand]:
-    """The records of a command as it was typed, the newest first.
-
-    Raises:
-        UsageError: what CUDA_VISIBLE_DEVICES or the stores say is wrong.
-    """
+def of_command(records: Records, command: Sequence[str]) -> list[StoredRecord]:
+    """The records of exactly this command, the newest first."""
     newest = records.newest(MAX_READ)
-    return [
-        _described(one.record, one.trusted)
-        for one in newest
-        if one.record.key.task.command == tuple(command)
-    ]
+    return [one for one in newest if one.record.key.task.command == tuple(command)]
 
 
-def _described(record: Record, signed: bool) -> OfCommand:
-    device = record.key.environment.device
-    here = detect(_device_for(record)).device == device
-    differs = [*filter(None, [record.stale]), *map(str, staleness(record) if here else ())]
-    state = f"stale: {', '.join(differs)}" if differs else "exact"
-    if not here:
-        state = f"of another device: {device.name}"
-    elif not differs and not record.compares:
-        state = "nothing else raced"
-    return OfCommand(record=record, state=state, fits=here and record.compares, signed=signed)
+def state_of(record: Record) -> str:
+    """'exact', 'nothing else raced', 'stale: ...' or 'of another device: ...'."""
+    if not _is_of_this_device(record):
+        return f"of another device: {record.key.environment.device.name}"
+    if differs := [*filter(None, [record.stale]), *map(str, staleness(record))]:
+        return f"stale: {', '.join(differs)}"
+    return "exact" if record.compares else "nothing else raced"
 
 
-def _device_for(record: Record) -> str:
-    return "cpu" if record.key.environment.device.kind == "cpu" else default_device()
+def _is_of_this_device(record: Record) -> bool:
+    return detect(device_for(record)).device == record.key.environment.device
 
 
-def served_to_run(command: Sequence[str], found: Sequence[OfCommand], cache: Cache) -> Served:
-    """What `advisor run` would serve a command with these records, if its model and inputs are
-    still those that were tuned.
-
-    Raises:
-        AdvisorError: the device or the settings are wrong, or no store can be read.
-    """
+def served_to_run(command: Sequence[str], found: Sequence[StoredRecord], cache: Cache) -> Served:
+    """The Served that `advisor run` would give a command with the records `found`, if its model and
+    inputs have not changed. Raises AdvisorError as `look_up`."""
     if option := isolated(command):
         return Served(status="miss", reason=f"python {option} keeps advisor out")
     if not found:
-        return Served(
-            status="miss",
-            reason="no record is of exactly this command; `advisor run` also finds one of the "
-            f"same model and inputs. To tune: advisor tune -- {shlex.join(command)}",
+        why = (
+            "no record has exactly this command; `advisor run` also finds one of the same model "
+            f"and inputs. To tune: advisor tune -- {shlex.join(command)}"
         )
-    record = next((one.record for one in found if one.fits), found[0].record)
-    key = record.key
-    request = Request.of_run(
-        key.task, {}, model=key.model, device=_device_for(record), cache=cache, on_miss="default"
-    )
-    served = preview(request)
+        return Served(status="miss", reason=why)
+    known = [one.record for one in found]
+    raced = (one for one in known if one.compares and _is_of_this_device(one))
+    record = next(raced, known[0])
+    key, device = record.key, device_for(record)
+    asked = Request(cache=cache, on_miss="default", device=device, model=key.model)
+    served = preview(asked.of_run(key.task))
     if served.record is None:
         return served
     if why := Failures(cache, key.model, key.task).of(served.config, served.record):
-        return Served(status="miss", reason=f"this run failed with it ({why})")
+        return Served(status="miss", reason=f"this run failed with the advice ({why})")
     return served

@@ -1,4 +1,4 @@
-"""Records of hosts that were too busy to tell what gains."""
+"""Find records that were measured on a host too busy to tell which config gains."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from advisor.tuners.doubt import is_doubtful
 
 DOUBTFUL = (
     "Doubtful: the baseline's speed changed during the race by more than the result's interval, as "
-    "on a busy host; what seemed to gain is not advised"
+    "on a busy host; configs that seemed to gain are not advised"
 )
 
 
 def doubtful(record: Record) -> bool:
-    """Whether the host was too busy for the race of a record, which then counts in no mean."""
+    """Whether the host was too busy during a record's race. Such a record counts in no mean."""
     best, own = record.winner(record.use), record.baseline
-    told = record.raced if best.config == own.config else (best,)
-    return any(is_doubtful(one, own) for one in told)
+    deciding = record.raced if best.config == own.config else (best,)
+    return any(is_doubtful(one, own) for one in deciding)
 
 
 def without_doubtful(record: Record) -> Record:
-    """The record without what is doubtful, and its baseline in the place of such winners."""
+    """The record without doubtful configs. Its baseline replaces doubtful winners."""
     own, winners = record.baseline, [one.choice for one in record.winners]
     dropped = {one.config for one in (*winners, *record.raced) if is_doubtful(one, own)}
     if not dropped:

@@ -1,14 +1,14 @@
-"""Configs that a run failed with: this machine starts that run without them from then on.
+"""Configs with which a run failed. This machine leaves them out when that run starts again.
 
-One small file for each, beside the studies. It counts until the record is measured again.
+Each config is a small file in the folder of studies, valid until the record is measured again.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from advisor.cache.config import Config
 from advisor.cache.key import fingerprint
@@ -21,26 +21,26 @@ from advisor.open_store import Cache, open_records
 
 MAX_BYTES = 4096
 READ_S, WRITE_S = 0.2, 1.0
-"""The file system may be away."""
-T = TypeVar("T")
+"""Timeouts in seconds: the file system may not respond."""
 
 
+@dataclass(frozen=True, slots=True)
 class Failures:
-    """Of one run: a model's fingerprint and a task."""
+    """The failed configs of one run, which is given by its model's fingerprint and its task."""
 
-    def __init__(self, cache: Cache, model: str, task: Task) -> None:
-        self._cache = cache
-        self._run = fingerprint([model, task.decisive, task.batch])[:12]
+    cache: Cache
+    model: str
+    task: Task
 
     def keep(self, config: Config, why: str) -> bool:
-        """Remember that a config failed; returns whether that was possible."""
+        """Store that a config failed, and why. Returns whether that was possible."""
 
-        def write(file: Path) -> bool:
+        def write(file: Path) -> str:
             make_folder(file.parent)
             file.write_text(why)
-            return True
+            return str(file)
 
-        return self._try(config, WRITE_S, write) or False
+        return bool(self._try(config, WRITE_S, write))
 
     def of(self, config: Config, record: Record) -> str:
         """Why a config failed since its record was measured; '' if it did not."""
@@ -49,13 +49,15 @@ class Failures:
             text = read_regular(file, MAX_BYTES).decode(errors="replace")
             return text if file.stat().st_mtime > record.provenance.created else ""
 
-        return printable(self._try(config, READ_S, read) or "")
+        return printable(self._try(config, READ_S, read))
 
-    def _try(self, config: Config, seconds: float, act: Callable[[Path], T]) -> T | None:
-        def with_file() -> T:
-            records = open_records(self._cache, patient=False, fallback=True)
-            return act(records.study(f"{self._run}-{config.knobs.digest}.failed"))
+    def _try(self, config: Config, seconds: float, act: Callable[[Path], str]) -> str:
+        run = fingerprint([self.model, self.task.decisive, self.task.batch])[:12]
+
+        def with_file() -> str:
+            records = open_records(self.cache, patient=False, fallback=True)
+            return act(records.study(f"{run}-{config.knobs.digest}.failed"))
 
         with contextlib.suppress(OSError, StoreError, UsageError):
             return run_with_timeout(seconds, with_file, "failures")
-        return None
+        return ""

@@ -1,17 +1,17 @@
-"""Ask the team's server for a tuning on a miss: `on_miss="request"`.
+"""Request a tuning from the team's server after a miss: `on_miss="request"`.
 
-A thread does it that nothing waits for, not even the script's exit. If anything prevents it, that
-is a line in the log, and the script trains on.
+A daemon thread sends the request, and not even the script's exit waits for that thread. If the
+request fails, the log has a line, and the script trains on.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from advisor.resolve.request import Request
 
 DEADLINE_S = 120.0
-"""To pack the code, send it and get an answer."""
+"""Timeout to pack the code, send it and get an answer, in seconds."""
 EVERY_S = 6 * 3600.0
-"""The same job is asked for once in this time."""
+"""Seconds before the same job may be requested again."""
 MAX_AN_HOUR = 12
-"""Jobs that one user asks for on one machine."""
+"""The most jobs per hour that one user requests from one machine."""
 THREAD = "advisor: a job"
 _SUFFIX = ".asked"
 _log = logging.getLogger("advisor")
 
 
 def request_tuning(request: Request, query: Query, near: Record | None) -> str:
-    """Ask for a tuning, and say so; or say what prevents it."""
+    """Request a tuning. Returns a line that says so, or that says what prevents it."""
     if os.environ.get("RANK", "0") != "0":
         return "rank 0 asks for a tuning"
     try:
@@ -54,18 +54,25 @@ def request_tuning(request: Request, query: Query, near: Record | None) -> str:
         if not url:
             raise UsageError("no server is among the stores; set ADVISOR_CACHE to one")
         if request.folder is None:
-            raise UsageError("it is not known where the script was started")
+            raise UsageError("the folder in which the script was started is unknown")
         if not script().is_file():
-            raise UsageError("there is no script that could be started elsewhere")
+            raise UsageError("there is no script that the server could start")
     except UsageError as exc:
         return f"no tuning is asked for: {exc}"
-    sending = _Sending(url, spec, request.folder, request.cache)
-    threading.Thread(target=sending.run, name=THREAD, daemon=True).start()
+    send = functools.partial(_sent, url, spec, request.folder, request.cache)
+
+    def report() -> None:
+        try:
+            _log.info("%s", run_with_timeout(DEADLINE_S, send, "job"))
+        except AdvisorError as exc:
+            _log.warning("no tuning is asked for: %s", exc)
+
+    threading.Thread(target=report, name=THREAD, daemon=True).start()
     return f"a tuning is asked for at {without_password(url)}"
 
 
 def _spec_of(request: Request, query: Query, near: Record | None) -> JobSpec:
-    """The options of `advisor tune`, for this device."""
+    """The job that tunes a request on a device like this machine's."""
     task = task_first(request, near)
     if task is None or task.command != request.given.get("command", ()):
         raise UsageError(
@@ -73,9 +80,9 @@ def _spec_of(request: Request, query: Query, near: Record | None) -> JobSpec:
         )
     processes = task.processes
     if int(os.environ.get("LOCAL_WORLD_SIZE") or processes) < processes:
-        raise UsageError("a job on several machines is not tuned on one")
+        raise UsageError("the run uses several machines, and a tuning uses one")
     cpu = request.device == "cpu"
-    options: dict[str, Any] = {  # as JSON has them
+    options: dict[str, Any] = {  # values as in JSON
         row.keyword: row.kind.texts(value) if isinstance(value, Config) else value
         for row, value in changed(task)
         if row.keyword != "device"
@@ -93,54 +100,37 @@ def _spec_of(request: Request, query: Query, near: Record | None) -> JobSpec:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Sending:
-    """One job on its way to the server."""
+def _sent(url: str, spec: JobSpec, folder: Path, cache: Cache) -> str:
+    """Send a job, unless the same job was sent recently. Returns a line on the outcome."""
+    records = open_records(cache, patient=False, fallback=True)
+    # The time of this file says when the same job was last requested.
+    stamp = records.study(fingerprint([url, spec.key, str(folder)])[:24] + _SUFFIX)
+    if why := _too_soon(stamp):
+        return f"no tuning is asked for: {why}"
+    # Imported late: a script that finds its record never needs these modules.
+    from advisor.client import Client
+    from advisor.jobs.submission import Submission
 
-    url: str
-    spec: JobSpec
-    folder: Path
-    cache: Cache
-
-    def run(self) -> None:
-        """Log the outcome."""
-        try:
-            _log.info("%s", run_with_timeout(DEADLINE_S, self._send, "job"))
-        except AdvisorError as exc:
-            _log.warning("no tuning is asked for: %s", exc)
-
-    def _send(self) -> str:
-        asked = [self.url, self.spec.key, str(self.folder)]
-        records = open_records(self.cache, patient=False, fallback=True)
-        # The time of this file says when the same was last asked for.
-        stamp = records.study(fingerprint(asked)[:24] + _SUFFIX)
-        if why := _too_soon(stamp):
-            return f"no tuning is asked for: {why}"
-        # Late: a script that finds its record never imports what packs and sends.
-        from advisor.client import Client
-        from advisor.jobs.submission import Submission
-
-        submission = Submission.of(self.spec, self.folder)
-        code = submission.code
-        if code is not None and not script().resolve().is_relative_to(code.root):
-            raise UsageError(f"{script()} lies outside {code.root}, which would be sent")
-        job = Client(self.url).ask(submission)
-        with suppress(OSError):
-            make_folder(stamp.parent)
-            stamp.touch()
-        return f"job {job.id} at {without_password(self.url)} is {job.state}: {job.what}"
+    submission = Submission.of(spec, folder)
+    code = submission.code
+    if code is not None and not script().resolve().is_relative_to(code.root):
+        raise UsageError(f"{script()} is outside {code.root}, and only that folder is sent")
+    job = Client(url).ask(submission)
+    with suppress(OSError):
+        make_folder(stamp.parent)
+        stamp.touch()
+    return f"job {job.id} at {without_password(url)} is {job.state}: {job.what}"
 
 
 def _too_soon(stamp: Path) -> str:
-    """Why nothing may be asked for now, or ''."""
+    """Why no job may be requested now, or ''."""
     now = time.time()
-    times: dict[str, float] = {}
-    with suppress(OSError):
-        for file in stamp.parent.glob(f"*{_SUFFIX}"):
-            with suppress(FileNotFoundError):
-                times[file.name] = file.stat().st_mtime
-    if 0 <= now - times.get(stamp.name, 0.0) < EVERY_S:
-        return f"it was {(now - times[stamp.name]) / 60:.0f} min ago"
-    if sum(0 <= now - at < 3600 for at in times.values()) >= MAX_AN_HOUR:
-        return f"{MAX_AN_HOUR} were in the last hour"
+    ages: dict[str, float] = {}
+    for file in stamp.parent.glob(f"*{_SUFFIX}"):
+        with suppress(OSError):
+            ages[file.name] = now - file.stat().st_mtime
+    if 0 <= ages.get(stamp.name, EVERY_S) < EVERY_S:
+        return f"this job was requested {ages[stamp.name] / 60:.0f} min ago"
+    if sum(0 <= age < 3600 for age in ages.values()) >= MAX_AN_HOUR:
+        return f"{MAX_AN_HOUR} jobs were requested in the last hour"
     return ""

@@ -1,14 +1,15 @@
-"""Tune a run while it trains: `apply(tune=...)` and `advisor run --tune`.
+"""apply() without a target, and tuning a run while it trains: `apply(tune=...)`, `run --tune`.
 
-Rank 0 starts one process that searches, `advisor.online_search`, and every rank asks it at the
-boundaries of steps. It ends when its pipe to the script closes. Whatever happens to it, the script
-goes on.
+Rank 0 starts one search process, `advisor.online_search`. Between steps, every rank asks this
+process for the next config. The process ends when its pipe to the script closes. If it fails, the
+script continues.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -18,91 +19,164 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from advisor.resolve.broadcast import WAIT_S
-from advisor.resolve.lookups import tell, warn
-from advisor.resolve.record_guide import RecordGuide, RunPolicy
+from advisor.cache import settings
+from advisor.cache.kinds import Duration
+from advisor.cache.task import permissions
+from advisor.open_store import open_records
+from advisor.resolve.find import GOES_ON
+from advisor.resolve.lookups import WAIT_S, advise, tell, warn
+from advisor.resolve.record_guide import RecordGuide
+from advisor.resolve.request import Request, folder
+from advisor.tuners.act.pilot.pilot import ACTIVE_PILOT
 from advisor.tuners.act.pilot.protocol import ADDRESS, RUN, BlockRequest, BlockResult, PilotClient
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.ranks import Group
 from advisor.tuners.faults import failure, stopped
+from advisor.tuners.search.plan import Plan
+
+if TYPE_CHECKING:
+    from advisor.tuners.act.advice import Advice
 
 PATIENCE_S, PATIENCE_RANKS_S = 60.0, 600.0
-"""For an answer of the process that searches, its start included; one of several ranks may wait
-for another that evaluates, or writes a checkpoint."""
+"""Timeout for an answer of the search process, in seconds, its start included. With several ranks,
+one rank may have to wait while another evaluates or writes a checkpoint."""
 LEAVE_S = 10.0
-"""For that process to end by itself after its last answer."""
+"""Seconds for the search process to end by itself after its last answer."""
+PERMISSIONS = ("precisions", "deterministic", "max_memory", "tolerance", "compile")
+"""Arguments of apply() that limit the advice for a run."""
 _searches = itertools.count()
 
 
-class OnlineTuner(RecordGuide):
-    """A RecordGuide that starts a search if nothing is known. `tune_s`: seconds that it may take.
-    Methods without a docstring are those of `Guide`."""
+def apply_to_script(asked: Mapping[str, Any], *, tune: float | str | None, strict: bool) -> Advice:
+    """The advice for the script's file. Attaches a pilot, which looks up the run's own record."""
+    asked = {**asked, "quiet": True}
+    found: Request | Exception
+    try:  # on every rank: only rank 0 looks up, but every rank has a pilot
+        found, guide = Request.of(None, asked), _guide(asked, tune, strict)
+        open_records(asked.get("cache"), patient=False)  # a wrong URL raises now, not in the pilot
+    except Exception as exc:  # `serve` reports it
+        found, guide = exc, None
 
-    def __init__(self, command: Sequence[str], policy: RunPolicy, *, tune_s: float) -> None:
-        super().__init__(command, policy)
+    def request() -> Request:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    advice = advise(request, asked, strict=strict)
+    advice.set_flags()
+    if guide is None or settings.disabled() or asked.get("mode") == "infer":
+        return advice
+    comparer = None
+    if tune is not None:
+        from advisor.tuners.measure.run.recorded_steps import RecordedSteps
+
+        comparer = RecordedSteps(careful=True)
+    ACTIVE_PILOT.attach(guide, comparer)
+    return advice
+
+
+def _guide(asked: Mapping[str, Any], tune: float | str | None, strict: bool) -> RecordGuide:
+    """The pilot's guide for this script's run. Raises UsageError if an argument is wrong."""
+    run = Request(
+        given=permissions({name: asked.get(name) for name in PERMISSIONS}),
+        cache=asked.get("cache"),
+        on_miss=asked.get("on_miss"),
+        folder=folder(),
+    )
+    if tune is None:
+        return RecordGuide(own_command(), run, strict=strict)
+    seconds = Plan.of({"budget": Duration().checked("tune", tune)}).seconds
+    return OnlineTuner(own_command(), run, tune_s=seconds, strict=strict)
+
+
+def release() -> None:
+    """Remove everything that advisor has put into this process: the pilot, its hooks, its changes
+    to models and optimizers, and every flag. The script then trains as it would without advisor.
+    """
+    ACTIVE_PILOT.release()
+
+
+def own_command() -> list[str]:
+    """How this process was started, as a person would type it."""
+    python, *words = sys.orig_argv
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ["python" if shutil.which("python") == sys.executable else python, *words]
+    words = [word for word in words if word != "-u"]  # torchrun's own
+    return ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1"), *words]
+
+
+class OnlineTuner(RecordGuide):
+    """A RecordGuide that starts a search of at most `tune_s` seconds if no record fits. Methods
+    without a docstring are those of `Guide`."""
+
+    def __init__(
+        self, command: Sequence[str], asked: Request, *, tune_s: float, strict: bool = False
+    ) -> None:
+        super().__init__(command, dataclasses.replace(asked, quiet=True), strict=strict)
         self._tune_s = tune_s
         self._client: PilotClient | None = None
         self._folder = ""
         self._search: subprocess.Popen[bytes] | None = None
         self._began = 0.0
-        self._early: BlockRequest | None = None
+        self._early_request: BlockRequest | None = None
 
     def begin(self, seen: ScriptFacts) -> BlockRequest:
-        known = self.known(seen, searches=True)
+        known = self.advice_for(seen)
         if known is not None:
             return known
         local = int(os.environ.get("LOCAL_WORLD_SIZE") or seen.processes)
         if local < seen.processes:
-            warn(
-                "tune: a job on several machines is not tuned within its run; it goes on unmodified"
-            )
-            return self.leave()
-        tell(f"tune: tries configs for {self._tune_s:g} s; every step trains")
+            warn(f"tune: a job on several machines is not tuned within its run. {GOES_ON}")
+            return self.leave_unmodified()
+        tell(f"tune: trying configs for {self._tune_s:g} s; every step trains")
         self._began = time.monotonic()
         atexit.register(self._report_early_end, os.getpid())
-        self._folder = self._shared_folder(seen)
         patience_s = PATIENCE_S if seen.processes == 1 else PATIENCE_RANKS_S
-        self._client = PilotClient(f"{self._folder}/pilot", None, patience_s=patience_s)
         try:
-            order = self._client.begin(seen)
+            self._folder = self._shared_folder(seen)
+            self._client = PilotClient(f"{self._folder}/pilot", None, patience_s=patience_s)
+            request = self._client.begin(seen)
         except OSError:
-            return self._lost()
-        return self._received(order)
+            return self._search_lost()
+        return self._received(request)
 
     def next(self, result: BlockResult) -> BlockRequest:
         assert self._client is not None
-        order, self._early = self._early or self._client.next(result), None
-        return self._received(order)
+        request, self._early_request = self._early_request or self._client.next(result), None
+        return self._received(request)
 
-    def backward_failed(self, exc: Exception, order: BlockRequest) -> None:
-        """The search is told at once, or the next run would try the config again: this one may end
-        before its block does."""
-        super().backward_failed(exc, order)
-        if order.steps and self._client is not None and Group.current() is None:
+    def backward_failed(self, exc: Exception, request: BlockRequest) -> None:
+        """Report the failure to the search at once. The run may end before its block does, and the
+        next run would try the config again."""
+        super().backward_failed(exc, request)
+        if request.steps and self._client is not None and Group.current() is None:
             outcome, reason = failure(exc)
-            self._early = self._client.next(BlockResult(outcome=outcome, reason=reason))
+            self._early_request = self._client.next(BlockResult(outcome=outcome, reason=reason))
 
     def failed(self, exc: BaseException) -> None:
         why = stopped(exc)
         if why == "brief":
-            tell(f"tune: {exc}, before anything could be tried; a longer run is tuned")
+            tell(f"tune: {exc}, before a config could be tried; use a longer run")
         if why == "over":
             self._end_search()
         super().failed(exc)
 
-    def _received(self, order: BlockRequest) -> BlockRequest:
-        if not order.own and not order.steps:
-            return self._lost()
-        if order.steps:
-            return order
+    def _received(self, request: BlockRequest) -> BlockRequest:
+        if request.steps:
+            return request
+        if not request.own:
+            return self._search_lost()
         if self._search is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._search.wait(LEAVE_S)
         self._end_search()
-        return self.stay(order.config, order.own, f"found in this run: {order.found}", say=tell)
+        return self.finish(
+            request.config, request.own, f"found in this run: {request.found}", say=tell
+        )
 
     def _end_search(self, *, keep_log: bool = False) -> None:
         atexit.unregister(self._report_early_end)
@@ -114,38 +188,36 @@ class OnlineTuner(RecordGuide):
                 shutil.rmtree(self._folder, ignore_errors=True)
 
     def _report_early_end(self, process: int) -> None:
-        """The script ends while it is tuned; `process`: its own, which may fork others."""
+        """Report that the script ended during tuning; only in `process`, not in its forks."""
         if process == os.getpid():
             took = time.monotonic() - self._began
             tell(
                 f"tune: the script ended {took:.0f} s into the {self._tune_s:.0f} s of its tuning, "
-                "and is not tuned yet; the next run goes on from there"
+                "and is not tuned yet; the next run continues the search"
             )
 
-    def _lost(self) -> BlockRequest:
+    def _search_lost(self) -> BlockRequest:
         self._end_search(keep_log=True)
         where = f"; see {self._folder}/log" if self._folder else ""
-        warn(f"the search within this run has ended{where}. Training goes on unmodified")
-        return self.leave()
+        warn(f"the search within this run has failed{where}. {GOES_ON}")
+        return self.leave_unmodified()
 
     def _shared_folder(self, seen: ScriptFacts) -> str:
-        """The folder of the socket and the log, for this user alone; '' if there is none."""
+        """The private folder of the socket and the log; '' if rank 0 could not start a search."""
         group = Group.current()
-        if group is None:
-            return self._start_search(seen)
         key = f"advisor/conductor/{next(_searches)}"
-        if group.rank != 0:
+        if group is not None and group.rank != 0:
             return (group.get(key, WAIT_S) or b"").decode()
-        folder = self._start_search(seen)
-        group.store.set(key, folder.encode())
+        folder = ""
+        try:
+            folder = self._start_search(seen)
+        finally:  # the other ranks wait for this key
+            if group is not None:
+                group.store.set(key, folder.encode())
         return folder
 
     def _start_search(self, seen: ScriptFacts) -> str:
         folder = tempfile.mkdtemp(prefix="advisor-")
-        cache = self._policy.cache
-        if not isinstance(cache, str | None):
-            several = [cache] if isinstance(cache, os.PathLike) else cache
-            cache = [os.fspath(url) for url in several]
         environment = {name: v for name, v in os.environ.items() if name not in (RUN, ADDRESS)}
         with (
             socket.socket(socket.AF_UNIX) as listening,
@@ -156,12 +228,12 @@ class OnlineTuner(RecordGuide):
             task = {
                 "folder": folder,
                 "command": self._command,
-                "given": dict(self._policy.given),
+                "given": dict(self._asked.given),
                 "tune_s": self._tune_s,
-                "cache": cache,
+                "cache": self._asked.cache,
                 "socket": listening.fileno(),
             }
-            # It lives as long as its input is open, which is as long as this process.
+            # The search process ends when its stdin closes, at the latest when this process ends.
             self._search = subprocess.Popen(
                 [sys.executable, "-m", "advisor.online_search"],
                 stdin=subprocess.PIPE,
@@ -172,6 +244,6 @@ class OnlineTuner(RecordGuide):
                 start_new_session=True,
             )
             assert self._search.stdin is not None
-            self._search.stdin.write(json.dumps(task).encode() + b"\n")
+            self._search.stdin.write(json.dumps(task, default=os.fspath).encode() + b"\n")
             self._search.stdin.flush()
         return folder

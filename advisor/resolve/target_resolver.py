@@ -1,4 +1,4 @@
-"""Which records of a target are meant by a request."""
+"""Decide which records a request means by its target."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from advisor.cache.config import Config
 from advisor.cache.match import MISS, Difference, Match, Query, best
-from advisor.cache.reader import CurrentFile, RecordFilter
-from advisor.cache.record import Record
+from advisor.cache.reader import RecordFilter
+from advisor.cache.record import Record, Target
 from advisor.cache.task import NONE
 from advisor.command_snippets import is_copy
 from advisor.errors import NoRecord, TargetError, UsageError
@@ -21,60 +21,64 @@ from advisor.tuners import source
 from advisor.tuners.target import Spec, origin_of, parse
 
 CODE, FILE = "code", "file"
-"""Fields of a difference: what the target's file has now, and which file it is."""
+"""Values of `Difference.field`: the code of the target's file, and the file itself."""
 
 
 class TargetResolver:
-    """What a request means by its target: a name means one file, wherever it was tuned; no name
-    means the script's own files; a model in hand means any.
+    """Finds the records that a request's target means. A name means one file, wherever tuned; no
+    name means the script's own files; a model means any file. Raises TargetError for a bad name."""
 
-    Raises:
-        TargetError: a name has no known form, or its file is not there.
-    """
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, request: Request, query: Query) -> None:
+        self._request, self.query = request, query
         target = request.target
         self._named = spec_of(target) if isinstance(target, str) else None
-        specs = [self._named] if self._named else [] if request.in_hand else _around_script()
+        specs = [self._named] if self._named else [] if request.has_model else _around_script()
         self._specs = {spec.origin: spec for spec in specs}
 
-    def sought(self, query: Query) -> RecordFilter:
-        """What a store is asked for."""
-        named = self._named
-        if self._request.in_hand:
+    def sought(self) -> RecordFilter:
+        """The filter for the records of a store."""
+        named, query = self._named, self.query
+        if self._request.has_model:
             return RecordFilter(model=query.model, query=query)
         if named is None:
             return RecordFilter(origins=frozenset(self._specs), query=query)
-        if not named.attribute:  # the record says of what in the file the code is
+        if not named.attribute:  # the record says which class or function was tuned
             return RecordFilter(file=named.name, query=query)
         now = None
         with contextlib.suppress(TargetError):  # the file cannot be read
-            now = CurrentFile(code=named.code, origin=named.origin)
+            now = Target(name=named.name, code=named.code, origin=named.origin)
         return RecordFilter(target=named.name, query=query, now=now)
 
     def differences(self, record: Record) -> tuple[Difference, ...]:
-        """How a record's target differs from the one that is meant: in its file, its code now, or
+        """How a record's target differs from the requested one: in its file, its present code, or
         the arguments that the model is built with."""
-        return (*self._moved(record), *self._built_otherwise(record.key.task.model_args))
+        moved, built = tuple(self._moved(record)), record.key.task.model_args
+        given = self._request.given.get("model_args", built)
+        if given == built:
+            return moved
+        return *moved, Difference(field="model_args", wanted=_listed(given), found=_listed(built))
+
+    def is_similar(self, match: Match) -> bool:
+        """Whether the nearest record is of the same kind of device, CPU or GPU."""
+        here, near = self.query.environment.device.kind, match.record
+        return near is not None and near.key.environment.device.kind == here
 
     def _moved(self, record: Record) -> Iterator[Difference]:
-        target = record.target
+        target, named = record.target, self._named
         spec = self._specs.get(target.origin)
         if spec is None:
-            named = self._named
-            if isinstance(self._request.target, str) and not (named and is_copy(named, target)):
+            if named is not None and not is_copy(named, target):
                 yield Difference(field=FILE, wanted="this one", found="another of this name")
             return
-        # A name may leave open what in the file was tuned.
+        # The name may be the file alone: the record says what in the file was tuned.
         tuned = dataclasses.replace(spec, attribute=target.name.rpartition(":")[2])
-        if self._named is None and not self._is_imported(spec):
+        if named is None and not self._is_imported(spec):
             yield Difference(field=FILE, wanted=f"imported by {script().name}", found="not")
         elif edited := tuned.edited(target.code):
             yield Difference(field=CODE, wanted=edited, found="as tuned")
 
     def _is_imported(self, spec: Spec) -> bool:
-        """Whether a file is the running script, or that imports it: by its text, or has by now."""
+        """Whether a file is the script or is imported by it: in its text, or already loaded."""
         if spec.origin in self._read:
             return True
         name = Path(spec.file).name
@@ -85,28 +89,19 @@ class TargetResolver:
     def _read(self) -> frozenset[str]:
         return frozenset(map(origin_of, {script(), *source.imported_by(script())}))
 
-    def _built_otherwise(self, arguments: Config) -> Iterator[Difference]:
-        given = self._request.given.get("model_args", arguments)
-        if given != arguments:
-            yield Difference(field="model_args", wanted=_listed(given), found=_listed(arguments))
-
-    def match(self, found: Sequence[Record], query: Query) -> Match:
-        """The best match, if it is plain which target is meant.
-
-        Raises:
-            NoRecord: records of several targets or samples fit.
-        """
+    def match(self, found: Sequence[Record]) -> Match:
+        """The best match. Raises NoRecord if records of several targets or samples fit."""
         mine = [one for one in found if not self.differences(one)]
-        match = best(query, mine)
+        match = best(self.query, mine)
         if not match.fits:
-            return match if mine else self._elsewhere(found, query)
-        if self._request.in_hand or len(mine) == 1:
+            return match if mine else self._elsewhere(found)
+        if self._request.has_model or len(mine) == 1:
             return match
-        fitting = [record for record in mine if best(query, [record]).fits]
+        fitting = [record for record in mine if best(self.query, [record]).fits]
         plain = [record for record in fitting if record.key.task.model_args == NONE]
         if plain and "model_args" not in self._request.given:
-            # Without model_args, the model that is built without them is meant.
-            fitting, match = plain, best(query, plain)
+            # Without model_args, prefer the model that was built without them.
+            fitting, match = plain, best(self.query, plain)
         rivals = {(r.target.name, r.key.task.model_args, r.key.task.inputs): r for r in fitting}
         if len(rivals) < 2:
             return match
@@ -116,14 +111,14 @@ class TargetResolver:
             "model_args=...)"
         )
 
-    def _elsewhere(self, found: Sequence[Record], query: Query) -> Match:
-        """A miss: no record is of this very target, but there may be others of its name."""
+    def _elsewhere(self, found: Sequence[Record]) -> Match:
+        """A miss, because no record has this target, with the nearest record of its name."""
         own = [one for one in found if FILE not in {d.field for d in self.differences(one)}]
         if not own and self._named is None:
-            return MISS  # files beside the script that it does not import
-        match = best(query, own or found)
+            return MISS  # the files lie beside the script, which does not import them
+        match = best(self.query, own or found)
         if match.record is None:
-            return match
+            return MISS
         differs = () if match.fits else match.differs
         return Match(record=match.record, differs=self.differences(match.record) + differs)
 
@@ -138,11 +133,7 @@ def _listed(arguments: Config) -> str:
 
 
 def spec_of(text: str) -> Spec:
-    """The target of this name in the current folder, else beside the script.
-
-    Raises:
-        TargetError: there is none.
-    """
+    """The target of this name in the current folder, else in the script's folder."""
     try:
         return parse(text)
     except UsageError:
@@ -152,7 +143,7 @@ def spec_of(text: str) -> Spec:
 
 
 def script() -> Path:
-    """The running script's file; a path that does not exist if there is none."""
+    """The running script's file; without a script, a path that does not exist."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if not file:
         return Path("(no script)")
@@ -162,7 +153,7 @@ def script() -> Path:
 
 
 def _around_script() -> list[Spec]:
-    """The running script and the modules beside it; of one in a package, also those around it."""
+    """The script and the modules in its folder; within a package, in the folders above too."""
     here = script()
     if not here.is_absolute():
         return []

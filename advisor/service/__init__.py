@@ -1,5 +1,5 @@
-"""The server of a team: records and jobs over HTTP, tokens, an audit log, pages. Known by the CLI.
+"""A team's server: records and jobs over HTTP, tokens, an audit log, pages. Imported by the CLI.
 
-A request goes through `limits` (size, time, headers), `access` (whose token, which role, how often)
-and `routes`, which call plain functions on a session of the `database`: these know no HTTP.
+A request goes through `limits` (large bodies, guessed tokens), `access` (token, role) and `routes`.
+Routes call plain functions, which know no HTTP, on a session of the `database`.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
@@ -13,12 +12,12 @@ from fastapi import BackgroundTasks, Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy.orm import Session
 
-from advisor.cache.reader import Reader
+from advisor.cache.records import Records
 from advisor.errors import StoreError
 from advisor.service import attempts, tokens
 from advisor.service.database import Database
 from advisor.service.limits import Guesses
-from advisor.service.lookups import Lookups
+from advisor.service.lookups import LookupCounter
 from advisor.service.loop import Loop
 from advisor.service.machines import Machine
 from advisor.service.metrics import Metrics
@@ -27,35 +26,33 @@ from advisor.service.schema import Attempt
 from advisor.service.tokens import Caller
 
 COOKIE = "advisor_session"
-MOST_LARGE = 4
-"""Large bodies in memory at once."""
+MAX_LARGE = 4
+"""Large request bodies in memory at once, at most."""
 _log = logging.getLogger("advisor")
 _BEARER = HTTPBearer(auto_error=False, description="A token that `advisor token` made.")
-Found = TypeVar("Found")
+Owner = TypeVar("Owner")
 
 
 @dataclass(slots=True)
 class Service:
-    """What all requests share.
+    """The objects that all requests share.
 
     Attributes:
         reader: decides which records are valid, and whose signatures are required.
         behind_proxy: only a proxy connects, and names the client.
-        large: held by a request with a large body; others wait.
-        stopping: set when the server stops; requests that have come are answered.
-        lookups: counts that are not in the database yet.
+        large: a semaphore that a request holds while it reads a large body.
+        lookups: counts of lookups that are not in the database yet.
         loops: the server's threads.
-        machines: what jobs can be started on, by the executor's name.
+        machines: the executors' last answers, by the executor's name.
     """
 
     database: Database
-    reader: Reader
+    reader: Records
     behind_proxy: bool = False
     metrics: Metrics = field(default_factory=Metrics)
     guesses: Guesses = field(default_factory=Guesses)
-    large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_LARGE))
-    stopping: threading.Event = field(default_factory=threading.Event)
-    lookups: Lookups = field(default_factory=Lookups)
+    large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LARGE))
+    lookups: LookupCounter = field(default_factory=LookupCounter)
     loops: list[Loop] = field(default_factory=list)
     machines: dict[str, Machine] = field(default_factory=dict)
 
@@ -65,7 +62,7 @@ class Service:
         return [loop.trouble for loop in self.loops if loop.trouble]
 
     def address(self, request: Request) -> str:
-        """The client's address. The last one in a proxy's list is the proxy's own word."""
+        """The client's address. Of a proxy's list, the proxy itself wrote only the last address."""
         forwarded = request.headers.get("x-forwarded-for", "") if self.behind_proxy else ""
         last = forwarded.rpartition(",")[2].strip()
         return (last or (request.client.host if request.client else ""))[:64]
@@ -75,25 +72,25 @@ class Service:
         return self.behind_proxy and request.headers.get("x-forwarded-proto", "") == "https"
 
     def admit(self, request: Request, token: str) -> Caller:
-        """The caller of a token; raises HTTPException as `owner` does."""
+        """The caller with this token; raises HTTPException as `owner` does."""
         address = self.address(request)
         return self.owner(request, token, lambda session: tokens.find(session, token, address))
 
-    def owner(self, request: Request, token: str, find: Callable[[Session], Found | None]) -> Found:
-        """What `find` finds for a token.
+    def owner(self, request: Request, token: str, find: Callable[[Session], Owner | None]) -> Owner:
+        """Return the result of `find`, which looks the token up.
 
         Raises:
-            HTTPException: it is invalid, or there were too many invalid ones.
+            HTTPException: the token is invalid, or its address sent too many invalid tokens.
         """
         if not token:
-            raise unknown("a token is asked for, as Authorization: Bearer TOKEN")
+            raise unauthorized("the request has no token (Authorization: Bearer TOKEN)")
         address = self.address(request)
         self.guesses.check(token, address)
         with self.database.reading() as session:
             found = find(session)
         self.guesses.note(token, address, valid=found is not None)
         if found is None:
-            raise unknown("this token is unknown, expired or revoked")
+            raise unauthorized("this token is unknown, expired or revoked")
         return found
 
     def check_sender(self, request: Request) -> None:
@@ -102,10 +99,10 @@ class Service:
         try:
             self.admit(request, token)
         except StoreError as exc:
-            raise away() from exc
+            raise unavailable() from exc
 
     def note_use(self, caller: Caller) -> None:
-        """Note the time of a token's last use. No answer waits for it, and it may fail."""
+        """Note the time of a token's last use, after the answer. A failure is only logged."""
         try:
             with self.database.writing() as session:
                 tokens.note_use(session, caller)
@@ -113,17 +110,17 @@ class Service:
             _log.warning("the use of a token could not be noted: %s", exc)
 
 
-def unknown(why: str) -> HTTPException:
+def unauthorized(why: str) -> HTTPException:
     return HTTPException(401, why, {"WWW-Authenticate": "Bearer"})
 
 
-def away() -> HTTPException:
-    """For StoreError, whose text is for the one who runs the server."""
+def unavailable() -> HTTPException:
+    """The answer to a StoreError. The error's own text goes only to the server's log."""
     return HTTPException(503, "the server's database does not answer", {"Retry-After": "1"})
 
 
-# These two are async because any other dependency takes a thread.
-async def _here(request: Request) -> Service:
+# These two are async because FastAPI runs any other dependency in a thread.
+async def _service(request: Request) -> Service:
     found: Service = request.app.state.service
     return found
 
@@ -132,50 +129,55 @@ async def _token(sent: Annotated[HTTPAuthorizationCredentials | None, Depends(_B
     return sent.credentials if sent else ""
 
 
-Here = Annotated[Service, Depends(_here)]
-Sent = Annotated[str, Depends(_token)]
+ServiceDep = Annotated[Service, Depends(_service)]
+BearerToken = Annotated[str, Depends(_token)]
 
 
 def needs(role: Role) -> Callable[..., Caller]:
-    """A dependency: the caller, whose token has this role or a higher one."""
+    """A FastAPI dependency: the caller, whose token has this role or a higher one."""
 
-    def caller(request: Request, here: Here, token: Sent, after: BackgroundTasks) -> Caller:
-        found = here.admit(request, token)
+    def caller(
+        request: Request, service: ServiceDep, token: BearerToken, after: BackgroundTasks
+    ) -> Caller:
+        found = service.admit(request, token)
         found.check(role)
         if found.unseen:
-            after.add_task(here.note_use, found)
+            after.add_task(service.note_use, found)
         return found
 
     return caller
 
 
-Reads = Annotated[Caller, Depends(needs("read"))]
-Works = Annotated[Caller, Depends(needs("worker"))]
-Administers = Annotated[Caller, Depends(needs("admin"))]
+ReadCaller = Annotated[Caller, Depends(needs("read"))]
+WorkCaller = Annotated[Caller, Depends(needs("worker"))]
+AdminCaller = Annotated[Caller, Depends(needs("admin"))]
 
 
-def submits(here: Here, caller: Annotated[Caller, Depends(needs("submit"))]) -> Caller:
-    """A dependency: who may submit jobs. An attempt may not, even if its code reads the token."""
-    with here.database.reading() as session:
-        if attempts.of_token(session, caller.token) is not None:
-            raise PermissionError("this token is an attempt's; it asks for no jobs")
+def _attempt_of(service: Service, caller: Caller) -> Attempt | None:
+    with service.database.reading() as session:
+        return attempts.of_token(session, caller.token)
+
+
+def _submitter(service: ServiceDep, caller: Annotated[Caller, Depends(needs("submit"))]) -> Caller:
+    """A caller who may submit jobs. An attempt may not, even if its code reads the token."""
+    if _attempt_of(service, caller) is not None:
+        raise PermissionError("the token of an attempt cannot submit jobs")
     return caller
 
 
-def own(here: Here, caller: Works) -> Attempt:
-    """A dependency: the attempt that this token was made for."""
-    with here.database.reading() as session:
-        attempt = attempts.of_token(session, caller.token)
+def _own_attempt(service: ServiceDep, caller: WorkCaller) -> Attempt:
+    """The attempt that this token was made for."""
+    attempt = _attempt_of(service, caller)
     if attempt is None:
-        raise PermissionError("this token is of no attempt; an attempt's own worker asks this")
+        raise PermissionError("only the token of an attempt may do this")
     return attempt
 
 
-def starts(request: Request, here: Here, token: Sent) -> Attempt:
-    """A dependency: the attempt whose start token this is. No other token is accepted."""
-    return here.owner(request, token, lambda session: attempts.of_start(session, token))
+def _starting_attempt(request: Request, service: ServiceDep, token: BearerToken) -> Attempt:
+    """The attempt whose start token this is. No other token is accepted."""
+    return service.owner(request, token, lambda session: attempts.of_start(session, token))
 
 
-Submits = Annotated[Caller, Depends(submits)]
-Own = Annotated[Attempt, Depends(own)]
-Starts = Annotated[Attempt, Depends(starts)]
+SubmitCaller = Annotated[Caller, Depends(_submitter)]
+OwnAttempt = Annotated[Attempt, Depends(_own_attempt)]
+StartingAttempt = Annotated[Attempt, Depends(_starting_attempt)]

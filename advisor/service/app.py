@@ -1,9 +1,10 @@
-"""The application: its routes, and how errors are answered."""
+"""The FastAPI application: its routes, and the answers to errors."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -15,10 +16,11 @@ from starlette.requests import ClientDisconnect
 
 from advisor.errors import RecordDamaged, StoreError, UsageError, printable
 from advisor.service import job_pages, pages
-from advisor.service.access import Service, away
-from advisor.service.archives import NoCode
-from advisor.service.limits import Bodies
-from advisor.service.metrics import Answers
+from advisor.service.access import Service, unavailable
+from advisor.service.blobs import NoCode
+from advisor.service.catalog import COLUMNS
+from advisor.service.limits import BodyMiddleware
+from advisor.service.metrics import AnswerMiddleware
 from advisor.service.pages import STATIC, error_page
 from advisor.service.routes import api
 
@@ -27,21 +29,35 @@ STATUS: Mapping[type[Exception], int] = {
     PermissionError: 403,
     RecordDamaged: 422,
     UsageError: 422,
+    ClientDisconnect: 400,
 }
-"""What a refusal is answered with, and its text."""
+"""The HTTP status for each exception. The answer's text is the exception's."""
+_RECORD = "expected a record's id, such as ae1bff61eea5@64"
+EXPECTED: Mapping[str, str] = {
+    "path id": _RECORD,
+    "path record": _RECORD,
+    "query sort": f"expected one of {', '.join(COLUMNS)}; put - before it for the largest first",
+}
+"""Allowed values in an address, in words: pydantic's message shows only the pattern."""
+PLAIN = {
+    "Input should be": "expected",
+    "String should have": "expected",
+    "greater than or equal to": "at least",
+    "a valid integer": "a whole number",
+}
+"""pydantic's words, and plain ones."""
 _log = logging.getLogger("advisor")
 
 
 def application(service: Service, version: str) -> FastAPI:
-    """The server's application."""
     app = FastAPI(
         title="advisor",
         version=version,
         docs_url=None,  # FastAPI's own page loads its scripts from elsewhere
         redoc_url=None,
         middleware=[
-            Middleware(Answers, metrics=service.metrics),
-            Middleware(Bodies, check=service.check_sender),
+            Middleware(AnswerMiddleware, metrics=service.metrics),
+            Middleware(BodyMiddleware, check=service.check_sender),
             Middleware(GZipMiddleware, minimum_size=1000, compresslevel=3),
         ],
     )
@@ -49,42 +65,42 @@ def application(service: Service, version: str) -> FastAPI:
     for router in (api, pages.site, job_pages.site):
         app.include_router(router)
     app.mount("/static", STATIC)
-    for refusal, status in STATUS.items():
-        app.add_exception_handler(
-            refusal, lambda request, exc, status=status: _refused(request, status, str(exc))
-        )
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(StoreError, _away)
-    app.add_exception_handler(ClientDisconnect, lambda _request, _exc: Response(status_code=400))
-    app.openapi()  # made once, and not in the first request
+    for error in (HTTPException, RequestValidationError, StoreError, *STATUS):
+        app.add_exception_handler(error, _refused)
+    app.openapi()  # made now, so that the first request does not wait
     return app
 
 
-def _refused(
-    request: Request, status: int, detail: str, headers: Mapping[str, str] | None = None
-) -> Response:
+def _refused(request: Request, exc: Exception) -> Response:
     """A refusal as JSON, or as a page for a browser."""
-    detail = printable(detail)[:500]
+    refusal = _refusal(exc)
+    status, detail = refusal.status_code, printable(refusal.detail)[:500]
     if status == 303 or "text/html" not in request.headers.get("accept", ""):
-        return JSONResponse({"detail": detail}, status, headers)
+        return JSONResponse({"detail": detail}, status, refusal.headers)
     page = error_page(request, status, detail)
-    page.headers.update(headers or {})
+    page.headers.update(refusal.headers or {})
     return page
 
 
-def _http_error(request: Request, exc: Exception) -> Response:
-    assert isinstance(exc, HTTPException)
-    return _refused(request, exc.status_code, exc.detail, exc.headers)
-
-
-def _invalid(request: Request, exc: Exception) -> Response:
-    """What is wrong, without what was sent: it may be a secret."""
-    assert isinstance(exc, RequestValidationError)
-    wrong = [f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in exc.errors()[:5]]
-    return _refused(request, 422, "; ".join(wrong))
-
-
-def _away(request: Request, exc: Exception) -> Response:
+def _refusal(exc: Exception) -> HTTPException:
+    if isinstance(exc, HTTPException):
+        return exc
+    for error, status in STATUS.items():
+        if isinstance(exc, error):
+            return HTTPException(status, str(exc))
+    if isinstance(exc, RequestValidationError):
+        lines = dict(map(_wrong, exc.errors()[4::-1]))
+        return HTTPException(422, "; ".join(": ".join(one) for one in lines.items()))
     _log.error("%s", exc)
-    return _http_error(request, away())
+    return unavailable()
+
+
+def _wrong(error: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns (a refused value, what is allowed). Of a body, which may hold secrets, only names."""
+    source, *names = error["loc"]
+    if source == "body" or not names:
+        return ".".join(map(str, names)), error["msg"]
+    why = error["msg"].partition(", unable to parse")[0]
+    for words, plain in PLAIN.items():
+        why = why.replace(words, plain)
+    return f"{names[0]} {str(error['input'])[:80]!r}", EXPECTED.get(f"{source} {names[0]}", why)

@@ -1,4 +1,4 @@
-"""What the page of records lists: each record once, by its newest version."""
+"""The list of records: each record once, by its newest version."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Short = Annotated[str, Field(max_length=LONGEST)]
 
 
 class View(BaseModel):
-    """Which records a reader wants to see, and in which order.
+    """A filter and an order for the list of records.
 
-    `sort` is a column, after '-' if the largest value comes first.
+    `sort`: a column, with '-' before it if the largest value comes first.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -45,20 +45,20 @@ class View(BaseModel):
         return f"/?{urlencode(self.model_copy(update=changes).model_dump(exclude_defaults=True))}"
 
     def sorted_by(self, column: str) -> str:
-        """How the list is sorted by a column: aria-sort's word, '' for another column."""
+        """The value of aria-sort for a column; '' if the list is not sorted by this column."""
         return {column: "ascending", f"-{column}": "descending"}.get(self.sort, "")
 
     def sort_url(self, column: str) -> str:
-        """The address that sorts by a column, or the other way round."""
+        """The address that sorts by a column, or reverses the order if it is sorted already."""
         turned = self.sort == f"-{column}"
         return self.url(sort=column if turned else f"-{column}", page=0)
 
 
 def listed(session: Session, view: View) -> tuple[Sequence[RowMapping], int]:
-    """A page of the records of a view, and how many there are on all pages.
+    """Returns (a page of the records of a view, the number of records on all pages).
 
-    A row has COLUMNS, the record's `id` as people type it, and `stale`: how many of the lookups
-    that `used` it had other software.
+    A row has COLUMNS, the record's `id` as people type it, and `stale`: how many of its lookups,
+    counted in `used`, had other software.
     """
     uses = lookups.uses()
     own = ("device", "framework", "speedup", "trust", "created")
@@ -104,6 +104,6 @@ def choices(session: Session) -> dict[str, Sequence[str]]:
 
 
 def median(session: Session) -> tuple[int, float]:
-    """How many records are verified by their newest version, and the median of their speed-ups."""
+    """Returns (the number of records whose newest version is verified, their median speed-up)."""
     found = session.scalars(_newest(Item.speedup).where(Item.trust == "verified")).all()
     return len(found), statistics.median(found or [0.0])

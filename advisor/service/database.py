@@ -19,12 +19,12 @@ from advisor.service import migrations
 
 DAY_S = 86_400.0
 WAITS_S = 10
-"""For a lock, a statement or a connection."""
+"""Timeout of a lock, a statement or a connection."""
 _UPGRADES_S = 1800
-"""For the tables to be changed, by this server or by another."""
+"""Timeout of a change of the tables, in this server or another."""
 _CONNECTIONS = 16
 _STARTING = 0x61647669
-"""The advisory lock under which servers of one PostgreSQL start, one after another."""
+"""An advisory lock, so that servers of one PostgreSQL start one after another."""
 _EXPECTED = "expected sqlite:////absolute/file.db or postgresql+psycopg://USER:PASSWORD@HOST/NAME"
 _NOW = {
     "sqlite": "SELECT (julianday('now') - 2440587.5) * 86400.0",
@@ -42,17 +42,17 @@ _POSTGRESQL: dict[str, Any] = {
 
 
 class Database:
-    """Sessions on one database. What was committed is on disk.
+    """Sessions on one database. Errors are raised as StoreError. Committed data is on disk.
 
     Attributes:
         url: for people, without its password.
     """
 
     def __init__(self, url: str | None = None) -> None:
-        """Connects to nothing yet.
+        """Prepare the connections, but open none.
 
         Raises:
-            UsageError: it is no URL of SQLite or PostgreSQL, or SQLite would corrupt there.
+            UsageError: the URL is not of SQLite or PostgreSQL, or SQLite's file is on a network.
         """
         parsed = _parsed(url)
         self.url = parsed.render_as_string(hide_password=True)
@@ -74,7 +74,7 @@ class Database:
 
     @property
     def there(self) -> bool:
-        """False for an SQLite file that nobody made yet."""
+        """Whether the database exists; always true for PostgreSQL."""
         return self._file is None or self._file.exists()
 
     def start(self, first: Callable[[Session], None]) -> None:
@@ -82,7 +82,7 @@ class Database:
         that start together wait for each other.
 
         Raises:
-            StoreError: it cannot be reached or written, or a newer version of advisor made it.
+            StoreError: the database cannot be reached or written, or a newer advisor made it.
         """
         if self._file:
             try:
@@ -110,17 +110,13 @@ class Database:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Session]:
-        """A session that sees the state of its first query, and keeps nothing; else StoreError."""
+        """Context manager: yields a session that sees one state and is not committed."""
         with self._mapped(), Session(self._engine) as session:
             yield session
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Session]:
-        """A session that commits at its end, or rolls back if anything raises.
-
-        Raises:
-            StoreError: the database cannot be reached.
-        """
+        """Context manager: yields a session that commits at the end, or rolls back on errors."""
         with self._mapped(), Session(self._writer) as session, session.begin():
             yield session
 
@@ -143,7 +139,7 @@ class Database:
 
 
 def now(session: Session) -> float:
-    """The time in Unix seconds by the database's clock: those of several servers differ."""
+    """The database's time in Unix seconds: the clocks of several servers may differ."""
     return float(session.execute(text(_NOW[session.get_bind().dialect.name])).scalar_one())
 
 
@@ -154,7 +150,7 @@ def _parsed(url: str | None) -> URL:
     try:
         parsed = make_url(url)
     except ArgumentError as exc:
-        raise UsageError(f"--database: no URL of a database; {_EXPECTED}") from exc
+        raise UsageError(f"--database: this is no URL of a database; {_EXPECTED}") from exc
     if parsed.drivername not in ("sqlite", "postgresql+psycopg"):
         raise UsageError(f"--database: {parsed.drivername}: {_EXPECTED}")
     return parsed
@@ -162,9 +158,9 @@ def _parsed(url: str | None) -> URL:
 
 def _file_of(url: URL) -> Path:
     if url.query:
-        raise UsageError(f"--database: options of SQLite are not known; {_EXPECTED}")
+        raise UsageError(f"--database: a URL of SQLite takes no options; {_EXPECTED}")
     if url.database in (None, "", ":memory:"):
-        raise UsageError(f"--database: names no file; {_EXPECTED}")
+        raise UsageError(f"--database: the URL names no file; {_EXPECTED}")
     path = Path(str(url.database)).absolute()
     if kind := network(path):
         raise UsageError(f"--database {path}: is on {kind}, where SQLite corrupts; use PostgreSQL")
@@ -178,6 +174,6 @@ def _on_connect(connection: Any, _record: object) -> None:
 
 
 def _on_begin(connection: Connection) -> None:
-    """A writer takes its lock at once: after a read it could not wait for it."""
+    """Begin a transaction. A writer locks at once, because after a read it could not wait."""
     writes = connection.get_execution_options().get("writes")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

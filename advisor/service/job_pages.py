@@ -1,57 +1,48 @@
-"""The pages of jobs: all of them, and one with its progress, log and attempts."""
+"""The pages of jobs and machines."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
+from sqlalchemy import select
+from sqlalchemy.orm import Session
 
-from advisor.jobs.spec import where
-from advisor.jobs.states import LIVE, State
+from advisor.jobs.spec import LIVE, State, where
 from advisor.report.data import Timeline, Tried
-from advisor.service import jobs, progress
-from advisor.service.access import Here
-from advisor.service.limits import MAX_UNTRUSTED
-from advisor.service.machines import troubles
-from advisor.service.pages import Form, Reader, Submitter, render
-from advisor.service.routes.jobs import there
-from advisor.service.routes.parsing import Number
-from advisor.service.schema import Job
+from advisor.service import jobs, machines
+from advisor.service.access import Service
+from advisor.service.database import now
+from advisor.service.pages import PAGES, Form, ReadVisit, SubmitVisit
+from advisor.service.routes.parsing import Before, Number, found
+from advisor.service.schema import JobRow
 
 ON_A_PAGE = 50
-"""Jobs in the list."""
-MOST_SHOWN = 200
+"""Jobs on one page of the list."""
+MAX_SHOWN = 200
 """Trials in a table; a chart has all of them."""
-MOST_LOG = 2**16
-"""Characters of the end of a log."""
+MAX_LOG = 2**16
+"""Characters that a page shows of the end of a log."""
 
-site = APIRouter(
-    include_in_schema=False, default_response_class=HTMLResponse, max_body_size=MAX_UNTRUSTED
-)
+site = APIRouter(**PAGES)
 
 
 @site.get("/jobs")
-def listed(
-    request: Request,
-    here: Here,
-    caller: Reader,
-    state: State | Literal[""] = "",
-    before: Annotated[int | None, Query(ge=1, lt=2**31)] = None,
+def list_jobs(
+    visit: ReadVisit, state: State | Literal[""] = "", before: Before = None
 ) -> HTMLResponse:
-    with here.database.reading() as session:
+    with visit.service.database.reading() as session:
         lines, more = jobs.listed(session, [state] if state else [], before, ON_A_PAGE)
-        return render(
-            request,
+        return visit.render(
             "jobs.html",
-            caller,
             lines=lines,
-            progress=progress.of_jobs(session, [line["id"] for line in lines]),
+            progress=progress(session, [line["id"] for line in lines]),
             counts=jobs.counts(session).jobs,
-            troubles=here.troubles + troubles(list(here.machines.values())),
+            troubles=_troubles(visit.service),
             where=where,
             more=more,
             state=state,
@@ -60,58 +51,64 @@ def listed(
 
 
 @site.get("/jobs/{number}")
-def one(request: Request, here: Here, caller: Reader, number: Number) -> HTMLResponse:
-    with here.database.reading() as session:
-        job: Job = there(session.get(Job, number), number)
-        told = there(jobs.details(session, number), number)
-        log = jobs.tail(session, number, MOST_LOG)
-        live, own = job.state in LIVE, job.token == caller.token
-        return render(
-            request,
+def one_job(visit: ReadVisit, number: Number) -> HTMLResponse:
+    caller = visit.caller
+    with visit.service.database.reading() as session:
+        details = found(jobs.details(session, number), f"job {number}")
+        job, log = session.get_one(JobRow, number), jobs.tail(session, number, MAX_LOG)
+        live = job.state in LIVE
+        return visit.render(
             "job.html",
-            caller,
-            job=told,
+            job=details,
             live=live,
-            may_cancel=live and caller.may("submit") and (own or caller.may("admin")),
-            progress=progress.of_jobs(session, [number])[number],
+            may_cancel=live and caller.may("submit") and caller.owns(job.token),
+            progress=progress(session, [number])[number],
             where=where(job.gpu, job.gpus),
-            attempts=told["attempts"][::-1],
-            chart=throughput(told),
-            trials=told["trials"][-MOST_SHOWN:][::-1],
-            log=log.text,
-            is_cut=job.logged > len(log.text),
+            attempts=details["attempts"][::-1],
+            chart=Timeline("Samples/s of each trial since the start", tuple(tried(details))),
+            trials=details["trials"][-MAX_SHOWN:][::-1],
+            log=log,
+            is_cut=job.logged > len(log),
             asked=list(_asked(json.loads(job.asked))),
         )
 
 
-def throughput(told: Mapping[str, Any]) -> Timeline | None:
-    """A job's trials since it was first started; None for no trials."""
-    began = min((one["started"] for one in told["attempts"]), default=0.0)
-    trials = told["trials"]
+def progress(session: Session, numbers: Sequence[int]) -> dict[int, dict[str, float]]:
+    """The progress of these jobs, by number. Durations are in seconds; `share`: how much of the
+    budget is spent; `speedup`: 0 if unknown."""
+    at = now(session)
+    done = {}
+    for job in session.scalars(select(JobRow).where(JobRow.id.in_(numbers))):
+        until = job.started or (at if job.state in LIVE else job.changed)
+        spent_s = max(0.0, at - job.changed) if job.state == "running" else 0.0
+        done[job.id] = {
+            "budget_s": job.budget_s,
+            "waited_s": max(0.0, until - job.created),
+            "left_s": max(0.0, job.budget_s - spent_s),
+            "share": min(1.0, spent_s / job.budget_s),
+            "trials": job.tried,
+            "speedup": job.speedup,
+        }
+    return done
+
+
+def tried(details: Mapping[str, Any]) -> Iterator[Tried]:
+    """Yields a job's trials, with times since the job's first start."""
+    began = min((one["started"] for one in details["attempts"]), default=0.0)
     # The baseline, at the user's batch, is tried first.
-    own = next((trial["batch"] for trial in trials if trial["batch"]), None)
-    best, points = 0.0, []
-    for trial in trials:
-        reached = 0.0 if trial["outcome"] else trial["samples_per_s"]
-        at_batch = trial["batch"] in (None, own)
+    own = next((trial["batch"] for trial in details["trials"] if trial["batch"]), None)
+    for trial in details["trials"]:
         batch = f", batch {trial['batch']}" if trial["batch"] else ""
-        points.append(
-            Tried(
-                label=f"{trial['number']}: {trial['what']}{batch}",
-                at_s=max(0.0, trial["at"] - began),
-                samples_per_s=reached,
-                at_batch=at_batch,
-                leads=at_batch and reached > best,
-            )
+        yield Tried(
+            label=f"{trial['number']}: {trial['what']}{batch}",
+            at_s=max(0.0, trial["at"] - began),
+            samples_per_s=0.0 if trial["outcome"] else trial["samples_per_s"],
+            at_batch=trial["batch"] in (None, own),
         )
-        best = max(best, reached) if at_batch else best
-    if not points:
-        return None
-    return Timeline("Samples/s of each trial since the start", tuple(points))
 
 
 def _asked(asked: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Name and value of what was submitted."""
+    """Yields the name and value of each field of a submitted job."""
     for name, value in {**asked, **asked["options"], **asked["env"]}.items():
         if value and name not in ("options", "env"):
             parts = value if isinstance(value, list) else [value]
@@ -120,7 +117,26 @@ def _asked(asked: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 @site.post("/jobs/{number}/cancel")
-def cancel(here: Here, caller: Submitter, _form: Form, number: Number) -> Response:
-    with here.database.writing() as session:
-        there(jobs.cancel(session, number, caller), number)
+def cancel(visit: SubmitVisit, _form: Form, number: Number) -> Response:
+    with visit.service.database.writing() as session:
+        found(jobs.cancel(session, number, visit.caller), f"job {number}")
     return RedirectResponse(f"/jobs/{number}", 303)
+
+
+@site.get("/machines")
+def list_machines(visit: ReadVisit) -> HTMLResponse:
+    seen = list(visit.service.machines.values())
+    with visit.service.database.reading() as session:
+        running = machines.running(session)
+    return visit.render(
+        "machines.html",
+        machines=seen,
+        troubles=_troubles(visit.service),
+        running=running,
+        elsewhere=sorted({one["executor"] for one in running} - {one.name for one in seen}),
+    )
+
+
+def _troubles(service: Service) -> list[str]:
+    """Why no job can run now, or what is wrong with the server's threads."""
+    return service.troubles + machines.troubles(list(service.machines.values()))

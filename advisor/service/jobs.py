@@ -1,10 +1,10 @@
-"""Jobs: submitted tunings. Every change of a job's state is here or in `attempts`.
+"""Jobs: submitted tunings. Only this module and `attempts` change a job's state.
 
     queued ──> running ──> done | failed
-      ^           │ lost: queued again; preempted: waits as such
-      └───────────┘      each of them can be cancelled until it is done or failed
+      ^           │ if its attempt is lost: 'queued'; if it is preempted: 'preempted'
+      └───────────┘      a job can be cancelled until it is done or failed
 
-A change begins by locking the job's row, and looks at the state that it changes.
+Every change first locks the job's row, then checks its current state.
 """
 
 from __future__ import annotations
@@ -17,47 +17,55 @@ from dataclasses import dataclass
 from typing import Any
 
 from msgspec import structs
-from sqlalchemy import ColumnElement, Select, delete, func, select, update
+from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from advisor.cache.domain import line
 from advisor.errors import UsageError
-from advisor.jobs.spec import JobSpec
-from advisor.jobs.states import LIVE, STATES, WAITING
-from advisor.service import archives, records
+from advisor.jobs.spec import LIVE, STATES, WAITING, JobSpec
+from advisor.service import blobs, records
 from advisor.service.database import DAY_S, now
-from advisor.service.schema import Artifacts, Attempt, Event, Item, Job, Log, Study, Token, Trial
-from advisor.service.schema import Session as Browser
+from advisor.service.schema import (
+    ArtifactsRow,
+    Attempt,
+    Event,
+    Item,
+    JobRow,
+    Log,
+    Study,
+    Token,
+    TrialRow,
+)
 from advisor.service.tokens import Caller, note
 
 MAX_LIVE = 200
-"""Of one token."""
+"""Unfinished jobs of one token, at most."""
 MAX_LISTED = 200
 MAX_TRIALS = 10_000
-"""Of one job; later ones are dropped."""
+"""Trials of one job, at most; later trials are dropped."""
 MAX_LOG = 4 * 2**20
-"""Characters of one job's log."""
-MAX_TEXT = 2**19
-"""Characters of a log in one answer."""
+"""Characters of one job's log, at most."""
+MAX_PIECES = 512
+"""Rows of a log in one answer, at most; a heartbeat adds one row."""
 LOG_KEPT_S, STUDIES_KEPT_S, ATTEMPTS_KEPT_S = 30 * DAY_S, DAY_S, 90 * DAY_S
-"""Since a job was over; attempts with their trials and tokens."""
+"""Time since a job was over. Trials and tokens are kept as long as their attempts."""
 _MAX_REMOVED = 1000
-"""Attempts in one transaction."""
+"""Attempts removed in one transaction, at most."""
 _MAX_REASON = 500
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 """Escape sequences of terminals: colours, titles."""
 
 
-def submit(session: Session, asked: JobSpec, by: Caller, reason: str = "") -> tuple[Job, bool]:
-    """Queue a job, or find the live one that is the same, or the done one whose record is here; and
-    whether it is new.
+def submit(session: Session, asked: JobSpec, by: Caller, reason: str = "") -> tuple[JobRow, bool]:
+    """Queue a job. Returns (the job, True). If the same job is unfinished, or done and its record
+    exists, returns (that job, False).
 
     Args:
         reason: why a new job has to wait, for people.
 
     Raises:
-        NoCode: its archive is not here. UsageError: the token is revoked or has too many jobs.
+        NoCode: its archive is missing. UsageError: the token is revoked or has too many jobs.
     """
     # Locked, so that the token is not revoked before this transaction ends.
     held = select(Token.revoked).where(Token.id == by.token).with_for_update(read=True)
@@ -66,12 +74,12 @@ def submit(session: Session, asked: JobSpec, by: Caller, reason: str = "") -> tu
     if found := _same(session, asked):
         return found, False
     at = now(session)
-    if asked.archive and not archives.use(session, asked.archive, at):
-        raise archives.NoCode(f"archive {asked.archive[:12]}: is not here; send it first")
-    live = select(func.count()).where(Job.token == by.token, Job.state.in_(LIVE))
+    if asked.archive and not blobs.use_archive(session, asked.archive, at):
+        raise blobs.NoCode(f"archive {asked.archive[:12]}: unknown to the server; send it first")
+    live = select(func.count()).where(JobRow.token == by.token, JobRow.state.in_(LIVE))
     if (session.scalar(live) or 0) >= MAX_LIVE:
-        raise UsageError(f"{MAX_LIVE} jobs of this token are not done yet; wait, or cancel some")
-    job = Job(
+        raise UsageError(f"this token has {MAX_LIVE} unfinished jobs; wait, or cancel some")
+    job = JobRow(
         key=asked.key,
         state="queued",
         reason=short(reason),
@@ -97,42 +105,45 @@ def submit(session: Session, asked: JobSpec, by: Caller, reason: str = "") -> tu
     return job, True
 
 
-def measure_again(session: Session, record: str, by: Caller) -> tuple[Job, bool]:
-    """Queue the job that found a record once more: the same code, on the record's device.
+def measure_again(session: Session, record: str, by: Caller) -> tuple[JobRow, bool]:
+    """Queue again the job that made a record, on the record's device. Returns as `submit`.
 
     Args:
         record: its id, as people type it.
 
     Raises:
-        UsageError: no job whose token still holds found it, or this token has too many jobs.
-        NoCode: the job's code is not here any more.
+        UsageError: no job with a valid token made the record, or this token has too many jobs.
+        NoCode: the server no longer has the job's code.
     """
-    found = (Job.record == record, Token.revoked.is_(None))
-    query = select(Job).join(Token, Job.token == Token.id).where(*found)
-    job = session.scalar(query.order_by(Job.id.desc()).limit(1))
+    found = (JobRow.record == record, Token.revoked.is_(None))
+    query = select(JobRow).join(Token, JobRow.token == Token.id).where(*found)
+    job = session.scalar(query.order_by(JobRow.id.desc()).limit(1))
     if job is None:
-        raise UsageError(f"record {record}: no job here can measure it again; submit its command")
+        raise UsageError(
+            f"record {record}: no job of this server can measure it; submit the command yourself"
+        )
     asked = JobSpec.of(json.loads(job.asked))
-    gpu = records.device_of(session, record) if asked.gpus else ""
+    kept = records.newest(session, record)
+    gpu = kept.device if kept and asked.gpus else ""
     return submit(session, structs.replace(asked, gpu=gpu, force=True), by)
 
 
-def _same(session: Session, asked: JobSpec) -> Job | None:
-    """A live job with this key, or a done one whose record is still here."""
-    query = select(Job).where(Job.key == asked.key).order_by(Job.id.desc())
-    if live := session.scalar(query.where(Job.state.in_(LIVE))):
+def _same(session: Session, asked: JobSpec) -> JobRow | None:
+    """An unfinished job with this key, or a done one whose record still exists."""
+    query = select(JobRow).where(JobRow.key == asked.key).order_by(JobRow.id.desc())
+    if live := session.scalar(query.where(JobRow.state.in_(LIVE))):
         return live
-    done = None if asked.force else session.scalar(query.where(Job.state == "done").limit(1))
-    return done if done and records.known(session, done.record) else None
+    done = None if asked.force else session.scalar(query.where(JobRow.state == "done").limit(1))
+    return done if done and records.newest(session, done.record) else None
 
 
-def locked(session: Session, number: int) -> Job | None:
-    """A job, locked until the transaction ends."""
-    query = select(Job).where(Job.id == number).with_for_update()
+def locked(session: Session, number: int) -> JobRow | None:
+    """Lock a job until the transaction ends. Returns None if there is no such job."""
+    query = select(JobRow).where(JobRow.id == number).with_for_update()
     return session.scalar(query.execution_options(populate_existing=True))
 
 
-def change(session: Session, job: Job, state: str, reason: str, by: Caller | None) -> None:
+def change(session: Session, job: JobRow, state: str, reason: str, by: Caller | None) -> None:
     """Change the state of a locked job, with a line in the audit log."""
     job.state, job.reason, job.changed = state, short(reason), now(session)
     note(session, by, f"job {state}", f"{job.id} {job.reason}".rstrip())
@@ -147,144 +158,116 @@ def cancel(session: Session, number: int, by: Caller) -> str | None:
     """Cancel a job that is not over, and return its state; None if there is no such job.
 
     Raises:
-        PermissionError: it is another's.
+        PermissionError: another token submitted the job.
     """
     job = locked(session, number)
     if job is None:
         return None
     if not by.owns(job.token):
-        raise PermissionError("another token asked for it; an admin may cancel it")
+        raise PermissionError("another token submitted this job; an admin may cancel it")
     if job.state in LIVE:
         change(session, job, "cancelled", f"by {by.name}", by)
     return job.state
 
 
 def revoke_token(session: Session, number: int, by: Caller) -> bool:
-    """End a token, its jobs and their attempts' tokens; whether there is such a token."""
+    """Revoke a token with its attempts' tokens, and cancel its jobs. Returns False if unknown."""
     token = session.get(Token, number, with_for_update=True)
     if token is None:
         return False
     if token.revoked is None:
         token.revoked = time.time()
         note(session, by, "token revoked", f"{token.id} {token.name} ({token.role})")
-        theirs = select(Job).where(Job.token == number, Job.state.in_(LIVE)).order_by(Job.id)
+        theirs = (
+            select(JobRow).where(JobRow.token == number, JobRow.state.in_(LIVE)).order_by(JobRow.id)
+        )
         for job in session.scalars(theirs.with_for_update()):
-            change(session, job, "cancelled", "the token that asked for it was revoked", by)
-    attempts = select(Attempt.token).join(Job, Attempt.job == Job.id).where(Job.token == number)
+            change(session, job, "cancelled", "the token that submitted it was revoked", by)
+    attempts = (
+        select(Attempt.token).join(JobRow, Attempt.job == JobRow.id).where(JobRow.token == number)
+    )
     lent = update(Token).where(Token.id.in_(attempts), Token.revoked.is_(None))
     session.execute(lent.values(revoked=time.time()))
     return True
 
 
 def explain_wait(session: Session, which: Iterable[ColumnElement[bool]], reason: str) -> None:
-    """Set the reason of waiting jobs."""
-    where = (*which, Job.state.in_(WAITING), Job.reason != short(reason))
-    session.execute(update(Job).where(*where).values(reason=short(reason)))
+    where = (*which, JobRow.state.in_(WAITING), JobRow.reason != short(reason))
+    session.execute(update(JobRow).where(*where).values(reason=short(reason)))
 
 
-def waiting(session: Session, most: int = MAX_LISTED) -> Sequence[Job]:
+def waiting(session: Session, most: int = MAX_LISTED) -> Sequence[JobRow]:
     """Waiting jobs in the order in which they start."""
-    query = select(Job).where(Job.state.in_(WAITING)).order_by(Job.id).limit(most)
+    query = select(JobRow).where(JobRow.state.in_(WAITING)).order_by(JobRow.id).limit(most)
     return session.scalars(query).all()
 
 
-_SHOWN = ("id", "state", "reason", "what", "gpu", "gpus", "created", "changed", "record")
-_WITH_OWNER = select(Job, Token.name).join(Token, Job.token == Token.id)
+def _columns(table: type[JobRow | Attempt | TrialRow], names: str) -> list[ColumnElement[Any]]:
+    return [getattr(table, name) for name in names.split()]
 
 
-def _fields(row: object, *names: str) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in names}
+_LINES = select(
+    *_columns(JobRow, "id state reason what gpu gpus created changed record"),
+    JobRow.attempts.label("attempt"),
+    Token.name.label("by"),
+).join(Token, JobRow.token == Token.id)
 
 
-def _line(job: Job, by: str) -> dict[str, Any]:
-    return {**_fields(job, *_SHOWN), "by": by, "attempt": job.attempts}
-
-
-def answered(session: Session, job: Job, new: bool) -> dict[str, Any]:
-    """A submitted job as JSON."""
-    return {**_line(job, session.get_one(Token, job.token).name), "new": new}
+def answered(session: Session, job: JobRow, new: bool) -> dict[str, Any]:
+    return {**session.execute(_LINES.where(JobRow.id == job.id)).mappings().one(), "new": new}
 
 
 def listed(
     session: Session, states: Iterable[str] = (), before: int | None = None, most: int = 50
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Jobs, the newest first, from before a number; and whether there are more."""
-    query = _WITH_OWNER.order_by(Job.id.desc())
+    """Returns (the newest jobs with numbers below `before`, whether there are more)."""
+    query = _LINES.order_by(JobRow.id.desc())
     if states := list(states):
-        query = query.where(Job.state.in_(states))
+        query = query.where(JobRow.state.in_(states))
     if before is not None:
-        query = query.where(Job.id < before)
-    found = [_line(job, by) for job, by in session.execute(query.limit(most + 1))]
+        query = query.where(JobRow.id < before)
+    found = [dict(row) for row in session.execute(query.limit(most + 1)).mappings()]
     return found[:most], len(found) > most
 
 
 def details(session: Session, number: int) -> dict[str, Any] | None:
     """A job with its attempts and trials; None if there is no such job."""
-    found = session.execute(_WITH_OWNER.where(Job.id == number)).first()
+    found = session.execute(_LINES.where(JobRow.id == number)).mappings().first()
     if found is None:
         return None
-    names = ("number", "executor", "device", "state", "reason", "started", "ended")
-    attempts = select(Attempt).where(Attempt.job == number).order_by(Attempt.number)
+    attempts = select(*_columns(Attempt, "number executor device state reason started ended"))
+    attempts = attempts.where(Attempt.job == number).order_by(Attempt.number)
+    shown = _columns(TrialRow, "number at what batch samples_per_s ratio outcome origin")
+    trials = select(Attempt.number.label("attempt"), *shown).where(TrialRow.job == number)
+    trials = trials.join(Attempt, TrialRow.attempt == Attempt.id)
+    trials = trials.order_by(TrialRow.at, Attempt.number, TrialRow.number).limit(MAX_TRIALS)
     return {
-        **_line(*found),
-        "attempts": [_fields(one, *names) for one in session.scalars(attempts)],
-        "trials": _trials(session, number),
+        **found,
+        "attempts": [dict(row) for row in session.execute(attempts).mappings()],
+        "trials": [dict(row) for row in session.execute(trials).mappings()],
     }
 
 
-def _trials(session: Session, number: int) -> list[dict[str, Any]]:
-    """A job's trials in the order in which they came."""
-    names = ("number", "at", "what", "batch", "samples_per_s", "ratio", "outcome", "origin")
-    query = select(Trial, Attempt.number).join(Attempt, Trial.attempt == Attempt.id)
-    query = query.where(Trial.job == number).order_by(Trial.at, Attempt.number, Trial.number)
-    found = session.execute(query.limit(MAX_TRIALS))
-    return [{"attempt": attempt, **_fields(one, *names)} for one, attempt in found]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogPart:
-    """A part of a job's log. `next`: where the following part begins."""
-
-    text: str
-    next: int
-    ended: bool
-
-
-def log(session: Session, number: int, after: int) -> LogPart | None:
-    """A job's log from a place on, as much as one answer takes; None if there is no such job."""
-    state = session.scalar(select(Job.state).where(Job.id == number))
+def log(session: Session, number: int, after: int) -> dict[str, Any] | None:
+    """A job's log after row `after`, at most MAX_PIECES rows, and the next call's `after`; None if
+    there is no such job."""
+    state = session.scalar(select(JobRow.state).where(JobRow.id == number))
     if state is None:
         return None
     query = select(Log.id, Log.data).where(Log.job == number, Log.id > after).order_by(Log.id)
-    pieces, whole = _read(session, query, MAX_TEXT)
-    return LogPart(
-        text="".join(data for _, data in pieces),
-        next=pieces[-1][0] if pieces else after,
-        ended=whole and state not in LIVE,
-    )
+    pieces = session.execute(query.limit(MAX_PIECES)).all()
+    return {
+        "text": "".join(data for _, data in pieces),
+        "next": pieces[-1][0] if pieces else after,
+        "ended": len(pieces) < MAX_PIECES and state not in LIVE,
+    }
 
 
-def tail(session: Session, number: int, most: int) -> LogPart:
-    """The end of a job's log, of so many characters or one piece more."""
-    query = select(Log.id, Log.data).where(Log.job == number).order_by(Log.id.desc())
-    pieces, _whole = _read(session, query, most)
-    text = "".join(data for _, data in reversed(pieces))
-    return LogPart(text=text, next=pieces[0][0] if pieces else 0, ended=False)
-
-
-def _read(
-    session: Session, query: Select[int, str], most: int
-) -> tuple[list[tuple[int, str]], bool]:
-    """Pieces of a log until they have so many characters; and whether these are all."""
-    pieces: list[tuple[int, str]] = []
-    size = 0
-    with session.execute(query.execution_options(yield_per=64)) as rows:
-        for id, data in rows:
-            if size >= most:
-                return pieces, False
-            pieces.append((id, data))
-            size += len(data)
-    return pieces, True
+def tail(session: Session, number: int, most: int) -> str:
+    """The last `most` characters of a job's log."""
+    query = select(Log.data).where(Log.job == number).order_by(Log.id.desc())
+    pieces = session.scalars(query.limit(MAX_PIECES)).all()
+    return "".join(reversed(pieces))[-most:]
 
 
 def log_text(text: str) -> str:
@@ -294,39 +277,38 @@ def log_text(text: str) -> str:
 
 
 def tidy(session: Session) -> None:
-    """Remove old data of jobs that are over: files of searches, later logs, then attempts."""
+    """Remove old data of jobs that are over: search files first, later logs, then attempts."""
     at = now(session)
     for kept_s, table in ((STUDIES_KEPT_S, Study), (LOG_KEPT_S, Log)):
-        over = select(Job.id).where(Job.state.not_in(LIVE), Job.changed < at - kept_s)
+        over = select(JobRow.id).where(JobRow.state.not_in(LIVE), JobRow.changed < at - kept_s)
         session.execute(delete(table).where(table.job.in_(over)))
     _remove_attempts(session, at - ATTEMPTS_KEPT_S)
 
 
 def _remove_attempts(session: Session, before: float) -> None:
-    """Remove old attempts, their trials and their tokens. What these tokens stored then belongs to
-    the token that asked for the job."""
-    ended = (Job.state.not_in(LIVE), Job.changed < before)
-    old = select(Attempt).join(Job, Attempt.job == Job.id).where(*ended).limit(_MAX_REMOVED)
+    """Remove old attempts, their trials and their tokens. Data that these tokens stored then
+    belongs to the token that submitted the job."""
+    ended = (JobRow.state.not_in(LIVE), JobRow.changed < before)
+    old = select(Attempt).join(JobRow, Attempt.job == JobRow.id).where(*ended).limit(_MAX_REMOVED)
     attempts = session.scalars(old).all()
     lent = [one.token for one in attempts]
-    for table in (Item, Artifacts, Event):
-        owner = select(Job.token).join(Attempt, Attempt.job == Job.id)
+    for table in (Item, ArtifactsRow, Event):
+        owner = select(JobRow.token).join(Attempt, Attempt.job == JobRow.id)
         owners = owner.where(Attempt.token == table.token).scalar_subquery()
         session.execute(update(table).where(table.token.in_(lent)).values(token=owners))
-    session.execute(delete(Browser).where(Browser.token.in_(lent)))
-    session.execute(delete(Trial).where(Trial.attempt.in_([one.id for one in attempts])))
+    session.execute(delete(TrialRow).where(TrialRow.attempt.in_([one.id for one in attempts])))
     session.execute(delete(Attempt).where(Attempt.token.in_(lent)))
     session.execute(delete(Token).where(Token.id.in_(lent)))
 
 
 def last_for(session: Session, record: str) -> int | None:
-    """The last job that found a record; None for one that was measured otherwise."""
-    return session.scalar(select(func.max(Job.id)).where(Job.record == record))
+    """The number of the last job that made a record; None if no job made it."""
+    return session.scalar(select(func.max(JobRow.id)).where(JobRow.record == record))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """`jobs` and `attempts` by state; `oldest_s`: the longest wait of a job."""
+    """Numbers of `jobs` and `attempts` by state; `oldest_s`: age of the oldest waiting job."""
 
     jobs: Mapping[str, int]
     attempts: Mapping[str, int]
@@ -334,9 +316,9 @@ class Counts:
 
 
 def counts(session: Session) -> Counts:
-    of_jobs = session.execute(select(Job.state, func.count()).group_by(Job.state))
+    of_jobs = session.execute(select(JobRow.state, func.count()).group_by(JobRow.state))
     of_attempts = session.execute(select(Attempt.state, func.count()).group_by(Attempt.state))
-    first = session.scalar(select(func.min(Job.changed)).where(Job.state.in_(WAITING)))
+    first = session.scalar(select(func.min(JobRow.changed)).where(JobRow.state.in_(WAITING)))
     return Counts(
         jobs={**dict.fromkeys(STATES, 0), **dict(of_jobs.all())},
         attempts=dict(of_attempts.all()),

@@ -1,5 +1,5 @@
-"""What requests without a valid token may not do: send large bodies, and guess tokens. Slow clients
-and rates are the proxy's."""
+"""Limits for requests without a valid token: no large bodies, and no guessing of tokens. A proxy
+handles slow clients and request rates."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from advisor.jobs.token import digest
 
 MAX_UNTRUSTED = 2**14
-"""Bytes of a body that is read without a valid token, as of a login."""
-_MOST_KNOWN = 10_000
+"""Largest body in bytes that is read without a valid token, such as a login's."""
+_MAX_KNOWN = 10_000
 
 
-class Bodies:
-    """Checks the token of a request before its body is read, unless that is small."""
+class BodyMiddleware:
+    """Checks a request's token before reading its body, unless the body is small."""
 
     def __init__(self, app: ASGIApp, check: Callable[[Request], object]) -> None:
         """`check`: raises HTTPException if a request has no valid token."""
@@ -42,9 +42,9 @@ class Bodies:
 
 
 class Guesses:
-    """Invalid tokens by the addresses that sent them, in periods of `period_s`. After `most`, only
-    tokens that were valid before are looked up: a flood costs the database nothing, nor others at
-    the same address."""
+    """Counts invalid tokens by address, from 0 again every `period_s`. After `most`, only tokens
+    that were valid before are looked up: a flood does not reach the database, and others at the
+    same address can go on working."""
 
     def __init__(self, most: int = 30, period_s: float = 30.0) -> None:
         self._most, self._period_s = most, period_s
@@ -54,9 +54,9 @@ class Guesses:
         self._lock = threading.Lock()
 
     def check(self, token: str, address: str) -> None:
-        """Raise HTTPException if a token is not to be looked up."""
+        """Raise HTTPException if `address` sent too many invalid tokens, and `token` is unknown."""
         with self._lock:
-            if time.monotonic() - self._began > self._period_s or len(self._wrong) > _MOST_KNOWN:
+            if time.monotonic() - self._began > self._period_s or len(self._wrong) > _MAX_KNOWN:
                 self._began = time.monotonic()
                 self._wrong.clear()
             if self._wrong[address] >= self._most and digest(token) not in self._valid:
@@ -64,10 +64,10 @@ class Guesses:
                 raise HTTPException(429, why, {"Retry-After": f"{self._period_s:.0f}"})
 
     def note(self, token: str, address: str, *, valid: bool) -> None:
-        """Note what a token turned out to be."""
+        """Count an invalid token, or remember a valid one."""
         with self._lock:
             if valid:
-                self._valid = self._valid if len(self._valid) < _MOST_KNOWN else set()
+                self._valid = self._valid if len(self._valid) < _MAX_KNOWN else set()
                 self._valid.add(digest(token))
             else:
                 self._valid.discard(digest(token))

@@ -1,4 +1,4 @@
-"""What a server repeats beside answering requests, each in a thread."""
+"""A server's background loops, each in a thread of its own."""
 
 from __future__ import annotations
 
@@ -53,24 +53,23 @@ class Loop:
 
     @property
     def pause_s(self) -> float:
-        """Until the next turn."""
         backoff = self._every_s * 2.0 ** min(self._failures, 20)
         return max(self._every_s, min(backoff, MAX_PAUSE_S))
 
     @property
     def trouble(self) -> str:
-        """What is wrong with it, for people; '' for nothing."""
+        """What is wrong with this loop, for people; '' if nothing is."""
         if self._closing.is_set():
             return ""
         if self._failure:
             return f"the {self.name} failed ({self._failure}); see the server's log"
         late_s = self._now() - self._last_turn
         if late_s > max(LATE_PERIODS * self._every_s, LATE_S):
-            return f"the {self.name} has not come round for {late_s:.0f} s"
+            return f"the {self.name} has not finished a turn for {late_s:.0f} s"
         return ""
 
     def once(self) -> None:
-        """One turn; no exception leaves it."""
+        """Run one turn; log an exception instead of raising it."""
         store_error = failure = ""
         try:
             self._turn()

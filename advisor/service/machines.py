@@ -10,12 +10,12 @@ from sqlalchemy.orm import Session
 
 from advisor.jobs.spec import gpu_matches
 from advisor.service.executors import Capacity
-from advisor.service.schema import Attempt, Job
+from advisor.service.schema import Attempt, JobRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """An executor, as it last answered. `why` it is down; '' if it is up."""
+    """An executor's last answer. `why`: the reason that it is down; '' if it is up."""
 
     name: str
     capacities: Sequence[Capacity] = ()
@@ -23,7 +23,7 @@ class Machine:
 
     @property
     def devices(self) -> Sequence[Capacity]:
-        """Those of each name together, the CPU last."""
+        """The capacities, summed for each device name, the CPU last."""
         found = []
         for name in sorted({one.gpu for one in self.capacities} - {""}):
             alike = [one for one in self.capacities if one.gpu == name]
@@ -36,12 +36,12 @@ class Machine:
 
 
 def why_waits(gpu: str, gpus: int, machines: Iterable[Machine]) -> tuple[str, bool]:
-    """Why a job for these devices waits, '' if it can start; and whether a machine has any."""
+    """Returns (why a job for these devices waits, or ''; whether any machine has such devices)."""
     up = [one for one in machines if not one.why]
     known = [capacity for one in up for capacity in one.capacities]
     if not gpus and up:
         idle = any(not one.gpu for one in known)
-        return "" if idle else "waits for a CPU that nothing is measured on", True
+        return "" if idle else "waits for a CPU on which no job is measured", True
     named = [one for one in known if one.gpu and gpu_matches(gpu, one.gpu)]
     if gpus and any(one.gpus >= gpus for one in named):
         return "", True
@@ -52,19 +52,19 @@ def why_waits(gpu: str, gpus: int, machines: Iterable[Machine]) -> tuple[str, bo
         return f"waits for {wanted} of {named[0].gpu}: {free} free" + f" ({why})" * bool(why), True
     called = f" named {gpu!r}" if gpu else ""
     there = ", ".join(dict.fromkeys(one.gpu or "the CPU" for one in known)) or "none"
-    return f"no machine known now has {wanted}{called} (known: {there}); the job waits", False
+    return f"no known machine has {wanted}{called} (known: {there}); the job waits", False
 
 
 def running(session: Session) -> Sequence[RowMapping]:
-    """The jobs that run, of all servers of the database, and where."""
+    """The running jobs of all servers of the database, with executor and device."""
     columns = (Attempt.executor, Attempt.device, Attempt.started)
-    query = select(Job.id, Job.what, *columns).join(Job, Attempt.job == Job.id)
-    query = query.where(Attempt.state == "running").order_by(Job.id)
+    query = select(JobRow.id, JobRow.what, *columns).join(JobRow, Attempt.job == JobRow.id)
+    query = query.where(Attempt.state == "running").order_by(JobRow.id)
     return session.execute(query).mappings().all()
 
 
 def troubles(machines: Sequence[Machine]) -> list[str]:
-    """Why no executor can start anything; empty if one can."""
+    """Why no executor can start a job; empty if one can."""
     if not machines:
         return ["This server has no executor, so it starts no jobs. See --executor."]
     if all(one.why for one in machines):

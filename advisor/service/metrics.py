@@ -1,4 +1,4 @@
-"""What every answer gets: headers, and a place in the numbers that Prometheus may read."""
+"""Metrics for Prometheus, and the headers of every answer."""
 
 from __future__ import annotations
 
@@ -24,45 +24,39 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 1
 
 
 class Metrics:
-    """Of one server."""
-
     def __init__(self) -> None:
-        self._all = every = CollectorRegistry()
-        labels, answer = ("method", "route", "status"), ("method", "route")
+        self._registry = every = CollectorRegistry()
+        labels, text = ("method", "route", "status"), "Time until an answer begins."
         self._requests = Counter("advisor_requests", "Requests.", labels, registry=every)
         self._seconds = Histogram(
-            "advisor_request_seconds",
-            "Until an answer begins.",
-            answer,
-            buckets=_SECONDS,
-            registry=every,
+            "advisor_request_seconds", text, labels[:2], buckets=_SECONDS, registry=every
         )
-        self._records = Gauge("advisor_records", "Records, every version.", registry=every)
-        self._jobs = Gauge("advisor_jobs", "Jobs.", ("state",), registry=every)
-        self._attempts = Gauge("advisor_attempts", "Attempts.", ("state",), registry=every)
-        name, text = "advisor_oldest_waiting_job_seconds", "The longest wait of a job; 0 for none."
+        self._records = Gauge("advisor_records", "Versions of records.", registry=every)
+        self._jobs = Gauge("advisor_jobs", "Jobs.", ["state"], registry=every)
+        self._attempts = Gauge("advisor_attempts", "Attempts.", ["state"], registry=every)
+        name, text = "advisor_oldest_waiting_job_seconds", "Age of the oldest waiting job, or 0."
         self._oldest = Gauge(name, text, registry=every)
 
-    def saw(self, scope: Scope, status: int, seconds: float) -> None:
-        # The path as it was declared: there are endless ones that clients ask for.
+    def observe(self, scope: Scope, status: int, seconds: float) -> None:
+        # The declared path: clients may request any number of others.
         route = getattr(scope.get("route"), "path", "none")
         method = scope["method"] if route != "none" else "none"
         self._requests.labels(method, route, status).inc()
         self._seconds.labels(method, route).observe(seconds)
 
     def text(self, records: int, counts: Counts) -> bytes:
-        """In Prometheus' format; what is in the database is given."""
+        """The metrics in Prometheus' format; the caller reads the arguments from the database."""
         self._records.set(records)
         for gauge, found in ((self._jobs, counts.jobs), (self._attempts, counts.attempts)):
             for state, number in found.items():
                 gauge.labels(state).set(number)
         self._oldest.set(counts.oldest_s)
-        return generate_latest(self._all)
+        return generate_latest(self._registry)
 
 
-class Answers:
-    """Counts and times every request, and adds HEADERS to its answer. An answer without an ETag is
-    not cached."""
+class AnswerMiddleware:
+    """Counts and times every request, and adds HEADERS to its answer. Clients may not cache an
+    answer without an ETag."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -76,7 +70,7 @@ class Answers:
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)
                 headers.setdefault("Cache-Control", "no-cache" if "etag" in headers else "no-store")
-                self._metrics.saw(scope, message["status"], time.perf_counter() - began)
+                self._metrics.observe(scope, message["status"], time.perf_counter() - began)
             await send(message)
 
         await self._app(scope, receive, answer)

@@ -6,8 +6,7 @@ import functools
 import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 from urllib.parse import parse_qsl, urlencode
 
 import jinja2
@@ -15,57 +14,68 @@ from fastapi import APIRouter, Depends, HTTPException, Query, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from advisor.cache.reader import RecordFilter, once
 from advisor.command_snippets import line_anywhere
 from advisor.errors import StoreError, UsageError
-from advisor.report.data import Section
 from advisor.report.html import pages as rendering
 from advisor.report.sections import report
-from advisor.report.text import age, cut, duration
-from advisor.service import catalog, jobs, lookups, machines, tokens
-from advisor.service.access import COOKIE, Here, Service
+from advisor.report.text import ago, cut, duration
+from advisor.service import catalog, jobs, lookups, records, tokens
+from advisor.service.access import COOKIE, Service, ServiceDep
 from advisor.service.catalog import View
 from advisor.service.database import DAY_S
 from advisor.service.limits import MAX_UNTRUSTED
-from advisor.service.records import Question, StoredAnswer, Trust, trust_of
+from advisor.service.records import Trust, trust_of
 from advisor.service.roles import MAY, Role
-from advisor.service.routes.parsing import Number, RecordId
+from advisor.service.routes.parsing import Number, RecordId, found
 from advisor.service.tokens import Caller
 
 STATIC = StaticFiles(packages=[("advisor.service", "static")])
-_PACKAGE = "advisor.service"
-_MOST_FIELDS = 20
+_MAX_FIELDS = 20
 _PATH = re.compile(r"/(?!/)[A-Za-z0-9._~@/?&=%+,:-]{0,500}")
 
-site = APIRouter(
-    include_in_schema=False, default_response_class=HTMLResponse, max_body_size=MAX_UNTRUSTED
-)
+PAGES: dict[str, Any] = {
+    "include_in_schema": False,
+    "default_response_class": HTMLResponse,
+    "max_body_size": MAX_UNTRUSTED,
+}
+site = APIRouter(**PAGES)
 
 
-def visitor(request: Request) -> Caller | None:
-    """Who is logged in, in the browser that asks."""
-    here: Service = request.app.state.service
-    with here.database.reading() as session:
-        return tokens.logged_in(session, request.cookies.get(COOKIE, ""), here.address(request))
+class PageRequest(NamedTuple):
+    """A request from a browser with a logged-in user."""
+
+    request: Request
+    service: Service
+    caller: Caller
+
+    def render(self, name: str, **what: Any) -> HTMLResponse:
+        return render(self.request, name, self.caller, **what)
 
 
-def visits(role: Role) -> Callable[..., Caller]:
-    """A dependency: who is logged in, with a token of this role or a higher one."""
+def _logged_in(request: Request) -> Caller | None:
+    service: Service = request.app.state.service
+    with service.database.reading() as session:
+        cookie = request.cookies.get(COOKIE, "")
+        return tokens.logged_in(session, cookie, service.address(request))
 
-    def caller(request: Request) -> Caller:
-        found = visitor(request)
-        if found is None and "hx-request" in request.headers:
-            raise HTTPException(401, "this session is over", {"HX-Refresh": "true"})
-        if found is None:
+
+def visits(role: Role) -> Callable[..., PageRequest]:
+    """A FastAPI dependency: the visit of a user whose token has this role or a higher one."""
+
+    def visit(request: Request, service: ServiceDep) -> PageRequest:
+        caller = _logged_in(request)
+        if caller is None and "hx-request" in request.headers:
+            raise HTTPException(401, "this session is over; log in again", {"HX-Refresh": "true"})
+        if caller is None:
             raise HTTPException(303, headers={"Location": _login(request)})
-        found.check(role)
-        return found
+        caller.check(role)
+        return PageRequest(request, service, caller)
 
-    return caller
+    return visit
 
 
 def _login(request: Request) -> str:
-    """Where one logs in, and goes on to the page that was asked for."""
+    """The address of the login page, which then leads to the requested page."""
     if request.method != "GET" or request.url.path == "/":
         return "/login"
     asked = request.url.path + (f"?{request.url.query}" if request.url.query else "")
@@ -73,64 +83,66 @@ def _login(request: Request) -> str:
 
 
 def _local_path(path: str) -> str:
-    """A path of this server; '/' for one that may lead elsewhere."""
+    """The path itself; '/' if it may lead to another server."""
     return path if _PATH.fullmatch(path) else "/"
 
 
 async def _form(request: Request) -> dict[str, str]:
-    """The fields of a form; raises HTTPException if another site sent it, or it is no form."""
+    """The fields of a form. Raises HTTPException if another site sent it, or it cannot be read."""
     if not _is_own(request):
         raise HTTPException(403, "another site sent this form")
     try:
         text = (await request.body()).decode("ascii")
-        return dict(parse_qsl(text, strict_parsing=bool(text), max_num_fields=_MOST_FIELDS))
+        return dict(parse_qsl(text, strict_parsing=bool(text), max_num_fields=_MAX_FIELDS))
     except ValueError as exc:
-        raise HTTPException(422, "no form") from exc
+        raise HTTPException(422, "expected the fields of a form") from exc
 
 
 def _is_own(request: Request) -> bool:
-    """Whether a page of this server sent a form. Browsers say it in one of two headers, over plain
-    HTTP only in the second. What sends neither is no browser, so it has no cookie of a victim."""
+    """Whether a page of this server sent a form. Browsers name the sender in Sec-Fetch-Site, over
+    plain HTTP only in Origin. A client without both is no browser with a victim's cookie."""
     site = request.headers.get("sec-fetch-site", "")
     if not site and (origin := request.headers.get("origin", "")):
         return origin.partition("://")[2] == request.headers.get("host", "")
     return site in ("same-origin", "none", "")
 
 
-Reader = Annotated[Caller, Depends(visits("read"))]
-Submitter = Annotated[Caller, Depends(visits("submit"))]
-Admin = Annotated[Caller, Depends(visits("admin"))]
+ReadVisit = Annotated[PageRequest, Depends(visits("read"))]
+SubmitVisit = Annotated[PageRequest, Depends(visits("submit"))]
+AdminVisit = Annotated[PageRequest, Depends(visits("admin"))]
 Form = Annotated[dict[str, str], Depends(_form)]
 
 
 def render(
     request: Request, name: str, caller: Caller | None = None, status: int = 200, **what: Any
 ) -> HTMLResponse:
-    """A page; `caller` decides what its menu has."""
+    """Render a page; its menu has the entries that `caller` may use."""
     what |= {"caller": caller, "path": request.url.path, "url": _url(request), "now": time.time()}
     return HTMLResponse(_templates().get_template(name).render(status=status, **what), status)
 
 
 def _url(request: Request) -> str:
-    """This server, as users name it."""
+    """This server's address, as the browser has it."""
     proto = "https" if request.app.state.service.encrypted(request) else "http"
     return f"{proto}://{request.headers.get('host', '')}"
 
 
 @functools.cache
 def _templates() -> jinja2.Environment:
-    found = rendering(_PACKAGE)
-    found.globals |= {"day": day, "ago": ago, "cut": cut}
-    found.filters["span"] = span
-    return found
+    templates = rendering("advisor.service")
+    templates.globals |= {"day": day, "ago": ago, "cut": cut}
+    templates.filters["span"] = span
+    return templates
 
 
 def error_page(request: Request, status: int, detail: str) -> HTMLResponse:
-    """The page of an error, with the menu of whoever is logged in."""
+    """The page of an error, with the logged-in user's menu."""
     try:
-        caller = visitor(request)
+        caller = _logged_in(request)
     except StoreError:
         caller = None
+    if detail == "Not Found":
+        detail = f"there is no page {request.url.path}"
     return render(request, "error.html", caller, status, detail=detail)
 
 
@@ -141,16 +153,8 @@ def day(seconds: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.gmtime(min(max(seconds, 0.0), 1e11)))
 
 
-def ago(seconds: float | None) -> str:
-    """'5 h ago'; 'never' for no time."""
-    if seconds is None:
-        return "never"
-    text = age(seconds)
-    return "just now" if text == "now" else f"{text} ago"
-
-
 def span(seconds: float) -> str:
-    """'3m 20s', '2h 05m': a duration to the second."""
+    """A duration, such as '3m 20s' or '2h 05m'."""
     if seconds < 3600:
         return duration(round(seconds))
     return f"{int(seconds // 3600)}h {int(seconds % 3600 // 60):02d}m"
@@ -169,45 +173,35 @@ def login(request: Request, to: str = "/") -> HTMLResponse:
 
 
 @site.post("/login")
-def log_in(request: Request, here: Here, form: Form) -> Response:
+def log_in(request: Request, service: ServiceDep, form: Form) -> Response:
     to = _local_path(form.get("to", "/"))
     try:
-        caller = here.admit(request, form.get("token", "").strip())
+        caller = service.admit(request, form.get("token", "").strip())
     except HTTPException as exc:
         return render(request, "login.html", None, exc.status_code, wrong=exc.detail, to=to)
-    with here.database.writing() as session:
+    with service.database.writing() as session:
         cookie = tokens.log_in(session, caller)
-    answer = RedirectResponse(to, 303)
-    answer.set_cookie(
-        COOKIE,
-        cookie,
-        max_age=int(tokens.SESSION_S),
-        httponly=True,
-        samesite="strict",
-        secure=here.encrypted(request),
-    )
+    answer, secure = RedirectResponse(to, 303), service.encrypted(request)
+    kept: dict[str, Any] = {"httponly": True, "samesite": "strict", "secure": secure}
+    answer.set_cookie(COOKIE, cookie, max_age=int(tokens.SESSION_S), **kept)
     return answer
 
 
 @site.post("/logout")
-def log_out(request: Request, here: Here, _caller: Reader, _form: Form) -> Response:
-    with here.database.writing() as session:
-        tokens.log_out(session, request.cookies.get(COOKIE, ""))
+def log_out(visit: ReadVisit, _form: Form) -> Response:
+    with visit.service.database.writing() as session:
+        tokens.log_out(session, visit.request.cookies.get(COOKIE, ""))
     answer = RedirectResponse("/login", 303)
     answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
     return answer
 
 
 @site.get("/")
-def listed(
-    request: Request, here: Here, caller: Reader, view: Annotated[View, Query()]
-) -> HTMLResponse:
-    with here.database.reading() as session:
+def list_records(visit: ReadVisit, view: Annotated[View, Query()]) -> HTMLResponse:
+    with visit.service.database.reading() as session:
         lines, number = catalog.listed(session, view)
-        return render(
-            request,
+        return visit.render(
             "records.html",
-            caller,
             view=view,
             lines=lines,
             number=number,
@@ -220,90 +214,58 @@ def listed(
         )
 
 
-@site.get("/records/{record}")
-def record(request: Request, here: Here, caller: Reader, record: RecordId) -> HTMLResponse:
-    id, _, batch = record.partition("@")
-    with here.database.reading() as session:
-        kept = StoredAnswer(session, Question(id=id, batch=int(batch)))
-        job = jobs.last_for(session, record)
-    held = here.reader.look_into(kept, RecordFilter(id=id, batch=int(batch))).held
-    if not held:
-        raise HTTPException(404, f"there is no record {record} that can be read")
-    found = next(iter(once(held).values())).record
-    shows = report(found, _url(request), line_anywhere(found))
-    *sections, start = shows.sections
-    return render(
-        request,
+@site.get("/records/{id}")
+def record(visit: ReadVisit, id: RecordId) -> HTMLResponse:
+    with visit.service.database.reading() as session:
+        counts = records.counting(session, visit.service.reader, id)
+        job = jobs.last_for(session, id)
+    one = found(counts, f"record {id} that can be read")
+    shows = report(one, _url(visit.request), line_anywhere(one))
+    return visit.render(
         "record.html",
-        caller,
-        report=replace(shows, sections=tuple(filter(_says_something, sections))),
-        start=start,
-        record=found,
-        advised=found.winner(found.use),
-        trust=trust_of(found),
+        report=shows,
+        record=one,
+        advised=one.winner(one.use),
+        trust=trust_of(one),
         job=job,
     )
 
 
-def _says_something(section: Section) -> bool:
-    """Whether a section has more than a reason why it is empty."""
-    return section.name in ("chosen", "numerics") or bool(section.chart or section.table)
-
-
-@site.post("/records/{record}/measure")
-def measure_again(here: Here, caller: Submitter, _form: Form, record: RecordId) -> Response:
-    """Queue the job that found a record once more, and go to its page."""
-    with here.database.writing() as session:
-        job = jobs.measure_again(session, record, caller)[0].id
+@site.post("/records/{id}/measure")
+def measure_again(visit: SubmitVisit, _form: Form, id: RecordId) -> Response:
+    """Queue again the job that made a record, and redirect to the job's page."""
+    with visit.service.database.writing() as session:
+        job = jobs.measure_again(session, id, visit.caller)[0].id
     return RedirectResponse(f"/jobs/{job}", 303)
 
 
 @site.get("/tokens")
-def tokens_page(request: Request, here: Here, caller: Admin) -> HTMLResponse:
-    return _tokens(request, here, caller)
+def list_tokens(visit: AdminVisit) -> HTMLResponse:
+    return _tokens(visit)
 
 
-def _tokens(
-    request: Request, here: Service, caller: Caller, made: str = "", wrong: str = ""
-) -> HTMLResponse:
-    with here.database.reading() as session:
-        found = tokens.listed(session)
-    page: dict[str, Any] = {"tokens": found, "roles": MAY, "made": made, "wrong": wrong}
-    return render(request, "tokens.html", caller, **page)
+def _tokens(visit: PageRequest, made: str = "", wrong: str = "") -> HTMLResponse:
+    with visit.service.database.reading() as session:
+        every = tokens.listed(session)
+    return visit.render("tokens.html", tokens=every, roles=MAY, made=made, wrong=wrong)
 
 
 @site.post("/tokens")
-def make(request: Request, here: Here, caller: Admin, form: Form) -> HTMLResponse:
+def make_token(visit: AdminVisit, form: Form) -> HTMLResponse:
     name, role, days = (form.get(field, "") for field in ("name", "role", "days"))
     try:
         if not re.fullmatch(r"[0-9]{0,5}", days):
-            raise UsageError("days: expected a number, or nothing for ever")
+            raise UsageError("days: expected a number, or nothing for a token that never expires")
         expires = time.time() + int(days) * DAY_S if days else None
-        with here.database.writing() as session:
-            made = tokens.make(session, name, role, expires, caller)[1]
+        with visit.service.database.writing() as session:
+            made = tokens.make(session, name, role, expires, visit.caller)[1]
     except UsageError as exc:
-        return _tokens(request, here, caller, wrong=str(exc))
-    return _tokens(request, here, caller, made)
+        return _tokens(visit, wrong=str(exc))
+    return _tokens(visit, made)
 
 
 @site.post("/tokens/{number}/revoke")
-def revoke(here: Here, caller: Admin, _form: Form, number: Number) -> Response:
-    with here.database.writing() as session:
-        jobs.revoke_token(session, number, caller)
+def revoke_token(visit: AdminVisit, _form: Form, number: Number) -> Response:
+    with visit.service.database.writing() as session:
+        jobs.revoke_token(session, number, visit.caller)
     return RedirectResponse("/tokens", 303)
-
-
-@site.get("/machines")
-def machines_page(request: Request, here: Here, caller: Reader) -> HTMLResponse:
-    seen = list(here.machines.values())
-    with here.database.reading() as session:
-        running = machines.running(session)
-    return render(
-        request,
-        "machines.html",
-        caller,
-        machines=seen,
-        troubles=here.troubles + machines.troubles(seen),
-        running=running,
-        elsewhere=sorted({one["executor"] for one in running} - {one.name for one in seen}),
-    )

@@ -1,8 +1,8 @@
-"""The reconciler starts waiting jobs where there is room, and follows what was started. The
-database is the truth.
+"""The reconciler starts waiting jobs on free devices, and follows their attempts. The database has
+the true state.
 
-Several servers do this on one database: a job is claimed by one of them, and every change looks at
-the state that it changes.
+Several servers may do this on one database: only one server claims a job, and every change first
+checks the current state.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from advisor.errors import StoreError
 from advisor.service import attempts, jobs
 from advisor.service.attempts import LEASE_S, Running
 from advisor.service.database import Database
-from advisor.service.executors import Capacity, Executor, ExecutorAway, Status, Unplaceable
+from advisor.service.executors import Capacity, Executor, ExecutorAway, Unplaceable
 from advisor.service.machines import Machine, why_waits
-from advisor.service.schema import Job
+from advisor.service.schema import JobRow
 
 EVERY_S = 2.0
 ASKS_S = 5.0
-"""Between two questions for an executor's capacity if no job waits."""
+"""Time between two requests for an executor's capacity if no job waits."""
 SILENT_S = 5 * LEASE_S
-"""An attempt without a heartbeat for so long is lost although its executor sees it run."""
-_UNKNOWN = Status(state="unknown", reason="its executor knows nothing of it")
+"""An attempt without a heartbeat for this long is lost even if its executor sees it run."""
 _log = logging.getLogger("advisor")
 
 
 class Reconciler:
-    """Of one server.
+    """Runs the jobs of one server.
 
     Attributes:
         machines: the executors by name, as they last answered.
@@ -55,13 +55,13 @@ class Reconciler:
         self._last = self._since = now()
 
     def close(self) -> None:
-        """End what runs on this machine: its workers save what they have, and report that they were
-        preempted."""
+        """Close the executors. Workers on this machine save their search, report 'preempted', and
+        end."""
         for executor in self._executors:
             executor.close()
 
     def turn(self) -> None:
-        """Look at everything once.
+        """Visit every executor once, and update attempts and jobs.
 
         Raises:
             StoreError: the database does not answer.
@@ -81,77 +81,74 @@ class Reconciler:
 
     @property
     def _hears(self) -> bool:
-        """Whether workers had time to report: they cannot while no server or no database is
-        there."""
+        """Whether workers had time to report since the server or its database was last down."""
         return self._now() - self._since > LEASE_S
 
+    def _running(self) -> list[Running]:
+        with self._database.reading() as session:
+            return attempts.running(session)
+
+    def _end(self, one: Running, state: Literal["lost", "preempted"], reason: str) -> None:
+        with self._database.writing() as session:
+            attempts.end(session, one.attempt, state, reason)
+
     def _visit(self, executor: Executor) -> None:
-        """Follow an executor's attempts, and start what it has room for."""
+        """Follow an executor's attempts, and start waiting jobs that fit."""
         try:
             self._follow(executor)
-            self._fill(executor)
+            while self._fill(executor):
+                pass
         except ExecutorAway as exc:
             if self.machines[executor.name].why != str(exc):
                 _log.warning("executor %s: %s", executor.name, exc)
             self.machines[executor.name] = Machine(name=executor.name, why=str(exc))
 
     def _follow(self, executor: Executor) -> None:
-        with self._database.reading() as session:
-            running = attempts.running(session, executor.name)
+        running = [one for one in self._running() if one.executor == executor.name]
         found = executor.status([one.external for one in running]) if running else {}
         for one in running:
-            status = found.get(one.external, _UNKNOWN)
+            status = found[one.external]
             if status.state == "running":
                 late = self._hears and one.silent_s > SILENT_S
                 if late:
-                    self._lose(one, f"not heard of for {one.silent_s:.0f} s")
-                if late or one.unwanted:
+                    self._end(one, "lost", f"no heartbeat for {one.silent_s:.0f} s")
+                if late or one.cancelled:
                     executor.stop(one.external)
             elif status.state != "unknown" or one.silent_s > LEASE_S:
-                if status.state == "preempted":
-                    with self._database.writing() as session:
-                        attempts.end(session, one.attempt, "preempted", status.reason)
-                else:
-                    self._lose(one, status.reason or "it ended without a word")
+                state: Literal["lost", "preempted"] = (
+                    "preempted" if status.state == "preempted" else "lost"
+                )
+                self._end(one, state, status.reason or "the attempt ended without a report")
                 executor.stop(one.external)
-            # Else another server may be about to start it.
-
-    def _lose(self, one: Running, reason: str) -> None:
-        with self._database.writing() as session:
-            attempts.end(session, one.attempt, "lost", reason)
+            # Else another server may be about to start this attempt.
 
     def _lose_silent(self) -> None:
-        """Give up attempts on executors that this server does not see, as another one's machine."""
-        if not self._hears:
-            return
+        """End silent attempts whose executor is away or belongs to another server."""
         seen = {one.name for one in self.machines.values() if not one.why}
-        with self._database.reading() as session:
-            running = attempts.running(session)
-        for one in running:
+        for one in self._running() if self._hears else ():
             if one.silent_s > LEASE_S and one.executor not in seen:
-                self._lose(one, f"not heard of for {one.silent_s:.0f} s, nor of its executor")
+                why = f"no heartbeat for {one.silent_s:.0f} s, and no answer from its executor"
+                self._end(one, "lost", why)
 
-    def _fill(self, executor: Executor) -> None:
-        """Start what waits, as long as there is room."""
-        while True:
-            with self._database.reading() as session:
-                waits = bool(jobs.waiting(session, most=1))
-            if not waits and self._now() - self._asked[executor.name] < ASKS_S:
-                return
-            found = executor.capacity()
-            self._asked[executor.name] = self._now()
-            self.machines[executor.name] = Machine(name=executor.name, capacities=found)
-            # Of each kind the largest machine is kept free for a job that needs much of it.
-            kept = {one.gpu: one for one in sorted(found, key=lambda one: (one.total, one.gpus))}
-            rooms = [one if kept[one.gpu] is one else replace(one, total=0) for one in found]
-            if not waits or not any(self._started(executor, one) for one in rooms):
-                return
+    def _fill(self, executor: Executor) -> bool:
+        """Start a waiting job. Returns False if no job waits or none fits."""
+        with self._database.reading() as session:
+            waits = bool(jobs.waiting(session, most=1))
+        if not waits and self._now() - self._asked[executor.name] < ASKS_S:
+            return False
+        found = executor.capacity()
+        self._asked[executor.name] = self._now()
+        self.machines[executor.name] = Machine(name=executor.name, capacities=found)
+        # The largest machine of each kind may be kept free for a job that needs many GPUs.
+        kept = {one.gpu: one for one in sorted(found, key=lambda one: (one.total, one.gpus))}
+        capacities = [one if kept[one.gpu] is one else replace(one, total=0) for one in found]
+        return waits and any(self._started(executor, one) for one in capacities)
 
     def _started(self, executor: Executor, capacity: Capacity) -> bool:
-        """Whether something was started.
+        """Start the first job that fits. Returns whether there was one.
 
         Raises:
-            ExecutorAway: it does not answer. As with any other exception, nothing stays claimed.
+            ExecutorAway: the executor does not answer. After any exception, the claim is undone.
         """
         if capacity.gpu and not capacity.gpus:
             return False
@@ -162,8 +159,10 @@ class Reconciler:
         try:
             executor.start(start)
         except Exception as exc:
-            reason = str(exc)
-            if not isinstance(exc, Unplaceable | ExecutorAway):
+            reason = f"executor {executor.name}: {exc}"
+            if isinstance(exc, Unplaceable):
+                reason = str(exc)
+            elif not isinstance(exc, ExecutorAway):
                 what = f"executor {executor.name} failed ({type(exc).__name__})"
                 reason = f"{what}; see the server's log"
             with self._database.writing() as session:
@@ -174,12 +173,11 @@ class Reconciler:
         return True
 
     def _explain(self) -> None:
-        """Note why jobs wait."""
         with self._database.reading() as session:
             waiting = jobs.waiting(session)
         for job in waiting:
             reason, known = why_waits(job.gpu, job.gpus, self.machines.values())
-            # Another server may know an executor that has what this one's have not.
+            # Another server may have an executor with such devices.
             if reason and reason != job.reason and (known or not job.reason):
                 with self._database.writing() as session:
-                    jobs.explain_wait(session, [Job.id == job.id], reason)
+                    jobs.explain_wait(session, [JobRow.id == job.id], reason)

@@ -1,68 +1,58 @@
-"""Records in the database: stored, looked up, removed. The cache decides what a valid record is."""
+"""Store and look up records in the database. `advisor.cache` decides which records are valid."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
 from sqlalchemy import ColumnElement, Row, Subquery, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from advisor.cache.codec import to_plain
+from advisor.cache.codec import decode, to_plain
 from advisor.cache.domain import LONGEST, is_line
 from advisor.cache.exchange import sound
 from advisor.cache.key import are_whole, as_fields, completed, fields, terms_of
-from advisor.cache.match import Kind, Standing, kind_of, relation, standing
-from advisor.cache.name import command_digest
-from advisor.cache.reader import Reader
+from advisor.cache.match import MatchKind, Standing, kind_of, relation, standing
+from advisor.cache.name import Name, command_digest, ranked
 from advisor.cache.record import Record
-from advisor.cache.stores.store import MAX_BYTES, Store
-from advisor.errors import RecordDamaged, StoreError
-from advisor.resolve.answer import unverified
+from advisor.cache.records import Records
+from advisor.errors import RecordDamaged, UsageError
+from advisor.resolve.answer import is_clear, unverified
 from advisor.resolve.doubt import doubtful
-from advisor.service import quotas
-from advisor.service.schema import Item
+from advisor.service import blobs
+from advisor.service.schema import Attempt, Item
 from advisor.service.tokens import Caller, note
 
 Trust = Literal["verified", "unverified", "doubtful", "stale"]
-"""Compared with fp32, or changes no numbers; not compared; measured on a host too busy to tell;
-found to hold no longer."""
-MOST_RECORDS, MOST_NEAREST = 32, 8
-"""Records in one answer, with all their versions: of those that fit, and of others."""
-MOST_BYTES = 2**22
-"""Of the records in one answer; of others only the keys are sent."""
-MOST_FETCHED = 2**24
-"""Bytes of records that were asked for by their keys, in one answer."""
-MOST_LISTED = 10_000
-"""Keys on one page."""
-_MOST_ALIKE, _MOST_FOUND = 1000, 4 * MOST_RECORDS
-"""Terms that match alike, and their records, of which some are sent."""
-_MOST_KNOWN = 4000
-"""Records whose fields are in memory, at some 5 KB each."""
+"""In this order: compared with fp32, or changes no numbers; not compared; measured on a busy host;
+refuted by `advisor verify`."""
+MAX_RECORDS, MAX_NEAREST = 32, 8
+"""Most matching records, and most near records, in one answer, each with all its versions."""
+MAX_BYTES = 2**22
+"""Most bytes of records in a lookup's answer. Of further records, only the keys are sent."""
+MAX_FETCHED = 2**24
+"""Bytes in the answer to a request for records by their keys, at most."""
+_MAX_TERMS, _MAX_FOUND = 1000, 4 * MAX_RECORDS
+"""Terms that match equally well, and records with these terms, that a lookup reads at most."""
+_MAX_KNOWN = 4000
+"""Records whose parsed fields stay in memory, about 5 KB each."""
 
 Part = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$|^$")]
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
 Batch = Annotated[int | None, Field(ge=0, lt=10**10)]
-
-
-class Search(NamedTuple):
-    """Records to look among, and the fields of a key to compare them with. `answers`: those that
-    fit are answers, and not of other code than the one that is meant."""
-
-    where: Sequence[ColumnElement[bool]]
-    wanted: Mapping[str, Any]
-    answers: bool = True
+Where = list[ColumnElement[bool]]
 
 
 class Question(BaseModel):
-    """What is looked for, as `cache.reader.RecordFilter.questions` says it. `family` is None unless
-    similar models are asked for too, '' for a model without one."""
+    """A lookup, as `cache.reader.RecordFilter.question` writes it. `family`: None to find no
+    similar models, '' for a model without a family."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -77,7 +67,7 @@ class Question(BaseModel):
     origin: Part = ""
     family: str | None = Field(default=None, pattern=r"^[0-9a-f]{0,128}$")
     near: Batch = None
-    wanted: str = Field(default="{}", max_length=2**15, description="A key's fields, as JSON")
+    wanted: Json[dict[str, Any]] = Field(default_factory=dict, description="A key's fields")
 
     @model_validator(mode="after")
     def _check(self) -> Question:
@@ -85,41 +75,36 @@ class Question(BaseModel):
         if not all(isinstance(text, str) and is_line(text) for text in (self.file, device)):
             raise ValueError("file, device.name: expected a line of printable text")
         if self.family is not None and not are_whole(self.fields):
-            raise ValueError("wanted: expected all fields of a key, to find similar models")
+            raise ValueError("wanted: to find similar models, give all fields of a key")
         if self.family is None and self.fields and not self._narrowed:
-            raise ValueError("expected what narrows: a model, target, file, command or id")
+            raise ValueError("wanted: also give a model, target, file, command or id")
         return self
 
     @functools.cached_property
     def fields(self) -> Mapping[str, Any]:
         """The wanted fields of a key."""
-        try:
-            stated = json.loads(self.wanted)
-        except RecursionError:
-            stated = None
-        if not isinstance(stated, dict):
-            raise ValueError("wanted: expected a map in JSON")
-        found = as_fields(stated)
+        found = as_fields(self.wanted)
         return found if self.family is None else completed(found)
 
     @property
-    def searches(self) -> list[Search]:
-        """Where to look, one after another: a later one only if those before found nothing, but for
-        similar models always."""
+    def searches(self) -> Iterator[tuple[Where, bool]]:
+        """Yields (conditions, whether a record that matches under them is an answer), the best
+        first. If a code is wanted, records of other code are no answers."""
         if self.family is not None:
-            own = Search([Item.model == str(self.fields["model"])[:12]], self.fields)
-            others = Search([Item.family == self.family], {**self.fields, "model": ""})
-            return [own, others] if self.family else [own]
-        every, answers = self._narrowed, not self.code or not self.fields
-        found = [Search(every, self.fields, answers)]
-        if self.target and self.origin:
-            found.insert(0, Search([Item.origin == self.origin, *every], self.fields, answers))
+            model = str(self.fields["model"])[:12]
+            yield [Item.model == model], True
+            if self.family:
+                yield [Item.family == self.family, Item.model != model], True
+            return
+        every, any_code = self._narrowed, not self.code or not self.fields
         if self.target and self.code:
-            found.insert(0, Search([Item.code == self.code, *every], self.fields))
-        return found
+            yield [Item.code == self.code, *every], True
+        if self.target and self.origin:
+            yield [Item.origin == self.origin, *every], any_code
+        yield every, any_code
 
     @property
-    def _narrowed(self) -> list[ColumnElement[bool]]:
+    def _narrowed(self) -> Where:
         found = [Item.model == self.model[:12]] if self.model else []
         for name in ("target", "file", "command"):
             if value := getattr(self, name):
@@ -130,164 +115,163 @@ class Question(BaseModel):
             found += [Item.id >= self.id, Item.id < f"{self.id}g"]
         return found if self.batch is None else [*found, Item.batch == self.batch]
 
-    def standing(self, wanted: Mapping[str, Any], have: Mapping[str, Any]) -> Standing | None:
-        """How a record with these fields matches; None if it is not to be sent."""
+    def standing(self, have: Mapping[str, Any]) -> Standing | None:
+        """How well a record with these fields matches; None if the answer leaves the record out."""
         if self.family is None:
-            return standing(wanted, have)
-        similar = relation(wanted, have)
+            return standing(self.fields, have)[0]
+        similar = relation(self.fields, have)
         return similar and similar[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The keys of what was found, the nearest record's first, and how many bytes each has.
-
-    `record_key` is the nearest's, '' for none; `kind` how the best of its versions matches.
-    """
+class Found(NamedTuple):
+    """A lookup's result. `sizes`: bytes by key, the nearest record first; `record_key`: the nearest
+    record's, or ''; `kind`: how its best version matches."""
 
     sizes: Mapping[str, int]
     record_key: str = ""
-    kind: Kind = "miss"
+    kind: MatchKind = "miss"
 
 
 def find(session: Session, question: Question) -> Found:
-    """What fits of what is looked for, else the nearest: all versions."""
+    """Find the records that match, or else the nearest ones, with all their versions."""
     nearest = _nearest(session, question)
     if not nearest:
-        return Found(sizes={})
-    own = Item.record_key.in_(nearest)
-    rows = session.execute(select(Item.record_key, Item.key, Item.size).where(own))
+        return Found({})
+    rows = session.execute(
+        select(Item.record_key, Item.key, Item.size).where(Item.record_key.in_(nearest))
+    )
     order = {record: number for number, record in enumerate(nearest)}
     found = sorted((order[record], key, size) for record, key, size in rows)
-    record, kind = next(iter(nearest.items()))
-    return Found(sizes={key: size for _number, key, size in found}, record_key=record, kind=kind)
+    return Found({key: size for _number, key, size in found}, *next(iter(nearest.items())))
 
 
-def _nearest(session: Session, question: Question) -> dict[str, Kind]:
-    """The keys of the records to send, and how each matches: what fits, else the nearest."""
-    found: dict[str, Kind] = {}
+def _nearest(session: Session, question: Question) -> dict[str, MatchKind]:
+    """The keys of the records that match, or else of the nearest, and how well each matches."""
+    found: dict[str, MatchKind] = {}
     fitted = False
-    for search, one, terms in _groups(session, question):
-        may = question.family is not None or kind_of(one) != "miss"
-        fits = may and search.answers
-        most = MOST_RECORDS if fits else MOST_NEAREST
-        if len(found) >= most or (fitted and not fits):
+    for where, answers in question.searches:
+        groups = _groups(session, question, where)
+        for one in sorted(groups):
+            matches = question.family is not None or kind_of(one) != "miss"
+            fits = matches and answers
+            most = MAX_RECORDS if fits else MAX_NEAREST
+            if len(found) >= most or (fitted and not fits):
+                return found
+            fitted = fits
+            records = _records(session, where, groups[one], question.near if matches else None)
+            found |= dict.fromkeys(records[: most - len(found)], kind_of(one) if fits else "miss")
+        if groups and question.family is None:
             break
-        fitted = fits
-        records = _records(session, search, terms, question.near if may else None)
-        new = [record for record in records if record not in found][: most - len(found)]
-        found |= dict.fromkeys(new, kind_of(one) if fits else "miss")
     return found
 
 
-def _groups(
-    session: Session, question: Question
-) -> Iterator[tuple[Search, Standing, list[str] | None]]:
-    """Terms of records that match alike, the best first; None for any terms."""
-    for search in question.searches:
-        if not search.wanted:
-            yield search, (0, 0), None
-            continue
-        groups: dict[Standing, list[str]] = {}
-        for terms, known in _terms(session, search):
-            if (one := question.standing(search.wanted, _fields(known))) is not None:
-                groups.setdefault(one, []).append(terms)
-        yield from ((search, one, groups[one]) for one in sorted(groups))
-        if groups and question.family is None:
-            return
-
-
-def _terms(session: Session, search: Search) -> Sequence[Row[str, str]]:
-    """Each terms among some records, with the fields of one of them, as JSON."""
-    where = search.where
+def _groups(session: Session, question: Question, where: Where) -> dict[Standing, list[str]]:
+    """Terms of records, grouped by how well they match; an empty list stands for any terms."""
+    if not question.fields:
+        return {(0, 0): []}
     terms = select(Item.terms).where(*where).distinct().subquery()
     one = select(Item.fields).where(*where, Item.terms == terms.c.terms).limit(1)
-    return session.execute(select(terms.c.terms, one.correlate(terms).scalar_subquery())).all()
+    rows = select(terms.c.terms, one.correlate(terms).scalar_subquery())
+    groups: dict[Standing, list[str]] = {}
+    for text, known in session.execute(rows):
+        if (found := question.standing(_fields(known))) is not None:
+            groups.setdefault(found, []).append(text)
+    return groups
 
 
 def _records(
-    session: Session, search: Search, terms: Sequence[str] | None, near: int | None
+    session: Session, where: Where, terms: Sequence[str], near: int | None
 ) -> Sequence[str]:
-    """The keys of records with these terms: those of the batch that is near, then the newest."""
-    query = select(Item.record_key).where(*search.where).group_by(Item.record_key, Item.batch)
-    if terms is not None:
-        query = query.where(Item.terms.in_(terms[:_MOST_ALIKE]))
+    """The keys of records with these terms: first those with batch `near`, then the newest."""
+    query = select(Item.record_key).where(*where).group_by(Item.record_key, Item.batch)
+    if terms:
+        query = query.where(Item.terms.in_(terms[:_MAX_TERMS]))
     if near is not None:
         query = query.order_by((Item.batch == near).desc())
     newest = query.order_by(func.max(Item.created).desc(), Item.record_key)
-    return session.scalars(newest.limit(_MOST_FOUND)).all()
+    return session.scalars(newest.limit(_MAX_FOUND)).all()
 
 
-@functools.lru_cache(maxsize=_MOST_KNOWN)
+@functools.lru_cache(maxsize=_MAX_KNOWN)
 def _fields(known: str) -> Mapping[str, Any]:
     """A record's fields, from their JSON."""
     return completed(as_fields(json.loads(known)))
 
 
 def within(sizes: Mapping[str, int], most: int) -> list[str]:
-    """The first keys, of no more bytes together than `most`."""
-    keys = []
-    for key, size in sizes.items():
-        most -= size
-        if most < 0:
-            break
-        keys.append(key)
-    return keys
+    """The first keys, whose records have at most `most` bytes together."""
+    totals = itertools.accumulate(sizes.values())
+    return [key for key, total in zip(sizes, totals, strict=True) if total <= most]
 
 
 def data_of(session: Session, keys: Iterable[str]) -> dict[str, bytes]:
-    """The bytes under some keys, without what is not there."""
+    """The records by key. Keys that the database does not have are left out."""
     rows = session.execute(select(Item.key, Item.data).where(Item.key.in_(list(keys))))
     return {key: data for key, data in rows}
 
 
 def fetched(session: Session, keys: Sequence[str]) -> dict[str, bytes | None]:
-    """The bytes under the first of some keys, as many as may go into one answer; None for what is
-    not there."""
+    """The records by key, as many as fit into one answer. The value is None for a key that the
+    database does not have."""
     rows = session.execute(select(Item.key, Item.size).where(Item.key.in_(keys)))
-    sizes = {key: size for key, size in rows}
-    chosen = within({key: sizes.get(key, 0) for key in keys}, MOST_FETCHED)
+    chosen = within(dict.fromkeys(keys, 0) | {key: size for key, size in rows}, MAX_FETCHED)
     return {**dict.fromkeys(chosen), **data_of(session, chosen)}
 
 
-def listed(session: Session, after: str, most: int = MOST_LISTED) -> tuple[list[str], bool]:
-    """The keys behind one, sorted, and whether there are more."""
-    query = select(Item.key).where(Item.key > after).order_by(Item.key).limit(most + 1)
-    keys = list(session.scalars(query))
-    return keys[:most], len(keys) > most
+def counting(session: Session, reader: Records, id: str) -> Record | None:
+    """The version of the record with this id that `reader` uses; None if there is none."""
+    texts = session.scalars(select(Item.key).where(*_of_id(id)))
+    for name in ranked(filter(None, (Name.parse(text, reader.keyring) for text in texts))):
+        with contextlib.suppress(RecordDamaged):
+            return reader.read(name, data_of(session, [name.text])[name.text])
+    return None
 
 
 def put(
-    session: Session, reader: Reader, key: str, data: bytes, by: Caller
+    session: Session, reader: Records, key: str, data: bytes, by: Caller
 ) -> Literal["added", "known"]:
-    """Store a record. Nothing is overwritten: what is there already is known.
+    """Store a record, and overwrite nothing.
 
     Raises:
-        RecordDamaged: it is invalid, or not what its key says.
-        UsageError: it is beyond the token's quota.
+        RecordDamaged: the record is invalid, or its key is not `key`.
+        UsageError: the token's quota is used up, or the record is an attempt's and too uncertain to
+            replace an earlier record.
     """
     item = item_of(reader, key, data)
     item.token, item.stored = by.token, time.time()
-    there = data_of(session, [key])
-    if not there:
-        quotas.check(session, Item, by, item.size)
-        try:
-            with session.begin_nested():
-                session.add(item)
-                note(session, by, "put", key)
-        except IntegrityError:  # another server was first
-            there = data_of(session, [key])
-        else:
+    if key not in (there := data_of(session, [key])):
+        _check_replaces(session, item, by)
+        blobs.check_quota(session, Item, by, item.size)
+        with contextlib.suppress(IntegrityError), session.begin_nested():
+            session.add(item)
+            note(session, by, "put", key)
+            session.flush()
             return "added"
+        there = data_of(session, [key])  # another server was first
     if there.get(key) != data:
-        raise RecordDamaged(f"{key[:80]}: another is kept under this key; refused")
+        raise RecordDamaged(f"{key[:80]}: the server has another record under this key")
     return "known"
 
 
-def item_of(reader: Reader, key: str, data: bytes) -> Item:
+def _check_replaces(session: Session, item: Item, by: Caller) -> None:
+    """Raise UsageError if an attempt's uncertain record would replace a clear one."""
+    attempt = session.scalar(select(Attempt.id).where(Attempt.token == by.token))
+    if attempt is None or is_clear(decode(item.data)):
+        return
+    same = (Item.record_key == item.record_key, Item.terms == item.terms)
+    if any(is_clear(decode(data)) for data in session.scalars(select(Item.data).where(*same))):
+        raise UsageError(
+            "this tuning was cut short, raced nothing or was too noisy to tell: the earlier record "
+            "stays in use"
+        )
+
+
+def item_of(reader: Records, key: str, data: bytes) -> Item:
     """The row of a record; raises RecordDamaged as `put` does."""
     record, name, data = sound(reader, key, data)
-    known = to_plain(fields(record.key))
+    known, trust = to_plain(fields(record.key)), trust_of(record)
+    target, origin = name.target
+    libraries = dict.fromkeys(one.partition("==")[0] for one in record.key.libraries)
     return Item(
         key=key,
         data=data,
@@ -296,8 +280,8 @@ def item_of(reader: Reader, key: str, data: bytes) -> Item:
         model=record.key.model[:12],
         id=name.id,
         batch=name.batch,
-        target=name.target[0],
-        origin=name.target[1],
+        target=target,
+        origin=origin,
         called=record.target.name,
         file=record.target.name.partition(":")[0],
         code=record.target.code,
@@ -306,15 +290,15 @@ def item_of(reader: Reader, key: str, data: bytes) -> Item:
         device=record.key.environment.device.name,
         fields=json.dumps(known),
         terms=terms_of(known),
-        speedup=record.winner(record.use).speedup,
-        trust=trust_of(record),
-        framework=framework_of(record),
+        speedup=0.0 if trust == "doubtful" else record.winner(record.use).speedup,
+        trust=trust,
+        framework=", ".join(libraries) or "torch",
         created=record.provenance.created,
     )
 
 
 def trust_of(record: Record) -> Trust:
-    """Whether a record's speed-up can be trusted."""
+    """How far a record's speed-up can be trusted."""
     if record.stale:
         return "stale"
     if doubtful(record):
@@ -322,88 +306,28 @@ def trust_of(record: Record) -> Trust:
     return "unverified" if unverified(record, record.winner(record.use).config) else "verified"
 
 
-def framework_of(record: Record) -> str:
-    """The libraries that a record's model is built of, without their versions."""
-    names = dict.fromkeys(name.partition("==")[0] for name in record.key.libraries)
-    return ", ".join(names) or "torch"
-
-
-def delete(session: Session, key: str, by: Caller) -> bool:
-    """Remove what is under a key, if it is the caller's; whether it was there."""
-    item = session.get(Item, key)
-    if item is None:
-        return False
-    by.check_owns(item.token)
-    session.delete(item)
-    note(session, by, "deleted", key)
-    return True
-
-
 def count(session: Session) -> int:
-    """Of records, in all versions."""
+    """The number of versions of all records."""
     return session.scalar(select(func.count()).select_from(Item)) or 0
 
 
-def known(session: Session, id: str) -> bool:
-    """Whether there is a record of this id, as people type it."""
-    return session.scalar(select(Item.key).where(*_of_id(id)).limit(1)) is not None
+def newest(session: Session, id: str, *where: ColumnElement[bool]) -> Row[str, float] | None:
+    """Device and speed-up of the newest version of a record; None if there is none."""
+    query = select(Item.device, Item.speedup).where(*_of_id(id), *where)
+    return session.execute(query.order_by(Item.created.desc()).limit(1)).first()
 
 
-def speedup_of(session: Session, id: str, token: int) -> float | None:
-    """The speed-up of a record that a token stored; None if there is none of this id."""
-    where = (*_of_id(id), Item.token == token)
-    newest = select(Item.speedup).where(*where).order_by(Item.created.desc())
-    return session.scalar(newest.limit(1))
-
-
-def device_of(session: Session, id: str) -> str:
-    """The device that a record was measured on; '' if there is none of this id."""
-    return session.scalar(select(Item.device).where(*_of_id(id)).limit(1)) or ""
-
-
-def _of_id(id: str) -> list[ColumnElement[bool]]:
+def _of_id(id: str) -> Where:
     key, _at, batch = id.partition("@")
     return [Item.id == key, Item.batch == int(batch or 0)]
 
 
-def any_there(session: Session) -> bool:
-    return session.scalar(select(Item.key).limit(1)) is not None
-
-
 def newest_versions() -> Subquery:
-    """The newest version of each record, the one that came last if it was verified again: a column
-    `key` of `items`."""
+    """Subquery: the `key` of each record's newest version. Of versions with the same time of
+    measuring, the last stored one counts."""
     order = func.row_number().over(
         partition_by=Item.record_key,
         order_by=(Item.created.desc(), Item.stored.desc(), Item.key),
     )
     versions = select(Item.key, order.label("version")).subquery()
     return select(versions.c.key).where(versions.c.version == 1).subquery()
-
-
-class StoredAnswer(Store):
-    """What answers a question, as a store to read: so that the cache says which version counts."""
-
-    url = "this server"
-    takes_blobs = False
-
-    def __init__(self, session: Session, question: Question) -> None:
-        self._data = data_of(session, find(session, question).sizes)
-
-    def keys(self) -> list[str]:
-        return sorted(self._data)
-
-    def get_many(
-        self, keys: Iterable[str], most: int = MAX_BYTES
-    ) -> dict[str, bytes | RecordDamaged]:
-        return {key: self._data[key] for key in keys if key in self._data}
-
-    def put(self, key: str, data: bytes) -> None:
-        self.check_writable()
-
-    def delete(self, key: str) -> bool:
-        self.check_writable()
-        return False
-
-    def check_writable(self) -> None:
-        raise StoreError(f"{self.url}: only read here")

@@ -8,7 +8,6 @@ import dataclasses
 import resource
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,15 +16,15 @@ from urllib.parse import urlsplit
 import uvicorn
 from sqlalchemy.orm import Session
 
-from advisor.cache.reader import Reader
+from advisor.cache.records import Records
 from advisor.cache.signing import KeyRing
 from advisor.errors import UsageError
 from advisor.open_store import refusal
-from advisor.service import reconcile, tokens, upkeep
+from advisor.service import blobs, jobs, lookups, reconcile, tokens
 from advisor.service.access import Service
 from advisor.service.app import application
 from advisor.service.database import DAY_S, Database
-from advisor.service.executors.schemes import LOCAL, NONE, open_executors
+from advisor.service.executors import LOCAL, NONE, open_executors
 from advisor.service.loop import Loop
 from advisor.service.reconcile import Reconciler
 from advisor.tuners.host import keep_private
@@ -33,28 +32,23 @@ from advisor.tuners.host import keep_private
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _CONNECTIONS = 2000
 _FILES = 500
-"""Open files beside connections, at most."""
+"""Open files besides connections, at most."""
 _IDLE_S = 75
 _COUNTS_S = 30.0
-"""Between two writes of the counts of lookups."""
+"""Time between two writes of the counts of lookups."""
+_TIDIES_S = 3600.0
 _STOPS_S = 10
-"""For requests that are being answered when the server is told to stop."""
+"""How long a server that stops waits for requests that it is answering."""
 
 
 class Server(uvicorn.Server):
-    """Sets an event and calls a function before it stops to answer."""
+    """A uvicorn server that calls `last` before it ceases to answer requests."""
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        stopping: threading.Event,
-        last: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, last: Callable[[], None]) -> None:
         super().__init__(config)
-        self._stopping, self._last = stopping, last
+        self._last = last
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._stopping.set()
         await asyncio.to_thread(self._last)
         await super().shutdown(sockets)
 
@@ -64,9 +58,9 @@ class Where:
     """Where a server listens.
 
     Attributes:
-        port: 0 for any that is free.
-        behind_proxy: nobody but a proxy connects, which encrypts and says who the client is.
-        url: where workers find it; '' for where it listens.
+        port: 0 for any free port.
+        behind_proxy: only a proxy connects. The proxy encrypts, and names the client.
+        url: the address for workers; '' if they can use the one on which the server listens.
     """
 
     host: str = "127.0.0.1"
@@ -79,13 +73,13 @@ class Where:
             raise UsageError(f"--url {self.url[:80]!r}: expected http[s]://HOST[:PORT][/PATH]")
         if self.host not in LOOPBACK and not self.behind_proxy:
             raise UsageError(
-                f"--host {self.host}: tokens would travel in the clear; put a proxy that encrypts "
-                "before it, and give --behind-proxy"
+                f"--host {self.host}: tokens would be sent unencrypted; put a proxy that encrypts "
+                "in front of the server, and give --behind-proxy"
             )
 
     @property
     def executors(self) -> tuple[str, ...]:
-        """Those of a server for which none is named: submitted code runs as the server's user."""
+        """The default executors: behind a proxy none, as jobs run as the server's user."""
         return (NONE,) if self.behind_proxy or self.host not in LOOPBACK else (LOCAL,)
 
 
@@ -96,14 +90,14 @@ def serve(
     say: Callable[[str, str | None], None],
     executors: Sequence[str] = (),
 ) -> None:
-    """Serve until a signal says stop; requests that are being answered are answered first.
+    """Serve until SIGTERM or SIGINT, and finish the requests that are being answered.
 
     Args:
-        say: told once, with the address, and the first admin's token where it was made now.
-        executors: what starts jobs, as `open_executors` takes them; by default see `Where`.
+        say: called once with the address, and the first admin's token if it was made now.
+        executors: texts for `open_executors`; by default those of `where`.
 
     Raises:
-        UsageError: the address cannot be had, or there is no such executor.
+        UsageError: the server cannot listen at the address, or an executor is unknown.
         StoreError: the database cannot be used.
     """
     keep_private()
@@ -119,64 +113,66 @@ def serve(
         reconciler = Reconciler(database, starters, _for_workers(where, listening))
         service = Service(
             database,
-            Reader(KeyRing.from_environment(), refusal),
+            Records((), KeyRing.from_environment(), refusal),
             behind_proxy=where.behind_proxy,
             machines=reconciler.machines,
         )
-        # uvicorn raises the signal that stopped it again when it is done; nothing is left then.
+        # After its end, uvicorn raises the signal that stopped it again. Ignore that signal.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         say(_address(where, listening), made[0] if made else None)
-        _run(service, reconciler, _config(service, version), listening)
+        _run(service, reconciler, version, listening)
 
 
-def _run(
-    service: Service, reconciler: Reconciler, config: uvicorn.Config, listening: socket.socket
-) -> None:
-    """Answer, with all threads, until a signal comes."""
+def _run(service: Service, reconciler: Reconciler, version: str, listening: socket.socket) -> None:
+    """Start the threads, and answer requests until a signal comes."""
     starts = Loop("reconciler", reconcile.EVERY_S, reconciler.turn)
     counts = Loop("lookup counter", _COUNTS_S, lambda: service.lookups.flush(service.database))
-    tidies = Loop("upkeep", upkeep.EVERY_S, lambda: upkeep.tidy(service))
-    service.loops += [starts, counts, tidies]
+    service.loops += [starts, counts, Loop("upkeep", _TIDIES_S, lambda: tidy(service))]
 
     def last() -> None:
-        """Comes while workers can still report."""
+        """Stop starting jobs, while workers can still report."""
         starts.close()
         reconciler.close()
 
-    for loop in service.loops:
-        loop.start()
-    try:
-        Server(config, service.stopping, last).run(sockets=[listening])
-    finally:
-        service.stopping.set()
-        for loop in service.loops:
-            loop.close()
-        counts.once()
-
-
-def _config(service: Service, version: str) -> uvicorn.Config:
-    return uvicorn.Config(
+    config = uvicorn.Config(
         application(service, version),
         log_level="warning",
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        http="h11",  # bounds a head to 64 KiB
+        http="h11",  # limits a head to 64 KiB
         ws="none",
         lifespan="off",
         limit_concurrency=_CONNECTIONS,
         timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=_STOPS_S,
     )
+    for loop in service.loops:
+        loop.start()
+    try:
+        Server(config, last).run(sockets=[listening])
+    finally:
+        for loop in service.loops:
+            loop.close()
+        counts.once()
+
+
+def tidy(service: Service) -> None:
+    """Remove old data that is no longer needed."""
+    with service.database.writing() as session:
+        tokens.tidy(session)
+        jobs.tidy(session)
+        blobs.tidy(session)
+        lookups.tidy(session)
 
 
 def new_token(database: Database, name: str, role: str, days: int | None) -> str:
-    """The text of a new token, made by whoever has the database itself.
+    """Make a token with direct access to the database. Returns the token's text.
 
     Raises:
-        UsageError: the name or the role is invalid, or no server has used the database yet, which
-            would then have no first admin. StoreError: the database cannot be used.
+        UsageError: the name or role is invalid, or no server has used the database yet: its first
+            start makes the first admin. StoreError: the database cannot be used.
     """
 
     def refuse(_session: Session | None = None) -> None:
@@ -184,23 +180,18 @@ def new_token(database: Database, name: str, role: str, days: int | None) -> str
 
     if not database.there:
         refuse()
-    database.start(refuse)
-    try:
+    with contextlib.closing(database):
+        database.start(refuse)
         with database.writing() as session:
             expires = None if days is None else time.time() + days * DAY_S
             return tokens.make(session, name, role, expires, None)[1]
-    finally:
-        database.close()
 
 
 def _allow_connections() -> None:
     """Raise the limit of open files, which a shell often sets to 1,024."""
     few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _CONNECTIONS + _FILES
-    if most != resource.RLIM_INFINITY:
-        wanted = min(wanted, most)
-    if few != resource.RLIM_INFINITY and few < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    wanted = max(few, min(_CONNECTIONS + _FILES, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _listening(where: Where) -> socket.socket:
@@ -210,24 +201,23 @@ def _listening(where: Where) -> socket.socket:
     except (OSError, OverflowError) as exc:
         why = getattr(exc, "strerror", "") or exc
         raise UsageError(f"--host {where.host} --port {where.port}: {why}") from exc
-    # Connections inherit it. Without it, the body of an answer waits 40 ms after its head.
+    # Connections inherit this option. Without it, an answer's body comes 40 ms after its head.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 
 def _for_workers(where: Where, listening: socket.socket) -> str:
-    """Where workers find the server: by default on this machine."""
+    """The address at which workers find the server: by default on this machine."""
     every = {"0.0.0.0": "127.0.0.1", "::": "::1"}
     near = dataclasses.replace(where, host=every.get(where.host, where.host))
     return where.url or _address(near, listening)
 
 
 def _is_url(text: str) -> bool:
-    try:
+    with contextlib.suppress(ValueError):
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
+    return False
 
 
 def _address(where: Where, listening: socket.socket) -> str:

@@ -1,11 +1,11 @@
-"""What the database holds."""
+"""The tables of the database."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 from sqlalchemy import BigInteger, ForeignKey, Index, String, text
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, declared_attr, mapped_column
 
 Bytewise = Annotated[str, mapped_column(String().with_variant(String(collation="C"), "postgresql"))]
 """Text that is ordered by its bytes, whatever the language of the database."""
@@ -16,27 +16,30 @@ NARROWED = {
     **{name: (name,) for name in ("model", "target", "file", "family", "command")},
     **{name: (name, "target") for name in ("origin", "code")},
 }
-"""Columns that a lookup narrows by. Each index leads to the terms, and to the newest of them."""
+"""Indexes for lookups and their first columns; the columns `terms` and `created` follow."""
 
 
 class Base(DeclarativeBase):
-    """Every table."""
+    """The base of all tables. A table has its class's name without `Row`, as a plural."""
+
+    @declared_attr.directive
+    def __tablename__(cls) -> str:
+        return f"{cls.__name__.removesuffix('Row').lower()}s"
 
 
 class Item(Base):
-    """A version of a record, under the key that a store has it by. Times in Unix seconds.
+    """A version of a record, under its key in a store. Times in Unix seconds.
 
     Attributes:
         record_key: the same for all versions of a record; see `cache.name`, also for `id`, `target`
             and `origin`.
-        called: the target's name; `file` that of its file or module.
-        fields: every field of the record's key, as JSON; `terms` their digest, see `terms_of`.
-        speedup: of the loop's winner.
-        framework: the libraries that the model's classes are of.
-        created: when it was measured; `stored` when it came here.
+        called: the target's name; `file`: the name of its file or module.
+        fields: all fields of the record's key, as JSON; `terms`: a digest, see `terms_of`.
+        speedup: of the config that is used by default; 0 if it is doubtful.
+        framework: the libraries that define the model's classes.
+        created: when it was measured; `stored`: when the server stored it.
     """
 
-    __tablename__ = "items"
     __table_args__ = (
         *(Index(f"items_of_{one}", *of, "terms", "created") for one, of in NARROWED.items()),
         Index("items_of_id", "id", "batch"),
@@ -68,8 +71,8 @@ class Item(Base):
     data: Mapped[bytes]
 
 
-class Artifacts(Base):
-    """What was compiled for a config of a record."""
+class ArtifactsRow(Base):
+    """The compiled code for a config of a record."""
 
     __tablename__ = "artifacts"
     __table_args__ = (Index("artifacts_of_token", "token", "size"),)
@@ -83,9 +86,7 @@ class Artifacts(Base):
 
 
 class Token(Base):
-    """Who may do what. Of the token itself only its SHA-256 is kept. Times in Unix seconds."""
-
-    __tablename__ = "tokens"
+    """A token's role and SHA-256 (`digest`). Its text is not stored. Times in Unix seconds."""
 
     id: Mapped[int] = mapped_column(primary_key=True)
     digest: Mapped[bytes] = mapped_column(unique=True)
@@ -98,9 +99,7 @@ class Token(Base):
 
 
 class Session(Base):
-    """A browser that was logged in with a token; `digest` of what its cookie holds."""
-
-    __tablename__ = "sessions"
+    """A browser's session, logged in with a token. `digest`: of the cookie's value."""
 
     digest: Mapped[bytes] = mapped_column(primary_key=True)
     token: Mapped[TokenId]
@@ -109,8 +108,6 @@ class Session(Base):
 
 class Event(Base):
     """A line of the audit log: who wrote what, from where, when."""
-
-    __tablename__ = "events"
 
     id: Mapped[int] = mapped_column(primary_key=True)
     at: Mapped[float]
@@ -123,23 +120,23 @@ class Event(Base):
 _LIVE = text("state IN ('queued', 'running', 'preempted')")
 
 
-class Job(Base):
+class JobRow(Base):
     """A submitted tuning. Times in Unix seconds of the database's clock.
 
     Attributes:
-        key: of what was submitted: at most one job of a key is live.
-        state: one of `advisor.jobs.states.STATES`; `reason` why, for people.
-        what: the command or the target, for people; `asked` the whole JobSpec, as JSON.
+        key: a digest of the request. At most one unfinished job has the same key.
+        state: one of `advisor.jobs.spec.STATES`; `reason`: why, for people.
+        what: the command or the target, for people; `asked`: the whole JobSpec, as JSON.
         archive: the digest of its code, or ''.
-        changed: when its state did; `due`: it is not started before.
-        record: the id of what it found, '' until it is done.
-        attempts: how many there were; `started`: when the first was.
-        budget_s: for measuring. tried: how many trials it has; `batch` of the first.
-        speedup: of its record; before, of the best trial at that batch; 0 if it is not known.
+        changed: when the state last changed; `due`: the job does not start before this time.
+        pause: seconds of its last delay, because it could not begin; 0 after a heartbeat.
+        record: the id of the record that it made; '' until the job is done.
+        attempts: the number of attempts; `started`: when the first one started.
+        budget_s: time for measuring. tried: number of trials. batch: that of the first trial.
+        speedup: of the record; until then, of the best trial at `batch`; 0 if unknown.
         logged: characters of its log.
     """
 
-    __tablename__ = "jobs"
     __table_args__ = (
         Index("jobs_live", "key", unique=True, sqlite_where=_LIVE, postgresql_where=_LIVE),
         Index("jobs_of_key", "key"),
@@ -162,6 +159,7 @@ class Job(Base):
     created: Mapped[float]
     changed: Mapped[float]
     due: Mapped[float] = mapped_column(default=0.0)
+    pause: Mapped[float] = mapped_column(default=0.0)
     record: Mapped[str] = mapped_column(default="")
     attempts: Mapped[int] = mapped_column(default=0)
     started: Mapped[float | None]
@@ -176,14 +174,13 @@ class Attempt(Base):
     """One start of a job on an executor. Times by the database's clock.
 
     Attributes:
-        external: its id at the executor, known before it is started.
-        device: what it was given, for people.
-        beat: when it was last heard of.
-        token: its own, which is revoked when it ends.
+        external: the attempt's name at the executor, chosen before the start.
+        device: the device that the worker uses, for people.
+        beat: the time of the last heartbeat.
+        token: the attempt's own token, which is revoked when the attempt ends.
         start: the digest of its start token; `begun`: when that was exchanged.
     """
 
-    __tablename__ = "attempts"
     __table_args__ = (
         Index("attempts_of_job", "job", "number", unique=True),
         Index("attempts_of_state", "state", "executor"),
@@ -206,11 +203,10 @@ class Attempt(Base):
     begun: Mapped[float | None]
 
 
-class Trial(Base):
+class TrialRow(Base):
     """A config that an attempt tried. `batch` is None and `ratio` 0 if unknown; `outcome` is '' if
     it ran, else why it failed."""
 
-    __tablename__ = "trials"
     __table_args__ = (Index("trials_of_job", "job"),)
 
     attempt: Mapped[int] = mapped_column(ForeignKey("attempts.id"), primary_key=True)
@@ -226,9 +222,8 @@ class Trial(Base):
 
 
 class Log(Base):
-    """A piece of what an attempt printed; those of a job in the order of their ids."""
+    """A piece of an attempt's output. The pieces of a job are in the order of their ids."""
 
-    __tablename__ = "logs"
     __table_args__ = (Index("logs_of_job", "job", "id"),)
 
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -238,7 +233,7 @@ class Log(Base):
 
 
 class Study(Base):
-    """A file of a search, so that the next attempt goes on where this one stopped."""
+    """A search file of a job, so that the next attempt can continue the search."""
 
     __tablename__ = "studies"
 
@@ -248,9 +243,8 @@ class Study(Base):
 
 
 class Archive(Base):
-    """Code, as it was sent; `used`: when a job last asked for it, by the database's clock."""
+    """A job's code archive. `used`: when a job with it was last submitted (database's clock)."""
 
-    __tablename__ = "archives"
     __table_args__ = (Index("archives_of_token", "token", "size"),)
 
     digest: Mapped[Bytewise] = mapped_column(primary_key=True)
@@ -262,10 +256,8 @@ class Archive(Base):
 
 
 class Lookup(Base):
-    """How often something was looked up in a day since 1970-01-01, UTC. `record_key` is the nearest
-    record's, or ''; `model` the start of the wanted fingerprint, or ''."""
-
-    __tablename__ = "lookups"
+    """The number of equal lookups on a day. `day`: in days since 1970-01-01, UTC; `record_key`: the
+    nearest record's, or ''; `model`: the start of the wanted fingerprint, or ''."""
 
     day: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     device: Mapped[Bytewise] = mapped_column(primary_key=True)

@@ -1,4 +1,4 @@
-"""Tokens: who may do what, for how long; browser sessions; and the audit log."""
+"""Tokens with their roles and expiry, browser sessions, and the audit log."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ AUDIT_KEPT_S = 400 * 86_400.0
 _USE_NOTED_S = 60.0
 NAME = r"^[\w.@+-][\w .@+-]{0,63}$"
 NEVER = 1e11
-"""Unix seconds that no token outlives."""
+"""Unix seconds at which every token has expired."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request: number, name and role of the token, and the address. `unseen`: the last
-    noted use is long ago."""
+    """Who sent a request: number, name and role of the token, and the client's address. `unseen`:
+    whether to note the time of this use."""
 
     token: int
     name: str
@@ -40,28 +40,28 @@ class Caller:
         return ROLES.index(self.role) >= ROLES.index(role)
 
     def check(self, role: str) -> None:
-        """Raise PermissionError without this role or a higher one."""
+        """Raise PermissionError if the token's role is below this one."""
         if not self.may(role):
-            raise PermissionError(f"this token may {self.role}; this needs {role}")
+            raise PermissionError(f"this needs role {role!r}; this token has role {self.role!r}")
 
     def owns(self, token: int) -> bool:
-        """Whether they may remove what a token stored: it is their own, or they are an admin."""
+        """Whether the caller may remove data of `token`: it is their own, or they are an admin."""
         return token == self.token or self.may("admin")
 
     def check_owns(self, token: int) -> None:
-        """Raise PermissionError if they may not remove what a token stored."""
+        """Raise PermissionError if the caller may not remove what `token` stored."""
         if not self.owns(token):
-            raise PermissionError("another token put it there; an admin may remove it")
+            raise PermissionError("another token stored it; an admin may remove it")
 
 
 def make(
     session: Session, name: str, role: str, expires: float | None, by: Caller | None
 ) -> tuple[Token, str]:
-    """A new token and its text, which is not stored.
+    """Make a token. Returns it and its text, which is not stored.
 
     Args:
         expires: in Unix seconds; None for never.
-        by: None if it is made with the database at hand.
+        by: the admin; None for `advisor token` and the first start of a server.
 
     Raises:
         UsageError: the name, the role or the time is invalid.
@@ -71,25 +71,14 @@ def make(
     if not re.fullmatch(NAME, name):
         raise UsageError("name: expected 1 to 64 letters, digits, blanks and any of . _ @ + -")
     if expires is not None and not time.time() < expires < NEVER:
-        raise UsageError("expires: expected a time to come, in Unix seconds")
-    token, text = _add(session, name, role, expires)
+        raise UsageError("expires: expected a future time in Unix seconds")
+    token, text = add(session, name, role, expires)
     note(session, by, "token made", f"{token.id} {name} ({role})")
     return token, text
 
 
-def lend(session: Session, name: str, expires: float) -> Token:
-    """A worker's token for one attempt, which nobody can use before `given`."""
-    return _add(session, name, "worker", expires)[0]
-
-
-def given(session: Session, token: Token, own: bytes) -> None:
-    """Give a lent token the digest of what its worker has made, unless another token has it."""
-    if session.scalar(select(Token.id).where(Token.digest == own)) is not None:
-        raise UsageError("token: is in use; make a new one")
-    token.digest = own
-
-
-def _add(session: Session, name: str, role: str, expires: float | None) -> tuple[Token, str]:
+def add(session: Session, name: str, role: str, expires: float | None) -> tuple[Token, str]:
+    """Like `make`, without checks and without a line in the audit log."""
     text = made()
     token = Token(digest=digest(text), name=name, role=role, created=time.time(), expires=expires)
     session.add(token)
@@ -98,7 +87,7 @@ def _add(session: Session, name: str, role: str, expires: float | None) -> tuple
 
 
 def find(session: Session, text: str, address: str) -> Caller | None:
-    """The caller of a token; None if it is unknown, expired or revoked."""
+    """The caller with this token; None if the token is unknown, expired or revoked."""
     if not text.startswith(PREFIX):
         return None
     return _caller(session.scalar(select(Token).where(Token.digest == digest(text))), address)
@@ -118,14 +107,14 @@ def note_use(session: Session, caller: Caller) -> None:
 
 
 def listed(session: Session) -> Sequence[RowMapping]:
-    """All tokens without their digests, the newest first; not those that were lent to attempts."""
+    """All tokens except those of attempts, without digests, the newest first."""
     shown = (Token.id, Token.name, Token.role, Token.created, Token.expires, Token.revoked)
     query = select(*shown, Token.used).where(~exists().where(Attempt.token == Token.id))
     return session.execute(query.order_by(Token.id.desc())).mappings().all()
 
 
 def log_in(session: Session, caller: Caller) -> str:
-    """Start a browser's session; what its cookie holds."""
+    """Start a browser session. Returns the value of its cookie."""
     text = secrets.token_urlsafe(32)
     ends = time.time() + SESSION_S
     session.add(Browser(digest=digest(text), token=caller.token, expires=ends))
@@ -147,20 +136,20 @@ def log_out(session: Session, cookie: str) -> None:
 
 
 def tidy(session: Session) -> None:
-    """Remove sessions that are over, and old lines of the audit log."""
+    """Remove expired sessions, and old lines of the audit log."""
     session.execute(delete(Browser).where(Browser.expires < time.time()))
     session.execute(delete(Event).where(Event.at < time.time() - AUDIT_KEPT_S))
 
 
 def note(session: Session, by: Caller | None, action: str, subject: str) -> None:
-    """Add a line to the audit log, in the transaction of what it reports."""
+    """Add a line to the audit log, in the same transaction as the action."""
     token, address = (by.token, by.address) if by else (None, "")
     line = {"token": token, "action": action, "subject": subject[:300], "address": address}
     session.add(Event(at=time.time(), **line))
 
 
 def events(session: Session, before: int | None, most: int) -> Sequence[RowMapping]:
-    """Lines of the audit log below a number, the newest first; `by`: the name of the token."""
+    """Lines of the audit log with ids below `before`, newest first; `by`: the token's name."""
     by = Token.name.label("by")
     query = select(Event.id, Event.at, by, Event.action, Event.subject, Event.address)
     query = query.join(Token, Event.token == Token.id, isouter=True)

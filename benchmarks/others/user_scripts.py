@@ -1,6 +1,6 @@
 """Measures the scripts of tests/user_scripts with each config set by hand, without advisor.
 
-    python benchmarks/others/user_scripts.py trainer dcgan --rounds 3 --results by_hand.jsonl
+    python benchmarks/others/user_scripts.py trainer --rounds 3 --results by_hand.jsonl
 
 Each start is a process of its own in an empty folder, and is ended after `--seconds` of steps that
 count. The configs of a script take turns, so that a host that drifts is the same for all. One JSON
@@ -21,16 +21,11 @@ from typing import Any
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "tests" / "user_scripts"
 WRAPPED = Path(__file__).resolve().with_name("wrapped.py")
-ARGUMENTS = {"two_models": ["--epochs", "1000"], "accumulate_ema": ["--steps", "100000"]}
 UNMODIFIED = ""
 EVERY = (UNMODIFIED, "--threads 1", "--compile default", "--fused", "--format bf16")
 CONFIGS = {
     "trainer": (*EVERY, "--layout channels_last", "--layout channels_last --compile default"),
-    "dcgan": (*EVERY, "--layout channels_last", "--layout channels_last --compile default"),
-    "lstm_padded": EVERY,
     "autocast_workers": (*EVERY[:-1], "--layout channels_last", "--without autocast"),
-    "accumulate_ema": (*(c for c in EVERY if "compile" not in c), "--without compile"),
-    "two_models": (*EVERY, "--layout channels_last", "--layout channels_last --compile default"),
 }
 
 
@@ -79,7 +74,7 @@ def started(args: argparse.Namespace, name: str, config: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(
-                [sys.executable, str(WRAPPED), *words, *ARGUMENTS.get(name, [])],
+                [sys.executable, str(WRAPPED), *words],
                 cwd=folder,
                 env=os.environ | {"TMPDIR": folder},
                 capture_output=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -12,19 +11,17 @@ from pathlib import Path
 from typing import cast
 
 from advisor.cache.settings import Cache, cache_urls
-from advisor.cache.stores.filesystem import network
-from advisor.cache.stores.filesystem import place as local
+from advisor.cache.stores.filesystem import absolute_path, network
 from advisor.cache.stores.store import BLOBS as BLOBS
-from advisor.cache.stores.store import Narrowing as Narrowing
+from advisor.cache.stores.store import ByteStore as ByteStore
 from advisor.cache.stores.store import Remote as Remote
-from advisor.cache.stores.store import Store as Store
 from advisor.cache.stores.url import without_password
-from advisor.errors import StoreError, UsageError
+from advisor.errors import StoreError, UsageError, reason
 
 SCHEMES: dict[str, tuple[str, str, str]] = {
     "disk": ("disk:DiskStore", "", ""),
     "dir": ("dir:DirStore", "", ""),
-    "pack": ("pack:PackStore", "", ""),
+    "pack": ("disk:PackStore", "", ""),
     "redis": ("redis:RedisStore", "redis", "redis"),
     "rediss": ("redis:RedisStore", "redis", "redis"),
     "http": ("http:HttpStore", "", ""),
@@ -39,25 +36,23 @@ whole URL; the package that it needs; and the extra of advisor that installs tha
 _OTHER = ("files:FilesStore", "fsspec", "")
 """The same for any other scheme with '//', which fsspec may know."""
 _LOCAL = ("disk", "dir", "pack")
-_LOOKED_AT = 1000
-"""Files of a folder, to see whether it is one of records."""
 _SET = "set ADVISOR_CACHE to a folder, e.g. dir:/data/advisor"
 
 
-def open_stores(cache: Cache = None, *, fallback: bool = False) -> tuple[Store, ...]:
-    """The stores to look into, in order; `cache` as `settings.cache_urls` takes it. Without any,
-    the user's cache folder. With `fallback`, behind remote stores alone, that folder too: it keeps
-    what they cannot take now. Raises UsageError as `open_store`."""
+def open_stores(cache: Cache = None, *, fallback: bool = False) -> tuple[ByteStore, ...]:
+    """The stores to look into, in order; `cache` as in `settings.cache_urls`. If it names none, the
+    user's cache folder. With `fallback`, this folder also follows if all stores are remote: it
+    keeps records that they cannot take now. Raises UsageError as `open_store`."""
     stores = tuple(open_store(url) for url in cache_urls(cache))
     if not stores:
         return (open_store(_user_folder()),)
     if fallback and all(isinstance(store, Remote) for store in stores):
-        with contextlib.suppress(UsageError):  # a user without a home has what they name
+        with contextlib.suppress(UsageError):  # a user without a home has only the stores named
             stores = (*stores, open_store(_user_folder()))
     return stores
 
 
-def open_store(url: str | None = None) -> Store:
+def open_store(url: str | None = None) -> ByteStore:
     """The store at one URL such as 'dir:/some/folder'; None: the first of `open_stores()`.
 
     A bare path is a `disk` store, or `dir` on a network file system or where such files lie
@@ -73,11 +68,15 @@ def open_store(url: str | None = None) -> Store:
     found = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):(.*)", url, re.DOTALL)
     scheme, place = (found[1].lower(), found[2]) if found else ("", url)
     wrong = f"cache URL {without_password(url)!r}"
-    if not place or "\0" in place:
-        raise UsageError(f"{wrong}: names no place, expected e.g. dir:/data/advisor")
-    if scheme in ("", *_LOCAL):
+    if scheme == "memory":
+        raise UsageError(f"{wrong}: a store in memory ends with its process; {_SET}")
+    local = scheme in ("", *_LOCAL)
+    if not (place if local else place.strip("/")) or "\0" in place:
+        e_g = "dir:/data/advisor" if local or scheme not in SCHEMES else f"{scheme}://host/place"
+        raise UsageError(f"{wrong}: names no place, expected e.g. {e_g}")
+    if local:
         place = re.sub(r"^//(?=/)", "", place)
-        scheme = scheme or _kind_of(local(place))
+        scheme = scheme or _kind_of(absolute_path(place))
     elif place.startswith("//"):
         place = type(url)(scheme + url[len(scheme) :])  # a project's URL stays one
     elif scheme in SCHEMES:
@@ -90,53 +89,47 @@ def open_store(url: str | None = None) -> Store:
     where, needed, extra = SCHEMES.get(scheme, _OTHER)
     # Not imported yet: that may take a second, and an earlier store may have the record.
     if needed and importlib.util.find_spec(needed) is None:
-        remedy = f"; run: pip install 'advisor[{extra}]'" if extra else ""
+        remedy = f"; run: pip install 'torch-advisor[{extra}]'" if extra else ""
         raise UsageError(f"{wrong}: the Python package {needed} is not installed{remedy}")
     module, _, name = where.partition(":")
-    return cast(Store, getattr(importlib.import_module(f"{__name__}.{module}"), name)(place))
+    return cast(ByteStore, getattr(importlib.import_module(f"{__name__}.{module}"), name)(place))
 
 
 def _kind_of(path: Path) -> str:
     """'disk' or 'dir', for a bare path."""
     if os.path.isdir(path / "records"):  # noqa: PTH112 # Path's raises, e.g. for a long name
         return "disk"
-    if network(path):
-        return "dir"
-    try:
-        with os.scandir(path) as entries:
-            names = [entry.name for entry in itertools.islice(entries, _LOOKED_AT)]
-    except OSError:
-        names = []
-    return "dir" if any(re.fullmatch(r"record-.*\.msgpack", name) for name in names) else "disk"
+    with contextlib.suppress(OSError):
+        return "dir" if network(path) or any(path.glob("record-*.msgpack")) else "disk"
+    return "disk"
 
 
-def note_on(store: Store) -> str:
-    """What a person should know of where a store lies, or ''."""
-    place = store.studies
-    kind = network(place) if place is not None else ""
+def store_note(store: ByteStore) -> str:
+    """A note for people on the file system of a store, or ''."""
+    kind = network(store.studies) if store.studies is not None else ""
     if kind and store.url.startswith("disk:"):
         return f"on {kind}, where SQLite corrupts: use dir:{store.url.partition(':')[2]}"
-    return f"one file a record, as it is on {kind}" if kind else ""
+    return f"on {kind}" if kind else ""
 
 
 def _user_folder() -> str:
-    """The user's cache folder. Raises UsageError if there is none."""
+    """The user's cache folder. Raises UsageError if the user has none."""
     try:
         import platformdirs
 
         folder = platformdirs.user_cache_dir("advisor", appauthor=False)
     except (OSError, RuntimeError, KeyError, ValueError) as exc:
-        raise UsageError(f"no folder of yours for a cache ({exc}); {_SET}") from exc
+        raise UsageError(f"you have no cache folder ({reason(exc)}); {_SET}") from exc
     if not os.path.isabs(folder):  # noqa: PTH117 # '~' of a user whom the system does not know
-        raise UsageError(f"no folder of yours for a cache: you have no home; {_SET}")
+        raise UsageError(f"you have no cache folder, because you have no home; {_SET}")
     return folder
 
 
-def studies_of(stores: Sequence[Store]) -> Path:
-    """The folder for studies: that of the first store that has one, else in the user's.
+def studies_of(stores: Sequence[ByteStore]) -> Path:
+    """The studies folder of the first store that has one, else one in the user's cache folder.
 
     Raises:
-        UsageError: the user has none. StoreError: a link lies in its place.
+        UsageError: the user has no cache folder. StoreError: the studies folder is a link.
     """
     folders = (store.studies for store in stores)
     folder = next(filter(None, folders), None) or Path(_user_folder()) / "studies"

@@ -14,13 +14,12 @@ from pathlib import Path
 
 from advisor.cache.stores.filesystem import (
     REMEDY,
-    abandoned,
+    absolute_path,
     check_folder,
-    place,
     read_regular,
     write_whole,
 )
-from advisor.cache.stores.store import BLOBS, MAX_BYTES, Store, blob_key, is_blob
+from advisor.cache.stores.store import BLOBS, MAX_BYTES, ByteStore, blob_key, is_blob
 from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged, StoreError
 
@@ -32,12 +31,12 @@ def file_of(key: str) -> str:
     """The path of a key's file below the store's folder.
 
     Raises:
-        RecordDamaged: it could lie outside the folder, or be hidden in it.
+        RecordDamaged: the file could lie outside the store's folder, or be hidden in it.
     """
     if is_blob(key):
         return key
     if not _RECORD.fullmatch(key) or ".." in key:
-        raise RecordDamaged(f"key {key!r}: no name of a record")
+        raise RecordDamaged(f"key {key!r}: not a record's key; refused")
     return key.replace("/", "-") + SUFFIX
 
 
@@ -50,23 +49,25 @@ def keys_of(files: Iterable[str]) -> list[str]:
     )
 
 
-class DirStore(Store):
+class DirStore(ByteStore):
     """dir:FOLDER. Records lie in the folder itself, blobs in its folder artifacts/."""
 
+    _faults: tuple[type[Exception], ...] = (OSError,)
+
     def __init__(self, path: str | Path) -> None:
-        self.path = place(path)
+        self.path = absolute_path(path)
         self.url = f"dir:{self.path}"
         self.studies = self.path / "studies"
 
     def keys(self) -> list[str]:
         return keys_of(entry.name for entry in self._listed(self.path))
 
-    def sizes(self, start: str = BLOBS) -> dict[str, int]:
+    def sizes(self, prefix: str = BLOBS) -> dict[str, int]:
         with self._errors():
             return {
                 key: one.stat().st_size
                 for one in self._listed(self.path / BLOBS)
-                if (key := blob_key(one.name, start)) and one.is_file()
+                if (key := blob_key(one.name, prefix)) and one.is_file()
             }
 
     def get_many(
@@ -80,7 +81,7 @@ class DirStore(Store):
             except RecordDamaged as exc:
                 found[key] = exc
             except OSError as exc:
-                if exc.errno in (errno.ENOENT, errno.ESTALE):  # ESTALE: of NFS, just removed
+                if exc.errno in (errno.ENOENT, errno.ESTALE):  # ESTALE: just removed, on NFS
                     continue
                 if is_blob(key) and exc.errno != errno.EFBIG:
                     raise self._mapped(exc) from exc
@@ -92,16 +93,10 @@ class DirStore(Store):
             write_whole(self.path / file_of(key), data)
 
     def delete(self, key: str) -> bool:
-        with self._errors():
-            try:
-                (self.path / file_of(key)).unlink()
-            except FileNotFoundError:
-                return False
+        with self._errors(), contextlib.suppress(FileNotFoundError):
+            (self.path / file_of(key)).unlink()
             return True
-
-    def leftovers(self) -> list[Path]:
-        with self._errors():
-            return [*abandoned(self.path), *abandoned(self.path / BLOBS)]
+        return False
 
     def check_writable(self) -> None:
         check_folder(self.path, self.path)
@@ -117,7 +112,7 @@ class DirStore(Store):
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except OSError as exc:
+        except self._faults as exc:
             raise self._mapped(exc) from exc
 
     def _mapped(self, exc: Exception) -> StoreError:

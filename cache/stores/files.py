@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import posixpath
 import secrets
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
 
 from advisor.cache.stores.dir import file_of, keys_of
+from advisor.cache.stores.filesystem import WRITING
 from advisor.cache.stores.store import BLOBS, MAX_BYTES, Remote, blob_key, bounded
-from advisor.cache.stores.url import PATIENCE_S, RemoteUrl
+from advisor.cache.stores.url import RemoteUrl
 from advisor.errors import RecordDamaged, StoreError, UsageError
-
-T = TypeVar("T")
 
 _S3 = {"s3", "s3a"}
 _KNOWN = {*_S3, "gs", "gcs", "az", "abfs", "abfss"}
@@ -30,12 +31,16 @@ class FilesStore(Remote):
     """
 
     def __init__(self, url: str) -> None:
-        given = RemoteUrl.parse(url, ("timeout", "endpoint"))
-        super().__init__(given, PATIENCE_S)
+        given = RemoteUrl(url, "timeout", "endpoint")
+        super().__init__(given)
         self._bare = given.bare
         self._endpoint = given.options.get("endpoint", "")
-        self.address = given.endpoint()
+        with contextlib.suppress(ValueError):  # the client reports a malformed endpoint
+            parts = urlsplit(self._endpoint)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            self.address = (parts.hostname, port) if parts.hostname else None
         self._protocol = given.bare.partition(":")[0]
+        self._opened: tuple[int, Any, str] | None = None
         if self._protocol not in _KNOWN:
             from fsspec import available_protocols
 
@@ -44,7 +49,6 @@ class FilesStore(Remote):
                     f"cache URL {self.url!r}: neither advisor nor fsspec knows {self._protocol!r}; "
                     "set --cache or ADVISOR_CACHE to a folder, e.g. dir:/data/advisor"
                 )
-        self._opened: tuple[int, Any, str] | None = None
 
     def load(self) -> None:
         from fsspec import get_filesystem_class
@@ -57,24 +61,23 @@ class FilesStore(Remote):
     def keys(self) -> list[str]:
         return keys_of(self._listed(""))
 
-    def sizes(self, start: str = BLOBS) -> dict[str, int]:
+    def sizes(self, prefix: str = BLOBS) -> dict[str, int]:
         sizes = self._listed(BLOBS)
-        return {key: size for name, size in sizes.items() if (key := blob_key(name, start))}
+        return {key: size for name, size in sizes.items() if (key := blob_key(name, prefix))}
 
     def get_many(
         self, keys: Iterable[str], most: int = MAX_BYTES
     ) -> dict[str, bytes | RecordDamaged]:
         names = {key: file_of(key) for key in keys}
-
-        def fetch(fs: Any, root: str) -> list[Any]:
+        if not names:
+            return {}
+        with self._file_system() as (fs, root):
             paths = [f"{root}/{name}" for name in names.values()]
             starts, ends = [0] * len(paths), [most + 1] * len(paths)
-            found: list[Any] = fs.cat_ranges(paths, starts, ends, on_error="return")
+            found = fs.cat_ranges(paths, starts, ends, on_error="return")
             if failed := [one for one in found if isinstance(one, Exception) and not _absent(one)]:
                 raise failed[0]
-            return found
-
-        parts = zip(names, self._do(fetch) if names else [], strict=True)
+        parts = zip(names, found, strict=True)
         return {
             key: bounded(key, bytes(part), most)
             for key, part in parts
@@ -83,70 +86,62 @@ class FilesStore(Remote):
 
     def put(self, key: str, data: bytes) -> None:
         name = file_of(key)
-
-        def write(fs: Any, root: str) -> None:
+        with self._file_system() as (fs, root):
             path = f"{root}/{name}"
             if self._protocol in _ATOMIC:
                 fs.pipe_file(path, data)
                 return
             folder = posixpath.dirname(path)
             fs.makedirs(folder, exist_ok=True)
-            temporary = f"{folder}/.writing-{secrets.token_hex(8)}"
+            temporary = f"{folder}/{WRITING}{secrets.token_hex(8)}"
             fs.pipe_file(temporary, data)
             fs.mv(temporary, path)
 
-        self._do(write)
-
     def delete(self, key: str) -> bool:
         name = file_of(key)
-
-        def remove(fs: Any, root: str) -> bool:
+        with self._file_system() as (fs, root):
             there = bool(fs.exists(f"{root}/{name}"))
             if there:
                 fs.rm_file(f"{root}/{name}")
             return there
 
-        return self._do(remove)
-
     def check_writable(self) -> None:
-        self.keys()  # only a write could tell more
+        self.keys()  # only a write could show more
 
     def _listed(self, folder: str) -> dict[str, int]:
         """The names of the files in a folder below the root, with their sizes."""
-
-        def listed(fs: Any, root: str) -> dict[str, int]:
+        with self._file_system() as (fs, root):
             try:
                 found = fs.ls(f"{root}/{folder}".rstrip("/"), detail=True, refresh=True)
             except (FileNotFoundError, NotADirectoryError):
                 return {}
             return {posixpath.basename(str(one["name"])): int(one["size"] or 0) for one in found}
 
-        return self._do(listed)
-
-    def _do(self, act: Callable[[Any, str], T]) -> T:
-        """Return act(file system, root). Raises StoreError if it fails."""
+    @contextlib.contextmanager
+    def _file_system(self) -> Iterator[tuple[Any, str]]:
+        """Context manager: yields the file system and the root. Errors inside become StoreError."""
         try:
-            return act(*self._file_system())
-        except Exception as exc:  # each file system raises kinds of its own
+            # A forked child has no copy of the event loop's thread.
+            if self._opened is None or self._opened[0] != os.getpid():
+                self._opened = os.getpid(), *self._connected()
+            yield self._opened[1:]
+        except Exception as exc:  # each file system raises its own types
             reason = " ".join(str(exc).split())[:200] or type(exc).__name__
             raise StoreError(f"cache {self.url}: {reason}") from exc
 
-    def _file_system(self) -> tuple[Any, str]:
-        # A forked child has no copy of the event loop's thread.
-        if self._opened is None or self._opened[0] != os.getpid():
-            options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-            if self._protocol in _S3:
-                options["config_kwargs"] = {
-                    "connect_timeout": self.patience_s,
-                    "read_timeout": self.patience_s,
-                    "retries": {"max_attempts": 1},
-                }
-                options["endpoint_url"] = self._endpoint or None
-            from fsspec.core import url_to_fs
+    def _connected(self) -> tuple[Any, str]:
+        from fsspec.core import url_to_fs
 
-            fs, root = url_to_fs(self._bare, **options)
-            self._opened = os.getpid(), fs, root.rstrip("/")
-        return self._opened[1:]
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        if self._protocol in _S3:
+            options["config_kwargs"] = {
+                "connect_timeout": self.timeout_s,
+                "read_timeout": self.timeout_s,
+                "retries": {"max_attempts": 1},
+            }
+            options["endpoint_url"] = self._endpoint or None
+        fs, root = url_to_fs(self._bare, **options)
+        return fs, root.rstrip("/")
 
 
 def _absent(exc: Exception) -> bool:

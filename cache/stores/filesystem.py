@@ -1,27 +1,27 @@
-"""Folders and files as a store needs them, and whether a folder is on a network file system."""
+"""File operations for stores, and whether a folder is on a network file system."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from advisor.errors import StoreError, UsageError
+from advisor.errors import StoreError, UsageError, reason
 
 MOUNTS = Path("/proc/self/mounts")
 WRITING = ".writing-"
 """How the names of unfinished files begin."""
 REMEDY = "point --cache or ADVISOR_CACHE to another folder"
 _ABANDONED_S = 3600.0
-"""The writer of such an old file is dead: a write takes milliseconds."""
+"""Age in seconds from which an unfinished file has lost its writer: a write takes milliseconds."""
 _NETWORK = re.compile(
     r"nfs\d?|lustre|gpfs|cifs|smb\w*|beegfs(_nodev)?|ceph|glusterfs|afs|9p|panfs|wekafs|orangefs"
     r"|pvfs2|ocfs2|gfs2?|virtiofs|fuse(\..+)?"
@@ -31,7 +31,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 def network(path: Path, mounts: Path = MOUNTS) -> str:
-    """The type of the network or FUSE file system that a path is, or would be, on; '' for none.
+    """The type of the network or FUSE file system of a path, even one that does not exist; or ''.
 
     There SQLite corrupts: https://sqlite.org/faq.html#q5. Linux only: elsewhere there are no
     `mounts` to read, and the answer is ''.
@@ -46,7 +46,7 @@ def network(path: Path, mounts: Path = MOUNTS) -> str:
         if len(fields) < 3:
             continue
         where = Path(_ESCAPED.sub(lambda found: chr(int(found[1], 8)), fields[1]))
-        # Of several mounts over one another at a place, the last counts.
+        # If several mounts cover the same place, the last one counts.
         if len(where.parts) >= best and place.is_relative_to(where):
             best, kind = len(where.parts), fields[2]
     return kind if _NETWORK.fullmatch(kind) else ""
@@ -59,13 +59,14 @@ def make_folder(path: Path) -> None:
             folder.mkdir(mode=0o700, exist_ok=True)
 
 
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to write. It replaces `path` once it is complete. Raises OSError."""
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file atomically; its folder is made if it is missing. Raises OSError."""
+    make_folder(path.parent)
+    _remove_abandoned(path.parent)
     temporary = path.with_name(f"{WRITING}{os.getpid()}-{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
-            yield file
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -73,22 +74,19 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # its entry too is on disk
+        os.fsync(folder)  # so that the file's entry is on disk too
     finally:
         os.close(folder)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically; its folder is made if it is missing. Raises OSError."""
-    make_folder(path.parent)
-    with whole_file(path) as file:
-        file.write(data)
-
-
-def abandoned(folder: Path) -> list[Path]:
-    """Unfinished files of killed writers in a folder. Raises OSError."""
+@functools.cache
+def _remove_abandoned(folder: Path) -> None:
+    """Remove unfinished files of killed writers; once a process, as a folder may be large."""
     before = time.time() - _ABANDONED_S
-    return [path for path in folder.glob(f"{WRITING}*") if path.lstat().st_mtime < before]
+    for path in folder.glob(f"{WRITING}*"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_mtime < before:
+                path.unlink()
 
 
 def remove_folder(path: Path) -> None:
@@ -103,7 +101,7 @@ def remove_folder(path: Path) -> None:
 
 
 def check_folder(store: Path, folder: Path) -> None:
-    """Raise StoreError if no files can be put into a folder of a store, which may not exist yet."""
+    """Raise StoreError if a folder of a store cannot take files. The folder need not exist yet."""
     there = next((one for one in (folder, *folder.parents) if os.path.lexists(one)), folder)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "cannot be written" if there.is_dir() else "is not a folder"
@@ -129,26 +127,26 @@ def read_regular(path: Path, most: int) -> bytes:
     raise OSError(errno.EFBIG, f"larger than {most} bytes")
 
 
-def place(path: str | Path) -> Path:
+def absolute_path(path: str | Path) -> Path:
     """The absolute path; '~' is the user's home.
 
     Raises:
-        UsageError: there is no such home, or no current folder that it could be relative to.
+        UsageError: the user has no home, or the current folder is gone.
     """
     try:
         return Path(path).expanduser().absolute()
     except (OSError, RuntimeError, ValueError) as exc:
-        raise UsageError(f"cache {str(path)!r}: {exc}; give an absolute path") from exc
+        raise UsageError(f"cache {str(path)!r}: {reason(exc)}; give an absolute path") from exc
 
 
-def beside(folder: Path, name: str) -> Path:
-    """The path of a file in a folder of studies, which may not exist yet.
+def study_file(folder: Path, name: str) -> Path:
+    """The path of a file in a folder of studies; neither need exist yet.
 
     Raises:
-        UsageError: the name is not one of a study. StoreError: the folder or the file is a link.
+        UsageError: `name` is not a study's. StoreError: the folder or the file is a link.
     """
     if not _STUDY.fullmatch(name):
-        raise UsageError(f"study {name[:80]!r}: expected KEY@BATCH, as ae1bff61eea5@64")
+        raise UsageError(f"study {name[:80]!r}: expected KEY@BATCH, e.g. ae1bff61eea5@64")
     path = folder / name
     for one in (folder, path):
         if one.is_symlink():

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
+import ssl
 import stat
 import time
+import weakref
+import zlib
 from collections.abc import Collection, Mapping
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -16,31 +22,19 @@ import msgspec
 from advisor.cache.settings import ProjectUrl
 from advisor.cache.signing import own_folder
 from advisor.cache.stores.filesystem import open_regular
-from advisor.cache.stores.timeout import time_left
+from advisor.cache.stores.timeout import check_deadline, time_left
 from advisor.cache.stores.url import RemoteUrl
-from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, printable
-
-if TYPE_CHECKING:
-    import urllib3
+from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, printable, reason
 
 T = TypeVar("T")
 
-MOST_ANSWER = 36 * 2**20
+MAX_ANSWER = 36 * 2**20
 """Bytes of one answer, unpacked."""
 JSON, BYTES = "application/json", "application/octet-stream"
 MAP = msgspec.json.Decoder(dict[str, Any])
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_MOST_TRIES = 8
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{8,512}")
 _LISTED = re.compile(r"(https?://\S+)\s+(\S+)")
-
-
-class Answer(NamedTuple):
-    """`headers`: their names in any case."""
-
-    status: int
-    headers: Mapping[str, str]
-    data: bytes
 
 
 class HttpClient:
@@ -52,120 +46,121 @@ class HttpClient:
     $SSL_CERT_FILE names another list of authorities.
 
     Args:
-        called: what messages call the server.
+        label: what messages call the server.
     """
 
-    def __init__(self, url: str, *, token: str = "", called: str = "cache") -> None:
-        self.given = RemoteUrl.parse(url, ("timeout", "insecure"))
+    def __init__(self, url: str, *, token: str = "", label: str = "cache") -> None:
+        self.given = RemoteUrl(url, "timeout", "insecure")
         self.url = self.given.shown
-        self._token = token
+        self._token = token and _checked(token, "token")
         self._of_project = isinstance(url, ProjectUrl)
-        self._shown = f"{called} {self.url}"
+        self._shown = f"{label} {self.url}"
         parts = urlsplit(self.given.bare)
-        self._tls = parts.scheme == "https"
-        self.address = self.given.address(443 if self._tls else 80)
+        scheme, usual = ("https", 443) if parts.scheme == "https" else ("http", 80)
+        self._address = host, port = parts.hostname or "", parts.port or usual
+        self.origin = f"{scheme}://{host}" + (f":{port}" if port != usual else "")
+        """Scheme, host and port, as in the file of tokens."""
         self._path = parts.path.rstrip("/")
-        if token:
-            _check_token(token, "token")
-        if parts.query or "@" in parts.netloc:
+        self._idle: list[tuple[int, HTTPConnection]] = []
+        weakref.finalize(self, _close, self._idle)
+        if parts.query or "@" in parts.netloc or not parts.hostname:
             raise UsageError(
-                f"{self._shown}: expected {parts.scheme}://HOST[:PORT][/PATH], with the "
+                f"{self._shown}: expected {scheme}://HOST[:PORT][/PATH], with the "
                 "options timeout and insecure alone; the token goes into ADVISOR_TOKEN"
             )
-        plain = not self._tls and self.address[0] not in _LOOPBACK
-        if plain and "insecure" not in self.given.options:
+        permitted = "insecure" in self.given.options and not self._of_project
+        if scheme == "http" and host not in _LOOPBACK and not permitted:
             raise UsageError(
-                f"{self._shown}: would send the token in the clear; use https://, or add "
-                "?insecure=1 in a network that nobody else reads"
+                f"{self._shown}: the token would be sent unencrypted; use https://, or, in a "
+                "private network, add ?insecure=1 to the URL in ADVISOR_CACHE (not in "
+                "pyproject.toml)"
             )
-        if plain and self._of_project:
-            raise UsageError(
-                f"{self._shown}: pyproject.toml may not say insecure=1; use https://, or set "
-                "ADVISOR_CACHE to this URL"
-            )
-        self._opened: tuple[int, urllib3.HTTPConnectionPool] | None = None
-
-    def load(self) -> None:
-        """Import what a request needs."""
-        import urllib3  # noqa: F401 # only to have it in memory
 
     def request(
         self,
         method: str,
         path: str,
         *,
-        patience_s: float,
-        body: bytes | None = None,
-        kind: str = "",
+        timeout_s: float,
+        body: bytes | Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
         accepts: Collection[int] = (),
-        most: int = MOST_ANSWER,
-    ) -> Answer:
-        """Return the answer. A busy server is asked again when it says, within `patience_s`; every
-        request here has the same effect when it is sent twice.
+        most: int = MAX_ANSWER,
+    ) -> tuple[int, bytes]:
+        """Return the status and the body of the answer.
+
+        If the server is busy, the request is sent again when the server says, within `timeout_s`.
+        Every request has the same effect if it is sent twice.
 
         Args:
-            kind: the media type of the body.
-            accepts: error statuses that are answers, too.
-            most: bytes that an answer may have.
+            body: bytes, or a mapping that is sent as JSON.
+            accepts: error statuses that count as answers, too.
+            most: most bytes of the answer.
 
         Raises:
-            StoreError: nobody answers, or with an error. Unauthorized: because of the token.
-            RecordDamaged: because of what was sent. UsageError: the token is malformed.
+            StoreError: no answer, or an error. Unauthorized: the server refuses the token.
+            RecordDamaged: it refuses the data. UsageError: the token is malformed.
         """
-        from urllib3.exceptions import HTTPError
-
         sent = {"Accept-Encoding": "gzip", **(headers or {})}
         token = self._token or _token(self.origin, from_environment=not self._of_project)
         sent |= {"Authorization": f"Bearer {token}"} if token else {}
-        sent |= {"Content-Type": kind} if kind else {}
+        if body is not None:
+            sent["Content-Type"] = BYTES if isinstance(body, bytes) else JSON
+            body = body if isinstance(body, bytes) else json.dumps(body).encode()
         try:
-            response = self._pool().urlopen(
-                method,
-                self._path + path,
-                body,
-                sent,
-                _retry(time.monotonic() + patience_s),
-                redirect=False,
-                timeout=time_left(patience_s),
-                preload_content=False,
-            )
-            data = response.read(most + 1)
-            if len(data) > most:
-                response.close()
-                raise self.foreign(f"its answer is larger than {most} bytes")
-            response.release_conn()
-        except (OSError, HTTPError, ValueError) as exc:
-            raise StoreError(f"{self._shown}: {_reason(exc)}") from exc
-        answer = Answer(response.status, response.headers, data)
-        if answer.status < 300 or answer.status in (304, *accepts):
-            return answer
-        raise self._refused(answer, bool(token))
+            response, data = self._answer((method, self._path + path, body, sent), timeout_s, most)
+        except (OSError, HTTPException, ValueError, zlib.error) as exc:
+            raise StoreError(f"{self._shown}: {reason(exc) or type(exc).__name__}") from exc
+        if len(data) > most:
+            raise self.unexpected(f"its answer is larger than {most} bytes")
+        if response.status < 300 or response.status in (304, *accepts):
+            return response.status, data
+        raise self._refused(response.status, response.headers.get("location"), data, bool(token))
 
-    def _pool(self) -> urllib3.HTTPConnectionPool:
-        # A connection is not shared with a parent process.
-        if self._opened is None or self._opened[0] != os.getpid():
-            import ssl
+    def _answer(
+        self, question: tuple[Any, ...], timeout_s: float, most: int
+    ) -> tuple[HTTPResponse, bytes]:
+        """The answer to a request. The request is sent again once after a lost connection, and when
+        a busy server says, but not after `timeout_s`."""
+        until, lost = time.monotonic() + time_left(timeout_s), False
+        while True:
+            check_deadline()
+            connection = self._connection(time_left(timeout_s))
+            try:
+                # The server may refuse before it has read the whole request.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    connection.request(*question)
+                response = connection.getresponse()
+                data = _body(response, most + 1)
+            except BaseException as exc:
+                connection.close()
+                if lost or not isinstance(exc, ConnectionError | ssl.SSLEOFError):
+                    raise
+                lost = True
+                continue
+            if response.isclosed():  # all of it was read
+                self._idle.append((os.getpid(), connection))
+            else:
+                connection.close()
+            said = response.headers.get("Retry-After", "") if response.status in (429, 503) else ""
+            pause = int(said) if said.isdecimal() else 0
+            if not pause or time.monotonic() + pause > until:
+                return response, data
+            time.sleep(pause)
 
-            import urllib3
+    def _connection(self, timeout_s: float) -> HTTPConnection:
+        """A kept connection or a new one; a process never uses its parent's connections."""
+        with contextlib.suppress(IndexError):
+            process, kept = self._idle.pop()
+            if process == os.getpid() and kept.sock is not None:
+                kept.sock.settimeout(timeout_s)
+                return kept
+        kind = HTTPSConnection if self.origin.startswith("https") else HTTPConnection
+        return kind(*self._address, timeout=timeout_s)
 
-            host, port = self.address
-            pool = urllib3.HTTPConnectionPool(host, port, maxsize=4)
-            if self._tls:
-                context = ssl.create_default_context()
-                pool = urllib3.HTTPSConnectionPool(host, port, maxsize=4, ssl_context=context)
-            self._opened = os.getpid(), pool
-        return self._opened[1]
-
-    @property
-    def origin(self) -> str:
-        """Scheme, host and port, as a token is listed for."""
-        host, port = self.address
-        scheme, usual = ("https", 443) if self._tls else ("http", 80)
-        return f"{scheme}://{host}" + (f":{port}" if port != usual else "")
-
-    def _refused(self, answer: Answer, with_token: bool) -> StoreError:
-        status, headers, data = answer
+    def _refused(
+        self, status: int, location: str | None, data: bytes, with_token: bool
+    ) -> StoreError:
         what = f"{self._shown}: {self.detail(data) or f'HTTP {status}'}"
         if status == 401 and self._of_project and not with_token:
             return Unauthorized(
@@ -173,12 +168,12 @@ class HttpClient:
                 f"set ADVISOR_CACHE to its URL, or add '{self.origin} TOKEN' to your file of tokens"
             )
         if status == 401:
-            return Unauthorized(f"{what}; set ADVISOR_TOKEN to one of this server's")
+            return Unauthorized(f"{what}; set ADVISOR_TOKEN to one of this server's tokens")
         if status == 403:
             return Unauthorized(what)
-        if status in (301, 302, 303, 307, 308):
-            where = headers.get("location", "elsewhere").partition("?")[0][:200]
-            return StoreError(f"{self._shown}: sends on to {where}; name that server itself")
+        if status < 400:
+            where = (location or "elsewhere").partition("?")[0][:200]
+            return StoreError(f"{self._shown}: redirects to {where}; give that server's URL")
         return RecordDamaged(what) if status in (409, 413, 422) else StoreError(what)
 
     def decoded(
@@ -188,86 +183,66 @@ class HttpClient:
         try:
             return decoder.decode(data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-            raise self.foreign(printable(str(exc))[:200]) from exc
+            raise self.unexpected(printable(str(exc))[:200]) from exc
 
     def detail(self, data: bytes) -> str:
         """Why a server refuses, on one line; '' if its answer does not say."""
         try:
-            said = self.decoded(data, MAP)
-            return printable(str(said.get("detail", "")))[:300]
+            return printable(str(self.decoded(data, MAP).get("detail", "")))[:300]
         except StoreError:
             return ""
 
-    def foreign(self, what: str) -> StoreError:
+    def unexpected(self, what: str) -> StoreError:
         """The error for an answer that this version of advisor does not understand."""
         return StoreError(
-            f"{self._shown}: no server of advisor's answers there, or one of another version "
-            f"({what})"
+            f"{self._shown}: this is no advisor server, or one of another version ({what}); check "
+            "the URL"
         )
 
 
-def _retry(until: float) -> urllib3.Retry:
-    """Ask again once after a lost connection, and when a busy server says, but not after `until`
-    and not after a timeout."""
-    from urllib3 import Retry
-    from urllib3.exceptions import MaxRetryError, ReadTimeoutError
-
-    class WithinPatience(Retry):
-        def increment(self, *args: Any, **more: Any) -> Any:
-            response, error = more.get("response"), more.get("error")
-            if isinstance(error, ReadTimeoutError):
-                raise error
-            if response is not None:
-                pause = self.get_retry_after(response) or 0.0
-                if time.monotonic() + pause > until or time_left(pause) < pause:
-                    raise MaxRetryError(more["_pool"], None)
-            return super().increment(*args, **more)
-
-    return WithinPatience(
-        _MOST_TRIES, connect=0, read=1, other=0, allowed_methods=None, raise_on_status=False
-    )
+def _close(connections: list[tuple[int, HTTPConnection]]) -> None:
+    for _process, connection in connections:
+        connection.close()
 
 
-def _reason(exc: BaseException) -> str:
-    """What went wrong, without urllib3's wrappers."""
-    for inner in (getattr(exc, "reason", None), *exc.args[1:]):
-        if isinstance(inner, BaseException):
-            return _reason(inner)
-    text = getattr(exc.__cause__ or exc, "strerror", "") or str(exc).rpartition("): ")[2]
-    return text or type(exc).__name__
+def _body(response: HTTPResponse, most: int) -> bytes:
+    """The first `most` bytes of an answer, unpacked."""
+    data = response.read(most)
+    if response.length and len(data) < most:
+        raise IncompleteRead(data, response.length)
+    if response.headers.get("Content-Encoding") == "gzip":
+        return zlib.decompressobj(wbits=31).decompress(data, most)
+    return data
 
 
-def _check_token(token: str, name: str) -> None:
-    """Raise UsageError if a token is malformed."""
+def _checked(token: str, name: str) -> str:
+    """The token. Raises UsageError if it is malformed."""
     if not _TOKEN.fullmatch(token):
-        raise UsageError(f"{name}: no token; expected what `advisor token` printed")
+        raise UsageError(f"{name}: malformed token; expected one that `advisor token` printed")
+    return token
 
 
 def _token(origin: str, from_environment: bool) -> str:
     """The token for a server, '' for none. Raises UsageError if it is malformed, or others can
     read its file."""
     token = os.environ.get("ADVISOR_TOKEN", "").strip() if from_environment else ""
-    if not token:
-        named, folder = os.environ.get("ADVISOR_TOKEN_FILE", ""), own_folder()
-        if named:
-            token = _listed(Path(named), origin)
-        elif folder is not None and (folder / "tokens").exists():
-            token = _listed(folder / "tokens", origin)
-    if token:
-        _check_token(token, "ADVISOR_TOKEN")
-    return token
+    named, folder = os.environ.get("ADVISOR_TOKEN_FILE", ""), own_folder()
+    path = Path(named) if named else folder and folder / "tokens"
+    if not token and path and (named or path.exists()):
+        token = _listed(path, origin)
+    return token and _checked(token, "ADVISOR_TOKEN")
 
 
 def _listed(path: Path, origin: str) -> str:
     """The token for a server in a file of lines 'https://HOST TOKEN'."""
     try:
         with open_regular(path) as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise UsageError(f"{path}: holds tokens and others can read it; run: chmod 600 it")
+            if os.fstat(file.fileno()).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise UsageError(f"{path}: others can read these tokens; run chmod 600 on the file")
             text = file.read(2**16).decode()
     except (OSError, ValueError) as exc:
-        why = getattr(exc, "strerror", "") or exc
-        raise UsageError(f"ADVISOR_TOKEN_FILE {str(path)!r}: cannot be read ({why})") from exc
+        raise UsageError(
+            f"ADVISOR_TOKEN_FILE {str(path)!r}: cannot be read ({reason(exc)})"
+        ) from exc
     found: list[tuple[str, str]] = _LISTED.findall(text)
     return next((token for url, token in found if url.rstrip("/") == origin), "")

@@ -7,19 +7,19 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from advisor.cache.stores.url import RemoteUrl
-from advisor.errors import RecordDamaged, StoreDamaged, StoreError
+from advisor.cache.stores.url import TIMEOUT_S, RemoteUrl
+from advisor.errors import RecordDamaged, StoreDamaged, StoreError, reason
 
 MAX_BYTES = 2**20
-"""Of one encoded record. Real ones take 20-200 KB; small objects grow thirtyfold when decoded."""
+"""Most bytes of an encoded record. Real ones take 20-200 KB; decoding small objects needs 30x."""
 BLOBS = "artifacts/"
-"""How the keys of blobs begin."""
+"""Prefix of the keys of blobs."""
 _BLOB = re.compile(rf"{BLOBS}[0-9a-f][0-9a-f-]{{0,120}}\.[0-9a-f]{{12}}")
 
 
-class Store(ABC):
+class ByteStore(ABC):
     """Bytes under text keys. Reading creates nothing; a write is whole or absent.
 
     The key of a blob, which may have many MiB, begins with BLOBS. Every method but `health` raises
@@ -28,26 +28,31 @@ class Store(ABC):
     Attributes:
         url: what `open_store` takes to open it again, without passwords.
         studies: a local folder for the studies of this store, which may not exist yet.
-        takes_blobs: whether blobs can be put here.
+        searches: whether the store has `search`, so that a lookup is one request.
     """
 
     url: str
     studies: Path | None = None
-    takes_blobs = True
+    searches = False
 
     @abstractmethod
     def keys(self) -> list[str]:
         """The keys of all records, sorted, without those of blobs; [] if there is no store yet."""
 
-    def sizes(self, start: str = BLOBS) -> Mapping[str, int]:
-        """The bytes of each blob whose key begins with `start`."""
+    def sizes(self, prefix: str = BLOBS) -> Mapping[str, int]:
+        """The bytes of each blob whose key begins with `prefix`."""
         return {}
 
+    def search(self, question: Mapping[str, Any]) -> list[str]:
+        """The keys that answer a question of `RecordFilter.question`; if there are many, the
+        nearest. `get_many` of these keys makes no further request."""
+        raise NotImplementedError
+
     def get(self, key: str, most: int = MAX_BYTES) -> bytes | None:
-        """The data of one key, None if it is absent.
+        """The data of one key; None if the key is absent.
 
         Raises:
-            RecordDamaged: it is larger than `most` bytes, or not what a store writes.
+            RecordDamaged: the data is larger than `most` bytes, or no store wrote it.
         """
         found = self.get_many([key], most).get(key)
         if isinstance(found, RecordDamaged):
@@ -62,11 +67,11 @@ class Store(ABC):
 
     @abstractmethod
     def put(self, key: str, data: bytes) -> None:
-        """Store data under a key, replacing what is there."""
+        """Store data under a key, replacing earlier data."""
 
     @abstractmethod
     def delete(self, key: str) -> bool:
-        """Remove a key; whether it was there."""
+        """Remove a key. Returns whether it was there."""
 
     @abstractmethod
     def check_writable(self) -> None:
@@ -87,67 +92,53 @@ class Store(ABC):
         return "ok"
 
     def quarantine(self) -> Path:
-        """Move a damaged store away; its new path."""
-        raise StoreError(f"cache {self.url}: cannot be moved away; remove what is damaged")
-
-    def leftovers(self) -> list[Path]:
-        """Files that killed writers left behind."""
-        return []
+        """Move a damaged store away. Returns its new path."""
+        raise StoreError(f"cache {self.url}: cannot be moved away; remove the damaged data")
 
 
-class Remote(Store):
+class Remote(ByteStore):
     """A store on the network, which may not answer.
 
     Attributes:
-        patience_s: seconds that a reader waits for it, in total. Set before the first request.
-        address: host and port to connect to; None if only its client library knows.
+        timeout_s: most seconds that a reader waits for the store. Set before the first request.
+        address: host and port to try before a slow client library is imported.
     """
 
-    def __init__(self, given: RemoteUrl, patience_s: float) -> None:
+    address: tuple[str, int] | None = None
+
+    def __init__(self, given: RemoteUrl, timeout_s: float = TIMEOUT_S) -> None:
         self.url = given.shown
-        self.patience_s = given.seconds("timeout", patience_s)
-        self.address: tuple[str, int] | None = None
+        self.timeout_s = given.seconds("timeout", timeout_s)
 
     def check_reachable(self) -> None:
-        """Raise StoreError if nobody listens there, before a client library is imported."""
-        if self.address is None:
-            return
+        """Raise StoreError if no server listens at `address`."""
         try:
-            socket.create_connection(self.address, timeout=self.patience_s).close()
+            if self.address is not None:
+                socket.create_connection(self.address, timeout=self.timeout_s).close()
         except OSError as exc:
-            raise StoreError(f"cache {self.url}: {exc.strerror or exc}") from exc
+            raise StoreError(f"cache {self.url}: {reason(exc)}") from exc
 
-    @abstractmethod
     def load(self) -> None:
-        """Import the client library, which takes this machine's time and not the store's."""
-
-
-@runtime_checkable
-class Narrowing(Protocol):
-    """A remote store that searches its records: a lookup is one request."""
-
-    def narrowed(self, question: Mapping[str, Any]) -> list[str]:
-        """The keys that answer a question, as `RecordFilter.questions` has it: of many the nearest.
-        `get_many` of these keys makes no further request."""
+        """Import the client library. This does not count against the store's time limit."""
 
 
 def is_blob(key: str) -> bool:
-    """Whether a key is of a blob.
+    """Whether a key is a blob's.
 
     Raises:
-        RecordDamaged: it begins like one and could lead to another place.
+        RecordDamaged: the key begins like a blob's, but could lead to another place.
     """
     if not key.startswith(BLOBS):
         return False
     if not _BLOB.fullmatch(key):
-        raise RecordDamaged(f"key {key[:80]!r}: no name of a blob; refused")
+        raise RecordDamaged(f"key {key[:80]!r}: not a blob's key; refused")
     return True
 
 
-def blob_key(name: str, start: str) -> str:
-    """The key of a blob with this file name; '' if it is none, or does not begin with `start`."""
+def blob_key(name: str, prefix: str) -> str:
+    """The key of the blob in a file; '' if the file has none, or the key lacks `prefix`."""
     key = BLOBS + name
-    return key if key.startswith(start) and _BLOB.fullmatch(key) else ""
+    return key if key.startswith(prefix) and _BLOB.fullmatch(key) else ""
 
 
 def bounded(key: str, data: bytes, most: int) -> bytes | RecordDamaged:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from advisor.errors import StoreError
@@ -35,10 +34,10 @@ def run_with_timeout(
 
     Socket timeouts are not enough: a name lookup has none, each byte of a slow answer restarts
     them, and a network file system may hang. A late call continues in its thread, and `late` gets
-    its result. Without `late`, `check_deadline` stops it.
+    its result. Without `late`, `check_deadline` stops the call.
 
     Raises:
-        StoreError: it is late; or what act() raised.
+        StoreError: the call is late. Exceptions of act() are raised, too.
     """
     deadline = time.monotonic() + seconds if late is None else None
     future: Future[T] = Future()
@@ -46,19 +45,14 @@ def run_with_timeout(
     def run() -> None:
         _thread.deadline = deadline
         try:
-            result = act()
+            future.set_result(act())
         except BaseException as exc:
-            with contextlib.suppress(InvalidStateError):
-                future.set_exception(exc)
-            return
-        try:
-            future.set_result(result)
-        except InvalidStateError:  # cancelled below
-            if late is not None:
-                late(result)
+            future.set_exception(exc)
 
     threading.Thread(target=run, name="advisor: a store", daemon=True).start()
     wait((future,), seconds)
-    if future.cancel():
-        raise StoreError(f"cache {what}: no answer within {seconds * 1e3:.0f} ms")
-    return future.result()
+    if future.done():
+        return future.result()
+    if late is not None:
+        future.add_done_callback(lambda done: done.exception() or late(done.result()))
+    raise StoreError(f"cache {what}: no answer within {seconds * 1e3:.0f} ms")

@@ -9,7 +9,6 @@ from advisor.cache.codec import to_plain
 from advisor.cache.config import Config
 from advisor.cache.key import Device, Environment, Key, Software
 from advisor.cache.record import (
-    RACED,
     Choice,
     Measurement,
     Provenance,
@@ -83,6 +82,16 @@ def trial(number: int = 0, config: Config = DEFAULT, outcome: str = "ok") -> Tri
     )
 
 
+def winners(flags: Choice, loop: Choice, **of: Choice) -> tuple[Winner, ...]:
+    """One for each use: the pilot's as that of the flags, capture's as the loop's, unless given;
+    `free_loop` and the like: with the batch free."""
+    chosen = {"flags": flags, "pilot": flags, "loop": loop, "capture": loop, **of}
+    return tuple(
+        Winner(use=use.removeprefix("free_"), free=use.startswith("free_"), choice=one)
+        for use, one in chosen.items()
+    )
+
+
 def record(
     key: Key = KEY,
     name: str = "model.py:Net",
@@ -94,12 +103,11 @@ def record(
     default = DEFAULT.at(key.task.batch)
     fast = choice(default.replace(precision="bf16"), 3000.0, 1.5)
     flags = choice(default)
-    winners = {"flags": flags, "pilot": flags, "loop": fast, "capture": fast}
     made = Record(
         key=key,
         target=Target(name=name, origin="0123456789abcdef"),
         baseline=choice(default),
-        winners=tuple(Winner(use=use, free=False, choice=winners[use]) for use in RACED),
+        winners=winners(flags, loop=fast),
         input=Config(pin_memory=True),
         trials=tuple(trial(n, default.replace(threads=n + 1)) for n in range(trials)),
         provenance=Provenance(
@@ -111,7 +119,7 @@ def record(
             host_cpu="Xeon",
             seed=0,
             study="0a1b2c",
-            budget_s=180.0,
+            budget_s=300.0,
             modules=2,
             parameters=1728,
             effort=effort,
@@ -131,5 +139,5 @@ def planted(one: Record, path: str, value: object) -> dict[str, Any]:
     here: Any = content
     for owner in owners:
         here = here[int(owner) if isinstance(here, list) else owner]
-    here[last] = value
+    here[int(last) if isinstance(here, list) else last] = value
     return content

@@ -32,6 +32,19 @@ def free_port() -> int:
     return port
 
 
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A key, and its certificate for this host; skips where there is no OpenSSL."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is needed")
+    key, found = folder / "key.pem", folder / "certificate.pem"
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    made = [openssl, "req", "-x509", *curve, "-nodes", "-days", "2", *names]
+    subprocess.run([*made, "-keyout", key, "-out", found], check=True, capture_output=True)
+    return key, found
+
+
 def answers(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=0.2):
         return True

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from msgspec import structs
 
 from advisor.cache import exchange
 from advisor.cache.artifacts import (
@@ -24,9 +23,9 @@ from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
 from advisor.cache.signing import NO_KEYS, KeyRing
-from advisor.cache.stores import BLOBS, Store, open_store
-from advisor.cache.stores.pack import PackStore
-from advisor.errors import RecordDamaged, UsageError
+from advisor.cache.stores import BLOBS, ByteStore, open_store
+from advisor.cache.stores.disk import PackStore
+from advisor.errors import RecordDamaged, StoreError, UsageError
 from tests.cache.examples import DEFAULT, ENVIRONMENT, record
 
 MINE = KeyRing(own=b"m" * 32)
@@ -41,11 +40,11 @@ GOOD = pack_artifacts(DATA, PURPOSE, MINE)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(tmp_path: Path) -> ByteStore:
     return open_store(f"dir:{tmp_path}/store")
 
 
-def artifacts(*stores: Store, keyring: KeyRing = MINE, most: int = 2**20) -> Artifacts:
+def artifacts(*stores: ByteStore, keyring: KeyRing = MINE, most: int = 2**20) -> Artifacts:
     return Artifacts(stores, keyring, most)
 
 
@@ -57,7 +56,7 @@ def key(purpose: Purpose, keyring: KeyRing) -> str:
     return BLOBS + name(purpose, keyring)
 
 
-def put(store: Store, one: Record = RECORD, keyring: KeyRing = MINE) -> Purpose:
+def put(store: ByteStore, one: Record = RECORD, keyring: KeyRing = MINE) -> Purpose:
     """Keep a record and artifacts for its config."""
     Records(store, keyring=keyring).put(one)
     purpose = Purpose.of(one, one.winner("loop").config, ENVIRONMENT, TOOLS)
@@ -65,7 +64,7 @@ def put(store: Store, one: Record = RECORD, keyring: KeyRing = MINE) -> Purpose:
     return purpose
 
 
-def test_what_was_kept_is_found(store: Store) -> None:
+def test_what_was_kept_is_found(store: ByteStore) -> None:
     size = artifacts(store).keep(DATA, PURPOSE, store)
     found = artifacts(store).find(PURPOSE)
     assert found is not None and (found.data, found.size, found.store) == (DATA, size, store.url)
@@ -102,8 +101,8 @@ RECORD_SIGNATURE = GOOD[:20] + MINE.sign(GOOD[52:]) + GOOD[52:]
 @pytest.mark.parametrize(
     ("packed", "says"),
     [
-        (b"\0" * 1000, "none that this version reads"),
-        (bytes([GOOD[0] ^ 1]) + GOOD[1:], "none that this version reads"),
+        (b"\0" * 1000, "in an unknown format"),
+        (bytes([GOOD[0] ^ 1]) + GOOD[1:], "in an unknown format"),
         (GOOD[:25] + bytes([GOOD[25] ^ 1]) + GOOD[26:], "not signed by you or your team"),
         (GOOD[:60] + bytes([GOOD[60] ^ 1]) + GOOD[61:], "not signed by you or your team"),
         (GOOD[:-1], "not signed by you or your team"),
@@ -114,26 +113,32 @@ RECORD_SIGNATURE = GOOD[:20] + MINE.sign(GOOD[52:]) + GOOD[52:]
         (pack_artifacts(b"\0" * 10**6, PURPOSE, MINE), "too large when unpacked"),
     ],
 )
-def test_planted_or_changed_artifacts_are_refused(store: Store, packed: bytes, says: str) -> None:
+def test_planted_or_changed_artifacts_are_refused(
+    store: ByteStore, packed: bytes, says: str
+) -> None:
     """Under a trusted name, which can be copied from a listing."""
     store.put(key(PURPOSE, MINE), packed)
     with pytest.raises(RecordDamaged, match=says):
         artifacts(store).find(PURPOSE)
 
 
-def test_what_is_too_large_or_unsigned_is_not_kept(store: Store, tmp_path: Path) -> None:
-    assert artifacts(store, most=10).keep(DATA, PURPOSE, store) == 0
-    assert artifacts(store, most=0).keep(DATA, PURPOSE, store) == 0
-    assert artifacts(store, keyring=NO_KEYS).keep(DATA, PURPOSE, store) == 0
-    assert artifacts(store).keep(DATA, PURPOSE, PackStore(tmp_path / "pack")) == 0
-    assert store.sizes() == {}
+def test_what_is_too_large_or_unsigned_is_not_kept(store: ByteStore, tmp_path: Path) -> None:
+    for found in (
+        artifacts(store, most=10),
+        artifacts(store, most=0),
+        artifacts(store, keyring=NO_KEYS),
+    ):
+        assert found.keep(DATA, PURPOSE, store) == 0
+    with pytest.raises(StoreError, match="a pack is read-only"):
+        artifacts(store).keep(DATA, PURPOSE, PackStore(tmp_path / "pack"))
+    assert store.sizes() == {} and not (tmp_path / "pack").exists()
     artifacts(store).keep(DATA, PURPOSE, store)
     with pytest.raises(RecordDamaged, match="larger than 10 bytes"):
         artifacts(store, most=10).find(PURPOSE)
 
 
-def test_stores_are_searched_in_order_and_the_first_gets_a_copy(
-    store: Store, tmp_path: Path
+def test_stores_are_searched_in_order_and_the_first_gets_it(
+    store: ByteStore, tmp_path: Path
 ) -> None:
     first = open_store(f"disk:{tmp_path}/first")
     artifacts(store).keep(DATA, PURPOSE, store)
@@ -143,9 +148,9 @@ def test_stores_are_searched_in_order_and_the_first_gets_a_copy(
         assert found is not None and found.store == there.url
 
 
-def test_artifacts_of_another_key_are_refused(store: Store, tmp_path: Path) -> None:
+def test_artifacts_of_another_key_are_refused(store: ByteStore, tmp_path: Path) -> None:
     """Unless there are one's own, or none for this record and config."""
-    bucket = open_store(f"memory://{tmp_path}/bucket")
+    bucket = open_store(f"file://{tmp_path}/bucket")
     for there in (store, bucket):
         artifacts(there, keyring=THEIRS).keep(DATA, PURPOSE, there)
         for keyring in (MINE, NO_KEYS, TEAM):
@@ -158,7 +163,7 @@ def test_artifacts_of_another_key_are_refused(store: Store, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("which", ["own", "secret"])
-def test_a_key_that_others_may_have_runs_no_code(store: Store, which: str) -> None:
+def test_a_key_that_others_may_have_runs_no_code(store: ByteStore, which: str) -> None:
     """What it signed is not loaded, and it signs nothing; another key does both."""
     why = "others can read /key (mode 644)"
     bare = KeyRing(own=b"m" * 32) if which == "own" else KeyRing(b"a secret of a team")
@@ -176,12 +181,14 @@ def test_a_key_that_others_may_have_runs_no_code(store: Store, which: str) -> No
     assert artifacts(store, keyring=both).find(PURPOSE) is not None
 
 
-def reasons(store: Store) -> dict[str, str]:
-    found = garbage(Records(store, keyring=MINE), store)
-    return {one.named.name: one.reason for one in found if isinstance(one.named, Label)}
+def reasons(store: ByteStore, keyring: KeyRing = MINE) -> dict[str, str]:
+    found = garbage(Records(store, keyring=keyring), store)
+    return {one.name: one.reason for one in found if isinstance(one.key, Label)}
 
 
-def test_gc_takes_what_no_record_leads_to(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_takes_what_no_record_leads_to(
+    store: ByteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     purpose = put(store)
     assert reasons(store) == {}
     other = replace(purpose, config="ab" * 6)
@@ -191,7 +198,7 @@ def test_gc_takes_what_no_record_leads_to(store: Store, monkeypatch: pytest.Monk
     artifacts(store, keyring=THEIRS).keep(DATA, other, store)
     assert {name: reason.rpartition(": ")[2] for name, reason in reasons(store).items()} == {
         name(gone, MINE): "their record is gone",
-        name(other, MINE): "their config is advised no more",
+        name(other, MINE): "their config is no longer advised",
     }
     monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "10B")
     said = reasons(store)[name(purpose, MINE)]
@@ -199,87 +206,68 @@ def test_gc_takes_what_no_record_leads_to(store: Store, monkeypatch: pytest.Monk
     assert said.endswith("of artifacts: larger than 10 bytes (ADVISOR_MAX_ARTIFACTS)")
 
 
+SHOWN = "others can read /key"
+
+
 @pytest.mark.parametrize(
-    ("data", "reason"),
+    ("keyring", "data", "reason", "goes"),
     [
-        (b"\0" * 1000, "none that this version reads"),
-        (GOOD[:-1], "not signed by you or your team, or changed since"),
-        (pack_artifacts(DATA, PURPOSE, THEIRS), "not signed by you or your team, or changed since"),
-        (pack_artifacts(DATA, OTHER, MINE), "made for another record or config"),
+        (MINE, b"\0" * 1000, "in an unknown format", True),
+        (MINE, b"advisor artifacts 2\n" + GOOD, "in an unknown format", False),
+        (MINE, GOOD[:-1], "not signed by you or your team, or changed since", True),
+        (MINE, pack_artifacts(DATA, OTHER, MINE), "made for another record or config", True),
+        (THEIRS, GOOD, "signed with another's key", False),
+        (replace(MINE, own_exposed=SHOWN), GOOD, SHOWN, False),
     ],
 )
-def test_damaged_artifacts_are_shown_and_removed(store: Store, data: bytes, reason: str) -> None:
+def test_damaged_artifacts_are_shown_and_removed(
+    store: ByteStore, keyring: KeyRing, data: bytes, reason: str, goes: bool
+) -> None:
+    """And those of other keys stay."""
     purpose = put(store)
-    found = artifacts(store)
-    ((there, label, _size),) = found.listed({purpose.record})
-    assert (label.record_id, label.record_key, label.config) == (
-        RECORD.id,
-        purpose.record,
-        purpose.config,
-    )
-    assert found.fault(there, label) == ""
+    ((there, label, _size),) = artifacts(store).listed(purpose.label)
+    assert (label.record_id, label.record_key) == (RECORD.id, purpose.record)
+    assert artifacts(store).fault(there, label) == ""
+    assert artifacts(store, most=0).fault(there, label).startswith("none are loaded")
     store.put(label.text, data)
-    assert found.fault(there, label) == reason
-    ((gone, why),) = reasons(store).items()
-    assert gone == label.name and why.startswith("damaged: ") and why.endswith(f": {reason}")
+    (label,) = artifacts(store, keyring=keyring).on(store)
+    assert label.trusted is (keyring is MINE)
+    assert artifacts(store, keyring=keyring).fault(store, label) == reason
+    assert {key: why.rpartition(": ")[2] for key, why in reasons(store, keyring).items()} == (
+        {label.name: reason} if goes else {}
+    )
 
 
-def test_artifacts_of_other_keys_and_versions_stay(store: Store) -> None:
-    purpose = put(store)
-    artifacts(store, keyring=THEIRS).keep(DATA, purpose, store)
-    store.put(key(purpose, MINE), b"advisor artifacts 2\n" + GOOD)
-    found = artifacts(store)
-    assert {one.name: found.fault(at, one) for at, one, _n in found.listed({purpose.record})} == {
-        name(purpose, MINE): "none that this version reads",
-        name(purpose, THEIRS): "signed with another's key",
-    }
-    assert reasons(store) == {}
-    shown = replace(MINE, own_exposed="others can read /key (mode 644)")
-    label = Label.parse(name(purpose, MINE), shown.for_code)
-    assert label is not None and Label.parse("elsewhere") is None
-    assert artifacts(store, keyring=shown).fault(store, label) == shown.own_exposed
-    trusted = structs.replace(label, trusted=True)
-    assert artifacts(store, most=0).fault(store, trusted).startswith("none are")
-
-
-def test_only_own_artifacts_are_copied_to_another_store(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("other", ["dir:{}/there", "file://{}/there"])
+def test_only_own_sound_artifacts_are_copied_to_another_store(
+    store: ByteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
     purpose = put(store)
     artifacts(store, keyring=THEIRS).keep(DATA, purpose, store)
     changed, moved = (replace(purpose, config=one * 6) for one in ("ab", "cd"))
     store.put(key(changed, MINE), b"changed since")
-    store.put(key(moved, MINE), pack_artifacts(DATA, purpose, MINE))
-    there = open_store(f"dir:{tmp_path}/there")
-    records = Records([store, there], keyring=MINE)
-    for outcome in ("added", "known"):
-        found = exchange.carry_artifacts(records, store, there, {record_key(RECORD)})
-        assert {one.name: (one.outcome, one.reason) for one in found} == {
-            name(purpose, MINE): (outcome, ""),
-            name(changed, MINE): ("refused", "artifacts: none that this version reads; refused"),
-            name(moved, MINE): (
-                "refused",
-                "artifacts: made for another record or config; refused",
-            ),
-        }
-    assert list(exchange.carry_artifacts(records, store, there, set())) == []
-    monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "0")
-    assert list(exchange.carry_artifacts(records, store, there, {record_key(RECORD)})) == []
-    assert artifacts(there).find(purpose) is not None
-
-
-@pytest.mark.parametrize("other", ["dir:{}/there", "memory://{}/there"])
-def test_a_damaged_copy_is_replaced(store: Store, tmp_path: Path, other: str) -> None:
-    purpose = put(store)
+    store.put(key(moved, MINE), good := pack_artifacts(DATA, purpose, MINE))
     there = open_store(other.format(tmp_path))
-    good = pack_artifacts(DATA, purpose, MINE)
     records = Records([store, there], keyring=MINE)
+
+    def copied(*places: str) -> dict[str, str]:
+        found = exchange.copy_artifacts(records, store, there, places)
+        return {one.name: one.reason or one.outcome for one in found}
+
+    refused = {
+        name(changed, MINE): "artifacts: in an unknown format; refused",
+        name(moved, MINE): "artifacts: made for another record or config; refused",
+    }
+    for outcome in ("added", "known"):
+        assert copied(record_key(RECORD)) == {name(purpose, MINE): outcome, **refused}
     for damaged in (good[:-1] + bytes([good[-1] ^ 1]), good[:-1], good + b"more"):
         there.put(key(purpose, MINE), damaged)
-        for outcome in ("updated", "known"):
-            (one,) = exchange.carry_artifacts(records, store, there, {record_key(RECORD)})
-            assert (one.name, one.outcome) == (name(purpose, MINE), outcome)
+        assert copied(record_key(RECORD))[name(purpose, MINE)] == "added"
         assert there.get(key(purpose, MINE), 2**20) == good
+    assert copied() == {}
+    monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "0")
+    assert copied(record_key(RECORD)) == {}
+    assert artifacts(there).find(purpose) is not None
 
 
 @pytest.mark.parametrize(("said", "most"), [("", 64 * 2**20), ("0", 0), ("1GiB", 2**30)])

@@ -2,59 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import math
+
+import pytest
 
 from advisor.cache.config import Config
 from advisor.cache.explanation import MAX_LISTED, Explanation, NearMiss
 from advisor.cache.match import Difference, Query
+from advisor.cache.shown import interval, size, speedup
 from tests.cache import examples
-
-QUERY = Query(
-    environment=examples.ENVIRONMENT,
-    given={
-        "shapes": ((8, 3, 256, 256),),
-        "mode": "train",
-        "deterministic": False,
-        "model_args": Config(a=1, b="x"),
-    },
-    model=examples.KEY.model,
-)
-
-
-def explained(query: Query = QUERY, **more: Any) -> Explanation:
-    return Explanation(
-        **{
-            "target": "model.py:Net",
-            "query": query,
-            "stores": (),
-            "served": "",
-            "status": "miss",
-            "reason": "nothing there",
-            "refused": (),
-            "near_misses": (),
-            **more,
-        }
-    )
 
 
 def near(number: int, *differs: Difference, signed: bool = True) -> NearMiss:
-    return NearMiss(
-        id=f"{number}", target="model.py:Net", store="dir:/a", signed=signed, differs=differs
-    )
-
-
-EDITED = Difference(field="code", wanted="edited since", found="as tuned")
-STRICT = Difference(field="deterministic", wanted=False, found=True)
+    where = {"target": "model.py:Net", "store": "dir:/a"}
+    return NearMiss(id=f"{number}", signed=signed, differs=differs, **where)
 
 
 def test_a_miss() -> None:
-    said = explained(
+    edited = Difference(field="code", wanted="edited since", found="as tuned")
+    strict = Difference(field="deterministic", wanted=False, found=True)
+    given = {"shapes": ((8, 3, 256, 256),), "mode": "train", "deterministic": False}
+    given |= {"model_args": Config(a=1, b="x")}
+    said = Explanation(
+        target="model.py:Net",
+        query=Query(environment=examples.ENVIRONMENT, given=given, model=examples.KEY.model),
+        served="",
+        status="miss",
+        reason="nothing there",
         stores=(("dir:/a", "1 record"), ("redis://b", "did not answer")),
         refused=("1 is damaged", "2 is not signed"),
-        near_misses=(near(16, signed=False), near(32, EDITED, STRICT)),
+        near_misses=(near(16, signed=False), *[near(32, edited, strict)] * (MAX_LISTED + 1)),
     )
-    assert str(said).splitlines() == [
+    *lines, more = str(said).splitlines()
+    assert more.strip() == "and 2 more; see: advisor show"
+    assert lines[: 2 - MAX_LISTED] == [
         "looked for  model.py:Net",
         "  model         abababababab",
         "  shape         8x3x256x256",
@@ -71,29 +52,33 @@ def test_a_miss() -> None:
         "miss        nothing there",
         "refused     1 is damaged",
         "refused     2 is not signed",
-        "not served  16 model.py:Net (unsigned): it fits, but not what was asked of it (above), or "
+        "not served  16 model.py:Net (unsigned): it fits, but cannot serve this (see above), or "
         "another was preferred",
         "not served  32 model.py:Net: code as tuned -> edited since, deterministic True -> False",
     ]
 
 
-def test_what_is_not_known_is_left_out() -> None:
-    software = replace(examples.SOFTWARE, driver="", cuda="")
-    environment = replace(examples.ENVIRONMENT, software=software)
-    said = str(explained(Query(environment=environment), target="", status="exact"))
-    assert said.splitlines() == [
-        "looked for  what was tuned for this script",
-        "  device        NVIDIA H200",
-        "  cuDNN         91900",
-        "  torch         2.11.0",
-        "exact       nothing there",
-    ]
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        *((0, "-"), (512, "512 B"), (1000 * 1024, "1000 KiB"), (2**20, "1 MiB")),
+        *((3 * 2**29, "1.5 GiB"), (5000 * 2**40, "5000 TiB")),
+    ],
+)
+def test_a_size_has_the_unit_that_fits(count: int, text: str) -> None:
+    assert size(count) == text
 
 
-def test_not_all_are_listed() -> None:
-    many = tuple(near(number) for number in range(MAX_LISTED + 2))
-    lines = str(explained(near_misses=many)).splitlines()
-    assert sum(line.startswith("not served") for line in lines) == MAX_LISTED
-    assert lines[-1] == "            and 2 more; see: advisor show"
-    just = str(explained(near_misses=many[:MAX_LISTED])).splitlines()
-    assert just[-1].startswith("not served")
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (1.36, 1.41, "1.36-1.41"),
+        (1.78, 15.27, "1.78-15.27"),
+        (0.2, 0.9, "0.20-0.90"),
+        (0.0, math.inf, "could not tell"),
+        (0.6, 1.8, "could not tell"),
+    ],
+)
+def test_figures_that_say_nothing_are_not_shown(low: float, high: float, text: str) -> None:
+    assert interval(low, high) == text
+    assert speedup(1.9, low, high) == (text if text == "could not tell" else f"1.90x ({text})")

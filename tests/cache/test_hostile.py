@@ -1,22 +1,82 @@
-"""The corpus of tests/hostile.py, at the level of records: refused alone, in time, removable."""
+"""Whatever bytes a store holds: they are a record, or refused; nothing runs, nothing is taken."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from advisor.cache import exchange
 from advisor.cache.asking import Chosen, ask
+from advisor.cache.codec import decode, encode
 from advisor.cache.garbage import garbage
 from advisor.cache.reader import RecordFilter
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store, open_stores
-from advisor.errors import StoreError
+from advisor.cache.stores.disk import PackStore, write_pack
+from advisor.errors import RecordDamaged, StoreDamaged, StoreError
+from advisor.tuners.knobs import refusal
 from tests import hostile
 from tests.cache.examples import record
+from tests.cache.mutations import corpus, mutated
+
+ROOT = Path(__file__).parents[2]
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2**32))
+def test_mutations_are_records_or_refused(seed: int) -> None:
+    for data in itertools.islice(mutated(corpus(), random.Random(seed)), 20):
+        try:
+            record = decode(data)
+        except RecordDamaged as exc:
+            assert "\n" not in str(exc) and len(str(exc)) < 300
+        else:
+            refusal(record)
+            assert decode(encode(record)) == record
+
+
+def test_many_take_no_memory_and_run_nothing() -> None:
+    """In a process of its own, whose peak memory and system calls are its own too."""
+    done = subprocess.run(
+        [sys.executable, "benchmarks/fuzz.py", "--count", "5000", "--results", "-"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32))
+def test_a_mutated_pack_is_harmless(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    dice = random.Random(seed)
+    path = tmp_path_factory.mktemp("pack") / "records.pack"
+    seeds = corpus()[:3]
+    write_pack(path, [[(f"record/{n}", data) for n, data in enumerate(seeds)]])
+    data = bytearray(path.read_bytes())
+    for _ in range(dice.randrange(1, 5)):
+        data[dice.randrange(len(data))] = dice.randrange(256)
+    path.write_bytes(bytes(data[: dice.randrange(len(data))] if dice.random() < 0.3 else data))
+    pack = PackStore(path)
+    try:
+        found = pack.get_many(pack.keys())
+    except StoreDamaged as exc:
+        assert "\n" not in str(exc)
+        return
+    for got in found.values():
+        if isinstance(got, bytes):
+            with contextlib.suppress(RecordDamaged):
+                assert got in seeds or decode(got)
 
 
 @pytest.fixture
@@ -53,7 +113,7 @@ def work_on(case: hostile.Case, records: Records, tmp_path: Path, removes: bool)
         records.all,
         lambda: records.health(store),
         lambda: garbage(records, store) == [] or pytest.fail("gc takes what others wrote"),
-        lambda: list(exchange.carry(exchange.contents(store), Records(target), target)),
+        lambda: list(exchange.copy_records(exchange.contents(store), Records(target), target)),
         lambda: records.put(record(created=1.71e9)),
         lambda: records.studies,
         lambda: records.get(record().id),

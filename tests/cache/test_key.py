@@ -1,20 +1,31 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import msgpack
 import pytest
 
+from advisor.cache import codec, key
+from advisor.cache.codec import decode, encode, make_envelope, to_plain
 from advisor.cache.config import Config
 from advisor.cache.key import PLACE, VARIANT, fields, fingerprint
-from tests.cache.examples import KEY, TASK, changed
+from advisor.cache.match import compared
+from advisor.cache.name import Name
+from advisor.cache.records import Records
+from advisor.cache.stores import open_store
+from tests.cache.examples import KEY, TASK, changed, record
 
 
 def another(name: str) -> object:
     """Another value for a field of KEY, inside its domain."""
     odd = {"dtype": "int64", "mode": "infer", "optimizer": "adamw", "tolerance": 0.5}
-    value = fields(KEY)[name]
+    value = odd.get(name, fields(KEY)[name])
     if name in odd:
-        return odd[name]
+        return value
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -29,30 +40,22 @@ def test_every_field_has_its_place() -> None:
     assert len({*PLACE, *VARIANT}) == len(PLACE) + len(VARIANT)
 
 
-@pytest.mark.parametrize("name", [*PLACE, *VARIANT])
-def test_every_field_counts(name: str) -> None:
-    other = changed(KEY, name, another(name))
-    assert other.digest != KEY.digest
-    assert other.id == other.digest[:12]
-
-
 @pytest.mark.parametrize(
-    "task",
+    "changes",
     [
-        replace(TASK, target="elsewhere.py:Net"),
-        replace(TASK, device="cuda:1"),
-        replace(TASK, model_args=Config()),
-        replace(TASK, shapes=((32, 3, 256, 256),)),
+        {"target": "elsewhere.py:Net"},
+        {"device": "cuda:1"},
+        {"model_args": Config()},
+        {"shapes": ((32, 3, 256, 256),)},
     ],
 )
-def test_how_it_is_called_where_it_runs_and_the_batch_do_not_count(task: object) -> None:
-    assert replace(KEY, task=task).digest == KEY.digest  # type: ignore[arg-type]
+def test_how_it_is_called_where_it_runs_and_the_batch_do_not_count(changes: Any) -> None:
+    assert replace(KEY, task=replace(TASK, **changes)).digest == KEY.digest
 
 
 def test_each_batch_of_a_mix_counts() -> None:
-    mix = replace(KEY, task=replace(TASK, shapes=((4, 3, 16, 16), (8, 3, 8, 8))))
-    other = replace(KEY, task=replace(TASK, shapes=((5, 3, 16, 16), (8, 3, 8, 8))))
-    assert mix.digest != other.digest
+    mixes = [((batch, 3, 16, 16), (8, 3, 8, 8)) for batch in (4, 5)]
+    assert len({replace(KEY, task=replace(TASK, shapes=mix)).digest for mix in mixes}) == 2
 
 
 def test_digest_stays_the_same_between_versions() -> None:
@@ -64,3 +67,60 @@ def test_fingerprint() -> None:
     assert len({fingerprint(v) for v in (1, 1.0, True, "1", b"1", None, [1])}) == 7
     with pytest.raises(TypeError):
         fingerprint({1, 2})
+
+
+NEWER = changed(KEY, "script", "amp")
+
+
+@pytest.fixture
+def a_field_more(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(key, "ADDED", {"script": ""})
+        key._digest.cache_clear()
+        yield
+    key._digest.cache_clear()
+
+
+def older() -> dict[str, Any]:
+    """The fields of KEY that an older version had."""
+    found: dict[str, Any] = json.loads(json.dumps(to_plain(key.fields(KEY))))
+    del found["script"]
+    return found
+
+
+@pytest.mark.usefixtures("a_field_more")
+def test_a_key_stays_the_same() -> None:
+    assert KEY.digest == key.fingerprint(key.as_fields(older())) != NEWER.digest
+    assert key.terms_of(older()) == key.terms_of(key.fields(KEY))
+    known = key.completed(key.as_fields(older()))
+    assert compared(key.fields(KEY), known) == ("exact", ())
+    assert list(map(str, compared(key.fields(NEWER), known)[1])) == ["script none -> amp"]
+
+
+@pytest.mark.usefixtures("a_field_more")
+def test_a_record_without_the_field_is_read(tmp_path: Path) -> None:
+    content = to_plain(record())
+    del content["key"]["task"]["script"]
+    data = make_envelope(msgpack.packb(content))
+    records = Records(open_store(f"dir:{tmp_path}"))
+    records.stores[0].put(Name.of(record(), data).text, data)
+    assert records.all() == [record()] and not records.damaged
+    records.put(record(NEWER))
+    assert {one.key.task.script for one in records.all()} == {"", "amp"}
+
+
+def test_an_older_version_refuses_a_newer_key_alone(tmp_path: Path) -> None:
+    """It does not know the field, and says so of no other record."""
+    content = to_plain(record())
+    content["key"]["task"]["flavour"] = "sour"
+    data = make_envelope(msgpack.packb(content))
+    records = Records(open_store(f"dir:{tmp_path}"))
+    records.stores[0].put(Name.of(record(NEWER), data).text, data)
+    records.put(record())
+    assert records.all() == [record()] and len(records.damaged) == 1
+
+
+def test_a_newer_format_reads_the_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode(record())
+    monkeypatch.setattr(codec, "FORMAT", codec.FORMAT + 1)
+    assert decode(data) == record()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -58,63 +61,51 @@ def test_another_owns_it_or_a_folder_above_it(
     assert "is another user's" in fault(file)
 
 
-def test_others_can_write_a_folder_above_it(file: Path) -> None:
-    for mode in (0o770, 0o702):
-        file.parent.chmod(mode)
-        assert fault(file) == f"others can write {file.parent} (mode {mode:o})" or _is_own(file)
-    file.parent.chmod(0o1777)  # as /tmp
-    assert fault(file) == ""
-
-
-def _is_own(file: Path) -> bool:
-    """Whether the group of the folder is a private one, which may write it."""
-    import grp
-    import pwd
-
-    name = pwd.getpwuid(os.geteuid()).pw_name
-    return not file.parent.stat().st_mode & 0o002 and name == grp.getgrgid(os.getegid()).gr_name
-
-
-def test_a_link_counts_with_what_it_leads_through(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("mode", "members", "private"),
+    [
+        (0o702, [], False),
+        (0o1777, ["eve"], True),  # as /tmp
+        (0o770, [], True),  # of a group of the user alone
+        (0o770, ["eve"], False),
+    ],
+)
+def test_others_can_write_a_folder_above_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch, mode: int, members: list[str], private: bool
 ) -> None:
+    own = SimpleNamespace(gr_name=pwd.getpwuid(os.geteuid()).pw_name, gr_mem=members)
+    monkeypatch.setattr(grp, "getgrgid", lambda _gid: own)
+    file.parent.chmod(mode)
+    found = "" if private else f"others can write {file.parent} (mode {mode:o})"
+    assert fault(file) == found
+
+
+def test_links_on_the_way(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Kubernetes mounts a secret: key -> ..data/key, ..data -> ..2026/."""
-    (tmp_path / "..data").symlink_to("folder")
-    link = tmp_path / "key"
-    link.symlink_to("..data/key")
-    assert fault(link) == ""
-    far = tmp_path / "far"
-    far.symlink_to(file)
-    assert fault(far) == ""
+    links = {"..data": "folder", "key": "..data/key", "far": str(file), "a": "b", "b": "a"}
+    for name, to in links.items():
+        (tmp_path / name).symlink_to(to)
+    link, far = tmp_path / "key", tmp_path / "far"
+    assert fault(link) == fault(far) == ""
     file.parent.chmod(0o777)
     assert fault(link) == fault(far) == f"others can write {file.parent} (mode 777)"
     file.parent.chmod(0o700)
     be_anothers(tmp_path / "..data", monkeypatch)
     assert "is another user's" in fault(link)
-
-
-def test_what_was_put_in_its_place_meanwhile(file: Path) -> None:
-    with file.open("rb") as opened:
+    with file.open("rb") as opened:  # in a circle
+        assert "a: " in insecure_reason(tmp_path / "a", opened.fileno())
         file.unlink()
         file.touch(0o600)
         assert insecure_reason(file, opened.fileno()) == f"{file} was replaced while it was read"
 
 
-def test_links_in_a_circle(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "a").symlink_to("b")
-    (tmp_path / "b").symlink_to("a")
-    with file.open("rb") as opened:
-        assert "a: " in insecure_reason(tmp_path / "a", opened.fileno())
-
-
-def test_a_seal_knows_which_of_its_keys_others_may_have(
+def test_a_key_that_others_may_have_signs_records_and_no_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = tmp_path / "data"
+    data, secret = tmp_path / "data", tmp_path / "secret"
     monkeypatch.setenv("XDG_DATA_HOME", str(data))
     own = KeyRing.from_environment().ready()
     assert own.own and own == own.for_code == KeyRing.from_environment()
-    secret = tmp_path / "secret"
     secret.write_text("a secret of a team")
     secret.chmod(0o640)
     monkeypatch.setenv("ADVISOR_SECRET_FILE", str(secret))
@@ -122,18 +113,16 @@ def test_a_seal_knows_which_of_its_keys_others_may_have(
     assert both.for_code == both and both.secret and not caplog.records
     secret.chmod(0o444)
     keyring = KeyRing.from_environment()
-    assert keyring.secret == both.secret and keyring.signs  # records are signed as ever
+    assert keyring.secret == both.secret and keyring.signs
     assert (keyring.for_code.secret, keyring.for_code.own) == (b"", own.own)
     data.chmod(0o777)
     keyring = KeyRing.from_environment()
     assert keyring.own == own.own and not keyring.for_code.signs
-    assert keyring.exposed == f"others can read {secret} (mode 444)"
-    remedy = "run: chmod 600 it, and chmod go-w the folders above it"
+    remedy = "run chmod 600 on the file, and chmod go-w on the folders above it"
     assert [line.getMessage() for line in caplog.records] == [
         f"{secret} holds a secret, and others can read {secret} (mode 444); {remedy}",
         f"{data}/advisor/key holds a secret, and others can write {data} (mode 777); {remedy}",
     ]
-    # The same of one that is made there.
     (data / "advisor" / "key").unlink()
     monkeypatch.delenv("ADVISOR_SECRET_FILE")
     made = KeyRing.from_environment().ready()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
-import subprocess
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,24 +60,39 @@ def test_where_keys_lie(redis_port: int) -> None:
     assert isinstance(other.get_many(["record/list"])["record/list"], RecordDamaged)
 
 
-def test_what_a_server_says_steers_no_terminal() -> None:
+@contextlib.contextmanager
+def refusing() -> Iterator[tuple[str, list[bytes]]]:
+    """A server that refuses everything, and what it was sent."""
+    sent: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
-            while True:
-                try:
+            with contextlib.suppress(OSError):  # the test is over
+                while True:
                     connection, _address = server.accept()
-                except OSError:  # the test is over
-                    return
-                with connection:
-                    while connection.recv(2**16):
-                        connection.sendall(b"-ERR \x1b[2Jgone\r\n" * 8)
+                    with connection:
+                        while data := connection.recv(2**16):
+                            sent.append(data)
+                            connection.sendall(b"-ERR \x1b[2Jgone\r\n" * 8)
 
         threading.Thread(target=answer, daemon=True).start()
-        store = open_store(f"redis://127.0.0.1:{server.getsockname()[1]}?timeout=20s")
-        with pytest.raises(StoreError, match=r"\?\[2Jgone") as caught:
-            store.keys()
-        assert str(caught.value).isprintable()
+        yield f"redis://127.0.0.1:{server.getsockname()[1]}?timeout=20s", sent
+
+
+def test_no_password_for_a_project_s_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what a server says steers no terminal."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ADVISOR_CACHE")
+    monkeypatch.setenv("ADVISOR_REDIS_PASSWORD", "s3cret")
+    with refusing() as (url, sent):
+        (tmp_path / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{url}"\n')
+        for stores, is_sent in ((open_stores(), False), (open_stores(url), True)):
+            with pytest.raises(StoreError, match=r"\?\[2Jgone") as caught:
+                stores[0].keys()
+            assert str(caught.value).isprintable()
+            assert (b"s3cret" in b"".join(sent)) is is_sent
 
 
 def test_a_user_with_a_password(redis_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,40 +114,11 @@ def test_a_user_with_a_password(redis_port: int, monkeypatch: pytest.MonkeyPatch
     assert open_store(f"redis://{place}").health() in ("ok", "empty")
 
 
-def test_a_project_s_server_is_not_sent_the_user_s_password(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("ADVISOR_CACHE")
-    monkeypatch.setenv("ADVISOR_REDIS_PASSWORD", "s3cret")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"redis://127.0.0.1:{server.getsockname()[1]}?timeout=20s"
-        (tmp_path / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{url}"\n')
-        seen: list[bytes] = []
-
-        def answer() -> None:
-            for _ in range(2):
-                connection, _address = server.accept()
-                with connection:
-                    seen.append(connection.recv(2**16))
-                    connection.sendall(b"-ERR no\r\n" * 8)
-
-        threading.Thread(target=answer, daemon=True).start()
-        for stores in (open_stores(), open_stores(url)):
-            with pytest.raises(StoreError):
-                stores[0].keys()
-    assert [b"s3cret" in one for one in seen] == [False, True]
-
-
 def test_tls(tmp_path: Path) -> None:
-    binary, openssl = shutil.which("redis-server"), shutil.which("openssl")
-    if binary is None or openssl is None:
-        pytest.skip("redis-server and openssl are needed")
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    made = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
-    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", str(key), "-out", str(certificate)]
-    subprocess.run([*made, *names, *files], check=True, capture_output=True)
+    binary = shutil.which("redis-server")
+    if binary is None:
+        pytest.skip("redis-server is needed")
+    key, certificate = servers.certificate(tmp_path)
     port = servers.free_port()
     command = [binary, "--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no"]
     command += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key)]

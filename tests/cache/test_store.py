@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import shutil
 import signal
 import sqlite3
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,15 @@ from advisor.cache.codec import encode
 from advisor.cache.name import Name
 from advisor.cache.reader import RecordFilter
 from advisor.cache.records import Records
-from advisor.cache.stores import Store, open_store
+from advisor.cache.stores import ByteStore, open_store
 from advisor.cache.stores.disk import DiskStore
-from advisor.errors import RecordDamaged, StoreDamaged, StoreError, UsageError
+from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 from tests.cache import servers
 from tests.cache.examples import KEY, changed, record
 
 BLOB = f"artifacts/{'ab' * 6}-{'cd' * 6}-64-{'ef' * 6}.{'09' * 6}"
 ROOT = Path(__file__).resolve().parents[2]
+S3 = pytest.param("s3", marks=pytest.mark.long)  # its server takes seconds to start
 
 
 def item(threads: int) -> tuple[str, bytes]:
@@ -41,7 +41,7 @@ def item(threads: int) -> tuple[str, bytes]:
 class TestContract:
     """A further store is one more entry in `params`."""
 
-    @pytest.fixture(params=["disk", "dir", "redis", "s3", "file"])
+    @pytest.fixture(params=["disk", "dir", "redis", S3, "file"])
     def url(self, request: pytest.FixtureRequest, tmp_path: Path) -> str:
         if request.param == "redis":
             port = request.getfixturevalue("redis_port")
@@ -55,16 +55,16 @@ class TestContract:
         return f"{request.param}:{tmp_path / 'store'}"
 
     @pytest.fixture
-    def store(self, url: str) -> Store:
+    def store(self, url: str) -> ByteStore:
         return open_store(url)
 
-    def test_reading_creates_nothing(self, store: Store, tmp_path: Path) -> None:
+    def test_reading_creates_nothing(self, store: ByteStore, tmp_path: Path) -> None:
         store.check_writable()
         assert (store.keys(), store.sizes(), store.get_many([item(1)[0], BLOB])) == ([], {}, {})
         assert store.get("a") is None and not store.delete("a") and not store.delete(BLOB)
         assert store.health() == "empty" and list(tmp_path.iterdir()) == []
 
-    def test_put_get_delete(self, store: Store, url: str) -> None:
+    def test_put_get_delete(self, store: ByteStore, url: str) -> None:
         (one, first), (two, second) = sorted([item(1), item(2)])
         store.put(two, second)
         store.put(one, first)
@@ -85,9 +85,9 @@ class TestContract:
         assert store.keys() == [one] and store.get(two) is None
         assert store.health() == "ok"
 
-    def test_blobs(self, store: Store, url: str, tmp_path: Path) -> None:
+    def test_blobs(self, store: ByteStore, url: str, tmp_path: Path) -> None:
         """They lie beside the records, and are none of them."""
-        assert store.takes_blobs and list(tmp_path.iterdir()) == []
+        assert list(tmp_path.iterdir()) == []
         store.put(BLOB, b"before")
         store.put(BLOB, b"\0" * 2**21)
         again = open_store(url)
@@ -98,23 +98,11 @@ class TestContract:
         with pytest.raises(StoreError, match="larger than"):
             again.get(BLOB, 2**21 - 1)
         for act in (store.get, store.delete, lambda key: store.put(key, b"")):
-            with pytest.raises(StoreError, match="no name"):
+            with pytest.raises(StoreError, match="not a blob's key"):
                 act("artifacts/../elsewhere")
         assert again.delete(BLOB) and not again.delete(BLOB) and again.sizes() == {}
 
-    def test_quarantine(self, store: Store) -> None:
-        if not isinstance(store, DiskStore):
-            with pytest.raises(StoreError):
-                store.quarantine()
-            return
-        for value in (b"1", b"2"):
-            store.put("a", value)
-            assert store.quarantine().exists()
-            assert store.keys() == []
-        store.put("a", b"3")
-        assert store.get("a") == b"3"
-
-    def test_records(self, store: Store) -> None:
+    def test_records(self, store: ByteStore) -> None:
         records = Records(store)
         one, two = record(), record(key=changed(KEY, "software.driver", "590.2"))
         named = record(name="other.py:Net", created=1.72e9)
@@ -131,7 +119,7 @@ class TestContract:
         assert records.remove(records.versions(two)) == 1
         assert records.versions(two) == [] and len(records.all()) == 1
 
-    def test_a_damaged_record_is_skipped_and_named(self, store: Store) -> None:
+    def test_a_damaged_record_is_skipped_and_named(self, store: ByteStore) -> None:
         records = Records(store)
         good, bad = record(), record(key=changed(KEY, "mode", "infer"))
         records.put(good)
@@ -143,21 +131,6 @@ class TestContract:
             records.get(bad.id)
         assert records.remove(records.named(bad.id)) == 1
         assert records.all() == [good] and records.damaged == []
-
-
-def test_ids_that_name_no_record_or_several(tmp_path: Path) -> None:
-    records = Records(open_store(f"dir:{tmp_path}"))
-    ids = [record(key=changed(KEY, "threads", number)).id for number in range(17)]
-    for number in range(17):  # two of them begin alike
-        records.put(record(key=changed(KEY, "threads", number), trials=0))
-    start = next(id[0] for id in ids if sum(other[0] == id[0] for other in ids) > 1)
-    for text, says in (
-        (start, "several begin so"),
-        ("zzz", "expected one as"),
-        ("000000000000", "no such record"),
-    ):
-        with pytest.raises(UsageError, match=says):
-            records.get(text)
 
 
 @pytest.mark.parametrize(
@@ -177,21 +150,6 @@ def test_where_keys_lie(tmp_path: Path, scheme: str, record_file: str) -> None:
         assert (store.keys(), store.get("record/ab/1")) == (["record/ab/1"], b"record")
 
 
-def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert open_store(str(tmp_path)).url == f"disk:{tmp_path}"
-    assert open_store(f"disk://{tmp_path}").url == f"disk:{tmp_path}"
-    monkeypatch.setenv("ADVISOR_CACHE", f"disk:{tmp_path}/env")
-    assert open_store(None).url == f"disk:{tmp_path}/env"
-    monkeypatch.delenv("ADVISOR_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    if sys.platform == "linux":
-        assert open_store(None).url == f"disk:{tmp_path}/xdg/advisor"
-    with pytest.raises(UsageError, match=r"floppy:x.*expected disk.*ADVISOR_CACHE"):
-        open_store("floppy:x")
-    with pytest.raises(UsageError, match="names no place"):
-        open_store("disk:")
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> DiskStore:
     return DiskStore(tmp_path / "store")
@@ -201,55 +159,7 @@ def database(store: DiskStore) -> Path:
     return store.path / "records" / "cache.db"
 
 
-def execute(store: DiskStore, sql: str, *values: object) -> None:
-    connection = sqlite3.connect(database(store))
-    with connection:
-        connection.execute(sql, values)
-    connection.close()
-
-
-class Bomb:
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[object, tuple[str, int]]:
-        return os.mkdir, (str(self.mark), 0o700)
-
-
-@pytest.mark.parametrize("where", ["value", "key"])
-def test_a_planted_pickle_does_not_run(disk: DiskStore, tmp_path: Path, where: str) -> None:
-    mark = tmp_path / "ran"
-    payload = pickle.dumps(Bomb(mark))
-    records = Records(disk)
-    records.put(record())
-    (key,) = disk.keys()
-    if where == "value":
-        execute(disk, "UPDATE Cache SET mode = 4, value = ?", payload)
-        with pytest.raises(RecordDamaged, match="refused"):
-            disk.get(key)
-        assert records.all() == [] and len(records.damaged) == 1
-    else:
-        execute(disk, "UPDATE Cache SET raw = 0, key = ?", payload)
-        assert disk.keys() == []
-    disk.check_writable()  # one bad row does not cost the others
-    disk.put(key, b"1")
-    assert disk.delete(key)
-    assert not mark.exists()
-
-
-def test_a_planted_file_name_is_not_removed(disk: DiskStore, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.touch()
-    disk.put("a", b"1")
-    private = {path.stat().st_mode & 0o777 for path in (disk.path, disk.path / "records")}
-    assert private == {0o700}
-    execute(disk, "UPDATE Cache SET filename = '../../victim'")
-    disk.put("a", b"2")
-    disk.delete("a")
-    assert victim.exists()
-
-
-@pytest.mark.parametrize("how", ["rubbish", "header", "middle", "cut"])
+@pytest.mark.parametrize("how", ["rubbish", "header", "middle", "cut", "text", "foreign"])
 def test_a_corrupt_file(disk: DiskStore, how: str) -> None:
     for n in range(5):
         disk.put(f"record/{n}", b"x" * 12_000)
@@ -258,14 +168,16 @@ def test_a_corrupt_file(disk: DiskStore, how: str) -> None:
         "rubbish": b"This is no database. " * 1000,
         "header": b"\0" * 100 + data[100:],
         "middle": data[:4096] + b"\xff" * (len(data) - 4096),
+        "text": data.replace(b"CREATE TABLE Cache", b"CREATE TABLE C\xffche"),
         "cut": data[: len(data) // 2],
+        "foreign": data.replace(b"Cache", b"Other"),
     }[how]
     database(disk).write_bytes(broken)
     store = DiskStore(disk.path)
     with pytest.raises(StoreDamaged) as caught:
         store.keys()
         store.check_writable()
-    assert caught.value.path == store.path / "records"
+    assert str(store.path / "records") in str(caught.value)
     assert "\n" not in str(caught.value)
     assert store.health().startswith("damaged: ")
     aside = store.quarantine()
@@ -275,40 +187,28 @@ def test_a_corrupt_file(disk: DiskStore, how: str) -> None:
     assert store.get("a") == b"1"
 
 
-def test_a_foreign_database(disk: DiskStore) -> None:
-    database(disk).parent.mkdir(parents=True)
-    execute(disk, "CREATE TABLE Cache (something)")
-    with pytest.raises(StoreDamaged):
-        disk.keys()
+@pytest.mark.parametrize("left", ["DROP INDEX Cache_key_raw", "DROP TABLE Cache", ""])
+def test_what_a_killed_maker_left_is_completed(disk: DiskStore, left: str) -> None:
+    disk.put("a", b"1")
+    with contextlib.closing(sqlite3.connect(database(disk))) as connection:
+        connection.execute(left)
+    if not left:
+        database(disk).write_bytes(b"")
+    assert disk.get_many(["b"]) == {}
+    disk.check_writable()
+    disk.put("b", b"2")
+    assert disk.get("b") == b"2"
 
 
 def test_a_locked_store_is_not_damaged(disk: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     disk.put("a", b"1")
-    monkeypatch.setattr("advisor.cache.stores.disk._WRITING_S", 0.05)
-    connection = sqlite3.connect(database(disk), isolation_level=None)
-    # Locked after opening, because opening retries for a minute.
-    with pytest.raises(StoreError, match="locked by another process") as caught:  # noqa: SIM117
-        with disk._writing() as cache:
-            connection.execute("BEGIN IMMEDIATE")
-            assert disk.get("a") == b"1"  # readers do not wait for writers
-            cache.set("b", b"2")
-    assert not isinstance(caught.value, StoreDamaged)
-    other = sqlite3.connect(database(disk), timeout=0)
-    with pytest.raises(sqlite3.OperationalError, match="locked") as raised:
+    monkeypatch.setattr("advisor.cache.stores.disk._WRITE_TIMEOUT_S", 0.05)
+    with contextlib.closing(sqlite3.connect(database(disk), isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-    assert type(disk._mapped(raised.value)) is StoreError
-    other.close()
-    connection.close()
-
-
-def test_no_folder_can_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    store = DiskStore(tmp_path / "file" / "store")
-    for act in (lambda: store.put("a", b"1"), store.check_writable, store.keys):
-        with pytest.raises(StoreError, match="ADVISOR_CACHE") as caught:
-            act()
-        assert not isinstance(caught.value, StoreDamaged)
-    assert store.health().startswith("unusable: ")
+        assert disk.get("a") == b"1"  # readers do not wait for writers
+        with pytest.raises(StoreError, match="locked by another process") as caught:
+            disk.put("b", b"2")
+    assert not isinstance(caught.value, StoreDamaged)
 
 
 @contextlib.contextmanager
@@ -343,8 +243,9 @@ def test_a_read_only_store_is_read(disk: DiskStore, tmp_path: Path) -> None:
             with pytest.raises(StoreError, match="ADVISOR_CACHE") as caught:
                 act()
             assert not isinstance(caught.value, StoreDamaged)
-    with disk._writing() as cache:
-        cache.set("b", b"2")  # in the log, not yet in the database
+    with contextlib.closing(sqlite3.connect(database(disk))) as writer:
+        writer.execute("INSERT INTO Cache (key, raw, mode, value) VALUES ('b', 1, 1, x'32')")
+        writer.commit()  # in the log, not yet in the database
         with unwritable(disk.path):
             assert DiskStore(disk.path).keys() == ["a", "b"]
         for name in ("cache.db", "cache.db-wal"):  # as where the writer was killed
@@ -355,59 +256,9 @@ def test_a_read_only_store_is_read(disk: DiskStore, tmp_path: Path) -> None:
     assert copy.keys() == ["a", "b"]
 
 
-def test_a_child_after_fork_reads(disk: DiskStore) -> None:
-    disk.put("a", b"1")
-    assert disk.get("a") == b"1"
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if disk.get("a") == b"1" else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert disk.get("a") == b"1"
-
-
-def test_what_another_one_did_is_seen(disk: DiskStore) -> None:
-    disk.put("a", b"1")
-    other = DiskStore(disk.path)
-    acts: list[tuple[Callable[[], object], dict[str, bytes]]] = [
-        (lambda: other.put("a", b"2"), {"a": b"2"}),
-        (lambda: other.put("b", b"3"), {"a": b"2", "b": b"3"}),
-        (lambda: other.delete("a"), {"b": b"3"}),
-    ]
-    for act, seen in acts:
-        act()
-        assert disk.get_many(["a", "b"]) == seen
-    elsewhere = DiskStore(disk.path.with_name("other"))
-    elsewhere.put("c", b"4")
-    database(elsewhere).rename(database(disk))
-    assert disk.keys() == ["c"]
-    database(disk).unlink()
-    assert disk.keys() == []
-
-
-def test_what_is_planted_while_it_is_open_does_not_run(disk: DiskStore) -> None:
-    disk.put("a", b"1")
-    assert disk.keys() == ["a"]
-    execute(disk, "DROP TABLE Cache")
-    execute(disk, "CREATE VIEW Cache AS SELECT 'a' AS key, 1 AS raw, 1 AS mode, x'31' AS value")
-    with pytest.raises(StoreDamaged, match="a view 'Cache'"):
-        disk.keys()
-
-
-def test_nothing_is_left_in_the_log(disk: DiskStore) -> None:
-    """Each process that opens it first would read all of that again."""
-    disk.put("a", b"1")
-    reading = sqlite3.connect(database(disk))
-    assert reading.execute("SELECT count(*) FROM Cache").fetchall() == [(1,)]
-    disk.put("b", b"2" * 5000)
-    log = database(disk).with_name("cache.db-wal")
-    assert not log.exists() or not log.stat().st_size
-    reading.close()
-
-
 def start(code: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE
-    )
+    words = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(words, cwd=ROOT, text=True, stdout=subprocess.PIPE)
 
 
 def test_many_processes_at_once(disk: DiskStore) -> None:
@@ -423,9 +274,9 @@ for turn in range(3):
         data = store.get(key)
         assert data is not None and len(set(data[i:i+2] for i in range(0, len(data), 2))) == 1, key
 """
-    running = [start(code, str(disk.path), f"{n:02}") for n in range(4)]
-    assert [(process.communicate(), process.returncode)[1] for process in running] == [0] * 4
-    assert disk.keys() == sorted([*(f"record/{n:02}" for n in range(4)), "record/shared"])
+    running = [start(code, str(disk.path), f"{n:02}") for n in range(3)]
+    assert [(process.communicate(), process.returncode)[1] for process in running] == [0] * 3
+    assert disk.keys() == sorted([*(f"record/{n:02}" for n in range(3)), "record/shared"])
     assert disk.health() == "ok"
 
 

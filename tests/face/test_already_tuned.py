@@ -16,15 +16,12 @@ import pytest
 
 import advisor as package
 from advisor.cache.config import Config
-from advisor.cache.record import Record
 from advisor.cache.task import Task
+from advisor.command_snippets import tune_again
 from advisor.tuners.measure.runner import Block
 from tests.cache import examples
 from tests.face.commands import MODEL, SHAPE, advisor
-from tests.face.test_apply import here, remember
 from tests.face.unmeasured import Worker, made_up
-
-__all__ = ["here"]
 
 TUNE = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu")
 HOOKS = """
@@ -58,57 +55,33 @@ def served(name: str = "model.py:Net") -> tuple[str, str | None]:
     return advice.status, advice.record and advice.record.id
 
 
+OTHERS = (
+    *("", "--no-compile", "--no-step-graph", "--batches 2", "--batches 2,8", "--fixed-batch"),
+    *("--tolerance 0.5", "--tolerance 0.4", "--no-verify", "--max-memory 1TiB"),
+    *("--max-memory 2TiB", "--precisions default", "--precisions default,bf16", "--deterministic"),
+    *("--optimizer adamw", "--mode infer", "--dtype float64", "--dtype float16", "--dtype int64"),
+    *("--dtype int64 --vocab 50", "--dtype int64 --vocab 60"),
+)
+
+
 def test_another_permission_is_not_tuned_already(here: Path, unmeasured: list[Task]) -> None:
-    options = (
-        "",
-        "--no-compile",
-        "--no-step-graph",
-        "--batches 2",
-        "--batches 2,8",
-        "--fixed-batch",
-        "--tolerance 0.5",
-        "--tolerance 0.4",
-        "--no-verify",
-        "--max-memory 1TiB",
-        "--max-memory 2TiB",
-        "--precisions default",
-        "--precisions default,bf16",
-        "--deterministic",
-        "--optimizer adamw",
-        "--mode infer",
-        "--dtype float64",
-        "--dtype float16",
-        "--dtype int64",
-        "--dtype int64 --vocab 50",
-        "--dtype int64 --vocab 60",
-    )
-    ids = {}
-    for one in options:
-        status, ids[one] = tuned(here, *one.split())
-        assert status == "tuned", one
-    assert len(set(ids.values())) == len(ids)
-    for one in options:
-        assert tuned(here, *one.split()) == ("known", ids[one]), one
+    found = {one: tuned(here, *one.split()) for one in OTHERS}
+    assert {status for status, _id in found.values()} == {"tuned"}
+    assert len(set(found.values())) == len(found)
+    for one, (_status, id) in found.items():
+        assert tuned(here, *one.split()) == ("known", id), one
+    # A bound for integers says nothing of other inputs.
+    assert tuned(here, "--vocab", "50") == ("known", found[""][1])
     assert advisor(here, *TUNE).stdout.startswith("Already tuned, ")
 
 
-def test_vocab_says_nothing_of_other_inputs(here: Path, unmeasured: list[Task]) -> None:
-    _, plain = tuned(here)
-    assert tuned(here, "--vocab", "50") == ("known", plain)
-
-
-@pytest.mark.parametrize("narrow", [("default",), ("default", "tf32")])
-def test_a_narrow_record_hides_no_wider_one(here: Path, narrow: tuple[str, ...]) -> None:
-    wide = remember()
-    later = remember(precisions=narrow)
-    assert wide.id != later.id
-
-    def served(**asked: Any) -> Record | None:
-        return lookup(strict=True, permit=package.Permit(**asked)).record
-
-    assert served() == wide
-    assert served(precisions=list(narrow)) == later
-    assert served(precisions=["default", "bf16"]) == wide
+def test_a_smaller_budget_goes_on_with_the_default_one(here: Path, unmeasured: list[Task]) -> None:
+    _, first = tuned(here, "--budget", "5s")
+    assert tuned(here, "--budget", "5s") == ("known", first)
+    done = advisor(here, *TUNE)
+    assert "tuned with --budget 5s; continuing with 300s" in done.stderr
+    assert "Already tuned" not in done.stdout and tuned(here) == ("known", first)
+    assert tuned(here, "--budget", "60s") == ("known", first)
 
 
 def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
@@ -119,8 +92,7 @@ def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
         assert first.returncode == 0 and "Already tuned" not in first.stdout
         assert "trial 1:" not in first.stderr, "the budget was meant for the default alone"
         assert first.stdout.splitlines()[-1] == (
-            "Not tuned yet: 3 s was too short to compare anything with torch's default. "
-            "Give a larger --budget."
+            "Not tuned yet: the same command continues. Give a larger --budget, or no --trials."
         )
         assert "In your script" not in first.stdout, "there is nothing to follow yet"
         assert "nothing else raced" in " ".join(advisor(here, "show").stdout.split())
@@ -128,7 +100,7 @@ def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
         assert "torch's default: nothing else was measured" in advice.served.reason
         again = advisor(here, *TUNE, *only, "--budget", "3s", "--json", "--for", "https://x")
         assert (again.returncode, json.loads(again.stdout)["status"]) == (3, "unfinished")
-        assert "continues after 1 visits" in again.stderr
+        assert "continuing an earlier tuning, which measured 1 config\n" in again.stderr
         last = advisor(here, *TUNE, *only, "--budget", "10s", "--json")
         assert json.loads(last.stdout)["status"] == "tuned", last.stderr
         assert advisor(here, *TUNE, *only, "--budget", "3s").stdout.startswith("Already tuned, ")
@@ -150,17 +122,34 @@ def test_an_interrupted_tuning_keeps_its_best_and_goes_on(here: Path) -> None:
     with made_up(gains, kind=Interrupting):
         stopped = advisor(here, *TUNE, *only)
     assert stopped.returncode == 130, stopped.stderr
-    assert "Interrupted: the best so far is kept; the same command continues." in stopped.stdout
+    assert (
+        "Interrupted: the best config so far is kept; the same command continues." in stopped.stdout
+    )
     best = lookup(strict=True)
     with made_up(gains):
         again = advisor(here, *TUNE, *only)
         assert again.returncode == 0
-        assert "tuned until it was cut short; goes on with --effort normal" in again.stderr
-        assert "visits of an earlier run" in again.stderr
+        assert "tuned until it was cut short; continuing with --effort normal" in again.stderr
+        assert "continuing an earlier tuning" in again.stderr
         found = lookup(strict=True)
         assert best.config["channels_last"] and best.config["compile"] == "none"
         assert found.config["channels_last"] and found.config["compile"] != "none"
         assert advisor(here, *TUNE, *only).stdout.startswith("Already tuned, ")
+
+
+def test_more_effort_goes_on_and_less_does_not(here: Path) -> None:
+    only = ("--fixed-batch", "--no-compile", "--no-verify")
+    with made_up():
+        status, first = tuned(here, *only, "--budget", "6s", "--steps", "300")
+        kept = lookup(strict=True).record
+        assert status == "tuned" and kept is not None and "--steps 300" in tune_again(kept)
+        less = ("--effort", "quick", "--budget", "6s", "--steps", "300")
+        assert tuned(here, *only, *less) == ("known", first)
+        more = advisor(here, *TUNE, *only, "--effort", "exhaustive", "--budget", "3s")
+    assert "tuned with --effort normal; continuing with --effort exhaustive" in more.stderr
+    now = lookup(strict=True).record
+    assert now is not None and "--effort exhaustive" in tune_again(now)
+    assert (now.provenance.effort, now.provenance.steps) == ("exhaustive", 0)
 
 
 def busy_host(seconds: float) -> float:
@@ -169,16 +158,16 @@ def busy_host(seconds: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("how", "options", "code", "said"),
+    ("how", "options", "code"),
     [
-        ({"kind": Interrupting}, (), 130, "was cut short"),
-        ({"load": busy_host}, (), 0, "was too noisy to tell"),
-        ({"step_s": 0.1}, ("--budget", "3s"), 0, "had no time to race anything"),
+        ({"kind": Interrupting}, (), 130),
+        ({"load": busy_host}, (), 0),
+        ({"step_s": 0.1}, ("--budget", "3s"), 0),
     ],
     ids=["interrupted", "doubtful", "nothing raced"],
 )
 def test_an_uncertain_tuning_replaces_no_clear_record(
-    here: Path, how: dict[str, Any], options: tuple[str, ...], code: int, said: str
+    here: Path, how: dict[str, Any], options: tuple[str, ...], code: int
 ) -> None:
     only = ("--fixed-batch", "--no-verify", "--precisions", "default", "--budget", "90s")
     gains = {("channels_last", True): 1.5}
@@ -188,8 +177,8 @@ def test_an_uncertain_tuning_replaces_no_clear_record(
     with made_up(gains, **how):
         again = advisor(here, *TUNE, *only, *options, "--force")
     assert again.returncode == code, again.stderr
-    line = f"This tuning {said}: the earlier record stays in use, and is shown here."
-    assert line in again.stdout.splitlines() and "best so far is kept" not in again.stdout
+    line = "or was too noisy to tell: the earlier record stays in use, and is shown here."
+    assert line in again.stdout and "best so far is kept" not in again.stdout
     assert lookup(strict=True).record == clear
     with made_up({}):  # quiet, and sure that nothing gains
         assert "stays in use" not in advisor(here, *TUNE, *only, "--force").stdout
@@ -200,24 +189,23 @@ def test_what_counts_as_raced() -> None:
     default, fast = examples.DEFAULT, examples.DEFAULT.replace(precision="bf16")
     made = examples.record()
     once = replace(made.baseline, rounds=made.baseline.rounds[:1])
-    alone = replace(
-        made,
-        baseline=once,
-        winners=tuple(replace(one, choice=once) for one in made.winners),
-        raced=(once,),
-        trials=(examples.trial(0, default), examples.trial(1, fast)),
-    )
-    assert made.compares and not alone.compares
-    assert replace(alone, raced=(made.baseline, examples.choice(fast))).compares
-    assert not replace(alone, trials=alone.trials[:1]).compares
-    # There was a race, and the other was too slow to be in it.
-    assert replace(alone, baseline=made.baseline).compares
-    assert not replace(alone, baseline=made.baseline, trials=alone.trials[:1]).compares
-    # What does not run cannot be raced.
+    winners = tuple(replace(one, choice=once) for one in made.winners)
+    tried = (examples.trial(0, default), examples.trial(1, fast))
+    alone = replace(made, baseline=once, winners=winners, raced=(once,), trials=tried)
     failed = examples.trial(1, fast, outcome="failed")
-    assert replace(alone, trials=(alone.trials[0], failed)).compares
-    reference = replace(failed, origin="reference")
-    assert not replace(alone, trials=(alone.trials[0], reference)).compares
+    for one, compares in (
+        (made, True),
+        (alone, False),
+        (replace(alone, raced=(made.baseline, examples.choice(fast))), True),
+        (replace(alone, trials=tried[:1]), False),
+        # There was a race, and the other was too slow to be in it.
+        (replace(alone, baseline=made.baseline), True),
+        (replace(alone, baseline=made.baseline, trials=tried[:1]), False),
+        # What does not run cannot be raced.
+        (replace(alone, trials=(tried[0], failed)), True),
+        (replace(alone, trials=(tried[0], replace(failed, origin="reference"))), False),
+    ):
+        assert one.compares == compares
 
 
 class TestCodeThatChanged:
@@ -265,8 +253,7 @@ class TestCodeThatChanged:
         _, first = tuned(here)
         formatted = MODEL.replace(
             "        return self.head(self.conv(x).mean((2, 3)))",
-            '        """Says what it does."""\n'
-            "        # and why\n"
+            '        """Says what it does."""\n        # and why\n'
             "        return self.head(\n            self.conv(x).mean((2, 3)),\n        )",
         )
         (here / "model.py").write_text(f"# A model.\n\n\n{formatted}")
@@ -282,7 +269,7 @@ class TestCodeThatChanged:
                 assert lookup().status == "miss"
             done = advisor(here, *TUNE)
             assert done.stdout.startswith("Already tuned, ")
-            assert "what was edited in model.py:Net computes the same" in done.stderr
+            assert "the edited code of model.py:Net computes the same" in done.stderr
             assert served() == ("exact", first)
             assert "edited" not in advisor(here, *TUNE).stderr
         assert len(unmeasured) == 1
@@ -309,27 +296,14 @@ class TestNames:
         assert len(unmeasured) == 1
 
     def test_the_same_model_under_another_name(self, here: Path, unmeasured: list[Task]) -> None:
+        """It is one record, whatever it is called."""
         _, first = tuned(here)
         (here / "other.py").write_text(MODEL)
         done = advisor(here, *("tune", "other.py"), *TUNE[2:], "--json")
         assert json.loads(done.stdout)["status"] == "known" and len(unmeasured) == 1
         for name in ("model.py:Net", "other.py:Net", "other.py"):
             assert served(name) == ("exact", first)
-        # It is one record, whatever it is called.
         assert len(json.loads(advisor(here, "show", "--json").stdout)["records"]) == 1
-
-    def test_another_model_of_the_name_is_not_served(
-        self, here: Path, unmeasured: list[Task]
-    ) -> None:
-        tuned(here)
-        project = here / "another"
-        project.mkdir()
-        (project / "model.py").write_text(MODEL.replace("width=8", "width=32"))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(project)
-            with pytest.warns(package.AdvisorWarning, match="advisor tune model.py:Net"):
-                advice = lookup()
-        assert advice.status == "miss"
 
 
 def test_what_made_up_data_gave_is_never_told_as_a_run(here: Path, unmeasured: list[Task]) -> None:
@@ -349,15 +323,6 @@ def test_what_made_up_data_gave_is_never_told_as_a_run(here: Path, unmeasured: l
     assert first["provenance"]["study"] != made_up["provenance"]["study"]
     status, second, said = told("--", sys.executable, "b.py")
     assert (status, second) == ("known", first)
-    assert f"tuned as {sys.executable} a.py, which trains the same" in said
+    assert f"tuned before as {sys.executable} a.py, which trains the same" in said
     assert told(*target)[:2] == ("known", made_up), "--force has left it"
     assert len(unmeasured) == 2
-
-
-@pytest.mark.usefixtures("made_up")
-def test_too_few_trials_are_not_said_to_be_too_small_a_budget(here: Path) -> None:
-    few = advisor(here, *TUNE, "--fixed-batch", "--no-compile", "--no-verify", "--trials", "1")
-    assert few.stdout.splitlines()[-1] == (
-        "Not tuned yet: --trials 1 left nothing to compare with torch's default. Give a larger "
-        "--trials, or none."
-    )

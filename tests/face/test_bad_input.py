@@ -6,8 +6,8 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -77,50 +77,50 @@ def refused_early(folder: Path, store: Path, *arguments: str, **env: str) -> tup
 
 @pytest.mark.parametrize(
     "shape",
-    ["64", "64x", "axb", "0x3x8x8", "64x-3x8x8", "4x3.5", "", "99999999999999999999x3x8x8"],
+    [
+        *("64", "64x", "axb", "0x3x8x8", "64x-3x8x8", "4x3.5", "", "1e3x3", "16.0x3x8x8"),
+        "99999999999999999999x3x8x8",
+    ],
 )
 def test_shape(folder: Path, own_surroundings: Path, shape: str) -> None:
     code, line = refused_early(folder, own_surroundings, "tune", "model.py", "--shape", shape)
-    assert code == 2 and repr(shape) in line and "e.g. 64x3x256x256" in line
+    assert code == 2 and f"shape {shape!r}: expected" in line and "e.g. 64x3x256x256" in line
 
 
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
         ("--budget soon", 2, "budget 'soon': expected a time above zero, as 90s"),
-        ("--budget 1ms", 2, "budget '1ms': expected a time above zero, as 90s"),
         ("--budget 0s", 2, "'0s': expected a time above zero"),
         ("--budget 1s", 2, "budget 1s: expected from 3s"),
         ("--budget 900h", 2, "to 30 days; give at least 30s"),
         ("--precisions bf17", 2, "'bf17': expected some of default, tf32"),
-        ("--precisions bf16,", 2, "precisions 'bf16,': expected some of default, tf32"),
         ("--optimizer lion", 2, "'lion' is not one of 'sgd', 'adamw'"),
         ("--mode guess", 2, "'guess' is not one of 'train', 'infer'"),
-        ("--effort wide", 2, "'wide' is not one of 'quick', 'normal', 'exhaustive'"),
         ("--steps 0", 2, "steps '0': expected a number from 1"),
-        (f"--steps {'9' * 20}", 2, f"steps '{'9' * 20}': expected a number from 1"),
-        ("--duration soon", 2, "duration 'soon': expected a time above zero, as 90s"),
         ("--steps 5 --duration 2h", 2, "steps 5 and duration 7200s: a job has one length"),
-        ("--dtype f32", 2, "'f32' is not one of 'float32'"),
         ("--device tpu", 2, "'tpu': expected cpu, cuda or cuda:N"),
         ("--max-memory lots", 2, "'lots': expected a positive size such as 40GiB"),
-        ("--max-memory -1GiB", 2, "'-1GiB': expected a positive size such as 40GiB"),
         ("--batches 0,a", 2, "batches '0,a': expected up to 64 numbers of at least 1"),
-        ("--batches 8,²", 2, "batches '8,²': expected up to 64 numbers of at least 1"),
-        (f"--batches {'9' * 20}", 2, "expected up to 64 numbers of at least 1"),
         ("--batches 8 --fixed-batch", 2, "exclude each other; give one of them"),
         ("--model-arg novalue", 2, "expected NAME=VALUE, each name once"),
         ("--model-arg a=1 --model-arg a=2", 2, "expected NAME=VALUE, each name once"),
-        ("--model-arg a=nan", 2, "a=nan: expected a finite number"),
+        ("--model-arg a=nan", 2, "a=nan: expected str, int of at most 64 bits, finite float"),
         (f"--model-arg width={2**70}", 2, "at most 64 bits"),
-        ("--trials 0", 2, "trials '0': expected a number from 1"),
         ("--vocab 0", 2, "vocab '0': expected a number from 1"),
         ("--seed -1", 2, "seed '-1': expected a number from 0"),
-        ("--any-order", 2, "any order: of which data?"),
-        ("--data-arg length=5", 2, "data args: of which data?"),
+        ("--any-order", 2, "any order: needs data too, e.g. data.py:make_dataset"),
+        ("--data-arg length=5", 2, "data args: needs data too"),
         ("--cache floppy:a", 2, "'floppy:a': unknown scheme 'floppy'"),
+        ("--cache ,", 2, "cache ',': expected a URL on each side of a comma"),
+        ("--cache http://", 2, "cache URL 'http://': names no place, expected e.g. http://"),
+        ("--cache memory://x", 2, "a store in memory ends with its process"),
+        ("--for notaurl", 2, "--for 'notaurl': expected a store's URL, as https://"),
+        ("--budget 1h5", 2, "budget '1h5': expected a time above zero, as 90s, 5m or 1h30m"),
+        ("--cache gopher://x", 2, "neither advisor nor fsspec knows 'gopher'"),
         ("--cache disk:", 2, "'disk:': names no place, expected e.g. dir:/data/advisor"),
         ("--cache model.py/sub", 1, "model.py/sub: Not a directory; point --cache or"),
+        ("--events missing/e.json", 2, "'missing/e.json': cannot be written: No such file"),
         ("--frobnicate", 2, "No such option '--frobnicate'"),
         ("extra", 2, "unexpected extra argument (extra)"),
     ],
@@ -144,7 +144,9 @@ def test_a_device_that_is_not_there(folder: Path, own_surroundings: Path) -> Non
         (["frob"], "No such command 'frob'. (see: advisor --help)"),
         (["why", "model.py", "--batch", "9" * 6000], "expected a number of at least 1, or 'free'"),
         (["show", "abcdef"], "'abcdef': no such record; run: advisor show"),
-        (["show", "nokey"], "'nokey': expected one as ae1bff61eea5@64; run: advisor show"),
+        (["a" * 5000], f"No such command '{'a' * 79}..."),
+        (["jobs", "x"], "'x' is not a valid number"),
+        (["show", "nokey"], "'nokey': expected e.g. ae1bff61eea5@64; run: advisor show"),
         (["show", "a", "b"], "unexpected extra argument (b)"),
         (["forget", "abcdef"], "'abcdef': no such record; run: advisor show"),
         (["forget", "abcdef@0"], "'abcdef@0': no such record; run: advisor show"),
@@ -157,7 +159,9 @@ def test_a_device_that_is_not_there(folder: Path, own_surroundings: Path) -> Non
             "before your command, as in: advisor tune -- python train.py",
         ),
         (["tune", "python", "train.py", "--epochs", "1"], "as in: advisor tune -- python train.py"),
-        (["tune", "--data", "data.py", "--", "python", "x.py"], "--data: a run shows it itself"),
+        (["tune", "--data", "data.py", "--", "python", "x.py"], "--data: read from the run"),
+        (["export", "missing/a.pack"], "'missing/a.pack': cannot be written: No such file"),
+        (["report", "key", "--html", "missing/a.html"], "'missing/a.html': cannot be written"),
         (["verify", "key", "train.py"], "as in: advisor verify KEY -- python train.py"),
         (
             ["run", "python", "-c", "pass"],
@@ -172,12 +176,6 @@ def test_commands(folder: Path, own_surroundings: Path, arguments: list[str], sa
     assert code == 2 and said in line
 
 
-def test_the_variable_is_checked_as_the_option_is(folder: Path, own_surroundings: Path) -> None:
-    code, line = refused_early(folder, own_surroundings, "show", ADVISOR_CACHE="gopher://x")
-    assert code == 2
-    assert "'gopher://x'" in line and "'gopher'" in line and "ADVISOR_CACHE" in line
-
-
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="in /proc even root makes no folder")
 def test_a_cache_where_nothing_can_be_made(folder: Path, own_surroundings: Path) -> None:
     code, (line,) = refused(folder, own_surroundings, *TUNE, "--cache", "/proc/advisor")
@@ -185,10 +183,12 @@ def test_a_cache_where_nothing_can_be_made(folder: Path, own_surroundings: Path)
     assert "point --cache or ADVISOR_CACHE to another folder" in line
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_cache_without_permission(folder: Path, own_surroundings: Path, tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    code, line = refused_early(folder, own_surroundings, *TUNE, "--cache", str(tmp_path / "sub"))
+def test_a_cache_without_permission(
+    folder: Path, own_surroundings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Root may write anywhere, whatever the modes.
+    monkeypatch.setattr(os, "access", lambda path, *_: Path(path) != tmp_path)
+    code, line = refused_early(folder, own_surroundings, *TUNE, "--cache", str(tmp_path))
     assert code == 1
     assert f"{tmp_path} cannot be written; point --cache or ADVISOR_CACHE" in line
 
@@ -211,6 +211,7 @@ def test_targets(
 ) -> None:
     words = ("tune", *arguments.split(), "--shape", SHAPE)
     found, lines = refused(folder, own_surroundings, *words)
+    lines = [line for line in lines if "creating the dataset and a batch" not in line]
     assert len(lines) == 1, lines
     assert said in lines[0] and found == code
 
@@ -261,8 +262,34 @@ def test_a_full_disk_and_a_closed_pipe_are_no_tracebacks(tmp_path: Path) -> None
     assert shell("tune --help | head -n 1 > /dev/null").stderr == ""
 
 
-@pytest.mark.parametrize("given", [{"budget": "15s"}, {"permit": "bf16"}])
-def test_an_argument_of_another_type(given: dict[str, Any]) -> None:
-    (name,) = given
-    with pytest.raises(UsageError, match=rf"{name} '\w+': expected advisor\.{name.title()}\("):
-        package.tune(["python", "x.py"], **given)
+def test_a_file_that_fails_meanwhile_is_one_line(
+    folder: Path, own_surroundings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "some/file")
+
+    monkeypatch.setattr("advisor.cli.reading.open_records", gone)
+    done = refused_early(folder, own_surroundings, "show")
+    assert done == (1, "advisor: some/file: No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: package.tune(["python", "x.py"], budget="15s"), r"'15s': .* advisor.Budget"),
+        (lambda: package.tune(["python", "x.py"], permit="bf16"), r"'bf16': .* advisor.Permit"),
+        (lambda: package.tune(["python", "x.py"], on_event=5), "on_event 5: expected a function"),
+        (lambda: package.verify(5, "x"), "key 5: expected a record's, as 'ae1bff61eea5@64'"),
+        (lambda: package.explain(b"ae1b"), "key b'ae1b': expected a record's"),
+        (lambda: package.explain("ae1b", map=5), "map 5: expected KNOB=OPTION"),
+        (lambda: package.Store().export("a.pack", only="x"), "only 'x': expected a function of a"),
+        (lambda: package.Store().export(5), "path 5: expected the path of a file"),
+        (lambda: package.Store().import_(5), "path 5: expected the path of a file"),
+        (lambda: package.Store().sync("dir:x", only=5), "only 5: expected a function of a record"),
+        (lambda: package.Store().sync(5), "cache 5: expected a folder, a store's URL, or several"),
+        (lambda: package.Store(5), "cache 5: expected a folder, a store's URL, or several"),
+    ],
+)
+def test_an_argument_of_another_type(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        call()

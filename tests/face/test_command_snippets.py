@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 import advisor as package
+from advisor.cache.records import Records
 from advisor.cache.task import Task
 from advisor.open_store import open_records
 from advisor.tuners import environment
-from tests.builders import lookup_arguments
+from tests.builders import lookup_arguments, net_of
 from tests.face.commands import MODEL, SHAPE, advisor, script
-from tests.face.test_apply import net_of
 
 ARGUED = MODEL.replace("width=8)", "width=8, name='', scale=1.0, bias=True, extra=None)")
 WORDS = """
@@ -61,7 +61,6 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "a job": ("model.py", ("--steps", "500", "--effort", "quick")),
     "some time": ("model.py", ("--duration", "2h")),
 }
-every = pytest.mark.parametrize(("target", "options"), CASES.values(), ids=CASES)
 
 
 @pytest.fixture
@@ -124,15 +123,33 @@ def missed(target: str, **asked: Any) -> str:
     return str(seen[-1].message)
 
 
-@every
-def test_the_line_for_a_script(here: Path, target: str, options: tuple[str, ...]) -> None:
-    tune(here, "model.py", ())  # another record of a like target
+@pytest.mark.parametrize(("target", "options"), CASES.values(), ids=CASES)
+def test_what_is_printed_of_a_record(
+    here: Path, unmeasured: list[Task], target: str, options: tuple[str, ...]
+) -> None:
+    """The line for a script; and the command that measures again, where the record is stale."""
+    tune(here, "model.py", ("--max-memory", "3GiB"))  # another record of a like target
     record = tune(here, target, options)["record"]
     shown = advisor(here, "show", record["id"]).stdout
     (line,) = (line for line in shown.splitlines() if "advisor.apply(" in line)
     assert line.strip() == record["script"]
     advice = pasted(line)
     assert (advice.status, advice.record.id) == ("exact", record["id"])
+    outdate(open_records(None), record["id"])
+    with pytest.warns(package.AdvisorWarning) as seen:
+        assert pasted(record["script"]).status == "stale"
+    again = typed(here, command_in(str(seen[0].message)))
+    assert (again["status"], again["record"]["id"]) == ("tuned", record["id"])
+    _other, first, second = unmeasured
+    assert second == replace(first, target=second.target)
+    # What the file has is known by then.
+    assert second.target.partition(":")[0] == target.partition(":")[0]
+
+
+def outdate(records: Records, name: str) -> None:
+    """Have a record say that it is stale."""
+    (held,) = (one for one in records.all() if one.id == name)
+    records.put(replace(held, stale="it is slower", revised=time.time()), revises=held)
 
 
 def test_the_line_for_a_script_elsewhere(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,27 +165,6 @@ def test_the_line_for_a_script_elsewhere(here: Path, monkeypatch: pytest.MonkeyP
     (here / "examples" / "x.py").rename(copy / "x.py")
     monkeypatch.chdir(copy)
     assert pasted(line).status == "exact"
-
-
-@every
-def test_the_command_that_measures_again(
-    here: Path, unmeasured: list[Task], target: str, options: tuple[str, ...]
-) -> None:
-    """As `verify` says it where the code has changed, and a stale record where it is served."""
-    record = tune(here, target, options)["record"]
-    records = open_records(None)
-    (held,) = records.all()
-    records.put(replace(held, stale="it is slower", revised=time.time()), revises=held)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        assert pasted(record["script"]).status == "stale"
-    command = command_in(str(seen[0].message))
-    again = typed(here, command)
-    assert (again["status"], again["record"]["id"]) == ("tuned", record["id"])
-    first, second = unmeasured
-    assert second == replace(first, target=second.target)
-    # What the file has is known by then.
-    assert second.target.partition(":")[0] == target.partition(":")[0]
 
 
 @pytest.mark.parametrize(
@@ -189,11 +185,7 @@ def test_the_command_that_ends_a_miss(here: Path, target: str, asked: dict[str, 
     command = command_in(missed(target, **asked))
     found = typed(here, command)
     assert found["status"] == "tuned"
-    if target.endswith(".py"):  # what a file has is known once it was tuned
-        assert (
-            package.lookup(**lookup_arguments(target, strict=True, **asked)).record.id
-            == found["record"]["id"]
-        )  # type: ignore[union-attr]
+    # What a file has is known once it was tuned.
     advice = package.lookup(**lookup_arguments(target, strict=True, **asked))
     assert (advice.status, advice.record.id) == ("exact", found["record"]["id"])  # type: ignore[union-attr]
 
@@ -209,25 +201,32 @@ def test_the_command_that_ends_a_miss_beside_a_record(here: Path) -> None:
     assert advice.record is not None and advice.record.id == found["id"]
 
 
-def test_the_command_for_a_model_in_hand(here: Path) -> None:
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("source", "command"),
+    [
+        ("import advisor\nfrom examples.x import Net", "examples/x.py:Net"),
+        (f"import advisor\n{MODEL}\nif __name__ == '__main__':", "train.py:Net"),
+    ],
+    ids=["a module", "the script, if importing it does not train"],
+)
+def test_the_command_for_a_model_in_hand(here: Path, source: str, command: str) -> None:
     """Names its class's file, wherever below this folder that is."""
-    ran = script(
-        here,
-        "import advisor\n"
-        "from examples.x import Net\n"
-        "advisor.lookup(advisor.Model(Net(), device='cpu'), shape=(4, 3, 8, 8))\n",
-    )
-    command = command_in(ran.stderr.splitlines()[0])
-    assert command == "advisor tune examples/x.py:Net --shape 4x3x8x8"
+    own = "    " * source.endswith(":")
+    call = f"{own}advisor.lookup(advisor.Model(Net(), device='cpu'), shape=(4, 3, 8, 8))\n"
+    ran = script(here, f"{source}\n{call}")
+    line = command_in(ran.stderr.splitlines()[0])
+    assert line == f"advisor tune {command} --shape 4x3x8x8"
     # Net takes arguments, and those that it was built with are not to be seen.
-    assert "; run, with --model-arg for what it was built with: advisor tune" in ran.stderr
-    found = typed(here, command)
-    advice = package.lookup(
-        package.Model(net_of("examples/x.py:Net"), device="cpu"), shape=(4, 3, 8, 8)
-    )
-    assert advice.record is not None and advice.record.id == found["record"]["id"]
+    assert "; run, with --model-arg for its constructor arguments: advisor tune" in ran.stderr
+    found = typed(here, line)
+    if not own:
+        model = package.Model(net_of(command), device="cpu")
+        advice = package.lookup(model, shape=(4, 3, 8, 8))
+        assert advice.record is not None and advice.record.id == found["record"]["id"]
 
 
+@pytest.mark.e2e
 def test_no_command_is_printed_that_does_not_work(here: Path) -> None:
     """What cannot be known of it is said in words."""
     (here / "wanting.py").write_text(MODEL.replace("width=8", "width"))
@@ -253,18 +252,6 @@ def test_no_command_is_printed_that_does_not_work(here: Path) -> None:
         assert "TARGET" not in line and "BATCH" not in line and "run: " not in line
 
 
-def test_the_script_s_own_class_is_named_where_importing_it_does_not_train(here: Path) -> None:
-    ran = script(
-        here,
-        f"import advisor\n{MODEL}\n"
-        "if __name__ == '__main__':\n"
-        "    advisor.lookup(advisor.Model(Net(), device='cpu'), shape=(4, 3, 8, 8))\n",
-    )
-    command = command_in(ran.stderr.splitlines()[0])
-    assert command == "advisor tune train.py:Net --shape 4x3x8x8"
-    assert typed(here, command)["status"] == "tuned"
-
-
 def test_the_command_names_a_device_that_is_not_the_first(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,10 +268,9 @@ def test_a_store_elsewhere_stands_in_the_command(here: Path, stores: str) -> Non
     found = typed(here, command)["record"]
     advice = package.lookup("model.py", shape=(4, 3, 8, 8), strict=True, store=cache[0])
     assert advice.record is not None and advice.record.id == found["id"]
+    assert pasted(found["script"]).record.id == found["id"]
     assert open_records(None).all() == []
-    records = open_records(cache[0])
-    (held,) = records.all()
-    records.put(replace(held, stale="it is slower", revised=time.time()), revises=held)
+    outdate(open_records(cache[0]), found["id"])
     with pytest.warns(package.AdvisorWarning) as seen:
         assert package.lookup("model.py:Net", store=cache).status == "stale"
     assert typed(here, command_in(str(seen[0].message)))["status"] == "tuned"
@@ -300,6 +286,7 @@ def test_the_command_where_the_code_has_changed(here: Path, unmeasured: list[Tas
     assert again["status"] == "tuned" and again["record"]["id"] != record["id"]
 
 
+@pytest.mark.e2e
 def test_in_a_shell_and_in_a_script(here: Path) -> None:
     """The same by a real shell and a real script: once, with all that wants quotes."""
     record = tune(here, "argued.py:Net", CASES["arguments"][1])["record"]
@@ -309,9 +296,3 @@ def test_in_a_shell_and_in_a_script(here: Path) -> None:
     line = command_in(missed(ODD, shape=(4, 3, 9, 9))).replace("advisor", 'printf "%s\\n"', 1)
     words = subprocess.check_output(["sh", "-c", line], text=True).splitlines()
     assert words == ["tune", ODD, "--shape", "4x3x9x9"]
-
-
-def test_a_store_elsewhere_stands_in_the_line(here: Path) -> None:
-    found = tune(here, "model.py", (), "--cache", "dir:else where")["record"]
-    advice = pasted(found["script"])
-    assert (advice.status, advice.record.id) == ("exact", found["id"])

@@ -41,14 +41,10 @@ def raced(own: list[float], gain: float = 1.5) -> tuple[Choice, Choice]:
 def made(own: list[float], gain: float = 1.5, key: Key = examples.KEY) -> Record:
     """As an earlier version kept it: with the config as the winner, whatever the host did."""
     baseline, fast = raced(own, gain)
-    known = examples.record(key)
     return replace(
-        known,
+        examples.record(key),
         baseline=baseline,
-        winners=tuple(
-            replace(one, choice=fast if one.use in ("loop", "capture") else baseline)
-            for one in known.winners
-        ),
+        winners=examples.winners(baseline, fast),
         raced=(baseline, fast),
         input=Config(),
         trials=(),
@@ -109,7 +105,7 @@ def test_a_doubtful_record_is_not_advised_and_says_so() -> None:
     assert (doubtful(sound), doubtful(doubted)) == (False, True)
     assert answer(sound, request(batch=64)).config == FAST
     served = answer(doubted, request(batch=64))
-    assert served.config == OWN and "the host was too busy to tell" in served.reason
+    assert served.config == OWN and "the host was too busy to tell what gains" in served.reason
     assert not any("Doubtful" in line for line in tables.remarks(sound))
     assert any("Doubtful: the baseline's speed changed" in line for line in tables.remarks(doubted))
     assert report(doubted).headline.startswith("Doubtful, and not advised")

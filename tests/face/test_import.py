@@ -5,42 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import advisor
 from advisor import errors
 
+PUBLIC = """
+    Advice AdvisorError AdvisorWarning Budget Busy Model NoRecord Permit RanksDiffer RecordDamaged
+    RecordNewer Store StoreDamaged StoreError TargetError TargetFailed Unauthorized UsageError
+    WorkerError __version__ accelerate apply explain hf lightning lookup release tune verify
+"""
+
 
 def test_the_public_names_are_these() -> None:
-    assert sorted(advisor.__all__) == [
-        "Advice",
-        "AdvisorError",
-        "AdvisorWarning",
-        "Budget",
-        "Busy",
-        "Model",
-        "NoRecord",
-        "Permit",
-        "RanksDiffer",
-        "RecordDamaged",
-        "RecordNewer",
-        "Store",
-        "StoreDamaged",
-        "StoreError",
-        "TargetError",
-        "TargetFailed",
-        "Unauthorized",
-        "UsageError",
-        "WorkerError",
-        "__version__",
-        "accelerate",
-        "apply",
-        "explain",
-        "hf",
-        "lightning",
-        "lookup",
-        "release",
-        "tune",
-        "verify",
-    ]
+    assert sorted(advisor.__all__) == PUBLIC.split()
     assert all(getattr(advisor, name) for name in advisor.__all__)
 
 
@@ -56,28 +34,39 @@ def test_every_error_is_public() -> None:
     assert every <= set(advisor.__all__)
 
 
-def test_import_is_light() -> None:
-    code = (
-        "import advisor, sys; print([m for m in ('torch', 'optuna', 'rich') if m in sys.modules])"
+def applied(store: str) -> str:
+    """Code that looks a target up in a store; `silent` listens and says nothing."""
+    return (
+        "import advisor, socket, warnings; warnings.simplefilter('ignore'); "
+        "silent = socket.create_server(('127.0.0.1', 0)); "
+        f"advisor.apply(advisor.__file__, store={store})"
     )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
-def test_apply_loads_nothing_that_it_does_not_need() -> None:
-    code = (
-        "import advisor, sys, warnings; warnings.simplefilter('ignore'); advisor.apply('x.py');"
-        "print([m for m in ('optuna', 'torchvision', 'rich', 'click', 'pathspec', 'advisor.client',"
-        "'advisor.jobs.code_archive', 'advisor.cache.stores.http_client') if m in sys.modules])"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
-
-
-def test_run_loads_nothing_of_what_is_run_or_searched() -> None:
-    """It is part of every start."""
-    code = (
-        "import os, sys; os.execve = lambda *_: None; from advisor.cli import main; "
-        "main(['run', '--', 'true']);"
-        "heavy = ('torch', 'optuna', 'rich', 'numpy', 'msgpack', 'advisor.cache.records');"
-        "print([m for m in heavy if m in sys.modules])"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        ("import advisor", "torch optuna rich"),
+        (
+            "import advisor; advisor.hf, advisor.lightning, advisor.accelerate",
+            "torch transformers lightning accelerate timm",
+        ),
+        # Part of every start with `advisor run`.
+        (
+            "import os; os.execve = lambda *_: None; from advisor.cli import main; "
+            "main(['run', '--', 'true'])",
+            "torch optuna rich numpy msgpack advisor.cache.records",
+        ),
+        (
+            applied("None"),
+            "optuna torchvision rich click pathspec advisor.client advisor.jobs.code_archive "
+            "advisor.cache.stores.http_client",
+        ),
+        (applied("f'http://127.0.0.1:{silent.getsockname()[1]}'"), "urllib3"),
+        (applied("'redis://127.0.0.1:1'"), "redis"),
+    ],
+    ids=["import", "frameworks", "run", "apply", "server", "redis that is down"],
+)
+def test_nothing_is_loaded_that_is_not_needed(code: str, heavy: str) -> None:
+    code += f"; import sys; print([one for one in {heavy.split()} if one in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

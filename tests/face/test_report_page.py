@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,12 +14,13 @@ from typing import TypeVar
 import pytest
 
 from advisor.cache.config import Config
-from advisor.cache.record import Choice, Part, Record, Trial, Winner
+from advisor.cache.record import Choice, Part, Record, Trial
 from advisor.cache.task import Task
 from advisor.open_store import open_records
 from advisor.report.data import Comparison, Timeline
-from advisor.report.html import Scale, across, page
+from advisor.report.html import across, page
 from advisor.report.sections import report
+from tests.builders import measured, verified
 from tests.cache import examples
 from tests.face.commands import advisor
 
@@ -31,7 +32,7 @@ TAGS = frozenset(
         "code dl dt dd",
     )
 )
-SECTIONS = ("chosen", "tried", "knobs", "length", "loader", "numerics", "script")
+SECTIONS = ("chosen", "tried", "knobs", "loader", "numerics", "script")
 T = TypeVar("T")
 FAST = examples.DEFAULT.replace(precision="bf16", channels_last=True)
 
@@ -88,12 +89,7 @@ def full() -> Record:
     reason = "loss within 0.03% of fp32 over 24 steps, worst gradient 3.2% (conv.bias)"
     return replace(
         made,
-        winners=(
-            *made.winners[:2],
-            Winner(use="loop", free=False, choice=fast),
-            Winner(use="capture", free=False, choice=fast),
-            Winner(use="loop", free=True, choice=free),
-        ),
+        winners=examples.winners(made.baseline, fast, free_loop=free),
         trials=(
             examples.trial(0),
             replace(examples.trial(1, FAST.at(512), "out_of_memory"), origin="large"),
@@ -116,14 +112,14 @@ def full() -> Record:
     )
 
 
-def well_made(text: str) -> Page:
+def well_made(text: str, sections: Sequence[str] = SECTIONS) -> Page:
     """Taken apart, when it is a page that needs nothing and can be used without a mouse."""
     assert text.startswith("<!doctype html>")
     found = Page(text)
     assert {tag for tag, _ in found.tags} <= TAGS
     assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
     ids = found.values("id")
-    assert len(ids) == len(set(ids)) and set(SECTIONS) < set(ids)
+    assert len(ids) == len(set(ids)) and set(sections) < set(ids)
     assert {link.removeprefix("#") for link in found.values("href")} < set(ids)
     assert all(link.startswith("#") for link in found.values("href"))
     labels = {one for value in found.values("aria-labelledby") for one in value.split()}
@@ -196,9 +192,10 @@ def test_every_section_has_its_numbers() -> None:
     record = full()
     told = {section.name: section for section in report(record).sections}
     assert tuple(told) == SECTIONS
-    assert all(
-        section.table for section in told.values() if section.name not in ("script", "length")
-    )
+    tables = [name for name, section in told.items() if section.table]
+    assert tables == ["chosen", "tried", "knobs", "loader"]
+    charts = [section.chart.title for section in told.values() if section.chart]
+    assert not {section.title for section in told.values()} & set(charts), "a heading twice"
     found = well_made(page(record))
     assert "out of memory" in found.text and "said so" in found.text
     assert "loss within 0.03% of fp32" in found.text and "wrong result" in found.text
@@ -211,15 +208,38 @@ def test_every_section_has_its_numbers() -> None:
 def test_the_best_so_far_is_at_the_users_batch() -> None:
     chart = next(one.chart for one in report(full()).sections if one.name == "tried")
     assert isinstance(chart, Timeline)
-    assert [(one.at_s, one.samples_per_s, one.at_batch, one.leads) for one in chart.points] == [
-        (1.5, 2000.0, True, True),
-        (3.0, 0.0, False, False),
-        (4.5, 2000.0, True, False),
-        (6.0, 2000.0, False, False),
+    assert [(one.at_s, one.samples_per_s, one.at_batch) for one in chart.points] == [
+        (1.5, 2000.0, True),
+        (3.0, 0.0, False),
+        (4.5, 2000.0, True),
+        (6.0, 2000.0, False),
     ]
+    assert chart.leaders == [chart.points[0]]
 
 
-def test_what_is_empty_says_what_to_do(tmp_path: Path) -> None:
+def test_from_which_step_on_the_advice_pays(tmp_path: Path) -> None:
+    """Steps of 0.64 s; a cheap config of 0.32 s; compiled 0.16 s, after 30 s."""
+    base = examples.DEFAULT.replace(compile="none")
+    cheap = base.replace(channels_last=True)
+    compiled = cheap.replace(compile="default")
+    rates = [(base, 100.0, 1.0), (cheap, 200.0, 1.0), (compiled, 400.0, 31.0)]
+    raced = [
+        replace(examples.choice(config, rate, rate / 100.0), first_step_s=first_step_s)
+        for config, rate, first_step_s in rates
+    ]
+    record = replace(
+        examples.record(),
+        baseline=raced[0],
+        winners=examples.winners(raced[0], raced[2]),
+        raced=tuple(raced),
+        trials=(*(measured(*one) for one in rates), verified(compiled)),
+    )
+    open_records(None).put(record)
+    shown = advisor(tmp_path, "show", record.id)
+    assert "The advice pays from step 189 on (1m 01s)." in shown.stdout
+
+
+def test_what_is_empty_is_left_out() -> None:
     made = examples.record(trials=0)
     bare = replace(made, trials=(), baseline=replace(made.baseline, peak_bytes=0))
     bare = replace(
@@ -228,16 +248,14 @@ def test_what_is_empty_says_what_to_do(tmp_path: Path) -> None:
             replace(one, choice=replace(one.choice, peak_bytes=0)) for one in bare.winners
         ),
     )
-    cache = f"dir:{tmp_path}/some where"
-    found = well_made(page(bare, cache))
-    assert f"advisor explain {bare.id} --cache '{cache}'" in found.text
-    told = {section.name: section for section in report(bare).sections}
-    for name in ("tried", "knobs", "length", "loader"):
-        assert told[name].table is None and told[name].lines, name
     default = tuple(replace(one, choice=bare.baseline) for one in bare.winners)
-    nothing = well_made(page(replace(bare, winners=default, input=Config())))
-    assert "advisor explain" not in nothing.text
-    assert "The advice is torch's default" in nothing.text
+    nothing = replace(bare, winners=default, input=Config())
+    for one in (bare, nothing):
+        assert [made.name for made in report(one).sections] == ["chosen", "numerics", "script"]
+    assert (
+        "The advice is torch's default"
+        in well_made(page(nothing), ("chosen", "numerics", "script")).text
+    )
 
 
 @pytest.mark.parametrize(
@@ -325,19 +343,6 @@ def strained(record: Record, seed: int) -> Record:
 def test_numbers_that_nobody_measured_are_drawn_all_the_same(seed: int) -> None:
     found = well_made(page(strained(full(), seed)))
     assert not re.search(r"\bnan\b", found.text)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [
-        (0.0, 3.1, [0, 1, 2, 3]),
-        (0.9, 1.9, [1.0, 1.25, 1.5, 1.75]),
-        (0.0, 25_000.0, [0, 10_000, 20_000]),
-        (0.0, 8.0, [0, 2, 4, 6, 8]),
-    ],
-)
-def test_ticks_are_round(low: float, high: float, ticks: list[float]) -> None:
-    assert Scale(low, high).ticks() == pytest.approx(ticks)
 
 
 def test_a_wide_interval_flattens_nothing() -> None:

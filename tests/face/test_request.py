@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from advisor.errors import UsageError
-from advisor.resolve.find import processes
-from advisor.resolve.request import Request, known_batch
-from advisor.tuners import environment, fingerprint
-from advisor.tuners.environment import own_threads
-from advisor.tuners.length import Length
+from advisor.resolve.request import Request
+from advisor.tuners import environment
+from tests.cache import examples
 
 NOTHING: dict[str, Any] = dict.fromkeys(
     ("batch", "capture", "cache", "steps", "duration", "on_miss", "shape", "device", "mode")
@@ -26,88 +22,40 @@ def of(target: object = None, **asked: Any) -> Request:
     return Request.of(target, {**NOTHING, "device": "cpu", **asked})
 
 
-def test_nothing_asked() -> None:
-    assert of() == Request(
-        target=None,
-        given={"mode": "train"},
-        batch=None,
-        use="loop",
-        device="cpu",
-        folder=Path.cwd(),
-    )
-
-
-def test_what_is_asked() -> None:
-    asked = of(
-        "model.py:Net",
-        shape="8x3x4x4",
-        device="cuda:1",
-        mode="train",
-        optimizer="adamw",
-        compile=False,
-        capture=True,
-        steps=900,
-        on_miss="nearest",
-        cache="dir:/a",
-    )
-    assert asked == Request(
-        target="model.py:Net",
-        given={
-            "shapes": ((8, 3, 4, 4),),
-            "mode": "train",
-            "optimizer": "adamw",
-            "compile": False,
+ASKED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({}, {"given": {"mode": "train"}}),
+    ({"mode": "infer", "optimizer": "adamw"}, {"given": {"mode": "infer"}}),
+    (
+        {"shape": "8x3x4x4", "optimizer": "adamw", "compile": False},
+        {
+            "given": {
+                "shapes": ((8, 3, 4, 4),),
+                "mode": "train",
+                "optimizer": "adamw",
+                "compile": False,
+            },
+            "batch": 8,
         },
-        batch=8,
-        use="capture",
-        device="cuda:1",
-        steps=900,
-        on_miss="nearest",
-        cache="dir:/a",
-        folder=Path.cwd(),
-    )
-    assert of(duration="2h").seconds == 7200.0
-
-
-def test_the_device_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "default_device", lambda: "cuda:3")
-    assert of(device=None).device == "cuda:3"
-
-
-def test_inference_has_no_optimizer() -> None:
-    assert of(mode="infer", optimizer="adamw").given == {"mode": "infer"}
-
-
-def test_a_step_is_captured_in_several_processes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert (processes(), of(capture=True).use) == (1, "capture")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert (processes(), of(capture=True).use) == (2, "capture")
-    assert of(capture=False).use == "loop"
-    for odd in ("", "0", "-3", "many", "9" * 10, "9" * 6000):
-        monkeypatch.setenv("WORLD_SIZE", odd)
-        assert processes() == 1
-
-
-@pytest.mark.parametrize(
-    ("asked", "batch", "free"),
-    [
-        ({}, None, False),
-        ({"shape": "8x3"}, 8, False),
-        ({"shape": "8x3", "batch": 4}, 4, False),
-        ({"batch": 1}, 1, False),
-        ({"shape": "8x3", "batch": "free"}, None, True),
-    ],
+    ),
+    ({"target": "model.py", "capture": True}, {"target": "model.py", "use": "capture"}),
+    ({"device": "cuda:1", "steps": 900}, {"device": "cuda:1", "steps": 900}),
+    ({"duration": "2h", "cache": "dir:/a"}, {"seconds": 7200.0, "cache": "dir:/a"}),
+    ({"shape": "8x3", "batch": 4}, {"batch": 4, "free": False}),
+    ({"batch": 1}, {"batch": 1, "free": False}),
+    ({"shape": "8x3", "batch": "free"}, {"batch": None, "free": True}),
 )
-def test_batch(asked: dict[str, Any], batch: int | None, free: bool) -> None:
-    found = of(**asked)
-    assert (found.batch, found.free) == (batch, free)
 
 
-def test_a_batch_that_is_none_is_not_known() -> None:
-    assert known_batch({"shapes": ((8, 3),)}, 0) is None
-    assert known_batch({}, True) is None
-    assert known_batch({}, None) is None
+@pytest.mark.parametrize(("asked", "found"), ASKED)
+def test_what_is_asked(asked: dict[str, Any], found: dict[str, Any]) -> None:
+    request = of(**asked)
+    assert {name: getattr(request, name) for name in found} == found
+
+
+def test_on_a_gpu_the_threads_of_the_host_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "detect", lambda _device: examples.ENVIRONMENT)
+    found = [of(device=device).query().threads for device in ("cuda:0", "cpu")]
+    assert found == [0, environment.own_threads()]
 
 
 def test_determinism_that_the_process_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +72,7 @@ def test_what_to_do_on_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of().miss_action == "default"
     for configured, asked, action in (
         ("nearest", None, "nearest"),
+        ("nearest", "", "nearest"),
         ("nearest", "default", "default"),
         ("default", "request", "request"),
         ("panic", "nearest", "nearest"),
@@ -150,27 +99,3 @@ def test_what_to_do_on_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_refused(target: object, asked: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=f"^{re.escape(said)}$"):
         of(target, **asked)
-
-
-def test_called() -> None:
-    assert (of().called, of("model.py").called, of(nn.Linear(1, 1)).called) == (
-        *("", "model.py", "Linear"),
-    )
-
-
-def test_length() -> None:
-    assert of().length(64) is None
-    assert of(steps=9).length(64) == Length(batch=64, steps=9)
-    assert of(steps=9, shape="8x3").length(64) == Length(batch=8, steps=9)
-    assert of(duration=60).length(64) == Length(batch=64, seconds=60.0)
-
-
-def test_query() -> None:
-    model = nn.Linear(1, 1)
-    asked = of(model, shape="8x1")
-    query = asked.query()
-    assert query.model == fingerprint.of_model(model)
-    assert query.given == asked.given
-    assert query.environment.device.kind == "cpu"
-    assert query.threads == own_threads() >= 1
-    assert of("model.py:Net").query().model is None

@@ -13,7 +13,7 @@ from advisor.cache.task import Task, permissions
 from advisor.cli.measuring import tune
 from advisor.cli.options import collected
 from advisor.errors import UsageError
-from advisor.jobs.spec import JobSpec
+from advisor.jobs.spec import JobSpec, gpu_matches
 from advisor.tuners.search.plan import Plan
 
 TARGET = "model.py:Net"
@@ -85,10 +85,58 @@ def test_an_unknown_option_is_told_with_those_there_are() -> None:
             JobSpec(target="model.py:Net", options={"shape": "64x8", name: "x"})
 
 
-@pytest.mark.parametrize("budget", ["1s", "-5m", [], {}, 10**400, True, "never"])
-def test_a_wrong_option_is_refused_at_once(budget: object) -> None:
-    with pytest.raises(UsageError):
-        JobSpec(command=("python",), options={"budget": budget})
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *({"options": {"budget": one}} for one in ("1s", "-5m", [], {}, 10**400, True, "never")),
+        {"command": []},
+        {"command": "python"},
+        {"command": ["python", "a\nb"]},
+        {"command": [""]},
+        {"command": ["x" * 70_000]},
+        {"target": "model.py"},
+        {"command": [], "target": "model.py"},
+        {"command": [], "target": "-x", "options": {"shape": "1x2"}},
+        {"command": [], "target": "\x1b[2J", "options": {"shape": "1x2"}},
+        {"options": {"shape": "1x2"}},
+        {"options": {"force": True}},
+        {"options": {"others": "x"}},
+        {"options": {"trials": [[[1]]]}},
+        {"options": []},
+        {"gpus": -1},
+        {"gpus": True},
+        {"gpus": 0, "gpu": "H100"},
+        {"gpu": "H100'; DROP TABLE jobs; --"},
+        {"env": {"LD_PRELOAD": "x"}},
+        {"env": {"pip": "a\nb"}},
+        {"archive": "x"},
+        {"folder": "x"},
+        {"folder": "../x", "archive": "ab" * 32},
+        {"folder": "/x", "archive": "ab" * 32},
+        {"more": 1},
+    ],
+)
+def test_what_is_no_job(asked: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        JobSpec.of({"command": ["python"]} | asked)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "meant"),
+    [
+        ("h100", "NVIDIA H100 80GB HBM3", True),
+        ("", "H100", True),
+        ("NVIDIA H100 80GB HBM3", "H100", True),
+        ("NVIDIA A100-SXM4-80GB", "A100", True),
+        ("NVIDIA GeForce RTX 5090", "GeForce-RTX-5090", True),
+        ("NVIDIA L40S", "L4", False),
+        ("NVIDIA H100 80GB HBM3", "A100", False),
+        ("NVIDIA H100 80GB HBM3", "", False),
+    ],
+)
+def test_a_kind_of_gpu_is_matched_by_its_whole_name(gpu: str, name: str, meant: bool) -> None:
+    assert gpu_matches(gpu, name) is meant
 
 
 DEEP: Any = functools.reduce(lambda inner, _: [inner], range(20_000), [])

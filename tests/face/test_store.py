@@ -57,7 +57,7 @@ def test_prune_removes_once_it_is_told_to(store: advisor.Store) -> None:
     newer = replace(MADE.provenance, created=MADE.provenance.created + 1.0)
     open_records(store.urls).put(replace(MADE, provenance=newer))
     (going,) = store.prune()
-    assert going.what == MADE.id and going.reason.startswith("superseded")
+    assert going.key.record_id == MADE.id and going.reason.startswith("superseded")
     assert len(store.prune()) == 1, "a dry run removes nothing"
     assert len(store.prune(dry_run=False)) == 1
     assert store.prune() == [] and [one.id for one in store.records()] == [MADE.id]

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,14 @@ from torch import nn
 
 import advisor
 from advisor.cache import asking
+from advisor.cache.records import Records
+from advisor.cache.stores import open_store
 from advisor.cache.stores.dir import DirStore
 from advisor.tuners.knobs import TORCH
 from tests.builders import lookup_arguments
-from tests.face.commands import script
-from tests.face.test_apply import here, record, remember
+from tests.face.test_apply import record, remember
 
-__all__ = ["here", "record"]
+__all__ = ["record"]
 
 
 def process() -> tuple[object, ...]:
@@ -59,7 +61,7 @@ def unharmed(target: object = "model.py:Net", **asked: Any) -> str:
     advice.step(loss, optimizer)
     (one,) = (w for w in seen if issubclass(w.category, advisor.AdvisorWarning))
     said = str(one.message)
-    assert "Training goes on with torch's defaults" in said and "\n" not in said
+    assert "Training goes on unmodified" in said and "\n" not in said
     return said
 
 
@@ -110,9 +112,8 @@ def test_where_the_current_folder_is_gone(here: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("given", [Path("store"), ["store"], (Path("store"),)])
 def test_a_store_given_as_a_path(record: Any, own_surroundings: Path, given: Any) -> None:
     Path("store").symlink_to(own_surroundings)
-    assert (
-        advisor.lookup(advisor.Model("model.py:Net", device="cpu"), store=given).status == "exact"
-    )
+    asked = advisor.Model("model.py:Net", device="cpu")
+    assert advisor.apply(asked, store=given).status == "exact"
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,7 @@ def test_no_store_at_all(here: Path, cache: Any) -> None:
     ("variable", "value"),
     [
         ("ADVISOR_CACHE", "floppy:x"),
+        ("ADVISOR_CACHE", "disk:/dev/null/x"),
         ("ADVISOR_CACHE", "\x01\x02"),
         ("ADVISOR_CACHE", "dir:" + "x" * 5000),
         ("ADVISOR_ON_MISS", "²"),
@@ -185,21 +187,20 @@ def test_odd_variables(
         "[tool.advisor]\ncache = 'floppy:x'\n",
         "[tool.advisor]\nx = " + "[" * 5000,
         "advisor \udc80",
+        None,
     ],
 )
-def test_an_odd_project(here: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_an_odd_project(here: Path, monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
+    """None: a pipe, which is not waited for."""
     monkeypatch.delenv("ADVISOR_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(here / "home"))
-    (here / "pyproject.toml").write_text(text, errors="surrogateescape")
-    unharmed()
+    if text is None:
+        os.mkfifo(here / "pyproject.toml")
+    else:
+        (here / "pyproject.toml").write_text(text, errors="surrogateescape")
+    said = unharmed()
+    assert text is not None or "not a regular file" in said
     strictly()
-
-
-def test_a_project_that_is_no_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ADVISOR_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "home"))
-    os.mkfifo(here / "pyproject.toml")
-    unharmed()
 
 
 class Raising(nn.Linear):
@@ -235,11 +236,13 @@ def test_odd_models_are_prepared(record: Any, make: Callable[[], nn.Module]) -> 
         {"target": "\0"},
         {"target": "a" * 5000},
         {"target": "~nobody_of_that_name/x.py"},
+        {"shape": "4by3"},
         {"shape": object()},
         {"shape": [[]]},
         {"shape": float("nan")},
         {"batch": float("inf")},
         {"batch": True},
+        {"batch": "big"},
         {"model_args": 3},
         {"model_args": {"a": object()}},
         {"model_args": {3: 3}},
@@ -247,15 +250,29 @@ def test_odd_models_are_prepared(record: Any, make: Callable[[], nn.Module]) -> 
         {"max_memory": float("nan")},
         {"max_memory": 10**400},
         {"tolerance": "x"},
+        {"steps": 1.5},
         {"steps": 10**400},
+        {"duration": "soon"},
         {"duration": float("inf")},
         {"device": 3},
+        {"device": "tpu"},
         {"on_miss": 3},
+        {"permit": {"a": 1}},
+        {"permit": None},
+        {"shape": [None]},
+        {"cache": 3},
+        {"cache": "floppy:x"},
     ],
 )
-def test_odd_arguments(record: Any, asked: dict[str, Any]) -> None:
-    unharmed(**{"target": "model.py:Net", **asked})
-    strictly(**{"target": "model.py:Net", **asked})
+@pytest.mark.parametrize("target", ["model.py:Net", None])
+def test_odd_arguments(record: Any, target: str | None, asked: dict[str, Any]) -> None:
+    unharmed(**{"target": target, **asked})
+    strictly(**{"target": target, **asked})
+
+
+@pytest.mark.parametrize("tune", ["soon", [], "0s"])
+def test_an_odd_time_to_tune(here: Path, tune: Any) -> None:
+    assert "expected a time above zero" in unharmed(None, tune=tune)
 
 
 def test_a_store_that_hangs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,35 +325,25 @@ def test_a_time_to_tune_beside_a_target_is_refused(here: Path, tune: Any, why: s
         advisor.apply(advisor.Model("model.py:Net", device="cpu"), tune=tune, strict=True)
 
 
-def test_an_advice_that_is_the_default_changes_nothing_at_all(here: Path) -> None:
-    """In a process where the user has set all of it otherwise."""
-    from dataclasses import replace
-
-    from advisor.cache.records import Records
-    from advisor.cache.stores import open_store
-
+@pytest.mark.parametrize("users", [False, True])
+def test_an_advice_that_is_the_default_changes_nothing(
+    here: Path, monkeypatch: pytest.MonkeyPatch, users: bool
+) -> None:
+    """Also in a process where the user has set all of it otherwise."""
     made = remember()
     same = tuple(replace(one, choice=made.baseline) for one in made.winners)
     Records(open_store(None)).put(replace(made, winners=same, revised=time.time()))
-    ran = script(
-        here,
-        "import torch, advisor\n"
-        "import torch.backends.cudnn as cudnn\n"
-        "def now():\n"
-        "    return (torch.get_num_threads(), torch.get_float32_matmul_precision(),\n"
-        "            torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.enabled,\n"
-        "            cudnn.benchmark, cudnn.deterministic,\n"
-        "            torch.are_deterministic_algorithms_enabled())\n"
-        "for mine in (False, True):\n"
-        "    if mine:\n"
-        "        torch.set_num_threads(3)\n"
-        "        torch.set_float32_matmul_precision('medium')\n"
-        "        cudnn.benchmark, cudnn.enabled, cudnn.allow_tf32 = True, False, False\n"
-        "    before = now()\n"
-        "    net = advisor.Model('model.py:Net', device='cpu')\n"
-        "    advice = advisor.apply(net, shape=(4, 3, 8, 8))\n"
-        "    assert advice.status == 'exact', advice.reason\n"
-        "    assert now() == before, (before, now())\n"
-        "print('unchanged')\n",
-    )
-    assert (ran.stdout, ran.stderr) == ("unchanged\n", "")
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    try:
+        if users:
+            torch.set_num_threads(3)
+            torch.set_float32_matmul_precision("medium")
+            for name, value in (("benchmark", True), ("enabled", False), ("allow_tf32", False)):
+                monkeypatch.setattr(torch.backends.cudnn, name, value)
+        before = process()
+        advice = advisor.apply(advisor.Model("model.py:Net", device="cpu"), shape=(4, 3, 8, 8))
+        assert (advice.status, process()) == ("exact", before)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        advisor.release()

@@ -50,12 +50,6 @@ def test_it_is_not_started(made: Record) -> None:
     assert not Path("started").exists()
 
 
-def test_a_larger_budget_goes_on(made: Record) -> None:
-    """`not measured for want of time` names one."""
-    more = f"{made.provenance.budget_s + 1:g}s"
-    assert asked(budget=more).known() is None
-
-
 def edited(name: str) -> Callable[[], object]:
     return lambda: Path(name).write_text("something else")
 
@@ -85,11 +79,21 @@ def test_it_is_where_something_has_changed(
 
 
 def test_what_was_asked_otherwise_is_measured(made: Record) -> None:
-    for other in (asked(effort="exhaustive"), asked(steps=500), asked(precisions="default")):
-        assert other.known() is None
+    larger = f"{made.provenance.budget_s + 1:g}s"
+    others: list[dict[str, object]] = [{"effort": "exhaustive"}, {"steps": 500}]
+    for other in (*others, {"precisions": "default"}, {"budget": larger}):
+        assert asked(**other).known() is None
     records = open_records(None)
     records.put(dataclasses.replace(made, stale="slower", revised=made.provenance.created + 1))
     assert asked().known() is None
+
+
+def test_a_smaller_budget_is_not_the_default_one(made: Record) -> None:
+    brief = dataclasses.replace(made.provenance, budget_s=5.0, seconds=5.0)
+    again = dataclasses.replace(made, provenance=brief, revised=made.provenance.created + 1)
+    open_records(None).put(again)
+    asked().remember(again, asked().state())
+    assert asked().known() is None and asked(budget="5s").known() == again
 
 
 def test_what_changed_while_it_ran_is_not_remembered(made: Record) -> None:

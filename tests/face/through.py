@@ -18,6 +18,7 @@ from tests.face.unmeasured import unmeasured
 
 OTHER = hostile.OTHER.id
 COMMANDS: dict[str, tuple[str, ...]] = {
+    "apply": (),
     "show": ("show",),
     "show it": ("show", OTHER),
     "report": ("report", OTHER, "--html", "-"),
@@ -25,7 +26,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "tune": ("tune", "model.py", "--shape", SHAPE, "--device", "cpu"),
     "verify": ("verify", OTHER, "--budget", "3s"),
     "gc": ("gc", "--yes"),
-    "apply": (),
 }
 
 

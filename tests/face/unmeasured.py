@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,6 @@ from advisor.persistence import keep
 from advisor.tuners import fingerprint
 from advisor.tuners import target as targets
 from advisor.tuners.act.pilot.script_facts import ScriptFacts, model_facts
-from advisor.tuners.environment import own_threads
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.run.mapped_options import MappedOptions
 from advisor.tuners.measure.worker import child, parent
@@ -26,7 +26,7 @@ from advisor.tuners.measure.worker.child import recognise
 from advisor.tuners.measure.worker.wire import DataFacts, Facts, WorkerJob
 from advisor.tuners.search.plan import Clock
 from advisor.tuning import Tuned, Tuning, study_name
-from tests.builders import GAINS, MadeUp
+from tests.builders import GAINS, SCRIPT, MadeUp, net_of
 from tests.cache import examples
 
 
@@ -47,25 +47,18 @@ class Describing:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             loaded = targets.load(targets.parse(task.target), task.model_args)
             model = targets.build(loaded)
-        modules, parameters = fingerprint.size(model)
-        known = (fingerprint.of_model(model), fingerprint.of_hooks(loaded.make_batch, loaded.loss))
-        recognise(self._job, loaded.spec.name, *known)
+        facts = model_facts([model])
+        hooks = fingerprint.of_hooks(loaded.make_batch, loaded.loss)
+        recognise(self._job, loaded.spec.name, facts["model"], hooks)
         return Facts(
             name=loaded.spec.name,
-            model=known[0],
-            hooks=known[1],
+            hooks=hooks,
             code=loaded.spec.code,
-            libraries=fingerprint.libraries(model),
-            family=fingerprint.family(model),
-            modules=modules,
-            parameters=parameters,
-            convolves=True,
-            repeats=False,
-            threads=own_threads(),
             device_uuid="",
             memory_bytes=0,
             peak_bytes=1,
             step_s=0.001,
+            **facts,
         )
 
 
@@ -92,22 +85,7 @@ class DescribedRun:
     def __exit__(self, *_exc: object) -> None: ...
 
     def describe(self) -> ScriptFacts:
-        return ScriptFacts(
-            **model_facts([targets.build(targets.load(targets.parse("model.py"), Config()))]),
-            shape=(4, 3, 8, 8),
-            dtype="float32",
-            others="",
-            varies=False,
-            optimizer="sgd",
-            own=Config(),
-            kept=(),
-            limits=(),
-            rank=0,
-            processes=1,
-            device="cpu",
-            workers=0,
-            room=0,
-        )
+        return dataclasses.replace(SCRIPT, **model_facts([net_of("model.py")]), shape=(4, 3, 8, 8))
 
 
 @contextlib.contextmanager
@@ -121,8 +99,10 @@ def unmeasured() -> Iterator[list[Task]]:
         plan = tuning.plan
         provenance = dataclasses.replace(
             made.provenance,
+            created=time.time(),  # of two with the same, either counts
             study=study_name(opened),
             effort=plan.effort,
+            budget_s=plan.seconds,
             steps=plan.steps or 0,
             duration_s=plan.duration_s or 0.0,
         )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import importlib
 import os
+import pickle
 import runpy
+import shutil
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context, set_start_method
 from pathlib import Path
@@ -30,16 +35,63 @@ from advisor.tuners.knobs import SearchContext
 from advisor.tuners.measure.run.recorded_steps import RecordedSteps
 from advisor.tuners.measure.run.run import comparison
 from advisor.tuners.search.space import Space
+from tests import forks
 
 Weights = dict[str, Tensor]
 
 TOLERANCE = 0.02
 COMPARES_S = 60.0
+ROOT = Path(__file__).parents[2]
 
 gc.freeze()  # no collection of a fork looks through what was imported before it
 atexit.register(gc.unfreeze)  # nanobind tells of all that is still there at the end
-FORKS = get_context("forkserver")
-FORKS.set_forkserver_preload([__name__])
+
+
+class Called:
+    """A function that is called in a fork of a process that has imported this module."""
+
+    def __init__(self, target: Callable[..., None], *args: object) -> None:
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            pickle.dump((target, args), file)
+        words = [sys.executable, "-c", CALL, file.name]
+        self._fork = forks.Fork(words, env=os.environ, stdout=1, line=_line())
+        self.pid = self._fork.pid
+        self.kill = self._fork.kill
+
+    def join(self, within_s: float) -> int:
+        """How it ended."""
+        return self._fork.wait(within_s)
+
+
+CALL = """
+import os, pickle, sys
+with open(sys.argv[1], "rb") as file:
+    target, args = pickle.load(file)
+os.unlink(sys.argv[1])
+target(*args)
+"""
+SERVE = f"""
+import sys
+import {__name__}
+from tests import forks
+forks.serve(int(sys.argv[1]))
+"""
+
+
+@functools.cache
+def _line() -> socket.socket:
+    """To a server that has imported this module, itself a fork of the one that has torch."""
+    path = Path(tempfile.mkdtemp()) / "forked"
+    line = socket.socket(socket.AF_UNIX)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        line.connect(str(path))
+        number = listening.fileno()
+        words = [sys.executable, "-c", SERVE, str(number)]
+        forks.Fork(words, env=os.environ, cwd=ROOT, stdout=1, pass_fds=[number])
+    shutil.rmtree(path.parent)
+    return line
 
 
 def space_of(seen: ScriptFacts) -> Space:
@@ -60,17 +112,33 @@ def space_of(seen: ScriptFacts) -> Space:
     )
 
 
+class Looks:
+    """A guide that keeps what was seen, leaves the script alone, and fails with it."""
+
+    def takes_over(self) -> bool:
+        return True
+
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
+        self.seen = seen
+        return BlockRequest(config=Config())
+
+    def next(self, result: BlockResult) -> BlockRequest:
+        raise AssertionError
+
+    def failed(self, exc: BaseException) -> None:
+        raise AssertionError("the script failed") from exc
+
+    config_dropped = failed
+
+
 @dataclass
-class There:
+class There(Looks):
     """A guide that has two steps made with some values, then two as the script is; and so on.
 
     Where values change no number bf16 is compared with fp32 in between, which is to leave nothing.
     """
 
     values: Mapping[str, Value]
-
-    def takes_over(self) -> bool:
-        return True
 
     def begin(self, seen: ScriptFacts) -> BlockRequest:
         self.seen = seen
@@ -91,12 +159,6 @@ class There:
         assert result.reason or result.steps == 2
         assert result.samples > 0
         return next(self.orders)
-
-    def failed(self, exc: BaseException) -> None:
-        raise AssertionError("the script failed") from exc
-
-    def config_dropped(self, exc: BaseException) -> None:
-        raise AssertionError("a config failed") from exc
 
 
 def _train(script: str, out: str, values: dict[str, Value] | None, *words: str) -> None:
@@ -165,10 +227,7 @@ def variously(
 ) -> list[tuple[Weights, ScriptFacts | None]]:
     """What a script saves under each, and what the pilot saw; its library is imported once."""
     args = (library, str(script), str(folder), tuple(variants))
-    process = FORKS.Process(target=_one_by_one, args=args)
-    process.start()
-    process.join(240)
-    assert process.exitcode == 0
+    assert Called(_one_by_one, *args).join(240) == 0
     found: list[tuple[Weights, ScriptFacts | None]] = []
     for number in range(len(variants)):
         out = folder / f"{number}.pt"
@@ -185,9 +244,6 @@ def trained(script: Path, folder: Path, values: Mapping[str, Value] | None = Non
     folder.mkdir(parents=True, exist_ok=True)
     out = folder / f"{script.stem}.pt"
     given = None if values is None else dict(values)
-    process = FORKS.Process(target=_train, args=(str(script), str(out), given))
-    process.start()
-    process.join(120)
-    assert process.exitcode == 0
+    assert Called(_train, str(script), str(out), given).join(120) == 0
     weights: Weights = torch.load(out)
     return weights

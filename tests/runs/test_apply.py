@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
+import threading
 import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,31 +20,35 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import HashStore
 
 import advisor
 from advisor.bootstrap import LazyGuide
 from advisor.cache.artifacts import Purpose
 from advisor.cache.config import Config
 from advisor.cache.key import Key
-from advisor.cache.record import USES, Provenance, Record, Target, Winner
+from advisor.cache.record import Record, Target
 from advisor.open_store import open_records
-from advisor.resolve.inside import own_command
-from advisor.resolve.record_guide import RecordGuide, RunPolicy
+from advisor.resolve import lookups
+from advisor.resolve.failures import Failures
+from advisor.resolve.online import own_command
+from advisor.resolve.record_guide import RecordGuide
+from advisor.resolve.request import Request
 from advisor.tuners.act import advice_usage
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.pilot.pilot import UNADVISED, ActivePilot
-from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, Guide
+from advisor.tuners.act.pilot.protocol import BlockRequest, Guide
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
-from advisor.tuners.decisions import IN_A_ROW
+from advisor.tuners.act.ranks import Group
 from advisor.tuners.environment import detect, tools
 from advisor.tuners.knobs import TORCH, Advised
 from advisor.tuners.tf32 import describe
 from tests import forks
-from tests.cache.examples import choice, trial
-from tests.runs.forked import left_behind, space_of
+from tests.cache.examples import choice, record, trial, winners
+from tests.runs.forked import Looks, left_behind, space_of
 from tests.tuners import test_gate as gated
 from tests.tuners.test_gate import EPOCH, FULL, SHORT, Backend, backend
 
@@ -49,6 +56,7 @@ __all__ = ["backend"]  # a fixture
 STEPS = 8
 SCRIPT = """
 import sys
+import threading
 
 import advisor
 
@@ -97,23 +105,6 @@ def trained(net: Net, steps: int = STEPS) -> torch.optim.Optimizer:
     return optimizer
 
 
-class Looks:
-    """A guide that keeps what was seen, and leaves the script alone."""
-
-    def takes_over(self) -> bool:
-        return True
-
-    def begin(self, seen: ScriptFacts) -> BlockRequest:
-        self.seen = seen
-        return BlockRequest(config=Config())
-
-    def next(self, result: BlockResult) -> BlockRequest:
-        raise AssertionError
-
-    def failed(self, exc: BaseException) -> None:
-        raise AssertionError from exc
-
-
 def record_of(seen: ScriptFacts, fast: Config) -> Record:
     """As `advisor tune -- python train.py` would have kept it, verified."""
     default = space_of(seen).default
@@ -124,33 +115,20 @@ def record_of(seen: ScriptFacts, fast: Config) -> Record:
         libraries=seen.libraries,
         threads=seen.threads,
     )
-    won = choice(default.replace(**fast), 3000.0, 1.5)
-    base = choice(default)
-    return Record(
-        key=key,
+    won, base = choice(default.replace(**fast), 3000.0, 1.5), choice(default)
+    made = record(key, trials=0, input=Config())
+    return replace(
+        made,
         target=Target(name="python train.py", origin=""),
         baseline=base,
-        winners=tuple(
-            Winner(use=use, free=False, choice=won if use != USES[0] else base) for use in USES
-        ),
+        winners=winners(base, won, pilot=won),
         trials=(
             trial(0, default),
             trial(1, won.config),
             replace(trial(2, won.config), stage="numerics", origin="fp32"),
         ),
-        input=Config(),
-        provenance=Provenance(
-            created=1.7e9,
-            seconds=60.0,
-            trials=2,
-            advisor="0.1.0",
-            device_uuid="",
-            host_cpu="",
-            seed=0,
-            study="",
-            budget_s=60.0,
-            modules=seen.modules,
-            parameters=seen.parameters,
+        provenance=replace(
+            made.provenance, modules=seen.modules, parameters=seen.parameters, study=""
         ),
     )
 
@@ -159,8 +137,8 @@ def compiled(seen: ScriptFacts) -> Record:
     """What was found for it is compiled."""
     found = record_of(seen, Config(compile="default"))
     base = choice(found.baseline.config.replace(compile="none"))
-    winners = [replace(w, choice=base) if w.use == USES[0] else w for w in found.winners]
-    return replace(found, baseline=base, winners=tuple(winners))
+    fast = found.winner("loop")
+    return replace(found, baseline=base, winners=winners(base, fast, pilot=fast))
 
 
 @pytest.fixture(autouse=True)
@@ -174,14 +152,19 @@ def as_found() -> Iterator[None]:
 
 
 @pytest.fixture
-def known() -> None:
-    """What was found for Net: bf16 and channels_last."""
+def seen() -> ScriptFacts:
+    """What a pilot sees of a script that trains Net."""
     guide, charge = Looks(), ActivePilot()
     charge.attach(guide)
     trained(Net())
     charge.release()
-    found = record_of(guide.seen, Config(precision="bf16", channels_last=True))
-    open_records(None).put(found)
+    return guide.seen
+
+
+@pytest.fixture
+def known(seen: ScriptFacts) -> None:
+    """What was found for Net: bf16 and channels_last."""
+    open_records(None).put(record_of(seen, Config(precision="bf16", channels_last=True)))
 
 
 @pytest.mark.usefixtures("known")
@@ -202,14 +185,10 @@ def test_what_was_found_for_a_run_is_in_force_from_inside() -> None:
 
 
 def test_artifacts_are_loaded_before_the_advice_is_in_force(
-    caplog: pytest.LogCaptureFixture,
+    seen: ScriptFacts, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Or refused, where they are not what was signed."""
-    guide, charge = Looks(), ActivePilot()
-    charge.attach(guide)
-    trained(Net())
-    charge.release()
-    found = compiled(guide.seen)
+    found = compiled(seen)
     records = open_records(None)
     store = records.put(found)
     purpose = Purpose.of(found, found.winner("pilot").config, detect("cpu"), tools())
@@ -217,11 +196,31 @@ def test_artifacts_are_loaded_before_the_advice_is_in_force(
     (key,) = store.sizes()
     store.put(key, b"rubbish")
     with caplog.at_level("INFO", "advisor"):
-        order = RecordGuide(["python", "train.py"], RunPolicy()).known(guide.seen)
+        order = RecordGuide(["python", "train.py"], Request()).advice_for(seen)
     assert order is not None and order.config["compile"] == "default"
-    refused = "artifacts: none that this version reads; refused; compiled anew"
+    refused = "artifacts: in an unknown format; refused; compiled anew"
     said = [one.getMessage() for one in caplog.records]
     assert refused in said and said[-1].endswith(f"; {refused}")
+
+
+@pytest.mark.usefixtures("known")
+def test_all_ranks_leave_out_what_one_of_them_failed_with(
+    seen: ScriptFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only its machine has kept that."""
+    store, here = HashStore(), threading.local()
+    monkeypatch.setattr(Group, "current", lambda: Group(store, here.rank, 2))
+    monkeypatch.setattr(Failures, "of", lambda *_: "OutOfMemoryError" if here.rank else "")
+    monkeypatch.setattr(lookups, "_calls", itertools.repeat(0))  # a process of its own each
+
+    def order(rank: int) -> BlockRequest | None:
+        here.rank = rank
+        return RecordGuide(["python", "train.py"], Request()).advice_for(seen)
+
+    said = pytest.warns(advisor.AdvisorWarning, match="failed with it .on another rank")
+    with said, ThreadPoolExecutor(2) as ranks:
+        first, second = ranks.map(order, range(2))
+    assert first is not None and first == second and first.config == first.own
 
 
 @pytest.mark.parametrize("how", ["run", "apply"])
@@ -276,34 +275,13 @@ def test_every_model_of_a_cross_validation_has_the_advice() -> None:
     assert (net.dtypes[-1], other.dtypes[-1]) == (torch.float32, torch.bfloat16)
 
 
-@pytest.mark.usefixtures("known")
-def test_another_model_trains_on_as_it_is_with_a_line() -> None:
-    advisor.apply()
-    first, own = Net(), describe()
-    kept = trained(first, 24)
-    advised = describe()
-    with pytest.warns(advisor.AdvisorWarning) as said:
-        for width in (5, 6):
-            model = nn.Linear(3, width)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for _ in range(2 * IN_A_ROW):
-                model(torch.randn(2, 3)).sum().backward()
-                optimizer.step()
-    assert [str(one.message) for one in said] == [
-        f"advisor: {UNADVISED}. Training goes on unmodified"
-    ]
-    assert first.conv.weight.is_contiguous(memory_format=torch.channels_last)
-    assert describe() == own != advised  # the flags were measured on the first
-    kept.step()
-    assert describe() == advised
-
-
 @pytest.mark.parametrize("turns", [1, 6], ids=["after the first", "in turn with it"])
 @pytest.mark.usefixtures("known")
-def test_another_model_that_trains_for_a_few_steps_has_a_line_too(turns: int) -> None:
+def test_another_model_trains_on_unmodified_with_a_line(turns: int) -> None:
     advisor.apply()
-    first, second = Net(), nn.Linear(3, 5)
+    first, second, own = Net(), nn.Linear(3, 5), describe()
     kept = trained(first, 24)
+    advised = describe()
     optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
     with pytest.warns(advisor.AdvisorWarning) as said:
         for _ in range(turns):
@@ -316,14 +294,21 @@ def test_another_model_that_trains_for_a_few_steps_has_a_line_too(turns: int) ->
     assert [str(one.message) for one in said] == [
         f"advisor: {UNADVISED}. Training goes on unmodified"
     ]
+    assert first.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    if turns == 1:
+        assert describe() == own != advised  # the flags were measured on the first
+        kept.step()
+        assert describe() == advised
 
 
 @pytest.mark.usefixtures("known")
 def test_what_fails_in_backward_is_left_out_until_it_is_measured_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    errors: list[Exception] = [torch.OutOfMemoryError("no memory left"), Poisoned()]
+
     def fails(_gradient: Tensor) -> None:
-        raise torch.OutOfMemoryError("no memory left")
+        raise errors[-1]
 
     def begun() -> Net:
         advisor.release()
@@ -332,12 +317,16 @@ def test_what_fails_in_backward_is_left_out_until_it_is_measured_anew(
         return Net()
 
     monkeypatch.setattr(Net, "backward", staticmethod(fails))
+    with pytest.raises(Poisoned) as own:
+        trained(begun())  # what a script raises itself is not kept
+    assert "possible cause: channels_last, bf16. ADVISOR_DISABLE=1" in own.value.__notes__[0]
+    errors.pop()
     net = begun()
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trained(net)
     assert caught.value.__notes__ == [
-        "advisor: backward raised this under advice, which may be why: channels_last, bf16; the "
-        "next start does without it. ADVISOR_DISABLE=1 runs the script unmodified"
+        "advisor: backward raised this under advice, a possible cause: channels_last, bf16; "
+        "the next start leaves it out. ADVISOR_DISABLE=1 runs the script unmodified"
     ]
     trained(net, 1)  # as a script that catches it
     assert net.dtypes[-1] == torch.float32
@@ -347,32 +336,15 @@ def test_what_fails_in_backward_is_left_out_until_it_is_measured_anew(
     assert set(again.dtypes) == {torch.float32}
     monkeypatch.setattr(Net, "backward", staticmethod(lambda gradient: gradient))
     records = open_records(None)
-    (record,) = records.all()
-    anew = replace(record.provenance, created=time.time() + 1)
-    records.put(replace(record, provenance=anew))
+    (kept,) = records.all()
+    anew = replace(kept.provenance, created=time.time() + 1)
+    records.put(replace(kept, provenance=anew))
     trained(now := begun())
     assert now.dtypes[-1] == torch.bfloat16
 
 
 class Poisoned(RuntimeError):
     """A script's own."""
-
-
-@pytest.mark.usefixtures("known")
-def test_what_a_script_raises_itself_in_backward_is_not_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fails(_gradient: Tensor) -> None:
-        raise Poisoned
-
-    monkeypatch.setattr(Net, "backward", staticmethod(fails))
-    for _ in range(2):
-        advisor.apply()
-        with pytest.raises(Poisoned) as caught:
-            trained(Net())
-        (note,) = caught.value.__notes__
-        assert "may be why: channels_last, bf16. ADVISOR_DISABLE=1" in note
-        advisor.release()
 
 
 @pytest.mark.usefixtures("known")
@@ -391,13 +363,13 @@ def test_what_ends_a_script_names_the_advice_and_the_next_start_does_without(
         sys.excepthook(RuntimeError, caught.value, caught.tb)
     assert len(printed) == 3
     assert [str(one.message) for one in said] == [
-        "advisor: the script ended under advice, which may be why: channels_last, bf16; the next "
-        "start does without it. ADVISOR_DISABLE=1 runs the script unmodified"
+        "advisor: the script ended under advice, a possible cause: channels_last, bf16; the "
+        "next start leaves it out. ADVISOR_DISABLE=1 runs the script unmodified"
     ]
     advisor.release()
     records = open_records(None)
-    (record,) = records.all()
-    records.put(replace(record, stale="it is slower now"))
+    (kept,) = records.all()
+    records.put(replace(kept, stale="it is slower now"))
     advisor.apply()
     with pytest.warns(advisor.AdvisorWarning) as said:
         trained(net := Net())
@@ -432,7 +404,7 @@ def test_where_a_command_brought_a_pilot_that_one_acts_alone() -> None:
     charge = ActivePilot()
     guide = Looks()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("advisor.resolve.inside.ACTIVE_PILOT", charge)
+        patch.setattr("advisor.resolve.online.ACTIVE_PILOT", charge)
         charge.attach(guide)
         advisor.apply()
         net = Net()
@@ -461,18 +433,11 @@ def test_flags_that_advice_has_set_are_not_the_scripts_own(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("trains", ["Linear", "Net"])
-def test_no_gain_of_another_model_is_claimed(trains: str) -> None:
+def test_no_gain_of_another_model_is_claimed(trains: str, seen: ScriptFacts) -> None:
     """Where the script imports a file whose model was tuned, and trains another."""
-    guide, charge = Looks(), ActivePilot()
-    charge.attach(guide)
-    trained(Net())
-    charge.release()
-    record = record_of(guide.seen, Config(threads=3))
-    advice = Advice(
-        Advised(Config(threads=3)),
-        device="cpu",
-        served=Served(reason="1.50x", record=record, default=TORCH),
-    )
+    tuned = record_of(seen, Config(threads=3))
+    served = Served(reason="1.50x", record=tuned, default=TORCH)
+    advice = Advice(Advised(Config(threads=3)), device="cpu", served=served)
     advice.set_flags()
     advisor.apply()
     with pytest.warns(advisor.AdvisorWarning, match="not tuned"):
@@ -484,16 +449,8 @@ def test_no_gain_of_another_model_is_claimed(trains: str) -> None:
             for _ in range(STEPS):
                 model(torch.randn(4, 3, 8, 8)).square().mean().backward()
                 optimizer.step()
-    said = {"Net": "", "Linear": "no speed-up is known: what trains is not what was tuned as "}
+    said = {"Net": "", "Linear": "no speed-up is known: this model is not the one tuned as "}
     assert advice.reason.startswith(said[trains] + ("python train.py; " if said[trains] else "1."))
-
-
-def test_the_script_as_it_is_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "advisor"):
-        RecordGuide([], RunPolicy()).stay(
-            TORCH, TORCH, "your unmodified script: nothing else was raced"
-        )
-    assert caplog.messages == ["in force: your unmodified script; nothing else was raced"]
 
 
 @pytest.mark.parametrize("how", ["disabled", "infer", "wrong"])
@@ -531,18 +488,32 @@ def test_strict_ends_the_script(tmp_path: Path) -> None:
     assert "NoRecord: this run was not tuned" in done.stderr
 
 
-def test_the_command_as_a_person_types_it(monkeypatch: pytest.MonkeyPatch) -> None:
+LR = ["-m", "package.train", "--lr", "1"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "command"),
+    [
+        (["python3", *LR], {"PATH": ""}, ["python3", *LR]),
+        # By its whole path, unless that is what `python` is: another one has another torch.
+        ([sys.executable, *LR], {}, ["python", *LR]),
+        ([sys.executable, *LR], {"PATH": ""}, [sys.executable, *LR]),
+        (
+            ["/x/bin/python3", "-u", "train.py"],
+            {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "4"},
+            ["torchrun", "--nproc-per-node", "4", "train.py"],
+        ),
+    ],
+)
+def test_the_command_as_a_person_types_it(
+    argv: list[str],
+    environment: dict[str, str],
+    command: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    words = ["-m", "package.train", "--lr", "1"]
-    monkeypatch.setattr(sys, "orig_argv", ["python3", *words])
-    assert own_command() == ["python3", *words]
-    # By its whole path, unless that is what `python` is: another one has another torch, or none.
-    monkeypatch.setattr(sys, "orig_argv", [sys.executable, *words])
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
-    assert own_command() == ["python", *words]
-    monkeypatch.setenv("PATH", "")
-    assert own_command() == [sys.executable, *words]
-    monkeypatch.setattr(sys, "orig_argv", ["/x/bin/python3", "-u", "train.py"])
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert own_command() == ["torchrun", "--nproc-per-node", "4", "train.py"]
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "orig_argv", argv)
+    assert own_command() == command

@@ -14,11 +14,13 @@ import advisor
 from advisor.cache.config import Config
 from advisor.command_snippets import script_line
 from advisor.open_store import open_records
-from advisor.resolve.record_guide import RecordGuide, RunPolicy
+from advisor.resolve.record_guide import RecordGuide
+from advisor.resolve.request import Request
 from advisor.tuners import host
 from advisor.tuners.act.pilot.pilot import ActivePilot
 from tests import forks
-from tests.runs.test_apply import Looks, record_of
+from tests.runs.forked import Looks
+from tests.runs.test_apply import record_of
 
 FED = """
 import sys
@@ -65,7 +67,7 @@ if __name__ == "__main__":
     print(train(after=opens))
 """
 LEFT = "1 loader worker: advised, and not in force; the loader: "
-OPEN = "train.py is open, and workers would share the place in it"
+OPEN = "train.py is open, and workers would share its file position"
 
 
 @pytest.fixture
@@ -102,7 +104,9 @@ def ran(*words: str, run: bool = False, **env: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.usefixtures("tuned")
-@pytest.mark.parametrize("run", [pytest.param(True, marks=pytest.mark.e2e), False])
+@pytest.mark.parametrize(
+    "run", [pytest.param(True, marks=[pytest.mark.e2e, pytest.mark.long]), False]
+)
 def test_the_workers_that_were_found_are_at_work(run: bool) -> None:
     done = ran(run=run)
     assert int(done.stdout) >= 100, done.stderr
@@ -110,36 +114,37 @@ def test_the_workers_that_were_found_are_at_work(run: bool) -> None:
     assert "Warning" not in done.stderr
 
 
-@pytest.mark.usefixtures("tuned")
-@pytest.mark.parametrize("when", ["opens", "later"])
-def test_a_loader_that_stays_as_it_is_is_said_with_the_reason(when: str) -> None:
-    """A file of the script's is open from its first steps on, or from its first epoch on."""
-    done = ran(when)
-    # Those of the first epoch stay at work.
-    assert int(done.stdout) in (range(1, 65) if when == "later" else [0])
-    (said,) = [line for line in done.stderr.splitlines() if LEFT in line]
-    assert said.endswith(OPEN) and "AdvisorWarning: advisor: " in said
-    lines = [line for line in done.stderr.splitlines() if " in force: " in line]
-    alone = (
-        "in force: your unmodified script; 1 loader worker: all that is advised, and not in force"
-    )
-    assert lines[-1].endswith(alone)
-    assert (len(lines) > 1) == (when == "later")
+ALONE = "in force: your unmodified script; 1 loader worker: all that is advised, and not in force"
+RAISED = "; the loader goes on by itself"
 
 
 @pytest.mark.usefixtures("tuned")
-def test_what_a_worker_raises_ends_the_workers_and_is_one_line() -> None:
-    done = ran("raises")
-    assert 0 < int(done.stdout) < 64  # of 128, all of which were trained on
+@pytest.mark.parametrize(
+    ("how", "by_workers", "before", "end"),
+    [
+        # A file of the script's is open from its first steps on, or from its first epoch on, whose
+        # workers stay at work.
+        ("opens", (0, 1), False, OPEN),
+        ("later", (1, 65), True, OPEN),
+        # What a worker raises ends the workers; all 128 samples are trained on.
+        ("raises", (1, 64), True, RAISED),
+    ],
+)
+def test_a_loader_that_stays_unmodified_is_said_with_the_reason(
+    how: str, by_workers: tuple[int, int], before: bool, end: str
+) -> None:
+    done = ran(how)
+    assert int(done.stdout) in range(*by_workers)
     (said,) = [line for line in done.stderr.splitlines() if "not in force; " in line]
-    assert "in a worker: ValueError: no sample 40 (train.py:" in said
-    assert said.endswith("; the loader goes on by itself")
+    assert said.endswith(end) and "AdvisorWarning: advisor: " in said
+    assert (LEFT if end == OPEN else "in a worker: ValueError: no sample 40 (train.py:") in said
     lines = [line for line in done.stderr.splitlines() if " in force: " in line]
-    assert lines[-1].endswith("1 loader worker: all that is advised, and not in force")
+    assert lines[-1].endswith(ALONE)
+    assert (len(lines) > 1) == before
 
 
 @pytest.mark.usefixtures("tuned")
-def test_who_asked_for_the_loader_to_stay_is_not_warned() -> None:
+def test_a_user_who_asked_for_the_loader_to_stay_is_not_warned() -> None:
     done = ran(ADVISOR_KEEP_LOADER="1")
     assert int(done.stdout) == 0
     assert f"INFO {LEFT}ADVISOR_KEEP_LOADER is set" in done.stderr
@@ -151,9 +156,9 @@ def test_no_more_workers_are_said_to_be_in_force_than_there_is_room_for(tuned: L
     newer = record_of(tuned.seen, Config(num_workers=6))
     open_records(None).put(replace(newer, provenance=replace(newer.provenance, created=1.75e9)))
     with pytest.warns(
-        advisor.AdvisorWarning, match="6 loader workers: .*; there is room for 2 now"
+        advisor.AdvisorWarning, match="6 loader workers: .*; there is room for only 2 now"
     ):
-        order = RecordGuide(["python", "train.py"], RunPolicy()).known(seen)
+        order = RecordGuide(["python", "train.py"], Request()).advice_for(seen)
     assert order is not None and order.config["num_workers"] == 2
 
 

@@ -8,14 +8,15 @@ import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from advisor.cache.config import Config, Value
@@ -23,7 +24,7 @@ from advisor.command_snippets import tune_again
 from advisor.errors import AdvisorWarning
 from advisor.open_store import open_records
 from advisor.resolve.online import OnlineTuner
-from advisor.resolve.record_guide import RunPolicy
+from advisor.resolve.request import Request
 from advisor.tuners import host
 from advisor.tuners.act.pilot.pilot import ANOTHER, UNORDERED, UNSEEN, ActivePilot
 from advisor.tuners.act.pilot.protocol import (
@@ -33,42 +34,56 @@ from advisor.tuners.act.pilot.protocol import (
     startup_failure,
 )
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.act.ranks import Group
 from advisor.tuners.decisions import MAX_OBSERVED_STEPS
 from advisor.tuners.measure.run.recorded_steps import RecordedSteps
 from advisor.tuners.measure.run.run import AttachedRun
 from advisor.tuners.measure.run.session import AttachedScript
 from advisor.tuners.search.plan import suffices
 from tests import forks
-from tests.runs.forked import left_behind, space_of
+from tests.forks import alive, started_with, until
+from tests.runs.forked import Looks, left_behind, space_of
 
 SCRIPT = """
-import gc, sys, time
+import gc, os, sys, time
 from pathlib import Path
 
 gc.disable()  # what is imported is no garbage: looking through it is a quarter of a start
 
 import advisor
 
-enough = Path("enough")
-tune = sys.argv[2] if len(sys.argv) > 2 else None
+seconds, tune = float(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
 advice = advisor.apply(tune=tune, permit=advisor.Permit(compile=False))
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+if parallel := "RANK" in os.environ:
+    dist.init_process_group("gloo")
+    net = nn.parallel.DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(net.parameters())
-until = time.monotonic() + float(sys.argv[1])
-while time.monotonic() < until and not (enough.exists() or "in force" in advice.report()):
+until, over = time.monotonic() + seconds, torch.zeros(1)
+while not over:
     loss = net(torch.randn(8, 3, 8, 8)).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+    enough = Path("enough").exists() or "in force" in advice.report()
+    over.fill_(enough or time.monotonic() > until)
+    if parallel:
+        dist.all_reduce(over)
 print(advice.report())
 print("loss", loss.item())
+if parallel:
+    Path(f"said-{dist.get_rank()}").write_text(advice.report())
+    dist.barrier()
+    os._exit(0)  # gloo's own end is now and then one by SIGABRT
 """
 WAIT_S = 60.0
-RUN = (sys.executable, "-m", "advisor", "run")
+SEARCH = "advisor.online_search"
+"""The module that a process which searches runs."""
 
 
 @pytest.fixture
@@ -78,54 +93,30 @@ def script(tmp_path: Path) -> Path:
     return file
 
 
-def begun(script: Path, *words: str, by: Sequence[str] = ()) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*by, "python", script.name, *words],
-        cwd=script.parent,
-        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def conductor_of(process: subprocess.Popen[str]) -> int:
-    """The process that searches for a script, once there is one."""
-    until = time.monotonic() + WAIT_S
-    while time.monotonic() < until:
-        for entry in Path("/proc").iterdir():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-            except OSError:
-                continue
-            if b"advisor.online_search" in words and int(parent) == process.pid:
-                return int(entry.name)
-        time.sleep(0.1)
-    raise AssertionError("no search was begun")
-
-
-def ends(pid: int) -> bool:
-    until = time.monotonic() + WAIT_S
-    while time.monotonic() < until:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.1)
-    return False
+@pytest.fixture
+def listening(tmp_path: Path) -> Iterator[socket.socket]:
+    """Where the pilot of a run finds the process that searches."""
+    with socket.socket(socket.AF_UNIX) as found:
+        found.bind(str(tmp_path / "pilot"))
+        found.listen(1)
+        yield found
 
 
 @pytest.mark.e2e
 def test_it_goes_on_with_the_best_and_the_record_is_kept(script: Path) -> None:
-    process = begun(script, "60", by=[*RUN, "--tune", "5s", "--"])
-    out, err = process.communicate()
-    assert process.returncode == 0, err
-    begins, said = err.splitlines()
-    assert begins == "advisor: tune: tries configs for 5 s; every step trains"
-    assert out.splitlines()[0] == said.removeprefix("advisor: ")
+    run = [sys.executable, "-m", "advisor", "run", "--tune", "3s", "--"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [*run, "python", script.name, "60"],
+        cwd=script.parent,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    begins, said = done.stderr.splitlines()
+    assert begins == "advisor: tune: trying configs for 3 s; every step trains"
+    assert done.stdout.splitlines()[0] == said.removeprefix("advisor: ")
     assert said.startswith("advisor: in force: ") and "; found in this run: " in said
     (record,) = open_records(None).all()
     assert record.target.name == "python train.py 60"
@@ -135,50 +126,15 @@ def test_it_goes_on_with_the_best_and_the_record_is_kept(script: Path) -> None:
     assert not suffices(record.provenance.effort, "quick")
 
 
-PARALLEL = """
-import gc, os
-
-gc.disable()  # what is imported is no garbage: looking through it is a quarter of a start
-
-import advisor
-
-advice = advisor.apply(tune="6s", permit=advisor.Permit(compile=False))
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("gloo")
-net = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
-optimizer = torch.optim.AdamW(net.parameters())
-went = torch.zeros(1)
-while not went:
-    loss = net(torch.randn(8, 8)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    went.fill_("in force" in advice.report())
-    dist.all_reduce(went)
-with open(f"said-{dist.get_rank()}", "w") as said:
-    said.write(advice.report())
-dist.barrier()
-os._exit(0)  # gloo's own end is now and then one by SIGABRT
-"""
-
-
-@pytest.mark.e2e
-def test_every_process_goes_on_alike(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PARALLEL)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, "--standalone", "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
+def test_every_process_goes_on_alike(script: Path, tmp_path: Path) -> None:
+    """Processes as torchrun starts them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    words, ranks = [sys.executable, script.name, "200", "3s"], []
+    for rank in "01":
+        env = os.environ | master | {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
+        ranks.append(forks.Fork(words, cwd=tmp_path, env=env, stdout=2))
+    assert [one.wait(200) for one in ranks] == [0, 0]
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
     assert said[0] == said[1]
     assert "found in this run" in said[0]
@@ -186,67 +142,84 @@ def test_every_process_goes_on_alike(tmp_path: Path) -> None:
     assert record.key.task.processes == 2
 
 
-@pytest.mark.e2e
 def test_a_script_that_ends_before_its_tuning_says_so_and_ends_the_search(script: Path) -> None:
-    process = begun(script, "60", by=[*RUN, "--tune", "5m", "--"])
-    conductor = conductor_of(process)
-    script.with_name("enough").touch()
-    _begins, said = process.communicate()[1].splitlines()
+    words, log = [sys.executable, script.name, "60", "5m"], script.with_name("log")
+    with log.open("w") as err, Path(os.devnull).open("w") as out:
+        streams = {"stdout": out.fileno(), "stderr": err.fileno()}
+        process = forks.Fork(words, cwd=script.parent, env=os.environ, **streams)
+        (conductor,) = until(lambda: {*host.family(process.pid)} & {*started_with(SEARCH)})
+        script.with_name("enough").touch()
+        assert process.wait(WAIT_S) == 0
+    _begins, said = log.read_text().splitlines()
     assert re.fullmatch(
         r"advisor: tune: the script ended \d+ s into the 300 s of its tuning, and is not tuned "
-        "yet; the next run goes on from there",
+        "yet; the next run continues the search",
         said,
     )
-    assert ends(conductor)
+    until(lambda: not alive(conductor))
 
 
 def test_a_script_that_ends_before_its_tuning_begins_says_so(script: Path) -> None:
-    script.write_text(SCRIPT.replace("while time", "for _ in '123':  # while time"))
+    script.write_text(SCRIPT.replace("while not over", "for _ in '123'"))
     done = forks.run(script, "1", "5m", cwd=script.parent)
     assert done.stderr == (
-        "advisor: tune: the script ended after 3 steps of its optimizers, before anything could be "
-        "tried; a longer run is tuned\n"
+        "advisor: tune: the script ended after 3 steps of its optimizers, before a config could be "
+        "tried; use a longer run\n"
     )
 
 
 def test_the_script_goes_on_without_the_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, charge: ActivePilot
+    listening: socket.socket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    charge: ActivePilot,
 ) -> None:
     """As where something kills the process that searches."""
-
-    def killed(listening: socket.socket) -> None:
-        listening.accept()[0].close()
-
     monkeypatch.setattr(OnlineTuner, "_shared_folder", lambda *_: str(tmp_path))
     net = Net()
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(tmp_path / "pilot"))
-        listening.listen(1)
-        threading.Thread(target=killed, args=[listening]).start()
-        charge.attach(OnlineTuner(["python", "train.py"], RunPolicy(), tune_s=300.0))
-        with pytest.warns(AdvisorWarning, match="the search within this run has ended") as said:
-            train(net, 12)
+    threading.Thread(target=lambda: listening.accept()[0].close()).start()
+    charge.attach(OnlineTuner(["python", "train.py"], Request(), tune_s=300.0))
+    with pytest.warns(AdvisorWarning, match="the search within this run has failed") as said:
+        train(net, 12)
     assert len(said) == 1
     assert net.dtypes == [torch.float32] * 12
 
 
+def test_the_script_goes_on_where_no_search_can_be_started(
+    monkeypatch: pytest.MonkeyPatch, charge: ActivePilot
+) -> None:
+    """Rank 0 says so, for which the others wait."""
+    store = HashStore()
+
+    def full(**_: str) -> str:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    monkeypatch.setattr(Group, "current", lambda: Group(store, 0, 1))
+    net = Net()
+    charge.attach(OnlineTuner(["python", "train.py"], Request(), tune_s=300.0))
+    with pytest.warns(AdvisorWarning, match="has failed. Training goes on unmodified"):
+        train(net, 12)
+    assert net.dtypes == [torch.float32] * 12
+    assert store.num_keys() == 2  # that of the lookup, and ''
+
+
+@pytest.mark.usefixtures("listening")
 def test_a_search_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(str(tmp_path / "pilot"))
-        silent.listen(1)
-        line = PilotClient(str(tmp_path / "pilot"), None, patience_s=0.2)
-        net, charge = Net(), ActivePilot()
-        charge.attach(line)
-        train(net, 8)
+    net, charge = Net(), ActivePilot()
+    charge.attach(PilotClient(str(tmp_path / "pilot"), None, patience_s=0.2))
+    train(net, 8)
     assert left_behind() == []
     assert set(net.dtypes) == {torch.float32}
 
 
-def test_a_config_is_held_against_fp32_within_the_run(tmp_path: Path) -> None:
+def test_a_config_is_held_against_fp32_within_the_run(
+    listening: socket.socket, tmp_path: Path, charge: ActivePilot
+) -> None:
     """Over the line that a run and the process that searches have; the run stays what it was."""
-    data, charge, found = torch.randn(40, 4, 6), ActivePilot(), []
+    data, found = torch.randn(40, 4, 6), []
 
-    def search(listening: socket.socket) -> None:
+    def search() -> None:
         inside = AttachedRun(
             AttachedScript(listening), ["python", "train.py"], log=tmp_path / "log"
         )
@@ -260,16 +233,11 @@ def test_a_config_is_held_against_fp32_within_the_run(tmp_path: Path) -> None:
     net, alone = nn.Linear(6, 4), nn.Linear(6, 4)
     alone.load_state_dict(net.state_dict())
     train(alone, data)
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(tmp_path / "pilot"))
-        listening.listen(1)
-        searching = threading.Thread(target=search, args=[listening])
-        searching.start()
-        line = PilotClient(str(tmp_path / "pilot"), None, patience_s=WAIT_S)
-        charge.attach(line, RecordedSteps(careful=True))
-        train(net, data)
-        searching.join(WAIT_S)
-    charge.release()
+    (searching := threading.Thread(target=search)).start()
+    line = PilotClient(str(tmp_path / "pilot"), None, patience_s=WAIT_S)
+    charge.attach(line, RecordedSteps(careful=True))
+    train(net, data)
+    searching.join(WAIT_S)
     (compared,) = found
     assert compared.ok, compared
     assert all(map(torch.equal, net.state_dict().values(), alone.state_dict().values()))
@@ -308,7 +276,7 @@ def train(net: nn.Module, data: int | Iterable[Tensor]) -> None:
         optimizer.step()
 
 
-class Careful:
+class Careful(Looks):
     """A guide that tries something, bf16, for three steps, then goes on as the script is."""
 
     needs_room = False
@@ -316,9 +284,6 @@ class Careful:
     def __init__(self, **there: Value) -> None:
         self.there = there or {"precision": "bf16"}
         self.results: list[BlockResult] = []
-
-    def takes_over(self) -> bool:
-        return True
 
     def begin(self, seen: ScriptFacts) -> BlockRequest:
         self.seen, self.own = seen, space_of(seen).default
@@ -329,9 +294,6 @@ class Careful:
     def next(self, result: BlockResult) -> BlockRequest:
         self.results.append(result)
         return BlockRequest(config=self.own, steps=2 if len(self.results) == 1 else 0)
-
-    def failed(self, exc: BaseException) -> None:
-        raise AssertionError from exc
 
     def backward_failed(self, exc: Exception, order: BlockRequest) -> None:
         exc.add_note(str(order.config["precision"]))
@@ -399,30 +361,20 @@ class Stream(IterableDataset[Tensor]):
 
 
 @pytest.mark.parametrize(
-    ("loader", "said"),
+    ("data", "workers", "said"),
     [
-        (
-            lambda: DataLoader(Samples(), batch_size=4, num_workers=1),
-            "your script already: 1 loader worker",
-        ),
-        (
-            lambda: DataLoader(Stream(), batch_size=4),
-            "not tuned: the loader: of an IterableDataset every worker would read all",
-        ),
-        (lambda: torch.randn(12, 4, 6), None),
+        (Samples(), 1, "your script already: 1 loader worker"),
+        (Stream(), 0, "not tuned: the loader: every worker would read all of an IterableDataset"),
     ],
 )
-def test_a_loader_that_stays_as_it_is(
-    charge: ActivePilot, loader: Callable[[], Iterable[Tensor]], said: str | None
+def test_a_loader_that_stays_as_it_is_is_no_part_of_the_key(
+    charge: ActivePilot, data: Dataset[Tensor], workers: int, said: str
 ) -> None:
     guide = Careful()
     charge.attach(guide)
-    train(Net(), loader())
-    assert guide.seen.workers == 0
-    assert "num_workers" not in guide.own
-    assert "num_workers" in guide.seen.kept
-    assert guide.seen.script == ""  # of the key it is no part
-    assert guide.seen.lines()[:1] == ([said] if said else [])
+    train(Net(), DataLoader(data, batch_size=4, num_workers=workers))
+    assert "num_workers" in guide.seen.kept and "num_workers" not in guide.own
+    assert (guide.seen.workers, guide.seen.script, guide.seen.lines()[:1]) == (0, "", [said])
 
 
 def test_a_config_that_raises_in_backward_has_no_order_after_it_until_the_script_goes_on(
@@ -449,7 +401,7 @@ def test_the_search_within_a_run_hears_of_a_failure_before_the_script_may_end_of
             return BlockRequest(config=own, own=own, steps=len(self.results))
 
     own = Config(precision="default")
-    guide = OnlineTuner(["python", "train.py"], RunPolicy(), tune_s=9.0)
+    guide = OnlineTuner(["python", "train.py"], Request(), tune_s=9.0)
     guide._client = answers = Answers()  # type: ignore[assignment]
     guide.backward_failed(MemoryError("in backward"), BlockRequest(config=own, own=own, steps=3))
     assert [result.reason for result in answers.results] == ["MemoryError: in backward"]

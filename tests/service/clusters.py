@@ -1,4 +1,5 @@
-"""A real Ray cluster on this machine, of nodes whose GPUs are made up."""
+"""A server as a process that may be killed, and a real Ray cluster of nodes whose GPUs are made
+up."""
 
 from __future__ import annotations
 
@@ -10,29 +11,70 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from advisor.client import Client, Job
 from advisor.service.executors.ray import LABEL
 from advisor.tuners.measure.run.guarded_process import GuardedProcess
 from tests.cache.servers import answers, free_port
+from tests.forks import until
+from tests.service.test_serve import Process
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "made-up-token-of-a-cluster-that-asks-for-one"
-_LIMIT_S = 200.0
+SERVE = """
+from advisor.cli import main
+from advisor.service import attempts, reconcile
+
+attempts.LEASE_S = reconcile.LEASE_S = {lease_s}  # tests wait for the end of one
+reconcile.EVERY_S = 0.2  # and for what it sees
+main()
+"""
+FEW: Mapping[str, Any] = {
+    **{"shape": ["8x4"], "budget": "1m", "effort": "quick"},
+    **{"batches": [], "compile": False, "trials": 2},
+}
+"""Of a tuning: as many steps however slow the host is."""
 _MARK = "NODE_OF_TEST"
 """In the environment of all that a node starts."""
 
 
-def until(found: Callable[[], Any], limit_s: float = _LIMIT_S) -> Any:
-    """What is found, as soon as it is something."""
-    limit = time.monotonic() + limit_s
-    while not (value := found()):
-        assert time.monotonic() < limit, f"not within {limit_s} s"
-        time.sleep(0.1)
-    return value
+class Team:
+    """A server that may be killed and started again, and someone who submits."""
+
+    def __init__(self, folder: Path, *words: str, lease_s: float = 60.0) -> None:
+        self.folder, self.port, self.token = folder, free_port(), ""
+        self.database = f"sqlite:///{folder}/service.db"
+        self._words = ("--database", self.database, "--port", str(self.port), *words)
+        self._program = ("-c", SERVE.format(lease_s=lease_s))
+        self.start()
+
+    def start(self) -> None:
+        self.server = Process(*self._words, program=self._program)
+        self.token = self.token or self.server.token
+        self.client = Client(f"http://127.0.0.1:{self.port}?timeout=20s", self.token)
+
+    def submit(self, files: Mapping[str, str], **asked: Any) -> int:
+        code = Path(tempfile.mkdtemp(dir=self.folder))
+        for name, text in files.items():
+            (code / name).write_text(text)
+        return self.client.submit(folder=code, **asked).id
+
+    def log(self, number: int) -> str:
+        return "".join(self.client.log(number))
+
+    def until(self, number: int, there: Callable[[Job], bool]) -> Job:
+        """The job, once it is as it should be."""
+
+        def found() -> Job | None:
+            job = self.client.job(number)
+            assert there(job) or not job.over, (job, self.log(number)[-2000:])
+            return job if there(job) else None
+
+        job: Job = until(found)
+        return job
 
 
 class Node:

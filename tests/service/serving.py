@@ -7,24 +7,27 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from sqlalchemy import event
 
-from advisor.cache.reader import Reader
+from advisor.cache.records import Records
 from advisor.cache.signing import NO_KEYS, KeyRing
+from advisor.jobs.spec import JobSpec
 from advisor.jobs.token import digest, made
 from advisor.open_store import refusal
-from advisor.service import attempts, schema, tokens
+from advisor.service import attempts, jobs, schema, tokens
 from advisor.service.access import Service
 from advisor.service.app import application
 from advisor.service.database import Database
 from advisor.service.executors import Start
 from advisor.service.run import Server
 from tests.cache import servers
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -63,11 +66,12 @@ def ask(
 
 @dataclass
 class Served:
-    """`tokens`: one of each role, by its name."""
+    """`tokens`: one of each role, by its name; `stopping`: set when the server begins to stop."""
 
     port: int
     service: Service
     server: Server
+    stopping: threading.Event
     tokens: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -85,6 +89,31 @@ class Served:
 def token(database: Database, role: str, expires: float | None = None) -> str:
     with database.writing() as session:
         return tokens.make(session, f"a {role}", role, expires, None)[1]
+
+
+def events(served: Served) -> list[dict[str, Any]]:
+    """The audit log, the newest first."""
+    found: list[dict[str, Any]] = served.ask("GET", "/api/audit", "admin").json["events"]
+    return found
+
+
+def actions(served: Served) -> list[str]:
+    return [one["action"] for one in events(served)]
+
+
+def caller(served: Served, role: str) -> tokens.Caller:
+    """Who has the token of a role."""
+    with served.database.reading() as session:
+        found = tokens.find(session, served.tokens[role], "")
+    assert found is not None
+    return found
+
+
+def revoke(served: Served, role: str) -> None:
+    """The token of a role, by its owner."""
+    one = caller(served, role)
+    with served.database.writing() as session:
+        assert jobs.revoke_token(session, one.token, one)
 
 
 @contextlib.contextmanager
@@ -112,6 +141,20 @@ def begun(database: Database, one: Start) -> str:
     return own
 
 
+def start_of(external: str = "advisor-1-1", gpu: str = "", gpus: int = 0, **asked: Any) -> Start:
+    """What an executor starts. No server answers its worker."""
+    return Start(
+        attempt=1,
+        job=1,
+        number=1,
+        external=external,
+        gpu=gpu,
+        server_url=f"http://127.0.0.1:{servers.free_port()}",
+        token="adv_secret-of-the-attempt",
+        asked=JobSpec(command=("python", "train.py"), gpus=gpus, **asked),
+    )
+
+
 def fresh(served: Served) -> None:
     """As if it was started now."""
     database, service = served.database, served.service
@@ -133,7 +176,7 @@ def serving(
     began: list[object] = []
     database.start(began.append)
     assert not (as_it_is and began)
-    service = Service(database, Reader(keyring, refusal))
+    service = Service(database, Records((), keyring, refusal))
     port = servers.free_port()
     config = uvicorn.Config(
         application(service, "1"),
@@ -145,7 +188,8 @@ def serving(
         ssl_certfile=tls.get("ssl_certfile"),
         ssl_keyfile=tls.get("ssl_keyfile"),
     )
-    server = Server(config, service.stopping)
+    stopping = threading.Event()
+    server = Server(config, stopping.set)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     limit = time.monotonic() + 60
@@ -153,7 +197,7 @@ def serving(
         assert thread.is_alive() and time.monotonic() < limit
         time.sleep(0.01)
     try:
-        found = Served(port, service, server)
+        found = Served(port, service, server, stopping)
         if not as_it_is:
             fresh(found)
         yield found
@@ -161,10 +205,3 @@ def serving(
         server.should_exit = True
         thread.join(60)
         database.close()
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < limit
-        time.sleep(0.01)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import sqlite3
 import time
@@ -15,12 +14,12 @@ from starlette.routing import Mount
 
 from advisor.jobs.token import PREFIX, digest, made
 from advisor.service import database, schema, tokens
-from advisor.service import jobs as jobs_of
 from advisor.service.access import COOKIE
 from advisor.service.app import application
 from advisor.service.limits import Guesses
 from advisor.service.routes import admin
-from tests.service.serving import Served, serving, statements, token, wait_until
+from tests.forks import until
+from tests.service.serving import Served, caller, revoke, serving, statements, token
 
 OPEN = {
     *(("GET", path) for path in ("/healthz", "/readyz", "/openapi.json", "/style.css", "/login")),
@@ -34,7 +33,7 @@ READ = {("POST", "/api/records"), ("POST", "/logout")}
 SUBMIT = {
     *(("PUT", "/api/archives/{digest}"), ("POST", "/api/jobs")),
     *(("POST", f"{start}/jobs/{{number}}/cancel") for start in ("", "/api")),
-    *(("POST", "/api/measure/{record}"), ("POST", "/records/{record}/measure")),
+    *(("POST", "/api/measure/{record}"), ("POST", "/records/{id}/measure")),
 }
 WORK = {
     *(("GET", path) for path in ("/api/archives/{digest}", "/api/attempt")),
@@ -44,7 +43,7 @@ WORK = {
 FILLED = {
     "{number}": "1",
     "{key:path}": "record/" + "/".join(["ab" * 6] * 4) + "/64/2.0.0." + "ab" * 6,
-    "{record}": "ab" * 6 + "@64",
+    **dict.fromkeys(("{record}", "{id}"), "ab" * 6 + "@64"),
     "{label}": "-".join(["ab" * 6, "ab" * 6, "64", "ab" * 6]) + "." + "ab" * 6,
     "{digest}": "ab" * 32,
     "{name}": "ab@1",
@@ -81,52 +80,46 @@ def is_page(path: str) -> bool:
 
 
 def test_every_route_asks_for_a_token(served_lite: Served) -> None:
-    gone, late = (token(served_lite.database, "admin", time.time() + 0.2) for _ in range(2))
-    with served_lite.database.writing() as session:
-        caller = tokens.find(session, gone, "")
-        assert caller is not None and jobs_of.revoke_token(session, caller.token, caller)
-    time.sleep(0.2)
-    served_lite.service.guesses = Guesses(most=10**6)
-    for method, path in routes(served_lite):
+    served = served_lite
+    served.tokens["gone"], late = (
+        token(served.database, "admin", time.time() + 0.1) for _ in range(2)
+    )
+    revoke(served, "gone")
+    time.sleep(0.1)
+    served.service.guesses = Guesses(most=10**6)
+    for method, path in routes(served):
         if (method, path) in OPEN:
             expected = 401 if method == "POST" else 200
-            assert served_lite.ask(method, filled(path)).status == expected, path
+            assert served.ask(method, filled(path)).status == expected, path
             continue
-        for text in ("", PREFIX + "x" * 43, "x", "é", gone, late):
+        for text in ("", PREFIX + "x" * 43, "x", "é", served.tokens["gone"], late):
+            bearer = {"Authorization": f"Bearer {text}".encode("latin-1")} if text else {}
+            cookie = {"Cookie": f"{COOKIE}={text}".encode("latin-1")}
+            answer = served.ask(method, filled(path), headers=cookie if is_page(path) else bearer)
             if is_page(path):
-                sent = {"Cookie": f"{COOKIE}={text}".encode("latin-1")}
-                answer = served_lite.ask(method, filled(path), headers=sent)
                 assert answer.status == 303, path
                 assert answer.headers["location"].partition("?")[0] == "/login", path
+            else:
+                assert answer.status == 401, (method, path, text, answer.data)
+                assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_every_route_takes_its_role_and_not_the_one_below(served_lite: Served) -> None:
+    for level, role in enumerate(tokens.ROLES):
+        one = caller(served_lite, role)
+        with served_lite.database.writing() as session:
+            cookie = f"{COOKIE}={tokens.log_in(session, one)}"
+        page = {"headers": {"Cookie": cookie, "Sec-Fetch-Site": "same-origin"}}
+        for method, path in routes(served_lite):
+            role_needed = needed(method, path)
+            lacking = tokens.ROLES.index(role_needed) - level
+            if lacking not in (0, 1) or (method, path) in {*OPEN, START, ("POST", "/logout")}:
                 continue
-            headers = {"Authorization": f"Bearer {text}".encode("latin-1")} if text else {}
-            answer = served_lite.ask(method, filled(path), headers=headers)
-            assert answer.status == 401, (method, path, text, answer.data)
-            assert answer.headers["www-authenticate"] == "Bearer"
-
-
-def session_of(served: Served, text: str) -> str:
-    with served.database.writing() as session:
-        caller = tokens.find(session, text, "")
-        assert caller is not None
-        return tokens.log_in(session, caller)
-
-
-def test_every_role_may_what_it_may(served_lite: Served) -> None:
-    for role, (method, path) in itertools.product(tokens.ROLES, routes(served_lite)):
-        if (method, path) in OPEN:
-            continue
-        how: dict[str, Any] = {}
-        if is_page(path):
-            cookie = session_of(served_lite, served_lite.tokens[role])
-            how["headers"] = {"Cookie": f"{COOKIE}={cookie}", "Sec-Fetch-Site": "same-origin"}
-        answer = served_lite.ask(method, filled(path), "" if how else role, **how)
-        if (method, path) == START:
-            assert answer.status == 401, role
-            continue
-        may = tokens.ROLES.index(role) >= tokens.ROLES.index(needed(method, path))
-        refused = answer.status == 403 and f"needs {needed(method, path)}" in answer.json["detail"]
-        assert refused != may, (method, path, role, answer.data)
+            how: dict[str, Any] = page if is_page(path) else {}
+            answer = served_lite.ask(method, filled(path), "" if how else role, **how)
+            refused = answer.status == 403 and f"role '{role_needed}';" in answer.json["detail"]
+            assert refused == bool(lacking), (method, path, role, answer.data)
+    assert served_lite.ask(*START, "admin").status == 401
 
 
 def test_a_token_is_shown_once_and_not_kept(served: Served) -> None:
@@ -144,26 +137,20 @@ def test_a_token_is_shown_once_and_not_kept(served: Served) -> None:
     assert served.ask("DELETE", f"/api/tokens/{number}", "admin").status == 200
     assert served.ask("GET", "/api/self", "ci").status == 401
     log = served.ask("GET", "/api/audit", "admin").json["events"]
-    assert [(one["action"], one["by"]) for one in log[:2]] == [
-        ("token revoked", "a admin"),
-        ("token made", "a admin"),
-    ]
-    assert log[0]["address"] == "127.0.0.1"
+    wanted = [(action, "a admin", "127.0.0.1") for action in ("token revoked", "token made")]
+    assert [(one["action"], one["by"], one["address"]) for one in log[:2]] == wanted
     assert served.ask("DELETE", "/api/tokens/99999", "admin").status == 404
 
 
 def noted_use(served: Served, name: str) -> float:
     """When a token was used last, once that is noted: after the answer."""
     query = select(schema.Token.used).where(schema.Token.digest == digest(served.tokens[name]))
-    found: list[float] = []
 
-    def noted() -> bool:
+    def noted() -> float | None:
         with served.database.reading() as session:
-            found.extend(one for one in session.scalars(query) if one is not None)
-        return bool(found)
+            return session.scalar(query)
 
-    wait_until(noted)
-    return found[0]
+    return until(noted)
 
 
 def test_a_lookup_waits_for_no_writer(
@@ -177,27 +164,17 @@ def test_a_lookup_waits_for_no_writer(
         lock.execute("BEGIN IMMEDIATE")
         assert served.ask("GET", "/api/lookup?file=x", "read").status == 200
         assert served.ask("POST", "/api/tokens", "admin", new).status == 503
-        wait_until(lambda: "could not be noted" in caplog.text)
+        until(lambda: "could not be noted" in caplog.text)
         lock.close()
         assert served.ask("POST", "/api/tokens", "admin", new).status == 201
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"name": "x", "role": "king"},
-        {"name": ""},
-        {"name": "a\nb"},
-        {"name": "x" * 65},
-        {"name": "x", "expires": 1.0},
-        {"name": "x", "expires": "nan"},
-        {"name": "x", "more": 1},
-        {"name": "'; DROP TABLE tokens; --"},
-    ],
-)
-def test_tokens_that_are_not_made(served_lite: Served, asked: dict[str, Any]) -> None:
-    answer = served_lite.ask("POST", "/api/tokens", "admin", {"role": "read"} | asked)
-    assert answer.status == 422
+def test_tokens_that_are_not_made(served_lite: Served) -> None:
+    wrong = [{"role": "king"}, {"expires": 1.0}, {"expires": "nan"}, {"more": 1}]
+    wrong += [{"name": name} for name in ("", "a\nb", "x" * 65, "'; DROP TABLE tokens; --")]
+    for one in wrong:
+        asked = {"name": "x", "role": "read"} | one
+        assert served_lite.ask("POST", "/api/tokens", "admin", asked).status == 422, one
 
 
 def test_guesses_are_few_and_cost_others_nothing(served_lite: Served) -> None:
@@ -222,33 +199,19 @@ def test_guesses_are_few_and_cost_others_nothing(served_lite: Served) -> None:
     assert [served.ask("GET", "/api/self", headers=guess).status for _ in range(2)] == [401] * 2
 
 
-@pytest.mark.parametrize(("behind", "seen"), [(False, "127.0.0.1"), (True, "10.1.2.3")])
-def test_only_the_proxys_own_word_counts(served_lite: Served, behind: bool, seen: str) -> None:
-    served_lite.service.behind_proxy = behind
+def test_pages_of_the_audit_log(served_lite: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "MAX_EVENTS", 3)
     forged = {"X-Forwarded-For": "6.6.6.6, 10.1.2.3"}
-    made = {"name": "x", "role": "read"}
-    assert served_lite.ask("POST", "/api/tokens", "admin", made, headers=forged).status == 201
-    (last, *_) = served_lite.ask("GET", "/api/audit", "admin").json["events"]
-    assert last["address"] == seen
-
-
-def test_the_log_has_pages(served_lite: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "EVENTS", 3)
-    seen: list[int] = []
+    for behind in (False, True):
+        served_lite.service.behind_proxy = behind
+        new = {"name": "x", "role": "read"}
+        assert served_lite.ask("POST", "/api/tokens", "admin", new, headers=forged).status == 201
+    seen: list[Any] = []
     while page := served_lite.ask(
-        "GET", f"/api/audit?before={seen[-1]}" if seen else "/api/audit", "admin"
+        "GET", f"/api/audit?before={seen[-1]['id']}" if seen else "/api/audit", "admin"
     ).json["events"]:
         assert len(page) <= 3
-        seen += [one["id"] for one in page]
-    assert seen == sorted(seen, reverse=True) and len(seen) == len(tokens.ROLES)
-
-
-def test_a_session_is_its_tokens(served: Served) -> None:
-    text = token(served.database, "admin")
-    cookie = session_of(served, text)
-    with served.database.writing() as session:
-        caller = tokens.logged_in(session, cookie, "")
-        assert caller is not None and caller.role == "admin"
-        assert tokens.logged_in(session, text, "") is None
-        jobs_of.revoke_token(session, caller.token, caller)
-        assert tokens.logged_in(session, cookie, "") is None
+        seen += page
+    numbers = [one["id"] for one in seen]
+    assert numbers == sorted(numbers, reverse=True) and len(seen) == len(tokens.ROLES) + 2
+    assert [one["address"] for one in seen[:2]] == ["10.1.2.3", "127.0.0.1"]

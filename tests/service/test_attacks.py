@@ -19,7 +19,8 @@ from urllib.parse import quote, urlencode
 import pytest
 
 from advisor.service.limits import Guesses
-from tests.service.serving import Served, fresh, wait_until
+from tests.forks import until
+from tests.service.serving import Served, fresh
 from tests.service.test_access import filled
 from tests.service.test_serve import process
 
@@ -135,7 +136,7 @@ def test_a_server_outlives_broken_clients(lite: str) -> None:
         assert said_to(address, ASKED) == 200
         for one in idle:
             one.close()
-        wait_until(lambda: sockets(server.pid) <= before)
+        until(lambda: sockets(server.pid) <= before)
         assert server.stop(signal.SIGTERM) == 0
         assert not [line for line in server.said if "Traceback" in line], server.said
 

@@ -1,22 +1,18 @@
-"""The pages in a real Chromium: a job from the login to its record, live, without scripts, with a
-keyboard, small and large, light and dark. ADVISOR_ARTEFACTS names a folder for screenshots of every
-page on every screen."""
+"""The pages in a real Chromium: a job from the login to its record, live, with a keyboard, small
+and large, light and dark."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from advisor.cache.codec import encode
 from advisor.cache.config import Config
-from advisor.cache.name import Name
+from advisor.cache.name import record_key
 from advisor.cache.record import Part
 from advisor.service import schema
 from advisor.service.executors import Capacity
@@ -59,8 +55,7 @@ DIM = """() => {
         .map(one => one.outerHTML.slice(0, 100));
 }"""
 """What is written too faintly to be read: a contrast below 4.5 to 1 (WCAG 2.2, 1.4.3)."""
-SCREENS = [(LARGE, "light"), (SMALL, "dark"), (LARGE, "dark"), (SMALL, "light")]
-ARTEFACTS = os.environ.get("ADVISOR_ARTEFACTS")
+SCREENS = [(LARGE, "light"), (SMALL, "dark")]
 FOUND = replace(
     record(trials=6),
     parts=(Part(knob=Config(precision="bf16"), stage="compute", ratio=1.5, low=1.46, high=1.54),),
@@ -79,36 +74,28 @@ class Team:
         number: int = submit(self.served, "admin", **asked).json["id"]
         return number
 
-    def claim(self) -> None:
-        """Start the jobs that wait."""
+    def start(self, trials: int, log: str) -> None:
+        """Start the jobs that wait; the last one reports."""
         while one := claimed(self.served, "NVIDIA Z9000"):
             self.attempt = one.external
-
-    def beat(self, numbers: range, log: str) -> None:
-        """What a worker says while it measures."""
-        trials = [
-            {
-                "number": n,
-                "what": "channels_last, bf16, compile=max-autotune" if n else "torch default",
-                "batch": 64 << n % 3,
-                "samples_per_s": 0.0 if n == 3 else 2000.0 + 300 * (n % 5),
-                "ratio": 0.0 if n == 3 else 1.0 + 0.15 * (n % 5),
-                "outcome": "out of memory" if n == 3 else "",
-            }
-            for n in numbers
+        measured = [
+            {"number": n, "what": "channels_last, bf16, compile=max-autotune", "batch": 64 << n % 3}
+            | {"samples_per_s": 2000.0 + 300 * (n % 5), "ratio": 1.0 + 0.15 * (n % 5)}
+            | {"outcome": "out of memory" if n == 3 else ""}
+            for n in range(trials)
         ]
-        said = {"trials": trials, "log": log, "device": "NVIDIA Z9000 (GPU-1)"}
-        assert self.served.ask("POST", "/api/attempt/beat", self.attempt, said).status == 200
+        self.tell("beat", trials=measured, log=log, device="NVIDIA Z9000 (GPU-1)")
 
-    def end(self, **last: str) -> None:
-        assert self.served.ask("POST", "/api/attempt/end", self.attempt, last).status == 200
+    def tell(self, route: str, **said: Any) -> None:
+        """What a worker says."""
+        path = f"/api/attempt/{route}"
+        assert self.served.ask("POST", path, self.attempt, said).status == 200
 
     def done(self) -> None:
         """The attempt leaves a version of its own of the record."""
         made = replace(FOUND.provenance, created=FOUND.provenance.created + 1)
-        found = replace(FOUND, provenance=made)
-        assert put(self.served, *named(found), self.attempt).status == 201
-        self.end(state="done", record=FOUND.id)
+        assert put(self.served, *named(replace(FOUND, provenance=made)), self.attempt).status == 201
+        self.tell("end", state="done", record=FOUND.id)
 
 
 @pytest.fixture
@@ -130,7 +117,6 @@ class Person:
 
     users: Team
     page: Any
-    folder: Path
     wrong: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -148,14 +134,10 @@ class Person:
         self.page.keyboard.press("Enter")
         self.page.wait_for_url("**/")
 
-    def turns_to(self, width: int, scheme: str) -> None:
+    def looks(self, what: str, width: int, scheme: str) -> None:
+        """What is seen is no wider than the screen, and nothing is too faint."""
         self.page.set_viewport_size({"width": width, "height": 800})
         self.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # colours at once
-
-    def looks(self, what: str) -> None:
-        """What is seen is no wider than the screen, and nothing is too faint. It is kept."""
-        if ARTEFACTS:
-            self.page.screenshot(path=self.folder / f"{what}.png", full_page=True)
         wide = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
         assert not self.page.evaluate(wide), what
         assert self.page.evaluate(DIM) == [], what
@@ -179,14 +161,13 @@ Sits = Callable[..., Person]
 
 
 @pytest.fixture
-def sits(users: Team, chromium: Any, tmp_path: Path) -> Iterator[Sits]:
+def sits(users: Team, chromium: Any) -> Iterator[Sits]:
     contexts, persons = [], []
 
-    def person(width: int = LARGE, scheme: str = "light", **how: Any) -> Person:
+    def person(width: int = LARGE, scheme: str = "light") -> Person:
         size = {"width": width, "height": 800}
-        context = chromium.new_context(viewport=size, color_scheme=scheme, **how)
-        contexts.append(context)
-        persons.append(Person(users, context.new_page(), Path(ARTEFACTS or tmp_path)))
+        contexts.append(chromium.new_context(viewport=size, color_scheme=scheme))
+        persons.append(Person(users, contexts[-1].new_page()))
         persons[-1].log_in()
         return persons[-1]
 
@@ -210,8 +191,7 @@ def test_a_job_from_the_login_to_its_record(users: Team, sits: Sits) -> None:
     assert lister.text(f"#job-{number} .badge") == "queued"
     for person in (watcher, lister, mechanic):
         person.stays()
-    users.claim()
-    users.beat(range(9), "".join(f"trial {n}: <b>measured</b>\n" for n in range(40)))
+    users.start(9, "".join(f"trial {n}: <b>measured</b>\n" for n in range(40)))
     watcher.waits_for("svg.timeline circle >> nth=7")
     assert watcher.text("#live .badge >> nth=0") == "running"
     assert "<b>measured</b>" in watcher.text("#log")
@@ -238,59 +218,46 @@ def test_a_job_from_the_login_to_its_record(users: Team, sits: Sits) -> None:
 
 def test_every_page_on_every_screen(users: Team, sits: Sits) -> None:
     running, failed = used(users)
-    paths = {
-        "records": "/",
-        "filtered": "/?device=NVIDIA B200&sort=-speedup",
-        "record": f"/records/{FOUND.id}",
-        "jobs": "/jobs",
-        "no-jobs": "/jobs?state=preempted",
-        "running-job": f"/jobs/{running}",
-        "failed-job": f"/jobs/{failed}",
-        "machines": "/machines",
-        "tokens": "/tokens",
-        "not-found": "/records/000000000000@1",
-    }
     person = sits()
-    for name, path in paths.items():
+    for path in (
+        *("/", "/?device=NVIDIA B200&sort=-speedup", f"/records/{FOUND.id}"),
+        *("/jobs", "/jobs?state=preempted", f"/jobs/{running}", f"/jobs/{failed}"),
+        *("/machines", "/tokens", "/records/000000000000@1"),
+    ):
         person.go(path)
         assert person.page.title().endswith(" - advisor")
-        for width, scheme in SCREENS if ARTEFACTS else SCREENS[:2]:
-            person.turns_to(width, scheme)
-            person.looks(f"{name}-{width}-{scheme}")
+        for width, scheme in SCREENS:
+            person.looks(path, width, scheme)
     (missing,) = person.wrong
     assert "404" in missing
     person.wrong.clear()
     moves = "getComputedStyle(document.querySelector('#live .badge'), '::before').animationName"
     person.go(f"/jobs/{running}")
-    assert person.page.evaluate(moves) == "none"
-    person.page.emulate_media(reduced_motion="no-preference")
-    assert person.page.evaluate(moves) == "beat"
+    for motion, name in (("reduce", "none"), ("no-preference", "beat")):
+        person.page.emulate_media(reduced_motion=motion)
+        assert person.page.evaluate(moves) == name
 
 
 def used(users: Team) -> tuple[int, int]:
     """A team was here for a while; the numbers of a job that runs and of one that failed."""
-    keep(users.served, FOUND)
-    for device in ("NVIDIA B200", "NVIDIA A100-SXM4-80GB", "AMD EPYC 9654 96-Core Processor"):
-        keep(users.served, record(key=changed(KEY, "device.name", device)))
-    place = Name.of(FOUND, encode(FOUND)).record_key
-    rows = [
-        ("NVIDIA H200", place, "ab" * 6, "exact", 1200),
-        ("NVIDIA H200", place, "ab" * 6, "stale", 90),
-        ("NVIDIA B200", "", "cd" * 6, "miss", 40),
-        ("NVIDIA L40S", place, "ab" * 6, "nearest", 25),
-    ]
-    names, today = ("device", "record_key", "model", "outcome", "count"), int(time.time() // 86_400)
+    devices = ("NVIDIA B200", "NVIDIA A100-SXM4-80GB", "AMD EPYC 9654 96-Core Processor")
+    keep(users.served, FOUND, *(record(key=changed(KEY, "device.name", one)) for one in devices))
+    place, today = record_key(FOUND), int(time.time() // 86_400)
     with users.served.database.writing() as session:
-        for row in rows:
-            session.merge(schema.Lookup(day=today, **dict(zip(names, row, strict=True))))
+        for device, where, model, outcome, count in (
+            ("NVIDIA H200", place, "ab" * 6, "exact", 1200),
+            ("NVIDIA H200", place, "ab" * 6, "stale", 90),
+            ("NVIDIA B200", "", "cd" * 6, "miss", 40),
+            ("NVIDIA L40S", place, "ab" * 6, "nearest", 25),
+        ):
+            row = {"device": device, "record_key": where, "model": model, "outcome": outcome}
+            session.add(schema.Lookup(day=today, count=count, **row))
     failed = users.submit("python", "train.py", "--data", "/data/" + "imagenet-" * 12)
-    users.claim()
-    users.beat(range(2), "Traceback (most recent call last):\nRuntimeError: no data\n")
+    users.start(2, "Traceback (most recent call last):\nRuntimeError: no data\n")
     why = "the command ended with status 1: RuntimeError: no data; the log has more"
-    users.end(state="failed", reason=why)
+    users.tell("end", state="failed", reason=why)
     running = users.submit("torchrun", "--nproc-per-node", "4", "train.py")
-    users.claim()
-    users.beat(range(9), "epoch 1\nepoch 2\n")
+    users.start(9, "epoch 1\nepoch 2\n")
     users.submit("python", "waits.py")
     busy = Capacity(gpu="NVIDIA B200", gpus=0, total=1, why="a job runs there")
     up = [Capacity(gpu="NVIDIA Z9000", gpus=3, total=4), busy]
@@ -305,26 +272,21 @@ def test_a_keyboard_reaches_everything(users: Team, sits: Sits) -> None:
     person = sits()
     number = users.submit("python", "keys.py")
     keep(users.served, FOUND)
+    every = f"""[...document.querySelectorAll("{FOCUSABLE}")]"""
+    reachable = f"""{every}.map((one, n) => one.matches("{UNREACHED}") ? -1 : n)"""
+    focused = f"""() => {{
+        const one = document.activeElement, seen = getComputedStyle(one);
+        const box = one.getBoundingClientRect();
+        return [{every}.indexOf(one),
+                seen.outlineStyle != "none" && box.width > 0 && box.left >= 0];
+    }}"""
     for path in ("/", "/jobs", f"/jobs/{number}", f"/records/{FOUND.id}", "/machines", "/tokens"):
         person.go(path)
-        every = f"""[...document.querySelectorAll("{FOCUSABLE}")]"""
-        unreached = f"""one.matches("{UNREACHED}")"""
-        wanted = set(
-            person.page.evaluate(
-                f"() => {every}.map((one, n) => {unreached} ? -1 : n).filter(n => n >= 0)"
-            )
-        )
+        wanted = {n for n in person.page.evaluate(reachable) if n >= 0}
         reached = set()
         for _ in wanted:
             person.page.keyboard.press("Tab")
-            nth, seen = person.page.evaluate(
-                f"""() => {{
-                    const one = document.activeElement, seen = getComputedStyle(one);
-                    const box = one.getBoundingClientRect();
-                    return [{every}.indexOf(one),
-                            seen.outlineStyle != "none" && box.width > 0 && box.left >= 0];
-                }}"""
-            )
+            nth, seen = person.page.evaluate(focused)
             assert seen, f"{path}: the focus on {nth} is not to be seen"
             reached.add(nth)
         assert reached == wanted, path
@@ -340,23 +302,7 @@ def test_a_keyboard_reaches_everything(users: Team, sits: Sits) -> None:
     assert "by a admin" in person.text("#live")
 
 
-def test_without_scripts_a_job_is_followed_by_loading_it_again(users: Team, sits: Sits) -> None:
-    person = sits(SMALL, java_script_enabled=False)
-    number = users.submit("python", "still.py")
-    person.go(f"/jobs/{number}")
-    assert "queued" in person.text("#live")
-    users.claim()
-    users.beat(range(4), "begun\n")
-    person.page.get_by_role("link", name="load it again").click()
-    assert "running" in person.text("#live") and "begun" in person.text("#log")
-    assert person.page.locator("svg.timeline circle").count() == 3
-    person.page.get_by_role("button", name="Cancel the job").click()
-    assert "cancelled" in person.text("#live")
-
-
-def test_a_page_that_is_left_alone_asks_for_a_login_when_the_session_is_over(
-    users: Team, sits: Sits
-) -> None:
+def test_a_page_that_is_left_alone_asks_for_a_login(users: Team, sits: Sits) -> None:
     person = sits()
     path = f"/jobs/{users.submit('python', 'left.py')}"
     person.go(path)
@@ -368,9 +314,7 @@ def test_a_page_that_is_left_alone_asks_for_a_login_when_the_session_is_over(
     person.wrong.clear()
 
 
-def test_records_are_filtered_and_sorted_without_loading_the_page_again(
-    users: Team, sits: Sits
-) -> None:
+def test_records_are_filtered_and_sorted_in_place(users: Team, sits: Sits) -> None:
     used(users)
     person = sits()
     person.stays()

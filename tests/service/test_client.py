@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import shlex
@@ -9,21 +10,22 @@ import subprocess
 import tarfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from advisor.cli import main
 from advisor.client import Client
 from advisor.errors import StoreError, UsageError
 from advisor.jobs.spec import JobSpec
 from advisor.jobs.submission import Submission
-from advisor.service.executors import Start
 from tests.cache.examples import record
+from tests.face.commands import Done
+from tests.face.commands import advisor as command
+from tests.forks import until
 from tests.service.serving import Served
-from tests.service.test_jobs import RECORD, claimed
+from tests.service.test_jobs import RECORD, beat, claimed, ended
 from tests.service.test_records import named, put
 from tests.service.test_store import answering
 
@@ -43,15 +45,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def beat(served: Served, one: Start, text: str, **more: Any) -> None:
-    body = {"log": text, "trials": [], "device": "GPU 0"} | more
-    assert served.ask("POST", "/api/attempt/beat", one.external, body).status == 200
-
-
-def end(served: Served, one: Start, **last: Any) -> None:
-    assert served.ask("POST", "/api/attempt/end", one.external, last).status == 200
-
-
 def test_a_job_as_python_sees_it(team: Served, client: Client, project: Path) -> None:
     job = client.submit("nets/net.py:Net", shape=(64, 8), gpu="H100", budget="1m")
     assert job.new and job.state == "queued" and not job.over
@@ -63,37 +56,28 @@ def test_a_job_as_python_sees_it(team: Served, client: Client, project: Path) ->
     archive = team.ask("GET", f"/api/archives/{one.asked.archive}", one.external).data
     with tarfile.open(fileobj=io.BytesIO(archive)) as found:
         assert {"nets/net.py", "train.py"} <= set(found.getnames())
-    beat(team, one, "trial 1\n")
-    assert [*client.log(job.id)] == ["trial 1\n"]
-    seen: list[str] = []
-    reader = threading.Thread(
-        target=lambda: seen.extend(client.log(job.id, follow=True, poll_s=0.01))
-    )
-    reader.start()
-    beat(team, one, "trial 2\n")
-    end(team, one, state="failed", reason="out of memory")
-    reader.join(30)
-    assert "".join(seen) == "trial 1\ntrial 2\n"
+    beat(team, one, log="trial 1\n", device="GPU 0")
+    with ThreadPoolExecutor() as reader:
+        seen = reader.submit(lambda: [*client.log(job.id, follow=True, poll_s=0.01)])
+        beat(team, one, log="trial 2\n", device="GPU 0")
+        ended(team, one, state="failed", reason="out of memory")
+        assert "".join(seen.result(30)) == "trial 1\ntrial 2\n"
     told = client.job(job.id)
     assert (told.state, told.reason, told.over) == ("failed", "out of memory", True)
     assert (told.where, told.by, told.attempt) == ("H100", "a submit", 1)
     assert told.attempts[0]["device"] == "GPU 0"
     assert client.jobs(["failed"])[0].id == job.id and client.jobs(["done"]) == []
-
-
-def test_places_and_wrong_arguments(client: Client, project: Path) -> None:
-    with pytest.raises(UsageError, match=r"command 'python train.py': expected a list of words"):
-        client.submit(command="python train.py")
-    with pytest.raises(UsageError, match="greater than or equal to 1"):
-        client.job(0)
-    assert client.jobs() == []
-    job = client.submit("nets/net.py:Net", shape="64x8", device="cpu")
-    assert job.where == "the CPU"
     run = client.submit(command=["python", "train.py"], device="cpu")
     assert client.submit(command=["python", "train.py"], gpus=0).id == run.id != job.id
+    assert run.where == "the CPU"
 
 
 def test_jobs_come_in_pages(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"command 'python train.py': expected a list of words"):
+        client.submit(command="python train.py")
+    with pytest.raises(UsageError, match="number '0': expected at least 1"):
+        client.job(0)
+    assert client.jobs() == []
     made = [client.submit("torchvision:resnet18", shape=(n, 3, 8, 8)).id for n in range(1, 6)]
     monkeypatch.setattr("advisor.client._MOST_PAGE", 2)
     assert [job.id for job in client.jobs()] == made[::-1]
@@ -102,37 +86,16 @@ def test_jobs_come_in_pages(client: Client, monkeypatch: pytest.MonkeyPatch) -> 
     assert client.job(made[0]).state == "cancelled"
 
 
-def test_code_that_is_there_is_not_sent_again(
-    client: Client, project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_is_there_is_not_sent_again(client: Client, project: Path) -> None:
     sent: list[str] = []
     request = client._http.request
-
-    def told(method: str, path: str, **more: Any) -> Any:
-        sent.append(method)
-        return request(method, path, **more)
-
-    monkeypatch.setattr(client._http, "request", told)
+    client._http.request = lambda method, *more, **how: (  # type: ignore[method-assign]
+        sent.append(method) or request(method, *more, **how)
+    )
     for gpu, methods in (("A", ["POST", "PUT", "POST"]), ("A", ["POST"]), ("B", ["POST"])):
+        sent.clear()
         client.submit(command=["python", "train.py"], gpu=gpu)
         assert sent == methods
-        sent.clear()
-
-
-def test_who_follows_a_log_is_told_that_the_token_holds_no_more(
-    team: Served, client: Client, project: Path
-) -> None:
-    job = client.submit(command=["python", "train.py"], gpus=2)
-    one = claimed(team)
-    assert one is not None and one.job == job.id
-    beat(team, one, "trial 1\n")
-    log = client.log(job.id, follow=True, poll_s=0.01)
-    assert next(log) == "trial 1\n"
-    every = team.ask("GET", "/api/tokens", "admin").json["tokens"]
-    (number,) = (token["id"] for token in every if token["name"] == "a submit")
-    assert team.ask("DELETE", f"/api/tokens/{number}", "admin").status == 200
-    with pytest.raises(StoreError, match="set ADVISOR_TOKEN"):
-        next(log)
 
 
 def wanted(folder: Path, *command: str, target: str = "", **more: Any) -> JobSpec:
@@ -151,56 +114,36 @@ def test_a_command_is_as_another_machine_can_start_it(project: Path) -> None:
     python = str(project / ".venv" / "bin" / "python")
     found = wanted(here, python, f"{project}/train.py", "--data", "/data", "--out=/x", f"{here}/o")
     assert found.command == ("python", "../train.py", "--data", "/data", "--out=/x", "o")
+    for line in ("torchrun train.py", "accelerate launch train.py", "/opt/x", "nets/net.py"):
+        assert wanted(project, *line.split()).command == tuple(line.split())
+    assert wanted(project, "colossal", env={"pip": "colossal"}).command == ("colossal",)
     shape = {"options": {"shape": "1x8"}}
     assert wanted(here, target=f"{here}/net.py:Net", **shape).target == "net.py:Net"
     assert wanted(here, target="torchvision:resnet18", **shape).archive == ""
 
 
-NET = "torchvision:resnet18"
-
-
-@pytest.mark.parametrize(
-    ("url", "token", "act", "says"),
-    [
-        (
-            "{url}",
-            "read",
-            lambda c: c.submit(NET, shape=(1, 3, 8, 8)),
-            "this needs submit",
-        ),
-        ("{url}", "adv_" + "x" * 43, lambda c: c.jobs(), "set ADVISOR_TOKEN"),
-        ("{url}", "with blanks", lambda c: c.jobs(), "token: no token"),
-        ("dir:/data", "submit", lambda c: c.jobs(), "expected http"),
-        ("http://advisor.team", "submit", lambda c: c.jobs(), "in the clear"),
-        ("{url}", "submit", lambda c: c.job(7), "there is no job 7"),
-        ("http://127.0.0.1:{port}/below", "submit", lambda c: c.jobs(), "has no jobs; it is older"),
-        (
-            "http://127.0.0.1:1",
-            "submit",
-            lambda c: c.jobs(),
-            "^server http://127.0.0.1:1: .*refused",
-        ),
-    ],
-)
-def test_servers_that_do_not_serve(
-    team: Served, url: str, token: str, act: Callable[[Client], object], says: str
-) -> None:
-    place = url.format(url=team.url, port=team.port)
-    with pytest.raises((StoreError, UsageError), match=says):
-        act(Client(place, team.tokens.get(token, token)))
+def test_servers_that_do_not_serve(team: Served) -> None:
+    here = f"http://127.0.0.1:{team.port}"
+    for url, token, says in (
+        (team.url, "read", "this needs role 'submit'"),
+        (team.url, "adv_" + "x" * 43, "set ADVISOR_TOKEN"),
+        (team.url, "with blanks", "token: malformed token"),
+        ("dir:/data", "submit", "expected http"),
+        ("http://advisor.team", "submit", "sent unencrypted"),
+        (f"{here}/below", "submit", "has no jobs; its advisor is too old"),
+        ("http://127.0.0.1:1", "submit", "^server http://127.0.0.1:1: .*refused"),
+    ):
+        with pytest.raises((StoreError, UsageError), match=says):
+            Client(url, team.tokens.get(token, token)).submit("torchvision:resnet18", shape=(1, 8))
     assert Client(team.url, team.tokens["read"]).jobs() == []
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        b"<html>",
-        b"[]",
-        b'{"jobs": 5}',
-        b'{"jobs": [5]}',
+        *(b"<html>", b"[]", b'{"jobs": 5}', b'{"jobs": [5]}', b'{"id": 7}'),
         b'{"jobs": [{"id": "7", "state": "done", "what": "x"}]}',
         b'{"jobs": [{"id": 7, "state": ["done"], "what": "x"}]}',
-        b'{"id": 7}',
         b'{"text": 5, "next": 1, "ended": true}',
         b'{"text": "", "next": -1, "ended": true}',
     ],
@@ -208,11 +151,10 @@ def test_servers_that_do_not_serve(
 def test_whatever_a_server_says(said: bytes) -> None:
     with answering(lambda _path: (200, {}, said)) as store:
         client = Client(store.url)
-        for act in (client.jobs, lambda: client.job(7), lambda: [*client.log(7)]):
-            with pytest.raises(StoreError, match="no server of advisor's"):
+        asked = (client.jobs, lambda: client.job(7), lambda: [*client.log(7)])
+        for act in (*asked, lambda: client.cancel(7)):
+            with pytest.raises(StoreError, match="this is no advisor server"):
                 act()
-        with pytest.raises(StoreError, match="no server of advisor's"):
-            client.cancel(7)
 
 
 def test_nothing_that_a_server_says_steers_a_terminal() -> None:
@@ -225,40 +167,27 @@ def test_nothing_that_a_server_says_steers_a_terminal() -> None:
 
 
 def test_a_server_that_is_away_for_a_while_is_followed_on() -> None:
+    """Until the token is revoked."""
     said = [
         (200, {}, b'{"text": "a", "next": 1, "ended": false}'),
         (503, {}, b"{}"),
-        (200, {}, b'{"text": "b", "next": 2, "ended": true}'),
+        (200, {}, b'{"text": "b", "next": 2, "ended": false}'),
+        (401, {}, b"{}"),
     ]
     with answering(lambda _path: said.pop(0)) as store:
-        assert [*Client(store.url).log(7, follow=True, poll_s=0.01)] == ["a", "b"]
-
-
-@dataclass(frozen=True)
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
+        log = Client(store.url).log(7, follow=True, poll_s=0.01)
+        assert [next(log), next(log)] == ["a", "b"]
+        with pytest.raises(StoreError, match="set ADVISOR_TOKEN"):
+            next(log)
 
 
 Run = Callable[..., Done]
 
 
 @pytest.fixture
-def advisor(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Run:
-    """Runs a command in the project's folder, in this process, with other variables."""
-
-    def run(*words: str, **variables: str) -> Done:
-        capsys.readouterr()
-        with monkeypatch.context() as patch:
-            for name, value in variables.items():
-                patch.setenv(name, value)
-            code = main(list(words))
-        return Done(code, *capsys.readouterr())
-
-    return run
+def advisor(project: Path) -> Run:
+    """Runs a command in the project's folder, with other variables."""
+    return functools.partial(command, project)
 
 
 SUBMIT = ("submit", "--gpu", "H100", "--gpus", "2")
@@ -272,75 +201,36 @@ def told(done: Done) -> Any:
 
 def test_submit(team: Served, project: Path, advisor: Run) -> None:
     (project / ".env").write_text("KEY=1")
-    said = advisor(*SUBMIT, *RUN)
-    code, stays, last, watch, waits = said.stdout.splitlines()
+    code, stays, last, watch, waits = advisor(*SUBMIT, *RUN).stdout.splitlines()
     assert code.startswith("code    2 files, 24 B (") and code.endswith(f"packed) of {project}")
     assert stays == "stays   .env: ignored"
     assert last == "job 1 queued; to follow it: advisor logs -f 1"
     assert watch == f"watch   http://127.0.0.1:{team.port}/jobs/1"
-    why = "no machine known now has 2 GPUs named 'H100' (known: none); the job waits"
+    why = "no known machine has 2 GPUs named 'H100' (known: none); the job waits"
     assert waits == f"waits   {why}"
-    login = team.ask("GET", watch.partition(str(team.port))[2]).headers["location"]
-    assert login == "/login?to=%2Fjobs%2F1"
     again = told(advisor(*SUBMIT, "--json", *RUN))
     assert (again["id"], again["new"], again["code"]["files"]) == (1, False, 2)
     assert again["code"]["left_out"] == [".env: ignored"] and watch.endswith(again["page"])
-    said = advisor(*SUBMIT, *RUN)
-    same = ["job 1: asked for before, the same; queued", watch, waits]
-    assert said.stdout.splitlines()[2:] == same
-    other = advisor("submit", "--device", "cpu", "--no-compile", "--budget", "1m", *RUN)
-    assert other.stdout.splitlines()[2].startswith("job 2 queued")
+    same = ["job 1: already submitted; queued", watch, waits]
+    assert advisor(*SUBMIT, *RUN).stdout.splitlines()[2:] == same
+    own = ("submit", "--device", "cpu", "--map", "batch=--batch-size", "--no-compile")
+    assert told(advisor(*own, "--budget", "1m", "--json", *RUN))["id"] == 2
     assert told(advisor("jobs", "2", "--json"))["gpus"] == 0
+    one = claimed(team, gpus=0)
+    assert one is not None and "--map batch=--batch-size" in " ".join(one.asked.words())
     target = advisor("submit", "torchvision:resnet18", "--shape", "4x3x8x8")
     assert target.stdout.splitlines() == [
         "job 3 queued; to follow it: advisor logs -f 3",
         watch.replace("jobs/1", "jobs/3"),
-        "waits   no machine known now has a GPU (known: none); the job waits",
+        "waits   no known machine has a GPU (known: none); the job waits",
     ]
-
-
-def test_a_runs_own_options_travel(team: Served, project: Path, advisor: Run) -> None:
-    words = ("submit", "--device", "cpu", "--map", "batch=--batch-size", "--json", *RUN)
-    assert told(advisor(*words))["new"]
-    one = claimed(team, gpus=0)
-    assert one is not None and one.asked.words() == ["--map", "batch=--batch-size"]
-
-
-def test_what_travels_is_told_with_its_commit(team: Served, project: Path, advisor: Run) -> None:
-    def git(*words: str) -> str:
-        who = ["-c", "user.name=me", "-c", "user.email=me@example.com"]
-        done = subprocess.run(
-            ["git", *who, *words], cwd=project, capture_output=True, text=True, check=True
-        )
-        return done.stdout.strip()
-
-    def first_and_third() -> tuple[str, str]:
-        lines = advisor(*SUBMIT, *RUN).stdout.splitlines()
-        return lines[0], lines[-3]
-
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-q", "-m", "all")
-    code, last = first_and_third()
-    assert code.endswith(f"of {project}, commit {git('rev-parse', 'HEAD')[:12]}")
-    assert last.startswith("job 1 queued")
-    git("commit", "-q", "--allow-empty", "-m", "nothing")
-    code, last = first_and_third()
-    assert git("rev-parse", "HEAD")[:12] in code and last.startswith("job 1: asked for before")
-    (project / "notes.txt").write_text("not tracked")
-    code, last = first_and_third()
-    assert code.endswith(" and what differs from it") and last.startswith("job 2 queued")
-    (project / ".advisorignore").write_text("notes.txt\n.advisorignore\n")
-    assert first_and_third()[1].startswith("job 1: asked for before")
 
 
 def test_the_server_may_be_named(team: Served, project: Path, advisor: Run) -> None:
     plain = team.url.partition("?")[0]
     for cache in ("dir:store", ""):
         alone = advisor(*SUBMIT, *RUN, ADVISOR_CACHE=cache)
-        assert alone.returncode == 2 and alone.stderr.startswith(
-            "advisor: no server: give --server"
-        )
+        assert alone.returncode == 2 and "no server: give --server" in alone.stderr
     found = advisor(*SUBMIT, "--server", plain, *RUN, ADVISOR_CACHE="dir:store")
     assert f"advisor logs -f 1 --server {plain}\n" in found.stdout
     assert advisor("jobs", ADVISOR_CACHE=f"dir:store,{team.url}").returncode == 0
@@ -354,36 +244,37 @@ def test_the_server_may_be_named(team: Served, project: Path, advisor: Run) -> N
     assert told(advisor("jobs", "--json", **named))["jobs"][0]["id"] == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("submit", "give either a TARGET and --shape, or your command after --"),
-        ("submit model.py -- python train.py", "give either"),
-        ("submit model.py", "shape: give your batch"),
-        ("submit nets/none.py --shape 1x8", "there is no file nets/none.py"),
-        ("submit --budget 1s -- python train.py", "budget 1s"),
-        ("submit --shape 1x8 -- python train.py", "--shape: a run shows it itself"),
-        ("submit --gpu ! -- python train.py", "gpu '!': expected a part of a GPU's name"),
-        ("submit --gpus 99 -- python train.py", "99"),
-        ("submit --device cpu --gpus 2 -- python train.py", "give gpus 0 for the CPU"),
-        ("submit --device cpu --gpu H100 -- python train.py", "gpu 'H100': the CPU is asked for"),
-        ("submit --pip 'a b' -- python train.py", "--pip 'a b': expected one requirement"),
-        ("submit -- python none.py", "there is no file none.py"),
-        ("submit -- python -I train.py", "keeps advisor out"),
-        ("submit -- python ../outside.py", "lies outside"),
-        ("submit --server dir:x -- python train.py", "server 'dir:x': expected http"),
-        ("jobs --state none", "none"),
-        ("jobs seven", "seven"),
-        ("jobs 7", "there is no job 7"),
-        ("logs 7", "there is no job 7"),
-        ("cancel 7", "there is no job 7"),
-    ],
+REFUSED = (
+    ("submit", "give either a TARGET and --shape, or your command after --"),
+    ("submit model.py -- python train.py", "give either"),
+    ("submit model.py", "shape: give your batch"),
+    ("submit nets/none.py --shape 1x8", "there is no file nets/none.py"),
+    ("submit --budget 1s -- python train.py", "budget 1s"),
+    ("submit --shape 1x8 -- python train.py", "--shape: read from the run"),
+    ("submit --gpus 99 -- python train.py", "99"),
+    ("submit --device cpu --gpu H100 -- python train.py", "gpu 'H100': gpus 0 means the CPU"),
+    ("submit --pip 'a b' -- python train.py", "--pip 'a b': expected one requirement"),
+    ("submit -- python none.py", "there is no file none.py"),
+    ("submit -- nosuchprog train.py", "command 'nosuchprog': no such program; give"),
+    ("submit -- ./nosuchprog", "command './nosuchprog': no such program; give"),
+    ("submit -- train.py", "command 'train.py': this file is no program; put python before it"),
+    ("submit -- python -I train.py", "keeps advisor out"),
+    ("submit -- python ../outside.py", "lies outside"),
+    ("submit --server dir:x -- python train.py", "server 'dir:x': expected http"),
+    ("jobs --state none", "none"),
+    ("jobs seven", "seven"),
+    ("jobs 7", "there is no job 7"),
+    ("logs 7", "there is no job 7"),
+    ("cancel 7", "there is no job 7"),
 )
-def test_what_is_refused(team: Served, advisor: Run, words: str, says: str) -> None:
+
+
+def test_what_is_refused(team: Served, advisor: Run) -> None:
     Path("../outside.py").touch()
-    said = advisor(*shlex.split(words))
-    assert said.returncode == 2 and says in said.stderr
-    assert said.stderr.count("\n") == 1 and not said.stdout
+    for words, says in REFUSED:
+        said = advisor(*shlex.split(words))
+        assert said.returncode == 2 and says in said.stderr, words
+        assert said.stderr.count("\n") == 1 and not said.stdout
     assert Client(team.url).jobs() == []
 
 
@@ -393,14 +284,14 @@ def test_jobs_logs_and_cancel(team: Served, project: Path, advisor: Run) -> None
         advisor(*SUBMIT, *RUN)
         one = claimed(team)
         assert one is not None
-        beat(team, one, "trial 1\n")
-        end(team, one, state="failed", reason="no loss")
+        beat(team, one, log="trial 1\n", device="GPU 0")
+        ended(team, one, state="failed", reason="no loss")
     listed = advisor("jobs")
     heads, first, second = listed.stdout.splitlines()
     assert heads.split() == ["ID", "state", "what", "where", "since", "by", "reason"]
     wanted = ["failed", "python", "train.py", "2", "x", "H100", "now", "a", "submit", "no", "loss"]
     assert (first.split(), second.split()) == (["2", *wanted], ["1", *wanted])
-    assert "2 x H100, asked for by a submit just now" in advisor("jobs", "1").stdout
+    assert "2 x H100, submitted by a submit just now" in advisor("jobs", "1").stdout
     assert "attempt 1 failed on local:here GPU 0" in advisor("jobs", "1").stdout
     assert advisor("logs", "1").stdout == "trial 1\n"
     assert told(advisor("logs", "1", "--json")) == {"id": 1, "log": "trial 1\n"}
@@ -410,7 +301,9 @@ def test_jobs_logs_and_cancel(team: Served, project: Path, advisor: Run) -> None
     advisor(*SUBMIT, *RUN)
     assert advisor("cancel", "3").stdout == "job 3 cancelled\n"
     late = advisor("cancel", "1")
-    assert (late.returncode, late.stdout) == (1, "job 1 failed before\n")
+    assert (late.returncode, late.stdout) == (1, "job 1: already failed\n")
+    again = advisor("cancel", "3")
+    assert (again.returncode, again.stdout) == (1, "job 3: already cancelled\n")
     states = told(advisor("jobs", "--state", "cancelled", "--json"))["jobs"]
     assert [job["id"] for job in states] == [3]
     refused = advisor("jobs", ADVISOR_TOKEN="x" * 12)
@@ -419,11 +312,10 @@ def test_jobs_logs_and_cancel(team: Served, project: Path, advisor: Run) -> None
 
 def test_submit_follows(team: Served, project: Path, advisor: Run) -> None:
     def work() -> None:
-        while (one := claimed(team)) is None:
-            pass
-        beat(team, one, "trial 1\n")
+        one = until(lambda: claimed(team))
+        beat(team, one, log="trial 1\n", device="GPU 0")
         put(team, *named(record()), one.external)
-        end(team, one, state="done", record=RECORD)
+        ended(team, one, state="done", record=RECORD)
 
     worker = threading.Thread(target=work)
     worker.start()
@@ -433,5 +325,5 @@ def test_submit_follows(team: Served, project: Path, advisor: Run) -> None:
     assert said.stderr == f"job 1 done; to see its record: advisor show {RECORD}\n"
     assert told(advisor("logs", "-f", "1", "--json"))["log"] == "trial 1\n"
     again = advisor("submit", *RUN)
-    assert again.stdout.splitlines()[-2] == "job 1: done before, the same; --force measures again"
+    assert again.stdout.splitlines()[-2] == "job 1: already done; --force measures again"
     assert told(advisor("submit", "--force", "--json", *RUN))["id"] == 2

@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from advisor.errors import UsageError
-from advisor.jobs.spec import JobSpec
-from advisor.service.executors import Capacity, ExecutorAway, Start, Unplaceable
-from advisor.service.executors.local import STOPS_S, Local, environment
-from advisor.service.executors.schemes import open_executors
+from advisor.service.executors import Capacity, ExecutorAway, Unplaceable, open_executors
+from advisor.service.executors.local import GRACE_S, Local, environment
 from advisor.tuners.environment import Gpu
-from tests.cache import servers
-from tests.service.serving import wait_until
+from tests.forks import until
+from tests.service.serving import start_of
 
 H100, L4 = "NVIDIA H100", "NVIDIA L4"
 DATABASE = "sqlite:////somewhere"
@@ -26,19 +24,6 @@ DATABASE = "sqlite:////somewhere"
 
 def gpu(number: int, name: str = H100, *users: int) -> Gpu:
     return Gpu(uuid=f"GPU-{number}", name=name, users=users)
-
-
-def start(external: str = "advisor-1-1", gpus: int = 0, name: str = "") -> Start:
-    """Of a worker whose server does not answer: it waits for it."""
-    return Start(
-        attempt=1,
-        job=1,
-        number=1,
-        external=external,
-        server_url=f"http://127.0.0.1:{servers.free_port()}",
-        token="adv_secret-of-the-attempt",
-        asked=JobSpec(command=("python", "train.py"), gpus=gpus, gpu=name),
-    )
 
 
 def states(local: Local, *external: str) -> list[str]:
@@ -63,94 +48,86 @@ def worker(local: Local, external: str = "advisor-1-1") -> int:
     """Its process, once it waits for its server."""
     assert local._workers is not None
     pid = local._workers[external].pid
-    wait_until(lambda: bool(int(caught(pid), 16) & 1 << signal.SIGTERM - 1))
+    until(lambda: caught(pid) & 1 << signal.SIGTERM - 1)
     return pid
 
 
-def caught(pid: int) -> str:
+def caught(pid: int) -> int:
     """The signals that a process handles."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
+    return int(next(line.split()[1] for line in lines if line.startswith("SigCgt:")), 16)
 
 
 def test_the_cpu_is_one_room(local: Local, tmp_path: Path) -> None:
     assert local.capacity() == [Capacity(gpu="", gpus=0)]
-    local.start(start())
+    local.start(start_of())
     assert local.capacity() == []
-    with pytest.raises(Unplaceable, match="CPU of this machine is measured on"):
-        local.start(start("advisor-2-1"))
-    with pytest.raises(Unplaceable, match="CPU of this machine is measured on"):
-        local.start(start("advisor-3-1", gpus=1))
+    for other in (start_of("advisor-2-1"), start_of("advisor-3-1", gpus=1)):
+        with pytest.raises(Unplaceable, match="another job measures on the CPU"):
+            local.start(other)
     assert states(local, "advisor-1-1", "advisor-2-1") == ["running", "unknown"]
     worker(local)
     local.stop("advisor-1-1")
-    wait_until(lambda: states(local, "advisor-1-1") == ["ended"])
+    until(lambda: states(local, "advisor-1-1") == ["ended"])
     assert local.capacity() == [Capacity(gpu="", gpus=0)]
     local.stop("advisor-1-1")
     assert [*tmp_path.glob("advisor-*")] == [] and states(local, "advisor-1-1") == ["unknown"]
 
 
-def test_a_gpu_is_given_once_and_not_where_others_use_it(
-    local: Local, gpus: list[Gpu], tmp_path: Path
-) -> None:
+def test_a_gpu_is_given_to_one_alone(local: Local, gpus: list[Gpu], tmp_path: Path) -> None:
     gpus += [gpu(0), gpu(1, H100, os.getpid()), gpu(2), gpu(3, L4)]
     used = f"GPU 1 is used by other processes: {os.getpid()} ("
     h100, l4, cpu = local.capacity()
     assert (h100.gpu, h100.gpus, h100.total, h100.why[: len(used)]) == (H100, 2, 3, used)
     assert (l4, cpu) == (Capacity(gpu=L4, gpus=1, total=1), Capacity(gpu="", gpus=0))
     with pytest.raises(Unplaceable, match=r"GPU 1 is used by other processes: \d+ \("):
-        local.start(start(gpus=3))
-    with pytest.raises(Unplaceable, match="GPU 1 is used"):
-        local.start(start(gpus=1, name="B200"))
-    local.start(start(gpus=2, name="h100"))
+        local.start(start_of(gpus=3, gpu=H100))
+    with pytest.raises(Unplaceable, match="no such GPU"):
+        local.start(start_of(gpus=1, gpu="B200"))
+    local.start(start_of(gpus=2, gpu=H100))
     h100, l4 = local.capacity()  # what measures on a GPU needs the CPU
     assert (h100.gpus, l4.gpus) == (0, 1)
-    assert "GPU 0 is measured on" in h100.why and "GPU 2 is measured on" in h100.why
+    assert "GPU 0 is used by another job" in h100.why and "GPU 2 is used by another job" in h100.why
     environ = Path(f"/proc/{worker(local)}/environ").read_text().split("\0")
     assert "CUDA_VISIBLE_DEVICES=GPU-0,GPU-2" in environ
-    with pytest.raises(Unplaceable, match="something is measured on this machine"):
-        local.start(start("advisor-2-1"))
+    with pytest.raises(Unplaceable, match="another job runs on this machine"):
+        local.start(start_of("advisor-2-1"))
 
 
 def test_a_worker_sees_no_secret_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/bin")
     for name in ("ADVISOR_DATABASE", "ADVISOR_SECRET", "PGPASSWORD", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "s3cret")
-    given = environment(start(), "")
-    assert "s3cret" not in given.values()
-    assert {name for name in given if name.startswith("ADVISOR_")} == {
-        "ADVISOR_SERVER",
-        "ADVISOR_START_TOKEN",
-    }
+    given = environment(start_of(), "")
+    own = {name for name in given if name.startswith("ADVISOR_")}
+    assert own == {"ADVISOR_SERVER", "ADVISOR_START_TOKEN"} and "s3cret" not in given.values()
     assert (given["PATH"], given["CUDA_VISIBLE_DEVICES"]) == ("/bin", "")
 
 
 def test_a_server_finds_its_workers_again(local: Local, tmp_path: Path) -> None:
     """After it was killed: what it knew is gone."""
-    local.start(start())
+    local.start(start_of())
     pid = worker(local)
     again = Local(DATABASE, tmp_path / "devices", list)
-    with pytest.raises(ExecutorAway, match="another server here"):
+    with pytest.raises(ExecutorAway, match="another server of this database"):
         again.capacity()
     local._owning.close()  # as the kernel does
     stale = Path(tempfile.mkdtemp(prefix=local._prefix))  # of a worker that was killed, too
     assert again.capacity() == [] and states(again, "advisor-1-1") == ["running"]
     assert not stale.exists()
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: states(again, "advisor-1-1") == ["ended"])
+    until(lambda: states(again, "advisor-1-1") == ["ended"])
     assert again.status(["advisor-1-1"])["advisor-1-1"].reason == "its worker is gone"
     again.close()
 
 
-def test_one_that_does_not_end_is_killed(
-    local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local.start(start())
+def test_hanging_is_killed(local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local.start(start_of())
     os.kill(worker(local), signal.SIGSTOP)
     local.stop("advisor-1-1")
     assert states(local, "advisor-1-1") == ["running"]
-    monkeypatch.setattr(local, "_now", lambda: time.monotonic() + STOPS_S)
-    wait_until(lambda: states(local, "advisor-1-1") == ["ended"])
+    monkeypatch.setattr(local, "_now", lambda: time.monotonic() + GRACE_S)
+    until(lambda: states(local, "advisor-1-1") == ["ended"])
     assert "SIGKILL" in local.status(["advisor-1-1"])["advisor-1-1"].reason
 
 
@@ -158,6 +135,11 @@ def test_what_an_executor_may_be_called() -> None:
     assert open_executors(["none"], DATABASE) == []
     (here,) = open_executors(["local"], DATABASE)
     assert here.name.startswith("local:") and "sqlite" not in here.name
-    for texts, says in ((["slurm:x"], "expected one of local"), (["local"] * 2, "given twice")):
+    for texts, says in (
+        (["slurm:x"], "expected one of local"),
+        (["local"] * 2, "given twice"),
+        (["none", "local"], "none: starts no jobs; give it alone"),
+        (["none", "none"], "none: starts no jobs; give it alone"),
+    ):
         with pytest.raises(UsageError, match=says):
             open_executors(texts, DATABASE)

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from alembic.config import Config
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, inspect, text
-from sqlalchemy.orm import Session
+from sqlalchemy import inspect
 
 from advisor.errors import StoreError
-from advisor.service import attempts, jobs, migrations
+from advisor.service import migrations
 from advisor.service.database import Database
 from advisor.service.schema import Base
-from tests.service.serving import statements
 
-INDEXES: list[tuple[str, Callable[[Session], object]]] = [
-    ("jobs_of_state", lambda session: jobs.waiting(session, 1)),
-    ("attempts_of_state", attempts.running),
-    ("jobs_of_record", lambda session: jobs.last_for(session, "ab" * 6 + "@64")),
-]
 STEP = """
 from alembic import op
 import sqlalchemy as sa
@@ -39,26 +31,6 @@ def upgrade():
 def tables(database: Database) -> set[str]:
     with database.reading() as session:
         return set(inspect(session.connection()).get_table_names())
-
-
-@pytest.mark.parametrize(("index", "query"), INDEXES)
-def test_what_is_asked_often_has_an_index(
-    lite: str, index: str, query: Callable[[Session], object]
-) -> None:
-    """By SQLite's own account: PostgreSQL's depends on how much is in its tables."""
-    database = Database(lite)
-    database.start(lambda _session: None)
-    with database.reading() as session:
-        with statements(database) as asked:
-            query(session)
-        explained = [
-            str(line)
-            for one, values in asked
-            if one.startswith("SELECT")
-            for line in session.connection().exec_driver_sql(f"EXPLAIN QUERY PLAN {one}", values)
-        ]
-    assert any(f"INDEX {index} " in line for line in explained), explained
-    database.close()
 
 
 def test_steps_are_in_order_and_import_nothing_of_advisor() -> None:
@@ -96,21 +68,4 @@ def test_an_older_database_takes_the_steps_that_it_lacks(
     with pytest.raises(StoreError, match=r"schema 2 is newer than 1, .*upgrade") as caught:
         database.start(lambda _session: None)
     assert "s3cret" not in str(caught.value)
-    database.close()
-
-
-def test_tables_that_cannot_be_made_leave_nothing(
-    database_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    database = Database(database_url)
-    upgrade = migrations.upgrade
-
-    def fails(connection: Connection) -> None:
-        upgrade(connection)
-        connection.execute(text("SELECT * FROM nowhere"))
-
-    monkeypatch.setattr(migrations, "upgrade", fails)
-    with pytest.raises(StoreError, match="nowhere"):
-        database.start(lambda _session: None)
-    assert tables(database) == set()
     database.close()

@@ -1,54 +1,32 @@
-"""Attempts on a real Ray cluster of this machine, whose nodes say that they have GPUs.
-
-With $RAY_ATTEMPTS set to a file, a table of all attempts is written there.
-"""
+"""Attempts on a real Ray cluster of this machine, whose nodes say that they have GPUs."""
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
-import os
 import signal
 import threading
-import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import select
 
-from advisor.client import Client, Job
+from advisor.client import Job
 from advisor.errors import UsageError
 from advisor.jobs.token import digest, made
 from advisor.service.database import Database
-from advisor.service.executors import Capacity, ExecutorAway
-from advisor.service.executors.ray import LABEL, RayExecutor
-from advisor.service.executors.schemes import open_executors
+from advisor.service.executors import Capacity, ExecutorAway, open_executors
+from advisor.service.executors.ray import LABEL, UNNAMED, RayExecutor
 from advisor.service.schema import Attempt
-from tests.cache.servers import free_port
+from tests.forks import until
 from tests.service import clusters
-from tests.service.clusters import TOKEN, Cluster, until
-from tests.service.serving import ask
-from tests.service.test_serve import Process
+from tests.service.clusters import FEW, TOKEN, Cluster, Team
+from tests.service.serving import ask, start_of
 
-LEASE_S = 4.0
-SERVE = f"""
-from advisor.cli import main
-from advisor.service import attempts, reconcile
-
-attempts.LEASE_S = reconcile.LEASE_S = {LEASE_S}  # a test waits for the end of one
-reconcile.EVERY_S = 0.5  # and for what is seen
-main()
-"""
-TABLE = """\
-# Attempts on a Ray cluster that fares badly
-
-Two nodes of one machine that say they have an H100 and an A100; each job tunes a small model for
-three seconds, on the CPU. Made by:
-
-    RAY_ATTEMPTS=benchmarks/results/ray_attempts.md pytest tests/service/test_ray.py
-"""
 MODEL = """
 import os, time
 from pathlib import Path
@@ -73,79 +51,41 @@ def cluster() -> Iterator[Cluster]:
             yield found
 
 
-@dataclass
-class Team:
-    """A server that can be killed and started again, and who asks it."""
-
-    folder: Path
-    cluster: Cluster
-    process: Process | None = None
-    client: Client = field(init=False)
-    database: Database = field(init=False)
-    told: list[tuple[int, str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.database = Database(f"sqlite:///{self.folder}/service.db")
-        self._words = ["--database", self.database.url]
-        self._words += ["--executor", self.cluster.address, "--port", str(free_port())]
-        self.start()
-        assert self.process is not None
-        self.client = Client(f"http://127.0.0.1:{self.process.port}", self.process.token)
-
-    def start(self) -> None:
-        self.process = Process(*self._words, program=("-c", SERVE))
-
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.stop(signal.SIGKILL)
-
-    def ask(self, gpu: str, what: str) -> Asked:
-        folder = self.folder / uuid.uuid4().hex
-        folder.mkdir()
-        where, gate = folder / "where", folder / "gate"
-        code = folder / "code"
-        code.mkdir()
-        (code / "model.py").write_text(MODEL.format(where=str(where), gate=str(gate)))
-        # Nothing to choose from, so that nothing must be raced.
-        only = {"precisions": ["default"], "batches": [], "compile": False}
-        options = {"shape": ["8x4"], "budget": "3s", "effort": "quick", **only}
-        job = self.client.submit("model.py:Net", folder=code, gpu=gpu, **options)
-        self.told.append((job.id, what))
-        return Asked(self.client, self.database, job.id, where, gate)
-
-    def table(self) -> str:
-        lines = [TABLE, "| job | meanwhile | asked for | attempt | state | why | record |"]
-        lines.append("|---|---|---|---|---|---|---|")
-        for number, what in self.told:
-            job = self.client.job(number)
-            for one in job.attempts or [{"number": "", "state": job.state, "reason": job.reason}]:
-                record = job.record if one["state"] == "done" else ""
-                told = (one["number"], one["state"], one["reason"], record)
-                lines.append(f"| {' | '.join(map(str, (number, what, job.where, *told)))} |")
-        return "\n".join(lines)
+@pytest.fixture(scope="module")
+def team(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
+    folder = tmp_path_factory.mktemp("team")
+    team = Team(folder, "--executor", cluster.address, lease_s=4.0)
+    try:
+        yield team
+    finally:
+        team.server.stop(signal.SIGKILL)
 
 
 @dataclass
-class Asked:
+class Waiting:
     """A job whose attempts wait where its model begins, until they are let through."""
 
-    client: Client
-    database: Database
+    team: Team
     id: int
     where: Path
     gate: Path
 
+    @classmethod
+    def of(cls, team: Team, folder: Path, gpu: str) -> Waiting:
+        where, gate = folder / f"{gpu}-where", folder / f"{gpu}-gate"
+        files = {"model.py": MODEL.format(where=str(where), gate=str(gate))}
+        number = team.submit(files, target="model.py:Net", gpu=gpu, **FEW)
+        return cls(team, number, where, gate)
+
     @property
     def now(self) -> Job:
-        return self.client.job(self.id)
+        return self.team.client.job(self.id)
 
     @property
     def external(self) -> str:
         """Its latest attempt, as Ray calls it."""
-        with self.database.reading() as session:
-            last = (
-                select(Attempt.external).where(Attempt.job == self.id).order_by(Attempt.id.desc())
-            )
+        last = select(Attempt.external).where(Attempt.job == self.id).order_by(Attempt.id.desc())
+        with Database(self.team.database).reading() as session:
             return session.scalars(last).first() or ""
 
     def begun(self) -> str:
@@ -156,24 +96,11 @@ class Asked:
 
     def finish(self) -> Job:
         self.gate.touch()
-        until(lambda: self.now.over)
-        return self.now
+        return self.team.until(self.id, lambda job: job.over)
 
 
 def states(job: Job) -> list[str]:
     return [one["state"] for one in job.attempts]
-
-
-@pytest.fixture(scope="module")
-def team(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
-    team = Team(tmp_path_factory.mktemp("team"), cluster)
-    try:
-        yield team
-        if table := os.environ.get("RAY_ATTEMPTS"):
-            Path(table).write_text(team.table() + "\n")
-    finally:
-        team.kill()
-        team.database.close()
 
 
 @pytest.mark.parametrize(
@@ -193,67 +120,140 @@ def test_an_address(address: str, name: str) -> None:
 @pytest.mark.parametrize(
     "address",
     [
-        "ray:8265",
-        "ray://",
-        "ray-jobs:ray://head",
-        "ray-jobs:ftp://head",
-        "ray-jobs:http://user:secret@head",
-        "ray-jobs:http://head:99999",
+        *("ray:8265", "ray://", "ray-jobs:ray://head", "ray-jobs:ftp://head"),
+        *("ray-jobs:http://user:secret@head", "ray-jobs:http://head:99999"),
         "ray-jobs:http://head/path",
     ],
 )
-def test_no_address(address: str) -> None:
+def test_what_is_no_address(address: str) -> None:
     with pytest.raises(UsageError, match=r"expected ray-jobs:http\[s\]://HOST"):
         open_executors([address], "")
 
 
-def test_what_is_no_ray_is_away() -> None:
-    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
-        threading.Thread(target=other.handle_request, daemon=True).start()
-        with pytest.raises(ExecutorAway, match=r"HTTP 501"):
-            RayExecutor(f"ray-jobs:http://127.0.0.1:{other.server_port}").capacity()
+@contextlib.contextmanager
+def head(answers: Mapping[str, Any], status: int = 200) -> Iterator[tuple[RayExecutor, list[Any]]]:
+    """An executor of a made-up head, and what it is sent."""
+    sent: list[Any] = []
 
-
-@pytest.mark.parametrize("said", [b"<html>", b"[]", b'{"data": {"result": {"result": [{}]}}}'])
-def test_what_says_something_else_is_no_ray(said: bytes) -> None:
-    class Other(http.server.BaseHTTPRequestHandler):
+    class Head(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
+            found = answers.get(self.path.partition("?")[0], answers.get(""))
+            self.send_response(404 if found is None else status)
             self.end_headers()
-            self.wfile.write(said)
+            self.wfile.write(found if isinstance(found, bytes) else json.dumps(found).encode())
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Other) as other:
-        threading.Thread(target=other.handle_request, daemon=True).start()
-        with pytest.raises(ExecutorAway, match=r"no head of Ray"):
-            RayExecutor(f"ray-jobs:http://127.0.0.1:{other.server_port}").capacity()
+        def do_POST(self) -> None:
+            sent.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Head) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield RayExecutor(f"ray-jobs:http://127.0.0.1:{server.server_port}"), sent
+        server.shutdown()
 
 
-def steal(team: Team, one: Asked) -> None:
+@pytest.mark.parametrize(
+    ("status", "said", "why"),
+    [
+        (200, b"<html>", "^no head of Ray"),
+        (200, b"[]", "^no head of Ray"),
+        (200, b'{"data": {"result": {"result": [{}]}}}', "^no head of Ray"),
+        (401, b"Unauthorized", "^Unauthorized; set RAY_AUTH_TOKEN"),
+        (500, b"Traceback:\nValueError: x\x07", r"^HTTP 500: ValueError: x\?"),
+    ],
+)
+def test_what_is_no_head_of_ray_is_away(status: int, said: bytes, why: str) -> None:
+    with head({"": said}, status) as (executor, _), pytest.raises(ExecutorAway, match=why):
+        executor.capacity()
+
+
+def node(id: str, gpu: str = "", gpus: int = 0, state: str = "ALIVE") -> dict[str, Any]:
+    has = {"resources_total": {"CPU": 1.0, "GPU": gpus, "memory": 1.0}, "state_message": None}
+    labels = {LABEL: gpu} if gpu else {}
+    return {"node_id": id, "node_ip": f"10.0.0.{id}", "labels": labels, "state": state, **has}
+
+
+def job(id: str, status: str, **more: Any) -> dict[str, Any]:
+    none = dict.fromkeys(["message", "error_type", "driver_node_id", "driver_exit_code"])
+    return {"submission_id": id, "status": status, "metadata": None, **none, **more}
+
+
+def test_a_cluster_is_read_and_an_attempt_is_placed_where_it_was_claimed() -> None:
+    nodes = [node("1", "H100", 2), node("2", gpus=1), node("3", "H100", 2, "DEAD")]
+    given = {"advisor_gpus": "1", "advisor_gpu": "H100"}
+    jobs = {
+        "advisor-1": job("advisor-1", "PENDING", metadata=given, message="waits\n..."),
+        "advisor-2": job("advisor-2", "RUNNING", driver_node_id="3"),
+        "advisor-3": job("advisor-3", "FAILED", message="Traceback:\nOSError: x"),
+        "advisor-4": job("advisor-4", "FAILED", error_type="JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE"),
+        "others": job("others", "RUNNING", metadata={"x": "y"}),
+    }
+    answers = {
+        "/api/v0/nodes": {"data": {"result": {"result": nodes}}},
+        "/nodes": {"data": {"nodeLogicalResources": {"2": "0.5/1.0 GPU\n1.0/1.0 CPU\n"}}},
+        "/api/jobs/": list(jobs.values()),
+        **{f"/api/jobs/{name}": one for name, one in jobs.items()},
+    }
+    with head(answers) as (executor, _):
+        assert executor.capacity() == [
+            Capacity(gpu="H100", gpus=1, total=2, why="1 of 2 on 10.0.0.1 are in use"),
+            Capacity(gpu="", gpus=0),
+            Capacity(gpu=UNNAMED, gpus=0, total=1, why="1 of 1 on 10.0.0.2 are in use"),
+        ]
+        found = executor.status([*jobs, "advisor-5"]).values()
+        assert [(one.state, one.reason.partition("; ")[0]) for one in found] == [
+            ("running", "waits"),
+            ("preempted", "its node 10.0.0.3 is gone: Ray says it is dead"),
+            ("ended", "OSError: x"),
+            ("preempted", "Ray found no free node for the attempt: "),
+            ("running", ""),
+            ("unknown", "Ray has no such job"),
+        ]
+    one = start_of("advisor-6", "H100", 1, env={"pip": "timm einops"})
+    with head({"/api/jobs/": {"submission_id": "advisor-6"}}) as (executor, sent):
+        executor.start(one)
+        executor.start(replace(one, gpu=UNNAMED))
+    labels = [request["entrypoint_label_selector"] for request in sent]
+    assert labels == [{LABEL: "H100"}, {}] and sent[0]["metadata"] == given
+    assert sent[0]["runtime_env"]["pip"] == ["timm", "einops"]
+
+
+def test_what_cannot_be_asked_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody = RayExecutor("ray-jobs:http://127.0.0.1:1")
+    with pytest.raises(ExecutorAway, match=r"^Connection refused"):
+        nobody.capacity()
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(ExecutorAway, match=f"token file {tmp_path}/none: No such file"):
+        nobody.capacity()
+
+
+def check_stolen(team: Team, cluster: Cluster, one: Waiting) -> None:
     """What an attempt was given, which Ray tells everybody, is worth nothing once it has begun."""
-    job = json.loads(team.cluster.ask("GET", f"/api/jobs/{one.external}"))
+    job = json.loads(cluster.ask("GET", f"/api/jobs/{one.external}"))
     given = job["runtime_env"]["env_vars"]
     assert given.keys() == {"ADVISOR_SERVER", "ADVISOR_START_TOKEN"}
-    assert team.process is not None
-    port, start = team.process.port, given["ADVISOR_START_TOKEN"]
-    assert ask(port, "GET", "/api/attempt", start).status == 401
-    own = {"digest": digest(made()).hex()}
-    assert ask(port, "POST", "/api/attempt/begin", start, own).status == 409
+    start, own = given["ADVISOR_START_TOKEN"], {"digest": digest(made()).hex()}
+    assert ask(team.port, "GET", "/api/attempt", start).status == 401
+    assert ask(team.port, "POST", "/api/attempt/begin", start, own).status == 409
 
 
 @pytest.mark.long
-def test_placed_by_label_while_the_server_is_killed(team: Team) -> None:
-    one, two = team.ask("H100", "the server was killed"), team.ask("A100", "the server was killed")
-    none = team.ask("H200", "no node has that GPU")
-    assert one.begun() == team.cluster.nodes["H100"].folder
-    assert two.begun() == team.cluster.nodes["A100"].folder
-    steal(team, one)
-    team.kill()
+def test_placed_while_the_server_is_killed(team: Team, cluster: Cluster, tmp_path: Path) -> None:
+    one, two, none = (Waiting.of(team, tmp_path, gpu) for gpu in ("H100", "A100", "H200"))
+    assert one.begun() == cluster.nodes["H100"].folder
+    assert two.begun() == cluster.nodes["A100"].folder
+    check_stolen(team, cluster, one)
+    team.server.stop(signal.SIGKILL)
     one.gate.touch()
     two.gate.touch()
     team.start()
     for asked in (one, two):
         job = asked.finish()
-        assert (job.state, states(job)) == ("done", ["done"]) and job.record
+        assert (job.state, states(job)) == ("done", ["done"]) and job.record, job
         reason = job.attempts[0]["reason"]
         assert ("used a second time" in reason) == (asked is one) and job.record in reason
     job = until(lambda: (found := none.now).reason and found)
@@ -262,45 +262,35 @@ def test_placed_by_label_while_the_server_is_killed(team: Team) -> None:
 
 
 @pytest.mark.long
-def test_what_others_use_is_no_room(cluster: Cluster) -> None:
+def test_what_others_use_is_no_room(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = RayExecutor(cluster.address)
     job = {"entrypoint": "sleep 60", "submission_id": "others", "entrypoint_num_gpus": 1}
-    job["entrypoint_label_selector"] = {LABEL: "A100"}
-    cluster.ask("POST", "/api/jobs/", job)
-    until(lambda: Capacity(gpu="H100", gpus=1, total=1) in executor.capacity())
-    taken = until(
-        lambda: [one for one in executor.capacity() if one.gpu == "A100" and not one.gpus]
-    )
-    assert "1 of 1" in taken[0].why
+    cluster.ask("POST", "/api/jobs/", job | {"entrypoint_label_selector": {LABEL: "A100"}})
+
+    def taken() -> str:
+        found = {one.gpu: one for one in executor.capacity()}
+        assert found["H100"] == Capacity(gpu="H100", gpus=1, total=1)
+        return "" if found["A100"].gpus else found["A100"].why
+
+    assert "1 of 1" in until(taken)
     cluster.ask("POST", "/api/jobs/others/stop")
-
-
-def test_a_token_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(ExecutorAway, match=f"token file {tmp_path}/none: No such file"):
-        RayExecutor("ray-jobs:http://127.0.0.1:1").capacity()
-
-
-@pytest.mark.long
-def test_a_wrong_token(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of-another-cluster")
     with pytest.raises(ExecutorAway, match="set RAY_AUTH_TOKEN"):
-        RayExecutor(cluster.address).capacity()
+        executor.capacity()
 
 
 @pytest.mark.long
-def test_a_node_is_gone_and_what_goes_on_is_cancelled(team: Team) -> None:
-    asked = team.ask("A100", "the node was killed; then it was cancelled")
+def test_a_node_is_gone_and_a_job_cancelled(team: Team, cluster: Cluster, tmp_path: Path) -> None:
+    asked = Waiting.of(team, tmp_path, "A100")
     asked.begun()
-    node = team.cluster.nodes["A100"]
+    node = cluster.nodes["A100"]
     assert node.attempts()
     node.kill_raylet()
     until(lambda: not node.attempts())
     job = until(lambda: (found := asked.now).state == "preempted" and found)
     assert "is gone" in job.attempts[0]["reason"]
     node.kill()
-    node = team.cluster.add("A100")
+    node = cluster.add("A100")
     assert asked.begun() == node.folder
     team.client.cancel(asked.id)
     until(lambda: not node.attempts())
@@ -309,15 +299,15 @@ def test_a_node_is_gone_and_what_goes_on_is_cancelled(team: Team) -> None:
 
 
 @pytest.mark.long
-def test_the_head_is_gone_and_remembers_nothing(team: Team) -> None:
-    asked = team.ask("H100", "the head was killed")
+def test_the_head_is_gone_and_knows_nothing(team: Team, cluster: Cluster, tmp_path: Path) -> None:
+    asked = Waiting.of(team, tmp_path, "H100")
     asked.begun()
-    executor, external = RayExecutor(team.cluster.address), asked.external
+    executor, external = RayExecutor(cluster.address), asked.external
     assert executor.status([external])[external].state == "running"
-    team.cluster.kill()
+    cluster.kill()
     with pytest.raises(ExecutorAway):
         executor.status([external])
-    team.cluster.start("H100")
+    cluster.start("H100")
     assert executor.status([external])[external].state == "unknown"
     asked.begun()
     job = asked.finish()

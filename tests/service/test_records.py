@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import random
@@ -13,22 +14,24 @@ from urllib.parse import quote, urlencode
 
 import msgpack
 import pytest
-from sqlalchemy import text
+from sqlalchemy import text, update
 
 from advisor.cache import key as key_of
-from advisor.cache import match
+from advisor.cache import match, settings
 from advisor.cache.codec import decode, encode, to_plain
 from advisor.cache.key import PLACE, fields
 from advisor.cache.match import Query
-from advisor.cache.name import Name, command_digest, text_digest
+from advisor.cache.name import Name, command_digest, record_key, text_digest
 from advisor.cache.record import Record
 from advisor.cache.signing import NO_KEYS, KeyRing
-from advisor.service import records
+from advisor.service import blobs, records
+from advisor.service.schema import ArtifactsRow
 from tests.cache.examples import ENVIRONMENT, KEY, changed, record
 from tests.cache.mutations import corpus, mutated
-from tests.service.serving import Answer, Served, serving
+from tests.service.serving import Answer, Served, actions, serving
 
-OURS = KeyRing(own=b"k" * 32)
+OURS, TEAM = KeyRing(own=b"k" * 32), KeyRing(secret=b"s" * 32)
+WHOLE = to_plain(fields(KEY))
 
 
 def named(one: Record, keyring: KeyRing = NO_KEYS) -> tuple[str, bytes]:
@@ -38,6 +41,14 @@ def named(one: Record, keyring: KeyRing = NO_KEYS) -> tuple[str, bytes]:
 
 def put(served: Served, key: str, data: bytes, role: str = "worker") -> Answer:
     return served.ask("PUT", f"/api/records/{quote(key)}", role, data)
+
+
+def several(served: Served, number: int) -> dict[str, bytes]:
+    """Records that were put there, by their keys."""
+    made = dict(named(record(key=changed(KEY, "threads", n), trials=0)) for n in range(number))
+    for one in made.items():
+        assert put(served, *one).status == 201
+    return made
 
 
 def keys(served: Served) -> list[str]:
@@ -51,34 +62,24 @@ def items(answer: Answer) -> dict[str, bytes | None]:
 
 
 def look(served: Served, headers: Any = None, **question: Any) -> Answer:
-    asked = urlencode(question, doseq=True)
-    return served.ask("GET", f"/api/lookup?{asked}", "read", headers=headers)
+    asked = {k: json.dumps(v) if isinstance(v, dict) else v for k, v in question.items()}
+    path = f"/api/lookup?{urlencode(asked, doseq=True)}"
+    return served.ask("GET", path, "read", headers=headers)
 
 
-def test_what_was_put_is_there(served: Served) -> None:
+def test_a_record_is_kept_once_and_removed_by_its_writer(served: Served) -> None:
     key, data = named(record(), OURS)
-    assert put(served, key, data).status == 201
+    place = f"/api/records/{quote(key)}"
+    assert put(served, key, data, "admin").status == 201
     assert put(served, key, data).json == {"outcome": "known"}
     assert keys(served) == [key]
     assert items(served.ask("POST", "/api/records", "read", {"keys": [key]})) == {key: data}
-    said = served.ask("GET", "/api/audit", "admin").json["events"]
-    assert [one["subject"] for one in said if one["action"] == "put"] == [key]
-
-
-def test_a_record_is_its_writers_to_remove(served_lite: Served) -> None:
-    key, data = named(record())
-    place = f"/api/records/{quote(key)}"
-    put(served_lite, key, data, "admin")
-    assert served_lite.ask("DELETE", place, "worker").status == 403
-    assert keys(served_lite) == [key]
-    assert served_lite.ask("DELETE", place, "admin").json == {"deleted": True}
-    assert served_lite.ask("DELETE", place, "admin").status == 404
-    put(served_lite, key, data, "worker")
-    assert served_lite.ask("DELETE", place, "worker").status == 200
-    actions = [
-        one["action"] for one in served_lite.ask("GET", "/api/audit", "admin").json["events"]
-    ]
-    assert actions[:4] == ["deleted", "put", "deleted", "put"]
+    assert served.ask("DELETE", place, "worker").status == 403
+    assert served.ask("DELETE", place, "admin").json == {"deleted": True}
+    assert served.ask("DELETE", place, "admin").status == 404
+    put(served, key, data, "worker")
+    assert served.ask("DELETE", place, "worker").status == 200
+    assert actions(served)[:4] == ["records deleted", "put"] * 2
 
 
 def hostile() -> dict[str, tuple[str, bytes]]:
@@ -99,54 +100,18 @@ def hostile() -> dict[str, tuple[str, bytes]]:
         "a key of nothing": ("record/abc", data),
         "out of its domain": (Name.of(wild, data).text, data),
         "a pickle": (key, b"cos\nsystem\n(S'true'\ntR."),
+        **{odd: (odd, b"x") for odd in ("../../etc/passwd", "record/'; DROP TABLE items; --")},
     }
 
 
-@pytest.mark.parametrize("what", hostile())
-def test_hostile_records_are_refused(served_lite: Served, what: str) -> None:
-    answer = put(served_lite, *hostile()[what])
-    assert answer.status == 422 and "\n" not in answer.json["detail"]
-    assert keys(served_lite) == []
-    assert '"put"' not in served_lite.ask("GET", "/api/audit", "admin").data.decode()
-
-
-@pytest.mark.parametrize(
-    "odd", ["../../etc/passwd", "record/../x", "%2e%2e/x", "record/'; DROP TABLE items; --"]
-)
-@pytest.mark.parametrize("method", ["PUT", "DELETE"])
-def test_odd_keys_reach_no_file_and_no_table(served_lite: Served, method: str, odd: str) -> None:
-    answer = served_lite.ask(method, f"/api/records/{quote(odd, safe='%/')}", "admin", b"x")
-    assert answer.status in (404, 422), answer.data
-
-
-WHOLE = to_plain(fields(KEY))
-
-
-@pytest.mark.parametrize(
-    ("question", "status"),
-    [
-        ({"file": "'; DROP TABLE items; --"}, 200),
-        ({"file": "\0"}, 422),
-        ({"file": "\x1b[2J"}, 422),
-        ({"file": "a" * 5000}, 422),
-        ({"id": "' OR 1=1"}, 422),
-        ({"wanted": ["x"]}, 422),
-        ({"wanted": {"device.name": ["x"]}}, 422),
-        ({"wanted": {"mode": "train"}}, 422),  # of all records
-        ({"file": "x", "wanted": {"model": {"a": [1, None, {}]}}}, 200),
-        ({"family": "", "wanted": WHOLE}, 200),
-        ({"family": "", "wanted": {}}, 422),
-        ({"family": "", "wanted": {k: v for k, v in WHOLE.items() if k != "hooks"}}, 422),
-        *(
-            ({"family": "", "wanted": WHOLE | {"shapes": shapes}}, 422)
-            for shapes in ([], [0, 3], [["3"], 3], 3)
-        ),
-    ],
-)
-def test_odd_questions(served_lite: Served, question: dict[str, Any], status: int) -> None:
-    asked = {k: json.dumps(v) if k == "wanted" else v for k, v in question.items()}
-    assert look(served_lite, **asked).status == status
-    assert look(served_lite, file="x", wanted="[" * 9999).status == 422
+def test_hostile_records_are_refused(served_lite: Served) -> None:
+    for what, (key, data) in hostile().items():
+        answer = put(served_lite, key, data)
+        assert answer.status == 422 and "\n" not in answer.json["detail"], what
+    for method, odd in itertools.product(("PUT", "DELETE"), ("record/../x", "%2e%2e/x")):
+        answer = served_lite.ask(method, f"/api/records/{odd}", "admin", b"x")
+        assert answer.status in (404, 422), (method, odd)
+    assert keys(served_lite) == [] and "put" not in actions(served_lite)
 
 
 def test_mutated_records_are_refused_or_records(served_lite: Served) -> None:
@@ -162,139 +127,109 @@ def test_mutated_records_are_refused_or_records(served_lite: Served) -> None:
 
 
 def test_what_a_team_did_not_sign_is_refused_where_that_is_asked_for(lite: str) -> None:
-    team = KeyRing(secret=b"s" * 32, required=True)
-    with serving(lite, keyring=team) as served:
-        assert put(served, *named(record())).status == 422
-        assert put(served, *named(record(), OURS)).status == 422
-        assert put(served, *named(record(), KeyRing(secret=b"s" * 32))).status == 201
+    with serving(lite, keyring=replace(TEAM, required=True)) as served:
+        for keyring, status in ((NO_KEYS, 422), (OURS, 422), (TEAM, 201)):
+            assert put(served, *named(record(), keyring)).status == status
+
+
+def test_odd_questions(served_lite: Served) -> None:
+    for question, status in (
+        ({"file": "'; DROP TABLE items; --"}, 200),
+        *(({"file": odd}, 422) for odd in ("\0", "\x1b[2J", "a" * 5000)),
+        ({"id": "' OR 1=1"}, 422),
+        ({"file": "x", "wanted": "[" * 9999}, 422),
+        ({"wanted": '["x"]'}, 422),
+        ({"wanted": {"device.name": ["x"]}}, 422),
+        ({"wanted": {"mode": "train"}}, 422),  # of all records
+        ({"file": "x", "wanted": {"model": {"a": [1, None, {}]}}}, 200),
+        ({"family": "", "wanted": WHOLE}, 200),
+        ({"family": "", "wanted": {}}, 422),
+        ({"family": "", "wanted": {k: v for k, v in WHOLE.items() if k != "hooks"}}, 422),
+        *(
+            ({"family": "", "wanted": WHOLE | {"shapes": shapes}}, 422)
+            for shapes in ([], [0, 3], [["3"], 3], 3)
+        ),
+    ):
+        assert look(served_lite, **question).status == status, question
 
 
 def test_a_lookup_is_narrowed(served: Served) -> None:
     one = record()
     other = record(key=changed(KEY, "model", "cd" * 32), name="other.py:Net")
-    other = replace(other, target=replace(other.target, origin="fedcba98"))
     run = replace(other.key.task, command=("python", "train.py", "--epochs", "90"))
-    other = replace(other, key=replace(other.key, task=run))
-    for each in (one, other):
-        put(served, *named(each))
-    (first, _), (second, _) = named(one), named(other)
-    name, _ = Name.parse(first), Name.parse(second)
+    target = replace(other.target, origin="fedcba98")
+    other = replace(other, target=target, key=replace(other.key, task=run))
+    (first, _), (second, data) = named(one), named(other)
+    assert [put(served, *named(each)).status for each in (one, other)] == [201, 201]
+    name = Name.parse(first)
     assert name is not None
     for question, found in (
-        ({"model": KEY.model}, first),
-        ({"model": "cd" * 32}, second),
-        ({"file": "other.py"}, second),
-        ({"target": name.target[0]}, first),
-        ({"origins": [name.target[1], "00" * 6]}, first),
-        ({"command": command_digest(["python", "train.py", "--epochs", "3"])}, second),
-        ({"id": one.key.id[:4]}, first),
-        ({"id": one.key.id, "batch": 64}, first),
+        ({"model": KEY.model}, [first]),
+        ({"model": "cd" * 32}, [second]),
+        ({"file": "other.py"}, [second]),
+        ({"target": name.target[0]}, [first]),
+        ({"origins": [name.target[1], "00" * 6]}, [first]),
+        ({"command": command_digest(["python", "train.py", "--epochs", "3"])}, [second]),
+        ({"id": one.key.id[:4]}, [first]),
+        ({"id": one.key.id, "batch": 64}, [first]),
+        ({"id": one.key.id, "batch": 8}, []),
+        ({}, [second, first]),
     ):
-        assert list(items(look(served, **question))) == [found], question
-    assert items(look(served, id=one.key.id, batch=8)) == {}
-    assert set(items(look(served))) == {first, second}
-
-
-def test_every_version_of_a_record_comes(served_lite: Served) -> None:
-    versions = [record(), record(created=1.72e9), record(name="other.py:Net")]
-    for one in versions:
-        put(served_lite, *named(one))
-    found = items(look(served_lite, file="other.py"))
-    assert found == dict(map(named, versions))
-
-
-def test_an_answer_is_compressed_where_that_is_understood(served_lite: Served) -> None:
-    put(served_lite, *named(record()))
-    plain = look(served_lite, model=KEY.model)
-    packed = look(served_lite, model=KEY.model, headers={"Accept-Encoding": "gzip"})
-    assert "content-encoding" not in plain.headers
-    assert packed.headers["content-encoding"] == "gzip" and len(packed.data) < len(plain.data)
+        assert sorted(items(look(served, **question))) == sorted(found), question
+    versions = [named(record(key=other.key, name=n)) for n in ("other.py:Net", "b.py:Net")]
+    for each in versions:
+        put(served, *each)
+    assert items(look(served, file="b.py")) == {second: data, **dict(versions)}, "every version"
 
 
 def test_of_many_the_nearest_come(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MOST_NEAREST", 3)
-    others = [
-        changed(KEY, "device.name", "NVIDIA B200"),
-        changed(KEY, "mode", "infer"),
-        changed(changed(KEY, "mode", "infer"), "dtype", "float64"),
-        changed(KEY, "software.driver", "590.2"),
-        KEY,
+    infer = changed(KEY, "mode", "infer")
+    others = [changed(KEY, "device.name", "NVIDIA B200"), infer, changed(infer, "dtype", "float64")]
+    written = [
+        named(record(key=key, trials=0))
+        for key in (*others, changed(KEY, "software.driver", "590.2"), KEY)
     ]
-    written = [named(record(key=key, trials=0)) for key in others]
     for one in written:
         assert put(served, *one).status == 201
+    monkeypatch.setattr(records, "MAX_NEAREST", 3)
     query = Query(environment=ENVIRONMENT, model=KEY.model, given={"mode": "train"})
-    found = look(served, model=KEY.model, wanted=json.dumps(to_plain(query.stated)))
-    assert list(items(found)) == [written[4][0], written[3][0]]  # what fits, and nothing else
-    monkeypatch.setattr(records, "MOST_RECORDS", 1)
-    found = look(served, model=KEY.model, wanted=json.dumps(to_plain(query.stated)))
-    assert list(items(found)) == [written[4][0]]
-    wanted = to_plain(fields(KEY)) | {"optimizer": "adamw"}
-    found = look(served, model=KEY.model, wanted=json.dumps(wanted))
-    assert len(items(found)) == 3 and written[2][0] not in items(found)  # which differs the most
+    asked = {"model": KEY.model, "wanted": to_plain(query.stated)}
+    assert list(items(look(served, **asked))) == [written[4][0], written[3][0]]  # those that fit
+    found = items(look(served, model=KEY.model, wanted=WHOLE | {"optimizer": "adamw"}))
+    assert len(found) == 3 and written[2][0] not in found  # which differs the most
 
 
-def test_many_of_one_name_cost_no_more(served: Served) -> None:
+def test_many_of_a_name_cost_no_more(served_lite: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in records that are compared nor in what is sent, whatever the order they came in."""
-    for number in range(40):
+    monkeypatch.setattr(records, "MAX_RECORDS", 9)
+    for number in range(10):
         one = record(key=changed(KEY, "model", f"{number:064x}"), created=1.7e9 + number, trials=0)
         one = replace(one, target=replace(one.target, code=f"{number:02x}"))
-        put(served, *named(one))
-    wanted = json.dumps(to_plain(Query(environment=ENVIRONMENT).stated))
+        put(served_lite, *named(one))
+    wanted = to_plain(Query(environment=ENVIRONMENT).stated)
     asked = {"target": text_digest("model.py:Net"), "wanted": wanted}
-    (mine,) = items(look(served, **asked, code="03"))
+    (mine,) = items(look(served_lite, **asked, code="03"))
     assert f"/{3:064x}"[:13] in mine
-    assert len(items(look(served, **asked, code="ff"))) == records.MOST_NEAREST  # none is it
-    assert len(items(look(served, **asked))) == records.MOST_RECORDS
+    assert len(items(look(served_lite, **asked, code="ff"))) == records.MAX_NEAREST  # none is it
+    assert len(items(look(served_lite, **asked))) == records.MAX_RECORDS
     seen: list[str] = []
     fields_of = records._fields
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(records, "_fields", lambda known: seen.append(known) or fields_of(known))
-        other = json.dumps(to_plain(fields(KEY)) | {"mode": "infer"})
-        assert len(items(look(served, **asked | {"wanted": other}))) == records.MOST_NEAREST
-    assert len(seen) == 1
+    monkeypatch.setattr(records, "_fields", lambda known: seen.append(known) or fields_of(known))
+    found = items(look(served_lite, **asked | {"wanted": WHOLE | {"mode": "infer"}}))
+    assert len(found) == records.MAX_NEAREST and len(seen) == 1
 
 
-def test_records_from_before_a_field_was_added_are_found(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_of_older_versions(served_lite: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a client that knows the field, and by one that does not."""
-    put(served, *named(record()))
-    older = to_plain(fields(KEY))
+    put(served_lite, *named(record()))
     for module in (key_of, match):
         monkeypatch.setattr(module, "PLACE", (*PLACE, "flavour"))
     monkeypatch.setitem(key_of.ADDED, "flavour", "plain")
     records._fields.cache_clear()
-    for wanted in (older, older | {"flavour": "plain"}):
-        assert len(items(look(served, model=KEY.model, wanted=json.dumps(wanted)))) == 1
-        assert len(items(look(served, family="", wanted=json.dumps(wanted)))) == 1
+    for wanted in (WHOLE, WHOLE | {"flavour": "plain"}):
+        for question in ({"model": KEY.model}, {"family": ""}):
+            assert len(items(look(served_lite, **question, wanted=wanted))) == 1
     records._fields.cache_clear()
-
-
-def test_of_too_many_bytes_the_keys_are_told(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    several = dict(named(record(key=changed(KEY, "threads", n))) for n in range(5))
-    for one in several.items():
-        put(served, *one)
-    size = max(map(len, several.values()))
-    monkeypatch.setattr(records, "MOST_BYTES", 2 * size)
-    monkeypatch.setattr(records, "MOST_FETCHED", 3 * size)
-    found = items(look(served, model=KEY.model))
-    assert found.keys() == several.keys()
-    assert [data is not None for data in found.values()] == [True] * 2 + [False] * 3
-    fetched = items(served.ask("POST", "/api/records", "read", {"keys": list(several)}))
-    assert len(fetched) == 3
-
-
-def test_keys_have_pages(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = sorted(named(record(key=changed(KEY, "threads", n), trials=0))[0] for n in range(7))
-    for n in range(7):
-        put(served, *named(record(key=changed(KEY, "threads", n), trials=0)))
-    with served.database.reading() as session:
-        page, more = records.listed(session, "", 4)
-        rest, end = records.listed(session, page[-1], 4)
-    assert (page + rest, more, end) == (written, True, False)
 
 
 def test_bodies_are_bounded(served_lite: Served) -> None:
@@ -307,61 +242,117 @@ def test_bodies_are_bounded(served_lite: Served) -> None:
 HEAD = "PUT /api/records/record/0 HTTP/1.1\r\nHost: x\r\n"
 
 
-@pytest.mark.parametrize(
-    ("token", "body", "status"),
-    [
+def test_a_large_body_is_refused_before_it_comes(served_lite: Served) -> None:
+    """Without a valid token: many of them filled the server's memory."""
+    address = ("127.0.0.1", served_lite.port)
+    for token, body, status in (
         ("worker", "Content-Length: 1048577", 413),
         ("", "Content-Length: 1048577", 413),
         ("", "Content-Length: 1048576", 401),
         ("", "Transfer-Encoding: chunked", 401),
         ("adv_guessed", "Transfer-Encoding: chunked", 401),
         ("worker", "Transfer-Encoding: chunked", 413),
-    ],
-)
-def test_a_large_body_is_refused_before_it_comes(
-    served_lite: Served, token: str, body: str, status: int
-) -> None:
-    """Without a valid token: many of them filled the server's memory."""
-    known = served_lite.tokens.get(token, token)
-    with socket.create_connection(("127.0.0.1", served_lite.port), timeout=60) as client:
-        client.sendall(f"{HEAD}{body}\r\nAuthorization: Bearer {known}\r\n\r\n".encode())
-        if token == "worker" and "chunked" in body:
-            client.sendall(b"100001\r\n" + b"x" * 0x100001 + b"\r\n0\r\n\r\n")
-        assert client.recv(2**12).startswith(f"HTTP/1.1 {status}".encode())
+    ):
+        known = served_lite.tokens.get(token, token)
+        with socket.create_connection(address, timeout=60) as client:
+            client.sendall(f"{HEAD}{body}\r\nAuthorization: Bearer {known}\r\n\r\n".encode())
+            if token == "worker" and "chunked" in body:
+                client.sendall(b"100001\r\n" + b"x" * 0x100001 + b"\r\n0\r\n\r\n")
+            assert client.recv(2**12).startswith(f"HTTP/1.1 {status}".encode()), (token, body)
 
 
 def test_many_at_once_put_the_same(served: Served) -> None:
     key, data = named(record())
-    with ThreadPoolExecutor(12) as several:
-        said = list(several.map(lambda _: put(served, key, data).status, range(12)))
+    with ThreadPoolExecutor(12) as threads:
+        said = list(threads.map(lambda _: put(served, key, data).status, range(12)))
     assert sorted(said) == [200] * 11 + [201]
-    events = served.ask("GET", "/api/audit", "admin").json["events"]
-    assert [one["action"] for one in events].count("put") == 1
+    assert actions(served).count("put") == 1
 
 
-def test_a_database_that_is_away_is_said_and_not_shown(lite: str) -> None:
+def test_metrics_headers_and_a_database_that_is_away(lite: str) -> None:
     with serving(lite) as served:
+        put(served, *named(record()))
+        packed = look(served, model=KEY.model, headers={"Accept-Encoding": "gzip"})
+        assert packed.headers["content-encoding"] == "gzip"
+        for path in ("/healthz", "/nowhere/at/all", "/api/self"):
+            said = served.ask("GET", path).headers
+            assert said["content-security-policy"].startswith("default-src 'none'")
+            assert said["x-content-type-options"] == "nosniff"
+            assert said["cache-control"] == "no-store"
+        metrics = served.ask("GET", "/metrics", "read").data.decode()
+        assert "advisor_records 1.0" in metrics and "nowhere" not in metrics
+        assert 'route="/api/records/{key:path}",status="201"} 1.0' in metrics
+        assert 'advisor_jobs{state="queued"} 0.0' in metrics
         with served.database.writing() as session:
             session.execute(text("ALTER TABLE items RENAME TO elsewhere"))
-        answer = served.ask("GET", "/api/self", "read")
+        answer = served.ask("GET", "/api/records", "read")
     assert answer.status == 503 and answer.headers["retry-after"] == "1"
     assert answer.json == {"detail": "the server's database does not answer"}
 
 
-def test_metrics(lite: str) -> None:
-    with serving(lite) as served:
-        put(served, *named(record()))
-        served.ask("GET", "/nowhere/at/all")
-        said = served.ask("GET", "/metrics", "read").data.decode()
-    assert "advisor_records 1.0" in said
-    assert 'route="/api/records/{key:path}",status="201"} 1.0' in said
-    assert "nowhere" not in said
-    assert 'advisor_jobs{state="queued"} 0.0' in said
+ONE = f"{record_key(record()).replace('/', '-')}-{'ef' * 6}.{'09' * 6}"
+ALONE = f"{'ab' * 6}-{'cd' * 6}-1-{'ef' * 6}.{'09' * 6}"
+LARGE = b"\0" * 2**21
 
 
-def test_headers(served_lite: Served) -> None:
-    for path in ("/healthz", "/nowhere", "/api/self"):
-        said = served_lite.ask("GET", path).headers
-        assert said["content-security-policy"].startswith("default-src 'none'")
-        assert said["x-content-type-options"] == "nosniff" and said["cache-control"] == "no-store"
-        assert "server" not in said or said["server"] == "uvicorn"
+def send(served: Served, data: bytes, role: str = "worker", name: str = ONE) -> Answer:
+    return served.ask("PUT", f"/api/artifacts/{name}", role, data)
+
+
+def sizes(served: Served, **query: str) -> dict[str, int]:
+    asked = "&".join(f"{name}={value}" for name, value in query.items())
+    answer = served.ask("GET", f"/api/artifacts?{asked}", "read").json
+    assert answer["more"] is False
+    found: dict[str, int] = answer["sizes"]
+    return found
+
+
+def test_they_are_kept_replaced_and_removed_by_their_owner(served: Served) -> None:
+    place = f"/api/artifacts/{ONE}"
+    assert send(served, b"before").status == 201
+    assert send(served, LARGE).json == {"outcome": "replaced"}
+    assert served.ask("GET", place, "read").data == LARGE
+    assert sizes(served) == sizes(served, start=ONE[:-12]) == {ONE: len(LARGE)}
+    assert sizes(served, after=ONE) == sizes(served, start=ALONE[:-12]) == {}
+    assert sizes(served, start="-") == {}
+    assert served.ask("GET", "/api/artifacts?start=%25", "read").status == 422
+    assert send(served, b"the admin's", "admin").status == 200
+    refused = send(served, b"a worker's")
+    assert refused.status == 403 and "another token stored it" in refused.json["detail"]
+    assert served.ask("DELETE", place, "worker").status == 403  # another's by now
+    assert served.ask("GET", place, "read").data == b"the admin's"
+    assert served.ask("DELETE", place, "admin").status == 200
+    assert served.ask("GET", place, "read").status == 404 and sizes(served) == {}
+    assert served.ask("DELETE", place, "admin").status == 404
+    assert actions(served)[0] == "artifacts deleted"
+    assert [send(served, b"a worker's").status for _ in range(2)] == [201, 200]
+
+
+def test_who_may_send_how_much(served_lite: Served) -> None:
+    for role in ("read", "submit"):
+        for data in (LARGE, b"little"):
+            assert send(served_lite, data, role).status == 403
+    assert send(served_lite, b"", name="elsewhere").status == 422
+    assert send(served_lite, bytes(settings.MAX_ARTIFACTS + 1)).status == 413
+    assert sizes(served_lite) == {}
+
+
+def test_large_bodies_wait_for_each_other(served_lite: Served) -> None:
+    """Refused ones too, or none would come any more."""
+    served_lite.service.large = asyncio.Semaphore(1)
+    with ThreadPoolExecutor(4) as several:
+        sent = [several.submit(send, served_lite, LARGE, name=f"{ONE[:-1]}{n}") for n in range(4)]
+        assert [one.result().status for one in sent] == [201] * 4
+    assert [send(served_lite, data).status for data in (b"", LARGE)] == [400, 201]
+
+
+def test_they_go_a_day_after_their_record(served: Served) -> None:
+    put(served, *named(record()))
+    for name in (ONE, ALONE):
+        send(served, b"code", name=name)
+    for kept in ({ONE: 4, ALONE: 4}, {ONE: 4}):
+        with served.database.writing() as session:
+            blobs.tidy(session)
+        assert sizes(served) == kept
+        with served.database.writing() as session:
+            session.execute(update(ArtifactsRow).values(stored=0.0))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import namedtuple
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,22 +17,31 @@ from advisor.cache.config import Config
 from advisor.errors import AdvisorWarning
 from advisor.tuners.act import advice as acting
 from advisor.tuners.act.advice import Advice
-from advisor.tuners.act.advice_usage import PIECES, AdviceUsage, Served
+from advisor.tuners.act.advice_usage import AdviceUsage, Served
 from advisor.tuners.act.process_flags import PROCESS_FLAGS, ProcessFlags
 from advisor.tuners.act.replays import Replays
-from advisor.tuners.knobs import KNOBS, SearchContext
-from advisor.tuners.search.space import Space
-from tests import forks
+from advisor.tuners.knobs import KNOBS
 from tests.cache import examples
 
 
 @pytest.fixture(autouse=True)
-def flags_as_they_were() -> Iterator[None]:
+def flags_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two threads by default, which nobody has set."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(acting, "log_at_exit", lambda one: None)
     flags = [(knob.flag, knob.flag.now()) for knob in KNOBS if knob.flag is not None]
+    torch.set_num_threads(2)
     yield
     PROCESS_FLAGS.release()
     for flag, held in flags:
         (flag.back or flag.set)(held)
+
+
+def flags() -> tuple[Any, ...]:
+    cudnn = torch.backends.cudnn
+    precision = torch.get_float32_matmul_precision()
+    return cudnn.benchmark, cudnn.deterministic, precision, torch.get_num_threads()
 
 
 def train(advice: Advice, steps: int = 3) -> list[float]:
@@ -52,12 +59,7 @@ def train(advice: Advice, steps: int = 3) -> list[float]:
 
 
 def test_no_advice_changes_nothing() -> None:
-    before = (
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
-        torch.get_float32_matmul_precision(),
-        torch.get_num_threads(),
-    )
+    before = flags()
     advice = Advice(Config(), device="cpu", batch_size=4, served=Served(status="miss"))
     advice.set_flags()
     assert advice.optimizer == {} and advice.loader == {"batch_size": 4}
@@ -75,42 +77,7 @@ def test_no_advice_changes_nothing() -> None:
         optimizer.zero_grad()
         plain.append(float(loss.detach()))
     assert losses == plain
-    assert before == (
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
-        torch.get_float32_matmul_precision(),
-        torch.get_num_threads(),
-    )
-
-
-def test_flags_are_set_afresh() -> None:
-    Advice(Config(cudnn_benchmark=True, precision="tf32", threads=1), device="cpu").set_flags()
-    assert torch.backends.cudnn.benchmark
-    assert torch.backends.cuda.matmul.allow_tf32
-    assert torch.get_num_threads() == 1
-    Advice(Config(cudnn_benchmark=False, precision="default"), device="cpu").set_flags()
-    assert not torch.backends.cudnn.benchmark
-    assert not torch.backends.cuda.matmul.allow_tf32
-
-
-def test_channels_last_reaches_weights_and_batches() -> None:
-    advice = Advice(Config(channels_last=True), device="cpu")
-    mixed = nn.ModuleList([nn.Conv2d(3, 4, 3), nn.Conv3d(3, 4, 3), nn.Linear(3, 4)])
-    advice.prepare(mixed)
-    assert mixed[0].weight.is_contiguous(memory_format=torch.channels_last)
-    assert mixed[1].weight.is_contiguous(memory_format=torch.channels_last_3d)
-    x = advice.place(torch.randn(2, 3, 4, 5))
-    assert x.is_contiguous(memory_format=torch.channels_last)
-    assert advice.place(torch.randn(2, 3)).shape == (2, 3)
-
-
-def test_one_channel_is_laid_out_as_pytorch_does_it() -> None:
-    # Both layouts are contiguous with one channel: only the strides tell cuDNN which is meant.
-    advice = Advice(Config(channels_last=True), device="cpu")
-    x, model = torch.randn(2, 1, 4, 5), nn.Conv2d(1, 4, 3)
-    wanted = copy.deepcopy(model).to(memory_format=torch.channels_last)
-    assert advice.place(x).stride() == x.to(memory_format=torch.channels_last).stride()
-    assert advice.prepare(model).weight.stride() == wanted.weight.stride()
+    assert before == flags()
 
 
 def test_place_keeps_the_structure() -> None:
@@ -119,43 +86,8 @@ def test_place_keeps_the_structure() -> None:
     x = torch.randn(1, 2, 3, 4)
     for tree in ((x, 1), [x, "a"], {"a": x, "b": None}, pair(x, x), (x, {"deep": [x]})):
         placed = advice.place(tree)
+        assert advice.place(x).is_contiguous(memory_format=torch.channels_last)
         assert type(placed) is type(tree) and len(placed) == len(tree)
-
-
-def test_bf16_runs_under_autocast() -> None:
-    advice = Advice(Config(precision="bf16", batch_size=4), device="cpu", batch_size=4)
-    with advice.autocast():
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
-    assert all(loss < 10 for loss in train(advice))
-
-
-def test_every_knob_offers_torchs_own_behaviour_first() -> None:
-    offered = Space.of(SearchContext(device="cuda", capability=(9, 0), batches=(64, 128))).default
-    assert dict(offered) == {
-        "batch_size": 64,
-        "channels_last": False,
-        "cudnn_benchmark": False,
-        "cudnn_deterministic": False,
-        "fused_optimizer": False,
-        "precision": "default",
-        "step_graph": False,
-    }
-
-
-def test_knobs_have_distinct_names_and_say_what_they_are() -> None:
-    assert len({knob.name for knob in KNOBS}) == len(KNOBS)
-    assert all(knob.summary for knob in KNOBS)
-
-
-def test_compiling_keeps_the_names_of_the_weights() -> None:
-    model = nn.Linear(3, 4)
-    names = list(model.state_dict())
-    prepared = Advice(Config(compile="default"), device="cpu").prepare(model)
-    assert prepared is model
-    assert list(prepared.state_dict()) == names
-    assert model._compiled_call_impl is not None
-    plain = Advice(Config(compile="none"), device="cpu").prepare(nn.Linear(3, 4))
-    assert plain._compiled_call_impl is None
 
 
 def test_a_model_with_a_method_compile_of_its_own_is_compiled_as_any() -> None:
@@ -172,6 +104,8 @@ def test_a_model_with_a_method_compile_of_its_own_is_compiled_as_any() -> None:
 
     task = Advice(Config(compile="default"), device="cpu").prepare(Task())
     assert task._compiled_call_impl is not None
+    plain = Advice(Config(compile="none"), device="cpu").prepare(nn.Linear(3, 4))
+    assert plain._compiled_call_impl is None
     assert set(task.state_dict()) == {"net.weight", "net.bias"}
 
 
@@ -210,28 +144,6 @@ def test_a_generator_leaves_nothing_in_the_discriminator(precision: str) -> None
         torch.testing.assert_close(ours_, theirs_)
 
 
-def test_a_step_ends_as_the_plain_loop_does() -> None:
-    """Gradients of before do not count; those of the step can be read after it."""
-    model = nn.Linear(2, 1)
-    (optimizer,) = stepper(model)
-    advice = Advice(Config(), device="cpu")
-    model(torch.ones(1, 2)).sum().backward()
-    advice.step(model(torch.ones(1, 2)).sum(), optimizer)
-    assert model.weight.grad is not None and torch.equal(model.weight.grad, torch.ones(1, 2))
-
-
-@pytest.mark.parametrize("precision", ["default", "fp16"])
-def test_two_optimizers_on_one_loss(precision: str) -> None:
-    generator, discriminator = adversaries()
-    before = generator.weight.detach().clone(), discriminator.weight.detach().clone()
-    advice = Advice(Config(precision=precision), device="cpu")
-    advice.step(
-        discriminator(generator(torch.ones(1, 2))).sum(), *stepper(generator, discriminator)
-    )
-    assert not torch.equal(generator.weight, before[0])
-    assert not torch.equal(discriminator.weight, before[1])
-
-
 def one_step(advice: Advice, how: str) -> None:
     model = advice.prepare(nn.Linear(2, 1))
     (optimizer,) = stepper(model)
@@ -252,26 +164,18 @@ def one_step(advice: Advice, how: str) -> None:
         schedule.step()
 
 
-def test_fp16_without_a_scaler_is_named_once() -> None:
+def test_fp16_without_a_scaler_is_named_once_and_the_script_s_hook_stays() -> None:
     advice = Advice(Config(precision="fp16"), device="cpu")
-    with pytest.warns(AdvisorWarning, match="without a scaler") as said:
-        one_step(advice, "plain")
-    assert len(said) == 1
-    assert any(
-        "step" in line and line.startswith("not in effect") for line in advice.report().splitlines()
-    )
-
-
-def test_a_hook_of_the_script_s_own_outlives_what_looks_for_a_scaler() -> None:
-    advice = Advice(Config(precision="fp16"), device="cpu")
-    with advice.autocast():
+    with advice.autocast():  # what looks for a scaler is there
         pass
     theirs: list[torch.optim.Optimizer] = []
     hook = register_optimizer_step_post_hook(lambda optimizer, *_: theirs.append(optimizer))
-    with pytest.warns(AdvisorWarning, match="without a scaler"):
+    with pytest.warns(AdvisorWarning, match="without a scaler") as said:
         one_step(advice, "plain")
     hook.remove()
-    assert len(theirs) == 2
+    assert len(said) == 1 and len(theirs) == 2
+    lines = advice.report().splitlines()
+    assert any("step" in line and line.startswith("not in effect") for line in lines)
 
 
 @pytest.mark.parametrize("how", ["step", "scaler", "own"])
@@ -296,16 +200,6 @@ def served(config: Config, **more: Any) -> Advice:
     return Advice(config, device="cpu", served=Served(**known | more))
 
 
-@pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads by default, which nobody has set."""
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(acting, "log_at_exit", lambda one: None)
-    torch.set_num_threads(2)
-
-
-@pytest.mark.usefixtures("threads")
 def test_a_reason_claims_what_is_in_force_only() -> None:
     advice = served(TORCHS.replace(precision="bf16", channels_last=True, threads=1))
     assert "not in force yet; 1.84x" in advice.reason
@@ -320,24 +214,6 @@ def test_a_reason_claims_what_is_in_force_only() -> None:
     assert "in effect: threads=1" in advice.report()
 
 
-@pytest.mark.usefixtures("threads")
-def test_advice_that_is_the_default_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_any: object) -> None:
-        raise AssertionError("changed")
-
-    torch.backends.cudnn.benchmark = True  # the user's own, which torch's default is not
-    advice = served(TORCHS)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "set_num_threads", never)
-        patch.setattr(torch, "set_float32_matmul_precision", never)
-        patch.setattr(torch, "use_deterministic_algorithms", never)
-        advice.set_flags()
-        advice.prepare(nn.Conv2d(1, 1, 1))
-    assert torch.backends.cudnn.benchmark
-    assert advice.reason == "1.84x torch's default at batch 128"
-
-
-@pytest.mark.usefixtures("threads")
 def test_flags_of_a_script_that_prepares_nothing_are_replaced_once_it_does() -> None:
     advice = served(
         TORCHS.replace(precision="bf16"),
@@ -350,26 +226,6 @@ def test_flags_of_a_script_that_prepares_nothing_are_replaced_once_it_does() -> 
     assert torch.backends.cuda.matmul.allow_tf32  # bf16 runs over it
 
 
-def test_what_is_handed_over_sets_all_flags_and_waits_for_no_piece() -> None:
-    """A framework's loop follows the rest: the end of the process has nothing to complain of."""
-    advice = served(TORCHS.replace(precision="bf16", cudnn_benchmark=True), flags=TORCHS)
-    advice.hand_over()
-    assert torch.backends.cudnn.benchmark
-    assert torch.get_float32_matmul_precision() == "high"
-    assert advice.reason == "1.84x torch's default at batch 128"
-    assert advice.report().splitlines()[1:3] == ["in effect: bf16", "in effect: cudnn_benchmark"]
-
-
-@pytest.mark.usefixtures("threads")
-def test_a_lookup_that_set_no_flags_sets_none_when_it_prepares() -> None:
-    advice = served(
-        TORCHS.replace(threads=1), flags=TORCHS.replace(threads=1, cudnn_benchmark=True)
-    )
-    advice.prepare(nn.Linear(1, 1))
-    assert torch.get_num_threads() == 2 and not torch.backends.cudnn.benchmark
-
-
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("how", ["OMP_NUM_THREADS", "set_num_threads"])
 def test_threads_that_the_user_set_stay(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how == "set_num_threads":
@@ -380,51 +236,13 @@ def test_threads_that_the_user_set_stay(how: str, monkeypatch: pytest.MonkeyPatc
     advice = served(TORCHS.replace(threads=1))
     advice.set_flags()
     assert torch.get_num_threads() == before
-    who = "as it was set" if how == "set_num_threads" else "the environment sets it"
-    assert f"not by this advice: threads={before} stays, {who}; advised is threads=1" in (
+    who = "it was set before" if how == "set_num_threads" else "the environment sets it"
+    assert f"not by this advice: threads={before} stays: {who}; advised is threads=1" in (
         advice.report()
     )
     assert f"threads={before} stays" in advice.reason and "in force (flags)" not in advice.reason
 
 
-@pytest.mark.usefixtures("threads")
-def test_threads_that_the_user_set_stay_when_other_flags_are_put_back() -> None:
-    torch.set_num_threads(3)
-    advice = served(TORCHS.replace(precision="bf16"), flags=TORCHS.replace(threads=1))
-    advice.set_flags()
-    advice.prepare(nn.Linear(1, 1))
-    assert torch.get_num_threads() == 3
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("how", ["OMP_NUM_THREADS", "set_num_threads"])
-def test_threads_that_were_so_already_are_not_claimed(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.set_num_threads(1)
-    if how == "OMP_NUM_THREADS":
-        monkeypatch.setenv(how, "1")
-    advice = served(
-        TORCHS.replace(threads=1, channels_last=True),
-        status="stale",
-        reason="1.84x; measured elsewhere: threads 2 -> 1",
-    )
-    advice.set_flags()
-    assert "threads" not in PROCESS_FLAGS.config
-    who = "as it was set" if how == "set_num_threads" else "the environment sets it"
-    so = f"threads=1 was so already: {who}"
-    assert advice.reason == (
-        f"not in force yet; 1.84x (stale) once the loop also calls prepare, batches; but {so}"
-    )
-    lines = advice.report().splitlines()
-    assert f"not by this advice: {so}; advised is threads=1" in lines
-    assert "stale: 1.84x; measured elsewhere: threads 2 -> 1" in lines
-    train(advice)
-    assert advice.reason == f"1.84x; measured elsewhere: threads 2 -> 1; but {so}"
-    assert not any(line.startswith("stale") for line in advice.report().splitlines())
-
-
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("later", [2, 3])
 def test_what_is_changed_after_it_was_set_is_not_in_effect(later: int) -> None:
     advice = served(TORCHS.replace(threads=1, precision="tf32"))
@@ -432,7 +250,7 @@ def test_what_is_changed_after_it_was_set_is_not_in_effect(later: int) -> None:
     advice.prepare(nn.Linear(1, 1))
     assert "in effect: threads=1" in advice.report()
     torch.set_num_threads(later)
-    now = f"threads={later} now, as it was set since"
+    now = f"threads={later} now: it was set since"
     assert advice.reason == f"1.84x torch's default at batch 128; but {now}"
     assert f"not by this advice: {now}; advised is threads=1" in advice.report()
     assert "in effect: threads=1" not in advice.report() and "in effect: tf32" in advice.report()
@@ -440,46 +258,12 @@ def test_what_is_changed_after_it_was_set_is_not_in_effect(later: int) -> None:
     assert torch.get_num_threads() == later
     torch.set_num_threads(1)
     assert "in effect: threads=1" in advice.report()
+    other = served(TORCHS.replace(threads=3))
+    other.set_flags()
+    assert "threads=3 now: other advice set it since" in advice.report()
+    assert "in effect: threads=3" in other.report()
 
 
-@pytest.mark.usefixtures("threads")
-def test_every_flag_is_read_back() -> None:
-    values = {"precision": "tf32", "cudnn_benchmark": True, "cudnn_deterministic": True}
-    default = TORCHS.replace(cudnn_deterministic=False)
-    advice = served(default.replace(**values), default=default)
-    advice.set_flags()
-    assert [line[:9] for line in advice.report().splitlines()[1:-1]] == ["in effect"] * 3
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = False
-    now = (
-        "precision (matmul=ieee conv=tf32 rnn=tf32) now, as it was set since",
-        "cudnn_benchmark=False now, as it was set since",
-        "cudnn_deterministic (False) now, as it was set since",
-    )
-    assert advice.reason == f"1.84x torch's default at batch 128; but {'; '.join(now)}"
-
-
-@pytest.mark.usefixtures("threads")
-def test_flags_that_were_changed_are_claimed_no_more() -> None:
-    advice = served(TORCHS.replace(threads=1, channels_last=True))
-    advice.set_flags()
-    assert advice.reason.startswith("1.10x in force (flags)")
-    torch.set_num_threads(3)
-    assert advice.reason.startswith("not in force yet")
-
-
-@pytest.mark.usefixtures("threads")
-def test_flags_that_other_advice_has_set_since_are_its_own() -> None:
-    first = served(TORCHS.replace(threads=1), flags=TORCHS.replace(threads=1))
-    first.set_flags()
-    second = served(TORCHS.replace(threads=3))
-    second.set_flags()
-    assert "threads=3 now, as other advice set it since" in first.report()
-    assert "in effect: threads=3" in second.report()
-
-
-@pytest.mark.usefixtures("threads")
 def test_no_speed_up_is_claimed_where_no_flag_was_set() -> None:
     """Looked up alone, and one whose flags alone are torch's own."""
     advice = served(TORCHS.replace(threads=1))
@@ -491,7 +275,6 @@ def test_no_speed_up_is_claimed_where_no_flag_was_set() -> None:
     assert "not in effect: threads=1: advice.prepare not used" in advice.report()
 
 
-@pytest.mark.usefixtures("threads")
 def test_no_speed_up_is_claimed_for_another_model() -> None:
     good = examples.record()
     advice = served(TORCHS.replace(threads=1), record=good)
@@ -504,7 +287,6 @@ def test_no_speed_up_is_claimed_for_another_model() -> None:
     assert advice.report().splitlines()[0] == advice.reason
 
 
-@pytest.mark.usefixtures("threads")
 def test_what_was_put_in_force_is_released() -> None:
     """To what was there before the first; what others have changed since is theirs."""
     torch.backends.cudnn.benchmark = True
@@ -529,78 +311,39 @@ def test_what_was_put_in_force_is_released() -> None:
     assert torch.get_num_threads() == 3
 
 
-@pytest.mark.usefixtures("threads")
-def test_what_the_user_changed_between_two_is_what_comes_back() -> None:
-    in_force = ProcessFlags()
-    in_force.put(Config(threads=1))
-    torch.set_num_threads(3)
-    in_force.put(Config(threads=1))
-    in_force.release()
-    assert torch.get_num_threads() == 3
-
-
-@pytest.mark.usefixtures("threads")
-def test_threads_that_an_advice_set_are_not_the_user_s() -> None:
-    for threads in (1, 2, 1):
-        served(TORCHS.replace(threads=threads, precision="tf32")).set_flags()
-    assert torch.get_num_threads() == 1
-
-
-@pytest.mark.usefixtures("threads")
-def test_measuring_sets_every_row() -> None:
-    torch.set_num_threads(3)
-    Advice(TORCHS, device="cpu").set_flags()
-    assert torch.get_num_threads() == 2
-
-
-def test_every_row_says_which_piece_it_needs() -> None:
-    wide = SearchContext(
-        device="cuda", capability=(9, 0), batches=(1, 2), full=True, compiles=True, threads=1
-    )
-    for knob in KNOBS:
-        for value in knob.values(wide)[1:]:
-            one = AdviceUsage(advised=((knob, value),), served=Served())
-            assert one.missing(knob, value), knob.name
-            one.used.update(PIECES)
-            assert not one.missing(knob, value)
-
-
-SCRIPT = """
-import logging, sys
-from advisor.cache.config import Config
-from advisor.tuners.act.advice import Advice
-from advisor.tuners.act.advice_usage import Served
-from torch import nn
-
-logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
-default = Config(channels_last=False)
-served = Served(reason="2.00x", default=default)
-advice = Advice(Config(channels_last=True), device="cpu", served=served)
-if sys.argv[1] != "none":
-    advice.prepare(nn.Conv2d(1, 1, 1))
-if sys.argv[1] == "all":
-    list(advice.batches([]))
-if sys.argv[1] == "none":
-    Advice(default, device="cpu", served=served).set_flags()
-    Advice(Config(channels_last=True), device="cpu").set_flags()
-"""
+HALF_USED = "2.00x; once the loop also calls batches; without effect: channels_last"
 
 
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("all", "INFO advisor advice at the end: 2.00x\n"),
-        (
-            "half",
-            "WARNING advisor advice at the end: 2.00x; once the loop also calls batches; "
-            "without effect: channels_last\n",
-        ),
-        ("none", ""),
+        ("all", [("INFO", "advice at the end: 2.00x")]),
+        ("half", [("WARNING", f"advice at the end: {HALF_USED}")]),
+        ("none", []),
     ],
 )
-def test_the_end_of_a_script_is_told_in_one_line(how: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    assert forks.run(tmp_path / "train.py", how).stderr == said
+def test_the_end_of_a_script_is_told_in_one_line(
+    how: str,
+    said: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ended: list[AdviceUsage] = []
+    monkeypatch.setattr(acting, "log_at_exit", ended.append)
+    default, advised = Config(channels_last=False), Config(channels_last=True)
+    known = Served(reason="2.00x", default=default)
+    advice = Advice(advised, device="cpu", served=known)
+    if how == "none":
+        Advice(default, device="cpu", served=known).set_flags()
+        Advice(advised, device="cpu").set_flags()
+    else:
+        advice.prepare(nn.Conv2d(1, 1, 1))
+    if how == "all":
+        list(advice.batches([]))
+    caplog.set_level("INFO")
+    for one in ended:
+        one.log()
+    assert [(record.levelname, record.message) for record in caplog.records] == said
 
 
 class Replaying(nn.Linear):

@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder that a script saves to: it has checkpoints of an earlier run."""
     folder = tmp_path / "out"
     (folder / "checkpoint-1").mkdir(parents=True)
-    for name in ("last.pt", "best.pth", "checkpoint-1/model.safetensors"):
+    for name in NAMES:
         (folder / name).write_text("the user's")
         os.utime(folder / name, (1, 1))
     monkeypatch.chdir(folder)
@@ -45,11 +46,8 @@ def users(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in files}
 
 
-BEFORE = {
-    "last.pt": "the user's",
-    "best.pth": "the user's",
-    "checkpoint-1/model.safetensors": "the user's",
-}
+NAMES = ("last.pt", "best.pth", "checkpoint-1/model.safetensors")
+BEFORE = dict.fromkeys(NAMES, "the user's")
 
 
 def test_what_is_saved_is_loaded_and_replaces_nothing(out: Path) -> None:
@@ -110,72 +108,73 @@ def test_a_trainers_folder_is_renamed_with_what_is_in_it(out: Path) -> None:
     assert not Path("checkpoint-2").exists()
 
 
-def test_safetensors(out: Path) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is ",
+    "ignore:Detected an existing",
+    "ignore:TypedStorage is deprecated",
+)
+def test_what_libraries_save(out: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
     from safetensors import numpy as arrays
     from safetensors import torch as tensors
 
     path = "checkpoint-1/model.safetensors"
     tensors.save_file(ONE, path)
-    assert tensors.load_file(path)["step"].item() == 1.0
-    assert arrays.load_file(path)["step"].item() == 1.0
+    assert tensors.load_file(path)["step"].item() == arrays.load_file(path)["step"].item() == 1.0
     tensors.save_model(torch.nn.Linear(1, 1), "model.safetensors")
     tensors.load_model(torch.nn.Linear(1, 1), "model.safetensors")
-    assert users(out) == BEFORE
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
-def test_distributed_checkpoints(out: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
     for saved in (ONE, TWO):  # the second one over the first
-        dcp.save(dict(saved), checkpoint_id=out / "sharded", no_dist=True)
+        dcp.save(dict(saved), checkpoint_id=out / "sharded")
     state = {"step": torch.zeros(1)}
-    dcp.load(state, checkpoint_id=out / "sharded", no_dist=True)
-    assert (float(state["step"]), users(out)) == (2.0, BEFORE)
-
-
-def test_lightnings(out: Path) -> None:
-    from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-
+    dcp.load(state, checkpoint_id=out / "sharded")
     saver = TorchCheckpointIO()
     saver.save_checkpoint(ONE, out / "last.pt")
     assert float(saver.load_checkpoint(out / "last.pt")["step"]) == 1.0
-    assert users(out) == BEFORE
+    assert (float(state["step"]), users(out)) == (2.0, BEFORE)
 
 
-def test_a_trainers_checkpoints_of_transformers_with_all_their_files(out: Path) -> None:
-    transformers = pytest.importorskip(
-        "transformers", reason="NOT CHECKED: transformers is not installed"
-    )
-    folder = out / "trained"
-    (folder / "checkpoint-2").mkdir(parents=True)
-    kept = [folder / "checkpoint-2" / name for name in ("trainer_state.json", "optimizer.pt")]
-    kept += [folder / "config.json", folder / "model.safetensors"]
-    for one in kept:
-        one.write_text("the user's")
-        os.utime(one, (1, 1))
-    before = users(out)
-    config = transformers.GPT2Config(
-        vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0
-    )
-    how = transformers.TrainingArguments(
-        output_dir=str(folder),
-        max_steps=4,
-        save_steps=2,
-        save_total_limit=1,
-        per_device_train_batch_size=2,
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    sample = {"input_ids": torch.arange(8), "labels": torch.arange(8)}
-    model = transformers.GPT2LMHeadModel(config)
-    trainer = transformers.Trainer(model=model, args=how, train_dataset=[sample] * 8)
-    trainer.train()
-    trainer.save_model()
-    trainer.save_state()
+class Trainer:
+    """What is patched of transformers' own: it keeps the newest checkpoint of a folder."""
+
+    args = SimpleNamespace(output_dir="trained")
+
+    def _get_output_dir(self) -> str:
+        return self.args.output_dir
+
+    def save_model(self, output_dir: str | None = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        torch.save(ONE, folder / "optimizer.pt")
+
+    def train(self) -> None:
+        folder = Path(self._get_output_dir())
+        for number in (3, 4):
+            self.save_model(str(folder / f"checkpoint-{number}"))
+            for old in sorted(folder.glob("checkpoint-*"))[:-1]:
+                shutil.rmtree(old)
+
+
+def test_transformers_removes_and_replaces_no_checkpoint_of_the_user(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (out / "trained" / "checkpoint-2").mkdir(parents=True)
+    for name in ("checkpoint-2/trainer_state.json", "checkpoint-2/optimizer.pt", "config.json"):
+        (out / "trained" / name).write_text("the user's")
+    module = ModuleType("transformers.trainer")
+    module.__dict__["Trainer"] = Trainer
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    before, scratch = users(out), tmp_path / "command" / "checkpoints"
+    redirection = Redirection(scratch)
+    redirection.install()
+    try:
+        Trainer().train()
+        Trainer().save_model()
+    finally:
+        redirection.uninstall()
     assert users(out) == before
-    assert [one.name for one in folder.iterdir() if one.is_dir()] == ["checkpoint-2"]
+    assert {one.parent.name for one in scratch.rglob("*.pt")} == {"trained", "checkpoint-4"}
 
 
 def test_it_leaves_what_was_patched_after_it(tmp_path: Path) -> None:

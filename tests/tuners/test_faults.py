@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from advisor.tuners.faults import where
+from advisor.tuners.faults import is_config_error, may_be_config_error, where
 
 SOURCES = {
     "raised here": ("def step():\n    raise ValueError('bad')\nstep()\n", "train.py:2"),
@@ -28,3 +29,18 @@ def test_the_innermost_line_of_the_users_own(tmp_path: Path, name: str) -> None:
 
 def test_what_came_through_none_has_no_line() -> None:
     assert where(ValueError("never raised")) == ""
+
+
+@pytest.mark.parametrize(
+    ("exc", "is_it", "may_be"),
+    [
+        (torch._dynamo.exc.InternalTorchDynamoError("in the compiler"), True, True),
+        (torch.OutOfMemoryError("no memory left"), True, True),
+        (RuntimeError("view size"), False, True),
+        (NotImplementedError("on this device"), False, True),
+        (ValueError("bad batch"), False, False),
+        (RecursionError("a RuntimeError too"), False, False),
+    ],
+)
+def test_what_a_config_may_be_the_cause_of(exc: Exception, is_it: bool, may_be: bool) -> None:
+    assert (is_config_error(exc), may_be_config_error(exc)) == (is_it, may_be)

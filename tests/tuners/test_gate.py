@@ -1,13 +1,13 @@
-"""Which calls of a model reach its compiled code."""
+"""Which blocks of a model are compiled, and which of its calls reach the compiled code."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torchvision
 from torch import Tensor, nn
 
 from advisor.cache.config import Config
@@ -16,9 +16,10 @@ from advisor.tuners.act import gate
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.act.compiled import graphs_compiled
-from advisor.tuners.act.gate import Gate, Signatures, of_any_size, signature
+from advisor.tuners.act.gate import signature
 from advisor.tuners.act.pilot.loop_observer import TrainedModel
 from advisor.tuners.act.pilot.switch import ConfigSwitch
+from advisor.tuners.compiling import repeated
 from advisor.tuners.decisions import MIN_OBSERVED_STEPS
 from tests.cache.examples import record
 
@@ -86,28 +87,17 @@ def epoch(net: Net, optimizer: torch.optim.Optimizer, sizes: list[int]) -> None:
 EPOCH = [FULL] * 6 + [SHORT]
 
 
-def switched(net: Net, optimizer: torch.optim.Optimizer) -> ConfigSwitch:
-    cpu = torch.device("cpu")
-    return ConfigSwitch([TrainedModel(net, net)], [optimizer], OWN, cpu, lambda _given: None)
+Trained = tuple[Net, torch.optim.Optimizer, ConfigSwitch]
 
 
-def test_short_batches_and_evaluation_never_reach_compiled_code(backend: Backend) -> None:
-    net = Net()
+@pytest.fixture
+def trained() -> Iterator[Trained]:
+    """A model, its optimizer, and what sets configs in them."""
+    net, cpu = Net(), torch.device("cpu")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    switch = switched(net, optimizer)
-    epoch(net, optimizer, EPOCH)
-    switch.set(COMPILED)
-    epoch(net, optimizer, EPOCH)
-    compiled = graphs_compiled()
-    for _ in range(2):
-        net.ran.clear()
-        epoch(net, optimizer, EPOCH)
-        assert net.ran == [SHORT, 3, FULL]
-    assert graphs_compiled() == compiled
-    assert backend.made == [FULL]
-    assert backend.called == [0] * 18
+    switch = ConfigSwitch([TrainedModel(net, net)], [optimizer], OWN, cpu, lambda _given: None)
+    yield net, optimizer, switch
     switch.release()
-    assert "_compiled_call_impl" not in vars(net)
 
 
 @pytest.mark.parametrize(("recorded", "made"), [(True, [FULL]), (False, [FULL, 3])])
@@ -128,22 +118,9 @@ def test_the_same_in_a_loop_of_ones_own(recorded: bool, made: list[int], backend
     assert backend.called.count(0) == 18
 
 
-def test_the_most_frequent_signature_is_compiled_first(backend: Backend) -> None:
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    switch = switched(net, optimizer)
-    epoch(net, optimizer, EPOCH)
-    switch.set(COMPILED)
-    epoch(net, optimizer, [SHORT, FULL, FULL])
-    assert backend.made == [FULL]
-    switch.release()
-
-
-def test_a_second_signature_is_compiled_once_it_is_frequent(backend: Backend) -> None:
+def test_a_frequent_second_signature_is_compiled(backend: Backend, trained: Trained) -> None:
     """Each has code for its own size: the first is not called for any size from then on."""
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    switch = switched(net, optimizer)
+    net, optimizer, switch = trained
     epoch(net, optimizer, [FULL] * 9)
     switch.set(COMPILED)
     epoch(net, optimizer, [FULL] * 9 + [SHORT] * (MIN_OBSERVED_STEPS - 1))
@@ -151,21 +128,15 @@ def test_a_second_signature_is_compiled_once_it_is_frequent(backend: Backend) ->
     epoch(net, optimizer, [SHORT, FULL, SHORT])
     assert backend.made == [FULL, SHORT]
     assert backend.called[-3:] == [1, 0, 1]
-    switch.release()
 
 
-def test_what_vary_is_compiled_for_any_size_where_that_is_set(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    switch = switched(net, optimizer)
+def test_dynamic_shapes_are_compiled_for_any_size(backend: Backend, trained: Trained) -> None:
+    net, optimizer, switch = trained
     epoch(net, optimizer, [8, 7, 6])
     switch.set(COMPILED.replace(dynamic_shapes=True))
     epoch(net, optimizer, [5, 4, 3, 1])
     assert len(backend.made) == 1
     assert backend.called == [0, 0, 0]
-    switch.release()
 
 
 def test_a_checkpoint_calls_again_what_it_called(backend: Backend) -> None:
@@ -186,10 +157,8 @@ def test_a_checkpoint_calls_again_what_it_called(backend: Backend) -> None:
     assert net.inner.ran == [SHORT] * 2 * (MIN_OBSERVED_STEPS - 1)
 
 
-def test_what_is_forgotten_is_freed_and_compiled_again(backend: Backend) -> None:
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    switch = switched(net, optimizer)
+def test_what_is_forgotten_is_freed_and_compiled_again(backend: Backend, trained: Trained) -> None:
+    net, optimizer, switch = trained
     other = COMPILED.replace(precision="bf16")
     for config in (COMPILED, other):
         switch.set(config)
@@ -204,65 +173,63 @@ def test_what_is_forgotten_is_freed_and_compiled_again(backend: Backend) -> None
     epoch(net, optimizer, [FULL] * 2)
     assert len(backend.made) == made + 1
     assert backend.called[-2:] == [made, made]
-    switch.release()
 
 
-def test_configs_of_the_same_code_share_it(backend: Backend) -> None:
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    switch = switched(net, optimizer)
-    fused = COMPILED.replace(fused_optimizer=True)
-    for config in (COMPILED, fused, COMPILED):
-        switch.set(config)
-        epoch(net, optimizer, [FULL])
-    switch.set(fused)
-    switch.forget(COMPILED)
-    epoch(net, optimizer, [FULL])
-    assert backend.made == [FULL]
-    switch.release()
+X = torch.zeros(2)
+CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    *(((one,), {}) for one in (X, torch.zeros(3), torch.zeros(2, requires_grad=True), True, False)),
+    *(((one,), {}) for one in (X.double(), None, 1, [X], (X,), {"x": X}, {"x": torch.zeros(3)})),
+    *(((), {name: True}) for name in ("a", "b")),
+]
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "alike"),
-    [
-        (((torch.zeros(2),), {}), ((torch.ones(2),), {}), True),
-        (((torch.zeros(2),), {}), ((torch.zeros(3),), {}), False),
-        (((torch.zeros(2),), {}), ((torch.zeros(2).double(),), {}), False),
-        (((torch.zeros(2),), {}), ((torch.zeros(2, requires_grad=True),), {}), False),
-        (((1,), {}), ((2,), {}), True),
-        (((True,), {}), ((False,), {}), False),
-        (((None,), {}), ((1,), {}), False),
-        (((), {"a": True}), ((), {"b": True}), False),
-        ((([torch.zeros(2)],), {}), (((torch.zeros(2),),), {}), False),
-        ((({"x": torch.zeros(2)},), {}), (({"x": torch.zeros(3)},), {}), False),
-    ],
-)
-def test_signatures(one: Any, other: Any, alike: bool) -> None:
-    assert (signature(*one) == signature(*other)) is alike
+def test_signatures() -> None:
+    assert len({signature(*call) for call in CALLS}) == len(CALLS)
+    assert signature((X,), {}) == signature((torch.ones(2),), {})
+    assert signature((1,), {}) == signature((2,), {})
 
 
-def test_sizes_that_do_not_count() -> None:
-    def of(*sizes: int) -> gate.Signature:
-        return of_any_size(signature((torch.zeros(sizes),), {}))
+class Block(nn.Module):
+    def __init__(self, width: int = 8, rate: float = 0.0, index: int = 0) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.Tanh())
+        self.rate, self.index = rate, index
 
-    assert of(8, 4) == of(5, 3)
-    assert of(8, 4) != of(1, 4)
-    assert of(8, 4) != of(8)
-
-
-def test_counts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "_MOST_SIGNATURES", 4)
-    found = Signatures()
-    for n in range(20):
-        found.add((n,))
-        found.add(("often",))
-    assert found.frequent() == {("often",)}
-    assert found.calls == 40
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (1 - self.rate) * self.body(x)
 
 
-def test_a_copy_of_a_model_has_no_gate() -> None:
-    net = Net()
-    net.compile(backend="eager")
-    gate.attach(net, sizes=True, inference=False)
-    assert isinstance(net._compiled_call_impl, Gate)
-    assert copy.deepcopy(net)._compiled_call_impl is None
+def blocks(count: int) -> list[nn.Module]:
+    return [Block(index=at) for at in range(count)]
+
+
+def transformer(layers: int) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    return nn.Sequential(nn.Linear(4, 16), encoder, nn.Linear(16, 4))
+
+
+def swapped() -> nn.Module:
+    """Two kinds in turn, of which one is there often enough."""
+    return nn.ModuleList(Block(8 if at % 3 else 16) for at in range(8))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "a transformer": (lambda: transformer(6), 6),
+    "three are few": (lambda: transformer(3), 0),
+    "by their kinds": (swapped, 5),
+    "a deep one": (torchvision.models.resnet152, 35 + 7),
+    "other rates": (lambda: nn.ModuleList(Block(rate=at / 10) for at in range(6)), 0),
+    "numbered": (lambda: nn.ModuleList(blocks(6)), 6),
+    "single layers": (lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), 0),
+    "nested": (lambda: nn.ModuleList(nn.Sequential(*blocks(4)) for _ in range(4)), 4),
+    "lazy": (lambda: nn.ModuleList(nn.Sequential(nn.LazyLinear(2)) for _ in range(4)), 4),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_repeated(name: str) -> None:
+    make, count = MODELS[name]
+    with torch.device("meta"):
+        found = repeated(make())
+    assert len(found) == count

@@ -9,7 +9,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,10 @@ def fill(folder: Path, count: int = 5) -> list[JournaledTrial]:
     return [told(journal, number) for number in range(count)]
 
 
+def speeds(trials: Iterable[JournaledTrial]) -> dict[Config, float]:
+    return {one.trial.config: one.trial.measurement.samples_per_s for one in trials}
+
+
 def told(journal: Journal, number: int) -> JournaledTrial:
     """A trial that is told; every second one was compared, every third one had a turn only."""
     asked = journal.ask(CONFIGS[number])
@@ -56,73 +60,45 @@ def told(journal: Journal, number: int) -> JournaledTrial:
 def again(folder: Path) -> tuple[dict[Config, float], str]:
     """What the next run finds, and what it is told."""
     study, notice = open_study(folder, "s")
-    found = [one.trial for one in Journal(study, SPACE).resume()]
-    return {t.config: t.measurement.samples_per_s for t in found}, notice
+    return speeds(Journal(study, SPACE).resume()), notice
 
 
 def test_a_whole_journal_is_read_back_as_it_was(tmp_path: Path) -> None:
     known = fill(tmp_path)
     study = open_study(tmp_path, "s")[0]
     assert Journal(study, SPACE).resume() == known
-    assert [list(t.intermediate_values.values()) for t in study.trials][:2] == [
-        [1.0, 1.1],
-        [2.0, 2.1],
-    ]
+    turns = [list(one.intermediate_values.values()) for one in study.trials]
+    assert turns[:2] == [[1.0, 1.1], [2.0, 2.1]]
     assert again(tmp_path)[1] == ""
     assert [path.name for path in tmp_path.iterdir()] == ["s.journal"]
 
 
-def lines_of(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines(keepends=True)
+def without_the_second(lines: list[bytes]) -> list[bytes]:
+    """Lines of which the one is damaged with which the second trial begins."""
+    at = [n for n, line in enumerate(lines) if json.loads(line)["op_code"] == 4][1]
+    return [*lines[:at], b"{}}\n", *lines[at + 1 :]]
 
 
-def torn_at_the_end(lines: list[bytes]) -> list[bytes]:
-    return [*lines[:-1], lines[-1][:20]]
-
-
-def garbage_in_the_middle(lines: list[bytes]) -> list[bytes]:
-    return [*lines[:4], b"\x00\xff garbage\n", *lines[4:]]
-
-
-def a_line_lost(lines: list[bytes]) -> list[bytes]:
-    return [*lines[:4], lines[4][:7] + lines[5], *lines[6:]]
-
-
-def a_beginning_lost(lines: list[bytes]) -> list[bytes]:
-    number = [n for n, line in enumerate(lines) if json.loads(line)["op_code"] == 4][1]
-    return [*lines[:number], b"{}}\n", *lines[number + 1 :]]
-
-
-def the_first_line_lost(lines: list[bytes]) -> list[bytes]:
-    return [b"\x00" * 40 + b"\n", *lines[1:]]
-
-
-def nonsense_that_is_json(lines: list[bytes]) -> list[bytes]:
-    return [*lines[:3], b'{"op_code": 99}\n', b"[]\n", b'{"op_code": 4}\n', *lines[3:]]
-
-
-DAMAGES = [
-    torn_at_the_end,
-    garbage_in_the_middle,
-    a_line_lost,
-    a_beginning_lost,
-    the_first_line_lost,
-    nonsense_that_is_json,
-]
+NONSENSE = [b'{"op_code": 99}\n', b"[]\n", b'{"op_code": 4}\n']
+DAMAGES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "torn at the end": lambda lines: [*lines[:-1], lines[-1][:20]],
+    "garbage in the middle": lambda lines: [*lines[:4], b"\x00\xff garbage\n", *lines[4:]],
+    "a line lost": lambda lines: [*lines[:4], lines[4][:7] + lines[5], *lines[6:]],
+    "a beginning lost": without_the_second,
+    "the first line lost": lambda lines: [b"\x00" * 40 + b"\n", *lines[1:]],
+    "nonsense that is JSON": lambda lines: [*lines[:3], *NONSENSE, *lines[3:]],
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_can_be_read_of_a_damaged_journal_goes_on(
-    tmp_path: Path, damage: Callable[[list[bytes]], list[bytes]]
-) -> None:
-    trials = [one.trial for one in fill(tmp_path)]
+def test_what_can_be_read_of_a_damaged_journal_goes_on(tmp_path: Path, damage: str) -> None:
+    known = speeds(fill(tmp_path))
     path = tmp_path / "s.journal"
-    harmed = b"".join(damage(lines_of(path)))
+    harmed = b"".join(DAMAGES[damage](path.read_bytes().splitlines(keepends=True)))
     path.write_bytes(harmed)
     found, notice = again(tmp_path)
-    known = {trial.config: trial.measurement.samples_per_s for trial in trials}
     assert list(found.items()) == list(known.items())[: len(found)]
-    assert len(found) >= 4 or damage is not torn_at_the_end
+    assert len(found) >= 4 or damage != "torn at the end"
     assert "s.journal.damaged-1" in notice
     assert (tmp_path / "s.journal.damaged-1").read_bytes() == harmed
     # It goes on with these, and is whole from now on.
@@ -132,8 +108,7 @@ def test_what_can_be_read_of_a_damaged_journal_goes_on(
 
 
 def test_any_damage_costs_trials_and_nothing_else(tmp_path: Path) -> None:
-    trials = [one.trial for one in fill(tmp_path)]
-    known = {trial.config: trial.measurement.samples_per_s for trial in trials}
+    known = speeds(fill(tmp_path))
     path = tmp_path / "s.journal"
     whole = path.read_bytes()
     draw = random.Random(0)
@@ -144,11 +119,15 @@ def test_any_damage_costs_trials_and_nothing_else(tmp_path: Path) -> None:
         path.unlink()
 
 
-@pytest.mark.parametrize("kind", ["link", "folder", "pipe", "sparse"])
+@pytest.mark.parametrize("kind", ["link", "link to a journal", "folder", "pipe", "sparse"])
 def test_what_is_no_plain_file_is_moved_aside(tmp_path: Path, kind: str) -> None:
     path, outside = tmp_path / "s" / "s.journal", tmp_path / "outside"
     path.parent.mkdir()
-    if kind == "link":
+    if kind == "link to a journal":
+        fill(outside)
+        before = (outside / "s.journal").read_bytes()
+        path.symlink_to(outside / "s.journal")
+    elif kind == "link":
         path.symlink_to(outside)
     elif kind == "folder":
         path.mkdir()
@@ -160,16 +139,10 @@ def test_what_is_no_plain_file_is_moved_aside(tmp_path: Path, kind: str) -> None
     study, notice = open_study(path.parent, "s")
     assert "damaged-1" in notice and study.trials == []
     assert path.is_file() and not path.is_symlink()
-    assert not outside.exists()
-
-
-def test_a_link_is_not_followed_to_a_journal_either(tmp_path: Path) -> None:
-    fill(tmp_path / "theirs")
-    before = (tmp_path / "theirs" / "s.journal").read_bytes()
-    (tmp_path / "ours").mkdir()
-    (tmp_path / "ours" / "s.journal").symlink_to(tmp_path / "theirs" / "s.journal")
-    assert again(tmp_path / "ours")[0] == {}
-    assert (tmp_path / "theirs" / "s.journal").read_bytes() == before
+    if kind == "link to a journal":
+        assert (outside / "s.journal").read_bytes() == before
+    else:
+        assert not outside.exists()
 
 
 def test_a_lock_that_was_left_is_not_waited_for(tmp_path: Path) -> None:
@@ -197,9 +170,7 @@ class Full:
 
 
 @pytest.mark.parametrize("lines", range(5))
-def test_a_disk_that_fills_loses_no_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: int
-) -> None:
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: int) -> None:
     notices: list[str] = []
     journal = Journal(open_study(tmp_path, "s")[0], SPACE, notice=notices.append)
     disk = Full(lines)
@@ -223,15 +194,6 @@ def test_a_folder_that_cannot_be_written_is_no_end(tmp_path: Path) -> None:
     told(Journal(study, SPACE), 0)
 
 
-def test_what_was_in_flight_is_open_again(tmp_path: Path) -> None:
-    journal = Journal(open_study(tmp_path, "s")[0], SPACE)
-    journal.ask(CONFIGS[3])
-    study, _ = open_study(tmp_path, "s")
-    study.enqueue_trial(dict(CONFIGS[4]))
-    study.ask()
-    assert Journal(study, SPACE).resume() == []
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -244,21 +206,13 @@ def test_what_was_in_flight_is_open_again(tmp_path: Path) -> None:
         ("compared", ["ok"]),
     ],
 )
-def test_what_makes_no_sense_of_a_trial_costs_that_trial(
-    tmp_path: Path, name: str, value: Any
-) -> None:
+def test_a_senseless_trial_is_left_out(tmp_path: Path, name: str, value: Any) -> None:
     study = open_study(tmp_path, "s")[0]
     told(Journal(study, SPACE), 0)
     (good,) = study.trials
     attributes = {**good.user_attrs, "compared": None, name: value}
-    study.add_trial(
-        create_trial(
-            params=dict(CONFIGS[1]),
-            distributions=good.distributions,
-            value=2.0,
-            user_attrs=attributes,
-        )
-    )
+    other = {"params": dict(CONFIGS[1]), "distributions": good.distributions}
+    study.add_trial(create_trial(**other, value=2.0, user_attrs=attributes))
     assert set(again(tmp_path)[0]) == {CONFIGS[0]}
 
 
@@ -271,10 +225,8 @@ def test_a_failure_is_nothing_and_stays_one(tmp_path: Path) -> None:
     journal.tell(journal.ask(CONFIGS[2]), JournaledTrial(failed, UNKNOWN_RATIO, None), [])
     study = open_study(tmp_path, "s")[0]
     assert [trial.value for trial in study.trials] == [2.0, 0.0]
-    assert [one.trial.measurement.outcome for one in Journal(study, SPACE).resume()] == [
-        "ok",
-        "crashed",
-    ]
+    outcomes = [one.trial.measurement.outcome for one in Journal(study, SPACE).resume()]
+    assert outcomes == ["ok", "crashed"]
 
 
 def test_trials_of_another_space_are_left_out(tmp_path: Path) -> None:
@@ -284,9 +236,7 @@ def test_trials_of_another_space_are_left_out(tmp_path: Path) -> None:
     assert all(narrow.holds(one.trial.config) for one in found) and len(found) == 4
 
 
-def test_an_interruption_as_the_journal_is_written_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_write_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study, _ = open_study(tmp_path, "s")
     notices: list[str] = []
     journal = Journal(study, SPACE, notice=notices.append)

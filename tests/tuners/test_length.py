@@ -5,26 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from advisor.cache.config import Config
 from advisor.cache.record import Measurement, Trial
+from advisor.tuners.knobs import FIRST_STEP_COSTS
 from advisor.tuners.length import Length, Pace, break_even, first_step_seen
 
 PLAIN = Pace(batch=64, first_step_s=2.0, step_s=0.5)
 TWICE = Pace(batch=128, first_step_s=3.0, step_s=0.75)
 
 
-def test_pace() -> None:
-    assert PLAIN.time_s(1) == 2.0
-    assert PLAIN.time_s(3) == 3.0
-    assert PLAIN.time_s(1.5) == 2.25
-    # One step at least.
-    assert PLAIN.time_s(0) == 2.0
-
-
 def test_steps() -> None:
     job = Length(batch=64, steps=5)
     assert job.rate(PLAIN) == 80.0
+    # Less than one of its steps is still one step.
+    assert Length(batch=64, steps=1).rate(TWICE) == 64 / 3.0
     # At twice the batch it is half as many steps.
     assert job.rate(TWICE) == 320.0 / (3.0 + 1.5 * 0.75)
     assert Length(batch=1, steps=1).rate(PLAIN) == 1 / 2.0
@@ -34,6 +31,7 @@ def test_seconds() -> None:
     job = Length(batch=64, seconds=10.0)
     assert job.rate(PLAIN) == 64 * 8.0 / 0.5 / 10.0 == 102.4
     assert job.rate(TWICE) == pytest.approx(128 * 7.0 / 0.75 / 10.0)
+    # Not one step is done before it ends.
     assert Length(batch=64, seconds=1.5).rate(PLAIN) == 0.0
 
 
@@ -45,31 +43,35 @@ def pace(first_step_s: float, step_s: float) -> Pace:
     ("paces", "rows"),
     [
         ([], []),
-        ([(1, 1)], [(1, 0)]),
         # 4 + s/2 is less than 1 + s from s = 7 on, with the first step counted in both.
         ([(1, 1), (4, 0.5)], [(1, 0), (8, 1)]),
         # Never the fastest: as slow a step, or a first step as dear for a slower one.
         ([(1, 1), (2, 1), (1, 2)], [(1, 0)]),
         # Of equal ones the first given.
         ([(1, 1), (1, 1)], [(1, 0)]),
-        ([(2, 2), (1, 1)], [(1, 1)]),
-        ([(1, 1), (4, 0.5), (4, 0.25)], [(1, 0), (6, 2)]),
         ([(1, 1), (3, 0.5), (23, 0.25)], [(1, 0), (6, 1), (82, 2)]),
         # Two overtake at one step: the one that is the fastest there.
         ([(1, 1), (4, 0.5), (4.1, 0.48)], [(1, 0), (7, 2)]),
-        ([(0, 1), (0, 1), (1, 0.5)], [(1, 0), (4, 2)]),
     ],
 )
 def test_break_even(paces: list[tuple[float, float]], rows: list[tuple[int, int]]) -> None:
-    made = [pace(*one) for one in paces]
-    found = break_even(made)
-    for steps, index in found:
-        times = [one.time_s(steps) for one in made]
-        assert times[index] == min(times)
-        if steps > 1:
-            before = [one.time_s(steps - 1) for one in made]
-            assert before[index] >= min(before)
-    assert found == rows
+    assert break_even([pace(*one) for one in paces]) == rows
+
+
+@given(
+    st.lists(
+        st.builds(pace, st.integers(0, 60).map(float), st.integers(1, 12).map(float)),
+        min_size=1,
+        max_size=6,
+    )
+)
+@example([pace(0.0, 10.0), pace(20.0, 5.0), pace(41.0, 1.0)])  # the second is best of 6 steps only
+def test_break_even_is_the_lower_envelope(some: list[Pace]) -> None:
+    table = break_even(some)
+    assert [start for start, _ in table] == sorted({start for start, _ in table})
+    for steps in range(1, 130):
+        _, taken = [row for row in table if row[0] <= steps][-1]
+        assert some[taken].time_s(steps) == min(one.time_s(steps) for one in some)
 
 
 BASE = Config(batch_size=64, compile="none", cudnn_benchmark=False, precision="default")
@@ -91,24 +93,21 @@ def test_the_slowest_first_step_of_those_that_pay_for_nothing_else() -> None:
     searching = BASE.replace(cudnn_benchmark=True)
     compiled = BASE.replace(compile="default")
     both = compiled.replace(cudnn_benchmark=True)
-    trials = [
-        trial(BASE, 1.0),
-        trial(BASE.replace(precision="tf32"), 2.0),
-        trial(searching, 4.0),
-        trial(compiled, 9.0),
-        trial(both, 3.0),
-        trial(BASE.at(8), 50.0),
-        trial(BASE, 60.0, "input"),
-    ]
+    seen = [(BASE, 1.0), (BASE.replace(precision="tf32"), 2.0), (searching, 4.0), (compiled, 9.0)]
+    trials = [trial(*one) for one in (*seen, (both, 3.0), (BASE.at(8), 50.0))]
+    trials.append(trial(BASE, 60.0, "input"))
     assert first_step_seen(trials, BASE, paying) == 2.0
     assert first_step_seen(trials, searching, paying) == 4.0
     assert first_step_seen(trials, compiled, paying) == 9.0
     assert first_step_seen(trials, both, paying) == 9.0
     # Another mode is another price.
     assert first_step_seen(trials, BASE.replace(compile="cudagraphs"), paying) == 2.0
-    assert first_step_seen(trials, BASE.at(8), paying) == 50.0
-    assert first_step_seen(trials, BASE.at(16), paying) == 0.0
+    assert [first_step_seen(trials, BASE.at(batch), paying) for batch in (8, 16)] == [50.0, 0.0]
     # All pay alike where nothing is paid for.
     assert first_step_seen(trials, BASE, ()) == 9.0
     none = [replace(one, measurement=Measurement(outcome="crashed")) for one in trials]
     assert first_step_seen(none, BASE, paying) == 0.0
+    # What starts threads does not tell of what starts none.
+    threads = [trial(BASE.replace(threads=1), 0.002), trial(BASE.replace(threads=2), 0.15)]
+    seen = [first_step_seen(threads, one.config, FIRST_STEP_COSTS) for one in threads]
+    assert seen == [0.002, 0.15]

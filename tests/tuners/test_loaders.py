@@ -7,8 +7,6 @@ import itertools
 import multiprocessing
 import os
 import signal
-import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,14 +20,16 @@ from advisor.tuners import host
 from advisor.tuners.act.pilot import loaders
 from advisor.tuners.act.pilot.loaders import Loaders
 from advisor.tuners.knobs import LoaderFacts
+from tests.forks import until
 
 
 class Numbered(Dataset[tuple[Tensor, int]]):
     """Samples that tell their own number, and whether a worker fetched them."""
 
-    def __init__(self, length: int = 24) -> None:
-        self.length = length
-        self.fetch: Callable[[int], None] = lambda _number: None
+    def __init__(
+        self, length: int = 24, fetch: Callable[[int], object] = lambda _number: None
+    ) -> None:
+        self.length, self.fetch = length, fetch
 
     def __len__(self) -> int:
         return self.length
@@ -59,11 +59,16 @@ def failures(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
 
 
 @pytest.fixture
-def fed(failures: list[Exception]) -> Iterator[Loaders]:
-    found = Loaders(failures.append)
+def fed(failures: list[Exception], request: pytest.FixtureRequest) -> Iterator[Loaders]:
+    """Those of a script; the parameter says whether its own workers may give way."""
+    found = Loaders(failures.append, override=getattr(request, "param", False))
     yield found
     found.remove()
+    gc.collect()
     assert DataLoader.__iter__.__module__ == DataLoader.__module__
+
+
+taking = pytest.mark.parametrize("fed", [True], indirect=True)
 
 
 def looked_at(fed: Loaders, loader: DataLoader[Any]) -> LoaderFacts:
@@ -96,7 +101,7 @@ HOW: dict[str, Callable[[Dataset[Any]], DataLoader[Any]]] = {
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_workers_come_and_go_within_an_epoch_and_no_sample_is_lost(
+def test_switching_workers_loses_no_sample(
     fed: Loaders, failures: list[Exception], how: str
 ) -> None:
     loader = HOW[how](Numbered())
@@ -122,102 +127,75 @@ def test_workers_come_and_go_within_an_epoch_and_no_sample_is_lost(
     assert not failures
 
 
-def test_what_workers_raise_is_fetched_by_the_script(
-    fed: Loaders, failures: list[Exception]
+def in_order() -> list[list[int]]:
+    return [list(range(at, at + 3)) for at in range(0, 24, 3)]
+
+
+def raises(_number: int) -> None:
+    raise RuntimeError("not in a worker")
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [(raises, "not in a worker"), (lambda _number: os.kill(os.getpid(), signal.SIGKILL), "")],
+    ids=["raises", "is killed"],
+)
+def test_what_workers_fail_at_is_fetched_by_the_script(
+    fed: Loaders,
+    failures: list[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+    fails: Callable[[int], None],
+    said: str,
 ) -> None:
-    data = Numbered()
-
-    def fetch(number: int) -> None:
-        if get_worker_info() is not None and number == 10:
-            raise RuntimeError("not in a worker")
-
-    data.fetch = fetch
+    """One that was killed is missed when its batch is due."""
+    monkeypatch.setattr(loaders, "BATCH_TIMEOUT_S", 0.5)
+    data = Numbered(fetch=lambda number: number == 10 and get_worker_info() and fails(number))
     loader = DataLoader(data, batch_size=3)
     looked_at(fed, loader)
     fed.set(WORKERS)
     samples, workers = epoch(loader)
-    assert samples == [list(range(at, at + 3)) for at in range(0, 24, 3)]
-    assert workers[:3] == [3, 3, 3]
-    assert not any(workers[3:])
-    assert len(failures) == 1
-    assert "not in a worker" in str(failures[0])
-    assert not fed.at_work
+    assert samples == in_order()
+    assert len(failures) == 1 and said in str(failures[0]) and not fed.at_work
+    assert workers[0] == 3 and not any(workers[3:])
 
 
-def test_a_worker_that_is_killed_is_missed_when_its_batch_is_due(
-    fed: Loaders, failures: list[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loaders, "BATCH_TIMEOUT_S", 0.5)
-    data = Numbered()
+class Failing:
+    """A sampler that raises at its turn, though workers fetch ahead."""
 
-    def fetch(number: int) -> None:
-        if get_worker_info() is not None and number == 10:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    data.fetch = fetch
-    loader = DataLoader(data, batch_size=3)
-    looked_at(fed, loader)
-    fed.set(WORKERS)
-    samples, _workers = epoch(loader)
-    assert samples == [list(range(at, at + 3)) for at in range(0, 24, 3)]
-    assert len(failures) == 1
+    def __iter__(self) -> Iterator[int]:
+        yield from range(9)
+        raises(9)
 
 
-def test_what_the_data_raises_is_the_scripts(fed: Loaders) -> None:
-    data = Numbered()
-
-    def fetch(number: int) -> None:
-        if number == 10:
-            raise LookupError("a bad sample")
-
-    data.fetch = fetch
-    loader = DataLoader(data, batch_size=3)
-    looked_at(fed, loader)
-    fed.set(WORKERS)
-    with pytest.raises(LookupError, match=r"^a bad sample$"):
-        epoch(loader)
-
-
-def test_what_a_sampler_raises_is_raised_at_its_turn(fed: Loaders) -> None:
-    def batches() -> Iterator[list[int]]:
-        yield from ([0], [1], [2], [3])
-        raise LookupError("no more")
-
-    class Failing:
-        def __iter__(self) -> Iterator[list[int]]:
-            return batches()
-
-    loader: DataLoader[Any] = DataLoader(Numbered(), batch_sampler=Failing())  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("data", "sampler"),
+    [
+        (Numbered(fetch=lambda number: number == 10 and raises(number)), None),
+        (Numbered(), Failing()),
+    ],
+    ids=["data", "sampler"],
+)
+def test_what_the_data_raises_is_the_scripts(fed: Loaders, data: Numbered, sampler: Any) -> None:
+    loader = DataLoader(data, batch_size=3, sampler=sampler)
     looked_at(fed, loader)
     fed.set(WORKERS)
     seen: list[int] = []
-    with pytest.raises(LookupError, match="no more"):
+    with pytest.raises(RuntimeError, match=r"^not in a worker$"):
         epoch(loader, seen.append)
-    assert seen == [1, 2, 3, 4]
+    assert seen == [1, 2, 3]
 
 
 def test_evaluation_is_left_alone_and_a_loader_that_is_made_anew_is_known(fed: Loaders) -> None:
-    data = Numbered()
-
-    def training() -> tuple[list[list[int]], list[int]]:
-        return epoch(DataLoader(data, batch_size=3))
-
+    data, found = Numbered(), []
     evaluation: DataLoader[Any] = DataLoader(data, batch_size=3)
-
-    def evaluated() -> list[int]:
-        with torch.no_grad():
-            return epoch(evaluation)[1]
-
-    def both() -> tuple[list[int], list[int]]:
-        return training()[1], evaluated()
-
     for turn in range(2):
-        trained, held_out = both()
-        assert not any(held_out)
-        assert bool(any(trained)) == bool(turn)
+        trained = epoch(DataLoader(data, batch_size=3))[1]
+        with torch.no_grad():
+            found.append((any(trained), any(epoch(evaluation)[1])))
         if not turn:
             fed.seen()
             fed.set(WORKERS)
+    assert found == [(False, False), (True, False)]
 
 
 def test_what_was_fetched_before_the_first_step_feeds_none(fed: Loaders) -> None:
@@ -252,41 +230,44 @@ def test_workers_fetch_as_far_ahead_as_is_told_and_fits(
     assert len(said.numbers) == 1 + ahead
 
 
+SHARED = "the loader: every worker would read all of an IterableDataset"
+STAY = "the loader: its workers stay from one epoch to the next"
+
+
 @pytest.mark.parametrize(
-    ("loader", "expected"),
+    ("fed", "data", "own", "why"),
     [
-        (lambda: DataLoader(Numbered(), num_workers=1), LoaderFacts(workers=1, room=2)),
-        (
-            lambda: DataLoader(Streamed()),
-            LoaderFacts(
-                room=2, why="the loader: of an IterableDataset every worker would read all"
-            ),
-        ),
+        (False, Numbered(), {"num_workers": 1}, ""),
+        (False, Streamed(), {}, SHARED),
+        (True, Streamed(), {"num_workers": 1}, SHARED),
+        (True, Numbered(), {"num_workers": 1, "persistent_workers": True}, STAY),
+        (False, Numbered(), {}, "the loader: ADVISOR_KEEP_LOADER is set"),
     ],
+    indirect=["fed"],
+    ids=["own workers", "stream", "own of a stream", "persistent", "kept by the user"],
 )
-def test_what_is_left_alone(
-    fed: Loaders, loader: Callable[[], DataLoader[Any]], expected: LoaderFacts
+def test_left_alone(
+    fed: Loaders, monkeypatch: pytest.MonkeyPatch, data: Dataset[Any], own: Given, why: str
 ) -> None:
-    one = loader()
+    if "ADVISOR_KEEP_LOADER" in why:
+        monkeypatch.setenv("ADVISOR_KEEP_LOADER", "1")
+    one: DataLoader[Any] = DataLoader(data, **own)
     plain = [str(batch) for batch in one]
-    assert looked_at(fed, one) == expected
+    assert looked_at(fed, one) == LoaderFacts(workers=len(own) and 1, room=2, why=why)
     fed.set(WORKERS)
-    assert not fed.at_work
     assert [str(batch) for batch in one] == plain
 
 
-@pytest.fixture
-def taking(failures: list[Exception]) -> Iterator[Loaders]:
-    found = Loaders(failures.append, override=True)
-    yield found
-    found.remove()
-    gc.collect()
-    assert DataLoader.__iter__.__module__ == DataLoader.__module__
+def test_only_forked_workers_are_replaced() -> None:
+    """Others inherit nothing of the script; forked ones share its places in files."""
+    spawned: DataLoader[Any] = DataLoader(
+        Numbered(), 1, num_workers=1, multiprocessing_context="spawn"
+    )
+    assert loaders._why_untouched(spawned) == "the loader: its workers are not forked"
 
 
-def test_workers_of_the_scripts_own_give_way_within_an_epoch_where_they_may(
-    taking: Loaders, failures: list[Exception]
-) -> None:
+@taking
+def test_own_workers_are_replaced_within_an_epoch(fed: Loaders, failures: list[Exception]) -> None:
     """They work as the script has it until then, and again once that is over."""
     own: Given = {"num_workers": 1, "prefetch_factor": 3}
     loader = DataLoader(Numbered(), batch_size=3, shuffle=True, **own)
@@ -297,70 +278,32 @@ def test_workers_of_the_scripts_own_give_way_within_an_epoch_where_they_may(
         seen.append(len({child.pid for child in multiprocessing.active_children()} - before))
         assert (loader.num_workers, loader.prefetch_factor) == (1, 3)
         if number in (2, 4):
-            taking.set({"num_workers": 2} if number == 2 else {})
+            fed.set({"num_workers": 2} if number == 2 else {})
 
-    assert looked_at(taking, loader) == LoaderFacts(workers=1, prefetch_factor=3, most=2, room=2)
+    assert looked_at(fed, loader) == LoaderFacts(workers=1, prefetch_factor=3, most=2, room=2)
     samples, workers = epoch(loader, at)
     assert sorted(itertools.chain(*samples)) == list(range(24)) and all(workers)
     assert seen[1] == 1 and seen[2] == 2 and seen[4] == 1
-    assert not failures and taking.at_work
+    assert not failures and fed.at_work
     held_out = DataLoader(Numbered(), batch_size=3, num_workers=1)
     with torch.no_grad():
         assert all(epoch(held_out)[1])  # with its own
 
 
-def test_whose_workers_stay_all_the_same(taking: Loaders) -> None:
-    found = looked_at(taking, DataLoader(Streamed(), num_workers=1))
-    assert (found.workers, found.most) == (1, 0)
-    assert found.why == "the loader: of an IterableDataset every worker would read all"
-    spawned: DataLoader[Any] = DataLoader(
-        Numbered(), num_workers=1, multiprocessing_context="spawn"
-    )
-    assert loaders._why_untouched(spawned) == "the loader: its workers are not forked"
-    staying: DataLoader[Any] = DataLoader(Numbered(), num_workers=1, persistent_workers=True)
-    assert (
-        loaders._why_untouched(staying) == "the loader: its workers stay from one epoch to the next"
-    )
-
-
-def test_advisors_own_workers_are_not_taken_over(
-    taking: Loaders, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[DataLoader[Any]] = []
-    plain = loaders._why_untouched
-    monkeypatch.setattr(loaders, "_why_untouched", lambda one: asked.append(one) or plain(one))
-    loader: DataLoader[Any] = DataLoader(Numbered(), batch_size=3, num_workers=1)
-    for _epoch in range(2):
-        assert all(epoch(loader)[1])
-    assert set(asked) == {loader}
-
-
-def test_what_fails_in_taken_workers_is_fetched_and_the_next_epoch_has_its_own(
-    taking: Loaders, failures: list[Exception]
-) -> None:
-    data, parent = Numbered(), os.getpid()
+@taking
+def test_after_a_failure_own_workers_are_back(fed: Loaders, failures: list[Exception]) -> None:
+    failed = multiprocessing.Event()
 
     def fetch(number: int) -> None:
-        if number == 10 and os.getpid() != parent and not failed.is_set():
+        if number == 10 and get_worker_info() and not failed.is_set():
             failed.set()
-            raise RuntimeError("once")
+            raises(number)
 
-    failed = multiprocessing.Event()
-    data.fetch = fetch
-    loader = DataLoader(data, batch_size=3, num_workers=1)
+    loader = DataLoader(Numbered(fetch=fetch), batch_size=3, num_workers=1)
     samples, workers = epoch(loader)
-    assert samples == [list(range(at, at + 3)) for at in range(0, 24, 3)]
-    assert workers[:3] == [3, 3, 3] and not any(workers[3:]) and len(failures) == 1
-    assert all(epoch(loader)[1])
-    assert not taking.at_work
-
-
-def test_it_may_be_asked_to_leave_loaders_alone(
-    fed: Loaders, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ADVISOR_KEEP_LOADER", "1")
-    why = "the loader: ADVISOR_KEEP_LOADER is set"
-    assert looked_at(fed, DataLoader(Numbered())) == LoaderFacts(room=2, why=why)
+    assert samples == in_order() and len(failures) == 1
+    assert workers[:3] == [3, 3, 3] and not any(workers[3:])
+    assert all(epoch(loader)[1]) and not fed.at_work
 
 
 def test_files_that_are_read_by_position(tmp_path: Path) -> None:
@@ -372,15 +315,6 @@ def test_files_that_are_read_by_position(tmp_path: Path) -> None:
         assert host.files_read() == sorted([*before, str(file)])
     with file.open("ab"):
         assert host.files_read() == before
-
-
-def test_a_loader_that_keeps_its_workers_is_not_kept(fed: Loaders) -> None:
-    loader: DataLoader[Any] = DataLoader(Numbered(), num_workers=1, persistent_workers=True)
-    looked_at(fed, loader)
-    kept = weakref.ref(loader)
-    del loader
-    gc.collect()
-    assert kept() is None
 
 
 def test_workers_end_with_the_iterator_that_a_script_drops(fed: Loaders) -> None:
@@ -405,23 +339,15 @@ def test_what_workers_have_left_to_do_is_seen_though_batches_lie_ready(fed: Load
     def fetch(number: int) -> None:
         assert number < 2 or gate.wait(60)
 
-    def unfinished() -> int:
-        return fed._queued()[1]
-
-    def until(left: int) -> None:
-        end = time.monotonic() + 60
-        while unfinished() != left:
-            assert time.monotonic() < end, unfinished()
-
     data.fetch = fetch
     batches = iter(DataLoader(data, batch_size=1, num_workers=2, prefetch_factor=3))
-    until(4)  # six were asked for, two are there
+    until(lambda: fed._queued()[1] == 4)  # six were asked for, two are there
     fed.begin_block()
     next(batches)
-    assert (fed.taken, fed.drained_share, unfinished()) == (1, 0.0, 5)  # one may be chance
+    assert (fed.taken, fed.drained_share, fed._queued()[1]) == (1, 0.0, 5)  # one may be chance
     next(batches)
-    assert (fed.taken, fed.drained_share, unfinished()) == (2, 0.5, 6)
+    assert (fed.taken, fed.drained_share, fed._queued()[1]) == (2, 0.5, 6)
     gate.set()
-    until(0)
+    until(lambda: fed._queued()[1] == 0)
     assert sum(1 for _batch in batches) == 22
-    assert (fed.taken, fed.drained_share, unfinished()) == (24, 0.0, 0)
+    assert (fed.taken, fed.drained_share, fed._queued()[1]) == (24, 0.0, 0)

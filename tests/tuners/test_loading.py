@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import multiprocessing
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,7 @@ from advisor.tuners.measure.runner import ConfigFailed
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import DataFacts, WorkerJob
 from advisor.workload import loader_limits
+from tests.forks import alive, until
 
 HEAD = """
 import os, pickle, sqlite3, time
@@ -47,6 +45,11 @@ class Samples(Dataset):
 
 class Stream(IterableDataset):
     def __iter__(self): return iter([(torch.ones(3), 0)] * 32)
+
+class Ends(IterableDataset):
+    def __iter__(self): return iter([])
+
+def fails(said): raise OSError(said)
 """
 MODEL = "from torch import nn\nmodel = lambda: nn.Linear(3, 4)\n"
 
@@ -70,22 +73,50 @@ def facts(folder: Path, source: str, **given: Any) -> DataFacts:
     return described(task(folder, source, **given), made_batches=False)[1]
 
 
-def test_what_is_known_of_data(tmp_path: Path) -> None:
-    found = facts(tmp_path, "make_dataset = Samples", data_args={"n": 100})
-    batch_bytes = 8 * 3 * 4 + 8 * 8
-    assert found == DataFacts(
-        name="data.py",
-        batch_bytes=batch_bytes,
-        tensors=2,
-        shared_out=True,
-        held_open=(),
-        batches=12,
-    )
+SHARED_OUT = """
+class Shared(Stream):
+    def __iter__(self):
+        worker = get_worker_info()
+        items = range(32) if worker is None else range(worker.id, 32, worker.num_workers)
+        return ((torch.ones(3), i) for i in items)
+    {length}
+make_dataset = Shared
+"""
+OPENED = """
+class Opened(Samples):
+    def __init__(self, file):
+        super().__init__()
+        self.base = sqlite3.connect(file)
+        self.base.execute("create table if not exists t (x)")
+        self.base.commit()
+    def __del__(self):  # else Python 3.13 warns
+        self.base.close()
+make_dataset = Opened
+"""
+FACTS = DataFacts(
+    name="data.py", batch_bytes=8 * 3 * 4 + 8 * 8, tensors=2, shared_out=True, held_open=()
+)
 
 
-def test_data_in_the_targets_own_file_and_by_other_names(tmp_path: Path) -> None:
-    found = facts(tmp_path, "", data=str(tmp_path / "data.py") + ":Samples")
-    assert (found.name, found.batches) == ("data.py:Samples", 8)
+@pytest.mark.parametrize(
+    ("source", "given", "known"),
+    [
+        ("make_dataset = Samples", {"n": 100}, {"batches": 12}),
+        ("make_dataset = Stream", {}, {"shared_out": False}),
+        (SHARED_OUT.format(length=""), {}, {}),
+        (SHARED_OUT.format(length="def __len__(self): return 32"), {}, {"batches": 4}),
+        (OPENED, {}, {}),
+    ],
+    ids=["samples", "stream", "shared out", "of known length", "database"],
+)
+def test_what_is_known_of_data(
+    tmp_path: Path, source: str, given: dict[str, Any], known: dict[str, Any]
+) -> None:
+    if source == OPENED:
+        given = {"file": str(tmp_path / "samples.db")}
+        known = {"batches": 8, "held_open": (given["file"],)}
+    assert facts(tmp_path, source, data_args=given) == dataclasses.replace(FACTS, **known)
+    assert torch.utils.data.get_worker_info() is None
 
 
 def test_a_collate_function_and_a_sampler(tmp_path: Path) -> None:
@@ -114,11 +145,11 @@ def test_torchvisions_have_the_usual_transforms(tmp_path: Path) -> None:
     assert labels.shape == (4,) and data.spec.name == "torchvision:FakeData"
 
 
-UNEQUAL = """
-class Unequal(Samples):
-    def __getitem__(self, i): return torch.ones(3 + i), 0
-make_dataset = Unequal
-"""
+def giving(sample: str) -> str:
+    """The source of data with such samples."""
+    return (
+        f"class Made(Samples):\n    def __getitem__(self, i): return {sample}\nmake_dataset = Made"
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,44 +157,32 @@ make_dataset = Unequal
     [
         ("", TargetError, r"has no function or class 'make_dataset'; define make_dataset\(\)"),
         ("make_dataset = lambda: 5", TargetError, "it made int, which is no dataset"),
-        (
-            "def make_dataset(): raise OSError('no disk')",
-            TargetFailed,
-            r"OSError: no disk \(data\.py:",
-        ),
-        (UNEQUAL, TargetFailed, r"not alike, .*stack expects each .*; define make_collate"),
+        ("make_dataset = lambda: fails('none')", TargetFailed, r"OSError: none \(data\.py:"),
+        (giving("torch.ones(3 + i), 0"), TargetFailed, r"not alike, .*; define make_collate"),
         ("make_dataset = lambda: Samples(5)", TargetError, "5 samples, and a batch .* has 8"),
+        ("make_dataset = Ends", TargetError, "it gave no batch, and a batch of --shape has 8"),
         (
-            "class Ends(Stream):\n    def __iter__(self): return iter([])\nmake_dataset = Ends",
-            TargetError,
-            "it ends before, and a batch of --shape has 8",
-        ),
-        (
-            "class Bad(Samples):\n    def __getitem__(self, i): raise KeyError('gone')\n"
-            "make_dataset = Bad",
+            giving("fails('gone')"),
             TargetFailed,
-            r"loading a batch raised KeyError: 'gone' \(data\.py:1\d\)",
+            r"loading a batch raised OSError: gone \(data\.py:",
         ),
         (
-            "class Big(Samples):\n    def __getitem__(self, i): return torch.ones(5), 0\n"
-            "make_dataset = Big",
+            giving("torch.ones(5), 0"),
             TargetError,
-            "gives batches of 8x5 float32, and --shape says 8x3 float32; give --shape 8x5, or have "
-            "the data give what --shape says; where lengths vary tune your run: advisor tune --",
+            "gives batches of 8x5 float32, and --shape says 8x3 float32; give --shape 8x5, or "
+            "change the data to match --shape; where lengths vary tune your run: advisor tune --",
         ),
         (
-            "class Gray(Samples):\n    def __getitem__(self, i):\n"
-            "        return torch.ones(1, 4, 4, dtype=torch.uint8), 0\nmake_dataset = Gray",
+            giving("torch.ones(1, 4, 4, dtype=torch.uint8), 0"),
             TargetError,
             r"8x1x4x4 uint8, and --shape says 8x3 float32; give --shape 8x1x4x4 --dtype uint8, or "
-            r"have the data give what --shape says$",
+            r"change the data to match --shape$",
         ),
         ("make_dataset = lambda: Samples(0)", TargetError, "it holds 0 samples, and a batch .* 8$"),
         (
-            "class One(Samples):\n    def __getitem__(self, i): return torch.ones(3)\n"
-            "make_dataset = One",
+            giving("torch.ones(3)"),
             TargetError,
-            r"a batch must be \(inputs, target\), and it gives Tensor; define make_collate",
+            r"a batch must be \(inputs, target\), and it is Tensor; define make_collate",
         ),
     ],
 )
@@ -172,119 +191,32 @@ def test_refused(tmp_path: Path, source: str, error: type[Exception], said: str)
         facts(tmp_path, source)
 
 
-SHARED_OUT = """
-class Shared(Stream):
-    def __iter__(self):
-        worker = get_worker_info()
-        items = range(32) if worker is None else range(worker.id, 32, worker.num_workers)
-        return ((torch.ones(3), i) for i in items)
-    {length}
-make_dataset = Shared
-"""
+DATABASE = {"held_open": ("/data/samples.db",)}
 
 
-@pytest.mark.parametrize("length", ["", "def __len__(self): return 32"])
-def test_a_stream_is_known_to_be_shared_out(tmp_path: Path, length: str) -> None:
-    found = facts(tmp_path, SHARED_OUT.format(length=length))
-    assert (found.shared_out, found.batches) == (True, 4 if length else 0)
-    assert torch.utils.data.get_worker_info() is None
-
-
-def test_a_stream_that_each_worker_would_read_whole_has_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("known", "workers", "by_name", "line"),
+    [
+        ({}, 16, False, ""),
+        ({"shared_out": False}, 1, False, "get_worker_info()"),
+        ({"batches": 1}, 1, False, "its epoch has 1 batch: 1 worker at most"),
+        (DATABASE, 0, False, "it holds /data/samples.db open"),
+        (DATABASE, 0, False, "Open it in __getitem__"),
+        ({"batch_bytes": 9 * 2**20}, 2, False, "2 workers at most: 7 batches of 9 MiB do not fit"),
+        ({"tensors": 20}, 16, False, ""),
+        ({"tensors": 30}, 16, True, "30 tensors of a batch would each be an open file"),
+    ],
+)
+def test_workers_that_data_allows(
+    monkeypatch: pytest.MonkeyPatch, known: dict[str, Any], workers: int, by_name: bool, line: str
 ) -> None:
-    monkeypatch.setattr(host, "cores", lambda: 8)
-    found = facts(tmp_path, "make_dataset = Stream")
-    workers, _by_name, said = loader_limits(found)
-    assert workers == 1 and "get_worker_info()" in said[0]
-
-
-def test_a_database_that_the_dataset_opens_itself_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "cores", lambda: 8)
-    found = facts(
-        tmp_path,
-        """
-        class Opened(Samples):
-            def __init__(self, file):
-                super().__init__()
-                self.base = sqlite3.connect(file)
-                self.base.execute("create table if not exists t (x)")
-                self.base.commit()
-        make_dataset = Opened
-        """,
-        data_args={"file": str(tmp_path / "samples.db")},
-    )
-    workers, _by_name, said = loader_limits(found)
-    assert workers == 0
-    assert f"it holds {tmp_path / 'samples.db'} open" in said[0] and "__getitem__" in said[0]
-
-
-def test_a_small_shared_memory_leaves_fewer_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 16 cores, with 64 MiB of shared memory free, and 1,000 files that may be opened."""
     monkeypatch.setattr(host, "cores", lambda: 16)
     monkeypatch.setattr(host, "shared_bytes", lambda: (2**30, 64 * 2**20))
-    found = DataFacts(name="d", batch_bytes=9 * 2**20, tensors=2, shared_out=True, held_open=())
-    workers, _by_name, said = loader_limits(found)
-    assert workers == 2
-    assert said[0].startswith("data 'd': 2 workers at most: 7 batches of 9 MiB do not fit into")
-
-
-SMALL = """
-import json, sys, torch
-from torch.utils.data import DataLoader, Dataset
-from advisor.tuners import host
-from advisor.tuners.faults import failure
-from advisor.tuners.measure.loading import LoaderFeed
-from advisor.tuners.measure.worker.wire import DataFacts
-from advisor.workload import loader_limits
-
-class Large(Dataset):
-    def __len__(self): return 1000
-    def __getitem__(self, i): return torch.ones(2**20)
-
-host.cores = lambda: 2
-facts = DataFacts(
-    name="d", batch_bytes=2**24, tensors=1, shared_out=True, held_open=()
-)
-workers, _by_name, said = loader_limits(facts)
-feeding = LoaderFeed(DataLoader(Large(), batch_size=4, num_workers=workers))
-given = [len(next(feeding)) for _ in range(8)]
-feeding.close()
-try:
-    list(DataLoader(Large(), batch_size=4, num_workers=2, prefetch_factor=8))
-except RuntimeError as exc:
-    said.append(failure(exc)[1])
-print(json.dumps([workers, given, said]))
-"""
-
-
-def test_a_shared_memory_of_64_mib_is_not_overfilled() -> None:
-    """A real one: four batches of 16 MiB, of which a worker and a step have three."""
-    inside = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" -c "$1"'
-    namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", inside]
-    mounting = [*namespace[:5], "-c", "mount -t tmpfs none /dev/shm"]
-    if not shutil.which("unshare") or subprocess.run(mounting).returncode:
-        pytest.skip("no tmpfs can be mounted here, even in a namespace of this user's own")
-    done = subprocess.run([*namespace, sys.executable, SMALL], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    workers, given, (first, overfilled) = json.loads(done.stdout)
-    assert (workers, given) == (1, [4] * 8)
-    assert first.startswith("data 'd': 1 worker at most: 5 batches of 16 MiB do not fit into")
-    assert "64 MiB is free" in first
-    assert overfilled.endswith("; as where /dev/shm is full")
-
-
-def test_more_tensors_than_files_may_be_open_are_shared_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(host, "cores", lambda: 16)
     monkeypatch.setattr(host, "files_left", lambda: 1000)
-    found = DataFacts(name="d", batch_bytes=2**10, tensors=30, shared_out=True, held_open=())
-    workers, by_name, said = loader_limits(found)
-    assert (workers, by_name) == (16, True)
-    assert said[0].startswith("data 'd': 30 tensors of a batch are files") and len(said) == 1
-    assert loader_limits(dataclasses.replace(found, tensors=20))[1:] == (False, [])
+    *found, said = loader_limits(dataclasses.replace(FACTS, **known))
+    assert found == [workers, by_name]
+    assert len(said) == bool(line) and all(line in one for one in said)
 
 
 class Slow(Dataset[Any]):
@@ -314,22 +246,11 @@ def fed(given: DataLoader[Any], batches: int = 20) -> int:
         feeding.close()
 
 
-def test_what_lies_ready_is_known_and_what_is_waited_for() -> None:
-    feeding = LoaderFeed(loader(Slow(), num_workers=2, prefetch_factor=4))
-    assert (feeding.settling, feeding.together) == (8, 2)
-    for _ in range(8):
-        next(feeding)
-    before = feeding.waited_s
-    for _ in range(20):
-        next(feeding)
-    assert feeding.waited_s - before > 0
-    feeding.close()
-    assert multiprocessing.active_children() == []
-
-
 @pytest.mark.parametrize("workers", [0, 2])
-def test_epochs_follow_one_another(workers: int) -> None:
-    assert fed(loader(Slow(length=8), num_workers=workers), 5) == 5
+def test_epochs_follow_one_another_and_waits_are_counted(workers: int) -> None:
+    feeding = LoaderFeed(loader(Slow(length=8), num_workers=workers))
+    assert len([next(feeding) for _ in range(5)]) == 5 and feeding.waited_s > 0
+    feeding.close()
     assert multiprocessing.active_children() == []
 
 
@@ -338,72 +259,54 @@ def test_a_loader_without_batches_is_no_endless_one() -> None:
         fed(loader(Slow(length=2)))
 
 
-def test_what_a_worker_raises_is_told_as_a_line() -> None:
-    class Raises(Slow):
-        def __getitem__(self, index: int) -> Any:
-            if index > 20:
-                raise ValueError(f"no image {index}")
-            return super().__getitem__(index)
+class Fails(Slow):
+    """Samples from the number `at` on do what `fails` does."""
 
-    with pytest.raises(ValueError) as raised:
-        fed(loader(Raises(), num_workers=2))
-    said = failure(raised.value)[1]
-    assert said.startswith("in a worker: ValueError: no image 2")
-    assert said.endswith(")") and "test_loading.py:" in said and len(said) < 120
+    def __init__(self, fails: Callable[[], object], at: int) -> None:
+        super().__init__(takes_s=0.0)
+        self.fails, self.at = fails, at
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= self.at:
+            self.fails()
+        return super().__getitem__(index)
+
+
+def raising(exc: Exception) -> Callable[[], object]:
+    def fails() -> None:
+        raise exc
+
+    return fails
+
+
+BUS_ERROR = "a worker is killed by signal: Bus error; perhaps /dev/shm is full"
+KILLED = "DataLoader worker (pid 12) is killed by signal: Bus error. "
+CUDA = RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA ...")
+ENDED = "a worker (exited unexpectedly( with exit code 3)?|ended before its batch was taken)"
+LINE = r"\(test_loading\.py:\d+\)"
+
+
+# torch raises of a worker's signal wherever the script is, also where nothing can be raised.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("fails", "at", "workers", "said"),
+    [
+        (raising(ValueError("none")), 21, 2, f"in a worker: ValueError: none {LINE}"),
+        (raising(OSError("none")), 0, 0, f"OSError: none {LINE}"),
+        (raising(CUDA), 0, 1, '.*multiprocessing_context="spawn".*'),
+        # Its pipe may end before torch has heard of the signal.
+        (lambda: os.kill(os.getpid(), signal.SIGBUS), 21, 1, f"{BUS_ERROR}|{ENDED}"),
+        (raising(RuntimeError(KILLED)), 0, 0, BUS_ERROR),
+        (lambda: os._exit(0), 0, 1, ENDED),
+        (lambda: os._exit(0), 300, 1, ENDED),
+        (lambda: os._exit(3), 0, 1, ENDED),
+    ],
+)
+def test_loader_failures(fails: Callable[[], object], at: int, workers: int, said: str) -> None:
+    with pytest.raises(Exception) as raised:
+        fed(loader(Fails(fails, at), num_workers=workers), 2_000)
+    assert re.fullmatch(said, failure(raised.value)[1])
     assert multiprocessing.active_children() == []
-
-
-def test_what_uses_cuda_in_a_forked_worker_is_told_with_what_to_do() -> None:
-    class Raises(Slow):
-        def __getitem__(self, index: int) -> Any:
-            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA ...")
-
-    with pytest.raises(RuntimeError) as raised:
-        fed(loader(Raises(), num_workers=1))
-    assert 'multiprocessing_context="spawn"' in failure(raised.value)[1]
-
-
-def test_what_is_raised_without_workers_is_told_with_its_line() -> None:
-    class Raises(Slow):
-        def __getitem__(self, index: int) -> Any:
-            raise OSError("no such image")
-
-    with pytest.raises(OSError) as raised:
-        fed(loader(Raises()))
-    said = failure(raised.value)[1]
-    assert said.startswith("OSError: no such image (test_loading.py:")
-
-
-def test_a_worker_that_is_killed_is_told_as_a_line() -> None:
-    class Dies(Slow):
-        def __getitem__(self, index: int) -> Any:
-            if index > 20:
-                os.kill(os.getpid(), signal.SIGBUS)
-            return super().__getitem__(index)
-
-    with pytest.raises(RuntimeError) as raised:
-        fed(loader(Dies(), num_workers=1))
-    assert failure(raised.value)[1] == (
-        "a worker is killed by signal: Bus error; as where /dev/shm is full"
-    )
-
-
-@pytest.mark.parametrize(("code", "at"), [(0, 0), (0, 300), (3, 0)])
-def test_a_worker_that_ends_by_itself_is_told(code: int, at: int) -> None:
-    """Before its first batch, or with batches that nobody has taken."""
-
-    class Exits(Slow):
-        def __getitem__(self, index: int) -> Any:
-            if index == at:
-                os._exit(code)
-            return super().__getitem__(index)
-
-    with pytest.raises((RuntimeError, EOFError, ConnectionError)) as raised:
-        fed(loader(Exits(takes_s=0.0), num_workers=1), 2_000)
-    assert re.fullmatch(
-        r"a worker (exited unexpectedly( with exit code 3)?|ended before its batch was taken)",
-        failure(raised.value)[1],
-    )
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")
@@ -481,14 +384,9 @@ def test_no_loaders_worker_outlives_the_one_who_measures(worker: Worker, stuck: 
     seen: list[int] = []
 
     def kill() -> None:
-        end = time.monotonic() + 30
-        while time.monotonic() < end:
-            family = host.family(guard)
-            if len(family) >= 4:  # the guard, the worker, and two of its own
-                seen.extend(family)
-                os.kill(family[1], signal.SIGKILL)
-                return
-            time.sleep(0.02)
+        # The guard, the worker, and two of its own.
+        seen.extend(until(lambda: len(found := host.family(guard)) >= 4 and found))
+        os.kill(seen[1], signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -497,7 +395,7 @@ def test_no_loaders_worker_outlives_the_one_who_measures(worker: Worker, stuck: 
         worker.block(two, 2, deadline_s=30.0)
     killer.join()
     assert failed.value.outcome in ("crashed", "out_of_memory") and len(seen) >= 4
-    assert not any(Path(f"/proc/{one}").exists() for one in seen)
+    assert not any(map(alive, seen))
 
 
 def test_data_that_ends_its_process_or_hangs_is_refused(tmp_path: Path) -> None:
@@ -514,44 +412,24 @@ def test_data_that_ends_its_process_or_hangs_is_refused(tmp_path: Path) -> None:
         with pytest.raises(WorkerError, match=r"^data '.*data\.py': the worker process died"):
             worker.describe_data()
         hangs.touch()
-        with pytest.raises(WorkerError, match=r"given up after 1 s.*larger --budget gives it up"):
+        with pytest.raises(WorkerError, match=r"no batch within 1 s.*larger --budget allows"):
             worker.describe_data(1.0)
 
 
 COSTLY = """
-from io import BytesIO
-from PIL import Image
-from torchvision.transforms.functional import pil_to_tensor, to_pil_image
-
-class Compose:
-    def __init__(self, *parts): self.parts = parts
-    def __call__(self, x):
-        for part in self.parts: x = part(x)
-        return x
-
 class Resize:
     def __call__(self, x):
         time.sleep(0.008)
         return x
 
 class Costly(Samples):
-    transform = Compose(Resize())
-    def __init__(self):
-        super().__init__(240)
-        file = BytesIO()
-        to_pil_image(torch.rand(3, 40, 40)).save(file, "jpeg")
-        self.jpeg = file.getvalue()
+    transform = Resize()
     def __getitem__(self, i):
         time.sleep(0.002)
-        return self.transform(self.decode(self.read())), 0
+        return self.transform(self.read()), 0
     def read(self):
         time.sleep(0.004)
-        return self.jpeg
-    def decode(self, read): return pil_to_tensor(Image.open(BytesIO(read)))
-
-class Streamed(Costly, IterableDataset):
-    def __iter__(self):
-        for i in range(240): yield self[i]
+        return torch.zeros(3)
 
 make_dataset = Costly
 
@@ -565,43 +443,9 @@ def make_collate(dataset):
 
 def test_what_a_sample_costs_by_part(tmp_path: Path) -> None:
     """The order of what sleeps for so long is the same on a busy host."""
-    found = costs(load(task(tmp_path, COSTLY, shape="8x3")), 8, 2.0)
+    found = costs(load(task(tmp_path, COSTLY)), 8, 2.0)
     told = {one.part: one for one in found.parts}
-    order = ("Resize", "Costly.read", "collate", "Costly.__getitem__ itself")
-    assert [one.part for one in found.parts if one.part in order] == [
-        *("Resize", "Costly.read", *sorted(order[2:], key=lambda part: -told[part].seconds))
-    ]
-    assert told.keys() == {*order, "Costly.decode"} and found.samples == 240
-    least = {"Resize": 0.008, "Costly.read": 0.004, "collate": 0.02 / 8}
-    assert found.seconds > 0.8 * sum(least.values())
+    assert [one.part for one in found.parts][:2] == ["Resize", "Costly.read"]
+    assert told.keys() == {"Resize", "Costly.read", "collate", "Costly.__getitem__ itself"}
+    assert found.seconds > 0.8 * (0.008 + 0.004 + 0.02 / 8)
     assert told["Resize"].where == "data.py:Resize" and told["collate"].where == "collate"
-    assert told["Resize"].made_bytes == told["collate"].made_bytes - 4 == 3 * 40 * 40
-    assert 0 < told["Costly.read"].made_bytes < 3 * 40 * 40
-    assert [told[part].place for part in ("Costly.read", "Costly.decode", "Resize")] == sorted(
-        told[part].place for part in ("Costly.read", "Costly.decode", "Resize")
-    )
-    assert told["collate"].place == 0
-
-
-def test_what_a_sample_of_a_stream_costs(tmp_path: Path) -> None:
-    made = task(tmp_path, COSTLY, shape="8x3", data=str(tmp_path / "data.py") + ":Streamed")
-    parts = {one.part: one.seconds for one in costs(load(made), 8, 1.0).parts}
-    assert parts["Costly.__getitem__"] == max(parts.values())
-
-
-def test_transforms_of_torchvision_are_told_by_their_names(tmp_path: Path) -> None:
-    made = task(
-        tmp_path, "", data="torchvision:FakeData", data_args={"size": 40}, shape="4x3x16x16"
-    )
-    found = {one.part: one.file for one in costs(load(made), 4, 0.5).parts}
-    assert {"RandomResizedCrop", "ToImage", "ToDtype", "Normalize", "collate"} <= found.keys()
-    assert found["Normalize"] == "_misc.py"
-
-
-def test_no_more_workers_than_an_epoch_has_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "cores", lambda: 8)
-    workers, _by_name, said = loader_limits(facts(tmp_path, "make_dataset = lambda: Samples(9)"))
-    assert workers == 1
-    assert said[-1].endswith("its epoch has 1 batch: 1 worker at most, as others would have none")

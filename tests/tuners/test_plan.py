@@ -12,11 +12,11 @@ from advisor.tuners.search.plan import Clock, Plan, suffices
 
 
 def test_a_plan_is_made_of_what_was_given() -> None:
-    plan = Plan.of(
-        {"effort": "quick", "budget": "5m", "duration": "2h", "trials": "7", "steps": None}
-    )
-    assert (plan.seconds, plan.duration_s, plan.trials) == (300.0, 7200.0, 7)
-    assert Plan.of({}).seconds == 300.0 and Plan.of({"budget": 90}).seconds == 90.0
+    plan = Plan.of({"budget": "5m", "duration": "2h", "trials": "7", "steps": None})
+    assert (plan.seconds, plan.trials) == (300.0, 7)
+    assert plan.length(8) == Length(seconds=7200.0, batch=8)
+    assert Plan.of({"steps": 500}).length(8) == Length(steps=500, batch=8)
+    assert Plan.of({}).length(8) is None and Plan.of({"budget": 90}).seconds == 90.0
     # What is printed for copying: what the advice depends on, not how long it took.
     given = {"effort": "quick", "steps": 500, "budget": 9, "trials": 3, "seed": 4, "force": True}
     assert shell(Plan.of(given)) == ["--effort", "quick", "--steps", "500"]
@@ -42,18 +42,10 @@ def test_what_is_refused_says_why(given: dict[str, object], said: str) -> None:
         Plan.of(given)
 
 
-def test_efforts_are_those_of_the_record() -> None:
-    budgets = [Plan(effort=name).seconds for name in EFFORTS]
-    assert budgets == [60.0, 300.0, 3600.0]
-    assert [Plan(effort=name).much.quick for name in EFFORTS] == [True, False, False]
+def test_an_effort_suffices_for_less() -> None:
+    assert all(Plan(effort=name).seconds for name in EFFORTS)
     assert suffices("exhaustive", "quick") and suffices("normal", "normal")
     assert not suffices("quick", "normal") and not suffices("heroic", "quick")
-
-
-def test_a_job_has_its_length_from_the_plan() -> None:
-    assert Plan.of({"steps": 500}).length(8) == Length(steps=500, batch=8)
-    assert Plan.of({"duration": "1m"}).length(8) == Length(seconds=60.0, batch=8)
-    assert Plan.of({}).length(8) is None
 
 
 def test_a_clock_counts_down_one_budget() -> None:

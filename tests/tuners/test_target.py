@@ -17,6 +17,7 @@ from advisor.tuners.target import build, load, parse
 from tests import forks
 
 HEAD = "import torch\nfrom torch import nn\n"
+CALLABLES = ("model", "build_model", "get_model")
 NET = "class Net(nn.Module):\n    def __init__(self, width=3):\n        super().__init__()\n"
 NET += "        self.fc = nn.Linear(4, width)\n    def forward(self, x): return self.fc(x)\n"
 
@@ -31,39 +32,38 @@ def loaded(target: str, **arguments: int) -> nn.Module:
     return build(load(parse(target), Config(arguments)))
 
 
-def test_the_one_class_that_builds_without_arguments(tmp_path: Path) -> None:
-    text = "class Block(nn.Module):\n    def __init__(self, a): super().__init__()\n" + NET
-    found = load(parse(write(tmp_path, text)), Config())
-    assert found.spec.name == "mine.py:Net"
-    assert type(build(found)).__name__ == "Net"
+BLOCK = "class Block(nn.Module):\n    def __init__(self, a): super().__init__()\n"
 
 
-@pytest.mark.parametrize("name", ["model", "build_model", "get_model"])
-def test_a_conventional_callable_speaks_for_the_file(tmp_path: Path, name: str) -> None:
-    text = NET + f"def {name}(): return Net(7)\n"
-    assert loaded(write(tmp_path, text)).fc.out_features == 7  # type: ignore[union-attr]
-
-
-def test_a_module_instance_is_a_target(tmp_path: Path) -> None:
-    path = write(tmp_path, NET + "model = Net(5)\n")
-    found = load(parse(path), Config())
+@pytest.mark.parametrize(
+    ("text", "arguments", "width"),
+    [
+        (BLOCK + NET, {}, 3),  # the one class that builds without arguments
+        (NET, {"width": 9}, 9),
+        *((NET + f"def {name}(): return Net(7)\n", {}, 7) for name in CALLABLES),
+        (NET + "model = Net(5)\n", {}, 5),
+    ],
+)
+def test_models_in_a_file(tmp_path: Path, text: str, arguments: dict[str, int], width: int) -> None:
+    found = load(parse(write(tmp_path, text)), Config(arguments))
+    assert found.spec.name.startswith("mine.py:")
     assert build(found) is not build(found)
+    assert build(found).fc.out_features == width  # type: ignore[union-attr]
 
 
-def test_several_candidates_are_listed(tmp_path: Path) -> None:
-    path = write(tmp_path, NET + "class Other(Net): pass\n")
-    with pytest.raises(TargetError, match=r"mine\.py:Net, mine\.py:Other"):
-        loaded(path)
-
-
-def test_a_file_without_a_model_is_told(tmp_path: Path) -> None:
-    path = write(tmp_path, "x = 1\n")
-    with pytest.raises(TargetError, match=r"it defines no nn\.Module class that builds without"):
-        loaded(path)
-
-
-def test_arguments_reach_the_factory(tmp_path: Path) -> None:
-    assert loaded(write(tmp_path, NET), width=9).fc.out_features == 9  # type: ignore[union-attr]
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        (NET + "class Other(Net): pass\n", TargetError, r"mine\.py:Net, mine\.py:Other"),
+        ("x = 1\n", TargetError, r"it defines no nn\.Module class that builds without"),
+        ("def model(): raise ValueError('no')\n", TargetFailed, "no"),
+        ("def model(): return 3\n", TargetFailed, "int"),
+        ("raise SystemExit(0)\n", AdvisorError, "__main__"),
+    ],
+)
+def test_refused_files(tmp_path: Path, text: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        loaded(write(tmp_path, text))
 
 
 def test_torchvision_is_built_untrained() -> None:
@@ -95,19 +95,6 @@ def test_an_import_that_fails_shows_the_users_frames_only(tmp_path: Path) -> Non
     assert "importlib" not in caught.value.details and "target.py" not in caught.value.details
 
 
-@pytest.mark.parametrize(
-    "text", ["def model(): raise ValueError('no')\n", "def model(): return 3\n"]
-)
-def test_a_factory_that_fails(tmp_path: Path, text: str) -> None:
-    with pytest.raises(TargetFailed):
-        loaded(write(tmp_path, text))
-
-
-def test_a_script_that_exits_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AdvisorError, match="__main__"):
-        loaded(write(tmp_path, "raise SystemExit(0)\n"))
-
-
 def test_fingerprint_is_the_architecture_and_not_the_weights() -> None:
     def net(width: int = 3, bias: bool = True, stride: int = 1) -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, width, 3, bias=bias, stride=stride), nn.ReLU())
@@ -115,9 +102,10 @@ def test_fingerprint_is_the_architecture_and_not_the_weights() -> None:
     same = fingerprint.of_model(net())
     assert same == fingerprint.of_model(net())
     assert same == fingerprint.of_model(nn.DataParallel(net()))
-    for other in (net(width=4), net(bias=False), net(stride=2)):
+    patched = net()
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    for other in (net(width=4), net(bias=False), net(stride=2), net().half(), patched):
         assert fingerprint.of_model(other) != same
-    assert fingerprint.of_model(net().half()) != same
 
 
 CODE = '''
@@ -158,37 +146,26 @@ def code(folder: Path, text: str, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "same"),
     [
-        ("        # why\n", "\n\n"),
-        ('    """What it is."""\n', ""),
-        ("x: torch.Tensor)", "x)"),
-        ("y = mixed(self.fc(x))", "y = (\n            mixed(\n  self.fc(x)))"),
-        ("RATE = 0.1\n", "RATE = 1e-1  # the same\nx = 17\n"),
-        ("def loss(", "def unused(): return 3\n\ndef loss("),
+        ("        # why\n", "\n\n", True),
+        ('    """What it is."""\n', "", True),
+        ("x: torch.Tensor)", "x)", True),
+        ("y = mixed(self.fc(x))", "y = (\n            mixed(\n  self.fc(x)))", True),
+        ("RATE = 0.1\n", "RATE = 1e-1  # the same\nx = 17\n", True),
+        ("def loss(", "def unused(): return 3\n\ndef loss(", True),
+        ("y = mixed(self.fc(x))", "y = mixed(self.fc(x) + 1)", False),
+        ("RATE))", "0.3))", False),
+        ("RATE = 0.1", "RATE = 0.3", False),
+        ("return x * 2", "return x * 3", False),
+        ("return x / 2", "return x / 4", False),
+        ("nn.functional.dropout(y, RATE)", "nn.functional.dropout(y, RATE, training=False)", False),
     ],
 )
-def test_what_computes_the_same_is_the_same_model(tmp_path: Path, before: str, after: str) -> None:
+def test_code_that_decides_the_model(tmp_path: Path, before: str, after: str, same: bool) -> None:
     assert before in CODE
-    same = code(tmp_path, CODE, "first.py")
-    assert code(tmp_path, CODE.replace(before, after), "other.py") == same
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("y = mixed(self.fc(x))", "y = mixed(self.fc(x) + 1)"),
-        ("RATE))", "0.3))"),
-        ("RATE = 0.1", "RATE = 0.3"),
-        ("return x * 2", "return x * 3"),
-        ("return x / 2", "return x / 4"),
-        ("nn.functional.dropout(y, RATE)", "nn.functional.dropout(y, RATE, training=False)"),
-    ],
-)
-def test_code_that_changed_is_another_model(tmp_path: Path, before: str, after: str) -> None:
-    assert before in CODE
-    same = code(tmp_path, CODE, "first.py")
-    assert code(tmp_path, CODE.replace(before, after), "other.py") != same
+    known = code(tmp_path, CODE, "first.py")
+    assert (code(tmp_path, CODE.replace(before, after), "other.py") == known) is same
 
 
 def test_a_training_script_has_the_same_model(tmp_path: Path) -> None:
@@ -232,62 +209,35 @@ def test_where_there_is_no_source(tmp_path: Path) -> None:
     assert made(CODE) != made(CODE.replace("mixed(self.fc(x))", "mixed(self.fc(x) + 1)"))
 
 
-def test_a_forward_set_on_the_instance_counts() -> None:
-    plain, patched = nn.Linear(3, 4), nn.Linear(3, 4)
-    patched.forward = lambda x: x  # type: ignore[method-assign]
-    assert fingerprint.of_model(plain) != fingerprint.of_model(patched)
+class Sour(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def extra_repr(self) -> str:
+        raise ValueError("sour")
 
 
-def test_a_fingerprint_raises_nothing() -> None:
-    class Sour(nn.Module):
-        def extra_repr(self) -> str:
-            raise ValueError("sour")
-
+def test_a_fingerprint_raises_nothing_and_knows_what_a_module_cannot_say() -> None:
     class Meta(type):
         __hash__ = None  # type: ignore[assignment]
 
     class Odd(nn.Module, metaclass=Meta):
         pass
 
-    lazy = nn.Sequential(nn.LazyLinear(3), nn.LazyConv2d(3, 3))
-    assert fingerprint.of_model(lazy) == fingerprint.of_model(
-        nn.Sequential(nn.LazyLinear(3), nn.LazyConv2d(3, 3))
-    )
-    assert fingerprint.size(lazy) == (3, 0)
-    assert len({fingerprint.of_model(one) for one in (lazy, Sour())}) == 2
+    one, other = (nn.Sequential(nn.LazyLinear(3), nn.LazyConv2d(3, 3)) for _ in range(2))
+    assert fingerprint.of_model(one) == fingerprint.of_model(other)
+    assert fingerprint.size(one) == (3, 0)
+    same, train, other_rate = map(fingerprint.of_model, (Sour(0.1), Sour(0.1).eval(), Sour(0.2)))
+    assert same == train != other_rate != fingerprint.of_model(one)
     whole = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     assert fingerprint._code([Odd]) == [whole]
-
-
-def test_what_a_module_cannot_say_of_itself_counts() -> None:
-    class Sour(nn.Module):
-        def __init__(self, rate: float) -> None:
-            super().__init__()
-            self.rate = rate
-
-        def extra_repr(self) -> str:
-            raise ValueError("sour")
-
-    same, train, other = Sour(0.1), Sour(0.1).eval(), Sour(0.2)
-    assert fingerprint.of_model(same) == fingerprint.of_model(train)
-    assert fingerprint.of_model(same) != fingerprint.of_model(other)
 
 
 def test_the_last_of_many_pieces_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "MOST_PIECES", 1)
     same = code(tmp_path, CODE, "first.py")
     assert code(tmp_path, CODE.replace("return x * 2", "return x * 3"), "other.py") != same
-
-
-def test_code_that_is_nowhere_fits_no_record(caplog: pytest.LogCaptureFixture) -> None:
-    class Meta(type):
-        __hash__ = None  # type: ignore[assignment]
-
-    odd = Meta("Odd", (nn.Module,), {"__module__": "gone"})
-    odd.forward = lambda self, x: x  # type: ignore[attr-defined]
-    (found,) = fingerprint._code([odd])
-    assert len(found) == 64
-    assert "no record fits" in caplog.text
 
 
 def test_hooks(tmp_path: Path) -> None:
@@ -301,13 +251,10 @@ def test_hooks(tmp_path: Path) -> None:
     assert same != hooks(CODE.replace("torch.randn(", "torch.rand("), "fourth.py")
     assert same != hooks(CODE.replace("output * RATE", "output"), "fifth.py")
     assert hooks(NET, "sixth.py") == fingerprint.of_hooks(None, None) == ""
-    smoothed = fingerprint.of_hooks(None, nn.CrossEntropyLoss(label_smoothing=0.1))
-    assert smoothed != fingerprint.of_hooks(None, nn.CrossEntropyLoss())
-    again = fingerprint.of_hooks(None, nn.CrossEntropyLoss(label_smoothing=0.1))
-    assert smoothed == again
-    assert fingerprint.of_hooks(None, nn.functional.mse_loss) != fingerprint.of_hooks(
-        None, nn.functional.l1_loss
-    )
+    losses = [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)]
+    losses += [nn.functional.mse_loss, nn.functional.l1_loss]
+    assert len({fingerprint.of_hooks(None, one) for one in losses}) == 4
+    assert fingerprint.of_hooks(None, losses[1]) == fingerprint.of_hooks(None, losses[1])
 
 
 class TestSource:
@@ -316,12 +263,10 @@ class TestSource:
     @staticmethod
     def differs(folder: Path, before: str, after: str, file: str = "mine.py") -> bool:
         """Whether a change in a file beside the target's is seen there."""
-        spec = parse(f"{folder / 'mine.py'}:Net")
-        path = folder / file
+        spec, path = parse(f"{folder / 'mine.py'}:Net"), folder / file
         text = path.read_text()
         assert before in text
         first = spec.code
-        assert first == spec.code
         path.write_text(text.replace(before, after))
         second = spec.code
         path.write_text(text)
@@ -329,41 +274,32 @@ class TestSource:
         return second != first
 
     @pytest.mark.parametrize(
-        ("text", "before", "after"),
+        ("text", "counts"),
         [
-            ("MADE = {}\n@note\nclass Other: x = 1\n", "x = 1", "x = 2"),
-            ("MADE = {}\nMADE['a'] = lambda: 1\n", "lambda: 1", "lambda: 2"),
-            ("if torch.cuda.is_available():\n    SIZE = 1\n", "SIZE = 1", "SIZE = 2"),
-            ("try:\n    import a\nexcept ImportError:\n    a = 1\n", "a = 1", "a = 2"),
-            ("if __name__ == '__main__':\n    pass\nelse:\n    Net.a = 1\n", "a = 1", "a = 2"),
-            ("B = A = 1\nclass Net(Net): a = A\n", "A = 1", "A = 2"),
-            ("A, B = 1, 2\nclass Net(Net): a = A\n", "1, 2", "3, 2"),
-            ("A = 1\nA += 1\nclass Net(Net): a = A\n", "A += 1", "A += 2"),
-            ("A: int = 1\nclass Net(Net): a = A\n", "int = 1", "int = 2"),
-            ("async def f(): return 1\nclass Net(Net): a = f\n", "return 1", "return 2"),
-            ("def f(): return 1\nclass Net(Net): a = globals()['f']\n", "return 1", "return 2"),
-            ("def f(): return 1\nclass Net(Net): a = sys.modules[__name__]\n", "rn 1", "rn 2"),
+            ("class Other: x = 17\n", False),
+            ("def f(): return 17\n", False),
+            ("@torch.no_grad()\ndef f(): return 17\n", False),
+            ("if '__main__' == __name__:\n    f(17)\n", False),
+            ("if TYPE_CHECKING:\n    from a import A17\n", False),
+            ("import a, b17\n", False),
+            ("class Net(Net):\n    def f(self, x: int17): pass\n", False),
+            ("MADE = {}\n@note\nclass Other: x = 17\n", True),
+            ("MADE = {}\nMADE['a'] = lambda: 17\n", True),
+            ("if torch.cuda.is_available():\n    SIZE = 17\n", True),
+            ("try:\n    import a\nexcept ImportError:\n    a = 17\n", True),
+            ("if __name__ == '__main__':\n    pass\nelse:\n    Net.a = 17\n", True),
+            ("B = A = 17\nclass Net(Net): a = A\n", True),
+            ("A, B = 17, 2\nclass Net(Net): a = A\n", True),
+            ("A = 1\nA += 17\nclass Net(Net): a = A\n", True),
+            ("A: int = 17\nclass Net(Net): a = A\n", True),
+            ("async def f(): return 17\nclass Net(Net): a = f\n", True),
+            ("def f(): return 17\nclass Net(Net): a = globals()['f']\n", True),
+            ("def f(): return 17\nclass Net(Net): a = sys.modules[__name__]\n", True),
         ],
     )
-    def test_counts(self, tmp_path: Path, text: str, before: str, after: str) -> None:
+    def test_counts(self, tmp_path: Path, text: str, counts: bool) -> None:
         write(tmp_path, NET + text)
-        assert self.differs(tmp_path, before, after)
-
-    @pytest.mark.parametrize(
-        ("text", "before", "after"),
-        [
-            ("class Other: x = 1\n", "x = 1", "x = 2"),
-            ("def f(): return 1\n", "return 1", "return 2"),
-            ("@torch.no_grad()\ndef f(): return 1\n", "return 1", "return 2"),
-            ("if '__main__' == __name__:\n    f(1)\n", "f(1)", "f(2)"),
-            ("if TYPE_CHECKING:\n    from a import A\n", "import A", "import B"),
-            ("import a, b\n", "import a, b", "import a, c"),
-            ("class Net(Net):\n    def f(self, x: int): pass\n", ": int", ": float"),
-        ],
-    )
-    def test_does_not(self, tmp_path: Path, text: str, before: str, after: str) -> None:
-        write(tmp_path, NET + text)
-        assert not self.differs(tmp_path, before, after)
+        assert self.differs(tmp_path, "17", "18") is counts
 
     @pytest.mark.parametrize(
         ("line", "used"),
@@ -388,11 +324,8 @@ class TestSource:
         (tmp_path / "inner" / "__init__.py").write_text(
             "from .deep import f\nfrom . import deep\nagain = deep.f\n"
         )
-        for inside in (False, True):
-            head = "" if inside else f"{line}\n"
-            local = f"        {line}\n" if inside else ""
-            if inside and "*" in line:
-                continue  # is no Python
+        for inside in (False, True) if "*" not in line else (False,):
+            head, local = ("", f"        {line}\n") if inside else (f"{line}\n", "")
             text = f"class Net:\n    def forward(self, x):\n{local}        return {used}(x)\n"
             write(tmp_path, head + text)
             file = "inner/deep.py" if "inner" in line else "parts.py"
@@ -443,11 +376,6 @@ class TestSource:
         text = "raise SystemExit(1)\nclass Net: x = '\\d'; y = 1 is 1\n"
         assert parse(f"{write(tmp_path, text)}:Net").code
 
-    def test_another_encoding(self, tmp_path: Path) -> None:
-        path = tmp_path / "mine.py"
-        path.write_bytes("# coding: latin-1\nclass Net: x = 'ü'\n".encode("latin-1"))
-        assert len(parse(f"{path}:Net").code) == 64
-
 
 class TestModules:
     """Where the source of `package.module:factory` lies, found without an import."""
@@ -473,12 +401,3 @@ class TestModules:
     def test_of_a_library_or_nowhere(self, name: str) -> None:
         spec = parse(name)
         assert (spec.file, spec.origin, spec.code, spec.edited("")) == ("", "", "", "")
-
-    def test_installed_into_the_current_folder(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        installed = tmp_path / "site-packages"
-        installed.mkdir()
-        write(installed, NET, "owned.py")
-        monkeypatch.chdir(installed)
-        assert parse("owned:Net").origin == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,28 +17,12 @@ EXPECTED = {
 
 
 def test_both_interfaces_stay_readable_and_settable_after_any_earlier_setting() -> None:
-    in_fresh_process("every_sequence")
+    """In a fresh process, with warnings as errors from the first call on."""
+    from tests import forks  # where the tests are found, which is not where the function runs
 
-
-def test_no_warning_reaches_the_user_even_from_the_first_call() -> None:
-    in_fresh_process("first_call")
-
-
-def in_fresh_process(step: str) -> None:
-    """Runs one of the functions below, with warnings as errors: the switches are global."""
-    from tests import forks  # where the tests are found, which is not where the functions run
-
-    done = forks.run(Path(__file__), step)
+    done = forks.run(Path(__file__))
     assert done.returncode == 0, done.stderr
     assert "deprecat" not in done.stderr
-
-
-def first_call() -> None:
-    from advisor.tuners.tf32 import describe, set_float32
-
-    for precision in ("tf32", "fp32", "default"):
-        set_float32(precision)
-        assert describe() == EXPECTED[precision][0]
 
 
 def every_sequence() -> None:
@@ -118,4 +101,4 @@ def every_sequence() -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("error", UserWarning)
-    globals()[sys.argv[1]]()
+    every_sequence()

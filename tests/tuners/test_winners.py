@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,204 +14,139 @@ from advisor.cache.record import RACED, Choice
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.length import Length, Pace
-from advisor.tuners.search import race
+from advisor.tuners.search.race import SearchResult, choose
 from advisor.tuners.search.ratio import Noise
 from advisor.tuners.search.space import Space
 
-
-class Judged(race.SearchResult):
-    """With its winners by use."""
-
-    def winner(self, use: str, *, free: bool = False) -> Choice:
-        return next(one.choice for one in self.winners if (one.use, one.free) == (use, free))
-
-
-def choose(*given: Any, **named: Any) -> Judged:
-    found = race.choose(*given, **named)
-    return Judged(baseline=found.baseline, winners=found.winners, raced=found.raced)
-
-
 SPACE = Space(
     {
-        "precision": ("default", "bf16"),
-        "channels_last": (False, True),
-        "batch_size": (64, 128, 256),
-    }
-)
-DEFAULT = SPACE.default
-FAST = DEFAULT.replace(precision="bf16", channels_last=True)
-BF16 = DEFAULT.replace(precision="bf16")
-
-
-def known(rates: dict[Config, float], turns: int = 6, scatter: float = 0.0) -> dict[Config, Any]:
-    """What a race saw: turns that scatter about a rate, each config's in its own order."""
-    draw = random.Random(1)
-    return {
-        c: [r * math.exp(draw.gauss(0, scatter)) for _ in range(turns)] for c, r in rates.items()
-    }
-
-
-def test_the_faster_config_is_chosen() -> None:
-    rates = known({DEFAULT: 100.0, BF16: 130.0, FAST: 200.0}, scatter=0.01)
-    verdict = choose(SPACE, rates, {FAST: 7})
-    assert verdict.winner("loop").config == FAST
-    assert verdict.winner("loop").speedup_low < 2.0 < verdict.winner("loop").speedup_high
-    assert verdict.winner("loop").peak_bytes == 7
-    assert verdict.baseline.config == DEFAULT
-
-
-def test_of_what_ties_fewer_workers_are_advised() -> None:
-    space = Space({"batch_size": (64,), "num_workers": (0, 4, 8, 16)})
-    held, four, eight, all_of_them = (
-        space.default.replace(num_workers=number) for number in (0, 4, 8, 16)
-    )
-    rates = {held: [100.0] * 4, four: [150.0] * 4, eight: [200.0] * 4, all_of_them: [200.5] * 4}
-    assert choose(space, rates, {}).winner("loop").config == eight
-
-
-def test_nothing_faster_means_the_default() -> None:
-    rates = known({DEFAULT: 100.0, BF16: 100.5, FAST: 60.0})
-    assert choose(SPACE, rates, {}).winner("loop").config == DEFAULT
-
-
-def test_of_equals_the_one_that_changes_least() -> None:
-    rates = known({DEFAULT: 100.0, BF16: 199.5, FAST: 200.0})
-    assert choose(SPACE, rates, {}).winner("loop").config == BF16
-
-
-def test_noise_does_not_buy_a_change() -> None:
-    # FAST is ahead by 2% in turns that scatter by 10%: not told apart, so the simpler one it is.
-    swing = [1.0, 0.9, 1.1, 1.0, 0.9, 1.1]
-    rates = {
-        DEFAULT: [100.0] * 6,
-        BF16: [200.0 * s for s in swing],
-        FAST: [204.0 * s for s in reversed(swing)],
-    }
-    assert choose(SPACE, rates, {}).winner("loop").config == BF16
-    # What is ahead by 8% is not given away for that.
-    ahead = rates | {FAST: [216.0 * s for s in reversed(swing)]}
-    assert choose(SPACE, ahead, {}).winner("loop").config == FAST
-    steady = rates | {BF16: [200.0] * 6, FAST: [204.0] * 6}
-    assert choose(SPACE, steady, {}).winner("loop").config == FAST
-
-
-def test_free_batch_is_the_smallest_near_the_best() -> None:
-    rates = {
-        DEFAULT: 100.0,
-        FAST: 200.0,
-        FAST.replace(batch_size=128): 392.0,
-        FAST.replace(batch_size=256): 400.0,
-    }
-    verdict = choose(SPACE, known(rates), {})
-    assert verdict.winner("loop", free=True).batch == 128
-    assert verdict.winner("loop").batch == 64
-
-
-def test_a_short_job_is_chosen_for_by_its_whole_time() -> None:
-    rates = known({DEFAULT: 100.0, BF16: 150.0, FAST: 200.0})
-    first = {DEFAULT: 1.0, BF16: 1.0, FAST: 30.0}
-
-    def chosen(steps: int) -> Judged:
-        job = Length(steps=steps, batch=64)
-
-        def weigh(config: Config, rate: float) -> float:
-            return job.rate(Pace(batch=64, first_step_s=first[config], step_s=64 / rate))
-
-        return choose(SPACE, rates, {FAST: 7}, weigh)
-
-    assert chosen(1).winner("loop").config == DEFAULT
-    assert chosen(100).winner("loop").config == BF16
-    verdict = chosen(1000)
-    # What is told of it is the steady state, as ever.
-    assert verdict.winner("loop") == choose(SPACE, rates, {FAST: 7}).winner("loop")
-    assert verdict.winner("loop").samples_per_s == 200.0
-
-
-CUDA = Space(
-    {
         "precision": ("default", "tf32", "bf16", "fp16"),
-        "compile": ("none", "default"),
+        "channels_last": (False, True),
         "step_graph": (False, True),
+        "num_workers": (0, 4, 8, 16),
         "batch_size": (64, 128, 256),
     }
 )
-PLAIN = CUDA.default
-TF32 = PLAIN.replace(precision="tf32")
-LOOPED = PLAIN.replace(precision="bf16")
-GRAPHED = LOOPED.replace(step_graph=True)
+PLAIN = SPACE.default
+TF32, BF16, FP16 = (PLAIN.replace(precision=name) for name in ("tf32", "bf16", "fp16"))
+FAST, GRAPHED = BF16.replace(channels_last=True), BF16.replace(step_graph=True)
+FOUR, EIGHT, SIXTEEN = (PLAIN.replace(num_workers=number) for number in (4, 8, 16))
+LOOP, CAPTURE, FREE, FREE_CAPTURE = (
+    (use, free) for free in (False, True) for use in ("loop", "capture")
+)
+Rates = dict[Config, float | list[float]]
+
+
+def turns(rates: Rates) -> dict[Config, list[float]]:
+    """Six turns alike where a rate alone is given; PLAIN makes 100."""
+    known = {PLAIN: 100.0, **rates}
+    return {c: rate if isinstance(rate, list) else [rate] * 6 for c, rate in known.items()}
+
+
+def winner(found: SearchResult, use: str = "loop", free: bool = False) -> Choice:
+    return next(one.choice for one in found.winners if (one.use, one.free) == (use, free))
+
+
+def scattered(scatter: float) -> Rates:
+    """Eighteen turns of FAST and PLAIN that scatter about rates of 42 to 1."""
+    draw = random.Random(1)
+    rates = {PLAIN: 100.0, FAST: 4200.0}
+    return {c: [r * math.exp(draw.gauss(0, scatter)) for _ in range(18)] for c, r in rates.items()}
+
+
+SWING = [1.0, 0.9, 1.1, 1.0, 0.9, 1.1]
+SWINGING: Rates = {BF16: [200.0 * s for s in SWING]}
+BOTH_LARGE: Rates = {BF16.at(256): 300.0, GRAPHED.at(256): 301.0}
+WILD: Rates = {BF16: 150.0, GRAPHED.at(256): [100.0, 20000.0]}
+UNSURE: Rates = {BF16: 150.0, BF16.at(256): [225.0, 127.5] * 3}
+BUSY: Rates = {PLAIN: [100.0] * 18, TF32: [150.0] * 18, BF16: [260.0, 150.0] * 9}
+
+
+@pytest.mark.parametrize(
+    ("rates", "use", "best"),
+    [
+        ({BF16: 130.0, FAST: 200.0}, LOOP, FAST),
+        ({BF16: 100.5, FAST: 60.0}, LOOP, PLAIN),
+        # Of equals the one that changes least, needs least, or has the fewest workers.
+        ({BF16: 199.5, FAST: 200.0}, LOOP, BF16),
+        ({FOUR: 150.0, EIGHT: 200.0, SIXTEEN: 200.5}, LOOP, EIGHT),
+        ({BF16: 150.0, GRAPHED: 150.5}, CAPTURE, BF16),
+        ({BF16: 150.0, GRAPHED: 90.0}, CAPTURE, BF16),
+        ({TF32: 150.0, BF16: 150.9}, LOOP, TF32),
+        ({FP16: 151.0, BF16: 150.0}, LOOP, BF16),
+        ({FP16: 160.0, BF16: 150.0}, LOOP, FP16),
+        # Ahead by 2% in turns that scatter by 10%; by 8%; by 2% in steady turns.
+        (SWINGING | {FAST: [204.0 * s for s in reversed(SWING)]}, LOOP, BF16),
+        (SWINGING | {FAST: [216.0 * s for s in reversed(SWING)]}, LOOP, FAST),
+        ({BF16: 200.0, FAST: 204.0}, LOOP, FAST),
+        # 42 times with an interval of 20 to 89 was told of a network that gained nothing.
+        (scattered(0.6), LOOP, PLAIN),
+        (scattered(0.05), LOOP, FAST),
+        # With the batch free the smallest near the best.
+        ({FAST: 200.0, FAST.at(128): 392.0, FAST.at(256): 400.0}, FREE, FAST.at(128)),
+        ({FAST: 200.0, FAST.at(128): 392.0, FAST.at(256): 400.0}, LOOP, FAST),
+        # Two turns tell nothing.
+        (WILD, FREE, BF16),
+        (WILD, FREE_CAPTURE, BF16),
+        # As fast as what asks less, at the same batch.
+        (BOTH_LARGE | {BF16: 150.0, GRAPHED: 200.0}, FREE_CAPTURE, BF16.at(256)),
+        (BOTH_LARGE | {BF16: 150.0, GRAPHED: 200.0}, CAPTURE, GRAPHED),
+        # Faster than the default, but not than what wins at the user's batch.
+        ({BF16: 150.0, BF16.at(256): 150.8}, FREE, BF16),
+        # Ahead by 13% in turns that swing by 50%.
+        (UNSURE, FREE, BF16),
+        # Neither a tie nor clearly faster, as on a busy host: what is fixed is served free too.
+        (BUSY, LOOP, BF16),
+        (BUSY, FREE, BF16),
+    ],
+)
+def test_what_is_advised(rates: Rates, use: tuple[str, bool], best: Config) -> None:
+    assert winner(choose(SPACE, turns(rates), {}), *use).config == best
+
+
+def test_a_winner_has_its_interval_and_its_memory() -> None:
+    found = choose(SPACE, turns(scattered(0.01)), {FAST: 7})
+    best = winner(found)
+    assert best.speedup_low < 42.0 < best.speedup_high and best.peak_bytes == 7
+    assert found.baseline.config == PLAIN and found.baseline.speedup == 1.0
 
 
 def test_each_use_has_the_best_that_it_can_follow() -> None:
-    rates = known({PLAIN: 100.0, TF32: 120.0, LOOPED: 150.0, GRAPHED: 400.0})
-    verdict = choose(CUDA, rates, {})
-    found = {use: verdict.winner(use).config for use in RACED}
-    assert found == {"flags": TF32, "pilot": LOOPED, "loop": LOOPED, "capture": GRAPHED}
+    found = choose(SPACE, turns({TF32: 120.0, BF16: 150.0, GRAPHED: 400.0}), {})
+    winners = [winner(found, use) for use in RACED]
+    assert [one.config for one in winners] == [TF32, BF16, BF16, GRAPHED]
     # Each has its own interval against torch's default at the user's batch.
-    assert [round(verdict.winner(use).speedup, 3) for use in RACED] == [1.2, 1.5, 1.5, 4.0]
-    assert verdict.baseline.config == PLAIN and verdict.baseline.speedup == 1.0
+    assert [round(one.speedup, 3) for one in winners] == [1.2, 1.5, 1.5, 4.0]
 
 
-def test_what_asks_more_and_gains_nothing_is_what_asks_less() -> None:
-    for graphed in (150.5, 149.0, 90.0):
-        verdict = choose(CUDA, known({PLAIN: 100.0, LOOPED: 150.0, GRAPHED: graphed}), {})
-        assert verdict.winner("capture").config == LOOPED
-    verdict = choose(CUDA, known({PLAIN: 100.0, TF32: 150.0, LOOPED: 150.9}), {})
-    assert verdict.winner("loop").config == TF32
+@pytest.mark.parametrize(("steps", "best"), [(1, PLAIN), (100, BF16), (1000, FAST)])
+def test_a_short_job_is_chosen_for_by_its_whole_time(steps: int, best: Config) -> None:
+    rates = turns({BF16: 150.0, FAST: 200.0})
+    job = Length(steps=steps, batch=64)
 
+    def weigh(config: Config, rate: float) -> float:
+        first_step_s = 30.0 if config == FAST else 1.0
+        return job.rate(Pace(batch=64, first_step_s=first_step_s, step_s=64 / rate))
 
-def test_of_fp16_and_bf16_within_noise_bf16_is_advised() -> None:
-    fp16 = PLAIN.replace(precision="fp16")
-    assert choose(CUDA, known({PLAIN: 100.0, fp16: 151.0, LOOPED: 150.0}), {}).winner(
-        "loop"
-    ).config == (LOOPED)
-    assert choose(CUDA, known({PLAIN: 100.0, fp16: 160.0, LOOPED: 150.0}), {}).winner(
-        "loop"
-    ).config == (fp16)
-
-
-def test_the_free_batch_meets_the_same_rule() -> None:
-    """A record said 14.74x (0.27-795.91): two turns, which tell nothing."""
-    large = GRAPHED.at(256)
-    wild = known({PLAIN: 100.0, LOOPED: 150.0}) | {large: [100.0, 20000.0]}
-    verdict = choose(CUDA, wild, {})
-    assert all(verdict.winner(use, free=True).config == LOOPED for use in ("loop", "capture"))
-    assert all(verdict.winner("flags", free=free).config == PLAIN for free in (False, True))
-    # As fast as what asks less, at the same batch.
-    both = {LOOPED.at(256): 300.0, large: 301.0}
-    tied = choose(CUDA, known({PLAIN: 100.0, LOOPED: 150.0, GRAPHED: 200.0} | both), {})
-    assert tied.winner("capture", free=True).config == LOOPED.at(256)
-    assert tied.winner("capture").config == GRAPHED
-    # Faster than the default, but not than what wins at the user's batch.
-    same = choose(CUDA, known({PLAIN: 100.0, LOOPED: 150.0, LOOPED.at(256): 150.8}), {})
-    assert same.winner("loop", free=True).config == LOOPED
-    # Ahead by 13% in turns that swing by 50%.
-    swing = [225.0, 127.5] * 3
-    unsure = known({PLAIN: 100.0, LOOPED: 150.0}) | {LOOPED.at(256): swing}
-    assert choose(CUDA, unsure, {}).winner("loop", free=True).samples_per_s == 150.0
-    assert choose(CUDA, unsure, {}).winner("loop", free=True).batch == 64
-
-
-def test_with_the_batch_free_nothing_worse_is_served_at_the_users() -> None:
-    """Neither a tie nor clearly faster, as on a busy host: what is fixed is served free too."""
-    noisy = known({PLAIN: 100.0, TF32: 150.0}, 18) | {LOOPED: [260.0, 150.0] * 9}
-    verdict = choose(CUDA, noisy, {})
-    fixed, free = verdict.winner("loop"), verdict.winner("loop", free=True)
-    assert fixed.config == LOOPED and free == fixed
+    found = winner(choose(SPACE, rates, {FAST: 7}, weigh))
+    assert found.config == best
+    # What is told of it is the steady state, as ever.
+    assert best != FAST or found == winner(choose(SPACE, rates, {FAST: 7}))
 
 
 @given(
     st.dictionaries(
-        st.sampled_from([c for b in (64, 256) for c in CUDA.configs(b)]),
+        st.sampled_from([c for b in (64, 256) for c in SPACE.configs(b)]),
         st.lists(st.floats(10.0, 1000.0), min_size=1, max_size=5),
         max_size=8,
     )
 )
 def test_every_winner_is_clearly_faster_or_the_default(rates: dict[Config, list[float]]) -> None:
-    verdict = choose(CUDA, {PLAIN: [100.0, 101.0, 99.0]} | rates, {})
-    assert {(one.use, one.free) for one in verdict.winners} == {
+    found = choose(SPACE, {PLAIN: [100.0, 101.0, 99.0]} | rates, {})
+    assert {(one.use, one.free) for one in found.winners} == {
         (use, free) for use in RACED for free in (False, True)
     }
-    for one in verdict.winners:
+    for one in found.winners:
         choice = one.choice
         assert knobs.follows(one.use, choice.config, PLAIN)
         assert one.free or choice.batch == 64
@@ -224,17 +158,10 @@ def test_without_the_default_there_is_no_verdict() -> None:
         choose(SPACE, {FAST: [1.0]}, {})
 
 
-def test_two_turns_are_advised_where_the_baseline_is_known_to_be_steady() -> None:
-    rates = known({DEFAULT: 100.0, FAST: 200.0}, turns=2)
-    for noise, chosen in ((Noise(), DEFAULT), (Noise(0.01, 8), FAST), (Noise(0.3, 8), DEFAULT)):
-        assert choose(SPACE, rates, {}, noise=noise).winner("loop").config == chosen
+STEADY, RESTLESS = Noise(0.01, 8), Noise(0.3, 8)
 
 
-def test_what_may_be_anything_is_not_advised() -> None:
-    """A record said 42 times (19.8-89.0), of a network that gained nothing on a quiet host."""
-    rates = known({DEFAULT: 100.0, FAST: 4200.0}, turns=18, scatter=0.6)
-    assert choose(SPACE, rates, {}).winner("loop").config == DEFAULT
-    assert (
-        choose(SPACE, known({DEFAULT: 100.0, FAST: 4200.0}, 18, 0.05), {}).winner("loop").config
-        == FAST
-    )
+@pytest.mark.parametrize(("noise", "best"), [(Noise(), PLAIN), (STEADY, FAST), (RESTLESS, PLAIN)])
+def test_two_turns_are_advised_where_the_baseline_is_steady(noise: Noise, best: Config) -> None:
+    rates = {PLAIN: [100.0] * 2, FAST: [200.0] * 2}
+    assert winner(choose(SPACE, rates, {}, noise=noise)).config == best

@@ -8,7 +8,6 @@ import resource
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,8 @@ from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import describe
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import CHANGED, WorkerJob
-from tests.runs.forked import FORKS
+from tests.forks import alive, until
+from tests.runs.forked import Called
 
 MEAN = """
 import os, signal, sys, threading, time
@@ -75,8 +75,6 @@ class Net(nn.Module):
             threading.Thread(target=time.sleep, args=(1000,)).start()
         if n == 15:
             hoard = [torch.empty(2**28) for _ in range(64)]
-        if n == 17:
-            raise RuntimeError("operation not permitted when stream is capturing")
         if n == 4 and torch.get_num_threads() == 3:
             os._exit(8)
         if n == 16 and torch.get_num_threads() != 2:
@@ -123,13 +121,10 @@ def failed(worker: Worker, batch: int, deadline_s: float = 60.0) -> ConfigFailed
     return raised.value
 
 
-def test_the_baseline_is_torchs_default_until_it_is_set(worker: Worker) -> None:
-    assert worker.baseline.batch == 4 and worker.baseline["precision"] == "default"
-
-
 @pytest.mark.parametrize(
     ("batch", "outcome", "reason"),
     [
+        (6, "timed_out", "no answer within 1 s"),
         (3, "crashed", "exit code 7): the last of it"),
         (7, "out_of_memory", "MemoryError"),
         (9, "out_of_memory", "allocate memory"),
@@ -139,10 +134,8 @@ def test_the_baseline_is_torchs_default_until_it_is_set(worker: Worker) -> None:
         (15, "out_of_memory", "allocate memory"),
     ],
 )
-def test_a_mean_config_costs_itself_alone(
-    worker: Worker, batch: int, outcome: str, reason: str
-) -> None:
-    found = failed(worker, batch)
+def test_a_mean_config_costs_itself(worker: Worker, batch: int, outcome: str, reason: str) -> None:
+    found = failed(worker, batch, deadline_s=1 if outcome == "timed_out" else 60)
     assert found.outcome == outcome
     assert reason in str(found)
     assert "\n" not in str(found)
@@ -152,39 +145,9 @@ def test_a_mean_config_costs_itself_alone(
     assert good.samples == 8 and good.seconds > 0
 
 
-def test_a_hanging_config_meets_its_deadline(worker: Worker) -> None:
-    found = failed(worker, 6, deadline_s=1)
-    assert (found.outcome, str(found)) == ("timed_out", "no answer within 1 s")
-    assert block(worker, 4).steps == 2
-
-
-def test_first_steps_are_known_where_a_block_switches(worker: Worker) -> None:
-    worker.forget(config(4))
-    assert block(worker, 4).first_s > 0
-    assert block(worker, 4).first_s == 0
-    assert block(worker, 8).first_s > 0
-    assert block(worker, 4).first_s > 0
-    process = worker._process
-    worker.forget(config(4))
-    assert block(worker, 4).first_s > 0 and worker._process is process
-
-
-def test_where_nothing_was_compiled_nothing_is_saved(worker: Worker, tmp_path: Path) -> None:
-    block(worker, 4)
-    process = worker._process
-    worker.save(config(4), tmp_path / "saved")
-    assert block(worker, 4).first_s == 0 and worker._process is process
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_noise_is_no_answer(worker: Worker) -> None:
-    block(worker, 13)
-    block(worker, 4)
-
-
-def test_flags_do_not_leak_into_the_next_config(worker: Worker) -> None:
-    block(worker, 14)
-    block(worker, 16)
+def test_neither_noise_nor_flags_reach_the_next_config(worker: Worker) -> None:
+    for batch in (13, 4, 14, 16):
+        assert block(worker, batch).steps == 2
 
 
 def test_a_config_is_compared_with_fp32_in_the_process_that_timed_it(worker: Worker) -> None:
@@ -206,13 +169,10 @@ def test_a_comparison_that_crashes_is_an_outcome(worker: Worker) -> None:
     block(worker, 4)
 
 
-def test_what_searches_for_algorithms_has_a_process_in_which_nothing_else_chose_any(
-    worker: Worker,
-) -> None:
+def test_a_search_for_algorithms_has_a_fresh_process(worker: Worker) -> None:
     plain = config(18).replace(cudnn_benchmark=False)
-    searching, other = (
-        plain.replace(cudnn_benchmark=True, precision=p) for p in ("default", "fp32")
-    )
+    searching = plain.replace(cudnn_benchmark=True)
+    other = searching.replace(precision="fp32")
 
     def process_of(one: Config) -> int:
         worker.block(one, 1, deadline_s=60)
@@ -229,18 +189,6 @@ def test_a_worker_that_cannot_start(tmp_path: Path) -> None:
     with Worker(job(path), deadline_s=60) as dead, pytest.raises(WorkerError) as caught:
         dead.describe()
     assert "exit code 9" in str(caught.value)
-
-
-def test_a_worker_that_ended_between_two_blocks_is_replaced(worker: Worker) -> None:
-    """As where another process took the memory: no config is charged for it."""
-    block(worker, 4)
-    assert worker._process is not None
-    guard = worker._process.pid
-    child = host.family(guard)[1]
-    os.kill(child, signal.SIGKILL)
-    assert ended(child) and at_its_end(worker)
-    block(worker, 4)
-    assert worker._process.pid != guard
 
 
 LEAVES = """
@@ -274,17 +222,9 @@ class Net(nn.Module):
 """
 
 
-def ended(process: int, within_s: float = 20.0) -> bool:
-    """Gone, or a zombie that only its new parent has not looked after."""
-    end = time.monotonic() + within_s
-    while time.monotonic() < end:
-        try:
-            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.02)
-    return False
+def written(path: Path) -> int:
+    """A process that leaves its number there."""
+    return int(until(lambda: path.exists() and path.read_text()))
 
 
 def at_its_end(worker: Worker) -> bool:
@@ -292,16 +232,21 @@ def at_its_end(worker: Worker) -> bool:
     return worker._pipe is not None and worker._pipe.poll(20)
 
 
-def await_file(path: Path) -> int:
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        if path.exists() and path.read_text():
-            return int(path.read_text())
-        time.sleep(0.02)
-    raise AssertionError(f"{path.name} did not appear")
-
-
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
+
+
+@linux
+@pytest.mark.parametrize("which", [0, 1], ids=["its guard", "the worker"])
+def test_a_worker_killed_between_blocks_is_replaced(worker: Worker, which: int) -> None:
+    """As where another process took the memory: no config is charged for it."""
+    block(worker, 4)
+    assert worker._process is not None
+    guard, child, *_ = host.family(worker._process.pid)
+    os.kill((guard, child)[which], signal.SIGKILL)
+    until(lambda: not alive(child))
+    assert at_its_end(worker)
+    block(worker, 4)
+    assert worker._process.pid != guard
 
 
 @linux
@@ -314,8 +259,9 @@ def test_what_a_target_starts_ends_with_its_worker(tmp_path: Path) -> None:
         started = host.family(made._process.pid)
         scratch = made._scratch.path
         assert list(scratch.glob("cc*.s"))
-        assert len(started) >= 4 and await_file(tmp_path / "daemon") in started
-    assert all(ended(process, 0.1) for process in started)
+        assert len(started) >= 4 and written(tmp_path / "daemon") in started
+        assert os.getsid(started[0]) == started[0], "Ctrl-C in the terminal would reach it"
+    assert not any(map(alive, started))
     assert not scratch.exists()
 
 
@@ -331,43 +277,16 @@ def tune_for_ever(path: Path, temporary: Path) -> None:
 def test_nothing_outlives_a_tuning_process_that_was_killed(tmp_path: Path) -> None:
     (path := tmp_path / "leaves.py").write_text(LEAVES)
     (temporary := tmp_path / "temporary").mkdir()
-    tuner = FORKS.Process(target=tune_for_ever, args=(path, temporary))
-    tuner.start()
-    assert tuner.pid is not None
-    await_file(tmp_path / "spins")
+    tuner = Called(tune_for_ever, path, temporary)
+    written(tmp_path / "spins")
     started = host.family(tuner.pid)[1:]
     assert len(started) >= 4
     (scratch,) = temporary.glob("advisor.*")
     assert list(scratch.glob("cc*.s"))
     tuner.kill()
-    tuner.join()
-    assert all(map(ended, started))
+    tuner.join(60)
+    until(lambda: not any(map(alive, started)))
     assert list(temporary.glob("advisor.*")) == []
-
-
-@linux
-def test_nothing_outlives_a_guard_that_was_killed(worker: Worker) -> None:
-    block(worker, 4)
-    assert worker._process is not None
-    child = host.family(worker._process.pid)[1]
-    os.kill(worker._process.pid, signal.SIGKILL)
-    assert ended(child) and at_its_end(worker)
-    block(worker, 4)
-
-
-HUNGRY = """
-import torch
-from torch import nn
-
-class Net(nn.Linear):
-    def __init__(self): super().__init__(3, 4)
-    def forward(self, x):
-        if len(x) == 5:
-            held = torch.ones(2**28)
-        if len(x) == 6:
-            held = [torch.ones(2**26) for _ in range(1000)]
-        return super().forward(x)
-"""
 
 
 RAN = """
@@ -405,6 +324,18 @@ def test_only_the_target_that_is_known_is_run(tmp_path: Path, other: str) -> Non
     assert not (tmp_path / "ran").exists()
 
 
+HUNGRY = """
+import torch
+from torch import nn
+
+class Net(nn.Linear):
+    def __init__(self): super().__init__(3, 4)
+    def forward(self, x):
+        held = torch.ones(2**28 if len(x) > 4 else 1)
+        return super().forward(x)
+"""
+
+
 @linux
 def test_a_limit_of_memory_holds_on_a_cpu(tmp_path: Path) -> None:
     path = tmp_path / "hungry.py"
@@ -418,41 +349,6 @@ def test_a_limit_of_memory_holds_on_a_cpu(tmp_path: Path) -> None:
         pytest.raises(TargetFailed, match=r"batch 6 does not fit on cpu.*of the 1 GiB"),
     ):
         made.describe()
-
-
-@pytest.mark.parametrize(
-    ("line", "files", "limit"),
-    [
-        ("0::/jobs/mine", {"jobs/memory.max": "1000000", "jobs/mine/memory.max": "max"}, 950000),
-        ("0::/elsewhere", {"memory.max": "2000000"}, 1900000),
-        ("4:memory:/a", {"memory/a/memory.limit_in_bytes": "3000000"}, 2850000),
-        ("4:cpu,memory:/a", {"memory/memory.limit_in_bytes": "3000000"}, 2850000),
-        ("0::/a", {"a/memory.max": "max"}, None),
-        ("4:memory:/a", {"memory/a/memory.limit_in_bytes": str(2**63 - 4096)}, None),
-    ],
-)
-def test_a_control_groups_limit(
-    tmp_path: Path, line: str, files: dict[str, str], limit: int | None
-) -> None:
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "cgroup").write_text("9:name=systemd:/\n" + line + "\n")
-    for name, text in files.items():
-        path = tmp_path / "groups" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    machine = int(host.USABLE_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    found = host.memory_limit(tmp_path / "groups", tmp_path / "self")
-    assert found == (machine if limit is None else limit)
-
-
-def test_nothing_outlives_the_tuning_process(worker: Worker) -> None:
-    block(worker, 4)
-    assert worker._process is not None
-    pid = worker._process.pid
-    assert os.getsid(pid) == pid, "Ctrl-C in the terminal would reach it"
-    worker.stop()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
 
 
 COMPILED = """
@@ -545,9 +441,7 @@ class Net(nn.Module):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_on_a_gpu_what_is_kept_is_timed_and_compared_as_it_is(
-    tmp_path: Path, optimizer: str
-) -> None:
+def test_on_a_gpu_kept_code_is_timed_and_compared(tmp_path: Path, optimizer: str) -> None:
     path = tmp_path / "net.py"
     path.write_text(GPU_NET)
     task = {"device": "cuda:0", "shape": (3, 32, 32), "batch": 64, "optimizer": optimizer}
@@ -555,16 +449,10 @@ def test_on_a_gpu_what_is_kept_is_timed_and_compared_as_it_is(
         worker.describe()
         plain = worker.baseline = Config(worker.baseline | {"compile": "none"})
         half = plain.replace(precision="bf16", channels_last=True)
-        configs = [
-            half,
-            half.replace(step_graph=True),
-            plain.replace(precision="fp16"),
-            plain.replace(precision="fp16", step_graph=True),
-            plain.replace(fused_optimizer=True),
-            half.replace(compile="cudagraphs"),
-            half.replace(compile="reduce-overhead"),
-            half.replace(compile="default", step_graph=True),
-        ]
+        scaled, compiled = plain.replace(precision="fp16"), half.replace(compile="default")
+        configs = [half, scaled, plain.replace(fused_optimizer=True)]
+        configs += [one.replace(step_graph=True) for one in (half, scaled, compiled)]
+        configs += [half.replace(compile=mode) for mode in ("cudagraphs", "reduce-overhead")]
         assert worker._process is not None
         process = worker._process.pid
         for config in configs:

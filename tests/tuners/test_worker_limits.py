@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +10,8 @@ import pytest
 from advisor.tuners import host, worker_limits
 
 
-def test_as_many_as_there_are_cores_for_and_as_memory_holds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_fit_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 2**20 < host.own_bytes() < 2**40
     monkeypatch.setattr(host, "free_bytes", lambda: 2**50)
     for cores in (1, 2, 9):
         monkeypatch.setattr(host, "cores", lambda cores=cores: cores)
@@ -27,78 +26,62 @@ def test_as_many_as_there_are_cores_for_and_as_memory_holds(
         assert worker_limits.workers(0) == expected
 
 
-@pytest.mark.parametrize("group", ["0::/a/b", "3:cpu,cpuacct:/a/b"])
-def test_a_quota_of_cores_at_any_level(tmp_path: Path, group: str) -> None:
-    groups, process = tmp_path / "groups", tmp_path / "self"
-    v1 = "cpu" in group
-    own = groups / ("cpu/a/b" if v1 else "a/b")
-    own.mkdir(parents=True)
-    process.mkdir()
-    (process / "cgroup").write_text(f"1:memory:/c\n{group}\n")
-
-    def limit(folder: Path, quota: int | None) -> None:
-        if v1:
-            (folder / "cpu.cfs_quota_us").write_text(f"{-1 if quota is None else quota}\n")
-            (folder / "cpu.cfs_period_us").write_text("100000\n")
-        else:
-            (folder / "cpu.max").write_text(f"{'max' if quota is None else quota} 100000\n")
-
-    there = len(os.sched_getaffinity(0))
-    assert host.cores(groups, process) == there
-    limit(own, None)
-    assert host.cores(groups, process) == there
-    limit(own.parent, 150_000)
-    assert host.cores(groups, process) == 1
+INACTIVE = "inactive_file 3000"
+V1_MEMORY = {"/a/memory.limit_in_bytes": 2**63 - 4096, "/a/memory.usage_in_bytes": 5000}
+V1_USED = {"/a/b/memory.limit_in_bytes": 9000, "/a/b/memory.usage_in_bytes": 8000}
+V2_USED = {"/a/b/memory.max": 9000, "/a/b/memory.current": 8000}
+QUOTA = "cpu.cfs_quota_us"
+PERIOD = dict.fromkeys(["/a/cpu.cfs_period_us", "/a/b/cpu.cfs_period_us"], 100000)
 
 
 @pytest.mark.parametrize(
-    ("line", "folder", "most", "now", "idle"),
+    ("asked", "group", "files", "found"),
     [
-        ("0::/a/b", "", "memory.max", "memory.current", "inactive_file"),
-        (
-            *("5:memory:/a/b", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-            "total_inactive_file",
-        ),
+        (host.cores, "0:", {"/a/b/cpu.max": "max 100000"}, None),
+        (host.cores, "0:", {"/a/cpu.max": "150000 100000"}, 1),
+        (host.cores, "3:cpu,cpuacct", {f"/a/b/{QUOTA}": -1, **PERIOD}, None),
+        (host.cores, "3:cpu,cpuacct", {f"/a/{QUOTA}": 150000, **PERIOD}, 1),
+        (host.memory_limit, "0:", {"/a/memory.max": 1000000, "/a/b/memory.max": "max"}, 950000),
+        (host.memory_limit, "0:", {"/a/b/memory.max": "max"}, None),
+        (host.memory_limit, "0:", {"/memory.max": 2000000}, 1900000),
+        (host.memory_limit, "4:memory", {"/a/b/memory.limit_in_bytes": 3000000}, 2850000),
+        (host.memory_limit, "4:cpu,memory", {"/memory.limit_in_bytes": 3000000}, 2850000),
+        (host.memory_limit, "4:memory", {"/a/b/memory.limit_in_bytes": 2**63 - 4096}, None),
+        (host.free_bytes, "0:", {"/a/memory.max": "max", "/a/memory.current": 5000}, None),
+        (host.free_bytes, "0:", V2_USED, 1000),
+        (host.free_bytes, "0:", V2_USED | {"/a/b/memory.stat": INACTIVE}, 4000),
+        (host.free_bytes, "5:memory", V1_MEMORY, None),
+        (host.free_bytes, "5:memory", V1_USED, 1000),
+        (host.free_bytes, "5:memory", V1_USED | {"/a/b/memory.stat": f"total_{INACTIVE}"}, 4000),
     ],
 )
-def test_memory_that_a_control_group_leaves(
-    tmp_path: Path, line: str, folder: str, most: str, now: str, idle: str
+def test_limits_of_a_control_group_at_any_level(
+    tmp_path: Path,
+    asked: Callable[[Path, Path], int],
+    group: str,
+    files: dict[str, object],
+    found: int | None,
 ) -> None:
+    """None: as without a limit."""
     groups, process = tmp_path / "groups", tmp_path / "self"
-    own = groups / folder / "a" / "b"
-    own.mkdir(parents=True)
     process.mkdir()
-    (process / "cgroup").write_text(line + "\n")
-    whole = host.free_bytes(groups, process)
-    assert whole > 2**20
-    (own.parent / most).write_text("max\n" if line.startswith("0") else f"{2**63 - 4096}\n")
-    (own.parent / now).write_text("5000\n")
-    assert host.free_bytes(groups, process) == pytest.approx(whole, rel=0.2)
-    (own / most).write_text("9000\n")
-    (own / now).write_text("8000\n")
-    assert host.free_bytes(groups, process) == 1000
-    (own / "memory.stat").write_text(f"anon 4000\n{idle} 3000\n")
-    assert host.free_bytes(groups, process) == 4000
-    assert 2**20 < host.own_bytes() < 2**40
+    (process / "cgroup").write_text(f"9:name=systemd:/\n{group}:/a/b\n")
+    whole = asked(groups, process)
+    assert whole >= 1
+    controller = next((one for one in ("memory", "cpu") if one in group.split(":")[1]), "")
+    for name, text in files.items():
+        path = groups / controller / name[1:]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    assert asked(groups, process) == (pytest.approx(whole, rel=0.2) if found is None else found)
 
 
-def test_batches_that_do_not_fit_are_refused_before_they_end_a_worker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """64 MiB of shared memory, as Docker gives to a container."""
+def test_batches_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MiB of shared memory, as Docker gives to a container; or more files than may be open."""
     monkeypatch.setattr(host, "shared_bytes", lambda: (2**30, 64 * 2**20))
     assert worker_limits.shortage(9 * 2**20, 2, workers=2) == ""
-    assert worker_limits.shortage(9 * 2**20, 2, workers=4) == (
-        "9 batches of 9 MiB do not fit into /dev/shm, of which 64 MiB is free; in a container "
-        "give more, as docker's --shm-size"
-    )
+    assert "docker's --shm-size" in worker_limits.shortage(9 * 2**20, 2, workers=4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert worker_limits.shortage(9 * 2**20, 2, workers=2).startswith("5 batches of 9 MiB")
-
-
-def test_tensors_that_are_more_files_than_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "files_left", lambda: 1000)
-    assert worker_limits.shortage(2**10, 300, workers=1) == ""
     assert "ulimit -n" in worker_limits.shortage(2**10, 300, workers=2)
-    whole, free = host.shared_bytes()
-    assert free <= whole

@@ -1,4 +1,4 @@
-"""Advice: a config at work in a training loop, a script's or the worker's that measures it."""
+"""Advice: applies a config to a training loop, in a script or in the worker that measures it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 class Advice:
-    """How to train: every piece stands alone, and an empty config changes nothing.
+    """How to train. Each piece works without the others; an empty config changes nothing.
 
     Attributes:
-        config: one value per knob; empty when there is no advice.
-        batch_size: samples per step, or None when neither script nor record says.
-        served: where it comes from; `status`, `record`, `explanation`, `use` and `gains` are its.
-        artifacts: what was compiled for it, to be fetched; None if nothing was.
+        config: one value per knob; empty without advice.
+        batch_size: samples per step; None if neither the script nor the record gives them.
+        served: the config's origin, with `status`, `record`, `explanation`, `use` and `gains`.
+        artifacts: fetches the code that is stored for the config; None if none is stored.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Advice:
         self.explanation, self.use, self.gains = served.explanation, served.use, served.gains
         self.artifacts: Fetch | None = None
         self._applied = AppliedConfig(config, served.default, self.device)
-        # Rows that differ from torch's own wherever that is known beforehand.
+        # Without values that are torch's default on every machine.
         advised = tuple(
             (knob, value) for knob, value in self._applied.rows if value != knob.default
         )
@@ -72,7 +72,7 @@ class Advice:
         if self._applied.scaled and self._applied.optimizer():
             weakref.finalize(self, register_optimizer_step_pre_hook(init_momentum).remove)
         self._replays = Replays()
-        if served.default:  # in a script, not where it is measured
+        if served.default:  # the worker that measures silences this log
             log_at_exit(self._usage)
 
     def __repr__(self) -> str:
@@ -80,17 +80,17 @@ class Advice:
 
     @property
     def reason(self) -> str:
-        """One line: what was served, or why nothing was; no speed-up that is not in force."""
+        """One line: what advice was served, or why none. It claims only speed-ups in force."""
         return self._usage.reason()
 
     def report(self) -> str:
-        """Lines for a person: what took effect, what did not and why, what the next use gives."""
+        """Text: which values took effect, which did not and why, and the gain of the next use."""
         self._usage.compiled = self.artifacts.said if self.artifacts is not None else ""
         return "\n".join(self._usage.lines())
 
     def set_flags(self) -> None:
-        """Set the advised flags of the process (`advisor.apply` did this): before `prepare` those
-        that are best on their own. What the user has set, as OMP_NUM_THREADS, stays."""
+        """Set the advised process flags, as `advisor.apply` does. Before `prepare`, set the flags
+        that are best on their own. Flags that the user has set, such as OMP_NUM_THREADS, stay."""
         self._used.add("set_flags")
         if self.artifacts is not None:
             self.artifacts.begin()
@@ -98,7 +98,7 @@ class Advice:
         self._put(self.config if alone is None else alone)
 
     def _put(self, config: Config) -> None:
-        """Put the flags of a config in force, in place of those that this advice has put."""
+        """Set the flags of a config, and reset the others that this advice has set before."""
         usage, default = self._usage, self.served.default
         rows = [knob for knob in changed_knobs(config, default) if knob.flag is not None]
         own = {knob.name for knob in rows if _users(knob, default)}
@@ -108,13 +108,13 @@ class Advice:
         usage.put, usage.kept = flags, own
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """The model on the device in the advised memory format, compiled where that pays. Warns if
-        it is not the model that was tuned; raises RanksDiffer if other ranks of the process group
-        have other advice."""
+        """Return the model on the device, in the advised memory format, compiled if advised. Warns
+        if the model is not the one that was tuned; raises RanksDiffer if another rank of the
+        process group has other advice."""
         if not self._compared:
-            # The batch is each script's own.
+            # Without the batch size, in which ranks may differ.
             self._compared = ranks.compare(self.config.knobs.digest)
-        if self.record is not None and os.environ.get("RANK", "0") == "0":  # one speaks for all
+        if self.record is not None and os.environ.get("RANK", "0") == "0":  # only rank 0 warns
             self._compare(model, self.record)
         self._used.add("prepare")
         if self.served.flags is not None and "set_flags" in self._used:
@@ -122,7 +122,7 @@ class Advice:
         return self.lay_out(model.to(self.device))
 
     def lay_out(self, model: nn.Module) -> nn.Module:
-        """`prepare` for a loop that moves the model to its device and compares it itself."""
+        """As `prepare`, for a model that is on its device; does not check that it was tuned."""
         applied = self._applied
         for knob, value in applied.rows:
             if value in knob.layers:
@@ -145,7 +145,7 @@ class Advice:
         return model
 
     def hand_over(self) -> None:
-        """Set all flags of the config, and miss no piece: a framework's loop follows the rest."""
+        """Set all flags of the config. All pieces count as used: a framework applies the rest."""
         self._used.update(PIECES)
         if self._applied.compiles:
             compiling.apply_workarounds()
@@ -159,10 +159,10 @@ class Advice:
             modules, parameters = fingerprint.size(model)
             another = (
                 f"this model is not {tuned}: {modules} modules and {parameters:,} parameters now, "
-                f"{known.modules} and {known.parameters:,} then. Where these are equal its code "
+                f"{known.modules} and {known.parameters:,} then. If these are equal, its code "
                 "or a hyperparameter differs. The advice may not fit; tune again"
             )
-        except Exception as exc:  # parameters not made yet, or what the user's extra_repr() raised
+        except Exception as exc:  # lazy parameters, or the user's extra_repr() raised
             first = str(exc).partition("\n")[0]
             why = f"{type(exc).__name__}: {first}"
             another = f"this model cannot be compared with {tuned} ({why})"
@@ -183,7 +183,7 @@ class Advice:
         return self._applied.loader() | known
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Context for forward pass and loss: torch.autocast, or nothing."""
+        """Context manager for forward pass and loss: torch.autocast, or one that does nothing."""
         if self._applied.autocast is None:
             return contextlib.nullcontext()
         self._used.add("autocast")
@@ -193,7 +193,7 @@ class Advice:
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The number format of `autocast`, None if it changes nothing."""
+        """The dtype of `autocast`; None if `autocast` does nothing."""
         return self._applied.autocast
 
     @cached_property
@@ -202,15 +202,15 @@ class Advice:
         return torch.amp.GradScaler(self.device.type, enabled=self._applied.scaled)
 
     def capture(self, train_step: Callable[[Any], Any], example_batch: Any) -> Callable[[Any], Any]:
-        """The training step as one CUDA graph if that is advised, else unmodified.
+        """Return the training step as one CUDA graph if that is advised, else `train_step` itself.
 
         Call the result in place of `train_step`. `StepGraph` in `tuners.act.capture.step_graph`
-        says what its first calls do, and what falls back to `train_step`, with one warning.
+        documents its first calls, and when it warns once and calls `train_step` instead.
 
         Args:
-            train_step: takes a batch; forward, loss, `advice.step` (or zero_grad, backward and
-                optimizer step); returns tensors in any nesting, such as the loss.
-            example_batch: one batch of the loader; those of its shapes are replayed.
+            train_step: takes a batch; runs forward, loss and `advice.step` (or zero_grad, backward
+                and optimizer step); returns tensors in any nesting, such as the loss.
+            example_batch: one batch of the loader; batches of the same shapes are replayed.
         """
         self._uncaptured = False
         if not self._applied.captured:
@@ -233,24 +233,24 @@ class Advice:
         return train_step if graph.failure else graph
 
     def step(self, loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:
-        """zero_grad, backward, optimizer step; with fp16 the loss is scaled.
+        """Run zero_grad, backward and the optimizer step; with fp16 the loss is scaled.
 
-        Exactly `optimizer.zero_grad(); loss.backward(); optimizer.step()`: gradients from an
-        earlier `backward` do not count; those of other weights, as a discriminator's when the
-        generator trains, accumulate. To accumulate over several batches call
+        The same as `optimizer.zero_grad(); loss.backward(); optimizer.step()`: gradients from an
+        earlier `backward` are dropped. Gradients of other weights accumulate, such as those of a
+        discriminator when the generator trains. To accumulate over several batches, call
         `advice.scaler.scale(loss).backward()` for each, then `advice.scaler.step(optimizer)`,
         `advice.scaler.update()` and `zero_grad()`.
 
         Args:
-            loss: one number.
-            optimizers: those that step on this loss, once each.
+            loss: a tensor with one element.
+            optimizers: each makes one step on this loss.
         """
         if self._uncaptured:
             self._uncaptured = False
             warnings.warn(
                 "advisor: this advice replays the whole step as one CUDA graph: put the step into "
-                "a function and call step = advice.capture(function, example_batch) in its place; "
-                "without, training is slower than advised. To tune without: --no-step-graph",
+                "a function and call step = advice.capture(function, example_batch) in its place, "
+                "or training is slower than advised. To tune without step graphs: --no-step-graph",
                 AdvisorWarning,
                 stacklevel=2,
             )
@@ -270,8 +270,8 @@ class Advice:
             self._replays.stepped(optimizers)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches on the device, in the advised memory format; large pinned ones are
-        copied on a stream of their own, beside the step before."""
+        """Yield the loader's batches on the device, in the advised memory format. Large pinned
+        batches are copied on a separate stream, during the step before."""
         self._used.add("batches")
         large: bool | None = None if self._applied.non_blocking else False
         for batch in loader:
@@ -295,8 +295,8 @@ class Advice:
         return placed
 
     def place(self, batch: Any) -> Any:
-        """A tensor, or a tuple, list or mapping of tensors, on the device and laid out; other
-        objects are moved by their method `to`, as PackedSequence, or stay as they are."""
+        """Return a tensor, or a tuple, list or mapping of tensors, on the device in the advised
+        memory format. Other objects are moved by their method `to` if they have one."""
         self._used.add("batches")
         # This runs at every step: the common types first, and no work for knobs that are off.
         applied = self._applied
@@ -314,7 +314,7 @@ class Advice:
                 return placed
             if not isinstance(batch, MutableMapping):
                 return kind(placed)
-            found = copy.copy(batch)  # its constructor may want something else
+            found = copy.copy(batch)  # its constructor may take other arguments
             found.update(placed)
             return found
         if hasattr(batch, "to"):
@@ -331,7 +331,7 @@ def _can_lay_out(model: nn.Module) -> bool:
     if not can:
         warnings.warn(
             "advisor: the weights keep their memory format: DistributedDataParallel exchanges "
-            "their gradients with a hook or a static graph. Call prepare before it is wrapped",
+            "their gradients with a hook or a static graph. Call prepare before you wrap the model",
             AdvisorWarning,
             stacklevel=4,
         )
@@ -339,7 +339,7 @@ def _can_lay_out(model: nn.Module) -> bool:
 
 
 def _users(knob: Knob, default: Config) -> bool:
-    """Whether the user has set a flag, which then stays. While measuring nothing is the user's."""
+    """Whether the user has set a flag, which then stays. Always False while advisor measures."""
     if knob.flag is None or knob.chosen is None or knob.name not in default:
         return False
     if knob.name in PROCESS_FLAGS.config:

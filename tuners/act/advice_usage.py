@@ -25,28 +25,28 @@ Piece = Literal[
     "set_flags", "prepare", "optimizer", "loader", "batches", "autocast", "step", "capture"
 ]
 PIECES: tuple[Piece, ...] = get_args(Piece)
-"""Of `Advice`, in the order in which a script uses them."""
+"""Methods and properties of `Advice`, in the order in which a script uses them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A config, its origin and what is known about it. The defaults fit an unmeasured one."""
+    """A config, its origin and its measurements. The defaults fit a config without any."""
 
     config: Config = field(default_factory=Config)
     status: str = EXACT  # or STALE, 'nearest' (from a similar record), 'miss', 'disabled'
-    reason: str = ""  # one line: what was served, or why nothing was
-    doubt: str = ""  # '; not verified ...', part of the reason: not compared with strict fp32
-    signed: bool = True  # the record, by the reader or their team
+    reason: str = ""  # one line: which advice was served, or why none was
+    doubt: str = ""  # part of the reason, '; not verified ...', if not compared with strict fp32
+    signed: bool = True  # whether the reader or their team signed the record
     record: Record | None = None
-    explanation: Explanation | None = None  # None if this process has not looked it up
-    use: str = LOOP  # what the script lets advice do, for which the config was measured
-    default: Config = field(default_factory=Config)  # torch's own values, which need no acting
-    flags: Config | None = None  # for a script without `prepare`; None: the config's own
-    gains: Mapping[str, float] = field(default_factory=dict)  # over torch's default, by use
+    explanation: Explanation | None = None  # None if this process made no lookup
+    use: str = LOOP  # the one of USES that the config was measured for
+    default: Config = field(default_factory=Config)  # torch's default values, which are not set
+    flags: Config | None = None  # to set before `prepare`; None: those of `config`
+    gains: Mapping[str, float] = field(default_factory=dict)  # speed-up over torch, by use
 
 
 def _needs(knob: Knob, value: Value) -> set[Piece]:
-    """The pieces without which a value has no effect, by the columns that it acts through."""
+    """The pieces that a script must use for a knob's value to take effect."""
     acts: dict[Piece, object] = {
         "set_flags": knob.flag,
         "prepare": knob.model or value in knob.layers,
@@ -62,38 +62,38 @@ def _needs(knob: Knob, value: Value) -> set[Piece]:
 
 @dataclass(slots=True, eq=False)
 class AdviceUsage:
-    advised: tuple[tuple[Knob, Value], ...]  # rows that differ from torch's own
+    advised: tuple[tuple[Knob, Value], ...]  # values that differ from torch's default
     served: Served
-    used: set[Piece] = field(default_factory=set)  # which the script adds to, at every step
+    used: set[Piece] = field(default_factory=set)  # pieces that the script has used so far
     put: Config = field(default_factory=Config)  # flags that this advice has set
-    kept: set[str] = field(default_factory=set)  # flags that it left alone, as the user's own
-    # Each a line for people, or '':
+    kept: set[str] = field(default_factory=set)  # flags that the user has set, which stay
+    # Each of these is one line of text, or '':
     failed: str = ""  # why a captured step is not replayed
-    compiled: str = ""  # what became of the artifacts that were kept
-    another: str = ""  # which other model was prepared or trains
-    piloted: str = ""  # what a pilot has put in force in its place
+    compiled: str = ""  # whether stored compiled code was loaded
+    another: str = ""  # that the model is not the tuned one
+    piloted: str = ""  # the config that a pilot has set in place of this advice
 
     def missing(self, knob: Knob, value: Value) -> list[Piece]:
         if knob.name in self.kept:
             return []
         needs = _needs(knob, value)
         if knob.flag is not None and "set_flags" in self.used and self.put.get(knob.name) != value:
-            needs.add("prepare")  # the flags that are best on their own leave it out
+            needs.add("prepare")  # not among the flags that are best on their own
         return [piece for piece in PIECES if piece in needs - self.used]
 
     def _set_by_others(self, knob: Knob, advised: Value) -> str:
-        """Who has set a flag, if not this advice: 'threads=3 stays, as it was set'; else ''."""
+        """Who has set a flag, as 'threads=3 stays: it was set before'; '' if this advice has."""
         if knob.flag is None:
             return ""
         name, now = knob.name, knob.flag.now()
         shown = f"{name}={now}" if isinstance(now, int) else f"{name} ({now})"
         if name in self.kept:
-            who = "the environment sets it" if knob.chosen and knob.chosen() else "as it was set"
-            return f"{shown} was so already: {who}" if now == advised else f"{shown} stays, {who}"
+            by = "the environment sets it" if knob.chosen and knob.chosen() else "it was set before"
+            return f"{shown} already: {by}" if now == advised else f"{shown} stays: {by}"
         if name not in self.put or PROCESS_FLAGS.config.get(name) == self.put[name]:
             return ""
-        who = "as it was set" if name in PROCESS_FLAGS.changed else "as other advice set it"
-        return f"{shown} now, {who} since"
+        who = "it was set" if name in PROCESS_FLAGS.changed else "other advice set it"
+        return f"{shown} now: {who} since"
 
     def reason(self) -> str:
         if self.piloted:
@@ -149,9 +149,9 @@ class AdviceUsage:
         return f"in effect: {said}"
 
     def log(self) -> None:
-        """One line in the log: a warning if something advised never took effect."""
+        """Log one line: a warning if an advised value never took effect."""
         if not self.advised or not self.used or self.piloted:
-            return  # nothing to tell, only looked at, or not what acts
+            return  # no advice, no piece used, or a pilot's config instead
         idle = [knob.name for knob, value in self.advised if self.missing(knob, value)]
         never = f"; without effect: {', '.join(idle)}" if idle else ""
         level = logging.WARNING if idle or self.failed else logging.INFO
@@ -166,22 +166,22 @@ def is_followed() -> bool:
 
 
 def defer_to_pilot(line: str) -> None:
-    """Have every advice whose flags the script has set say what a pilot does in its place."""
+    """Have every advice that has set flags report `line`, a pilot's config, in place of its own."""
     for one in _last:
         if "set_flags" in one.used:
             one.piloted = line
 
 
 def disclaim_other_models(model: str) -> None:
-    """Claim no speed-up that was measured on another model than the one with this fingerprint."""
+    """Have advice for other models than this fingerprint's claim no speed-up."""
     for one in _last:
         tuned = one.served.record
         if "set_flags" in one.used and tuned is not None and tuned.key.model != model:
-            one.another = one.another or f"what trains is not what was tuned as {tuned.target.name}"
+            one.another = one.another or f"this model is not the one tuned as {tuned.target.name}"
 
 
 def log_at_exit(one: AdviceUsage) -> None:
-    """Once in this process, when it ends."""
+    """Log the use of an advice once, when the process ends."""
     if not _last:
         atexit.register(_log_all)
     _last.append(one)

@@ -1,4 +1,4 @@
-"""A config, resolved to what it changes in a training step."""
+"""A config, resolved to its changes of a training step."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class AppliedConfig:
         self.rows = rows = tuple(
             (knob, config[knob.name]) for knob in changed_knobs(config, default)
         )
-        # What lays a batch out:
+        # The knobs that set a batch's memory format:
         self.layouts = [(k.layout, value) for k, value in rows if k.layout and value]
         formats = (k.autocast[value] for k, value in rows if value in k.autocast)
         self.autocast = getattr(torch, name) if (name := next(formats, "")) else None
         self.scaled = any(value in k.scaled for k, value in rows)
         beside = any(value in k.non_blocking for k, value in rows)
         self.non_blocking = device.type == "cuda" and beside
-        self.graphs = any(value in k.graphs for k, value in rows)  # over the forward pass
+        self.graphs = any(value in k.graphs for k, value in rows)  # made by torch.compile
         self.captured = any(value in k.captured for k, value in rows)
         self.compiles = any(k.model and not k.layout for k, _value in rows)
-        # What is the script's own and off, which is measured and never advised:
+        # Configs that turn the script's own settings off are measured and never advised:
         undone = [(k, default[k.name]) for k, v in rows if k.name in default and v == k.default]
         self.undoes_autocast = any(own in k.autocast for k, own in undone)
         self.undoes_compile = any(k.compile_s and own != k.default for k, own in undone)
@@ -49,5 +49,5 @@ class AppliedConfig:
         """Keyword arguments for torch.utils.data.DataLoader."""
         found: dict[str, Any] = {knob.name: value for knob, value in self.rows if knob.loader}
         if found.get(WORKERS) == 0:
-            found.pop("prefetch_factor", None)  # which a DataLoader without workers refuses
+            found.pop("prefetch_factor", None)  # a DataLoader without workers refuses this argument
         return found

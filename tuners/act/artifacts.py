@@ -1,4 +1,4 @@
-"""What torch.compile made in one process (`save_cache_artifacts`), loaded in the next."""
+"""Saves the code that torch.compile makes in a process, and loads it in another process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 import torch
 
-from advisor.cache.artifacts import Found, Tools
+from advisor.cache.artifacts import StoredArtifacts, Tools
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.shown import size
 from advisor.cache.stores.filesystem import read_regular
@@ -31,7 +31,7 @@ _stable_keys: Patch | None = None
 
 
 def save(file: Path) -> None:
-    """Write all that this process has compiled into a file, if that is anything."""
+    """Write the code that this process has compiled to a file; no file if there is none."""
     if "torch._dynamo" not in sys.modules:
         return
     found = torch.compiler.save_cache_artifacts()
@@ -41,7 +41,7 @@ def save(file: Path) -> None:
 
 
 def saved(file: Path) -> tuple[Tools, bytes] | None:
-    """What compiled it, and what a process has saved; None if it has saved nothing."""
+    """The tools that compiled the code in a file, and the code; None if it cannot be read."""
     try:
         data = read_regular(file, _MOST_BYTES)
         found = msgpack.unpackb(data, max_bin_len=len(data))
@@ -53,8 +53,8 @@ def saved(file: Path) -> tuple[Tools, bytes] | None:
 def use_stable_keys() -> None:
     """Have PyTorch look compiled code up by the same key in every process.
 
-    Pickle writes a memory format into a key with the first module in `sys.modules` that has PyTorch
-    as `torch`: another one if a script imports its own modules first, or multiprocessing.
+    Pickle names a memory format in a key after the first module in `sys.modules` that has PyTorch
+    as `torch`. Which module that is depends on the order of the script's imports.
     """
     global _stable_keys
     from torch._inductor import codecache
@@ -66,7 +66,7 @@ def use_stable_keys() -> None:
     def stable(plain: Callable[..., Any]) -> Callable[..., Any]:
         def begin(self: Any, *args: Any, **kwargs: Any) -> None:
             plain(self, *args, **kwargs)
-            # Only for a digest: nothing of it is read again.
+            # The pickle is only hashed, and never loaded.
             self.dispatch_table |= dict.fromkeys((torch.memory_format, torch.dtype), _by_name)
 
         return begin
@@ -86,19 +86,19 @@ def _by_name(value: object) -> tuple[type[str], tuple[str]]:
 
 
 class Fetch:
-    """Artifacts for a script: found in a thread, loaded in the script's own: PyTorch's modules
-    import each other in circles, so that two threads must not import them at once."""
+    """Finds a script's artifacts in a thread, and loads them in the script's own thread: PyTorch's
+    modules import each other in circles, so two threads must not import them at once."""
 
-    def __init__(self, find: Callable[[], Found | None]) -> None:
+    def __init__(self, find: Callable[[], StoredArtifacts | None]) -> None:
         self._find = find
         self._thread: threading.Thread | None = None
-        self._found: Found | None = None
+        self._found: StoredArtifacts | None = None
         self._failed = ""
         self._over = False
-        self.said = ""  # what became of them, for people
+        self.said = ""  # the outcome, as text
 
     def begin(self) -> None:
-        """Find them, beside whatever the script does next."""
+        """Start the thread that looks for the artifacts."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name="advisor: artifacts", daemon=True
@@ -112,23 +112,23 @@ class Fetch:
             self._failed = str(exc) or type(exc).__name__
 
     def load(self) -> None:
-        """Have PyTorch know them, if they come in time."""
+        """Load the artifacts into PyTorch, if they are found within AWAITED_S."""
         if self._over:
             return
         self._over = True
         self.begin()
         assert self._thread is not None
         self._thread.join(AWAITED_S)
-        late = f"not there within {AWAITED_S:g} s" if self._thread.is_alive() else ""
+        late = f"not found within {AWAITED_S:g} s" if self._thread.is_alive() else ""
         failed = late or self._failed or self._load()
         if failed:
             prefix = "" if failed.startswith("artifacts") else "artifacts: "
             self.said = f"{prefix}{failed}; compiled anew"
-            if os.environ.get("RANK", "0") == "0":  # one speaks for all
+            if os.environ.get("RANK", "0") == "0":  # only rank 0 warns
                 _log.warning("%s", self.said)
 
     def _load(self) -> str:
-        """Why they were not loaded; '' if they were, or if there are none."""
+        """Load the artifacts. Returns why that failed; '' if it did not, or there are none."""
         began, found, self._found = time.perf_counter(), self._found, None
         if found is None:
             return ""
@@ -136,7 +136,7 @@ class Fetch:
             use_stable_keys()
             if torch.compiler.load_cache_artifacts(found.data) is None:
                 return "PyTorch cannot read them"
-        except Exception as exc:  # whatever PyTorch makes of it: training goes on
+        except Exception as exc:  # whatever PyTorch raises: training goes on
             return f"not loaded ({type(exc).__name__}: {exc})"
         took_s = time.perf_counter() - began
         self.said = f"{size(found.size)} of artifacts loaded from {found.store} in {took_s:.2g} s"

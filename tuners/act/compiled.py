@@ -1,5 +1,5 @@
-"""What torch.compile keeps in this process. PyTorch has no public way to free the code of one
-config: what is not found here stays in memory."""
+"""Counts and frees torch.compile's code in this process. PyTorch has no public way to free the
+code of one config: code that these functions do not find stays in memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 _RECOMPILATIONS = 64
-"""Limit for one function: each config is another one to torch.compile, whose own limit is 8."""
+"""Limit per function: each config compiles it again, and torch.compile's own limit is 8."""
+_GIVEN_UP = ("Dynamo recompile limit", "recompile_limit", "cache_size_limit", "accumulated_")
+"""How torch.compile's counter of reasons names its limits, the last torch's first."""
 
 
 def graphs_compiled() -> int:
-    """Graphs that torch.compile has traced in this process."""
+    """The number of graphs that torch.compile has traced in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
 
@@ -24,13 +26,19 @@ def graphs_compiled() -> int:
 def fallbacks() -> int:
     dynamo = sys.modules.get("torch._dynamo.utils")
     given_up = dynamo.counters["unimplemented"] if dynamo is not None else {}
-    return sum(n for why, n in given_up.items() if why.startswith("Dynamo recompile limit"))
+    return sum(n for why, n in given_up.items() if why.startswith(_GIVEN_UP))
+
+
+def recompile_limit() -> str:
+    """The name of torch.compile's setting, which torch 2.6 calls cache_size_limit."""
+    known = hasattr(torch._dynamo.config, "recompile_limit")
+    return "recompile_limit" if known else "cache_size_limit"
 
 
 @contextlib.contextmanager
 def one_size() -> Iterator[None]:
-    """Have torch.compile compile for each size. By default it compiles for any size once it has
-    seen another, and then calls that slower code for both."""
+    """Context manager: torch.compile compiles for each size of inputs. By default, from the second
+    size on, it compiles slower code for any size and calls that for both."""
     import torch._dynamo
 
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
@@ -38,26 +46,27 @@ def one_size() -> Iterator[None]:
 
 
 class RecompileLimit:
-    """Raises torch.compile's limit of compilations of a function to what several configs need."""
+    """Raises torch.compile's limit of compilations per function, for several configs."""
 
     def __init__(self) -> None:
         self._own: int | None = None
 
     def raise_it(self) -> None:
         if self._own is None:
-            self._own = torch._dynamo.config.recompile_limit
-            torch._dynamo.config.recompile_limit = max(_RECOMPILATIONS, self._own)
+            self._own = getattr(torch._dynamo.config, recompile_limit())
+            setattr(torch._dynamo.config, recompile_limit(), max(_RECOMPILATIONS, self._own))
 
     def restore(self) -> None:
         """Restore the script's own limit, unless the script has set another since."""
         if self._own is not None:
-            if torch._dynamo.config.recompile_limit == max(_RECOMPILATIONS, self._own):
-                torch._dynamo.config.recompile_limit = self._own
+            now = getattr(torch._dynamo.config, recompile_limit())
+            if now == max(_RECOMPILATIONS, self._own):
+                setattr(torch._dynamo.config, recompile_limit(), self._own)
             self._own = None
 
 
 class CompiledCode:
-    """Tells which compiled code came about under which config, so that it can be freed."""
+    """Tracks which code each config has compiled, so that a config's code can be freed."""
 
     def __init__(self) -> None:
         self._graphs = graphs_compiled()
@@ -65,7 +74,7 @@ class CompiledCode:
         self._replays = set(_replayed())
 
     def claim(self) -> tuple[set[str], set[int]]:
-        """What was compiled, and what was made ready for CUDA graphs, since the last call."""
+        """The ids of code compiled, and of functions given CUDA graphs, since the last call."""
         if graphs_compiled() == self._graphs:
             return set(), set()
         self._graphs = graphs_compiled()
@@ -77,7 +86,7 @@ class CompiledCode:
 
 
 def free(codes: set[str], replays: set[int]) -> None:
-    """Free what `CompiledCode.claim` gave; the memory pool that CUDA graphs share stays."""
+    """Free the code that `CompiledCode.claim` returned; CUDA graphs' shared memory pool stays."""
     with contextlib.suppress(ImportError, AttributeError):
         _free_code(codes)
     with contextlib.suppress(ImportError, AttributeError):
@@ -86,7 +95,7 @@ def free(codes: set[str], replays: set[int]) -> None:
 
 
 def _entries() -> list[Any]:
-    """Every piece of compiled code; none may be kept, as PyTorch frees what it refers to."""
+    """All entries of compiled code. Keep none of them: PyTorch frees the memory they point to."""
     if "torch._dynamo.convert_frame" not in sys.modules:
         return []
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -107,15 +116,15 @@ def _free_code(codes: set[str]) -> None:
             continue
         code, manager = entry.code, entry.guard_manager
         manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("advisor frees it"))
-        # An invalid entry stays in the list with its code, which finds what was compiled for it
-        # among the globals of the script's module.
+        # An invalid entry stays in the list with its code. The hooks delete the compiled functions
+        # of that code from the globals of the script's module.
         for hook in CleanupManager.instance.values.get(id(code), ()):
             hook()
         CleanupManager.instance[code] = []
 
 
 def _managers() -> Iterator[Any]:
-    """PyTorch's manager of CUDA graphs of each device that has one."""
+    """Yield PyTorch's CUDA graph manager of each device that has one."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is not None and torch.cuda.is_available():
         for device in range(torch.cuda.device_count()):
@@ -125,7 +134,7 @@ def _managers() -> Iterator[Any]:
 
 
 def _replayed() -> Iterator[int]:
-    """Numbers of the functions that CUDA graphs were or will be recorded of."""
+    """The ids of the functions for which CUDA graphs are or will be recorded."""
     return (number.id for manager in _managers() for number in manager.ids_to_funcs)
 
 
@@ -134,7 +143,7 @@ def _free_replays(replays: set[int]) -> None:
         node = manager.current_node
         if node is not None and node.wrapped_function.id.id in replays:
             if type(node).__name__ != "CUDAGraphNode":
-                continue  # nothing is recorded yet, and what runs in its place may be needed
+                continue  # a warm-up run before the recording, which may be needed
             manager.clear_current_path_state_and_set_to_none()
         for held in (manager.roots, manager.ids_to_funcs):
             for number in [one for one in held if one.id in replays]:

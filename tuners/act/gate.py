@@ -1,7 +1,7 @@
-"""A gate before compiled code: inputs unlike those that it was compiled for run uncompiled.
+"""A gate before compiled code: inputs for which no code was compiled run uncompiled.
 
-An epoch's last short batch would have torch.compile work for half a minute, and every later full
-batch run code for any size: what was compiled last is tried first.
+Without it, an epoch's short last batch costs half a minute of torch.compile, and later full batches
+run the slower code for any size, because PyTorch tries the code compiled last first.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from advisor.tuners.decisions import FREQUENT, MIN_OBSERVED_STEPS
 Signature = tuple[Any, ...]
 
 _MOST_SIGNATURES = 512
-"""Counted at once: where every batch has another length, none of them matters."""
+"""Signatures counted at once: if every batch has another length, no single one matters."""
 
 
 def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
-    """What torch.compile may compile anew for: structure, tensors' shapes, dtypes, requires_grad;
-    truth values, strings and None by value, other values by their type."""
+    """The properties of inputs for which torch.compile may compile again: structure; shapes, dtypes
+    and requires_grad of tensors; bools, strings and None by value, other values by type."""
     found: list[Any] = []
     _describe(args, found)
     if kwargs:
@@ -36,15 +36,15 @@ def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
 
 
 def of_any_size(one: Signature) -> Signature:
-    """The same without sizes, but for which of them are 0 or 1: torch.compile always makes code of
-    its own for these."""
+    """The signature without sizes, except sizes 0 and 1, for which torch.compile always makes
+    separate code."""
     return tuple(
         tuple(min(size, 2) for size in part) if type(part) is torch.Size else part for part in one
     )
 
 
 def _describe(value: Any, found: list[Any]) -> None:
-    # At each call of a model: the common types first.
+    # This runs at each call of a model: the common types first.
     if isinstance(value, Tensor):
         found += (value.shape, value.dtype, value.requires_grad)
         return
@@ -83,7 +83,7 @@ class Signatures:
         return one in self._counts
 
     def frequent(self) -> set[Signature]:
-        """The most frequent one, and the others that FREQUENT of the calls have."""
+        """The most frequent signature, and all that a share of at least FREQUENT of calls have."""
         least = max(2, FREQUENT * self.calls)
         first = {one for one, _n in self._counts.most_common(1)}
         return first | {one for one, n in self._counts.items() if n >= least}
@@ -100,11 +100,11 @@ class Gate:
     """Calls compiled code with frequent signatures, and the plain function with all others.
 
     Args:
-        model: whose mode is part of a signature.
-        seen: signatures of earlier calls in training; without, the first call's counts as frequent.
-        sizes: whether there is code for each size of an input.
-        inference: whether calls without gradients may reach compiled code, counted on their own.
-        before: called before each signature that is compiled for.
+        model: its training or evaluation mode is part of a signature.
+        seen: signatures of earlier training calls; without them, the first one counts as frequent.
+        sizes: whether code is compiled for each size of an input.
+        inference: whether calls without gradients may run compiled code; they count separately.
+        before: called before code is compiled for a new signature.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Gate:
         self._wanted = (seen if sizes else seen.of_any_size()).frequent()
         self._refused = Signatures()
         self._admitted: set[Signature] = set()
-        self._begun = {True} if self._wanted else set()  # with gradients, and without
+        self._begun = {True} if self._wanted else set()  # gradient modes with compiled code
         self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ class Gate:
         if one in self._admitted:
             self._calls += 1
             return self._compiled(*args, **kwargs)
-        # What a backward pass calls again must be called as it was.
+        # Checkpointing calls again in backward: that call must be the same as in forward.
         if in_backward() or not self._admits(one, gradients):
             return self._plain(*args, **kwargs)
         self._before()

@@ -2,17 +2,18 @@
 
 - `nn.Module._compiled_call_impl`: the slot through which `Module.compile` replaces a call. Pickles
   and deep copies leave it out, so that no checkpoint or EMA copy holds anything of advisor's.
-- `DataLoader.__iter__` and `_BaseDataLoaderIter.__next__`: which loader feeds the steps, and how
-  long they wait. The script gets the loader's own iterator.
+- `nn.Module.compile`: PyTorch runs no hook of a module whose call it has replaced.
+- `DataLoader.__iter__` and `_BaseDataLoaderIter.__next__`: to see which loader feeds the steps, and
+  how long the steps wait. The script gets the loader's own iterator.
 - `_sampler_iter`, `_base_seed`, `_tasks_outstanding`, `_shutdown` and the queues of such an
-  iterator: what workers need to go on in the middle of an epoch, and whether they keep up.
-- `_worker_pids_set` of advisor's own workers: if one dies, PyTorch raises at once, wherever it is.
+  iterator: to start workers in the middle of an epoch, and to see whether they keep up.
+- `_worker_pids_set` of advisor's own workers: otherwise the script raises as soon as one dies.
 - `torch.autograd.backward`, which `Tensor.backward` calls, while a config is set or compared: no
-  hook is told which loss it begins at, or what it raises.
-- `torch._C._current_graph_task_id`, as in PyTorch's own checkpoint: whether backward runs.
+  hook gets the loss, or an exception.
+- `torch._C._current_graph_task_id`, as in PyTorch's own checkpoint: to see whether backward runs.
 - `step` of an optimizer with other kernels than the script's: no hook reports its exceptions.
-- `sys.excepthook`: why a script ends.
-- `_global_forward_hooks_with_kwargs`: what a global hook leaves there when it is removed.
+- `sys.excepthook`: to see the exception that ends a script.
+- `_global_forward_hooks_with_kwargs`: to delete the entry that a removed global hook leaves.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ Remove = Callable[[], None]
 
 
 class Patch:
-    """Replaces a function of an object or a class by what `replacement` makes of it. What others
-    put in its place later stays there; a removed patch only calls the original."""
+    """Replaces a function of an object or a class by `replacement(function)`. If other code patches
+    the function later, that patch stays; a removed Patch only calls the original."""
 
     def __init__(self, owner: Any, name: str, replacement: Callable[[Function], Function]) -> None:
         self._owner, self._name = owner, name
@@ -56,12 +57,12 @@ class Patch:
         def call(*args: Any, **kwargs: Any) -> Any:
             return self._acts(*args[bound:], **kwargs)
 
-        # A bound method stays one: learning rate schedulers look for its function.
+        # A bound method stays a method: learning rate schedulers read its `__func__`.
         self._call: Function = MethodType(call, owner) if bound else call
         setattr(owner, name, self._call)
 
     def remove(self) -> None:
-        """Put the original back if the replacement still stands."""
+        """Restore the original, unless other code has replaced the function since."""
         self._acts = self._original
         if vars(self._owner).get(self._name) is not self._call:
             return
@@ -72,43 +73,43 @@ class Patch:
 
 
 class StepHooks:
-    """The end of every optimizer's step. One hook serves all who wait for it: PyTorch raises if one
-    comes or goes while it runs them, as when a pilot compiles there."""
+    """Callbacks after every optimizer's step. They share one PyTorch hook: PyTorch raises if a hook
+    is added or removed while its hooks run, for example when a pilot compiles in one."""
 
     def __init__(self) -> None:
-        self._told: list[Callable[[torch.optim.Optimizer], None]] = []
+        self._callbacks: list[Callable[[torch.optim.Optimizer], None]] = []
         self._handle: RemovableHandle | None = None
         self._inside = False
 
     def register(self, stepped: Callable[[torch.optim.Optimizer], None]) -> Callable[[], None]:
-        """Have it called with the optimizer after each step of any; returns what ends that."""
-        self._told.append(stepped)
+        """Call `stepped` after each step of any optimizer. Returns a function that ends this."""
+        self._callbacks.append(stepped)
         if self._handle is None:
             self._handle = register_optimizer_step_post_hook(self._stepped)
 
         def remove() -> None:
-            if stepped in self._told:
-                self._told.remove(stepped)
-                self._let_go()
+            if stepped in self._callbacks:
+                self._callbacks.remove(stepped)
+                self._unhook_if_unused()
 
         return remove
 
-    def _let_go(self) -> None:
-        if self._inside and not self._told:
-            # At the next call of a module, whose hooks PyTorch runs from a copy.
+    def _unhook_if_unused(self) -> None:
+        if self._inside and not self._callbacks:
+            # At the next call of a module: PyTorch copies module hooks before it runs them.
             def later(_module: nn.Module, _args: object) -> None:
                 handle.remove()
-                self._let_go()
+                self._unhook_if_unused()
 
             handle = register_module_forward_pre_hook(later)
-        elif self._handle is not None and not self._told:
+        elif self._handle is not None and not self._callbacks:
             self._handle.remove()
             self._handle = None
 
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         self._inside = True
         try:
-            for stepped in tuple(self._told):
+            for stepped in tuple(self._callbacks):
                 stepped(optimizer)
         finally:
             self._inside = False
@@ -118,8 +119,8 @@ STEP_HOOKS = StepHooks()
 
 
 class CallHooks:
-    """Reports outermost calls once they are over, and each call before it is made, but none that
-    raises or is recomputed. It slows every call."""
+    """Calls `within` before each call of a module, and `called` after each outermost call that does
+    not raise; recomputed calls do not count. Every call becomes slower."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class CallHooks:
         self._compiled = graphs_compiled()
 
         def ignores() -> bool:
-            # What torch.compile traces of a hook must touch nothing.
+            # While torch.compile traces a hook, the hook must have no effect.
             return torch.compiler.is_compiling() or self._resting or in_backward()
 
         def enter(module: nn.Module, _args: Any) -> None:
@@ -143,32 +144,50 @@ class CallHooks:
         def leave(module: nn.Module, args: Any, *rest: Any) -> None:
             if not ignores() and inside and inside[0] is module:
                 inside.clear()
-                # For a call that raises PyTorch gives no keyword arguments.
+                # PyTorch passes no keyword arguments if the call has raised.
                 if len(rest) == 2:
                     called(module, args, rest[0])
 
-        # It tells the user of hooks that are not theirs.
+        def compile(plain: Function, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            plain(module, *args, **kwargs)
+            compiled: Any = module._compiled_call_impl  # None in some of PyTorch's stubs
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                enter(module, args)
+                done: tuple[Any, ...] = ()
+                try:
+                    done = kwargs, compiled(*args, **kwargs)
+                    return done[1]
+                finally:
+                    leave(module, args, *done)
+
+            replace_call(module, call)
+
+        # Otherwise PyTorch warns the user of advisor's hooks.
         warnings.filterwarnings("ignore", ".*when there are global hooks on modules")
         self._before = register_module_forward_pre_hook(enter)
         self._after = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
+        self._compile = Patch(nn.Module, "compile", lambda plain: partial(compile, plain))
 
     def pause(self) -> None:
-        """Report no more. Hooks stay if they may be part of the script's compiled code, which would
-        be compiled again without them."""
+        """Stop reporting. The hooks stay if they may be part of the script's compiled code, which
+        would be compiled again without them."""
         self._resting = True
         if graphs_compiled() == self._compiled:
             self.remove()
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks. The calls of modules that were compiled meanwhile report no more."""
+        self._resting = True
+        self._compile.remove()
         self._before.remove()
         self._after.remove()
-        # PyTorch forgets this one, and has torch.compile warn of hooks from then on.
+        # PyTorch leaves this entry, and torch.compile would warn of hooks from then on.
         _global_forward_hooks_with_kwargs.pop(self._after.id, None)
 
 
 def in_backward() -> bool:
-    """Whether backward runs: in it a checkpoint calls again, and may raise to stop early."""
+    """Whether backward runs: there, checkpointing calls modules again, and may raise to stop."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -182,14 +201,14 @@ def replace_call(model: nn.Module, call: Callable[..., Any] | None) -> None:
 def on_backward(
     begins: Callable[[Any], None] | None = None, failed: Callable[[Exception], None] | None = None
 ) -> Remove:
-    """Report what a backward pass begins at, and what it raises, before the script gets that."""
+    """Call `begins` with the loss of a backward pass, and `failed` with its exception."""
 
     def backward(plain: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
         if begins is not None:
             begins(tensors)
         try:
             plain(tensors, *args, **kwargs)
-        except Exception as exc:  # whatever it is: the script's, once it was told
+        except Exception as exc:  # of any kind
             if failed is not None:
                 failed(exc)
             raise
@@ -198,7 +217,7 @@ def on_backward(
 
 
 def on_script_failure(failed: Callable[[BaseException], None]) -> Remove:
-    """Report what ends the script, once it is printed: `failed` may end the process."""
+    """Call `failed` with the exception that ends the script, once that is printed."""
 
     def hook(plain: Callable[..., Any], kind: Any, exc: BaseException, trace: Any) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Memory formats of weights: storages, and how gradients are exchanged after a change."""
+"""Memory formats of weights: their storages, and DistributedDataParallel after a change."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Stride = tuple[int, ...]
 
 
 class Storages:
-    """One storage of each tensor for each memory format that it was ever laid out in, by whatever
-    names the tensors: a CUDA graph reads weights where they were when it was recorded."""
+    """Keeps one storage for each tensor, by any name, and each memory format: a CUDA graph reads
+    weights at the addresses that they had when the graph was recorded."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, dict[Stride, Tensor]] = {}
 
     def laid_out(self, name: Hashable, tensor: Tensor, stride: Stride) -> Tensor:
-        """The values of a tensor in the storage that is kept for a stride. What the tensor has now
-        is kept for its own stride: the script may have replaced it."""
+        """Return a tensor's values in the storage that is kept for `stride`. The given tensor is
+        kept for its own stride, because the script may have replaced an earlier one."""
         kept = self._kept.setdefault(name, {})
         kept[tensor.stride()] = tensor
         found = kept.get(stride)
@@ -38,7 +38,7 @@ def strided(tensor: Tensor, stride: Stride) -> Tensor:
 
 
 def can_rebuild(outer: nn.Module) -> bool:
-    """Whether nothing but PyTorch has a part in how a module's gradients are exchanged."""
+    """Whether each DistributedDataParallel has only options with which `rebuild` works."""
     return not any(
         parallel.static_graph
         or parallel._comm_hooks
@@ -51,11 +51,11 @@ def can_rebuild(outer: nn.Module) -> bool:
 
 
 def rebuild(outer: nn.Module) -> None:
-    """Exchange gradients by the present strides of weights; in all processes at one step.
+    """Have DistributedDataParallel use weights' present strides; all processes at the same step.
 
-    DistributedDataParallel writes gradients by the strides that weights had when its reducer was
-    made, and reads them by their present ones (torch 2.11, reducer.cpp,
-    `populate_bucket_views_out`). This does what its `__setstate__` does.
+    It writes gradients with the strides that weights had when its reducer was made, and reads
+    gradients with the present strides (torch 2.11, reducer.cpp, `populate_bucket_views_out`).
+    `rebuild` makes a new reducer, as `__setstate__` does.
     """
     for parallel in outer.modules():
         if isinstance(parallel, DistributedDataParallel):

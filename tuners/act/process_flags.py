@@ -9,7 +9,7 @@ from advisor.tuners.knobs import BY_NAME, Flag
 
 
 class _SetFlag(NamedTuple):
-    """A flag that was set; `before` and `after` are what `Flag.now` read around it."""
+    """A flag that was set; `before` and `after`: the values of `Flag.now` before and after it."""
 
     flag: Flag
     value: Value
@@ -22,7 +22,7 @@ class _SetFlag(NamedTuple):
 
 
 class ProcessFlags:
-    """What advice has put in force in this process, as long as nobody else changes it."""
+    """The process flags that advice has set and that no other code has changed since."""
 
     def __init__(self) -> None:
         self._put: dict[str, _SetFlag] = {}
@@ -37,7 +37,7 @@ class ProcessFlags:
             self._put[name] = _SetFlag(flag, value, before, flag.now())
 
     def release(self, flags: Config | None = None) -> None:
-        """Set these flags, or all, back to what they were; what others have changed since stays."""
+        """Reset these flags, or all. A flag that other code has changed since stays."""
         for name, held in list(self._put.items()):
             if flags is not None and (name not in flags or flags[name] != held.value):
                 continue

@@ -1,5 +1,5 @@
-"""Checks that all ranks of a job have the same advice: ranks that differ would hang. They compare
-through their group's key-value store, which needs no device, no pickle and no communicator."""
+"""Checks that all ranks of a job have the same advice: ranks that differ would hang. Ranks compare
+through the process group's store, which needs no device, no pickle and no communicator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _comparisons = itertools.count()
 
 
 class Group(NamedTuple):
-    """The default process group: `rank` of `size`, and its store."""
+    """The default process group: this process's rank, the number of ranks, and the store."""
 
     store: Any
     rank: int
@@ -24,7 +24,7 @@ class Group(NamedTuple):
 
     @classmethod
     def current(cls) -> Group | None:
-        """None if torch.distributed is not initialised, or alone."""
+        """The group; None if torch.distributed is not initialised, or has one rank."""
         distributed = sys.modules.get("torch.distributed")
         if distributed is None or not distributed.is_available():
             return None
@@ -34,16 +34,16 @@ class Group(NamedTuple):
         return cls(store, distributed.get_rank(), distributed.get_world_size())
 
     def get(self, key: str, seconds: float) -> bytes | None:
-        """What another rank has put, or None if it does not come in time."""
+        """The value that another rank sets for a key; None if none comes within `seconds`."""
         try:
             self.store.wait([key], timedelta(seconds=seconds))
             found: bytes = self.store.get(key)
-        except RuntimeError:  # DistStoreError, DistNetworkError: a timeout is one
+        except RuntimeError:  # DistNetworkError, or DistStoreError, also for a timeout
             return None
         return found
 
     def meet(self, key: str, *, waits: bool = True) -> bool:
-        """Whether all ranks have come to this point; `waits`: within AWAITED_S."""
+        """Whether all ranks have come to this point; `waits`: wait for AWAITED_S at most."""
         if self.store.add(f"{key}/count", 1) == self.size:
             self.store.set(key, b"1")
             return True
@@ -51,11 +51,11 @@ class Group(NamedTuple):
 
 
 def compare(digest: str) -> bool:
-    """Compare this rank's advice with that of the others; whether there is a process group.
+    """Compare this rank's advice with the other ranks'. Returns whether there is a process group.
 
-    Each rank adds its digest to one list and reads it: the later of two that differ sees both. Rank
-    0, with which the store may go, goes on when all have read the list. Raises RanksDiffer if some
-    differ from the most common advice, or rank 0 is gone.
+    Each rank appends its digest to one list and reads the list: of two ranks that differ, the later
+    sees both digests. The store may end with rank 0, so rank 0 waits until all have read the list.
+    Raises RanksDiffer if a rank differs from the most common advice, or the store is gone.
     """
     group = Group.current()
     if group is None:
@@ -69,8 +69,8 @@ def compare(digest: str) -> bool:
             group.meet(f"{key}/read", waits=group.rank == 0)
     except RuntimeError as exc:  # DistNetworkError
         raise RanksDiffer(
-            f"rank {group.rank} of {group.size} cannot tell whether it has the others' advice: the "
-            "process group's store is gone, most likely with rank 0, whose own message says why"
+            f"rank {group.rank} of {group.size} cannot compare its advice with the others': the "
+            "process group's store is gone, most likely with rank 0. See what rank 0 printed"
         ) from exc
     by_rank = {int(rank): each for rank, _, each in (one.partition("=") for one in listed)}
     common = Counter(by_rank[rank] for rank in sorted(by_rank)).most_common(1)[0][0]

@@ -1,7 +1,7 @@
-"""Models compiled to replay CUDA graphs: outputs and gradients lie where the next replay writes.
+"""Copies outputs and gradients of models that replay CUDA graphs: the next replay overwrites them.
 
-PyTorch raises if one is used after that (https://github.com/pytorch/pytorch/issues/169545). What a
-script may still need is copied in time: accumulated gradients, outputs of evaluation, a loss.
+PyTorch raises if an overwritten tensor is used (https://github.com/pytorch/pytorch/issues/169545).
+So tensors that a script may need are copied: accumulated gradients, outputs of evaluation, a loss.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from advisor.tuners.decisions import LARGE_BYTES
 
 
 class Replays:
-    """Copies what a script may still need of the compiled models of one advice."""
+    """Copies tensors of the compiled models of one advice, if the script may still need them."""
 
     def __init__(self) -> None:
-        self._open = False  # a forward pass whose backward may be to come
+        self._open = False  # whether the backward of a forward pass may follow
         self._own: dict[int, weakref.ref[Tensor]] = {}
         self._spent: list[torch.optim.Optimizer] = []
         self._models: set[nn.Module] = set()
-        self._unread: set[nn.Module] = set()  # not called since gradients were let go of
+        self._unread: set[nn.Module] = set()  # not called since `let_go`
         self._let_go: set[int] = set()
 
     def attach(self, model: nn.Module) -> None:
-        """Wraps the compiled call of a model, not its hooks: they are compiled with it."""
+        """Wrap a model's compiled call. It adds no hooks: they would be compiled, too."""
         inner = model._compiled_call_impl
         if inner is None:
             return
@@ -46,17 +46,17 @@ class Replays:
         model._compiled_call_impl = self._around(inner, model)
 
     def begin(self) -> None:
-        """From here on outputs of before may be written over."""
+        """Begin a step: from now on, a replay may overwrite earlier outputs."""
         torch.compiler.cudagraph_mark_step_begin()
         self._open = False
 
     def stepped(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Their gradients can be read until the next forward pass, and are gone after it."""
+        """Note that these optimizers have stepped: the next forward pass clears their gradients."""
         self._spent += optimizers
 
     def let_go(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """The script clears their gradients before it adds to them: the next forward pass may write
-        over them."""
+        """Note that the script will clear these optimizers' gradients: the next forward pass may
+        overwrite them."""
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         self._let_go = {id(weight) for group in groups for weight in group["params"]}
         self._unread.update(self._models)
@@ -66,7 +66,7 @@ class Replays:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
-                # Within a step, as a teacher's pass, the step's own tensors must stay.
+                # Within a step, such as a teacher's pass, the step's own tensors must stay.
                 if not self._open:
                     torch.compiler.cudagraph_mark_step_begin()
                 return tree_map(_copied, inner(*args, **kwargs))
@@ -92,8 +92,8 @@ class Replays:
         try:
             copies = _copies(list(found.values()))
         except RuntimeError:
-            # Those of an earlier step were written over: nobody can read them any more, and a
-            # script that adds to them is told so by PyTorch.
+            # Gradients of an earlier step were overwritten. Nobody can read them any more, and
+            # PyTorch raises if the script adds to them.
             found = {weight: one for weight, one in found.items() if _is_readable(one)}
             copies = _copies(list(found.values()))
         for weight, gradient in zip(found, copies, strict=True):
@@ -102,7 +102,7 @@ class Replays:
 
 
 def _copies(gradients: list[Tensor]) -> list[Tensor]:
-    # All at once take a kernel or two, where clones would take hundreds.
+    # One call for all takes a kernel or two; clones would take hundreds.
     copies = [torch.empty_like(gradient) for gradient in gradients]
     if copies:
         torch._foreach_copy_(copies, gradients)

@@ -1,5 +1,5 @@
-"""Training in fp16: without a scaler small gradients become zero, and with one a step may be
-skipped, which fused SGD does not expect of the first."""
+"""Training in fp16: without a GradScaler, small gradients become zero. A GradScaler may skip a
+step, which breaks fused SGD if it is the first one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from advisor.errors import AdvisorWarning
 from advisor.tuners.act.hooks import STEP_HOOKS
 
 _DEPTH = 16
-"""Callers looked at: the scaler's step, a schedule's wrapper and the hook's own lie between."""
+"""Stack frames in which to look for a GradScaler: a schedule's wrapper and hooks lie between."""
 
 
 class MissingScaler:
-    """Looks at the first optimizer step of these models, or of any, after `watch`: calls `scaled`
-    if a GradScaler takes it, and warns if none does."""
+    """Checks the first optimizer step after `watch`, of `models` or, if there are none, of any:
+    calls `scaled` if a GradScaler makes the step, and warns if not."""
 
     def __init__(self, models: Collection[nn.Module], scaled: Callable[[], None]) -> None:
         self._models, self._scaled = models, scaled
@@ -56,10 +56,10 @@ class MissingScaler:
 
 
 def init_momentum(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Before a step: make the momentum that fused SGD would make uninitialised in its first. Its
-    kernel writes nothing if a gradient is infinite, and the next step goes on from what was there
+    """Initialise fused SGD's momentum before its first step. PyTorch leaves it uninitialised, the
+    kernel writes nothing if a gradient is infinite, and the next step reads the random memory
     (torch/optim/sgd.py, _fused_sgd): ResNet-50's loss became NaN on an H200."""
-    skipped = getattr(optimizer, "found_inf", None)  # which a GradScaler gives to fused kernels
+    skipped = getattr(optimizer, "found_inf", None)  # set by a GradScaler for fused kernels
     if skipped is None or not isinstance(optimizer, torch.optim.SGD):
         return
     for group in optimizer.param_groups:
@@ -67,8 +67,8 @@ def init_momentum(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) ->
             if weight.grad is None or optimizer.state[weight].get("momentum_buffer") is not None:
                 continue
             if not group["dampening"]:
-                # The first step takes the gradient as it is: so does one that adds it to nothing.
+                # The first step sets momentum to the gradient; adding it to zeros is the same.
                 optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight.grad)
             elif bool(skipped):
-                # Dampened is every gradient but the first: there is no step until there is one.
+                # Only the first gradient is not dampened: without one, the next is still the first.
                 weight.grad = None

@@ -1,12 +1,12 @@
-"""Compares how a config trains with strict fp32: the same weights and batches, every gradient.
+"""Compares a config's training with strict fp32: every gradient, for the same weights and batches.
 
-A config's number format alone ('plain') is compared with fp32 once, and compiled code with it. A
-fault in one layer scales its gradient (the *slope*, the part along fp32's gradient, is not 1), or
-adds errors that the format alone does not have.
+A config's number format alone ('plain') is compared with fp32 once. Compiled code is compared with
+'plain'. A fault in one layer scales its gradient (the *slope*, the part along fp32's gradient, is
+not 1), or adds errors that the format alone does not have.
 
-Compiled code draws other random numbers than eager code. So a model with dropout is compared by
-means over as many draws as it takes until a fault of a tenth in one layer would stand out of their
-standard error; any other by one pass at each point.
+Compiled code may draw other random numbers than uncompiled code. So a model with dropout is
+compared by means over draws, as many as show a fault of 10% in one layer beyond the standard error.
+Any other model is compared by one pass at each point.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def plain_of(candidate: Config, fp32: Config) -> Config:
 
 
 def passes(config: Config) -> Config:
-    """The part of a config that decides what a forward and backward pass computes."""
+    """The part of a config that decides the results of a forward and backward pass."""
     computing = (
         knob.name
         for knob in KNOBS
@@ -44,14 +44,14 @@ def passes(config: Config) -> Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figure:
-    """How far something is off."""
+    """How far one quantity is off."""
 
     name: str
     off: float
-    limit: float  # how far it may be off, besides `unsure`
-    error: float = 0.0  # standard
-    fault: float = math.inf  # the least one that must stand out; inf where the error may be any
-    beside: str = ""  # more figures, for people
+    limit: float  # how far it may be off, plus `unsure`
+    error: float = 0.0  # standard error of `off`
+    fault: float = math.inf  # the smallest fault that `error` must not hide; inf: no limit on it
+    beside: str = ""  # more figures, as text
 
     @property
     def unsure(self) -> float:
@@ -62,7 +62,7 @@ class _Figure:
         return self.unsure / (self.fault * (1 - limits.ALLOWED))
 
     @property
-    def part(self) -> float:  # of what it may be off
+    def part(self) -> float:  # `off` as part of the allowed one; above 1 it is wrong
         return abs(self.off) / max(self.limit + self.unsure, TINY)
 
     def __str__(self) -> str:
@@ -74,13 +74,13 @@ class References:
     """Compares configs with samples of strict fp32 and of number formats, which are made once."""
 
     def __init__(self, subject: RepeatableStep, fp32: Config, *, tolerance: float) -> None:
-        self._subject, self._tolerance = subject, tolerance  # of the loss, as part of it
+        self._subject, self._tolerance = subject, tolerance  # relative, of the loss
         self._reference = Reference(subject, fp32)
         self._formats: dict[Config, Compared] = {}
         self._coarse: Draws | None = None
 
     def compare(self, candidate: Config, plain: Config, *, left_s: Callable[[], float]) -> Compared:
-        """Compare a config with strict fp32 while seconds are left; `plain` as by `plain_of`."""
+        """Compare a config with strict fp32 while `left_s` gives time; `plain`: by `plain_of`."""
         self._reference.left_s = left_s
         try:
             return self._compare(candidate, plain)
@@ -89,7 +89,7 @@ class References:
         except NoTime:
             return Compared(UNVERIFIED, "no time was left to compare it with fp32")
         except Exception as exc:  # whatever a config raises
-            exc.__traceback__ = None  # its frames hold what was computed
+            exc.__traceback__ = None  # its frames hold tensors
             return Compared(*failure(exc))
 
     def _compare(self, candidate: Config, plain: Config) -> Compared:
@@ -103,11 +103,11 @@ class References:
         part, name = self._subject.optimizer_error(candidate)
         if part <= limits.UPDATE_OFF:
             return found
-        reason = f"its optimizer changes {name} by {part:.2%} otherwise than the script's own"
+        reason = f"its optimizer's update of {name} is {part:.2%} off from the script's own"
         return Compared("wrong", reason, "optimizer")
 
     def _check(self, config: Config, plain: Config) -> Compared:
-        """Draw until there is a verdict on code, or on a format if that is the config itself."""
+        """Draw until there is a verdict: on the format if `config` is `plain`, else on code."""
         blames, suspects = "format" if config == plain else "code", set[str]()
         reference, began = self._reference, self._reference.rounds
         while True:
@@ -122,10 +122,10 @@ class References:
             found = self._figures(drawn, config, plain)
             beyond = [one for one in found if not one.part <= 1]
             if beyond and config == plain and self._coarse is None:
-                # Rounded weights may take as much from fp32's own gradient.
+                # Rounding the weights may shrink fp32's own gradient as much.
                 self._coarse = reference.draw(reference.fp32, 2 * limits.POINTS)
                 continue
-            # Other draws must show it too.
+            # New draws must show the same fault.
             if sure := [o for o in beyond if o.name in suspects or not reference.draws]:
                 reference.rounds = began
                 return Compared("wrong", self._said(max(sure, key=lambda one: one.part)), blames)
@@ -136,7 +136,7 @@ class References:
             if why := self._no_more(config, more):
                 return Compared(UNVERIFIED, f"{self._said((beyond or [unsure])[0])}; {why}")
             suspects = {one.name for one in beyond}
-            # As many as it takes at once, but no more than twice too few: all are drawn anew.
+            # All are drawn anew, so make as many as are needed, rounded down to a power of 2.
             more = 2 ** int(math.log2(more))
             reference.rounds = min(reference.rounds * more, limits.MOST_DRAWS // limits.POINTS)
 
@@ -145,10 +145,10 @@ class References:
         return f"{one}, over {draws} draws" if self._reference.draws else str(one)
 
     def _no_more(self, config: Config, times: float) -> str:
-        """Why so many times as many draws, which a verdict needs, cannot be made; or ''."""
+        """Why `times` as many draws, which a verdict needs, cannot be made; '' if they can."""
         reference, now = self._reference, self._reference.rounds * limits.POINTS
         needed = times * now
-        # That estimate is a rough one itself.
+        # The estimate is rough: hence twice.
         if needed > 2 * limits.MOST_DRAWS or 2 * now > limits.MOST_DRAWS:
             return f"more than {limits.MOST_DRAWS} draws would be needed"
         needed_s = needed * (reference.took_s[config] + reference.took_s[reference.fp32])
@@ -160,11 +160,11 @@ class References:
         every, half = slice(None), limits.POINTS // 2
         kept, disturbed = slice(half), slice(half, None)
         draws, share = self._reference.draws, self._reference.share(plain)
-        if config == plain:  # nothing is stale because of a format
+        if config == plain:  # a number format makes no value stale
             found = self._of_format(drawn, share, kept)
         else:
             found, than = [], self._reference.of(plain)
-            # Also at some of the points alone, where a stale value shows.
+            # Also at the kept and at the disturbed points alone, where a stale value shows.
             for points in (every, kept, disturbed):
                 most = share[points].amax(0)
                 allowed = torch.full_like(most, limits.ALLOWED * limits.FAULT)
@@ -204,15 +204,15 @@ class References:
         points: slice,
         fault: float = math.inf,
     ) -> list[_Figure]:
-        """Of tensors with a limit and a mean that stands out of single draws, not lost in `than`.
-        `fault` is for all but the least, which are a hundredth of the gradient together."""
+        """Slopes of tensors with a limit whose mean stands out of single draws, and is not lost in
+        `than`. `fault` is not for the smallest tensors, which are 1% of the gradient together."""
         reference = self._reference
         signal, single = reference.signal[points].sum(0), reference.size[points].square().sum(0)
         stands_out, signal = signal > limits.NEGLIGIBLE * single, signal.clamp(min=TINY)
         off, error = _mean((drawn.projections - than.projections)[:, points] / signal)
         sums = (one.projections.mean(0)[points].sum(0) for one in (drawn, than))
         ours, theirs = (one / signal - 1 for one in sums)
-        # Rounding has a part along the gradient by chance, the larger the fewer its elements.
+        # By chance, rounding has a part along the gradient: larger for tensors of few elements.
         elements = reference.counts * len(share[points])
         limit = allowed + limits.STANDARD_ERRORS * share[points].amax(0) * (2 / elements).sqrt()
         known = limit.isfinite() & stands_out & (theirs.abs() <= limits.LOST)
@@ -233,9 +233,9 @@ class References:
         ]
 
     def _distances(self, drawn: Draws, share: Tensor, points: slice) -> list[_Figure]:
-        """Of tensors from fp32's, at the point where that is least: all must show a fault."""
+        """Distances of tensors from fp32's, each at its best point: a fault shows at all points."""
         distances, share = torch.stack(drawn.distances)[points], share[points]
-        # Where fp32 itself is nothing but rounding, other code may round otherwise.
+        # If fp32 itself is nothing but rounding errors, other code may make other ones.
         alone = limits.STANDARD_ERRORS * limits.ROUNDINGS * share
         alone = alone.maximum(limits.NEGLIGIBLE * self._reference.usual[points])
         allowed = limits.ROUNDINGS * share + limits.NEGLIGIBLE
@@ -252,11 +252,11 @@ class References:
         ]
 
     def _spreads(self, drawn: Draws) -> list[_Figure]:
-        """By logarithms: a rare draw far from the others weighs no more than they do."""
+        """Variances over draws, as logarithms: an outlier weighs no more than other draws."""
         reference, found = self._reference, []
         for at in range(reference.outputs if reference.draws else 0):
             own = reference.own.variances[..., at]
-            # One number's variance is too unsure to tell anything.
+            # The variance of a single number is too uncertain.
             if reference.sizes[at] < 2 or not float(own.mean()):
                 continue
             least = 1e-3 * own.mean(0)
@@ -277,13 +277,13 @@ class References:
 
 
 def _mean(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean over rounds of the sum over points, and its standard error, 0 of one round."""
+    """The mean over rounds of the sum over points, and its standard error (0 for one round)."""
     rounds = len(samples)
     error = (samples.var(0, correction=min(1, rounds - 1)) / rounds).sum(0).sqrt()
     return samples.mean(0).sum(0), error
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """How far the means of two (round, point) samples are apart, and its standard error."""
+    """The difference of the means of two (round, point) samples, and its standard error."""
     (own, error), (other, beside) = (_mean(one / one.shape[1]) for one in (ours, theirs))
     return float(own - other), math.hypot(error, beside)

@@ -1,4 +1,4 @@
-"""What a workload trains on, in the worker process: its data, what they show, what they cost."""
+"""Loads, checks and profiles the user's data for a workload, in the worker process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,21 +28,21 @@ from advisor.tuners.target import Spec, failed, imported, parse
 
 _LOOKED_AT = 2  # batches whose shapes must be the task's
 DATASET, COLLATE, SAMPLER = "make_dataset", "make_collate", "make_sampler"
-"""What a data's file defines: the dataset and, called with it, a collate function and a sampler."""
-_COLLATE = "collate"  # how the collate function is shown
+"""Functions of a data file: the first returns the dataset, the others get it as argument."""
+_COLLATE = "collate"  # the collate function's name in output
 _FETCH = "torch/utils/data/_utils/fetch.py"
 _WRAPPERS = (  # files whose functions only pass a call on
     *("torch/utils/data/", "torch/nn/modules/module.py", "torch/utils/_contextlib.py"),
     *("torch/_compile.py", "torch/_dynamo/", "torchvision/transforms/v2/_transform.py"),
 )
-_SEQUENCES = ("Compose", "Sequential", "StandardTransform")  # whose members are parts of their own
+_SEQUENCES = ("Compose", "Sequential", "StandardTransform")  # whose members count separately
 _CALLS = ("forward", "__call__", "transform", "_transform")  # shown by the name of their class
 _Part = tuple[str, str]  # its name and the name of its file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """A dataset, and how its samples come to a batch; None: as a DataLoader does by itself."""
+    """A dataset, its collate function and its sampler; None: the DataLoader's default."""
 
     spec: Spec
     dataset: Any
@@ -55,11 +55,11 @@ class Data:
 
     @property
     def samples(self) -> int:
-        """In an epoch; 0 where that is not known."""
+        """The number of samples in an epoch; 0 if unknown."""
         return _length(self.dataset)
 
     def loader(self, **given: Any) -> DataLoader[Any]:
-        """As a script makes it; `given`: a DataLoader's keyword arguments, with batch_size."""
+        """Make the loader as a script would; `given`: DataLoader arguments, with batch_size."""
         how: dict[str, Any] = {"collate_fn": self.collate, "drop_last": True, **given}
         if isinstance(self.sampler, BatchSampler):
             del how["batch_size"], how["drop_last"]
@@ -72,7 +72,7 @@ class Data:
 
 
 class Described(NamedTuple):
-    """Data with what is known of it, and its first batches, on the host."""
+    """Data, facts about it, and its first batches, on the host."""
 
     data: Data
     facts: DataFacts
@@ -81,7 +81,7 @@ class Described(NamedTuple):
 
 def described(task: Task, *, made_batches: bool) -> Described:
     """Load the task's data and check its batches; with `made_batches` inputs may have any form.
-    Raises TargetError or TargetFailed if it gives no batches, or others than are tuned."""
+    Raises TargetError or TargetFailed if it gives no batches, or batches unlike the task's."""
     before = set(host.held_open())
     data = load(task)
     held = sorted(set(host.held_open()) - before)
@@ -109,7 +109,7 @@ def load(task: Task) -> Data:
     if spec.kind == "torchvision":
         factory = _torchvision(spec, task.sample)
     else:
-        # Of data in the target's own file the module is imported already.
+        # If the data is in the target's own file, its module is imported already.
         there = sys.modules.get(Path(spec.place).stem)
         module = there if getattr(there, "__file__", None) == spec.place else imported(spec)
         name = spec.attribute or DATASET
@@ -173,11 +173,11 @@ def _first(data: Data, batch: int) -> list[Any]:
             raise TargetFailed(
                 f"data {name!r}: its samples are not alike, so that they make no batch ({said}); "
                 f"define {COLLATE}(dataset) in its file, which returns a collate function, or "
-                "bring them to one size"
+                "give all samples one size"
             ) from exc
         raise failed(data.spec, "loading a batch raised", exc) from exc
     if not found:
-        there = f"it holds {data.samples:,} samples" if data.samples else "it ends before"
+        there = f"it holds {data.samples:,} samples" if data.samples else "it gave no batch"
         raise TargetError(f"data {name!r}: {there}, {short}")
     return found
 
@@ -187,7 +187,7 @@ def _check(name: str, task: Task, batch: Any, *, made_batches: bool) -> None:
     if not several or len(batch) != 2:
         given = type(batch).__name__ + (f" of {len(batch)}" if several else "")
         raise TargetError(
-            f"data {name!r}: a batch must be (inputs, target), and it gives {given}; "
+            f"data {name!r}: a batch must be (inputs, target), and it is {given}; "
             f"define {COLLATE}(dataset) in its file"
         )
     if made_batches:
@@ -196,7 +196,7 @@ def _check(name: str, task: Task, batch: Any, *, made_batches: bool) -> None:
     if not isinstance(inputs, Tensor):
         raise TargetError(
             f"data {name!r}: inputs of a batch are a {type(inputs).__name__}, and without a "
-            "make_batch in the target's file the model is called with one tensor"
+            "make_batch in the target's file they must be one tensor; define make_batch there"
         )
     shape, wanted = ("x".join(map(str, one)) for one in (inputs.shape, task.shapes[0]))
     dtype = str(inputs.dtype).removeprefix("torch.")
@@ -204,7 +204,7 @@ def _check(name: str, task: Task, batch: Any, *, made_batches: bool) -> None:
         return
     options = [f"--shape {shape}"] if shape != wanted else []
     options += [f"--dtype {dtype}"] if dtype != task.dtype else []
-    remedy = f"give {' '.join(options)}, or have the data give what --shape says"
+    remedy = f"give {' '.join(options)}, or change the data to match --shape"
     if dtype not in DTYPES:
         remedy = f"have the data give {task.dtype}"
     elif inputs.dim() == 2 and dtype == task.dtype:
@@ -223,7 +223,7 @@ def _length(sized: Any) -> int:
 
 
 class _WorkerInfo:
-    """What `get_worker_info` returns to a dataset; notes whether anything of it is read."""
+    """The result of `get_worker_info` for a dataset; records whether the dataset reads it."""
 
     def __init__(self, dataset: Any) -> None:
         self._known = {"id": 0, "num_workers": 1, "seed": 0, "dataset": dataset}
@@ -235,13 +235,13 @@ class _WorkerInfo:
 
 
 def _asks_its_worker(data: Data) -> bool:
-    """Whether an IterableDataset looks which worker it is in: else each would read all of it."""
+    """Whether an IterableDataset reads its worker's info. If not, each worker would read it all."""
     worker: Any = _utils.worker
     info = _WorkerInfo(data.dataset)
     worker._worker_info = info
     try:
         next(iter(data.dataset), None)
-    except Exception:  # of the user's own code, which may want more of it: it has asked
+    except Exception:  # the user's code may need more of the info: it has read it
         return True
     finally:
         worker._worker_info = None
@@ -249,15 +249,15 @@ def _asks_its_worker(data: Data) -> bool:
 
 
 class LoaderFeed(Iterator[Any]):
-    """The batches of a loader, one epoch after the other, until `close`. Time whole rounds of
-    `together` batches, one of each worker, once `settling` have come: workers begin with nothing,
-    and have batches ready once they have outrun a step."""
+    """Yields a loader's batches, epoch after epoch, until `close`. To time it, skip `settling`
+    batches, after which the workers have filled their queue, and then take whole rounds of
+    `together` batches, one from each worker."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self.together = max(1, loader.num_workers)
         self.settling = self.together * (loader.prefetch_factor or worker_limits.PREFETCH_FACTOR)
-        self.waited_s = 0.0  # for batches
+        self.waited_s = 0.0  # seconds waited for batches
         self._epoch: Any = None
 
     def __next__(self) -> Any:
@@ -281,8 +281,8 @@ class LoaderFeed(Iterator[Any]):
 
 
 def costs(data: Data, batch: int, seconds: float) -> SampleCosts:
-    """What a sample costs a worker, by what `__getitem__` (or `__iter__`) calls, its own code, and
-    the collate function. cProfile slows small functions: it gives shares, a run without it time."""
+    """Profile a worker's time for a sample: of functions that `__getitem__` (or `__iter__`) calls,
+    its own code, and the collate function. cProfile gives shares; a run without it the total."""
     inner, threads = data.collate or default_collate, torch.get_num_threads()
 
     def collate(samples: list[Any]) -> Any:
@@ -297,21 +297,14 @@ def costs(data: Data, batch: int, seconds: float) -> SampleCosts:
         sample_s = _batch_s(loader(batch), seconds / 2) / batch
         profile.runcall(_batch_s, loader(batch), seconds / 2)
         spent = _spent({one.code: one for one in profile.getstats()}, collate.__code__)
-        made = _made(loader(1), {part for part, _ in spent})
     finally:
         torch.set_num_threads(threads)
-    whole_s, order = sum(spent.values()), [*made]
+    whole_s = sum(spent.values())
     parts = (
-        SampleCost(
-            part=part,
-            file=file,
-            seconds=sample_s * took_s / whole_s,
-            made_bytes=made.get(part, 0),
-            place=order.index(part) + 1 if file and part in made else 0,
-        )
+        SampleCost(part=part, file=file, seconds=sample_s * took_s / whole_s)
         for (part, file), took_s in sorted(spent.items(), key=lambda one: -one[1])
     )
-    return SampleCosts(parts=tuple(parts), samples=data.samples)
+    return SampleCosts(parts=tuple(parts))
 
 
 def _batch_s(loader: DataLoader[Any], seconds: float) -> float:
@@ -342,7 +335,7 @@ def _spent(entries: Mapping[Any, Any], collate: CodeType) -> dict[_Part, float]:
 def _calls(
     entries: Mapping[Any, Any], caller: CodeType, share: float = 1.0, seen: tuple[Any, ...] = ()
 ) -> Iterator[tuple[CodeType, float]]:
-    """What a function calls, and for how long; looks through what only passes a call on."""
+    """Yield the functions that a function calls, with their seconds; wrappers are skipped."""
     for call in entries[caller].calls or ():
         owner = call.code.co_qualname.rpartition(".")[0].rpartition(".")[2]
         wraps = any(part in call.code.co_filename for part in _WRAPPERS)
@@ -357,29 +350,3 @@ def _part(code: CodeType) -> _Part:
     owner, _, name = code.co_qualname.rpartition("<locals>.")[2].rpartition(".")
     shown = owner if owner and name in _CALLS else f"{owner}.{name}".lstrip(".")
     return shown, Path(code.co_filename).name
-
-
-def _made(loader: DataLoader[Any], parts: set[str]) -> dict[str, int]:
-    """Bytes that each part returns for a sample, in the order in which they first return."""
-    found: dict[str, int] = {}
-
-    def look(frame: FrameType, event: str, returned: Any) -> None:
-        if event == "return" and (part := _part(frame.f_code)[0]) in parts:
-            found[part] = max(found.get(part, 0), sum(map(_bytes, tree_leaves(returned))))
-
-    outside = sys.getprofile()
-    sys.setprofile(look)
-    try:
-        next(iter(loader))
-    finally:
-        sys.setprofile(outside)
-    return found
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, bytes | bytearray):
-        return len(value)
-    if hasattr(value, "getbands"):  # an image of PIL
-        return len(value.getbands()) * int(value.width) * int(value.height)
-    found = getattr(value, "nbytes", 0)
-    return found if isinstance(found, int) else 0

@@ -1,4 +1,4 @@
-"""The protocol of what measures configs: a running script, or a worker with made-up data."""
+"""The protocol of a Runner, which measures configs in a running script or in a worker process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Protocol
 from advisor.cache.config import Config
 from advisor.tuners.decisions import GAIN
 
-UNVERIFIED = "unverified"  # what a comparison is that could not tell
-MIN_SHARE = 1e-3  # share of a block's samples, or time, that counts at least: rates have logarithms
+UNVERIFIED = "unverified"  # outcome of a comparison that could not decide
+MIN_SHARE = 1e-3  # at least this share of a block's samples or time counts: no rate is 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +20,10 @@ class Block:
     steps: int  # that were timed
     samples: int  # of all processes in these steps
     seconds: float  # wall clock of the slowest process, the device synchronized at both ends
-    first_s: float = 0.0  # untimed steps before them, with building, if the config was switched to
+    first_s: float = 0.0  # seconds of building and untimed steps, if the block switched configs
     waited_s: float = 0.0  # of `seconds`, waiting for data
     gpu_s: float = 0.0  # of `seconds`, by the device's clock; 0 if that is not known
-    peak_bytes: int = 0  # of device memory since the config was switched to
+    peak_bytes: int = 0  # of device memory since the switch to the config
     compiled: int = 0  # graphs that torch.compile made within the timed steps
     drained_share: float = 0.0  # share of batches by which the loader's backlog grew
     prefetched: int = 0  # batches that the loader's workers may have ready
@@ -70,20 +70,20 @@ class ConfigFailed(Exception):
 
 
 class Runner(Protocol):
-    """Measures configs. What was built for a config stays alive until `forget`."""
+    """Measures configs. The code and memory of a config stay until `forget`."""
 
-    baseline: Config  # what others are compared with: the unmodified script, or torch's default
+    baseline: Config  # the reference for other configs: the unmodified script, or torch's default
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
         """Switch to a config, make `warm` untimed steps, then time `steps`. Raises ConfigFailed if
-        it failed or took longer than `deadline_s`; the next call works. Raises TargetFailed if the
-        user's code fails by itself, WorkerError if nothing can be measured."""
+        the config failed or took more than `deadline_s`; the next call works. Raises TargetFailed
+        if the user's code fails by itself, WorkerError if nothing can be measured."""
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
         """Compare the very code that `block` timed with strict fp32; raises as `block`."""
 
     def forget(self, config: Config) -> None:
-        """Free what was built for a config."""
+        """Free the code and memory of a config."""
 
     def save(self, config: Config, file: Path) -> None:
-        """Save what torch.compile made for a config; no file if that is nothing."""
+        """Save a config's compiled code; writes no file if there is none."""

@@ -1,4 +1,4 @@
-"""Passes of a training step at known weights and batches, and fp32's, which others compare with."""
+"""Outputs and gradients of a training step at known weights and batches, and fp32's reference."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from advisor.cache.config import Config
 from advisor.tuners.decisions import LOST, PERTURBATION, POINTS
 
 NamedTensors = dict[str, Tensor]
-# Relative changes of the weights that show what rounding alone does to a tensor; and that to bf16.
+# Relative changes of weights that show the effect of rounding to fp32, and to bf16.
 NUDGE, COARSE = 8 * torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps / 2
-# The first seed of fp32's own draws: along the mean of the same masks a mean would seem too large.
+# The first seed of fp32's draws; other draws use others, as equal masks would enlarge their slopes.
 FP32_SEEDS = 1_000_003
 TINY = 1e-30  # instead of 0 in a denominator
 _MAX_ELEMENTS = 2**16 + 1  # elements of a tensor that are compared, evenly spaced
@@ -29,7 +29,7 @@ class Overflow(Exception):
 
 
 class NoTime(Exception):
-    """The time is over before the comparison is."""
+    """The time ran out before the comparison was complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,27 +42,27 @@ class Sample:
 
 
 class RepeatableStep(Protocol):
-    """A training step that can be made again under any config, at POINTS of weights and batch."""
+    """A training step that can be repeated under any config, at POINTS weights and batches."""
 
     draws: bool  # whether a pass draws random numbers, as dropout does
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
-        """Make a pass from a seed, with the weights that `perturb` makes for a point below POINTS;
-        add POINTS for weights nudged by NUDGE, twice that for COARSE. Raises Overflow if no loss
-        scale is found, and anything else that a config raises."""
+        """Make a pass with a random seed, at the weights that `perturb` makes for a point. Add
+        POINTS to the point for weights nudged by NUDGE, 2 * POINTS for COARSE. Raises Overflow if
+        no loss scale is found, and any exception of the config."""
 
     def optimizer_error(self, config: Config) -> tuple[float, str]:
-        """`worst_update` of a config's optimizer; (0, '') if the config sets none."""
+        """`worst_update` of a config's optimizer; (0, '') if the config changes none."""
 
 
 def is_perturbed(point: int) -> bool:
-    """Whether a point is not at the kept weights; every second half of POINTS is."""
+    """Whether a point has perturbed weights, as the second half of POINTS has."""
     return point % POINTS >= POINTS // 2
 
 
 @torch.no_grad()
 def perturb(weights: Sequence[Tensor], point: int) -> None:
-    """Change kept weights, in place, to those of a point: constants made of them become stale."""
+    """Change weights in place to those of a point, so that constants made from them are stale."""
     disturbed, nudged = is_perturbed(point), point >= POINTS
     if not (disturbed or nudged):
         return
@@ -95,8 +95,8 @@ def sampled(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def worst_update(updates: Iterable[tuple[str, Tensor, Tensor, Tensor]]) -> tuple[float, str]:
-    """The largest error of an update, as part of it, and the weight's name, from names and weights:
-    before the update, after the right one, and as found."""
+    """The largest error of an update, as part of the update, and the weight's name. `updates`: the
+    name, and the weight before the update, after the right update, and after the tested one."""
     worst = (0.0, "")
     for name, *weights in updates:
         before, wanted, found = (one.double() for one in weights)
@@ -104,26 +104,26 @@ def worst_update(updates: Iterable[tuple[str, Tensor, Tensor, Tensor]]) -> tuple
         rounding = 2 * torch.finfo(weights[0].dtype).eps * before.norm()
         off, moved = float((found - wanted).norm() - rounding), float((wanted - before).norm())
         part = off / moved if moved else float(off > 0)
-        if not part <= worst[0]:  # also one that is not a number
+        if not part <= worst[0]:  # also if `part` is NaN
             worst = (part, name)
     return worst
 
 
 class Draws:
-    """Passes of a config at each point in turn; a round is one at each."""
+    """Passes of a config at each point in turn; a round is one pass at each point."""
 
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
         self.count = 0
         self.distances: list[Tensor] = []  # by point: how far its first pass is from fp32's
-        self.shift = torch.zeros(())  # (tensor) how far its means are from fp32's, if asked for
+        self.shift = torch.zeros(())  # (tensor) how far its means are from fp32's; see `draw`
         self._before: dict[int, Tensor] = {}
         self._projections: list[Tensor] = []
         self._spreads: list[Tensor] = []
         self._losses: list[float] = []
 
     def add(self, vector: Tensor, loss: float | None, direction: Tensor) -> None:
-        """Add a pass at the next point, whose mean in fp32 is `direction`."""
+        """Add a pass at the next point; `direction`: fp32's mean at this point."""
         reference, point = self._reference, self.count % POINTS
         self._projections.append(reference.dots(vector, direction))
         if reference.draws:
@@ -149,19 +149,19 @@ class Draws:
 
     @property
     def losses(self) -> Tensor:
-        """(round, point); not a number where a loss is not known."""
+        """(round, point) losses; NaN if a loss is not known."""
         return torch.tensor(self._losses, dtype=torch.float64).view(-1, POINTS)
 
 
 class Reference:
-    """Strict fp32's own passes, and what others are measured by. Each pass is one vector: its
+    """Strict fp32's passes, with which other configs are compared. Each pass is one vector: its
     outputs, then its gradients, end to end.
 
     Attributes:
-        rounds: that a comparison takes. One tells all of a model that draws none.
-        signal: (point, tensor) squares of fp32's mean gradients; `size`: norms of single ones.
-        rounding: (point, tensor) what rounding alone does to a tensor, as a part of it.
-        usual: (point, tensor) a gradient of the usual size, as a part of it.
+        rounds: in a comparison; 1 if the model draws no random numbers.
+        signal: (point, tensor) squared norms of fp32's means; `size`: norms of its first passes.
+        rounding: (point, tensor) the effect of rounding alone, as part of `size`.
+        usual: (point, tensor) the norm of a gradient of usual size, as part of `size`.
     """
 
     def __init__(self, subject: RepeatableStep, fp32: Config) -> None:
@@ -169,19 +169,19 @@ class Reference:
         self.draws = subject.draws
         self.rounds = POINTS if self.draws else 1
         self.left_s: Callable[[], float] = lambda: math.inf
-        self.took_s: dict[Config, float] = defaultdict(float)  # by each config's last pass
+        self.took_s: dict[Config, float] = defaultdict(float)  # seconds of each config's last pass
         self.names: list[str] = []  # of the tensors in a vector
         self.sizes: list[int] = []
-        self.outputs = 0  # that come first in a vector
+        self.outputs = 0  # the number of outputs, which come first
         self.own = Draws(self)
-        self._sums = torch.zeros(())  # of the even and the odd rounds at each point
-        self._firsts: list[Tensor] = []  # of each point
+        self._sums = torch.zeros(())  # by point: sums of the even and of the odd rounds
+        self._firsts: list[Tensor] = []  # by point: the first pass
         self._noise: list[Tensor] = []
         self._formats: dict[tuple[Config, int], Draws] = {}
         self._shares: dict[Config, Tensor] = {}
 
     def extend(self) -> None:
-        """Make as many passes as others have; slopes are taken along their mean."""
+        """Make fp32's passes of all `rounds`; slopes are measured along their mean."""
         if self.own.count >= self.rounds * POINTS:
             return
         while (count := self.own.count) < self.rounds * POINTS:
@@ -197,19 +197,19 @@ class Reference:
                 self._sums[point, count // POINTS % 2] += vector
             self.own.add(vector, loss, vector)
         self.signal = torch.stack([self.dots(*self._halves(point)) for point in range(POINTS)])
-        self._formats.clear()  # which were compared with fewer
+        self._formats.clear()  # these were compared with fewer rounds
         self._shares.clear()
         size = torch.stack([self.norms(one) for one in self._firsts])
         gradients = slice(self.outputs, None)
         usual = size[:, gradients].norm(dim=1, keepdim=True) / self.counts[gradients].sum().sqrt()
         usual = usual * self.counts.sqrt()
-        floor = NUDGE * usual  # a tensor below this is nothing
+        floor = NUDGE * usual  # a tensor below this norm counts as zero
         self.size = size.maximum(floor).clamp(min=TINY)
         self.usual = usual / self.size
         self.rounding = torch.stack(self._noise).maximum(floor) / self.size
 
     def of(self, config: Config) -> Draws:
-        """Passes of fp32 or a plain format."""
+        """Draws of fp32 or of a 'plain' config, made once."""
         if config == self.fp32 and not self.draws:
             return self.own
         if (config, self.rounds) not in self._formats:
@@ -220,8 +220,8 @@ class Reference:
     def draw(
         self, config: Config, offset: int = 0, *, first: bool = False, means: bool = False
     ) -> Draws:
-        """Passes of any config, at points moved by `offset`, all with the same seeds. `first`: one
-        round, with the seeds of fp32's own first one. `means`: also how far their means shift."""
+        """Make passes of any config, at points moved by `offset`, all with the same seeds. `first`:
+        one round, with the seeds of fp32's first round. `means`: also compute `Draws.shift`."""
         drawn, count = Draws(self), self.rounds * POINTS
         seeds = range(count, 2 * count)
         if first or not self.draws:
@@ -238,7 +238,7 @@ class Reference:
                 distances = self.norms(vector - self._firsts[point])
                 drawn.distances.append(distances / self.size[point])
         if sums is not None:
-            # The product of two halves: what the draws differ by has no part in it.
+            # The product of two independent halves: random differences average out.
             halves = (sums - self._sums) / (self.rounds / 2)
             squares = torch.stack([self.dots(*halves[point]) for point in range(POINTS)]).sum(0)
             signal = self.signal.sum(0).clamp(min=TINY)
@@ -246,13 +246,13 @@ class Reference:
         return drawn
 
     def share(self, plain: Config) -> Tensor:
-        """(point, tensor) what a format does to a tensor, as part of it: at least the usual."""
+        """(point, tensor) the relative effect of a number format; at least the median effect."""
         if plain not in self._shares:
             share = self.rounding
             if plain != self.fp32:
                 drawn = self.draw(plain, first=True) if self.draws else self.of(plain)
                 distances = torch.stack(drawn.distances)
-                if self.draws:  # equal seeds may be other masks in another format
+                if self.draws:  # equal seeds may give other masks in another format
                     distances = distances.minimum(self.of(plain).shift)
                 share = share.maximum(distances)
             usual = share.median(dim=1, keepdim=True).values.clamp(max=LOST)
@@ -290,11 +290,11 @@ class Reference:
         return torch.stack([torch.dot(a, b) for a, b in pairs]).double().cpu()
 
     def norms(self, vector: Tensor, *, outputs: bool = False) -> Tensor:
-        """The L2 norm of each tensor, as float64 on the host; `outputs`: it holds no others."""
+        """The L2 norm of each tensor, as float64 on the host; `outputs`: of outputs alone."""
         parts = vector.split(self.sizes[: self.outputs] if outputs else self.sizes)
         return torch.stack(torch._foreach_norm(list(parts))).double().cpu()
 
     def label(self, tensor: int) -> str:
-        """What to call a tensor in a sentence."""
+        """The name of a tensor in messages."""
         name = self.names[tensor]
         return f"the {name}" if tensor < self.outputs else f"the gradient of {name}"

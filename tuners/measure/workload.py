@@ -1,4 +1,4 @@
-"""The step that is measured, as a training script has it; and its repeats, compared with fp32."""
+"""The measured step, built as in a training script, and its repeats to compare with fp32."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from advisor.tuners.measure.samples import (
 )
 from advisor.tuners.target import Loaded, build, failed
 
-OPTIMIZER_STEPS = 2  # that are compared: what is kept of the first shows in the second
+OPTIMIZER_STEPS = 2  # compared ones: state kept from the first shows in the second
 SCALE_STEPS = 20  # halvings of 65536, GradScaler's first scale, after which it is below 1
 OPTIMIZER_FACTORIES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **how: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **how),
@@ -52,7 +52,7 @@ class _Step:
     advice: Advice
     optimizer: Any
     keeps: bool = False
-    outputs: list[Tensor] = field(default_factory=list)  # samples, of the last step with `keeps`
+    outputs: list[Tensor] = field(default_factory=list)  # the last step's, sampled, if `keeps`
 
     def train(self, batch: Any) -> Tensor:
         inputs, target = batch
@@ -75,7 +75,7 @@ class _Step:
     def _keep(self, output: Any) -> None:
         if not self.keeps:
             return
-        # In place, so that a captured step does it too.
+        # In place, so that a replay updates the samples too.
         found = [sampled(one) for one in _outputs_of(output)]
         if [one.shape for one in found] == [one.shape for one in self.outputs]:
             for held, seen in zip(self.outputs, found, strict=True):
@@ -85,8 +85,8 @@ class _Step:
 
 
 class Workload:
-    """One training or inference step on one config, as a script would build it; of a mix of shapes
-    a pass through all. It cycles through `count` made-up batches of each, or those `given`."""
+    """A training or inference step on one config, as a script would build it; for a mix of shapes,
+    one pass through all. It cycles through `count` made-up batches of each, or those in `given`."""
 
     def __init__(
         self,
@@ -144,12 +144,12 @@ class Workload:
         return made
 
     def rewind(self, first: int = 0) -> None:
-        """Go on with the batch of this number, and from there in their order."""
+        """Go on with the batch of number `first`, and the batches after it."""
         at = first * self._passes % len(self._placed)
         self._source = self.advice.batches(cycle(self._placed[at:] + self._placed[:at]))
 
     def fed(self, advice: Advice, batches: Iterator[Any]) -> Workload:
-        """The same step, with batches that another advice places; nothing is compiled again."""
+        """A copy of this step with batches that another advice places; nothing is recompiled."""
         other = copy.copy(self)
         other.advice, other._source = advice, advice.batches(batches)
         return other
@@ -182,8 +182,8 @@ class Workload:
 
 @contextmanager
 def _plainly(model: nn.Module) -> Iterator[None]:
-    """Call a model without its compiled code, which counts its calls' inputs, and without cuDNN's
-    search: cuDNN caches the algorithm that it picks first, which is timed with the first step."""
+    """Context manager: calls of the model use no compiled code, whose Gate would count them, and no
+    cuDNN search: cuDNN caches its result, and the first step's time must include the search."""
     compiled = {one: one._compiled_call_impl for one in model.modules()}
     cudnn = torch.backends.cudnn
     enabled = cudnn.enabled
@@ -200,7 +200,7 @@ def _plainly(model: nn.Module) -> Iterator[None]:
 
 def _make_batch(loaded: Loaded, task: Task, shape: tuple[int, ...]) -> tuple[Any, Any]:
     """Inputs and their target, on the CPU; without the user's make_batch the target is None. Raises
-    TargetFailed if that raises, or does not fit the task."""
+    TargetFailed if make_batch raises, or does not fit the task."""
     hook, batch = loaded.make_batch, shape[0]
     if hook is None:
         dtype = getattr(torch, task.dtype)
@@ -223,7 +223,7 @@ def _make_batch(loaded: Loaded, task: Task, shape: tuple[int, ...]) -> tuple[Any
 
 
 def _outputs_of(output: Any) -> list[Tensor]:
-    """The tensors that a loss is taken of: `.logits` where there are, else all floating ones."""
+    """The output tensors for a loss: `.logits` if there is one, else all floating-point tensors."""
     mapping = isinstance(output, Mapping)
     logits = output.get("logits") if mapping else getattr(output, "logits", None)
     # Inception and GoogLeNet outputs are named tuples with auxiliary heads beside the logits.
@@ -234,7 +234,7 @@ def _outputs_of(output: Any) -> list[Tensor]:
 
 
 def _random_targets(output: Any) -> Tensor | list[Tensor]:
-    """Labels for outputs with two dimensions, else values; a list where there are several."""
+    """Random labels for outputs with two dimensions, else values; a list for several outputs."""
     found = [
         torch.randint(one.shape[1], one.shape[:1]) if one.dim() == 2 else torch.randn(one.shape)
         for one in _outputs_of(output)
@@ -259,10 +259,10 @@ def _loss(output: Any, target: Any) -> Tensor:
 
 
 def layer_that_raised(model: nn.Module, exc: BaseException) -> str:
-    """As "layer 'fc', Linear(in_features=3, ...), got 64x512 float32", or '' where none did."""
+    """As "layer 'fc', Linear(in_features=3, ...), got 64x512 float32"; '' if no layer raised."""
     names = {module: name for name, module in model.named_modules()}
     for frame, _line in reversed(list(traceback.walk_tb(exc.__traceback__))):
-        if frame.f_code.co_name != "_call_impl":  # of every module
+        if frame.f_code.co_name != "_call_impl":  # how every module is called
             continue
         module = frame.f_locals["self"]
         name = names.get(module, "?")
@@ -277,7 +277,7 @@ def layer_that_raised(model: nn.Module, exc: BaseException) -> str:
 
 
 class RepeatableWorkload:
-    """A RepeatableStep of a timed workload; `build` makes its model as it was at first."""
+    """A RepeatableStep of a timed workload; `build` makes its model with the first weights."""
 
     def __init__(
         self,
@@ -325,7 +325,7 @@ class RepeatableWorkload:
         )
 
     def restore(self, workloads: Iterable[Workload]) -> None:
-        """Set workloads back to how they were built, and free the device memory of comparing."""
+        """Restore the workloads' first state, and free the device memory of the comparison."""
         for workload in workloads if self._values else ():
             self._set(workload, 0)
         self._values = {}
@@ -333,7 +333,7 @@ class RepeatableWorkload:
     def _pass(
         self, workload: Workload, point: int, seed: int, *, anew: bool = False
     ) -> list[Tensor]:
-        """A step that no GradScaler skips; samples of its outputs. Gradients stay, unscaled."""
+        """Make a step that no GradScaler skips. Returns samples of its outputs; gradients stay."""
         scaler = workload.advice.scaler
         for _ in range(SCALE_STEPS):
             if anew:
@@ -344,11 +344,11 @@ class RepeatableWorkload:
             outputs = workload.observed_step()
             if scaler.get_scale() >= scale:
                 return outputs
-        raise Overflow(f"the GradScaler skipped {SCALE_STEPS} steps in a row: fp16 overflows here")
+        raise Overflow(f"the GradScaler skipped {SCALE_STEPS} steps in a row: fp16 overflows")
 
     @torch.no_grad()
     def _set(self, workload: Workload, point: int) -> None:
-        """Set weights, buffers and optimizer state, in place, as a graph keeps its memory."""
+        """Set weights, buffers and optimizer state, in place: CUDA graphs read fixed addresses."""
         if not self._values:
             self._values = {name: one.to(self._device) for name, one in self._host.items()}
         for name, tensor in _state(workload.model):

@@ -1,7 +1,7 @@
-"""The Optuna study of a search: its journal on disk, opened whatever became of the file.
+"""The Optuna study of a search, in a journal on disk that opens even if the file is damaged.
 
-Each study has a journal file of its own, which Optuna's tools and dashboard open. A line of it that
-cannot be read (a full disk, a power cut) costs the trials from there on, not those before.
+Each study has a journal file of its own, which Optuna's tools and dashboard open. A line that
+cannot be read (after a full disk or a power cut) costs this trial and later ones, not earlier ones.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from advisor.tuners.search.space import Space
 MAX_JOURNAL_BYTES = 256 * 2**20
 """A journal of a thousand trials takes 5 MB."""
 RATIO, COMPARED = "ratio", "compared"
-"""Attributes of a trial: its speed-up with the ends of its interval; how the comparison with fp32
-ended, as (outcome, reason, what it blames)."""
+"""Attributes of a trial: its speed-up with the ends of its interval; the result of its comparison
+with fp32, as (outcome, reason, cause)."""
 
 SENSELESS = (
     *(AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError),
     optuna.exceptions.OptunaError,
 )
-"""What Optuna raises on a journal that it cannot replay."""
+"""Exceptions that Optuna raises for a journal that it cannot replay."""
 
 
 class _NoLock(JournalFileSymlinkLock):
@@ -55,7 +55,7 @@ class _NoLock(JournalFileSymlinkLock):
 
 
 def open_study(folder: Path, name: str, *, fresh: bool = False) -> tuple[optuna.Study, str]:
-    """The study `name`, and a notice for the user; '' if all is well.
+    """Open the study `name`. Returns the study, and a notice for the user or ''.
 
     The caller holds the study's lock. A journal that is no plain file or is damaged is renamed to
     NAME.journal.damaged-N, and the study has the trials before the damage. If nothing can be
@@ -79,10 +79,10 @@ def open_study(folder: Path, name: str, *, fresh: bool = False) -> tuple[optuna.
         study = _salvaged(path, name, lines)
     except OSError as exc:
         study = optuna.create_study(study_name=name, direction="maximize")
-        return study, f"the search cannot be saved: {exc}; if it is interrupted it starts anew"
+        return study, f"the search cannot be saved: {exc}; if interrupted, it starts over"
     return study, (
-        f"the journal of this search was damaged ({fault:.200}); it is kept as {aside.name}, and "
-        "the search goes on with the trials before that"
+        f"the journal of this search was damaged ({fault:.200}); it was renamed to {aside.name}, "
+        "and the search continues with the trials before the damage"
     )
 
 
@@ -96,7 +96,7 @@ def _opened(path: Path, name: str) -> optuna.Study:
 
 
 def _read(path: Path) -> tuple[list[bytes], str]:
-    """The lines before the first that cannot be read, and what is wrong."""
+    """The lines before the first unreadable one, and what is wrong with that one, or ''."""
     try:
         # Links are not followed, and pipes are not waited for.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -122,7 +122,7 @@ def _is_whole(line: bytes) -> bool:
 
 
 def _salvaged(path: Path, name: str, lines: Sequence[bytes]) -> optuna.Study:
-    """The study of as many lines, from the first on, as Optuna can replay."""
+    """Open a study of the first lines of a journal, of as many as Optuna can replay."""
 
     def fails(count: int) -> bool:
         path.write_bytes(b"".join(lines[:count]))
@@ -146,8 +146,8 @@ class JournaledTrial(NamedTuple):
 
 
 class Journal:
-    """Asks a study in memory for trials, and appends those that are over to `saved`, the one on
-    disk; calls `notice` once if that cannot be written any more."""
+    """Asks a study in memory for trials, and appends finished trials to `saved`, the study on disk.
+    Calls `notice` once if `saved` can no longer be written."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class Journal:
         return found
 
     def _of(self, frozen: FrozenTrial) -> JournaledTrial | None:
-        """As it was told; None for what was not, or is of no config here."""
+        """The trial that `tell` saved; None if it did not end, or the space lacks its config."""
         kept = frozen.user_attrs
         try:
             config = Config(frozen.params)
@@ -204,13 +204,13 @@ class Journal:
         return JournaledTrial(trial, Ratio(mean=mean, low=low, high=high), compared)
 
     def ask(self, config: Mapping[str, Any] | None = None) -> optuna.Trial:
-        """The next trial: of this config, or of one that the sampler chooses."""
+        """The next trial: of `config`, or of a config that the sampler chooses."""
         if config is not None:
             self.study.enqueue_trial(dict(config))
         return self.study.ask(self._choices)
 
     def tell(self, asked: optuna.Trial, known: JournaledTrial, turns: Iterable[float]) -> None:
-        """End a trial; `turns` are the ratios of its turns: its intermediate values."""
+        """End a trial. `turns` are the ratios of its turns, saved as its intermediate values."""
         for step, turn in enumerate(turns):
             asked.report(turn, step)
         for name, attribute in _attributes(known).items():
@@ -221,11 +221,11 @@ class Journal:
                 self._saved.add_trial(told)
         except (*SENSELESS, OSError) as exc:
             self._saved = None
-            self._notice(f"the search cannot be saved any more: {exc}; it goes on in memory")
+            self._notice(f"the search can no longer be saved: {exc}; it continues in memory")
 
 
 def _value(known: JournaledTrial) -> float:
-    """A failure's is finite, so that any sampler learns to stay away."""
+    """The value of a trial. A failure's is 0, so that any sampler learns to avoid its config."""
     return known.ratio.mean if known.trial.measurement.ok else 0.0
 
 

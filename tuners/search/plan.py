@@ -1,28 +1,22 @@
-"""How much is measured: the options of one tuning, its clock, and what it reports."""
+"""The plan of a tuning: its options, its clock, and its reports of progress."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from advisor.cache import kinds
 from advisor.cache.config import Config
-from advisor.cache.key import Key
-from advisor.cache.record import EFFORTS, Trial
+from advisor.cache.record import EFFORTS
 from advisor.cache.task import checked, row
 from advisor.errors import UsageError
 from advisor.tuners.decisions import SLACK
 from advisor.tuners.length import Length
 
 if TYPE_CHECKING:
-    from advisor.tuners.measure.runner import Compared
-    from advisor.tuners.measure.worker.wire import Facts
-    from advisor.tuners.search.ratio import Ratio
-    from advisor.tuners.search.space import Space
+    from advisor.tuners.search.journal import JournaledTrial
 
 MIN_BUDGET_S = 3.0  # smaller budgets are refused: a race of two configs takes two seconds
 MAX_BUDGET_S = 30 * 86400.0
@@ -43,7 +37,7 @@ _EFFORTS = {
 
 
 def suffices(found: str, wanted: str) -> bool:
-    """Whether one effort is at least another; an unknown one is not."""
+    """Whether the effort `found` is at least the effort `wanted`; False for an unknown effort."""
     return found in EFFORTS and EFFORTS.index(found) >= EFFORTS.index(wanted)
 
 
@@ -52,27 +46,27 @@ class Plan:
     """How much one call of tune measures, and for which job. Made by `Plan.of`, which checks."""
 
     effort: str = row(
-        kinds.Choice(EFFORTS),
+        kinds.SingleChoice(EFFORTS),
         "quick: a minute, compiling only what takes seconds; normal: five minutes; exhaustive: an "
         "hour, also what takes minutes to compile.",
         "normal",
     )
     budget_s: float | None = row(
-        kinds.Seconds(),
-        "Wall time of all measuring, kept within 10%. It begins once the command, or Python and "
-        "the model, has made its first steps. Default: 1m, 5m or 1h by effort.",
+        kinds.Duration(),
+        "Wall time of all measuring, kept within 10%. The clock starts after the first steps of "
+        "the command or the model. Default: 1m, 5m or 1h by effort.",
         None,
         keyword="budget",
         printed=False,
     )
-    trials: int | None = row(kinds.Whole(), "Configs visited at most.", None, printed=False)
+    trials: int | None = row(kinds.Whole(), "Most configs to try.", None, printed=False)
     steps: int | None = row(
         kinds.Whole(),
         "Length of the job that the advice is for, in steps at your batch; default: no end.",
         None,
     )
     duration_s: float | None = row(
-        kinds.Seconds(),
+        kinds.Duration(),
         "Length of the job as a time, instead of --steps.",
         None,
         keyword="duration",
@@ -80,7 +74,7 @@ class Plan:
     seed: int = row(kinds.Whole(0), "Seed of all randomness.", 0, printed=False)
     force: bool = row(
         kinds.Switch(),
-        "Measure again although it is tuned.",
+        "Measure again although there is a record.",
         False,
         option="",
         switches={"--force": True},
@@ -142,33 +136,22 @@ class Clock:
         return max(0.0, self.budget_s - self._reserve_s - self.spent_s)
 
     def release(self) -> None:
-        """The reserve may be spent."""
+        """Let the reserve be spent."""
         self._reserve_s = 0.0
 
     @property
     def deadline_s(self) -> float:
-        """Seconds until a visit is given up: what is left, and some slack."""
+        """Seconds until a visit is given up: the time left, plus SLACK of the budget."""
         left_s = self.budget_s - self._reserve_s - self.spent_s
         return max(0.1, left_s + SLACK * self.budget_s)
 
 
 class Progress:
-    """What `tune` reports while it works; every method may be overridden."""
+    """Receives reports while `tune` works; every method may be overridden."""
 
-    def started(self, facts: Facts, key: Key, space: Space, resumed: int) -> None:
-        """The workload runs; the first visit begins."""
-
-    def doing(self, config: Config, what: str, best: Config | None, left_s: float) -> None:
-        """A config is being built, measured or compared; `best` leads so far."""
-
-    def visited(
-        self, trial: Trial, ratio: Ratio, compared: Compared | None, best: Config, left_s: float
-    ) -> None:
-        """A config was measured; `best` is the fastest so far that trains like fp32."""
-
-    def making(self, data: str, most_s: float) -> AbstractContextManager[None]:
-        """Entered while this dataset is made, for so many seconds at most."""
-        return contextlib.nullcontext()
+    def visited(self, done: JournaledTrial, what: str, best: Config, left_s: float) -> None:
+        """A config was measured; `what` describes it. `best` is the fastest config so far that
+        trains like fp32."""
 
     def phase(self, what: str) -> None:
         """The next part of the work begins."""

@@ -27,8 +27,8 @@ Rates = dict[Config, list[float]]  # samples/s of each turn
 def race(
     visitor: Visitor, configs: Sequence[Config], turn_s: float = TURN_S
 ) -> tuple[Rates, dict[Config, ConfigFailed]]:
-    """Configs measured in turn, there and back, so that drift is the same for all, in blocks of
-    `turn_s` seconds; and why some failed, which are left out.
+    """Measure configs in turn, in blocks of `turn_s` seconds, in alternating order so that drift is
+    the same for all. Returns the rates of the configs that did not fail, and why the others failed.
 
     Ends when all ratios to the first config are known closely, after the last of LOOKS, or if no
     time is left for another round like the last. Only whole rounds count.
@@ -57,8 +57,8 @@ def race(
 
 
 def deciding_rates(raced: Rates, leaders: Sequence[Visit], visitor: Visitor) -> Rates:
-    """The turns that the choice is made from: those of the race, unless there was none, or it was
-    too noisy to contradict the visits; then those of the visits."""
+    """The turns that decide: those of the race, or those of the visits if there was no race or it
+    was too noisy to contradict the visits."""
     own = visitor.own
     visits = [one for one in leaders if one.turns]
     if len(raced) > 1:
@@ -74,7 +74,7 @@ def deciding_rates(raced: Rates, leaders: Sequence[Visit], visitor: Visitor) -> 
 
 
 def _pooled(raced: Rates, visits: Sequence[Visit], own: Config) -> Rates:
-    """The rounds of a race; if it had few, after as many turns of each visit."""
+    """The rounds of a race. If there are few, turns of visits come first, as many of each visit."""
     visits = [one for one in visits if one.config in raced]
     if len(raced[own]) >= LOOKS[1] or len(visits) < len(raced) - 1:
         return raced
@@ -83,7 +83,7 @@ def _pooled(raced: Rates, visits: Sequence[Visit], own: Config) -> Rates:
 
 
 def _beside(own: Config, visits: Sequence[Visit], count: int) -> Rates:
-    """The last turns of visits, as if all were beside the same blocks of the baseline."""
+    """The last `count` turns of visits, rescaled as if all had the same blocks of the baseline."""
     most = max((one.turns for one in visits), key=len)
     rates = [turn.beside.rate for turn in most[-count:]]
     return {own: rates} | {
@@ -94,7 +94,7 @@ def _beside(own: Config, visits: Sequence[Visit], count: int) -> Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """What a search decided; fields as in `Record`."""
+    """The decisions of a search; fields as in `Record`."""
 
     baseline: Choice
     winners: tuple[Winner, ...]  # at the user's batch and, if others were tried, with it free
@@ -102,10 +102,9 @@ class SearchResult:
     input: Config = field(default_factory=Config)
     trials: tuple[Trial, ...] = ()
     artifacts: Mapping[Config, Path] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()  # lines on what gained and is not advised, and on what limits
-    short: bool = False  # a remark names the budget that an untried config needs
+    remarks: tuple[str, ...] = ()  # lines on configs that gained and are not advised, and on limits
     interrupted: bool = False  # by Ctrl-C
-    complete: bool = True  # neither interrupted nor ended by the place
+    complete: bool = True  # neither interrupted nor ended by losing the runner
 
 
 def choose(
@@ -116,9 +115,9 @@ def choose(
     first_s: Callable[[Config], float] = lambda _config: 0.0,
     noise: Noise = UNMEASURED,
 ) -> SearchResult:
-    """The winners: configs that clearly beat the baseline. `weigh` gives samples/s over the whole
-    job, which decide, from steady ones, which are told. `peaks`: bytes; `first_s`: seconds of a
-    first step. Raises WorkerError if the baseline did not finish the race."""
+    """Choose the winners: configs that clearly beat the baseline. `weigh` turns steady samples/s,
+    which are reported, into samples/s over the whole job, which decide. `peaks`: bytes; `first_s`:
+    seconds of a first step. Raises WorkerError if the baseline did not finish the race."""
     if not rates.get(space.default):
         raise WorkerError("the baseline did not finish the race; tune again")
     over_job = {c: [max(1e-9, weigh(c, rate)) for rate in seen] for c, seen in rates.items()}
@@ -152,7 +151,7 @@ _ByUse = dict[tuple[str, bool], Choice]
 
 
 def _at_batch(space: Space, choices: dict[Config, Choice]) -> _ByUse:
-    """For each use the fastest at the user's batch, unless the lesser use's is as fast."""
+    """For each use, the fastest choice at the user's batch; a lesser use's if that is as fast."""
     found: _ByUse = {}
     held = choices[space.default]
     for use in RACED:
@@ -165,12 +164,12 @@ def _at_batch(space: Space, choices: dict[Config, Choice]) -> _ByUse:
 
 
 def _free(space: Space, choices: dict[Config, Choice], fixed: _ByUse) -> _ByUse:
-    """The same at the smallest batch near the fastest, unless the user's is as fast."""
+    """For each use, the choice at the smallest batch that is nearly the fastest, or at the user's
+    batch if that is as fast."""
     found: _ByUse = {}
     held = fixed[RACED[0], False]
     for use in RACED:
         at_user = fixed[use, False]
-        # At the user's batch nobody is served less than with the batch fixed.
         if held.batch == space.batch or paired(at_user.rounds, held.rounds).faster:
             held = at_user
         better = _better(space, choices, use)
@@ -186,8 +185,8 @@ def _free(space: Space, choices: dict[Config, Choice], fixed: _ByUse) -> _ByUse:
 
 
 def _better(space: Space, choices: dict[Config, Choice], use: str) -> list[Choice]:
-    """Configs that a use can follow and that clearly beat the baseline. More workers deliver in
-    bursts: for them a low end above RESOLVABLE is enough."""
+    """Configs that a use can follow and that clearly beat the baseline. Workers deliver in bursts:
+    if a config adds workers, a low end of its interval from RESOLVABLE on is enough."""
     found = []
     own = choices[space.default]
     for choice in choices.values():
@@ -202,7 +201,7 @@ def _better(space: Space, choices: dict[Config, Choice], use: str) -> list[Choic
 
 
 def _lightest(space: Space, choices: Sequence[Choice]) -> Choice:
-    """Of those that tie with the fastest the one that asks least of a script, and of its host."""
+    """Of the choices that tie with the fastest, the one with the lowest adoption cost."""
     fastest = max(choices, key=lambda choice: choice.samples_per_s)
 
     def asks(choice: Choice) -> tuple[int, int, float]:
@@ -239,7 +238,7 @@ def choice_of(
 
 
 def shown(ratio: Ratio) -> str:
-    """'1.52x (1.49-1.55)', or that it was seen once."""
+    """A ratio as '1.52x (1.49-1.55)', or '1.52x in one turn'."""
     if ratio.high == math.inf:
         return f"{ratio.mean:.2f}x in one turn"
     return f"{ratio.mean:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
@@ -252,8 +251,8 @@ def gains(
     chosen: Collection[Config],
     named: Callable[[Config], str],
 ) -> Iterator[str]:
-    """A line for each config that seemed to gain and is not advised, by the turns that the choice
-    was made from; and a line if the loader limits the best, or your script."""
+    """Yields a line for each config that seemed to gain and is not advised, judged by the turns in
+    `rates`, and a line if the loader limits the best config or the script."""
     own = visits.baseline.config
     baseline = choice_of(own, rates[own], rates[own], {})
     seemed = [v for v in visits.values() if v.ok and v.ratio.mean >= NOTABLE]
@@ -264,14 +263,14 @@ def gains(
             why = _why_not(visits, visit, ratio)
             turns = rates.get(config, rates[own])
             if is_doubtful(choice_of(config, turns, rates[own], {}, noise), baseline):
-                why = "doubtful: the host is busy, and it may gain only while it is"
+                why = "doubtful: it may gain only while the host is busy"
             yield f"{named(config)}: {shown(ratio)}, not advised: {why}"
     clear = (one for one in visits.ranked() if one.unstarved_ratio(noise).faster)
     best = next(clear, visits.baseline)
     if score(best) >= NOTABLE * best.ratio.mean:
         yield (
             f"the loader limits {named(best.config)}: it waits {best.waited:.0%} of its time for "
-            f"data, and would be {score(best):.2f}x if it were fed"
+            f"data, and would be {score(best):.2f}x without waiting"
         )
 
 
@@ -283,7 +282,7 @@ def _why_not(visits: Visits, visit: Visit, ratio: Ratio) -> str:
     if compared is None and visits.needs_comparison(visit.config) and visits.leads(visit):
         return "it was not compared with fp32"
     if ratio.high == math.inf and score(visit) >= HOPELESS * score(visits.best()):
-        return "one turn does not tell"
+        return "one turn is too few to tell"
     if ratio.high < math.inf and not ratio.faster:
         return "too noisy to tell" if ratio.low <= 1 else "too noisy to tell how much it gains"
-    return "another one is as fast or faster"
+    return "another config is as fast or faster"

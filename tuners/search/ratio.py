@@ -12,7 +12,7 @@ from advisor.cache.turns import inner
 from advisor.tuners.decisions import CLEARLY, GAIN, LOOKS, RESOLVABLE
 
 WIDEST = 1e12
-"""An interval that ends beyond it says nothing, and no record can hold it."""
+"""An interval that ends above this ratio says nothing, and no record can hold it."""
 
 # Student's t, two-sided 99%, by degrees of freedom (any statistics table).
 _T99 = (
@@ -77,8 +77,8 @@ def ratio_of(logs: Sequence[float], noise: Noise = UNMEASURED) -> Ratio:
     does not count. The level is 99%, a fifth of 5% of error for each of five looks (Bonferroni).
     From the second of LOOKS on correlated turns count as n (1 - r) / (1 + r), r being the
     correlation of neighbours (Wilks, Statistical Methods in the Atmospheric Sciences, 5.2.4).
-    Before, the interval is at least as wide as the baseline's noise: a few turns can be alike by
-    luck. That of two turns holds both; one turn has none.
+    Before the second look, the interval is at least as wide as the baseline's noise: a few turns
+    can be alike by luck. The interval of two turns holds both; one turn has no interval.
     """
     if not logs:
         return UNKNOWN_RATIO

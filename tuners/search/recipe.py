@@ -14,7 +14,7 @@ from advisor.tuners.search.visit import Visit
 from advisor.tuners.search.visits import Visits, score
 
 STARVED = 1 - HOPELESS
-"""Fraction of its time that the best config waits for data from which the loader comes first."""
+"""If the best config waits for data for this fraction of its time, the loader is tuned first."""
 LOADER_TURN_S = PAIRS * TURN_S
 """Seconds of a block while loaders are compared: workers deliver in bursts."""
 
@@ -24,7 +24,7 @@ class Proposal:
     config: Config
     origin: str
     turn_s: float = TURN_S  # of a block
-    compares: bool = False  # with fp32, though it does not lead: others will build on it
+    compares: bool = False  # with fp32 although it does not lead, because others build on it
 
 
 class Recipe:
@@ -61,7 +61,7 @@ class Recipe:
         return self._space.holds(config) and config not in known and known.allowed(config)
 
     def _near(self, changes: Mapping[str, Value]) -> Config:
-        """The baseline with those of some changes that are offered."""
+        """The baseline with those of `changes` that the space offers."""
         return self._space.near(changes).replace(**self._visits.feed)
 
     @property
@@ -82,16 +82,16 @@ class Recipe:
         return config in self._visits and self._runs(config)
 
     def _recipes(self) -> Iterator[Config]:
-        """Those whose number format is not ruled out."""
+        """Yields the configs of RECIPE whose number format is not ruled out."""
         for changes in knobs.RECIPE:
             formats = {(n, v) for n, v in changes.items() if n in knobs.FORMATS}
             if not formats & self._visits.ruled_out:
                 yield self._near(changes)
 
     def _half(self) -> Iterator[Config | None]:
-        """Number formats, eager, until one runs; without a GPU, which may hide what they gain,
-        until one gains. With a GPU a layout alone waits: with cudnn.benchmark a visit to it takes
-        40 s, and another 40 s once it is compiled."""
+        """Number formats, not compiled. With a GPU, where eager code may hide their gain, until one
+        runs; without, until one gains. With a GPU, a layout alone comes later: with cudnn.benchmark
+        its visit takes 40 s, and another 40 s once it is compiled."""
         least = CLEARLY * score(self._visits.baseline)
         for config in self._recipes():
             if self._has_graphs and not config.changed(self._space.default).only(*knobs.FORMATS):
@@ -107,7 +107,7 @@ class Recipe:
         if self._visits.baseline.step_s < FAST_STEP_S:
             yield from self._graphs_of_own()
         format_ = None
-        while format_ != self._format:  # another, where what was compiled showed that one wrong
+        while format_ != self._format:  # it changes if a compiled config turns out wrong
             format_ = self._format
             for changes in knobs.COMPILED:
                 config = self._on(format_, changes)
@@ -151,14 +151,14 @@ class Recipe:
                 yield self._on(leader, changes)
 
     def _alone(self) -> Iterator[Config | None]:
-        """The other formats eagerly, and each value of a knob by itself."""
+        """The other formats, not compiled, and single values of knobs by themselves."""
         changes = (*knobs.RECIPE, *knobs.FORMATS_TRIED, *self._guessed("alone"))
         yield from map(self._near, changes)
 
     def _larger(self) -> Iterator[Config | None]:
-        """The largest batch that runs, eager, and smaller ones while they cost little, in the first
-        format that is not much slower. At the best of them other formats and toggles, and what
-        leads at the user's batch."""
+        """The largest batch that runs, not compiled, then smaller ones while they cost little, in
+        the first format that is not much slower than the baseline. At the best of these batches:
+        other formats and toggles, and the leaders at the user's batch."""
         own = self._space.batch
         ran = (self._visits.get(config) for config in self._recipes() if self._ran(config))
         baseline = self._visits.baseline
@@ -179,7 +179,7 @@ class Recipe:
             yield from self._at(batch, self._visits.best(use, own).config)
 
     def _nearby(self) -> Iterator[Config | None]:
-        """The best of all batches at the batches beside its own, the larger one first."""
+        """The best config of all batches at the batches next to its own, the larger one first."""
         batches, best = sorted(self._space.batches), self._visits.best().config
         at = batches.index(best.batch)
         for batch in (*batches[at + 1 : at + 2], *batches[max(0, at - 1) : at]):
@@ -195,8 +195,8 @@ class Recipe:
             yield self._on(config, knobs.COMPILED[-1])
 
     def _loader(self, least: float = 0.0) -> Iterator[Proposal]:
-        """More workers while the leader waits for its data, for `least` of its time or more; fewer
-        if more gain nothing."""
+        """Propose more workers while the leader waits for data for `least` of its time or more;
+        fewer workers if more gain nothing."""
         best = self._visits.best(batch=self._space.batch)
         for name in self._visits.feed:
             if not best.waits or best.waited < least:
@@ -215,8 +215,8 @@ class Recipe:
     def _along(
         self, best: Visit, name: str, values: Sequence[Value]
     ) -> Generator[Proposal, None, Visit]:
-        """One value after the other until one gains nothing, or is not clearly faster than the
-        baseline: a loader is noisy. Returns the best visit."""
+        """Propose one value after the other, until a value gains nothing or is not clearly faster
+        than the baseline, because a loader is noisy. Returns the best visit."""
         for value in values:
             config = self._fed(best.config, name, value)
             if not best.waits or not self._is_new(config):
@@ -232,7 +232,7 @@ class Recipe:
         return best
 
     def _fed(self, config: Config, name: str, value: Value) -> Config:
-        """Another value of a loader's knob; workers pin memory if that is offered."""
+        """The config with another value of a loader's knob; workers pin memory if offered."""
         config = self._space.combined(config, name, value)
         if name == knobs.WORKERS and value:
             pinned = (n for n in self._visits.feed if knobs.BY_NAME[n].non_blocking)
@@ -241,8 +241,8 @@ class Recipe:
 
 
 def _doublings(number: int, more: Sequence[Value]) -> list[Value]:
-    """Larger numbers, each at least twice the one before, from 2 on: beside a fast step one worker
-    gains nothing over none, and more of them do."""
+    """Larger numbers, each at least twice the one before, from 2 on: with fast steps, one worker
+    gains nothing over none, but several workers do."""
     found: list[Value] = []
     for value in more:
         if _number(value) >= max(2, 2 * number):

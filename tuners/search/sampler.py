@@ -1,11 +1,11 @@
 """What to measure next: the config with the most gain to expect per second of measuring.
 
 A Gaussian process on the logarithm of the speed-up, whose covariance adds up over knobs and over
-pairs of knobs: most knobs multiply a step's speed, some only together. Others on the logarithm of a
-trial's seconds, and on whether it runs. Expected improvement: Jones, Schonlau and Welch, Efficient
-Global Optimization of Expensive Black-Box Functions, 1998; per second of cost: Snoek, Larochelle
-and Adams, Practical Bayesian Optimization of Machine Learning Algorithms, 2012, 3.2; additive
-covariances: Duvenaud, Nickisch and Rasmussen, Additive Gaussian Processes, 2011.
+pairs of knobs: most knobs multiply a step's speed, some only together. Two more predict a trial's
+seconds (as a logarithm), and whether it runs. Expected improvement: Jones, Schonlau and Welch,
+Efficient Global Optimization of Expensive Black-Box Functions, 1998; per second of cost: Snoek,
+Larochelle and Adams, Practical Bayesian Optimization of Machine Learning Algorithms, 2012, 3.2;
+additive covariances: Duvenaud, Nickisch and Rasmussen, Additive Gaussian Processes, 2011.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from advisor.cache.config import Config
 from advisor.tuners.decisions import CLEARLY
 
 SECONDS, FAILED = "seconds", "failed"
-"""User attributes of each trial: what it cost; whether its config did not run, though the trial is
-complete for other samplers."""
+"""User attributes of each trial: its cost; whether its config failed, because for other samplers
+the trial of a failed config is complete."""
 MIN_POSITIVE = 1e-300
 """In place of 0, whose logarithm is infinite."""
 
@@ -35,11 +35,11 @@ Array = NDArray[np.float64]
 
 
 class GainPerSecond(optuna.samplers.RandomSampler):
-    """An Optuna sampler for choices and one value above zero that is to be as high as can be.
+    """An Optuna sampler for categorical choices, which maximizes one value above zero.
 
-    Trials that failed say nothing of speed, but how likely others are to run. Before two have run
-    it draws at random. `among` returns the configs that may be proposed now, `best` the value that
-    an improvement is counted from.
+    Failed trials say nothing about speed, but predict which configs run. Before two trials have
+    run, the sampler draws at random. `among` returns the configs that may be proposed now, `best`
+    the value that an improvement is counted from.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class GainPerSecond(optuna.samplers.RandomSampler):
         left = self._among()
         if not trials or not left:
             return {}
-        # Of a config that was tried again, a trial that ran.
+        # If a config was tried again, a trial that ran counts.
         trials.sort(key=lambda one: not one.user_attrs[FAILED])
         tried = {Config(one.params): one for one in trials}
         ran = np.array([not one.user_attrs[FAILED] for one in tried.values()])
@@ -85,7 +85,7 @@ class GainPerSecond(optuna.samplers.RandomSampler):
 
 
 def _covariance(ours: Sequence[Config], theirs: Sequence[Config]) -> Array:
-    """One part in four is common to all, two are of single knobs, one is of pairs of them."""
+    """A quarter is common to all configs, half is of single knobs, a quarter of pairs of knobs."""
     alike = np.zeros((len(ours), len(theirs)))
     for name in ours[0]:
         a, b = (np.array([repr(one[name]) for one in configs]) for configs in (ours, theirs))
@@ -95,7 +95,7 @@ def _covariance(ours: Sequence[Config], theirs: Sequence[Config]) -> Array:
 
 
 def _fit(tried: Sequence[Config], values: Array, left: Sequence[Config]) -> tuple[Array, Array]:
-    """Mean and standard deviation of what is left, given what was tried."""
+    """Predicted mean and standard deviation of the configs in `left`, given those in `tried`."""
     centre, spread = float(values.mean()), float(values.std()) or 1.0
     noise = CLEARLY - 1  # of one measurement, as a fraction of the spread between configs
     among = _covariance(tried, tried) + noise**2 * np.eye(len(tried))

@@ -25,9 +25,9 @@ class Space:
         self.expensive = tuple(name for name in self.choices if knobs.BY_NAME[name].compile_s)
         """Knobs that are tried on leaders only."""
         self.default = Config({name: values[0] for name, values in self.choices.items()})
-        """The baseline: what torch, or the script, does by itself, at the user's batch."""
+        """The baseline: the values of torch, or of the script, at the user's batch."""
         self.default_input = Config({name: values[0] for name, values in self.inputs.items()})
-        """What DataLoader does by itself."""
+        """DataLoader's own defaults."""
 
     @classmethod
     def of(cls, here: SearchContext) -> Space:
@@ -52,12 +52,12 @@ class Space:
 
     @property
     def digest(self) -> str:
-        """Part of a study's name: the choices of a categorical cannot change within one."""
+        """Part of a study's name: within a study, the choices of a categorical cannot change."""
         return fingerprint({name: list(values) for name, values in self.choices.items()})[:12]
 
     @property
     def uses(self) -> tuple[str, ...]:
-        """Those of RACED that different parts of the space need, the widest first."""
+        """The uses in RACED that parts of the space need, the widest first."""
         changes = [Config({n: value}) for n, values in self.choices.items() for value in values]
         needed = {knobs.use_of(self.default | one, self.default) for one in changes}
         return tuple(use for use in reversed(RACED) if use in needed)
@@ -71,7 +71,7 @@ class Space:
         return _among(value, self.choices.get(name, ()))
 
     def near(self, config: Mapping[str, Value]) -> Config:
-        """The baseline with all values of a config that are offered here, but its batch."""
+        """The baseline with all values of a config that the space offers, except its batch."""
         offered = {n: v for n, v in config.items() if n != BATCH and self.offers(n, v)}
         return self.default.replace(**offered)
 
@@ -91,7 +91,7 @@ class Space:
         )
 
     def combined(self, config: Config, name: str, value: Value) -> Config:
-        """The config with a knob set, and those that conflict with it at their default."""
+        """The config with a knob set, and the knobs that conflict with it at their default."""
         clashing = {
             other: self.default[other]
             for other in config
@@ -101,7 +101,7 @@ class Space:
 
     def on(self, leader: Config, changes: Mapping[str, Value]) -> Config | None:
         """A leader with some knobs set, and conflicting switches at their default; None if a value
-        is not offered, or conflicts all the same."""
+        is not offered, or still conflicts."""
         if not all(self.offers(name, value) for name, value in changes.items()):
             return None
         config = leader
@@ -124,13 +124,13 @@ class Space:
         return bool(self.expensive_values(config))
 
     def expensive_values(self, values: Mapping[str, Value]) -> set[tuple[str, Value]]:
-        """Those of these values that are expensive to compile."""
+        """The (name, value) pairs of `values` that are expensive to compile."""
         names = (name for name in self.expensive if name in values)
         return {(n, values[n]) for n in names if not _among(values[n], (self.default[n],))}
 
 
 def _offered(knob: knobs.Knob, here: SearchContext) -> tuple[Value, ...]:
-    """A knob's values in a situation, the script's own first, as far as its use can follow."""
+    """A knob's values for a search, the script's own first, without those beyond its use."""
     found = knob.values(here)
     if found and knob.name in here.own:
         own = here.own[knob.name]

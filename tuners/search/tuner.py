@@ -47,20 +47,20 @@ class SearchOptions:
     compares: bool = True  # with strict fp32, and advises only configs that pass
     baseline: str = "torch's default"  # its name in messages
     trials: int | None = None  # visits at most
-    most_s: float = math.inf  # that one visit may take
+    most_s: float = math.inf  # most seconds of one visit
     first: Sequence[Config] = ()  # visited before the recipe: from similar records
     without: Sequence[Config] = ()
-    """The baseline without one of the script's own settings each: measured, and never advised."""
+    """Baselines that each lack one of the script's own settings: measured, and never advised."""
     seed: int = 0
     length: Length | None = None  # of the job; None for the steady state
-    modules: int = 0  # in the model
+    modules: int = 0  # their number in the model
     folder: Path | None = None  # for compiled artifacts of the winners
     stage: str = knobs.COMPUTE  # of its trials, as in `Trial`
 
 
 class Tuner:
-    """One search on one place. `study`: on disk, keeps the trials; those of earlier runs count, and
-    configs that had no time then are tried again."""
+    """One search with one runner. `study` keeps the trials on disk: trials of earlier runs count,
+    and configs that had no time then are tried again."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Tuner:
     ) -> None:
         self._runner, self._space, self._scope = runner, space, scope
         self._progress, self.clock = progress, clock
-        self._visitor = Visitor(runner, space.default, self.clock, self._tell)
+        self._visitor = Visitor(runner, space.default, self.clock, self._tell_compiling)
         self._visits = Visits(space, compares=scope.compares, length=scope.length)
         self._costs = TimeEstimates(space, self._visits, self.clock, scope.modules)
         self._among: list[Config] = []
@@ -129,7 +129,7 @@ class Tuner:
         return self._decide(raced, interrupted)
 
     def _search(self) -> Rates:
-        """Visit what fits, then race the leaders; losing the runner ends the search."""
+        """Visit the configs that fit the budget, then race the leaders. A lost runner ends both."""
         try:
             self._measure_without()
             for proposal in self._proposals():
@@ -138,7 +138,7 @@ class Tuner:
                 self._sample(batch)
             return self._race(self._visits.leaders())
         except (WorkerError, TargetFailed) as exc:
-            if len(self._visits) == 1:  # nothing was measured beside the baseline
+            if len(self._visits) == 1:  # only the baseline was measured
                 raise
             self._progress.notice(f"the search ends here: {exc}")
             self._complete = False
@@ -157,19 +157,19 @@ class Tuner:
         self._notice_short_budget()
 
     def _notice_short_budget(self) -> None:
-        """Say so if the budget has no time for the first config that compiles."""
+        """Notify the user if the budget has no time for the first config that compiles."""
         compiled = (self._space.near(changes) for changes in knobs.COMPILED)
         config = next((one for one in compiled if self._space.is_expensive(one)), None)
         if config is None or self._costs.fits(config, needs_s := self._costs.visit_s(config)):
             return
         self._remedy = self._budget(needs_s)
         self._progress.notice(
-            f"{self.clock.budget_s:g}s is short here: compiling this model takes about "
+            f"a budget of {self.clock.budget_s:g}s is too short: compiling this model takes about "
             f"{self._costs.build_s(config):.0f} s; {self._remedy}"
         )
 
     def _measure_without(self) -> None:
-        """Measure what the script's own settings cost."""
+        """Measure the cost of the script's own settings."""
         for config in self._scope.without:
             if self._costs.fits(config, self._costs.visit_s(config)):
                 visit = self._visitor.visit(config, 1.0)
@@ -208,8 +208,8 @@ class Tuner:
         return self._scope.trials is not None and tried >= self._scope.trials
 
     def _sample(self, batch: int) -> None:
-        """Visit what the sampler proposes, until as many visits as there are knobs to choose found
-        nothing better."""
+        """Visit the sampler's proposals, until as many visits in a row as there are knobs to choose
+        find nothing better."""
         idle, best = 0, score(self._visits.best(batch=batch))
         most = sum(len(values) > 1 for values in self._space.choices.values())
         while idle < most:
@@ -243,7 +243,7 @@ class Tuner:
         leave_s = self._costs.comparison_s(config) + self._costs.race_s([config], PAIRS)
         visit = self._visitor.visit(config, best, proposal.turn_s, leave_s)
         self._visits.add(visit)
-        known = self._visits.compared(config) is not None  # as code: with another loader
+        known = self._visits.compared(config) is not None  # perhaps with another loader
         asks = self._visits.leads(visit) or (
             proposal.compares and self._costs.comparison_s(config) <= self.clock.left_s
         )
@@ -253,8 +253,8 @@ class Tuner:
         self._rule_out(visit)
 
     def _compare(self, config: Config) -> float:
-        """Compare what was timed with fp32, at the user's batch: a batch changes no number format.
-        Returns the seconds that it took."""
+        """Compare the timed code with fp32, at the user's batch because a batch changes no number
+        format. Returns the seconds that the comparison took."""
         began = self.clock.now()
         compared = self._visits.compared(config)
         if compared is None:
@@ -289,27 +289,27 @@ class Tuner:
         known = JournaledTrial(trial, visit.ratio, compared)
         self._journal.tell(asked, known, [turn.ratio for turn in visit.turns])
         best = visits.safe(self._space.uses[0], config.batch)[0].config
-        self._progress.visited(trial, visit.ratio, compared, best, self.clock.left_s)
+        self._progress.visited(known, self._named(config), best, self.clock.left_s)
 
     def _rule_out(self, visit: Visit) -> None:
-        """Rule out what failed in a visit, and free what does not lead."""
+        """Rule out the values that made a visit fail, and forget built configs that do not lead."""
         visits, config = self._visits, visit.config
         if visit.outcome == "timed_out":
             self._passed_over[config] = 2 * visit.seconds
         if visit.outcome in ("failed", "crashed") and (failed := visits.rule_out_failed(config)):
             what = knobs.described(failed, self._space.default)
-            self._progress.notice(f"continues without {what}: {visit.reason}")
+            self._progress.notice(f"the search continues without {what}: {visit.reason}")
         leading = {visits.best(use, self._space.batch).config for use in self._space.uses}
         leading |= {self._space.default, *visits.leaders()}
-        # Whatever its loader: the leader's loader is chosen after its visit.
+        # With any loader, because the leader's loader is chosen after its visit.
         leading |= {max(visits.values(), key=lambda one: one.ratio.mean * one.ok).config}
         for built in self._visitor.built:
             if built not in leading:
                 self._visitor.forget(built)
 
-    def _tell(self, config: Config, doing: str) -> None:
-        best = self._visits.best().config if self._space.default in self._visits else None
-        self._progress.doing(config, doing, best, self.clock.left_s)
+    def _tell_compiling(self, config: Config) -> None:
+        left = f"{self.clock.left_s:.0f}s left"
+        self._progress.phase(f"compiling: {self._named(config)}  {left}")
 
     # Race and choice ----------------------------------------------------------------------------
 
@@ -333,7 +333,7 @@ class Tuner:
         found = choose(self._space, rates, peaks, visits.over_job, visits.first_s, noise)
         chosen = {one.choice.config for one in found.winners}
         lines = gains(visits, rates, noise, chosen, self._named)
-        untried, artifacts = tuple(self._untried()), dict[Config, Path]()
+        artifacts = dict[Config, Path]()
         try:
             artifacts = {} if interrupted else self._artifacts(chosen)
         except KeyboardInterrupt:
@@ -342,14 +342,13 @@ class Tuner:
             found,
             trials=tuple(visits.trials),
             artifacts=artifacts,
-            remarks=(*self._remarks, *lines, *untried),
-            short=bool(untried),
+            remarks=(*self._remarks, *lines, *self._untried()),
             interrupted=interrupted,
             complete=self._complete and not interrupted,
         )
 
     def _untried(self) -> Iterator[str]:
-        """The first config that compiles and had no time, if nothing that compiles leads."""
+        """A line on the first compiled config that had no time, if no compiled config leads."""
         expensive = [one for one in self._passed_over if self._space.is_expensive(one)]
         best = self._visits.best(batch=self._space.batch).config
         if expensive and not self._space.is_expensive(best):
@@ -357,14 +356,14 @@ class Tuner:
             yield f"not measured for want of time: {self._named(expensive[0])}; {remedy}"
 
     def _budget(self, more_s: float) -> str:
-        """The budget that has so many seconds more, rounded up to tens, as it can be typed."""
+        """The option for a budget with `more_s` more seconds, rounded up to tens, and a remark."""
         seconds = 10 * math.ceil((self.clock.budget_s + more_s) / 10)
-        return f"--budget {seconds}s has the time for it"
+        return f"--budget {seconds}s is enough"
 
     def _artifacts(self, chosen: set[Config]) -> dict[Config, Path]:
         folder, found = self._scope.folder, {}
         if folder is not None:
-            # Others would have to be built again: the run that follows the advice compiles them.
+            # Configs that are not built any more are compiled by the run that follows the advice.
             for config in chosen & {one for one in self._visitor.built if knobs.compiles(one)}:
                 file = folder / config.digest
                 with contextlib.suppress(ConfigFailed, WorkerError, TargetFailed):
@@ -374,7 +373,7 @@ class Tuner:
         return found
 
     def _named(self, config: Config) -> str:
-        """What a config changes, and its batch if that is not the user's."""
+        """A config's changes in words, and its batch if it is not the user's."""
         at = f" at batch {config.batch}" if config.batch != self._space.batch else ""
         return knobs.described(config, self._space.default, nothing=self._scope.baseline) + at
 
@@ -392,7 +391,7 @@ def tuned_loader(
     clock: Clock,
     progress: Progress,
 ) -> SearchResult:
-    """A search's findings and the loader that feeds a step best, in the rest of the budget.
+    """Find the loader that feeds a step best, in the rest of the budget. Returns `found` with it.
 
     The baseline is the step with torch's own DataLoader.
     """

@@ -23,31 +23,27 @@ from advisor.tuners.measure.runner import Block, Compared, ConfigFailed, Runner
 from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.ratio import LEVEL, UNKNOWN_RATIO, UNMEASURED, Noise, Ratio, ratio_of
 
-BUILDING, MEASURING, COMPARING = "building", "measuring", "comparing with fp32"
-Tell = Callable[[Config, str], None]
-"""Told what is being done with which config."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedTurn:
-    """One block of a config between two of the baseline; `beside` is the later one."""
+    """One block of a config between two blocks of the baseline; `beside` is the later one."""
 
     block: Block
     beside: Block
-    ratio: float  # of samples/s, over the mean of both of the baseline's
+    ratio: float  # the config's samples/s over the mean of both blocks of the baseline
     fed: float  # the same ratio if the config had not waited for data
-    own_s: float = 0.0  # that the config's block took, with switching to it
+    own_s: float = 0.0  # seconds of the config's block, including the switch to the config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """What a visit found; `outcome` and `reason` are those of `Measurement`."""
+    """The result of a visit; `outcome` and `reason` are those of `Measurement`."""
 
     config: Config
     outcome: str = "ok"
     reason: str = ""
-    first_s: float = 0.0  # until its first step was done
-    settle_s: float = 0.0  # from then on until its steps took equally long
+    first_s: float = 0.0  # seconds until its first step was done
+    settle_s: float = 0.0  # seconds from then on until its steps took equally long
     turns: tuple[PairedTurn, ...] = ()
     ratio: Ratio = UNKNOWN_RATIO  # over the baseline
     seconds: float = 0.0  # of the whole visit
@@ -58,7 +54,7 @@ class Visit:
 
     @property
     def fed(self) -> float:
-        """Its speed-up if its steps had not waited for data; 0 if it failed."""
+        """The config's speed-up if its steps had not waited for data; 0 if it failed."""
         if not self.turns:
             return self.ratio.mean if self.ok else 0.0
         return self.unstarved_ratio().mean
@@ -86,8 +82,8 @@ class Visit:
         return self.waited > GAIN - 1
 
     def measurement(self, own: float) -> Measurement:
-        """For a record: scaled to a baseline of `own` samples/s, so that the speeds of two trials
-        have the ratio of their turns."""
+        """The measurement for a record, scaled to a baseline of `own` samples/s, so that the speeds
+        of two trials have the ratio of their turns."""
         if not self.turns:
             return Measurement(outcome=self.outcome, reason=self.reason)
         blocks = [turn.block for turn in self.turns]
@@ -105,15 +101,17 @@ class Visit:
             steps=sum(block.steps for block in blocks),
             blocks=tuple(block.step_s / scale for block in blocks),
             waited=self.waited,
-            warm_s=self.settle_s,
         )
 
 
 class Visitor:
-    """Visits configs, one after the other; `own` is the baseline."""
+    """Visits configs, one after the other; `own` is the baseline. `compiling` is called with each
+    config that is compiled."""
 
-    def __init__(self, runner: Runner, own: Config, clock: Clock, tell: Tell) -> None:
-        self._runner, self.own, self.clock, self._tell = runner, own, clock, tell
+    def __init__(
+        self, runner: Runner, own: Config, clock: Clock, compiling: Callable[[Config], None]
+    ) -> None:
+        self._runner, self.own, self.clock, self._compiling = runner, own, clock, compiling
         self.baseline: list[Block] = []  # its blocks, in order
         self._last: Block | None = None
         self._current: Config | None = None
@@ -145,15 +143,14 @@ class Visitor:
     def visit(
         self, config: Config, best: float, seconds: float = TURN_S, leave_s: float = 0.0
     ) -> Visit:
-        """Measure a config between blocks of the baseline, of about so many seconds each. One that
-        stays clearly below `best`, the highest ratio so far, gets fewer turns; two are enough if
-        less than `leave_s` of the budget, for what follows, is left."""
+        """Measure a config in blocks of about `seconds` between blocks of the baseline. A config
+        clearly below `best`, the highest ratio so far, gets fewer turns. Two turns are enough if
+        less than `leave_s` is left of the budget, because later work needs that time."""
         began, first_s, settle_s = self.clock.now(), 0.0, 0.0
         turns: list[PairedTurn] = []
         outcome, reason = "ok", ""
         try:
             first_s, settle_s = self._settle(config)
-            self._tell(config, MEASURING)
             timed_from = self.clock.now()
             before = self._beside(seconds)
             while not self._enough(turns, best, timed_from, leave_s):
@@ -187,7 +184,6 @@ class Visitor:
         return block
 
     def compare(self, config: Config) -> Compared:
-        self._tell(config, COMPARING)
         self._last = self._current = None
         return self._runner.compare(config, deadline_s=self.clock.deadline_s)
 
@@ -209,7 +205,7 @@ class Visitor:
         )
 
     def _beside(self, seconds: float = TURN_S, *, anew: bool = False) -> Block:
-        """A block of the baseline; the last one, unless something else ran since."""
+        """A block of the baseline: the last one, or a new one if another config ran since."""
         if self._last is None or anew:
             self._last = self.block(self.own, seconds)
             self.baseline.append(self._last)
@@ -217,7 +213,8 @@ class Visitor:
 
     def _settle(self, config: Config) -> tuple[float, float]:
         """Run a config until its steps take equally long; returns `first_s` and `settle_s`."""
-        self._tell(config, BUILDING if knobs.compiles(config) else MEASURING)
+        if knobs.compiles(config):
+            self._compiling(config)
         if config != self.own:
             self._last = None
         block = self._block(config, 1)
@@ -236,13 +233,13 @@ class Visitor:
         return first_s, self.clock.now() - began
 
     def _steps(self, config: Config, seconds: float) -> int:
-        # Workers give their batches one after another: a block is whole rounds of them.
+        # Workers deliver in turn, so a block has a whole number of rounds of all workers.
         workers = max(1, knobs.workers(config))
         steps = turn_steps(self._settled[config], seconds)
         return steps if steps < 2 * workers else math.ceil(steps / workers) * workers
 
     def _block(self, config: Config, steps: int) -> Block:
-        # Batches that workers had ready are used up first: a run does not find them ready.
+        # First use up the batches that workers have ready, which a real run would not find.
         warm = max(1, self._outrun.get(config, 0)) if config != self._current else 0
         self._current = None
         block = self._runner.block(config, steps, warm=warm, deadline_s=self.clock.deadline_s)
@@ -273,7 +270,7 @@ class Visitor:
 
 
 def turn_steps(step_s: float, seconds: float) -> int:
-    """Steps of a block of about so many seconds: PAIRS at least, if SLOW_TURN_S holds these."""
+    """Steps of a block of about `seconds`: at least PAIRS, if these fit into SLOW_TURN_S."""
     step_s = max(step_s, 1e-7)
     most = max(1, min(PAIRS, int(SLOW_TURN_S / step_s)))
     return max(most, math.ceil(seconds / step_s))

@@ -1,4 +1,4 @@
-"""What was visited so far, what leads, and what more visits are expected to take."""
+"""The visits of a search, their leaders, and time estimates for further visits."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from advisor.tuners.search.visit import Visit
 
 
 def score(visit: Visit) -> float:
-    """The speed-up of a visit; of one that waits for data, what it would be without waiting."""
+    """The speed-up of a visit; if it waits for data, its speed-up without waiting."""
     return visit.fed if visit.waits else visit.ratio.mean
 
 
 class Visits(dict[Config, Visit]):
-    """The last visit to each config, in the order of the first ones, and what they tell.
+    """The last visit to each config, in the order of first visits, and what follows from them.
 
     Args:
         compares: a config that changes numbers leads only after it passed the comparison with fp32.
@@ -47,11 +47,11 @@ class Visits(dict[Config, Visit]):
         self._own = space.default.only(BATCH, *knobs.INPUT_PIPELINE)
         self._compared: dict[Config, Compared] = {}
         self.trials: list[Trial] = []
-        """Of visits and comparisons, as a record keeps them."""
+        """Trials of visits and comparisons, as a record keeps them."""
         self.ruled_out: set[tuple[str, Value]] = set()
         """Values of knobs that no config may have any more."""
         self.codes: set[Config] = set()
-        """What was compiled, or captured, by `knobs.code`."""
+        """The `knobs.code` of each config that was compiled or captured."""
         self.feed = space.default.only(*knobs.INPUT_PIPELINE)
         """How the next configs load their data."""
 
@@ -71,8 +71,8 @@ class Visits(dict[Config, Visit]):
         return {pair for one in configs for pair in one.changed(self._space.default).items()}
 
     def rule_out_failed(self, config: Config) -> Config:
-        """Rule out values of a config that never ran, and return them: the code that is built,
-        else the only new value, else the number format."""
+        """Rule out the values of a failed config that never ran before, and return them: values
+        that build code, else the only new value, else the number format."""
         new = self.changed([config]) - self.changed(one.config for one in self.values() if one.ok)
         found = {(n, v) for n, v in new if knobs.BY_NAME[n].compile_s or knobs.BY_NAME[n].captured}
         if not found:
@@ -86,15 +86,15 @@ class Visits(dict[Config, Visit]):
     # What was compared --------------------------------------------------------------------------
 
     def code(self, config: Config) -> Config:
-        """A config at the user's batch and with the user's loader: comparisons are of that."""
+        """The config as it is compared: at the user's batch and with the user's loader."""
         return config | self._own
 
     def compared(self, config: Config) -> Compared | None:
         return self._compared.get(self.code(config))
 
     def add_comparison(self, config: Config, compared: Compared) -> None:
-        """Remember a comparison, and rule out the values that a wrong one blames and no other one
-        has shown to be right."""
+        """Remember a comparison. If it failed, rule out the values that it blames and that no other
+        comparison has shown to be right."""
         self._compared[self.code(config)] = compared
         if compared.outcome == "wrong":
             right = self.changed(one for one, seen in self._compared.items() if seen.ok)
@@ -132,11 +132,11 @@ class Visits(dict[Config, Visit]):
         return sorted(fed or found, key=lambda one: -score(one))
 
     def best(self, use: str = USES[-1], batch: int | None = None) -> Visit:
-        """The fastest that a use can follow; the baseline if there is none."""
+        """The fastest visit to a config that a use can follow; the baseline if there is none."""
         return next(iter(self.ranked(use, batch)), self.baseline)
 
     def safe(self, use: str, batch: int) -> list[Visit]:
-        """The safe ones of `ranked`, the best for the job first; the baseline if there is none."""
+        """The safe visits in `ranked`, the best for the job first; the baseline if none is safe."""
         safe = [one for one in self.ranked(use, batch) if self.is_safe(one.config)]
         return sorted(safe, key=lambda one: -self._value(one)) or [self.baseline]
 
@@ -175,7 +175,7 @@ class Visits(dict[Config, Visit]):
         return ours / rate if rate else score(visit)
 
     def over_job(self, config: Config, rate: float) -> float:
-        """Samples/s over the whole job, first step included, from those of the steady state."""
+        """Samples/s over the whole job, first step included, from steady samples/s."""
         if self._length is None:
             return rate
         first_s = self.first_s(config)
@@ -189,37 +189,37 @@ class Visits(dict[Config, Visit]):
 
 
 class TimeEstimates:
-    """Expected seconds, from what the visits so far took. `modules` are those of the model."""
+    """Expected seconds, from the visits so far. `modules`: their number in the model."""
 
     def __init__(self, space: Space, visits: Visits, clock: Clock, modules: int) -> None:
         self._space, self._visits, self._clock, self._modules = space, visits, clock, modules
-        self.compared_s: float | None = None  # by the last comparison
+        self.compared_s: float | None = None  # seconds of the last comparison
 
     def visit_s(self, config: Config, turn_s: float = TURN_S) -> float:
-        """Of a visit: building, settling for about a turn, the turns with a block of the baseline
-        each, and the comparison."""
+        """Seconds of a visit: building, settling for about a turn, the turns with a block of the
+        baseline each, and the comparison."""
         turn_s = max([turn_s, *(turn.beside.seconds for turn in self._visits.baseline.turns)])
         turns = PAIRS if PAIRS * turn_s < 2 * SLOW_TURN_S else 2
         timing_s = 2 * (turns + 1) * turn_s
         return self.build_s(config) + timing_s + self.comparison_s(config)
 
     def comparison_s(self, config: Config) -> float:
-        """Of the comparison with fp32: like the last one; the first takes as long as timing the
-        baseline did; 0 if a config is not compared."""
+        """Seconds of the comparison with fp32: as the last comparison took, or for the first as
+        timing the baseline took; 0 if a config is not compared."""
         if not self._visits.needs_comparison(config):
             return 0.0
         own = self._visits.baseline
         return own.seconds - own.first_s if self.compared_s is None else self.compared_s
 
     def build_s(self, config: Config) -> float:
-        """Until a config's first step is done: like the slowest of its kind."""
+        """Seconds until a config's first step is done: as the slowest of its kind so far."""
         if not self._space.is_expensive(config) or knobs.code(config) in self._visits.codes:
             return 0.0
         return self._seen_s(config) or self._guessed_s(config)
 
     def fits(self, config: Config, needs_s: float) -> bool:
         """Whether there is time for a visit, and for the race after it. The first config of a kind
-        that compiles may be tried with less: it gains the most."""
+        that compiles may be tried with less time: it gains the most."""
         guessed = self.build_s(config) and not self._seen_s(config)
         return (LIKELY if guessed else 1.0) * needs_s <= self.left_s
 
@@ -230,7 +230,7 @@ class TimeEstimates:
         return self._clock.left_s - (self.race_s(leaders) if leaders else 0.0)
 
     def race_s(self, leaders: Iterable[Config], rounds: int | None = None) -> float:
-        """Of so many rounds of the final race; by default of those for which time is kept."""
+        """Seconds of `rounds` rounds of the final race; by default, those that time is kept for."""
         own, visits = self._visits.baseline, map(self._visits.get, leaders)
         if rounds is None:
             rounds = LOOKS[0] if own.step_s * PAIRS > SLOW_TURN_S else LOOKS[1]
@@ -238,7 +238,7 @@ class TimeEstimates:
         return rounds * (sum(took) + max(turn.beside.seconds for turn in own.turns))
 
     def _seen_s(self, config: Config) -> float:
-        """The longest that building something of its kind has taken; 0 before one was seen."""
+        """Seconds of the slowest build of this config's kind so far; 0 if there was none."""
         guessed_s = self._guessed_s(config)
         ran = [v for v in self._visits.values() if v.ok and self._space.is_expensive(v.config)]
         alike = (v.first_s for v in ran if self._guessed_s(v.config) == guessed_s)
@@ -256,7 +256,7 @@ _needs_comparison = functools.lru_cache(maxsize=1024)(knobs.needs_comparison)
 
 
 def _blamed(knob: knobs.Knob, what: str) -> bool:
-    """Whether a knob makes the part of a config that a comparison blames."""
+    """Whether a knob decides the thing that a failed comparison blames: code, format, optimizer."""
     if what == "code":
         return bool(knob.captured or (knob.model and not knob.layout))
     return bool({"format": knob.autocast, "optimizer": knob.optimizer}.get(what))

@@ -1,39 +1,41 @@
-"""What starts attempts at jobs: this machine, or Ray.
+"""Executors run attempts: on this machine, or on Ray.
 
-An executor knows no database. The reconciler, which does, asks it for its capacity, starts attempts
-there, and follows them.
+An executor does not use the database. The reconciler asks an executor for its capacity, starts
+attempts on it, and follows them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from advisor.errors import AdvisorError
+from advisor.errors import AdvisorError, UsageError
 from advisor.jobs.spec import JobSpec
 
-State = Literal["running", "ended", "preempted", "unknown"]
+LOCAL, NONE, RAY = "local", "none", ("ray-jobs", "ray")
+"""The kinds of `advisor serve --executor`."""
 
 
 class Unplaceable(AdvisorError):
-    """Nothing here can run that, now; the text says what is missing."""
+    """No device of the executor can run the attempt now; the message says what is missing."""
 
 
 class ExecutorAway(AdvisorError):
-    """The executor does not answer; of its attempts nothing is known."""
+    """The executor does not answer, so the states of its attempts are unknown. The message does not
+    name the executor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Devices of one kind, as one attempt can have them.
+    """Devices of one kind on one machine.
 
     Attributes:
-        gpu: the device's name as NVML has it, 'NVIDIA H100 80GB HBM3', or what kind it is where a
-            cluster knows no more, 'H100'; '' for the CPU.
-        gpus: how many are free; 0 for the CPU, which is listed only if it is free.
-        total: how many there are.
-        why: why some are not free, for people; '' if all are.
+        gpu: the device's name from NVML, 'NVIDIA H100 80GB HBM3', or only its kind, 'H100', if the
+            cluster knows no more; '' for the CPU.
+        gpus: how many GPUs are free; 0 for the CPU, which is listed only if it is free.
+        total: how many GPUs the machine has.
+        why: why some GPUs are not free, for people; '' if all are.
     """
 
     gpu: str
@@ -47,16 +49,18 @@ class Start:
     """An attempt to start.
 
     Attributes:
-        attempt: its id in the database; `number` of the job's attempts.
-        external: what the executor is to call it.
-        server_url: where its worker finds the server.
-        token: its start token, which works once and is not stored.
+        attempt: the attempt's id in the database; `number`: the attempt's number within its job.
+        external: the attempt's name at the executor.
+        gpu: the name of the device to use, as in its Capacity.
+        server_url: the address at which the worker finds the server.
+        token: the start token, which works once and is not stored.
     """
 
     attempt: int
     job: int
     number: int
     external: str
+    gpu: str
     server_url: str
     token: str
     asked: JobSpec
@@ -64,34 +68,63 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What became of an attempt. `unknown`: the executor has never heard of it, or forgot; `reason`
-    is for people, and may be ''."""
+    """An attempt's state. 'unknown': the executor never had the attempt, or has forgotten it."""
 
-    state: State
+    state: Literal["running", "ended", "preempted", "unknown"]
     reason: str = ""
 
 
 class Executor(Protocol):
-    """Starts attempts, and ends them. Every method raises ExecutorAway if it does not answer."""
+    """Starts and ends attempts. Methods raise ExecutorAway if the executor does not answer."""
 
     @property
     def name(self) -> str:
-        """Unique: 'local:HOST', 'ray:ADDRESS'."""
+        """The executor's unique name: 'local:HOST:DIGEST', 'ray:URL'."""
 
     def capacity(self) -> Sequence[Capacity]: ...
 
     def start(self, start: Start) -> None:
-        """Start an attempt.
-
-        Raises:
-            Unplaceable: it has nothing that fits.
-        """
+        """Start an attempt. Raises Unplaceable if no device fits."""
 
     def status(self, external: Sequence[str]) -> Mapping[str, Status]:
-        """What became of each of some attempts."""
+        """The status of each of these attempts."""
 
     def stop(self, external: str) -> None:
-        """End an attempt and all that it started; one that is over is left alone."""
+        """End an attempt and all that it started. An attempt that is over stays unchanged."""
 
     def close(self) -> None:
-        """Release what is open."""
+        """End the workers of this machine, and close connections."""
+
+
+def open_executors(texts: Iterable[str], database: str) -> list[Executor]:
+    """Open the executors that `advisor serve --executor` names. 'none' opens no executor.
+
+    Args:
+        database: the URL of the server's database, without its password.
+
+    Raises:
+        UsageError: a text is unknown or given twice, or 'none' is not the only text.
+    """
+    if NONE in (texts := list(texts)) and len(texts) > 1:
+        raise UsageError(f"--executor {NONE}: starts no jobs; give it alone, or leave it out")
+    found: dict[str, Executor] = {}
+    for text in texts:
+        if text != NONE:
+            one = _opened(text, database)
+            if found.setdefault(one.name, one) is not one:
+                raise UsageError(f"--executor {text[:80]!r}: given twice; give it once")
+    return list(found.values())
+
+
+def _opened(text: str, database: str) -> Executor:
+    scheme = text.partition(":")[0]
+    if scheme == LOCAL:
+        from advisor.service.executors.local import Local
+
+        return Local(database)
+    if scheme in RAY:
+        from advisor.service.executors.ray import RayExecutor
+
+        return RayExecutor(text)
+    known = ", ".join([LOCAL, *RAY, NONE])
+    raise UsageError(f"--executor {text[:80]!r}: expected one of {known}")

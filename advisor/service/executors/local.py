@@ -1,8 +1,8 @@
-"""Attempts on this machine: each a worker, on GPUs that nobody else uses or on the CPU.
+"""Runs attempts as worker processes on this machine, on GPUs that nobody else uses or on the CPU.
 
-Workers outlive a server that is killed. The next one with the same database finds them by their
-command line. A worker inherits locks on its devices: what is locked is in use, however anything
-ended.
+If a server is killed, its workers continue. The next server with the same database finds them by
+their command line. A worker inherits the locks on its devices, so a device is locked until its
+worker ends.
 """
 
 from __future__ import annotations
@@ -24,54 +24,45 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import platformdirs
 
 from advisor.cache.stores.filesystem import make_folder, remove_folder
 from advisor.errors import printable
-from advisor.jobs.spec import JobSpec, gpu_matches
-from advisor.service.executors import (
-    Capacity,
-    Executor,
-    ExecutorAway,
-    Start,
-    Status,
-    Unplaceable,
-)
+from advisor.service.executors import Capacity, ExecutorAway, Start, Status, Unplaceable
 from advisor.tuners.environment import Gpu, gpus
 from advisor.tuners.measure.run.guarded_process import exit_text
 
-STOPS_S = 15.0
-"""For a worker that was told to end, to save its search and report. Then it is killed."""
-KEPT_S = 60.0
-"""A worker that is over is forgotten after so long if nobody asks for it."""
-_LOOK_S = 0.05
+GRACE_S = 15.0
+"""Time for a worker to save its search and report after SIGTERM. Then it is killed."""
+FORGET_S = 60.0
+"""A worker that has ended is forgotten after this time, unless `stop` forgets it earlier."""
+_POLL_S = 0.05
 _MAX_PRINTED = 4096
+_PRINTED = "printed"
 _MODULE = "advisor.jobs.worker"
-_CPU_BUSY = "the CPU of this machine is measured on"
+_CPU_BUSY = "another job measures on the CPU of this machine"
 _INHERITED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|TMPDIR|PYTHON\w*|VIRTUAL_ENV|CONDA_\w+"
     r"|LD_LIBRARY_PATH|LD_PRELOAD|CC|CXX|CUDA_\w+|NVIDIA_\w+|NCCL_\w+|OMP_\w+|MKL_\w+|KMP_\w+"
     r"|TORCH\w*|PYTORCH_\w+|TRITON_\w+|XDG_\w+|SSL_CERT_\w+"
     r"|HF_HOME|HF_DATASETS_CACHE|HF_HUB_OFFLINE|TRANSFORMERS_\w+|(?i:https?_proxy|no_proxy)"
 )
-"""Of the server's environment: what programs need to run, and nothing that may be a secret."""
+"""Variables that workers inherit: those that programs need, and none that may be a secret."""
 
 
 @dataclass(slots=True)
 class _Worker:
-    """A process that works in a folder.
+    """A worker process, with its files below `folder`.
 
     Attributes:
-        process, printed: of one that this server started; else an earlier one did.
-        killed_at: when it is killed, if it was told to end; `over_at`: when it was seen to be over.
+        process: None if an earlier server started the worker.
+        killed_at: when to kill a worker that was told to end; `over_at`: when its end was seen.
     """
 
     pid: int
     folder: Path
     process: subprocess.Popen[bytes] | None = None
-    printed: BinaryIO | None = None
     killed_at: float = math.inf
     over_at: float = math.inf
 
@@ -79,36 +70,50 @@ class _Worker:
     def alive(self) -> bool:
         if self.process is not None:
             return self.process.poll() is None
-        return str(self.folder) in _words(self.pid)
+        return _work(self.folder) in _words(self.pid)
 
     def send(self, number: signal.Signals) -> None:
-        if self.alive:  # else its number may be another's by now
+        if self.alive:  # else another process may have its pid by now
             with contextlib.suppress(OSError):
                 os.kill(self.pid, number)
 
     @property
-    def last_words(self) -> str:
-        """How it ended, as far as that is known."""
-        if self.process is None or self.printed is None:
-            return "its worker is gone"
-        self.printed.seek(-min(_MAX_PRINTED, self.printed.seek(0, os.SEEK_END)), os.SEEK_END)
-        lines = self.printed.read().decode(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "")
-        return printable(last)[:300] or f"its worker ended ({exit_text(self.process.poll() or 0)})"
+    def status(self) -> Status:
+        """'running', or 'ended' with the last line that the worker printed."""
+        if self.alive:
+            return Status(state="running")
+        with (self.folder / _PRINTED).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_PRINTED))
+            lines = [
+                line for line in file.read().decode(errors="replace").split("\n") if line.strip()
+            ]
+        code = None if self.process is None else self.process.poll()
+        how = "is gone" if code is None else f"ended ({exit_text(code)})"
+        return Status(
+            state="ended", reason=printable(lines[-1])[:300] if lines else f"its worker {how}"
+        )
 
-    def close(self) -> None:
-        remove_folder(self.folder)
-        if self.printed is not None:
-            self.printed.close()
+
+@dataclass(frozen=True, slots=True)
+class _Free:
+    """Locks on the free devices; `why`: the reasons that other GPUs are in use, by GPU name.
+
+    Attributes:
+        cpu: None if a job is measured on the CPU; then no GPU is free either.
+    """
+
+    cpu: int | None
+    gpus: Mapping[Gpu, int]
+    why: Mapping[str, Sequence[str]]
 
 
 class Local:
     """Runs jobs as processes on this machine.
 
     Args:
-        database: the server's, for people: its attempts are kept apart from another server's.
-        devices: a folder of locks; by default in the user's cache folder.
-        gpus: what there is.
+        database: its URL without password; workers of other databases are left alone.
+        devices: the folder of the locks; by default in the user's cache folder.
+        gpus: returns the machine's GPUs.
         now: a clock in seconds.
     """
 
@@ -132,34 +137,33 @@ class Local:
     def capacity(self) -> Sequence[Capacity]:
         with self._here() as workers, contextlib.ExitStack() as held:
             gpus = self._gpus()
-            totals = Counter(gpu.name for gpu in gpus)
-            cpu = self._taken("cpu", held)
-            free, why = self._free(gpus, held) if cpu is not None else ({}, {})
-            counts = Counter(gpu.name for gpu in free)
+            free = self._free(gpus, held)
+            counts = Counter(gpu.name for gpu in free.gpus)
             found = [
-                Capacity(
-                    gpu=name,
-                    gpus=counts[name],
-                    total=total,
-                    why="; ".join(why.get(name, [])) if cpu is not None else _CPU_BUSY,
-                )
-                for name, total in totals.items()
+                Capacity(gpu=name, gpus=counts[name], total=total, why="; ".join(free.why[name]))
+                for name, total in Counter(gpu.name for gpu in gpus).items()
             ]
-            # What measures on a GPU needs the CPU, too, and would be measured with it.
-            busy = cpu is None or any(one.alive for one in workers.values())
+            # A job on a GPU also uses the CPU, so it would disturb measuring on the CPU.
+            busy = free.cpu is None or any(one.alive for one in workers.values())
             return found if busy else [*found, Capacity(gpu="", gpus=0)]
 
     def start(self, start: Start) -> None:
         with self._here() as workers, contextlib.ExitStack() as held:
             if start.asked.env:
-                raise Unplaceable("this machine has no environment but its own; ask for none")
-            busy = any(one.alive for one in workers.values())
-            given, locks = self._given(start.asked, busy, held)
-            folder = tempfile.mkdtemp(prefix=self._prefix)
-            printed = tempfile.TemporaryFile()  # noqa: SIM115 # closed when the worker is forgotten
-            try:
+                raise Unplaceable("--pip and --container need an executor on Ray")
+            free = self._free(self._gpus() if start.asked.gpus else [], held)
+            if free.cpu is None:
+                raise Unplaceable(_CPU_BUSY)
+            if not start.asked.gpus and any(one.alive for one in workers.values()):
+                raise Unplaceable("another job runs on this machine")
+            given = [gpu for gpu in free.gpus if gpu.name == start.gpu][: start.asked.gpus]
+            if len(given) < start.asked.gpus:
+                raise Unplaceable("; ".join(free.why[start.gpu]) or "no such GPU")
+            locks = [free.gpus[gpu] for gpu in given] or [free.cpu]
+            folder = Path(tempfile.mkdtemp(prefix=self._prefix))
+            with (folder / _PRINTED).open("wb") as printed:
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", _MODULE, folder, start.external],
+                    [sys.executable, "-P", "-m", _MODULE, _work(folder), start.external],
                     pass_fds=locks,
                     cwd=folder,
                     env=environment(start, ",".join(gpu.uuid for gpu in given)),
@@ -168,89 +172,83 @@ class Local:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            except OSError as exc:
-                raise Unplaceable(f"{folder}: {exc.strerror or exc}") from exc
-            workers[start.external] = _Worker(process.pid, Path(folder), process, printed)
+            workers[start.external] = _Worker(process.pid, folder, process)
 
     def status(self, external: Sequence[str]) -> Mapping[str, Status]:
         with self._here() as workers:
-            return {one: _status(workers.get(one)) for one in external}
+            unknown = Status(state="unknown", reason="its executor does not know it")
+            return {one: workers[one].status if one in workers else unknown for one in external}
 
     def stop(self, external: str) -> None:
         with self._here() as workers:
             one = workers.get(external)
-            if one is None:
-                return
-            if one.alive:
-                one.killed_at = min(one.killed_at, self._now() + STOPS_S)
+            if one is not None and one.alive:
+                one.killed_at = min(one.killed_at, self._now() + GRACE_S)
                 one.send(signal.SIGTERM)
-            else:
-                workers.pop(external).close()
+            elif one is not None:
+                remove_folder(workers.pop(external).folder)
 
     def close(self) -> None:
-        """End what runs here."""
+        """End all workers of this server."""
         with contextlib.suppress(ExecutorAway), self._here() as workers:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                for one in workers.values():
+                    one.send(number)
+                until = time.monotonic() + GRACE_S
+                while any(one.alive for one in workers.values()) and time.monotonic() < until:
+                    time.sleep(_POLL_S)
             for one in workers.values():
-                one.send(signal.SIGTERM)
-            until = time.monotonic() + STOPS_S
-            while any(one.alive for one in workers.values()) and time.monotonic() < until:
-                time.sleep(_LOOK_S)
-            for one in workers.values():
-                one.send(signal.SIGKILL)
-                if one.process is not None:
-                    with contextlib.suppress(subprocess.TimeoutExpired):  # it is stuck in a driver
-                        one.process.wait(STOPS_S)
-                one.close()
+                remove_folder(one.folder)
         with self._lock:
             self._workers = None
             self._owning.close()
 
     @contextlib.contextmanager
     def _here(self) -> Iterator[dict[str, _Worker]]:
-        """The workers, while no other server here looks after them.
+        """Context manager: yields the workers by `external`, and keeps other servers away.
 
         Raises:
-            ExecutorAway: one does, or a folder cannot be used.
+            ExecutorAway: another server has them, or a folder or process cannot be used.
         """
         with self._lock:
             try:
                 if self._workers is None:
                     make_folder(self._devices)
-                    if self._taken(self._mark, self._owning) is None:
+                    if self._acquired(self._mark, self._owning) is None:
                         self._owning.close()
-                        raise ExecutorAway("another server here starts what runs on this machine")
+                        raise ExecutorAway("another server of this database has this machine")
                     self._workers = self._found()
                 self._sweep(self._workers)
                 yield self._workers
             except OSError as exc:
-                raise ExecutorAway(f"{self.name}: {exc.filename}: {exc.strerror or exc}") from exc
+                raise ExecutorAway(f"{exc.filename}: {exc.strerror or exc}") from exc
 
     def _sweep(self, workers: dict[str, _Worker]) -> None:
-        """Kill workers that do not end when told to; forget those that are over."""
+        """Kill workers that did not end in time, and forget workers that have ended."""
         now = self._now()
         for external, one in list(workers.items()):
             if not one.alive:
                 one.over_at = min(one.over_at, now)
-                if now - one.over_at > KEPT_S:
-                    workers.pop(external).close()
+                if now - one.over_at > FORGET_S:
+                    remove_folder(workers.pop(external).folder)
             elif now > one.killed_at:
                 one.send(signal.SIGKILL)
 
     def _found(self) -> dict[str, _Worker]:
-        """The workers of an earlier server; the folders of those that are gone are removed."""
+        """Find workers of an earlier server, and remove the folders of workers that are gone."""
         found = {}
-        left = {str(one): one for one in Path(tempfile.gettempdir()).glob(f"{self._prefix}*")}
+        left = {_work(one): one for one in Path(tempfile.gettempdir()).glob(f"{self._prefix}*")}
         for entry in Path("/proc").glob("[0-9]*"):
-            module, folder, external = ["", "", "", *_words(int(entry.name))][-3:]
-            if module == _MODULE and folder in left:
-                found[external] = _Worker(int(entry.name), left.pop(folder))
+            module, work, external = ["", "", "", *_words(int(entry.name))][-3:]
+            if module == _MODULE and work in left:
+                found[external] = _Worker(int(entry.name), left.pop(work))
         for stale in left.values():
             if not stale.is_symlink() and stale.stat().st_uid == os.getuid():
                 remove_folder(stale)
         return found
 
-    def _taken(self, device: str, held: contextlib.ExitStack) -> int | None:
-        """The lock on a device until `held` ends; None if it is in use."""
+    def _acquired(self, device: str, held: contextlib.ExitStack) -> int | None:
+        """Lock a device until `held` closes. Returns None if the device is in use."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         descriptor = os.open(self._devices / device, flags, 0o600)
         held.callback(os.close, descriptor)
@@ -260,49 +258,29 @@ class Local:
             return None
         return descriptor
 
-    def _free(
-        self, gpus: Sequence[Gpu], held: contextlib.ExitStack
-    ) -> tuple[dict[Gpu, int], Mapping[str, list[str]]]:
-        """The GPUs that nobody uses, with their locks; and by name why others are in use."""
+    def _free(self, gpus: Sequence[Gpu], held: contextlib.ExitStack) -> _Free:
+        cpu = self._acquired("cpu", held)
         free: dict[Gpu, int] = {}
         why: dict[str, list[str]] = defaultdict(list)
         for number, gpu in enumerate(gpus):
-            if gpu.users:
+            if cpu is None:
+                why[gpu.name] = [_CPU_BUSY]
+            elif gpu.users:
                 why[gpu.name].append(f"GPU {number} is used by other processes: {gpu.used_by}")
-            elif (lock := self._taken(gpu.uuid, held)) is None:
-                why[gpu.name].append(f"GPU {number} is measured on")
+            elif (lock := self._acquired(gpu.uuid, held)) is None:
+                why[gpu.name].append(f"GPU {number} is used by another job")
             else:
                 free[gpu] = lock
-        return free, why
-
-    def _given(
-        self, asked: JobSpec, busy: bool, held: contextlib.ExitStack
-    ) -> tuple[list[Gpu], list[int]]:
-        """GPUs for a job, none for one on the CPU, and the locks that its worker inherits."""
-        cpu = self._taken("cpu", held)
-        if cpu is None:
-            raise Unplaceable(_CPU_BUSY)
-        if not asked.gpus:
-            if busy:
-                raise Unplaceable("something is measured on this machine")
-            return [], [cpu]
-        free, why = self._free(self._gpus(), held)
-        for name, count in Counter(gpu.name for gpu in free).items():
-            if count >= asked.gpus and gpu_matches(asked.gpu, name):
-                chosen = [gpu for gpu in free if gpu.name == name][: asked.gpus]
-                return chosen, [free[gpu] for gpu in chosen]
-        reasons = [one for every in why.values() for one in every]
-        raise Unplaceable("; ".join(reasons) or "no such GPU")
+        return _Free(cpu, free, why)
 
 
-def _status(one: _Worker | None) -> Status:
-    if one is None:
-        return Status(state="unknown")
-    return Status(state="running") if one.alive else Status(state="ended", reason=one.last_words)
+def _work(folder: Path) -> str:
+    """The folder in which a worker works. The worker removes it at its end."""
+    return str(folder / "work")
 
 
 def _words(pid: int) -> list[str]:
-    """The command line of a process; none if it is gone."""
+    """The command line of a process; empty if the process is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1]
     except OSError:
@@ -310,7 +288,7 @@ def _words(pid: int) -> list[str]:
 
 
 def environment(start: Start, shown: str) -> dict[str, str]:
-    """A worker's; `shown`: CUDA_VISIBLE_DEVICES."""
+    """A worker's environment variables; `shown`: the value of CUDA_VISIBLE_DEVICES."""
     return {
         **{name: value for name, value in os.environ.items() if _INHERITED.fullmatch(name)},
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -318,7 +296,3 @@ def environment(start: Start, shown: str) -> dict[str, str]:
         "ADVISOR_SERVER": start.server_url,
         "ADVISOR_START_TOKEN": start.token,
     }
-
-
-def _proof(executor: Local) -> Executor:
-    return executor

@@ -1,103 +1,94 @@
-"""A Ray cluster: attempts are Ray jobs, placed by the label of a node's GPUs.
+"""Runs attempts as Ray jobs on a Ray cluster, placed by the label of a node's GPUs.
 
-Spoken with over the REST API of Ray's head, so that a server needs no Ray. Of Ray 2.60: its jobs in
-ray/dashboard/modules/job (job_head.py; common.py, `JobSubmitRequest`); its nodes with their labels
-and resources in dashboard/modules/state/state_head.py, /api/v0/nodes (util/state/common.py,
-`NodeState`); what is in use of them in dashboard/modules/node/node_head.py, /nodes?view=summary,
-some seconds late. Ray's jobs do not outlive its head.
+The server needs no Ray: this uses the REST API of Ray's head, version 2.60. Ray's source has jobs
+in dashboard/modules/job (job_head.py; common.py, `JobSubmitRequest`); nodes with their labels and
+resources, /api/v0/nodes, in dashboard/modules/state/state_head.py (util/state/common.py,
+`NodeState`); used resources, some seconds late, /nodes?view=summary, in
+dashboard/modules/node/node_head.py. Ray's jobs end when its head ends.
 """
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import math
 import os
 import re
-import ssl
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+import msgspec
+import urllib3
+
 from advisor.errors import UsageError, printable
-from advisor.jobs.spec import JobSpec, gpu_matches
-from advisor.service.executors import Capacity, Executor, ExecutorAway, Start, Status, Unplaceable
+from advisor.service.executors import Capacity, ExecutorAway, Start, Status
 
 LABEL = "ray.io/accelerator-type"
-"""Ray sets it itself where it finds a GPU: 'H100' for an 'NVIDIA H100 80GB HBM3'."""
+"""Ray labels a node with its kind of GPU: 'H100' for an 'NVIDIA H100 80GB HBM3'."""
 UNNAMED = "GPU without a label"
 PORT = 8265
-"""Of the REST API, where an address names none."""
+"""The REST API's port if the address names none."""
 FORMS = "ray-jobs:http[s]://HOST[:8265], or ray://HOST[:10001] where the REST API has port 8265"
 _FORM = re.compile(
     r"(?:ray-jobs:(?P<scheme>https?)|ray)://(?P<host>[\w.-]+|\[[0-9a-fA-F:.]+\])(?::(?P<port>\d{1,5}))?/?"
 )
 _WORKER = "exec python -m advisor.jobs.worker"
-"""Without a shell between: Ray kills the process that it started, and not what that left behind."""
+"""'exec' replaces the shell: Ray kills only the process that it started, not its children."""
 _WAITS_S = 15.0
-"""Longer than Ray's head waits for a node that takes a job."""
+"""Timeout of a request: longer than Ray's head waits for a node to accept a job."""
 _MAX_ANSWER = 64 * 2**20
 _MAX_NODES = 10_000
-_GPU, _CPU = "GPU", "CPU"
 _USED = re.compile(r"^([\d.]+)/[\d.]+ (GPU|CPU)\b", re.MULTILINE)
-T = TypeVar("T")
 _NEVER_BEGAN = ("JOB_SUPERVISOR_ACTOR_START_TIMEOUT", "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE")
-"""Ray's words for a job that found no node: others had taken it."""
+"""Ray's error types for a job that found no free node."""
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """`gpu`: its label's value, '' for none; `total`: of GPUs and CPUs; `gone`: why, '' alive."""
-
-    id: str
-    ip: str
-    gpu: str
-    total: Mapping[str, float]
-    gone: str
-
-    @classmethod
-    def of(cls, said: Mapping[str, Any]) -> _Node:
-        total = said["resources_total"]
-        return cls(
-            id=said["node_id"],
-            ip=said["node_ip"],
-            gpu=said["labels"].get(LABEL, ""),
-            total={what: float(total.get(what, 0.0)) for what in (_GPU, _CPU)},
-            gone="" if said["state"] == "ALIVE" else said["state_message"] or "it is dead",
-        )
+class _Resources(msgspec.Struct, frozen=True):
+    GPU: float = 0.0
+    CPU: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """`node`: its id, '' before it has one; `ended`: its command did, by itself; `error`: Ray's
-    word for why it failed; `gpus` and `labels`: what it asked for, of an attempt."""
+class _Node(msgspec.Struct, frozen=True):
+    node_id: str
+    node_ip: str
+    labels: dict[str, str]
+    resources_total: _Resources
+    state: str
+    state_message: str | None
 
-    id: str
+    @property
+    def gpu(self) -> str:
+        return self.labels.get(LABEL) or UNNAMED
+
+    @property
+    def alive(self) -> bool:
+        return self.state == "ALIVE"
+
+
+class _Summary(msgspec.Struct, frozen=True):
+    """`nodeLogicalResources`: each node's used resources, as text."""
+
+    nodeLogicalResources: dict[str, str] | None
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    advisor_gpus: int = 0
+    advisor_gpu: str = ""
+
+
+class _Job(msgspec.Struct, frozen=True):
+    """`driver_node_id`: None until the job is placed; `driver_exit_code`: None until it exits."""
+
+    submission_id: str | None
     status: str
-    why: str
-    error: str
-    node: str
-    ended: bool
-    gpus: int
-    labels: tuple[str, ...]
-
-    @classmethod
-    def of(cls, said: Mapping[str, Any]) -> _Job:
-        asked = said["metadata"] or {}
-        return cls(
-            id=said["submission_id"] or "",
-            status=said["status"],
-            why=_last_line(said["message"] or ""),
-            error=said["error_type"] or "",
-            node=said["driver_node_id"] or "",
-            ended=said["driver_exit_code"] is not None,
-            gpus=int(asked.get("advisor_gpus", 0)),
-            labels=tuple(asked.get("advisor_labels", "").split()),
-        )
+    message: str | None
+    error_type: str | None
+    metadata: _Asked | None
+    driver_node_id: str | None
+    driver_exit_code: int | None
 
     @property
     def live(self) -> bool:
@@ -105,10 +96,10 @@ class _Job:
 
 
 class RayExecutor:
-    """ray-jobs:http[s]://HOST[:PORT], or ray://HOST.
+    """The executor for ray-jobs:http[s]://HOST[:PORT] or ray://HOST.
 
-    The token of a cluster that asks for one is found as Ray finds it: $RAY_AUTH_TOKEN, the file
-    $RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token.
+    The cluster's token, if it requires one, is that of Ray: $RAY_AUTH_TOKEN, or the file
+    $RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
 
     Raises:
         UsageError: the address has none of these forms.
@@ -118,122 +109,101 @@ class RayExecutor:
         found = _FORM.fullmatch(address)
         if found is None or int(found["port"] or 0) > 0xFFFF:
             raise UsageError(f"--executor {address[:200]!r}: expected {FORMS}")
-        self._tls = found["scheme"] == "https"
         port = int(found["port"] or PORT) if found["scheme"] else PORT
-        self._address = found["host"].strip("[]"), port
-        self.name = f"ray:{found['scheme'] or 'http'}://{found['host']}:{port}"
+        self._url = f"{found['scheme'] or 'http'}://{found['host']}:{port}"
+        self.name = f"ray:{self._url}"
+        self._http = urllib3.PoolManager(timeout=_WAITS_S, retries=False)
 
     def capacity(self) -> Sequence[Capacity]:
-        nodes = [node for node in self._nodes() if not node.gone]
+        nodes = [node for node in self._nodes() if node.alive]
         used = self._used(nodes)
-        rooms = []
+        found = []
         for node in nodes:
-            if gpus := int(node.total[_GPU]):
-                taken = math.ceil(used[node.id, _GPU])
-                why = f"{taken} of {gpus} on {node.ip} are in use" if taken else ""
+            if gpus := int(node.resources_total.GPU):
+                taken = math.ceil(used[node.node_id, "GPU"])
+                why = f"{taken} of {gpus} on {node.node_ip} are in use" if taken else ""
                 free = max(0, gpus - taken)
-                rooms.append(Capacity(gpu=node.gpu or UNNAMED, gpus=free, total=gpus, why=why))
-            if node.total[_CPU] - used[node.id, _CPU] >= 1:
-                rooms.append(Capacity(gpu="", gpus=0))
-        return rooms
+                found.append(Capacity(gpu=node.gpu, gpus=free, total=gpus, why=why))
+            if node.resources_total.CPU - used[node.node_id, "CPU"] >= 1:
+                found.append(Capacity(gpu="", gpus=0))
+        return found
 
     def start(self, start: Start) -> None:
-        asked = start.asked
-        labels = self._labels(asked) if asked.gpus else []
         if self._job(start.external) is None:
-            said = self._ask("POST", "/api/jobs/", _request(start, labels))[1]
-            self._decoded(said, lambda said: said["submission_id"])
+            self._decoded(self._ask("POST", "/api/jobs/", _request(start)), str, "submission_id")
 
     def status(self, external: Sequence[str]) -> Mapping[str, Status]:
         jobs = {one: self._job(one) for one in external}
-        nodes = {node.id: node for node in self._nodes()}
+        nodes = {node.node_id: node for node in self._nodes()}
         return {one: _status(job, nodes) for one, job in jobs.items()}
 
     def stop(self, external: str) -> None:
         self._ask("POST", f"/api/jobs/{quote(external, '')}/stop")
 
     def close(self) -> None:
-        """Nothing is open between two requests."""
+        self._http.clear()
 
-    def _labels(self, asked: JobSpec) -> list[str]:
-        """Those of the nodes that could run it, if not now; none where any GPU will do.
-
-        Raises:
-            Unplaceable: no node could.
-        """
-        nodes = [node for node in self._nodes() if not node.gone and node.total[_GPU] >= 1]
-        named = [node for node in nodes if gpu_matches(asked.gpu, node.gpu or UNNAMED)]
-        fit = [node for node in named if node.total[_GPU] >= asked.gpus]
-        if not fit:
-            wanted = f"{asked.gpus} GPUs" if asked.gpus > 1 else "a GPU"
-            label = f" and {asked.gpu!r} in its label {LABEL}" if asked.gpu else ""
-            raise Unplaceable(f"{self.name}: no node has {wanted}{label}; {_known(nodes)}")
-        return sorted({node.gpu for node in fit if node.gpu}) if asked.gpu else []
-
-    def _used(self, nodes: Iterable[_Node]) -> dict[tuple[str, str], float]:
-        """What of the nodes is taken: as Ray's own account says, or by attempts since then."""
-        said = self._read("/nodes?view=summary", lambda said: said["data"]["nodeLogicalResources"])
+    def _used(self, nodes: Sequence[_Node]) -> Mapping[tuple[str, str], float]:
+        """GPUs and CPUs in use by node: Ray's late count, or advisor's own if it is larger."""
+        said = self._ask("GET", "/nodes?view=summary")
+        account = self._decoded(said, _Summary, "data").nodeLogicalResources or {}
         used: dict[tuple[str, str], float] = defaultdict(float)
-        for job in self._read("/api/jobs/", lambda said: [_Job.of(one) for one in said]):
-            if job.live and job.id.startswith("advisor-"):
+        for job in self._decoded(self._ask("GET", "/api/jobs/"), list[_Job]):
+            if job.live and (job.submission_id or "").startswith("advisor-"):
                 _take(used, nodes, job)
         for node in nodes:
-            for number, what in _USED.findall((said or {}).get(node.id, "")):
-                used[node.id, what] = max(used[node.id, what], float(number))
+            for number, what in _USED.findall(account.get(node.node_id, "")):
+                used[node.node_id, what] = max(used[node.node_id, what], float(number))
         return used
 
     def _nodes(self) -> list[_Node]:
-        """All that Ray knows, those that are gone too."""
-        return self._read(
-            f"/api/v0/nodes?limit={_MAX_NODES}",
-            lambda said: [_Node.of(one) for one in said["data"]["result"]["result"]],
-        )
+        """All nodes that Ray knows, dead ones too."""
+        said = self._ask("GET", f"/api/v0/nodes?limit={_MAX_NODES}")
+        return self._decoded(said, list[_Node], "data", "result", "result")
 
     def _job(self, external: str) -> _Job | None:
-        status, said = self._ask("GET", f"/api/jobs/{quote(external, '')}")
-        return None if status == 404 else self._decoded(said, _Job.of)
+        said = self._ask("GET", f"/api/jobs/{quote(external, '')}")
+        return None if said is None else self._decoded(said, _Job)
 
-    def _read(self, path: str, of: Callable[[Any], T]) -> T:
-        return self._decoded(self._ask("GET", path)[1], of)
-
-    def _decoded(self, said: bytes, of: Callable[[Any], T]) -> T:
+    def _decoded(self, said: bytes | None, cls: type[T], *names: str) -> T:
+        """The part of an answer under these nested names, as `cls`."""
         try:
-            return of(json.loads(said))
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:
-            raise ExecutorAway(f"{self.name}: no head of Ray 2.60 or later answers there") from exc
+            plain = json.loads(said or b"")
+            for name in names:
+                plain = plain[name]
+            return msgspec.convert(plain, cls, strict=False)
+        except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as exc:
+            raise ExecutorAway("no head of Ray 2.60 or later answers at this address") from exc
 
-    def _ask(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
-        """Status and body of an answer, 200 or 404.
+    def _ask(self, method: str, path: str, body: object = None) -> bytes | None:
+        """The body of an answer; None for 404.
 
         Raises:
-            ExecutorAway: nobody answers, or with a refusal or a fault.
+            ExecutorAway: there is no answer, or its status is an error other than 404.
         """
-        sent = None if body is None else json.dumps(body)
         try:
-            with contextlib.closing(self._connection()) as connection:
-                connection.request(method, path, sent, _headers())
-                answer = connection.getresponse()
-                status, said = answer.status, answer.read(_MAX_ANSWER)
-        except (OSError, http.client.HTTPException, ValueError) as exc:
-            reason = getattr(exc, "strerror", "") or str(exc) or type(exc).__name__
-            raise ExecutorAway(f"{self.name}: {reason}") from exc
-        if status in (200, 404):
-            return status, said
+            answer = self._http.request(
+                method, self._url + path, json=body, headers=_headers(), preload_content=False
+            )
+            said = answer.read(_MAX_ANSWER)
+            answer.close()
+        except (OSError, urllib3.exceptions.HTTPError) as exc:
+            reason = getattr(exc.__cause__, "strerror", "") or str(exc) or type(exc).__name__
+            raise ExecutorAway(printable(reason)) from exc
+        if answer.status in (200, 404):
+            return said if answer.status == 200 else None
         why = _last_line(said.decode(errors="replace"))
-        if status in (401, 403):
-            raise ExecutorAway(f"{self.name}: {why}; set RAY_AUTH_TOKEN")
-        raise ExecutorAway(f"{self.name}: HTTP {status}: {why}")
-
-    def _connection(self) -> http.client.HTTPConnection:
-        host, port = self._address
-        if not self._tls:
-            return http.client.HTTPConnection(host, port, timeout=_WAITS_S)
-        context = ssl.create_default_context()
-        return http.client.HTTPSConnection(host, port, timeout=_WAITS_S, context=context)
+        if answer.status in (401, 403):
+            raise ExecutorAway(f"{why}; set RAY_AUTH_TOKEN")
+        raise ExecutorAway(f"HTTP {answer.status}: {why}")
 
 
-def _request(start: Start, labels: Sequence[str]) -> dict[str, Any]:
-    """What asks for an attempt, on a node that has one of these labels."""
+for _described in (list[_Node], list[_Job], _Summary):  # before threads use them; see `cache.codec`
+    msgspec.json.Decoder(_described)
+
+
+def _request(start: Start) -> dict[str, Any]:
+    """The body of a request that starts an attempt on a node with the claimed GPU."""
     asked = start.asked
     environment: dict[str, Any] = {
         "env_vars": {"ADVISOR_SERVER": start.server_url, "ADVISOR_START_TOKEN": start.token}
@@ -242,55 +212,53 @@ def _request(start: Start, labels: Sequence[str]) -> dict[str, Any]:
         environment["pip"] = asked.env["pip"].split()
     if "container" in asked.env:
         environment["image_uri"] = asked.env["container"]
+    labelled = asked.gpus and start.gpu != UNNAMED
     return {
         "entrypoint": _WORKER,
         "submission_id": start.external,
         "runtime_env": environment,
-        "metadata": {"advisor_gpus": str(asked.gpus), "advisor_labels": " ".join(labels)},
+        "metadata": {"advisor_gpus": str(asked.gpus), "advisor_gpu": start.gpu},
         "entrypoint_num_gpus": asked.gpus,
         "entrypoint_num_cpus": 0 if asked.gpus else 1,
-        "entrypoint_label_selector": {LABEL: f"in({','.join(labels)})"} if labels else {},
+        "entrypoint_label_selector": {LABEL: start.gpu} if labelled else {},
     }
 
 
-def _take(used: dict[tuple[str, str], float], nodes: Iterable[_Node], job: _Job) -> None:
-    """Count what an attempt has, or will have on the first node that has it."""
-    what, number = (_GPU, job.gpus) if job.gpus else (_CPU, 1)
+def _take(used: dict[tuple[str, str], float], nodes: Sequence[_Node], job: _Job) -> None:
+    """Add an attempt's device to `used`: on its node, or else on the first node that fits."""
+    asked = job.metadata or _Asked()
+    what, number = ("GPU", asked.advisor_gpus) if asked.advisor_gpus else ("CPU", 1)
     for node in nodes:
-        free = node.total[what] - used[node.id, what]
-        fits = free >= number and (not job.labels or node.gpu in job.labels)
-        if node.id == job.node or (not job.node and fits):
-            used[node.id, what] += number
+        free = getattr(node.resources_total, what) - used[node.node_id, what]
+        fits = free >= number and (what == "CPU" or node.gpu == asked.advisor_gpu)
+        if job.driver_node_id == node.node_id or (not job.driver_node_id and fits):
+            used[node.node_id, what] += number
             return
 
 
 def _status(job: _Job | None, nodes: Mapping[str, _Node]) -> Status:
     if job is None:
-        return Status(state="unknown", reason="Ray does not know it; was its head restarted?")
-    node = nodes.get(job.node)
-    if node is not None and node.gone and not job.ended and (job.live or job.status == "FAILED"):
-        return Status(state="preempted", reason=f"its node {node.ip} is gone: {node.gone}")
+        return Status(state="unknown", reason="Ray has no such job; was Ray's head restarted?")
+    node, why = nodes.get(job.driver_node_id or ""), _last_line(job.message or "")
+    unfinished = job.driver_exit_code is None and (job.live or job.status == "FAILED")
+    if node is not None and not node.alive and unfinished:
+        gone = node.state_message or "Ray says it is dead"
+        return Status(state="preempted", reason=f"its node {node.node_ip} is gone: {gone}")
     if job.live:
-        return Status(state="running", reason=job.why if job.status == "PENDING" else "")
-    if job.error in _NEVER_BEGAN:
-        return Status(state="preempted", reason=f"Ray found no node for it: {job.why}")
-    return Status(state="ended", reason=job.why if job.status == "FAILED" else job.status.lower())
-
-
-def _known(nodes: Iterable[_Node]) -> str:
-    counted = Counter((node.gpu or UNNAMED, int(node.total[_GPU])) for node in nodes)
-    kinds = [f"{gpus} × {gpu} on {n} node(s)" for (gpu, gpus), n in sorted(counted.items())]
-    return f"there are: {', '.join(kinds)}" if kinds else "there is no node with a GPU"
+        return Status(state="running", reason=why if job.status == "PENDING" else "")
+    if job.error_type in _NEVER_BEGAN:
+        return Status(state="preempted", reason=f"Ray found no free node for the attempt: {why}")
+    return Status(state="ended", reason=why if job.status == "FAILED" else job.status.lower())
 
 
 def _last_line(text: str) -> str:
-    """Of a traceback or a message of Ray's, what says why."""
+    """The last line of a traceback or a message."""
     lines = [line.strip() for line in text.splitlines()]
     return printable(next((line for line in reversed(lines) if line.strip(".")), ""))[:300]
 
 
 def _headers() -> dict[str, str]:
-    """Raises ValueError where the file with the token cannot be read."""
+    """The headers of a request. Raises ExecutorAway if the token's file cannot be read."""
     token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
     if not token:
         named = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
@@ -299,10 +267,5 @@ def _headers() -> dict[str, str]:
             try:
                 token = path.read_text().strip()
             except OSError as exc:
-                raise ValueError(f"token file {path}: {exc.strerror or exc}") from exc
-    found = {"Content-Type": "application/json"}
-    return found | ({"Authorization": f"Bearer {token}"} if token else {})
-
-
-def _proof(executor: RayExecutor) -> Executor:
-    return executor
+                raise ExecutorAway(f"token file {path}: {exc.strerror or exc}") from exc
+    return {"Authorization": f"Bearer {token}"} if token else {}

@@ -1,6 +1,6 @@
-"""Makes the tables of a new database, and upgrades those of an older one by Alembic.
+"""Makes the tables of a new database, and upgrades an older database with Alembic.
 
-A new database gets its tables from `schema`. A file in `versions` is one step from an older one.
+A new database gets its tables from `schema`. Each file in `versions` is one step of an upgrade.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from sqlalchemy import Connection
 from advisor.service.schema import Base
 
 LAST = "0001"
-"""The last step's revision. Each is a number, the one before it plus one."""
+"""The newest revision. Each step's revision is that of the step before it plus one."""
 _ONE_AT_A_TIME = threading.Lock()
-"""Alembic keeps its context in a module: one upgrade at a time."""
+"""Alembic keeps its context in a module, so only one upgrade may run at a time."""
 
 
 def revision_of(connection: Connection) -> str:
@@ -27,7 +27,7 @@ def revision_of(connection: Connection) -> str:
 
 
 def upgrade(connection: Connection) -> None:
-    """Bring a database to LAST, in the connection's transaction."""
+    """Upgrade a database to revision LAST, in the connection's transaction."""
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     config.set_main_option("path_separator", "os")

@@ -1,4 +1,4 @@
-"""What Alembic runs the steps in: the connection that `upgrade` was given, and its transaction."""
+"""Alembic runs this file, which applies the steps on the connection that `upgrade` was given."""
 
 from __future__ import annotations
 

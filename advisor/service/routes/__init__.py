@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from advisor.cache.codec import MAX_BYTES
-from advisor.service.routes import admin, artifacts, attempts, health, jobs, records
+from advisor.service.routes import admin, attempts, jobs, records
 from advisor.service.routes.parsing import REFUSALS
 
 api = APIRouter(responses=REFUSALS, max_body_size=MAX_BYTES)
-for subject in (health, records, artifacts, jobs, attempts, admin):
+for subject in (records, jobs, attempts, admin):
     api.include_router(subject.api)

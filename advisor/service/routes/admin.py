@@ -1,24 +1,45 @@
-"""Tokens and the audit log."""
+"""Health, metrics, tokens and the audit log."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, HTTPException, Query
+from fastapi import APIRouter, HTTPException, Response
+from fastapi.responses import PlainTextResponse
 
-from advisor.service import jobs, tokens
-from advisor.service.access import Administers, Here
+from advisor.service import jobs, records, tokens
+from advisor.service.access import AdminCaller, ReadCaller, ServiceDep
 from advisor.service.roles import Role
-from advisor.service.routes.parsing import Number, Strict
+from advisor.service.routes.parsing import Before, Number, Strict, found
 
-EVENTS = 200
+MAX_EVENTS = 200
 """Lines of the audit log on one page."""
 
 api = APIRouter(tags=["admin"])
 
 
+@api.get("/healthz", summary="Whether the server and its threads run")
+def healthz(service: ServiceDep) -> dict[str, str]:
+    if service.troubles:
+        raise HTTPException(503, "; ".join(service.troubles))
+    return {"status": "ok"}
+
+
+@api.get("/readyz", summary="Whether the database answers too")
+def readyz(service: ServiceDep) -> dict[str, str]:
+    service.database.check()
+    return healthz(service)
+
+
+@api.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
+def metrics(service: ServiceDep, _caller: ReadCaller) -> Response:
+    with service.database.reading() as session:
+        text = service.metrics.text(records.count(session), jobs.counts(session))
+    return Response(text, media_type="text/plain; version=0.0.4")
+
+
 class NewToken(Strict):
-    """See `tokens.make`."""
+    """The arguments of `tokens.make`."""
 
     name: str
     role: Role
@@ -26,29 +47,25 @@ class NewToken(Strict):
 
 
 @api.get("/api/tokens", summary="All tokens, without their text")
-def tokens_(here: Here, _caller: Administers) -> dict[str, Any]:
-    with here.database.reading() as session:
+def list_tokens(service: ServiceDep, _caller: AdminCaller) -> dict[str, Any]:
+    with service.database.reading() as session:
         return {"tokens": [dict(one) for one in tokens.listed(session)]}
 
 
 @api.post("/api/tokens", summary="A new token", status_code=201)
-def make(here: Here, caller: Administers, asked: NewToken) -> dict[str, Any]:
-    with here.database.writing() as session:
-        token, text = tokens.make(session, asked.name, asked.role, asked.expires, caller)
+def make(service: ServiceDep, caller: AdminCaller, new: NewToken) -> dict[str, Any]:
+    with service.database.writing() as session:
+        token, text = tokens.make(session, new.name, new.role, new.expires, caller)
         return {"id": token.id, "token": text}
 
 
 @api.delete("/api/tokens/{number}", summary="Revoke a token")
-def revoke(here: Here, caller: Administers, number: Number) -> dict[str, bool]:
-    with here.database.writing() as session:
-        if not jobs.revoke_token(session, number, caller):
-            raise HTTPException(404, "there is no such token")
-    return {"revoked": True}
+def revoke(service: ServiceDep, caller: AdminCaller, number: Number) -> dict[str, bool]:
+    with service.database.writing() as session:
+        return {"revoked": found(jobs.revoke_token(session, number, caller), "such token")}
 
 
 @api.get("/api/audit", summary="A page of the audit log, the newest first")
-def audit(
-    here: Here, _caller: Administers, before: Annotated[int | None, Query(ge=1, lt=2**31)] = None
-) -> dict[str, Any]:
-    with here.database.reading() as session:
-        return {"events": [dict(one) for one in tokens.events(session, before, EVENTS)]}
+def audit(service: ServiceDep, _caller: AdminCaller, before: Before = None) -> dict[str, Any]:
+    with service.database.reading() as session:
+        return {"events": [dict(one) for one in tokens.events(session, before, MAX_EVENTS)]}

@@ -1,4 +1,4 @@
-"""What a worker asks and says, with its attempt's own token; first of all it gets that."""
+"""A worker's requests. The first one gets the attempt's own token, which the others need."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from fastapi import APIRouter, HTTPException, Path, Request, Response
 from pydantic import AfterValidator, Field
 
 from advisor.cache.domain import line
-from advisor.jobs.bounds import MAX_STUDY, MAX_TRIALS
+from advisor.jobs.spec import MAX_REPORTED_TRIALS, MAX_STUDY
 from advisor.service import attempts
-from advisor.service.access import Here, Own, Starts, Works
+from advisor.service.access import OwnAttempt, ServiceDep, StartingAttempt, WorkCaller
 from advisor.service.attempts import End
-from advisor.service.routes.parsing import SENDS_BYTES, Bytes, LargeBody, Strict
+from advisor.service.routes.parsing import SENDS_BYTES, Bytes, LargeBody, Strict, found
 
 OVER = "this attempt is over"
-TAKEN = "this start token was exchanged before; another has this attempt"
+TAKEN = "this start token was used before: another worker has this attempt"
 
 OneLine = Annotated[str, Field(max_length=2**16), AfterValidator(line)]
 Speed = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
@@ -24,15 +24,15 @@ Name = Annotated[str, Path(pattern=r"^[0-9A-Za-z@_.-]{1,128}$")]
 api = APIRouter(tags=["attempts"], prefix="/api/attempt")
 
 
-class Exchanged(Strict):
+class Exchange(Strict):
     """`digest`: the SHA-256 of a token that the worker has made."""
 
     digest: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
-class Tried(Strict):
-    """A trial: `what`: the config, for people; `batch`: None where it is not known; `ratio`: to the
-    baseline, 0 where it is not known; `outcome`: '' where it ran, else why it failed."""
+class TrialReport(Strict):
+    """`what`: the config, for people; `batch`: None if unknown; `ratio`: to the baseline, 0 if
+    unknown; `outcome`: '' if it ran, else why it failed."""
 
     number: int = Field(ge=0, lt=2**31)
     what: OneLine = ""
@@ -43,68 +43,70 @@ class Tried(Strict):
     origin: OneLine = ""
 
 
-class Said(Strict):
-    trials: list[Tried] = Field(default=[], max_length=MAX_TRIALS)
+class Heartbeat(Strict):
+    trials: list[TrialReport] = Field(default=[], max_length=MAX_REPORTED_TRIALS)
     log: str = ""
     device: OneLine = ""
 
 
-class Last(Strict):
-    """`record`: the id of what was found, as ae1bff61eea5@64; '' for none."""
+class Ending(Strict):
+    """`record`: the id of the new record, such as ae1bff61eea5@64; '' for none."""
 
     state: End
     reason: OneLine = ""
     record: str = Field(default="", pattern=r"^[0-9a-f]{12}@[1-9][0-9]{0,9}$|^$")
 
 
-@api.post("/begin", summary="Exchange a start token, which is good once, for the attempt's own")
-def begin(request: Request, here: Here, attempt: Starts, own: Exchanged) -> dict[str, int]:
+@api.post("/begin", summary="Exchange the start token, which works once, for the worker's own")
+def begin(
+    request: Request, service: ServiceDep, attempt: StartingAttempt, own: Exchange
+) -> dict[str, int]:
     digest = bytes.fromhex(own.digest)
-    with here.database.writing() as session:
-        became = attempts.begin(session, attempt.id, digest, here.address(request))
+    with service.database.writing() as session:
+        became = attempts.begin(session, attempt.id, digest, service.address(request))
     if became != "begun":
         raise HTTPException(409, OVER if became == "over" else TAKEN)
     return {"number": attempt.number}
 
 
-@api.get("", summary="What an attempt is to do")
-def told(here: Here, attempt: Own) -> dict[str, Any]:
-    with here.database.reading() as session:
+@api.get("", summary="The instructions for an attempt")
+def instructions(service: ServiceDep, attempt: OwnAttempt) -> dict[str, Any]:
+    with service.database.reading() as session:
         return attempts.instructions(session, attempt)
 
 
-@api.post("/beat", summary="An attempt is alive; whether it is to go on")
-def beat(here: Here, attempt: Own, said: Said) -> dict[str, bool]:
-    with here.database.writing() as session:
-        return {"go_on": attempts.beat(session, attempt.id, **said.model_dump())}
+@api.post("/beat", summary="Send a heartbeat; answers whether to continue")
+def beat(service: ServiceDep, attempt: OwnAttempt, report: Heartbeat) -> dict[str, bool]:
+    with service.database.writing() as session:
+        return {"go_on": attempts.beat(session, attempt.id, **report.model_dump())}
 
 
 @api.get("/studies/{name}", summary="A file of the job's search", response_class=Bytes)
-def study(here: Here, attempt: Own, name: Name) -> Response:
-    with here.database.reading() as session:
-        data = attempts.study(session, attempt, name)
-    if data is None:
-        raise HTTPException(404, "there is no such file")
-    return Bytes(data)
+def study(service: ServiceDep, attempt: OwnAttempt, name: Name) -> Response:
+    with service.database.reading() as session:
+        return Bytes(found(attempts.study(session, attempt, name)))
 
 
 @api.put(
     "/studies/{name}",
-    summary="Keep a file of the job's search",
+    summary="Store a file of the job's search",
     openapi_extra=SENDS_BYTES,
     max_body_size=MAX_STUDY,
 )
-def keep_study(here: Here, attempt: Own, name: Name, data: LargeBody) -> dict[str, bool]:
-    with here.database.writing() as session:
+def keep_study(
+    service: ServiceDep, attempt: OwnAttempt, name: Name, data: LargeBody
+) -> dict[str, bool]:
+    with service.database.writing() as session:
         if not attempts.keep_study(session, attempt.id, name, data):
             raise HTTPException(409, OVER)
     return {"kept": True}
 
 
-@api.post("/end", summary="What became of an attempt")
-def end(here: Here, caller: Works, attempt: Own, last: Last) -> dict[str, str]:
-    found = (last.state, last.reason, last.record)
-    with here.database.writing() as session:
-        if not attempts.end(session, attempt.id, *found, caller):
+@api.post("/end", summary="Report how an attempt ended")
+def end(
+    service: ServiceDep, caller: WorkCaller, attempt: OwnAttempt, ending: Ending
+) -> dict[str, str]:
+    with service.database.writing() as session:
+        if not attempts.end(session, attempt.id, by=caller, **ending.model_dump()):
             raise HTTPException(409, OVER)
-    return {"state": last.state}
+    return {"state": ending.state}

@@ -1,46 +1,45 @@
-"""What several routes share: parameters, and descriptions for OpenAPI."""
+"""What several routes share: parameters, answers, and descriptions for OpenAPI."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Path, Request, Response
+from fastapi import Depends, HTTPException, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict
 
 from advisor.cache.stores.http_client import BYTES
-from advisor.service.access import Here
+from advisor.service.access import ServiceDep
 
+Thing = TypeVar("Thing")
 SENDS_BYTES: dict[str, Any] = {"requestBody": {"required": True, "content": {BYTES: {}}}}
 """The OpenAPI description of a body that is not JSON."""
 
 
-class Refused(BaseModel):
-    """What is wrong, for people."""
-
-    detail: str
-
-
 _WHY = {
-    400: "The body is no text.",
+    400: "The body cannot be read.",
     401: "The token is unknown, expired or revoked.",
-    403: "This token may not.",
+    403: "The token's role does not allow it.",
     404: "There is no such thing.",
     409: "The attempt is over.",
     413: "The body is too large.",
-    422: "What was sent is not what is expected.",
-    428: "Its code is not here; send it first.",
+    422: "A value is not what is expected.",
+    428: "The server does not have the job's code; send it first.",
     429: "Too many invalid tokens; wait.",
     503: "The database or a thread does not answer.",
 }
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Refused, "description": why} for status, why in _WHY.items()
+_DETAIL = {
+    "type": "object",
+    "properties": {"detail": {"type": "string", "description": "What is wrong, for people."}},
+    "required": ["detail"],
 }
-KEPT: dict[int | str, dict[str, Any]] = {
-    201: {"model": dict[str, str], "description": "It was not here before."}
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"description": why, "content": {"application/json": {"schema": _DETAIL}}}
+    for status, why in _WHY.items()
 }
 
 Number = Annotated[int, Path(ge=1, lt=2**31)]
+Before = Annotated[int | None, Query(ge=1, lt=2**31)]
 RecordId = Annotated[str, Path(pattern=r"^[0-9a-f]{12}@[1-9][0-9]{0,9}$")]
 
 
@@ -49,17 +48,36 @@ class Bytes(Response):
 
 
 class Strict(BaseModel):
-    """A body of nothing else."""
+    """A body in JSON. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+def takes_bytes(most: int) -> dict[str, Any]:
+    """Options of a route that stores a body of at most `most` bytes."""
+    new = {201: {"model": dict[str, str], "description": "It is new."}}
+    return {"openapi_extra": SENDS_BYTES, "responses": new, "max_body_size": most}
+
+
+def kept(response: Response, outcome: str) -> dict[str, str]:
+    """The answer to a PUT: 201 if the thing is new."""
+    response.status_code = 201 if outcome == "added" else 200
+    return {"outcome": outcome}
+
+
+def found(thing: Thing | None, what: str = "such thing") -> Thing:
+    """Return `thing`. Raises HTTPException if it is None or False."""
+    if thing is None or thing is False:
+        raise HTTPException(404, f"there is no {what}")
+    return thing
 
 
 async def _body(request: Request) -> bytes:
     return await request.body()
 
 
-async def _large_body(request: Request, here: Here) -> AsyncIterator[bytes]:
-    async with here.large:
+async def _large_body(request: Request, service: ServiceDep) -> AsyncIterator[bytes]:
+    async with service.large:
         yield await request.body()
 
 

@@ -1,4 +1,4 @@
-"""Records: looked up, listed, kept, removed."""
+"""Routes that look up, list, store and remove records and artifacts (compiled code)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import msgpack
 from fastapi import APIRouter, HTTPException, Path, Query, Response
 from pydantic import Field, StringConstraints
 
-from advisor.service import records
-from advisor.service.access import Here, Reads, Works
+from advisor.cache.artifacts import LABEL
+from advisor.cache.codec import MAX_BYTES
+from advisor.cache.settings import MAX_ARTIFACTS
+from advisor.service import blobs, records
+from advisor.service.access import ReadCaller, ServiceDep, WorkCaller
 from advisor.service.records import Question
-from advisor.service.routes.parsing import KEPT, SENDS_BYTES, Body, Strict
+from advisor.service.routes.parsing import Body, Bytes, LargeBody, Strict, found, kept, takes_bytes
+from advisor.service.schema import ArtifactsRow, Item
 
 _KEY = r"^record/[0-9a-fs./]{1,200}$"
 
 Key = Annotated[str, StringConstraints(pattern=_KEY)]
-Named = Annotated[str, Path(pattern=_KEY, description="The key that a store has it by.")]
+Named = Annotated[str, Path(pattern=_KEY, description="The record's key in a store.")]
+Label = Annotated[str, Path(pattern=f"^{LABEL}$", description="The artifacts' name.")]
 
 api = APIRouter(tags=["records"])
 
@@ -30,38 +35,34 @@ class Keys(Strict):
 
 
 @api.get("/api/self", summary="What this token may do")
-def self_(here: Here, caller: Reads) -> dict[str, Any]:
-    with here.database.reading() as session:
-        there = records.any_there(session)
-    return {
-        "name": caller.name,
-        "role": caller.role,
-        "writes": caller.may("worker"),
-        "records": there,
-    }
+def whoami(caller: ReadCaller) -> dict[str, Any]:
+    return {"name": caller.name, "role": caller.role, "writes": caller.may("worker")}
 
 
 @api.get(
     "/api/lookup",
-    summary="The nearest records of those that are looked for, as msgpack",
+    summary="The nearest records for a lookup, as msgpack",
     response_class=Msgpack,
 )
-def lookup(here: Here, _caller: Reads, question: Annotated[Question, Query()]) -> Response:
-    with here.database.reading() as session:
-        found = records.find(session, question)
-        here.lookups.count(question, found)
-        data = records.data_of(session, records.within(found.sizes, records.MOST_BYTES))
-    items = [[key, data.get(key)] for key in found.sizes]
-    return Msgpack(msgpack.packb({"items": items}))
+def lookup(
+    service: ServiceDep, _caller: ReadCaller, question: Annotated[Question, Query()]
+) -> Response:
+    with service.database.reading() as session:
+        near = records.find(session, question)
+        service.lookups.count(question, near)
+        data = records.data_of(session, records.within(near.sizes, records.MAX_BYTES))
+    return Msgpack(msgpack.packb({"items": [[key, data.get(key)] for key in near.sizes]}))
 
 
 @api.get("/api/records", summary="A page of the keys of all records")
 def listed(
-    here: Here, _caller: Reads, after: Annotated[str, Query(pattern=_KEY + "|^$")] = ""
+    service: ServiceDep,
+    _caller: ReadCaller,
+    after: Annotated[str, Query(pattern=_KEY + "|^$")] = "",
 ) -> dict[str, Any]:
-    with here.database.reading() as session:
-        keys, more = records.listed(session, after)
-    return {"keys": keys, "more": more}
+    with service.database.reading() as session:
+        sizes, more = blobs.listed(session, Item, after)
+    return {"keys": list(sizes), "more": more}
 
 
 @api.post(
@@ -69,34 +70,60 @@ def listed(
     summary="The records of some keys, as many as go into one answer, as msgpack",
     response_class=Msgpack,
 )
-def fetched(here: Here, _caller: Reads, asked: Keys) -> Response:
-    with here.database.reading() as session:
-        found = records.fetched(session, asked.keys)
-    return Msgpack(msgpack.packb({"items": [list(pair) for pair in found.items()]}))
+def fetched(service: ServiceDep, _caller: ReadCaller, asked: Keys) -> Response:
+    with service.database.reading() as session:
+        data = records.fetched(session, asked.keys)
+    return Msgpack(msgpack.packb({"items": [list(pair) for pair in data.items()]}))
 
 
-@api.put(
-    "/api/records/{key:path}",
-    summary="Keep a record",
-    openapi_extra=SENDS_BYTES,
-    responses=KEPT,
-)
+@api.put("/api/records/{key:path}", summary="Store a record", **takes_bytes(MAX_BYTES))
 def put(
-    here: Here,
-    caller: Works,
-    key: Named,
-    data: Body,
-    response: Response,
+    service: ServiceDep, caller: WorkCaller, key: Named, data: Body, response: Response
 ) -> dict[str, str]:
-    with here.database.writing() as session:
-        outcome = records.put(session, here.reader, key, data, caller)
-    response.status_code = 201 if outcome == "added" else 200
-    return {"outcome": outcome}
+    with service.database.writing() as session:
+        return kept(response, records.put(session, service.reader, key, data, caller))
 
 
-@api.delete("/api/records/{key:path}", summary="Remove what one put there")
-def delete(here: Here, caller: Works, key: Named) -> dict[str, bool]:
-    with here.database.writing() as session:
-        if not records.delete(session, key, caller):
-            raise HTTPException(404, "there is nothing under this key")
-    return {"deleted": True}
+@api.delete("/api/records/{key:path}", summary="Remove your own record")
+def delete(service: ServiceDep, caller: WorkCaller, key: Named) -> dict[str, bool]:
+    with service.database.writing() as session:
+        return {"deleted": found(blobs.remove(session, Item, key, caller))}
+
+
+@api.get("/api/artifacts", summary="A page of all artifacts' sizes, by name")
+def artifact_sizes(
+    service: ServiceDep,
+    _caller: ReadCaller,
+    after: Annotated[str, Query(pattern=f"^{LABEL}$|^$")] = "",
+    start: Annotated[str, Query(pattern=r"^[0-9a-f.-]{0,80}$")] = "",
+) -> dict[str, Any]:
+    with service.database.reading() as session:
+        page, more = blobs.listed(session, ArtifactsRow, after, start)
+    return {"sizes": page, "more": more}
+
+
+@api.get(
+    "/api/artifacts/{label}",
+    summary="The compiled code for a config of a record",
+    response_class=Bytes,
+)
+def artifacts(service: ServiceDep, _caller: ReadCaller, label: Label) -> Response:
+    with service.database.reading() as session:
+        return Bytes(found(blobs.artifacts(session, label)))
+
+
+@api.put("/api/artifacts/{label}", summary="Store compiled code", **takes_bytes(MAX_ARTIFACTS))
+def put_artifacts(
+    service: ServiceDep, caller: WorkCaller, label: Label, data: LargeBody, response: Response
+) -> dict[str, str]:
+    if not data:
+        raise HTTPException(400, "the body is empty: send the artifacts in it")
+    with service.database.writing() as session:
+        new = blobs.keep_artifacts(session, label, data, caller)
+    return kept(response, "added" if new else "replaced")
+
+
+@api.delete("/api/artifacts/{label}", summary="Remove your own artifacts")
+def delete_artifacts(service: ServiceDep, caller: WorkCaller, label: Label) -> dict[str, bool]:
+    with service.database.writing() as session:
+        return {"deleted": found(blobs.remove(session, ArtifactsRow, label, caller))}

@@ -1,5 +1,5 @@
-"""Whether a replayed step gives the same result as the eager one. Kernels that sum in any order
-differ from run to run, and Adam's first updates magnify that: repeated runs set the tolerance."""
+"""Compares a replayed step's result with the eager step's. Kernels that sum in varying order differ
+from run to run, and Adam's first updates magnify that: so repeated runs set the tolerance."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def compare_outputs(
     eager: Callable[[int | None], list[Tensor]],
     start: list[Tensor],
 ) -> tuple[int, float] | None:
-    """Which tensor differs most, and by what fraction of its move; None if all agree.
+    """The index of the tensor that differs most, and the error as part of its change; None if none.
 
     Args:
-        replayed: takes the step one way; returns what it left, the same tensors at each call.
-        eager: the same, the other way; given a seed, from weights nudged by it.
-        start: what tensors held before; those beyond its end did not exist.
+        replayed: replays the step and returns its results, in the same tensors at each call.
+        eager: the same with the eager step; a seed has it start from weights changed by `nudge`.
+        start: tensors before the step; `replayed` may return more, which did not exist then.
     """
     left: list[_Kept] = []
     right: list[_Kept] = []
@@ -47,11 +47,11 @@ def compare_outputs(
 
 
 def _copies(found: list[Tensor] | _Kept, which: Iterable[int]) -> _Kept:
-    return {at: found[at].detach().clone() for at in which}  # the next run writes over them
+    return {at: found[at].detach().clone() for at in which}  # the next run overwrites the tensors
 
 
 def _gap(at: int, ours: list[_Kept], theirs: list[_Kept], start: list[Tensor]) -> float:
-    """The distance between the ways in units of what is allowed."""
+    """The distance between the two kinds of runs, divided by the allowed distance."""
     closest = _closest(at, ours, theirs)
     if closest == 0:
         return 0.0
@@ -76,7 +76,7 @@ def _moved(value: Tensor, start: list[Tensor], at: int) -> float:
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """L2; a NaN equals a NaN and nothing else, infinities likewise."""
+    """The L2 distance. A NaN equals only a NaN, an infinity only the same infinity."""
     if torch.equal(a, b):
         return 0.0
     a, b = (x.detach().to(torch.complex128 if x.is_complex() else torch.float64) for x in (a, b))
@@ -86,8 +86,8 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def nudge(weights: list[Tensor], seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Move each number by its last digit that is read (TF32 has fewer), up or down at random: norms
-    divide out a common factor. Returns weights, and what to subtract again."""
+    """Change each element by the last digit that kernels read (TF32 reads fewer), up or down at
+    random: norms divide out a common factor. Returns (weight, change) pairs, to subtract again."""
     nudges = []
     coarse = "tf32" in tf32.describe()
     for at, weight in enumerate(w.detach() for w in weights if w.is_floating_point()):

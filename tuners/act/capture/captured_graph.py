@@ -27,8 +27,8 @@ class Recorder:
 
     @contextmanager
     def side_stream(self) -> Iterator[list[str]]:
-        """For steps before a capture, and those compared with it; afterwards the list holds the
-        lines of code that waited for the device."""
+        """Context manager: runs steps on a side stream, before a capture or to compare with one.
+        Yields a list, which at the end holds the lines of code that waited for the device."""
         side = _side_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         try:
@@ -38,19 +38,19 @@ class Recorder:
             torch.cuda.current_stream().wait_stream(side)
 
     def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Run `step` once, changing no tensor that existed; returns its replay, and its output that
-        each replay writes. If it cannot be captured, nothing is left of the attempt."""
+        """Capture `step`, which changes no existing tensor. Returns a function that replays it, and
+        its output, which each replay overwrites. A failed capture leaves nothing behind."""
         graph = torch.cuda.CUDAGraph()
         side = _side_stream(torch.cuda.current_device())
         try:
-            # thread_local: the thread that pins a DataLoader's memory goes on beside the capture.
+            # thread_local: the thread that pins a DataLoader's memory goes on during the capture.
             with (
                 _without_collection(),
                 torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"),
             ):
                 output = step()
         except BaseException:
-            # A capture that succeeds ends the state in which a failed one leaves the generator.
+            # A failed capture leaves PyTorch's generator in capture mode; one that works ends it.
             here = torch.zeros(1, device="cuda")
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 here.add_(1)
@@ -66,7 +66,7 @@ class Recorder:
 
 
 RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": Recorder}
-"""By the type of the device; on others a step is never captured."""
+"""By device type; on other devices a step is never captured."""
 
 
 class Buffers:
@@ -77,7 +77,7 @@ class Buffers:
         self._held = [torch.empty_like(x) if _dense(x) else x for x in leaves]
 
     def leaves(self, batch: Any) -> list[Any] | None:
-        """The parts of a batch; None if it is not like the example."""
+        """The leaves of a batch; None if the batch is not like the example."""
         leaves, tree = _flatten(batch)
         return leaves if tree == self._tree and all(map(_alike, leaves, self._held)) else None
 
@@ -104,17 +104,17 @@ def _alike(a: Any, b: Any) -> bool:
         return (a.shape, a.dtype, a.requires_grad) == (b.shape, b.dtype, b.requires_grad)
     try:
         return a is b or bool(type(a) is type(b) and a == b)
-    except (RuntimeError, ValueError, TypeError):  # arrays, and objects with a comparison of theirs
+    except (RuntimeError, ValueError, TypeError):  # arrays, and objects with their own `__eq__`
         return False
 
 
 class Optimizers:
-    """Those of torch.optim that a step was seen to step on a device."""
+    """The torch.optim optimizers that a training step calls."""
 
     def __init__(self, device: str) -> None:
         self._on_cuda = device == "cuda"
         self._met: dict[int, torch.optim.Optimizer] = {}
-        # By id: the group, its learning rate, and the tensor where a graph reads it at each replay.
+        # By the group's id: the group, its learning rate, and the tensor that each replay reads.
         self.rates: dict[int, tuple[dict[str, Any], float, Tensor]] = {}
         self._homes: dict[int, tuple[dict[str, Any], torch.device]] = {}
         self._hooks: list[Any] = []
@@ -165,8 +165,8 @@ class Optimizers:
                 self.rates[id(group)] = group, float(rate), tensor
 
     def _saved(self, _optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint with counters where the script has them: an optimizer that loads one on the
-        device waits for it at every step."""
+        """A state_dict with step counters on the script's device: an optimizer that loads them on a
+        GPU waits for the GPU at every step."""
         states = dict(saved["state"])
         for at, state in states.items():
             if id(state) in self._homes:
@@ -174,14 +174,14 @@ class Optimizers:
         return {**saved, "state": states}
 
     def follow_rates(self) -> None:
-        """Take over what the script has set the learning rates to."""
+        """Copy learning rates that the script has changed to the tensors that replays read."""
         for group, known, tensor in [*self.rates.values()]:
             if (rate := float(group["lr"])) != known:
                 self.rates[id(group)] = group, rate, tensor
                 tensor.fill_(rate)
 
     def end(self) -> None:
-        """Put counters back where they were; follow no rate."""
+        """Move step counters back to their own device, and stop following learning rates."""
         for state, home in self._homes.values():
             state["step"] = state["step"].to(home)
         for hook in self._hooks:
@@ -190,7 +190,7 @@ class Optimizers:
 
     @contextmanager
     def capturable(self) -> Iterator[None]:
-        """The optimizers as a capture needs them: their learning rates on the device."""
+        """Context manager: sets `capturable`, and learning rates as tensors on the device."""
         groups = self._groups()
         names = ("lr", "capturable")
         own = [{name: held for name, held in group.items() if name in names} for group in groups]
@@ -216,9 +216,9 @@ class Gradient(NamedTuple):
 
 
 class CapturedGraph:
-    """Replays a captured step. What the capture did to gradients and Python's values is undone:
-    the step found these `gradients`, and `before` in all objects. `recording`: its replay, and what
-    it returned; `followed`: ids of the optimizers' groups whose learning rate each replay reads."""
+    """Replays a captured step, and undoes the capture's changes of gradients and Python values.
+    `recording`: from `Recorder.record`. `gradients`, `before`: gradients, and values of `objects`,
+    before the capture. `followed`: ids of parameter groups whose learning rate replays read."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class CapturedGraph:
         for weight, found in gradients:
             left, weight.grad = weight.grad, found
             clears = found is not None and left is not found
-            # One that is cleared is not kept alive: it is as large as the weight.
+            # A cleared gradient is not kept alive: it is as large as the weight.
             self.gradients.append(Gradient(weight, None if clears else found, left, clears))
         self.attached = False  # whether the weights have the gradients that a replay writes
         replaced = objects.replaced(before)
@@ -248,8 +248,8 @@ class CapturedGraph:
         objects.restore(before)
 
     def changed(self) -> str:
-        """What the script has changed that the graph takes for given; '' if nothing."""
-        # A step that clears its gradients finds any.
+        """The name of a value that the script has changed since the capture; '' if none."""
+        # If the step clears its gradients, earlier gradients do not matter.
         if not all(one.clears or one.weight.grad is one.before for one in self.gradients):
             return "which gradients there are before a step"
         return self.objects.changed()
@@ -258,9 +258,9 @@ class CapturedGraph:
         return [holder.read()[name] for holder, name in self._replaced]
 
     def replay(self, leaves: list[Any]) -> Any:
-        """Take the step on a batch; returns a copy of its output: the next replay writes over the
+        """Replay the step on a batch. Returns a copy of its output: the next replay overwrites the
         graph's own, and a script may keep its losses."""
-        # Memory is taken first: a batch that has been trained on cannot be given up.
+        # Allocate first: after the step, an allocation that fails could not be undone.
         copies = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in self._output]
         self._buffers.fill(leaves)
         self._replay()
@@ -307,8 +307,8 @@ def detached(value: Any) -> Any:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Keep the garbage collector from ending another CUDA graph, which would break a capture (reset
-    in PyTorch's CUDAGraph.cpp). PyTorch no longer collects before a capture."""
+    """Context manager: keeps the garbage collector from freeing another CUDA graph, which would
+    break a capture (reset in PyTorch's CUDAGraph.cpp). PyTorch does not collect before."""
     gc.collect()
     collects = gc.isenabled()
     gc.disable()
@@ -321,13 +321,13 @@ def _without_collection() -> Iterator[None]:
 
 @cache
 def _side_stream(_device: int) -> torch.cuda.Stream:
-    # One for all graphs: cuBLAS keeps tens of MiB for each stream that it was ever used on.
+    # One stream for all graphs: cuBLAS keeps tens of MiB for each stream that it was ever used on.
     return torch.cuda.Stream()
 
 
 @contextmanager
 def _noticing_waits() -> Iterator[list[str]]:
-    """Lines of code that make the host wait for the device, as 'train.py:12'."""
+    """Context manager: yields a list of lines that wait for the device, filled at the end."""
     found: list[str] = []
     held = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:

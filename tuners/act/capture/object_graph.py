@@ -1,6 +1,6 @@
-"""The Python values that a training step uses, which no replay updates: closures and globals
-of the step and of the user's functions that it names, attributes of its object that their code
-names, and what these hold, one level deep."""
+"""The Python values that a training step uses, which no replay updates: closures and globals of the
+step and of the user's functions that the step names, attributes of the step's object that this code
+names, and the contents of these objects, one level deep."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _MODULE = frozenset(vars(nn.Module())) - {"training"}
 _SCHEDULER = torch.optim.lr_scheduler.LRScheduler
 _TORCH = (nn.Module, torch.optim.Optimizer, _SCHEDULER, torch.amp.GradScaler)
 _WIDE = 1000
-"""Entries from which only the length of a container is read: it holds data, not settings."""
+"""Of a container with more entries only the length is read: it holds data, not settings."""
 _ABSENT = object()
 
 Values = list[dict[Any, Any]]
-"""What each place holds, by name."""
+"""The values of each ValueHolder, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueHolder:
-    """What holds values: a dictionary, a sequence, a class, a closure's cell."""
+    """An object that holds values: a dictionary, a sequence, a class, a closure's cell."""
 
-    label: str  # what a person calls it
+    label: str  # its name in messages
     held: Any
     names: Collection[str] | None = None  # only these are read; None: all
-    inside: bool = False  # scripts may change it between steps, and no step may
+    inside: bool = False  # values may change between steps, but not in a step
 
     def read(self) -> dict[Any, Any]:
         held = vars(self.held) if isinstance(self.held, type) else self.held
@@ -60,7 +60,7 @@ class ValueHolder:
             self.held[name] = value
 
     def restore(self, before: dict[Any, Any]) -> None:
-        """Each value that was there; what has been added to a list goes."""
+        """Restore the values in `before`, and drop entries that were added to a list."""
         if "len()" in before:
             return
         now = self.read()
@@ -72,11 +72,11 @@ class ValueHolder:
                 self.write(name, value)
 
     def reads(self, but: Collection[Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """What reads the values, without those of some names, each with what a person calls it."""
+        """Yield (name in messages, function that reads) of all values but those named in `but`."""
         if not isinstance(self.held, dict | type):
             yield self.label, lambda: tuple(v for n, v in self.read().items() if n not in but)
             return
-        # A model has hundreds of modules: what dictionaries hold is read without Python.
+        # A model has hundreds of modules: C functions read dictionaries without Python code.
         held = vars(self.held) if isinstance(self.held, type) else self.held
         if self.names is None:
             yield self.label, partial(len, held)
@@ -84,12 +84,12 @@ class ValueHolder:
             yield self.called(name), partial(held.get, name, _ABSENT)
 
     def called(self, name: Any) -> str:
-        """As a person knows it: 'self.weight', 'schedule.last_epoch'."""
+        """The name of a value in messages: 'self.weight', 'schedule.last_epoch'."""
         return ".".join(part for part in (self.label, str(name)) if part)
 
 
 class ObjectGraph:
-    """The objects of `train_step`, as they are when this is made; `tensors` can be written."""
+    """The objects that `train_step` uses now; `tensors`: their tensors, which a step may change."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class ObjectGraph:
         self._watched: list[tuple[str, Callable[[], Any], Any]] = []
         self._names: set[str] = set()  # in the code of the step
         self._stepped = {id(one) for one in stepped}
-        self._met: dict[int, Any] = {}  # an id is something's own only while it lives
+        self._met: dict[int, Any] = {}  # an object's id stays its own while the object lives
         if isinstance(train_step, FunctionType | MethodType):
             self._add(getattr(train_step, "__self__", None), "self")
             self._add_function(train_step)
@@ -110,7 +110,7 @@ class ObjectGraph:
             self._add(train_step, "self")
             self._add_function(type(train_step).__call__)
         known = 0
-        while known < len(self._holders):  # a method that is found names others
+        while known < len(self._holders):  # a method may name other functions
             known = len(self._holders)
             for _place, _name, value in self._entries():
                 self._add_function(value)
@@ -125,7 +125,7 @@ class ObjectGraph:
         return [(holder, *entry) for holder in self._holders for entry in holder.read().items()]
 
     def _add_function(self, value: Any) -> None:
-        """Of a function, a method or a property: its closure, and the globals that it names."""
+        """Add the closure of a function, method or property, and the globals that it names."""
         function = getattr(value, "fget", getattr(value, "__func__", value))
         if not isinstance(function, FunctionType) or id(function) in self._met:
             return
@@ -135,7 +135,7 @@ class ObjectGraph:
         read: set[str] = set()
         for code in codes_in(function.__code__):
             self._names |= {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
-            # Not all of co_names: a loop's global `step` is not the method of an optimizer.
+            # Not all of co_names: a script's global `step` is not an optimizer's method `step`.
             loads = (one for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL")
             read |= {str(one.argval) for one in loads}
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -153,7 +153,7 @@ class ObjectGraph:
             names = {
                 n for n, v in vars(module).items() if n not in _MODULE and isinstance(v, types)
             }
-            names.update(*map(vars, kinds))  # what its class has, it may have itself later
+            names.update(*map(vars, kinds))  # a module may get its class's attributes later
             parts = (module._parameters, module._buffers, module._modules)
             self._holders += [ValueHolder(name, part) for part in parts if part]
             self._holders.append(ValueHolder(name, vars(module), names))
@@ -168,14 +168,14 @@ class ObjectGraph:
         if not other:
             weights = [one for group in value.param_groups for one in group["params"]]
             self._reads += [
-                (f"{label}.state", partial(getattr, value, "state")),  # loading replaces it
+                (f"{label}.state", partial(getattr, value, "state")),  # replaced on loading
                 (f"{label}.param_groups", partial(len, value.param_groups)),
                 ("where weights lie", lambda: array("Q", map(Tensor.data_ptr, weights)).tobytes()),
                 ("which weights train", partial(_train, weights)),
             ]
 
     def _add(self, value: Any, label: str, *, deeper: bool = False) -> None:
-        """What an object holds, and below it what PyTorch's own hold: only these if `deeper`."""
+        """Add the values of an object and of PyTorch objects in it; `deeper`: only PyTorch ones."""
         if id(value) in self._met or not isinstance(value, _TORCH if deeper else object):
             return
         known = len(self._holders)
@@ -204,8 +204,8 @@ class ObjectGraph:
         return [holder.read() for holder in self._holders]
 
     def changed_in_step(self, before: Values) -> str:
-        """What a step has changed in Python, as 'schedule.last_epoch'; '' if nothing. An object in
-        the place of another, as an output that is kept, is no change."""
+        """The name of a Python value that a step has changed, as 'schedule.last_epoch'; '' if none.
+        Another object of the same type, such as a kept output, is no change."""
         for holder, old in zip(self._holders, before, strict=True):
             now = holder.read()
             for name in {**now, **old}:
@@ -214,7 +214,7 @@ class ObjectGraph:
         return ""
 
     def restore(self, before: Values) -> None:
-        """Each value that was there; a scaler's notes on a step that did not end are dropped."""
+        """Restore the values in `before`, and drop GradScalers' state of an unfinished step."""
         for holder, old in zip(self._holders, before, strict=True):
             holder.restore(old)
         for one in self._met.values():
@@ -226,12 +226,12 @@ class ObjectGraph:
 
     @property
     def between_steps(self) -> bool:
-        """Whether no GradScaler holds notes on a step, which it does until it is updated."""
+        """Whether no GradScaler has made a step without an `update` after it."""
         scalers = (one for one in self._met.values() if isinstance(one, torch.amp.GradScaler))
         return not any(scaler._per_optimizer_states for scaler in scalers)
 
     def replaced(self, before: Values) -> list[tuple[ValueHolder, Any, Any]]:
-        """Where another object stands than before: place, name, the object now."""
+        """(Holder, name, new object) of each value that is another object than in `before`."""
         return [
             (holder, name, new)
             for holder, old in zip(self._holders, before, strict=True)
@@ -240,8 +240,8 @@ class ObjectGraph:
         ]
 
     def watch(self, before: Values, followed: Collection[int]) -> None:
-        """Have `changed` compare with what there is now, but for what the step itself replaces, and
-        learning rates of groups with these ids."""
+        """Have `changed` compare with the present values, except those that the step replaces, and
+        learning rates of the groups with ids in `followed`."""
         own = {id(holder): ["lr"] for holder in self._holders if id(holder.held) in followed}
         for holder, name, _new in self.replaced(before):
             own.setdefault(id(holder), []).append(name)
@@ -252,7 +252,7 @@ class ObjectGraph:
         self._watched = [(label, read, read()) for label, read in reads]
 
     def changed(self) -> str:
-        """What the script has changed since `watch`, between two steps; '' if nothing."""
+        """The name of a value that the script has changed since `watch`; '' if none."""
         for label, read, before in self._watched:
             if (now := read()) is not before and not _same(now, before):
                 return label
@@ -280,7 +280,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether values are equal as far as Python can tell; of others the same type is enough."""
+    """Whether scalars are equal, or containers equally long; else the same type is enough."""
     if type(a) is not type(b):
         return False
     if _scalar(a) and _scalar(b):
@@ -290,7 +290,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 @cache
 def _installed(module: str | None) -> bool:
-    """Whether it is a library's, Python's own or advisor's, not what a user writes for a script."""
+    """Whether a module belongs to a library, Python or advisor, and not to the user's script."""
     if module is None or module.partition(".")[0] in ("advisor", "torch", "builtins"):
         return True
     file = None if module == "__main__" else getattr(sys.modules.get(module), "__file__", None)

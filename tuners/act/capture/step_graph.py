@@ -34,7 +34,7 @@ _REMEDY = (
 
 
 class _NotCapturable(Exception):
-    """Why a step cannot be replayed; and, if it has trained on its batch, what it returned."""
+    """A step cannot be replayed; `output`: its result, if it has trained on the batch."""
 
     def __init__(self, reason: str, *output: Any) -> None:
         super().__init__(reason)
@@ -42,19 +42,19 @@ class _NotCapturable(Exception):
 
 
 class StepGraph:
-    """A training step that is replayed; called as the step itself, with one batch.
+    """A training step that is replayed; call it as the step itself, with one batch.
 
-    The first CHECKED calls train without a graph. The next CHECKED ones train twice from the same
-    state, with it and without, and keep the latter. From then on a call replays the graph; a batch
-    unlike the example runs without. A learning rate that changes between steps is followed; another
-    change of what the step reads captures anew. A replay runs kernels and no Python: a step that
-    changes values in Python, as a schedule or a counter, or that cannot be captured, trains without
-    a graph, and one warning says why.
+    The first CHECKED calls train without a graph. The next CHECKED calls train twice from the same
+    state, with the graph and without, and keep the result without. Later calls replay the graph;
+    batches unlike the example run without it. The graph uses a changed learning rate; after another
+    change of a value that it reads, the step is captured again. A replay runs kernels and no
+    Python: a step that changes Python values, such as a counter, or that cannot be captured, trains
+    without a graph, and one warning says why.
 
     Args:
-        example: a batch on the device, as those to come.
-        models: those that the step trains.
-        scaler: of the loss, if the step's own code does not hold it.
+        example: a batch on the device, like the later ones.
+        models: the models that the step trains.
+        scaler: the loss's GradScaler, if the step's own code does not refer to it.
         failed: called with the reason if the step is not replayed.
     """
 
@@ -76,16 +76,16 @@ class StepGraph:
         self._buffers = Buffers(example)
         self._done = 0  # steps before a capture, and comparisons after it
         self._wasted = self._others = self._replays = 0
-        self._stepped: list[int] = []  # optimizers by id
+        self._stepped: list[int] = []  # ids of the optimizers that step
         self._captured: CapturedGraph | None = None
         self._written: list[Tensor] = []
-        self.failure = ""  # why it runs without a graph for good
+        self.failure = ""  # why the step will never be replayed
         if obstacle := _process_group():
             self._give_up(obstacle, level=4)
 
     @property
     def ready(self) -> bool:
-        """Whether the next batch is replayed, or nothing ever will be."""
+        """Whether the next batch is replayed, or no batch ever will be."""
         return bool(self.failure) or self._done >= 2 * CHECKED
 
     def __call__(self, batch: Any) -> Any:
@@ -95,7 +95,7 @@ class StepGraph:
             return self._run(batch)
         except _NotCapturable as exc:
             reason, output = str(exc), exc.output
-        self._give_up(reason)  # here nothing of the attempt holds memory any more
+        self._give_up(reason)  # outside of `except`, which holds the attempt's memory
         return output[0] if output else self._train_step(batch)
 
     def _run(self, batch: Any) -> Any:
@@ -113,7 +113,7 @@ class StepGraph:
         if self._captured is None:
             self._captured = self._capture(leaves)
             self._done = min(self._done, 2 * CHECKED - 1)
-        # Values that are read deeper than is watched are found by comparisons, each time later.
+        # Comparisons find changes of values that lie too deep to be watched; each comes later.
         if not self.ready or self._replays >= CHECKED_AGAIN << (self._done - 2 * CHECKED):
             return self._check(self._captured, batch, leaves)
         self._wasted = 0
@@ -124,7 +124,7 @@ class StepGraph:
     def _run_eager(self, batch: Any) -> Any:
         if self._captured is not None:
             self._captured.attached = False
-        # Detached: a loss that is held would keep nodes of its graph, and with them their stream.
+        # Detached: a loss that the script keeps would keep its autograd nodes and their stream.
         return tree_map(detached, self._train_step(batch))
 
     def _run_unlike(self, batch: Any) -> Any:
@@ -133,7 +133,7 @@ class StepGraph:
             warnings.warn(
                 f"advisor: {IN_A_ROW} batches in a row were unlike advice.capture's example (other "
                 "shapes, types, or values beside the tensors): nothing is replayed, and training "
-                "is slower than advised. Give it a batch like those to come",
+                "is slower than advised. Give advice.capture a batch like these",
                 AdvisorWarning,
                 stacklevel=4,
             )
@@ -144,7 +144,7 @@ class StepGraph:
         start = StateSnapshot(buffers, [], self._recorder, self._captured.objects)
         with (
             self._optimizers.counting() as stepped,
-            _memory("for it beside a batch of another shape", start, stepped),
+            _memory("for both the graph and a batch of another shape", start, stepped),
         ):
             return self._run_eager(batch)
 
@@ -157,7 +157,7 @@ class StepGraph:
         wrong = self._why_not_replayed(objects, before, drawn, stepped)
         if waits and not wrong:
             wrong = f"it waits for the device ({waits[0]}); {_REMEDY}"
-        # Before the capture: one that fails half-way leaves PyTorch's generator in it.
+        # Before the capture: one that fails half-way leaves PyTorch's generator in capture mode.
         if wrong and self._done == CHECKED:
             raise _NotCapturable(wrong, output)
         self._stepped = stepped
@@ -177,7 +177,7 @@ class StepGraph:
     def _why_not_replayed(
         self, objects: ObjectGraph, before: Values, drawn: object, stepped: list[int]
     ) -> str:
-        """What the step that was just taken did that a replay would not; '' if nothing."""
+        """Why a replay would differ from the step that was just made; '' if it would not."""
         if not stepped:
             return "the step ran no optimizer of torch.optim"
         if obstacle := _process_group():
@@ -185,9 +185,9 @@ class StepGraph:
         if changed := objects.changed_in_step(before):
             return f"it changes {changed} in Python, which a replay would not: do that outside"
         if not objects.between_steps:
-            return "it steps by a GradScaler and leaves it as it is: call its update in the step"
+            return "it calls step of a GradScaler without its update: call update in the step too"
         if drawn != self._host_rng_state():
-            return "it draws random numbers of Python, NumPy or the host, which would stand still"
+            return "it draws random numbers on the host, which a replay would not: do that outside"
         return "" if stepped == self._stepped else "not every call steps the same optimizers"
 
     def _capture(self, leaves: list[Any]) -> CapturedGraph:
@@ -201,7 +201,7 @@ class StepGraph:
             gradients = [(weight, weight.grad) for weight in self._optimizers.weights()]
             with self._optimizers.capturable():
                 recording = self._recorder.record(lambda: self._train_step(self._buffers.batch()))
-        except Exception as exc:  # whatever it is, the step without a graph may not raise it
+        except Exception as exc:  # of any kind: the step without a graph may work
             if before:
                 objects.restore(before)
             for weight, gradient in gradients:
@@ -211,7 +211,7 @@ class StepGraph:
         return CapturedGraph(recording, self._buffers, gradients, objects, before, followed)
 
     def _check(self, captured: CapturedGraph, batch: Any, leaves: list[Any]) -> Any:
-        """Train on a batch without the graph; before it, compare with replays and undo them."""
+        """Compare replays with eager steps and undo both; then train without the graph."""
         with _memory("to compare a replay with the step itself"):
             start = self._snapshot(captured.objects)
             try:
@@ -221,7 +221,7 @@ class StepGraph:
         drawn = self._host_rng_state()
         with (
             self._optimizers.counting() as stepped,
-            _memory("for the step itself beside it", start),
+            _memory("for both the graph and the eager step", start),
         ):
             output = self._run_eager(batch)
         self._done += 1
@@ -233,7 +233,7 @@ class StepGraph:
     def _disagreement(
         self, captured: CapturedGraph, start: StateSnapshot, leaves: list[Any]
     ) -> str:
-        """Where replays differ from steps, as the optimizers take them in a capture."""
+        """How replays differ from eager steps with capturable optimizers; '' if they do not."""
 
         def left(output: Any) -> list[Tensor]:
             held = tree_flatten((output, captured.replaced()))[0]
@@ -248,7 +248,7 @@ class StepGraph:
             nudges = [] if seed is None else nudge(self._optimizers.weights(), seed)
             for gradient in captured.gradients:
                 if gradient.weight.grad is not None and gradient.clears:
-                    # A step that clears them first, as it must have, does not see this.
+                    # A step that clears its gradients first, as in the capture, never reads this.
                     gradient.weight.grad.detach().fill_(torch.nan)
             with self._optimizers.capturable(), self._recorder.side_stream():
                 output = self._run_eager(self._buffers.batch())
@@ -260,12 +260,12 @@ class StepGraph:
         if found is None:
             return ""
         at, share = found
-        what = "what a replay returns"
+        what = "the output of a replay"
         if at < len(start.tensors):
             named = ((*m.named_parameters(), *m.named_buffers()) for m in self._models)
             own = (name for each in named for name, one in each if one is start.tensors[at])
-            what = f"what a replay does to {next(own, 'a tensor that it writes')}"
-        return f"{what} differs by {share:.2g} of it from the step itself"
+            what = f"a replay's change of {next(own, 'a tensor that it writes')}"
+        return f"{what} differs from the eager step's by {share:.2g} of the eager step's change"
 
     def _snapshot(self, objects: ObjectGraph) -> StateSnapshot:
         held = (p for model in self._models for p in model.parameters())
@@ -291,10 +291,10 @@ class StepGraph:
 
 
 def _process_group() -> str:
-    """Why no step is captured in a process of several; '' in one alone."""
+    """Why no step is captured in a process group; '' outside of a process group."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
-        # NCCL waits, at the end of a process group, for every graph that its work was captured in.
+        # At the end of a process group, NCCL waits for every graph that holds its work.
         return "it runs in a process group of torch.distributed, whose work no graph may hold"
     return ""
 
@@ -310,7 +310,7 @@ def _can_be_filled(value: Tensor) -> bool:
 def _memory(
     purpose: str, start: StateSnapshot | None = None, past_repair: Sized = ()
 ) -> Iterator[None]:
-    """Give graphs up if the device has no memory for what is done here, and go back to `start`."""
+    """Context manager: if memory runs out, restores `start`, unless an optimizer has stepped."""
     try:
         yield
     except RuntimeError as exc:

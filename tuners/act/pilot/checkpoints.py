@@ -1,10 +1,10 @@
 """Checkpoints of a run that is being tuned: written to a scratch folder, and read from there.
 
-What a tuned script saves is worthless, and must not replace what the user has saved before. So
+A tuned script's checkpoints are worthless, and must not replace the user's earlier ones. So
 PyTorch, safetensors, torch.distributed.checkpoint, Lightning and transformers' Trainer write a file
-to the same path below a scratch folder, and look there first when they read; so do `os` and
+to the same path below a scratch folder, and read it from that folder if it is in it; so do `os` and
 `shutil` with such files. All else is untouched: `open`, folders, file objects. Processes of one job
-share the folder, so its content decides, and no table in memory.
+share the folder, so the files in it decide, not a table in memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Files that are taken for checkpoints if a script removes them.
+# A file with such a suffix counts as a checkpoint if a script removes or replaces it.
 SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".distcp", ".metadata")
-Act = Callable[..., Any]  # what is called in the place of a function, which it gets first
+Act = Callable[..., Any]  # replaces a function, which is its first argument
 
 
 class Redirection:
-    """Patches what writes, reads, moves and removes checkpoints. The scratch folder is removed by
-    whoever made it."""
+    """Patches functions that write, read, move and remove checkpoints. The caller removes the
+    scratch folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -39,7 +39,7 @@ class Redirection:
         moves, removes = self._moves, self._removes
         pytorch = {"save": writes, "load": reads}
         safetensors = {"serialize_file": writes, "safe_open": reads}
-        # It writes and reads through file objects of fsspec's.
+        # Lightning writes and reads through fsspec's file objects.
         lightning = {"_atomic_save": writes, "_load": reads}
         self._table: dict[str, dict[str, Act]] = {
             "torch": pytorch,
@@ -48,16 +48,16 @@ class Redirection:
             "shutil": dict[str, Act](
                 rmtree=removes, copyfile=self._copies, copymode=self._skips, copystat=self._skips
             ),
-            # The last two import these by name.
+            # safetensors.torch and safetensors.numpy import these functions by name.
             **{f"safetensors{name}": safetensors for name in ("", ".torch", ".numpy")},
-            # It renames and removes by pathlib, which does so by os.
+            # This module renames and removes through pathlib, which calls os.
             "torch.distributed.checkpoint.filesystem": {
                 "FileSystem.create_stream": self._streams,
                 "FileSystem.exists": _rerouting(1, lambda path: Path(self._to_read(path))),
                 "FileSystem.mkdir": _rerouting(1, lambda path: self._scratch(path) or path),
             },
             **{f"lightning{dot}fabric.utilities.cloud_io": lightning for dot in "._"},
-            # Its checkpoints are folders, with files that it opens itself.
+            # A Trainer's checkpoints are folders, with files that it opens itself.
             "transformers.trainer": {
                 "Trainer._get_output_dir": lambda plain, *a, **kw: self._to_folder(plain(*a, **kw)),
                 "Trainer.save_model": self._saves_model,
@@ -66,7 +66,7 @@ class Redirection:
         }
 
     def install(self) -> None:
-        """Patch what is imported, and the rest once it is."""
+        """Patch the modules that are imported, and the others once they are imported."""
         for module in filter(None, map(sys.modules.get, self._table)):
             self._patch(module)
         sys.meta_path.insert(0, self)
@@ -82,7 +82,7 @@ class Redirection:
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """As of a finder: what the others find, and patches once it is executed."""
+        """As a finder in sys.meta_path: return the others' spec; patch the module once executed."""
         if name not in self._table:
             return None
         others = (one for one in sys.meta_path if one is not self)
@@ -105,7 +105,7 @@ class Redirection:
             plain = vars(owner).get(name)
             if plain is None or any(plain is ours for _, _, ours, _ in self._patched):
                 continue
-            # One function under several names stays one: pickle looks it up by its own name.
+            # A function with several names gets one patch: pickle looks it up by its own name.
             same = (ours for _, _, ours, other in self._patched if other is plain)
             ours = next(same, None) or _wrapped(act, plain)
             setattr(owner, name, ours)
@@ -126,7 +126,7 @@ class Redirection:
         return found if found is not None and found.exists() else None
 
     def _to_write(self, path: Any) -> Any:
-        """Where to save; the user's path if that is no file, or if its folder is missing."""
+        """The path to save to: the user's own path if that is no file, or its folder is missing."""
         found = self._scratch(path)
         if found is None:
             return path
@@ -149,13 +149,13 @@ class Redirection:
     def _saves_model(
         self, plain: Any, trainer: Any, output_dir: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Save a model; over the user's own in a scratch folder, also what it opens by itself."""
+        """Save a model; if it would overwrite a checkpoint of the user's, in a scratch folder."""
         output_dir = trainer.args.output_dir if output_dir is None else output_dir
         to = self._to_folder(output_dir) if self._is_users(output_dir) else output_dir
         return plain(trainer, to, *args, **kwargs)
 
     def _is_users(self, path: Any) -> bool:
-        """Whether a file, or one below a folder, is a checkpoint from before this process."""
+        """Whether a path is, or a folder holds, a checkpoint that is older than this process."""
         below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
         with contextlib.suppress(OSError):
             return any(
@@ -165,7 +165,7 @@ class Redirection:
         return False
 
     def _moves(self, plain: Any, src: Any, dst: Any, **kwargs: Any) -> Any:
-        """Move a scratch copy, or over a checkpoint of the user's, which stays."""
+        """Move a scratch copy to a scratch path; a checkpoint of the user's is not overwritten."""
         found, to = self._there(src), self._scratch(dst)
         if kwargs or to is None or (found is None and not self._is_users(dst)):
             return plain(src, dst, **kwargs)
@@ -173,7 +173,7 @@ class Redirection:
         if to.is_dir():
             shutil.rmtree(to)
         shutil.move(found or src, to)
-        # A folder has both: a scratch copy of its checkpoints, and the user's other files.
+        # A folder has two parts: the scratch copy of its checkpoints, and the user's other files.
         return plain(src, dst) if found is not None and Path(src).is_dir() else None
 
     def _removes(self, plain: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +206,7 @@ class Redirection:
 
 
 def _rerouting(at: int, to: Callable[[Any], Any]) -> Act:
-    """Gives a function another path at this position, or as the keyword of that position."""
+    """Return an Act that replaces a path by `to(path)`: the argument number `at`, or a keyword."""
 
     def act(plain: Any, /, *args: Any, **kwargs: Any) -> Any:
         if len(args) > at:

@@ -1,8 +1,8 @@
-"""What feeds a script's steps: its DataLoaders, and workers that fetch ahead of them.
+"""A script's DataLoaders, and advisor's workers that prefetch batches for them.
 
-A loader gets workers in the middle of an epoch, and loses them again: they fetch what its sampler
-has left, in the script's own order, and the loader itself fetches what they have not delivered when
-they are sent away or fail. No sample is left out or seen twice.
+A loader gets workers in the middle of an epoch, and loses them again. Workers fetch the sampler's
+remaining batches, in the script's own order. If workers are ended or fail, the loader itself
+fetches the batches that they have not delivered. No sample is left out or seen twice.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ if TYPE_CHECKING:
     from advisor.tuners.knobs import LoaderFacts
 
 _NO_BATCH = object()
-BATCH_TIMEOUT_S = 60.0  # a worker may hang on a lock that was held when it was forked
-# The lines of code that began an iterator: a loader that is made at each epoch is begun there too.
+BATCH_TIMEOUT_S = 60.0  # a forked worker may hang on a lock that its parent held
+# The call stack that began an iterator: it stays the same if each epoch makes a new loader.
 _CallSite = tuple[tuple[CodeType, int], ...]
 
 
 class _AdvisorLoader(DataLoader[Any]):
-    """A loader whose workers fetch ahead of a script's."""
+    """A loader of advisor's, whose workers prefetch for a script's loader."""
 
 
 @dataclass(slots=True)
 class _LoaderEpoch:
     """One iterator of a DataLoader. Workers' settings are keyword arguments of a DataLoader."""
 
-    loader: DataLoader[Any] | None  # None if its own workers, which may hold on to it, are at work
+    loader: DataLoader[Any] | None  # None if its own workers run, which may refer to it
     call_site: _CallSite
     workers: int
     pinned: bool
-    own: dict[str, Any]  # the settings of its own workers, if they were taken over
-    why: str  # they were not, though that was asked for
-    prefetcher: Prefetcher | None = None  # once it has had workers of advisor's
-    batches: Any = _NO_BATCH  # of such workers; None without them, _NO_BATCH until decided
+    own: dict[str, Any]  # the settings of its own workers, if advisor has replaced them
+    why: str  # why advisor has not replaced them, if it was to
+    prefetcher: Prefetcher | None = None  # None until advisor has started workers for it
+    batches: Any = _NO_BATCH  # the workers' iterator; None without it, _NO_BATCH until decided
 
 
 class Loaders:
     """A script's loaders, their workers, and how long its main thread waits for them.
 
     Args:
-        failed: told what ended workers, once the script goes on without them.
-        override: whether to take over loaders' own workers too, with their settings until `set`.
+        failed: called with the exception that ended advisor's workers; the script goes on.
+        override: whether to replace loaders' own workers too, with their settings until `set`.
     """
 
     def __init__(self, failed: Callable[[Exception], None], *, override: bool = False) -> None:
         self._failed, self._override = failed, override
-        self.waited_s = 0.0  # that the script has waited for batches since `begin_block`
-        self.taken = self._unfinished_before = 0  # batches from workers since then
+        self.waited_s = 0.0  # seconds waited for batches since `begin_block`
+        self.taken = self._unfinished_before = 0  # batches from workers since `begin_block`
         self._batch_bytes = self._most = 0
         self._looking = True
         self._feeding: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
@@ -82,13 +82,13 @@ class Loaders:
         ]
 
     def restart_observation(self) -> None:
-        """Forget what was fetched so far, as for a sanity check of evaluation: it fed no step."""
+        """Forget the loaders seen before the first step, such as one for a check of evaluation."""
         self._feeding.clear()
         self._call_sites.clear()
         self._observed = None
 
     def seen(self) -> LoaderFacts:
-        """What has fed the steps. Ends looking at it."""
+        """Return facts on the loader that feeds the steps, and stop observing it."""
         from advisor.tuners.knobs import LoaderFacts
 
         self._looking = False
@@ -98,7 +98,7 @@ class Loaders:
         there = worker_limits.workers(self._batch_bytes)
         tuned = not why and (factor or not workers)
         most = there if tuned else 0
-        # What the script's own workers do stays possible.
+        # The script's own number of workers stays possible.
         self._most = max(most, workers) if tuned else 0
         return LoaderFacts(
             workers=workers, pinned=pinned, prefetch_factor=factor, most=most, room=there, why=why
@@ -109,7 +109,7 @@ class Loaders:
 
     @property
     def drained_share(self) -> float:
-        """Share of the `taken` batches by which the workers' backlog grew; 0 if one is idle,
+        """Share of the `taken` batches by which the workers' backlog grew; 0 if a worker is idle,
         or for one batch, which may be chance. An iterator's first requests do not count."""
         _, unfinished, workers = self._queued()
         growth = unfinished - self._unfinished_before
@@ -123,7 +123,7 @@ class Loaders:
         return self._queued()[0]
 
     def _queued(self) -> tuple[int, int, int]:
-        """(Batches that workers were asked for, unfinished ones, workers) of all iterators."""
+        """(Batches requested from workers, unfinished batches, workers) of all iterators."""
         found = [(*_outstanding(i), epoch.workers) for i, epoch in list(self._epochs.items())]
         asked, unfinished = sum(one[0] for one in found), sum(one[1] for one in found)
         return asked, unfinished, sum(workers for _, n, workers in found if n)
@@ -134,8 +134,8 @@ class Loaders:
         return bool(self._given) or self._override
 
     def set(self, given: Mapping[str, Any]) -> None:
-        """Start new workers with these settings for what feeds the steps; end them if it is to
-        have none."""
+        """End advisor's workers, and start new ones with these settings, if they give a number of
+        workers, for the loaders that feed the steps."""
         self._given = {}
         for epoch in list(self._epochs.values()):
             batches, epoch.batches = epoch.batches, _NO_BATCH
@@ -151,8 +151,8 @@ class Loaders:
                 )
 
     def remove(self) -> None:
-        """Leave the loaders as they were found, but for workers in the place of a loader's own,
-        which stay until their epoch is over."""
+        """Restore the loaders. Workers that replace a loader's own ones stay until their epoch is
+        over."""
         self.set({})
         self._override = False
         if not any(epoch.own for epoch in self._epochs.values()):
@@ -195,7 +195,7 @@ class Loaders:
             self.waited_s += time.perf_counter() - began
 
     def _from_workers(self, iterator: Any, epoch: _LoaderEpoch, plain: Callable[[Any], Any]) -> Any:
-        """The next batch of advisor's workers; _NO_BATCH if there is none, or if they fail."""
+        """The next batch of advisor's workers; _NO_BATCH without workers, or if they fail."""
         if not self._given and not epoch.own:
             return _NO_BATCH
         try:
@@ -207,7 +207,7 @@ class Loaders:
             epoch.prefetcher.out.popleft()
         except StopIteration:
             return _NO_BATCH
-        except Exception as exc:  # whatever it is: the loader fetches by itself
+        except Exception as exc:  # of any kind: the loader fetches by itself
             self.set({})
             epoch.own = {}
             self._override = False
@@ -236,22 +236,22 @@ class Loaders:
         feeds = loader in self._feeding or epoch.call_site in self._call_sites
         given = self._given if feeds and self._given else epoch.own
         if loader is not None and given:
-            if why := _why_untouched(loader):  # a file may have been opened since it was seen
+            if why := _why_untouched(loader):  # a file may have been opened since `seen`
                 raise Stopped("unfed", why)
             epoch.prefetcher = epoch.prefetcher or Prefetcher(iterator)
             epoch.batches = epoch.prefetcher.start(loader, given)
 
 
 class Prefetcher:
-    """What the sampler of one iterator has left. It must not refer to its workers, which refer to
-    it: they are to end once the script drops its iterator."""
+    """The remaining indices of one iterator's sampler. It must not refer to its workers, which
+    refer to it: the workers must end once the script drops its iterator."""
 
     def __init__(self, iterator: Any) -> None:
         self._seed = int(iterator._base_seed)
         self._left: Iterator[Any] = iterator._sampler_iter
         iterator._sampler_iter = self
         self._back: deque[Any] = deque()
-        self.out: deque[Any] = deque()  # handed out, and not delivered
+        self.out: deque[Any] = deque()  # indices that workers have and have not delivered
         self._raised: Exception | None = None
 
     def __iter__(self) -> Prefetcher:
@@ -270,7 +270,7 @@ class Prefetcher:
                 index = next(self)
             except StopIteration:
                 return
-            except Exception as exc:  # of the script's own sampler: raised when it is its turn
+            except Exception as exc:  # of the script's own sampler: raised in its turn
                 self._raised = exc
                 return
             self.out.append(index)
@@ -291,7 +291,7 @@ class Prefetcher:
                     collate_fn=loader.collate_fn,
                     worker_init_fn=loader.worker_init_fn,
                     timeout=BATCH_TIMEOUT_S,
-                    # Not the script's: what it draws itself stays what it is.
+                    # Not the script's generator, whose numbers must stay the same.
                     generator=torch.Generator().manual_seed(self._seed % 2**63),
                     multiprocessing_context="fork",
                 )
@@ -300,19 +300,19 @@ class Prefetcher:
             self.requeue()
             raise
         if found._worker_pids_set:
-            # A worker that dies is missed when its batch is due, and not before.
+            # A worker's death is noticed when its batch is due, and not before.
             torch._C._remove_worker_pids(id(found))
             found._worker_pids_set = False
         return found
 
     def requeue(self) -> None:
-        """Hand out again what workers have not delivered."""
+        """Take back the indices that workers have not delivered."""
         self._back.extendleft(reversed(self.out))
         self.out.clear()
 
 
 def _outstanding(iterator: Any) -> tuple[int, int]:
-    """(Batches that an iterator has asked its workers for, unfinished ones)."""
+    """(Batches that an iterator has requested from its workers, unfinished batches)."""
     if not isinstance(iterator, _MultiProcessingDataLoaderIter) or iterator._shutdown:
         return 0, 0
     # If memory is pinned, finished ones wait in a second queue.
@@ -327,17 +327,17 @@ def _why_untouched(loader: DataLoader[Any]) -> str:
     context = loader.multiprocessing_context
     if context is not None and context.get_start_method() != "fork":
         return "the loader: its workers are not forked"
-    if loader.persistent_workers:  # begun once, they draw once from what its sampler draws from
+    if loader.persistent_workers:  # started once, they draw one seed from the sampler's generator
         return "the loader: its workers stay from one epoch to the next"
-    if settings.keeps_loader():
+    if settings.is_on("ADVISOR_KEEP_LOADER"):
         return "the loader: ADVISOR_KEEP_LOADER is set"
     if isinstance(loader.dataset, IterableDataset | MapDataPipe):
-        return "the loader: of an IterableDataset every worker would read all"
+        return "the loader: every worker would read all of an IterableDataset"
     # None: the script has not chosen; asking for the default would choose it.
     if (method := multiprocessing.get_start_method(allow_none=True)) not in (None, "fork"):
         return f"the loader: processes are started by {method!r} here, not forked"
     if multiprocessing.current_process().daemon:
-        return "the loader: this process may start no other"
+        return "the loader: a daemon process may start no workers"
     if files := host.files_read():
-        return f"the loader: {files[0]} is open, and workers would share the place in it"
+        return f"the loader: {files[0]} is open, and workers would share its file position"
     return ""

@@ -25,8 +25,8 @@ OptimizerKind = Literal["known", "new", "similar", "retired", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A tensor that a model is called with, or a list of similar ones, whose length is then the
-    first dimension. Another dimension is VARIES if calls differ in it."""
+    """A tensor that a model is called with, or a list of similar tensors, whose length is then the
+    first dimension. Other dimensions in which calls differ are VARIES."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Input:
 
 @dataclass(slots=True, eq=False)
 class TrainedModel:
-    outer: nn.Module  # what the script calls, as DistributedDataParallel
+    outer: nn.Module  # the module that the script calls, such as DistributedDataParallel
     model: nn.Module  # the user's own
     inputs: tuple[Input, ...] = ()
     samples: int = 0  # of the calls with gradients since the last step or block began
@@ -45,7 +45,7 @@ class TrainedModel:
     _batches: Counter[int] = field(default_factory=Counter)
 
     def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look at a call with gradients, and count it."""
+        """Record the signature and inputs of a call with gradients, and count its samples."""
         one = signature(args, kwargs)
         if one not in self.signatures:
             found = tuple(inputs_of(args, kwargs))
@@ -59,13 +59,13 @@ class TrainedModel:
         self._batches[found] += 1
 
     def micro_batches(self, samples: int) -> int:
-        """The number of calls in a step with so many samples."""
+        """The number of calls in a step of `samples` samples."""
         most = self._batches.most_common(1)
         return max(1, round(samples / max(1, most[0][0]))) if most else 1
 
     def batch(self, period: int) -> int:
-        """The most frequent number of samples in `period` optimizer steps. Others come from a short
-        batch, an extra call, or a step that a GradScaler left out."""
+        """The most frequent number of samples in `period` optimizer steps. Other numbers come from
+        a short batch, an extra call, or a step that a GradScaler skipped."""
         ends = range(len(self.steps), period - 1, -period)
         found = Counter(sum(self.steps[end - period : end]) for end in ends)
         whole = sum(self.steps)
@@ -98,8 +98,8 @@ class LoopObserver:
         self.called: dict[nn.Module, TrainedModel] = {}  # outermost modules, called with gradients
         self.autocast: torch.dtype | None = None  # of the script's own autocast in such a call
         self.optimizers: list[torch.optim.Optimizer] = []  # in the order of their first steps
-        self.frees_gradients = True  # between two steps, as `zero_grad` does
-        self.sparse = False  # whether a gradient was
+        self.frees_gradients = True  # whether gradients are freed between steps, as by `zero_grad`
+        self.sparse = False  # whether a gradient was sparse
         self._order: list[int] = []
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._awaited: list[weakref.ref[torch.optim.Optimizer]] | None = None
@@ -139,13 +139,13 @@ class LoopObserver:
             self._gradients[at] = weakref.ref(gradients[0])
 
     def kind(self, optimizer: torch.optim.Optimizer) -> OptimizerKind:
-        """What an optimizer is to those seen before.
+        """How an optimizer relates to the recorded ones.
 
-        'known': one of them, or one that has taken over their models. 'new': it holds a weight of a
-        called model that none of them holds. 'similar': its parameters have the same shapes as one
-        of theirs, as in the next fold of a cross-validation. 'retired': of an earlier fold.
+        'known': a recorded one, or one that trains the same models. 'new': holds a weight of a
+        called model that no recorded one holds. 'similar': its parameters have the shapes of a
+        recorded one's, as in the next fold of a cross-validation. 'retired': of an earlier fold.
         """
-        if optimizer not in self._kinds:  # asked at each step, and seldom another
+        if optimizer not in self._kinds:  # cached: this runs at each step
             self._kinds[optimizer] = self._kind(optimizer)
         return self._kinds[optimizer]
 
@@ -170,7 +170,7 @@ class LoopObserver:
         return period(self._order, len(self.optimizers))
 
     def _awaits_optimizer(self) -> bool:
-        """Whether an optimizer has yet to make its first step, as that of a generator may."""
+        """Whether an optimizer has yet to make its first step, as a GAN generator's may."""
         if self._awaited is None:
             # There is no other list of the optimizers that a script has.
             found = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
@@ -193,7 +193,7 @@ class LoopObserver:
         return sorted(sizes, key=lambda one: -sizes[one])
 
     def forget(self) -> None:
-        """Hold on to nothing: the script may need the memory."""
+        """Drop references to the script's objects: it may need the memory."""
         self.called.clear()
         self._met.clear()
         self.optimizers.clear()
@@ -204,7 +204,7 @@ def _weights(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def period(order: Sequence[int], kinds: int) -> int:
-    """The shortest length of a group of all kinds with which a sequence ends twice; else 0."""
+    """The least length of a pattern, of all `kinds`, with which `order` ends twice; 0 if none."""
     for length in range(kinds, len(order) // 2 + 1):
         last, before = order[-length:], order[-2 * length : -length]
         if list(last) == list(before) and len(set(last)) == kinds:
@@ -213,7 +213,7 @@ def period(order: Sequence[int], kinds: int) -> int:
 
 
 def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Input]:
-    """The tensors of a call, named '0' as first argument, 'mask' as that keyword, '0.x' within."""
+    """Yield the tensors of a call: '0' is the first argument, 'mask' a keyword, '0.x' in '0'."""
     return _inputs("", {**dict(enumerate(args)), **kwargs})
 
 
@@ -235,7 +235,7 @@ def _inputs(name: str, value: Any) -> Iterator[Input]:
 
 
 def _common(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that several have in common, with VARIES where they differ."""
+    """The common shape of several shapes, with VARIES where they differ."""
     dims = zip(*shapes, strict=True)
     return tuple(sizes[0] if len(set(sizes)) == 1 else VARIES for sizes in dims)
 

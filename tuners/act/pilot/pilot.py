@@ -34,27 +34,27 @@ OK = ("ok", "", "")
 _log = logging.getLogger("advisor")
 
 _UNSEEN = "no module whose parameters the optimizer holds ran"
-UNSEEN = f"{_UNSEEN} with gradients; what can be tuned trains, and is called as model(x)"
+UNSEEN = f"{_UNSEEN} with gradients; advisor tunes models that train and are called as model(x)"
 UNSEEN_COMPILED = (
-    f"{_UNSEEN} where it can be seen: a function that the script compiles calls the model; compile "
-    "the model instead, as model.compile()"
+    f"{_UNSEEN} where advisor sees it: the script compiles a function that calls the model, or "
+    "calls model.compile(); use torch.compile(model) instead"
 )
 UNSTEPPED = (
     "a model was called with gradients, and no optimizer of torch.optim made a step: nothing was "
     "looked up or tuned, and the run was unmodified"
 )
-ANOTHER = "it trains another model now"
-UNADVISED = "a model trains now that the advice in force is not for"
+ANOTHER = "the script trains another model now"
+UNADVISED = "another model trains now than the one that the advice in force is for"
 UNORDERED = (
-    f"in {MAX_OBSERVED_STEPS} steps of the optimizers no order repeats, so that a step of the "
-    "script cannot be told; what can be tuned has all of its optimizers step in turn"
+    f"in {MAX_OBSERVED_STEPS} steps the optimizers never repeat an order, so advisor cannot tell "
+    "where a step of the script ends; it tunes scripts whose optimizers all step in turn"
 )
 LITTLE = "not tried: little of the device's memory is free"
 FELL_BACK = "RecompileLimit: torch.compile has given up: shapes vary too much"
 
 
 class StepComparer(Protocol):
-    """Compares configs on kept steps of the script. Both return None while it needs more steps."""
+    """Compares configs on recorded steps of the script. Methods return None before the verdict."""
 
     def begin(
         self,
@@ -63,17 +63,17 @@ class StepComparer(Protocol):
         device: torch.device,
         asked: CompareRequest,
     ) -> Verdict | None:
-        """Compare. Steps that it needs for it are unmodified ones."""
+        """Begin a comparison. The script's steps that it records are unmodified."""
 
     def stepped(self) -> Verdict | None:
-        """A step is over."""
+        """Go on with the comparison after a step."""
 
     def close(self) -> None:
-        """Free all that was kept."""
+        """Free all that was recorded."""
 
 
 class Pilot:
-    """Attached to a script, until `release`."""
+    """Observes the script of this process and sets configs in it, until `release`."""
 
     def __init__(self, guide: Guide, comparer: StepComparer | None = None) -> None:
         self._guide = guide
@@ -91,7 +91,7 @@ class Pilot:
         self._began = self._first_s = self._switched = 0.0
         self._fresh = self._cut = self._flags_released = False
         self._verdict: Verdict = OK
-        self._loaders = Loaders(self._gave_up, override=settings.overrides_loader())
+        self._loaders = Loaders(self._gave_up, override=settings.is_on("ADVISOR_OVERRIDE_LOADER"))
         self._calls = hooks.CallHooks(
             self._guarded(self._observer.on_call),
             self._guarded(self._observer.on_autocast),
@@ -106,7 +106,7 @@ class Pilot:
         self._calls.remove()
 
     def _leave(self) -> None:
-        """The same, but for hooks that are part of the script's compiled code."""
+        """As `release`, but keep hooks that are part of the script's compiled code."""
         self._calls.pause()
         if self._comparer is not None:
             self._comparer.close()
@@ -125,7 +125,7 @@ class Pilot:
         self._leave()
 
     def _guarded(self, hook: Callable[P, None]) -> Callable[P, None]:
-        """The hook; what it raises ends the pilot, and not the run."""
+        """Wrap a hook: an exception in it ends the pilot, and not the run."""
 
         def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
             try:
@@ -170,7 +170,7 @@ class Pilot:
             self._stepped_elsewhere(self._switch, kind)
 
     def _stepped_elsewhere(self, switch: ConfigSwitch, kind: str) -> None:
-        """An optimizer made a step that was not among the first ones."""
+        """Handle a step of an optimizer that was not recorded."""
         self._elsewhere += 1
         if self._request.steps:
             if self._elsewhere >= MAX_OBSERVED_STEPS:
@@ -197,7 +197,7 @@ class Pilot:
             self._stop(Stopped("unclear", UNORDERED))
 
     def _found(self, trained: Sequence[TrainedModel]) -> None:
-        """Take over, if the guide does: it is known what a step of the script is."""
+        """Ask the guide whether to take over: a step of the script is known now."""
         if not trained:
             said = UNSEEN_COMPILED if graphs_compiled() else UNSEEN
             return self._stop(Stopped("unclear", said))
@@ -217,7 +217,7 @@ class Pilot:
         self._follow(self._switch, request)
 
     def _step(self, switch: ConfigSwitch) -> None:
-        """A step of the script is over."""
+        """Handle the end of a step of the script."""
         switch.begin_step(freed=self._observer.frees_gradients)
         if not self._request.steps:
             return
@@ -240,17 +240,17 @@ class Pilot:
             return
         self._done += 1
         if alone and not self._cut and any(one.evaluated for one in self._trained):
-            self._cut = True  # once: the block is longer than the steps between two evaluations
+            self._cut = True  # restart once only: a block may be longer than an evaluation interval
             self._begin_block()
         elif self._done >= self._request.steps or cut_short:
             self._synchronize()
-            if switch.fell_back:  # what was timed is not what the config says
+            if switch.fell_back:  # the timed code is not the config's
                 switch.drop_config()
                 self._verdict = ("failed", FELL_BACK, "")
             self._finish(switch)
 
     def _finish(self, switch: ConfigSwitch) -> None:
-        """Report on the order that is over, and begin the next one."""
+        """Report the result of the request, and begin the next request."""
         result = self._result()
         if self._request.config == switch.own:
             self._own_peak = max(self._own_peak, result.peak_bytes)
@@ -288,7 +288,7 @@ class Pilot:
             request = self._guide.next(self._result())
 
     def _begin(self, switch: ConfigSwitch, request: BlockRequest) -> bool:
-        """Begin a request; returns whether it is over at once."""
+        """Begin a request. Returns whether it is over at once."""
         self._fresh = request.config != switch.config
         self._verdict = OK
         self._switched = time.perf_counter()
@@ -322,7 +322,7 @@ class Pilot:
             self._verdict = ("out_of_memory", LITTLE, "")
 
     def _make_final(self, switch: ConfigSwitch, request: BlockRequest) -> None:
-        """No order comes after this one: remove the hooks that nothing needs any more."""
+        """Remove hooks that the last request no longer needs."""
         switch.make_final()
         if self._comparer is not None:
             self._comparer.close()
@@ -332,7 +332,7 @@ class Pilot:
             self._unhook_failure()
 
     def _compare(self, switch: ConfigSwitch, request: BlockRequest, asked: CompareRequest) -> bool:
-        """Compare; whether that is over at once."""
+        """Begin a comparison. Returns whether it is over at once."""
         if request.needs_room and not self._has_room(2 * HEADROOM, host.peak_bytes()):
             self._verdict = ("out_of_memory", "little memory is free", "")
             return True
@@ -342,27 +342,27 @@ class Pilot:
         return verdict is not None
 
     def _gave_up(self, exc: Exception) -> None:
-        """The script goes on without what has failed: a model's call, or the loader's workers."""
+        """Note an exception of a model's call or of loader workers, which the script survives."""
         self._verdict = (*failure(exc), "")
         if not self._request.steps:
             self._guide.config_dropped(exc)
 
     def _call_failed(self, switch: ConfigSwitch, exc: Exception) -> None:
-        """A model's call has raised under a config: the block ends with this step."""
+        """Handle an exception of a model's call under a config: the block ends with this step."""
         switch.drop_config()
         self._gave_up(exc)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _backward_failed(self, switch: ConfigSwitch, exc: Exception) -> None:
-        """Backward has raised under a config. The script may end of it: the block, and with it the
-        next order, waits for the next step."""
+        """Handle an exception of backward under a config. The script may end because of it, so the
+        next config is asked for at the next step."""
         switch.drop_config()
         self._verdict = (*failure(exc), "")
         self._guide.backward_failed(exc, self._request)
 
     def _has_room(self, times: float, host_bytes: int = 0) -> bool:
-        """Whether a GPU has so many times free what a step allocates, or the host so many bytes."""
+        """Whether `times` a step's memory is free on the GPU, or else `host_bytes` on the host."""
         if self._device.type != "cuda":
             return host.free_bytes() >= host_bytes
         free, _all = torch.cuda.mem_get_info(self._device)
@@ -376,13 +376,13 @@ class Pilot:
 
 
 class ActivePilot:
-    """Keeps the first pilot that is brought: `advisor run` comes before its script's `apply()`."""
+    """Keeps the first pilot that is attached: `advisor run` comes before its script's `apply()`."""
 
     def __init__(self) -> None:
         self._pilot: Pilot | None = None
 
     def attach(self, guide: Guide, comparer: StepComparer | None = None) -> None:
-        """Attach a pilot, unless there is one."""
+        """Attach a pilot, unless one is attached already."""
         if self._pilot is None:
             self._pilot = Pilot(guide, comparer)
 

@@ -1,7 +1,7 @@
-"""What the pilot and its guide exchange, and the local socket to a guide in another process.
+"""Messages between the pilot and its guide, and the local socket to a guide in another process.
 
-What only a run with training steps needs is imported late: every process of a command that loads
-torch imports this module, and what starts a command needs no PyTorch.
+Modules that only training processes need are imported late: every process of a command that loads
+torch imports this module, and the process that starts a command needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ ADDRESS, SECRET = "ADVISOR_PILOT", "ADVISOR_PILOT_KEY"
 RUN = "ADVISOR_RUN"  # the command of `advisor run`, and seconds for its tuning, as JSON
 KEEP_CHECKPOINTS = "ADVISOR_KEEP_CHECKPOINTS"  # if set, checkpoints of a tuned run stay in place
 MAX_MESSAGE_BYTES = 2**20  # bytes of an answer
-TRAINING_OVER = "over"  # the outcome of a run in which nothing trains any more: no failure
+TRAINING_OVER = "over"  # outcome: no process trains any more, without a failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareRequest:
-    """A candidate to compare with strict fp32, within `left_s` seconds. `plain` has only its number
-    format; `tolerance` is the fraction of fp32's loss that is always allowed."""
+    """A candidate to compare with strict fp32, within `left_s` seconds. `plain`: fp32 with only the
+    candidate's number format; `tolerance`: the always allowed error, as part of fp32's loss."""
 
     fp32: Config
     plain: Config
@@ -42,18 +42,18 @@ class CompareRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRequest:
-    """Train on with a config. The pilot asks again after `steps` steps; after 0 it never does."""
+    """Train with a config. The pilot asks again after `steps` steps; 0: the last request."""
 
     config: Config
     steps: Count = 0
-    warm: Count = 0  # untimed steps before them
-    # The script's own; empty: it is left alone.
+    warm: Count = 0  # untimed steps before the timed ones
+    # The script's own config; empty: leave the script alone.
     own: Config = Config()  # noqa: RUF009 # immutable
     needs_room: bool = False  # set the config only if memory is free for it
-    compare: CompareRequest | None = None  # if need be on unmodified steps
-    forget: Config | None = None  # free its compiled code first
-    found: str = ""  # what was measured of the last request's config
-    saves: str = ""  # a file for the artifacts of compilation
+    compare: CompareRequest | None = None  # compare first, on unmodified steps
+    forget: Config | None = None  # a config whose compiled code is freed first
+    found: str = ""  # text: the result of the tuning, in the last request
+    saves: str = ""  # a file to save compiled code to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,18 +67,18 @@ class BlockResult:
     waited_s: Seconds = 0.0  # for data
     peak_bytes: Bytes = 0
     compiled: Count = 0  # graphs that torch.compile made
-    drained_share: Share = 0.0  # by which the backlog of the loader's workers grew
-    prefetched: Count = 0  # batches that workers are asked for at a time
-    outcome: str = "ok"  # or how the config failed, without which the script then went on
+    drained_share: Share = 0.0  # of batches by which the loader's backlog grew
+    prefetched: Count = 0  # batches that workers have ready or are loading
+    outcome: str = "ok"  # or how the config failed; the script then went on without it
     reason: str = ""
-    blames: str = ""  # as in `Compared`, whose result a comparison has here
+    blames: str = ""  # as in `Compared`, like outcome and reason after a comparison
 
 
 class Guide(Protocol):
     """Decides which config is next; the same one in all processes of a job."""
 
     def takes_over(self) -> bool:
-        """Whether to act on a script, which may follow advice by itself. Resets advice's flags."""
+        """Whether to tune a script that may use an Advice itself. Resets the Advice's flags."""
 
     def begin(self, seen: ScriptFacts) -> BlockRequest:
         """The first request."""
@@ -87,16 +87,16 @@ class Guide(Protocol):
         """The next request, once the steps of the last are over."""
 
     def failed(self, exc: BaseException) -> None:
-        """The script, or the pilot, ends with this."""
+        """Note the exception with which the script, or the pilot, ends."""
 
     def script_failed(self, exc: BaseException, request: BlockRequest) -> None:
-        """The script has ended with this under a request's config, and it was printed."""
+        """Note the exception, already printed, that ended the script under a request's config."""
 
     def config_dropped(self, exc: BaseException) -> None:
-        """The config that was to stay has raised this; the script goes on without it."""
+        """Note an exception of the last request's config; the script goes on without the config."""
 
     def backward_failed(self, exc: Exception, request: BlockRequest) -> None:
-        """Backward has raised this under a request's config; the script gets it, and may end."""
+        """Note an exception of backward under a request's config; it may end the script."""
 
 
 def checkpoints() -> Path | None:
@@ -108,8 +108,7 @@ def checkpoints() -> Path | None:
 
 
 def startup_failure(address: str) -> str | None:
-    """What a process failed with before its first steps; '' if none has, None if none has loaded
-    torch."""
+    """Why a process failed before its first steps; '' if none did, None if none loaded torch."""
     try:
         return _note(address).read_text()
     except OSError:
@@ -128,8 +127,8 @@ def injection_environment(injected: Path) -> dict[str, str]:
 
 class PilotClient:
     """A Guide that asks the tuning process; without an answer the script goes on unmodified.
-    `secret`: that both sides know; None if the socket is in a folder of this user's alone.
-    `patience_s`: how long an answer may take; None: for ever."""
+    `secret`: known to both sides; None if only this user can open the socket's folder.
+    `patience_s`: seconds that an answer may take; None: any time."""
 
     def __init__(
         self, address: str, secret: bytes | None, *, patience_s: float | None = None
@@ -140,7 +139,7 @@ class PilotClient:
         self._note("")
 
     def takes_over(self) -> bool:
-        """As `Guide.takes_over`: an advice that the script follows is part of the script."""
+        """As `Guide.takes_over`, but an Advice that the script uses is part of it and stays."""
         from advisor.tuners.act.advice_usage import is_followed
         from advisor.tuners.act.process_flags import PROCESS_FLAGS
 
@@ -170,18 +169,18 @@ class PilotClient:
         if self._pipe is not None:
             with contextlib.suppress(OSError):
                 self._send({"failed": {"outcome": outcome, "reason": said, "own": own}})
-        # It may be a process that only tries whether something works: nothing ends for it. The one
-        # that started it may fail because of it, and says less.
+        # It may be a helper process, whose failure need not end the run. The first note stays: a
+        # parent process that fails because of its child says less.
         elif not startup_failure(self._address):
             self._note(said)
 
     def script_failed(self, *_: object, **_named: object) -> None:
-        """The tuning process hears of it by `failed`, or by the result."""
+        """Do nothing: the tuning process learns this from `failed`, or from the result."""
 
     config_dropped = backward_failed = script_failed
 
     def _connect(self) -> None:
-        """Nobody listens once all processes of the job are connected."""
+        """Connect, unless all processes of the job are connected: then nobody listens."""
         with contextlib.suppress(OSError, EOFError, AuthenticationError):
             self._pipe = Client(self._address, authkey=self._secret)
 
@@ -200,7 +199,7 @@ class PilotClient:
                 BlockRequest, msgpack.unpackb(self._pipe.recv_bytes(MAX_MESSAGE_BYTES))
             )
         except (OSError, EOFError):
-            # If one process of a job goes on alone, the others must hear of it.
+            # Closing tells the other processes of a job that this one goes on alone.
             self._pipe.close()
             self._pipe = None
             return BlockRequest(config=Config())

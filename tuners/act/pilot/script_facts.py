@@ -1,4 +1,4 @@
-"""What a script's first steps show: what makes its key, and what it sets itself."""
+"""Facts that a script's first steps show: the parts of its key, and its own settings."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ REPLICATES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptFacts:
-    """One process of a running script."""
+    """Facts on one process of a running script."""
 
-    model: str  # these as in a worker's Facts
+    model: str  # this and the next seven as in `worker.wire.Facts`
     family: str
     libraries: tuple[str, ...]
     modules: int
@@ -40,23 +40,23 @@ class ScriptFacts:
     convolves: bool
     repeats: bool
     threads: int
-    shape: tuple[int, ...]  # samples of the job's step, and its first input; 1 where that varies
+    shape: tuple[int, ...]  # of the first input of the whole job's step; 1 where it varies
     dtype: str
-    others: str  # its other inputs, and what else makes another job
+    others: str  # the other inputs, and further parts of the key
     varies: bool  # whether a shape differed between the steps seen
     optimizer: str
-    own: Config  # what the script sets itself
+    own: Config  # the script's own settings
     kept: tuple[str, ...]  # knobs that are not tuned
     limits: tuple[str, ...]  # knobs that cannot be tuned here, and why, as text
     rank: int
     processes: int
     device: str
-    workers: int  # that its loader may be given
+    workers: int  # that its loader may get at most
     room: int  # as in `LoaderFacts`
 
     @classmethod
     def of(cls, observer: LoopObserver, loading: LoaderFacts) -> ScriptFacts:
-        """What an observer has seen, once it knows which steps make one step of the script."""
+        """The facts of an observer that knows which optimizer steps make one step of the script."""
         trained = observer.trained()
         main = trained[0]
         samples = max(1, main.batch(observer.period()))
@@ -83,7 +83,7 @@ class ScriptFacts:
         )
 
     def task(self, command: Sequence[str], given: Mapping[str, object]) -> Task:
-        """What this command trains, with its user's permissions, as a Task."""
+        """The Task of this command; `given`: the user's permissions."""
         words = tuple(map(printable, command))
         return Task(
             target=" ".join(words),
@@ -98,14 +98,14 @@ class ScriptFacts:
         )
 
     def lines(self) -> list[str]:
-        """What is seen, for people."""
+        """Lines of text: the script's own settings, and what is not tuned."""
         own = described(self.own.without(BATCH), Config())
         already = [f"your script already: {own}"] if self.own else []
         return already + [f"not tuned: {line}" for line in self.limits]
 
     @property
     def script(self) -> str:
-        """What the script sets itself, as part of the key: 'bf16, fused_optimizer'."""
+        """The script's own settings, as part of the key: 'bf16, fused_optimizer'."""
         own = self.own.without(*INPUT_PIPELINE)
         return described(own.without(BATCH), Config()) if own else ""
 
@@ -123,7 +123,7 @@ def micro_batches(task: Task) -> int:
 
 
 def _other_inputs(observer: LoopObserver, main: TrainedModel, samples: int) -> str:
-    """What else makes another key, on one line."""
+    """One line of further parts of the key: other inputs, micro-batches, several optimizers."""
     parts = [
         f"{one.name} {'x'.join(str(dim or '?') for dim in one.shape[1:]) or '1'} {one.dtype}"
         for n, one in enumerate(main.inputs)
@@ -137,7 +137,7 @@ def _other_inputs(observer: LoopObserver, main: TrainedModel, samples: int) -> s
 
 
 def model_facts(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """What models show that train together, the largest first: fields of a Seen and of a Facts."""
+    """Facts on models that train together, largest first: fields of ScriptFacts and of Facts."""
     fingerprints = [fingerprint.of_model(model) for model in models]
     sizes = [fingerprint.size(model) for model in models]
     return {
@@ -155,7 +155,7 @@ def model_facts(models: Sequence[nn.Module]) -> dict[str, Any]:
 def _script_settings(
     observer: LoopObserver, trained: Sequence[TrainedModel], loading: LoaderFacts
 ) -> tuple[Config, tuple[str, ...], tuple[str, ...]]:
-    """A Seen's own, kept and limits."""
+    """The fields `own`, `kept` and `limits` of ScriptFacts."""
     script = ScriptSettings(
         weights=[weight for one in trained for weight in one.model.parameters()],
         autocast=observer.autocast,
@@ -178,14 +178,14 @@ def _script_settings(
             limits += [own.why] if own.why else []
     if observer.sparse:
         kept.append("fused_optimizer")
-        limits.append("fused kernels: a gradient is sparse, for which there are none")
+        limits.append("fused kernels: a gradient is sparse, which they do not support")
     if left_alone := [why for one in trained if (why := _why_left_alone(one.outer))]:
         kept += [k.name for k in KNOBS if k.model or k.autocast or k.optimizer]
     return Config(found), tuple(dict.fromkeys(kept)), tuple(dict.fromkeys([*limits, *left_alone]))
 
 
 def _why_left_alone(outer: nn.Module) -> str:
-    """Why a model is left alone: its weights are elsewhere when they are used."""
+    """Why a model is not tuned, as its weights are copied or sharded when used; '' if it is."""
     if replicates(outer):
         return REPLICATES
     kinds = {type(module).__name__ for module in outer.modules()}

@@ -1,4 +1,4 @@
-"""Sets configs in a running script between two steps, through the knobs' rows."""
+"""Sets configs in a running script, between two of its steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CompiledRegions = dict[nn.Module, Callable[..., Any]]  # the compiled calls of a
 
 
 class ModelCall:
-    """Replaces the call of a trained model: counts it, and makes training calls through `act`.
+    """Replaces the call of a trained model: counts calls, and makes training calls through `act`.
     Evaluation stays the script's own. `on_error` gets exceptions that only `act` raises."""
 
     def __init__(self, one: TrainedModel, module: nn.Module) -> None:
@@ -46,18 +46,18 @@ class ModelCall:
         self.regions: CompiledRegions = {}
 
     def leave(self) -> None:
-        """Call the model as before, unless it has been compiled since."""
+        """Put the model's own call back, unless the model was compiled in the meantime."""
         if vars(self.module).get("_compiled_call_impl") is self:
             own = self.plain == self.module._call_impl
             hooks.replace_call(self.module, None if own else self.plain)
 
     def put(self, compiled: bool) -> None:
-        """Call the model's parts through their compiled code, or not."""
+        """Have calls of the model's compiled regions use their compiled code, or not."""
         for module, call in self.regions.items():
             hooks.replace_call(module, call if compiled else None)
 
     def uncompiled(self, *args: Any, **kwargs: Any) -> Any:
-        """The uncompiled call."""
+        """Call the model without compiled regions."""
         self.put(False)
         try:
             return self.plain(*args, **kwargs)
@@ -79,7 +79,7 @@ class ModelCall:
         except Exception as exc:  # whatever a config raises: a run is worth more than its advice
             if self.on_error is None:
                 raise
-            raised = exc.with_traceback(None)  # its frames hold what the call has taken
+            raised = exc.with_traceback(None)  # its frames hold memory of the call
         if is_config_error(raised):
             self.on_error(raised)
             return self.uncompiled(*args, **kwargs)
@@ -91,20 +91,20 @@ class ModelCall:
 def _retry(
     uncompiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], raised: Exception
 ) -> Any:
-    """Do without a config what raised under it; what it raises then is the script's own."""
+    """Repeat a call without the config under which it raised. Another exception is the script's."""
     try:
         return uncompiled(*args, **kwargs)
     except Exception as own:
-        own.add_note(f"advisor: raised in a second call; the first, under advice: {raised!r}")
+        own.add_note(f"advisor: raised in a second call; the first, with advice, raised {raised!r}")
         raise
 
 
 class ConfigSwitch:
-    """One script's models and optimizers, and the config that is set in them.
+    """Sets configs in one script's models and optimizers.
 
     Args:
         own: the script's own config; setting it restores the script.
-        feed: has the script's loaders work by these keyword arguments, or unchanged by none.
+        feed: sets these keyword arguments of the script's loaders; none restores the loaders.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ConfigSwitch:
         self._feed, self._device = feed, device
         self.optimizers = list(optimizers)
         self._groups = [[dict(group) for group in one.param_groups] for one in optimizers]
-        self._watching = contextlib.ExitStack()  # for what the config that is set raises
+        self._watching = contextlib.ExitStack()  # catches the present config's exceptions
         self._attached = contextlib.ExitStack()
         outers = [one.outer for one in trained if not replicates(one.outer)]
         self._outers = [outer for outer in outers if layouts.can_rebuild(outer)]
@@ -152,11 +152,11 @@ class ConfigSwitch:
         return fallbacks() > self._fallbacks
 
     def set(self, config: Config, on_error: OnError = None, on_backward: OnError = None) -> None:
-        """Have the script train with a config from here on.
+        """Have the script train with a config from now on.
 
         Args:
-            on_error: gets what the config raises in a call or step, which is then made without it.
-            on_backward: gets what backward raises under it; the script gets that too.
+            on_error: gets the exception of a call or step, which is repeated without the config.
+            on_backward: gets the exception of backward; the script gets it too.
         """
         self._claim()
         self._watching.close()
@@ -181,17 +181,17 @@ class ConfigSwitch:
         self._make_room()
 
     def put_flags(self) -> None:
-        """Put the flags of the config that is set in force."""
+        """Set the flags of the present config."""
         PROCESS_FLAGS.put(self._flags)
 
     def release_flags(self) -> None:
-        """Set them back: another model trains, for which they were not measured. Code that was
-        compiled under them would be compiled again without."""
+        """Reset the flags, because another model trains, for which they were not measured; unless
+        the config compiles: code that depends on the flags would be compiled again."""
         if not self._seen[self.config].compiles:
             PROCESS_FLAGS.release(self._flags)
 
     def forget(self, config: Config) -> None:
-        """Free what only this config has compiled and laid out, unless it is set now."""
+        """Free the code and storages that only this config uses, unless it is the present one."""
         if config in (self.own, self.config) or config not in self._seen:
             return
         self._claim()
@@ -204,7 +204,7 @@ class ConfigSwitch:
         self._make_room()
 
     def _claim(self) -> None:
-        """What was compiled since the last call belongs to the config that is set."""
+        """Assign the code that was compiled since the last call to the present config."""
         made = self._made.setdefault(_code(self._seen[self.config]), (set(), set()))
         codes, replays = self._compiled_code.claim()
         made[0].update(codes)
@@ -217,8 +217,8 @@ class ConfigSwitch:
                 torch.cuda.empty_cache()
 
     def drop_config(self) -> None:
-        """Within a step: call models as the script does, and drop what the config compiled. Weights
-        stay laid out until the next `set`: the step may still need them so."""
+        """Within a step, go back to the script's own calls, and drop the config's code. Weights
+        keep their memory format until the next `set`: the step may still need it."""
         self._watching.close()
         PROCESS_FLAGS.release(self._flags)
         self._kept.pop(_code(self._seen[self.config]), None)
@@ -228,14 +228,14 @@ class ConfigSwitch:
             call.act, call.regions, call.on_error = call.plain, {}, None
 
     def begin_step(self, *, freed: bool = False) -> None:
-        """A step begins; `freed`: the script frees the gradients of the last one."""
+        """Begin a step; `freed`: whether the script frees the last step's gradients."""
         if self._seen[self.config].graphs:
             self._replays.begin()
             if freed:
                 self._replays.let_go(self.optimizers)
 
     def make_final(self) -> None:
-        """Leave the models that the config does not change: no other one will be set."""
+        """Restore the calls of models that the present config, the last one, does not change."""
         for call in self.calls:
             if call.act is call.plain:
                 call.leave()
@@ -278,7 +278,7 @@ class ConfigSwitch:
         on_error: OnError = None,
         on_backward: OnError = None,
     ) -> None:
-        """Set these keyword arguments in every parameter group, beside the script's own."""
+        """Set these options in every parameter group; the script's other options stay."""
         for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
             changes = bool(given) and _takes_fused(optimizer)
             for group, own in zip(optimizer.param_groups, groups, strict=False):
@@ -298,14 +298,14 @@ class ConfigSwitch:
         on_error: Callable[[Exception], None],
         on_backward: OnError,
     ) -> None:
-        """Make the rest of a step that fails under the config without it."""
+        """If an optimizer's step fails under the config, make the rest of it without the config."""
 
         def protected(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             groups = optimizer.param_groups
             versions = [_version(one, optimizer) for one in groups]
             try:
                 return step(*args, **kwargs)
-            except Exception as exc:  # whatever a config raises: see Call
+            except Exception as exc:  # whatever a config raises: see ModelCall
                 done = _groups_done(optimizer, exc)
                 if done is not None and _version(groups[done], optimizer) != versions[done]:
                     with torch.no_grad():
@@ -317,7 +317,7 @@ class ConfigSwitch:
                         on_backward(exc)
                     raise
                 raised = exc.with_traceback(None)
-            on_error(raised)  # before the step is over, where another config may be set
+            on_error(raised)  # now: at the end of the step another config may be set
             optimizer.param_groups = groups[done:]
             try:
                 return _retry(step, args, kwargs, raised)
@@ -328,10 +328,10 @@ class ConfigSwitch:
         self._watching.callback(patch.remove)
 
     def _saved(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint of an optimizer with the script's own kernels; `saved` is not changed."""
+        """Return an optimizer's state_dict with the script's own kernels; `saved` stays."""
         own_groups = self._groups[self.optimizers.index(optimizer)]
         groups = [dict(group) for group in saved["param_groups"]]
-        for group, own in zip(groups, own_groups, strict=False):  # others may have come since
+        for group, own in zip(groups, own_groups, strict=False):  # groups may have been added
             group |= _kernels(own)
         state = dict(saved["state"])
         for index, kept in state.items() if self._steps_on_host else ():
@@ -343,7 +343,7 @@ class ConfigSwitch:
     def _act(
         self, call: ModelCall, applied: AppliedConfig
     ) -> tuple[Callable[..., Any], CompiledRegions]:
-        """The training calls of a model under a config, and its compiled parts."""
+        """The function for a model's training calls under a config, and its compiled regions."""
         code = _code(applied)
         if not code:
             return call.plain, {}
@@ -376,7 +376,7 @@ class ConfigSwitch:
 
 
 def _detach_regions(outer: nn.Module) -> CompiledRegions:
-    """Take away what was just compiled within a model, and return it."""
+    """Remove the compiled calls of a model's inner modules, and return them."""
     inner = (module for module in outer.modules() if module is not outer)
     found = {m: call for m in inner if (call := vars(m).get("_compiled_call_impl")) is not None}
     for module in found:
@@ -385,7 +385,7 @@ def _detach_regions(outer: nn.Module) -> CompiledRegions:
 
 
 def _code(applied: AppliedConfig) -> Config:
-    """The part of a config that decides the code of a model's call; flags are part of such code."""
+    """The part of a config that decides the code of a model's call: flags too, if it compiles."""
     flags = applied.compiles
     decides = ((k, v) for k, v in applied.rows if k.model or k.autocast or (k.flag and flags))
     return Config({knob.name: value for knob, value in decides})
@@ -409,8 +409,8 @@ def _takes_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _groups_done(optimizer: torch.optim.Optimizer, exc: Exception) -> int | None:
-    """How many groups have made their step when one raised; None if that one may have changed some
-    of its weights."""
+    """The number of parameter groups that were updated before a group raised; None if some weights
+    of that group may be updated."""
     for frame, _line in traceback.walk_tb(exc.__traceback__):
         at = frame.f_locals.get("group")
         for number, group in enumerate(optimizer.param_groups):
@@ -428,14 +428,14 @@ def _counters(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterat
 
 
 def _version(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> int:
-    """Grows as a group's steps are counted."""
+    """A number that grows with each counted step of a group."""
     counter = next(_counters(group, optimizer), None)
     return counter._version if isinstance(counter, Tensor) else 0
 
 
 def callable_module(outer: nn.Module) -> nn.Module | None:
-    """The module whose call is the pilot's: the user's own under DistributedDataParallel. None if
-    calls replicate it over devices, as DataParallel's do: replicas lack what is set in it."""
+    """The module whose call the pilot replaces; under DistributedDataParallel, the user's module.
+    None if DataParallel copies the module to devices at each call: copies lack the pilot's call."""
     while isinstance(outer, nn.parallel.DistributedDataParallel | nn.DataParallel):
         if replicates(outer):
             return None
@@ -451,8 +451,8 @@ def replicates(outer: nn.Module) -> bool:
 def _wrapped(
     inner: Callable[..., Any], applied: AppliedConfig, device: torch.device
 ) -> Callable[..., Any]:
-    """A call with its inputs laid out, in autocast, its outputs in float32. The script's loss stays
-    outside, because some losses forbid autocast, as BCELoss does."""
+    """Wrap a call: inputs in the memory format, autocast, outputs in float32. The script's loss
+    stays outside of autocast, which some losses, such as BCELoss, forbid."""
     dtype, layouts = applied.autocast, applied.layouts
 
     def placed(tensor: Tensor) -> Tensor:
@@ -474,7 +474,7 @@ def _wrapped(
     def handed_back(tensor: Tensor) -> Tensor:
         if dtype is not None and tensor.dtype in (torch.bfloat16, torch.float16):
             tensor = tensor.float()
-        # A script may call `view` on what its model has always returned.
+        # A script may call `view` on the model's outputs, which must stay contiguous.
         return tensor.contiguous() if layouts and tensor.dim() > 3 else tensor
 
     return call

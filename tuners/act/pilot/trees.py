@@ -18,7 +18,7 @@ _IMMUTABLE = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, 
 def map_tensors(
     change: Callable[[Tensor], Tensor], value: Any, *, _around: tuple[Any, ...] = ()
 ) -> Any:
-    """The same with its tensors changed, also within objects of any class; copies only these."""
+    """Return `value` with its tensors changed, also in objects of any class, which are copied."""
 
     def of(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -44,18 +44,18 @@ def _contents(leaf: Any) -> dict[str, Any]:
 
 
 def _with_contents(leaf: Any, contents: dict[str, Any]) -> Any:
-    """A copy of an object that holds this."""
+    """A copy of an object with these contents."""
     other = copy.copy(leaf)
     for name, value in contents.items():
         if isinstance(leaf, dict) and name in leaf:
             other[name] = value
         else:
-            object.__setattr__(other, name, value)  # of frozen dataclasses too
+            object.__setattr__(other, name, value)  # sets frozen dataclasses' fields too
     return other
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors of what a model returns, in their order."""
+    """The tensors in a value, such as a model's output, in order."""
     found: list[Tensor] = []
 
     def take(tensor: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def mutable_class(value: Any) -> str:
-    """The class of an object in it that another call may change; '' if there is none."""
+    """The class of an object in `value` that another call may change; '' if there is none."""
     for leaf in tree_leaves(value):
         found = "" if isinstance(leaf, _IMMUTABLE) else type(leaf).__name__
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):

@@ -1,4 +1,4 @@
-"""Checks of a command's words, and its process, which leaves none behind whoever dies first."""
+"""Checks a command's words, and runs it in a process that leaves no other process behind."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class GuardedProcess:
     OSError if no process can be started.
 
     Args:
-        words: the path of its program first.
-        pipe: a descriptor that it inherits, or -1.
-        memory: bytes that it and all that it starts may hold, 0 for no limit.
+        words: the command; the first word is the path of its program.
+        pipe: a file descriptor that the command inherits; -1: none.
+        memory: bytes that the command and its descendants may hold; 0: no limit.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class GuardedProcess:
         pipe: int = -1,
         memory: int = 0,
     ) -> None:
-        self.over = 0  # bytes that they held when the guard ended them for it; see `exit_report`
+        self.over = 0  # bytes held, if the guard ended the command for that; from `exit_report`
         theirs, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -73,7 +73,7 @@ class GuardedProcess:
         return self._process.poll() is not None
 
     def exit_report(self) -> tuple[int, str]:
-        """(Exit code, the last line with words that it printed) of a command that is over."""
+        """(Exit code, the last line with words that it printed) of a command that has ended."""
         assert self._process.stdout is not None
         try:
             self._process.wait(timeout=END_S)
@@ -88,7 +88,7 @@ class GuardedProcess:
     def end(self) -> None:
         with contextlib.suppress(OSError):
             os.close(self._lifeline)
-        self._lifeline = -1  # the number may be another file's by now
+        self._lifeline = -1  # the descriptor's number may be reused
         try:
             self._process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
@@ -104,12 +104,12 @@ def exit_text(code: int) -> str:
         return f"exit code {code}"
     try:
         return f"signal {signal.Signals(-code).name}"
-    except ValueError:  # one of those for real time, which have no names
+    except ValueError:  # real-time signals have no names
         return f"signal {-code}"
 
 
 def inductor_folder() -> str:
-    """Where Inductor keeps what it compiles, if TMPDIR stays: as in
+    """The folder of Inductor's cache for the present TMPDIR, as in
     torch._inductor.runtime.cache_dir_utils, which takes seconds to import."""
     try:
         user = getpass.getuser()
@@ -131,13 +131,13 @@ def program(words: Sequence[str]) -> str:
     elif not Path(word).is_file():
         why = "no such program; give the command as you would type it"
     else:
-        by = "python" if word.endswith(".py") else "the program that runs it, as bash,"
+        by = "python" if word.endswith(".py") else "the program that runs it, such as bash,"
         why = f"this file is no program; put {by} before it"
     raise UsageError(f"command {word!r}: {why}")
 
 
 def measurable(words: Sequence[str]) -> str:
-    """As `program`; raises UsageError as `check_open`, and if a word needs several lines."""
+    """As `program`; also raises UsageError as `check_open`, or if a word is not one line."""
     path = program(words)
     check_open(words)
     if odd := next((word for word in words if not word.isprintable()), None):
@@ -146,13 +146,13 @@ def measurable(words: Sequence[str]) -> str:
 
 
 def check_open(words: Sequence[str]) -> None:
-    """Raise UsageError if a command's Python is isolated, so that no pilot gets in."""
+    """Raise UsageError if a command's Python is isolated, so that it would load no pilot."""
     if option := isolated(words):
         raise UsageError(f"python {option} keeps advisor out of the command; leave {option} out")
 
 
 def isolated(words: Sequence[str]) -> str:
-    """The option that has a command's Python ignore PYTHONPATH; '' for none."""
+    """The option that makes a command's Python ignore PYTHONPATH; '' if there is none."""
     for at, word in enumerate(words):
         if Path(word).name.startswith("python"):
             options = iter(words[at + 1 :])

@@ -1,4 +1,4 @@
-"""Options of a command that set knobs: their numbers in its words, and words with others."""
+"""Options of a command that set knobs: reads their numbers, and replaces them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from advisor.tuners import knobs
 
 
 class MappedOptions:
-    """A command, and which of its options set knobs, by what `--map` calls these; raises UsageError
-    if the command gives such an option no whole number."""
+    """A command and its options that set knobs; `options`: by the knob's name in `--map`. Raises
+    UsageError if the command gives such an option no whole number."""
 
     def __init__(self, words: Sequence[str], options: Mapping[str, Value]) -> None:
         self._words = tuple(words)
@@ -55,14 +55,14 @@ class MappedOptions:
         return tuple(name for name in self.names if config.get(name) != own.get(name))
 
     def within(self, config: Config, own: Config) -> Config:
-        """The pilot's part of a config: what options set is the script's own there."""
+        """The config for the pilot: a knob that an option sets keeps the script's own value."""
         return config.replace(**{name: own[name] for name in self.names if name in own})
 
     def given(self, name: str) -> bool:
         return self._given[name] is not None
 
     def described(self, numbers: Mapping[str, int]) -> str:
-        """'--batch-size 128', of numbers by knob."""
+        """The options with their numbers, as '--batch-size 128'; `numbers`: by knob."""
         return ", ".join(f"{self._options[name]} {number}" for name, number in numbers.items())
 
     def _number(self, option: str) -> int | None:
@@ -76,7 +76,7 @@ class MappedOptions:
 
 
 def _places(words: Sequence[str], option: str) -> Iterator[tuple[int, str]]:
-    """Where a command gives an option: the word of its value, and what is before that in it."""
+    """Yield each place where a command gives an option: the value's word, and a prefix in it."""
     for at, word in enumerate(words):
         if word == option and at + 1 < len(words):
             yield at + 1, ""

@@ -1,4 +1,4 @@
-"""What is kept of a script beside its calls: attributes of modules, and updates of optimizers."""
+"""Records attributes of a script's modules, and updates of its optimizers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from advisor.tuners.measure.samples import worst_update
 
 _OURS = "_compiled_call_impl"  # set by configs, not by the script
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
-_MOST_PARAMETERS = 64  # of an optimizer, evenly spaced over all
-_MOST_ELEMENTS = 2**22  # of a parameter; both for the memory of the copies
+_MOST_PARAMETERS = 64  # recorded of all optimizers' groups, evenly spaced
+_MOST_ELEMENTS = 2**22  # of a recorded parameter; both limits save memory
 
 
 def save_attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:
-    """Keep which objects modules hold; the result has them hold the same ones again."""
+    """Record which objects modules hold. Returns a function that restores them."""
     tables: list[dict[str, Any]] = [t for one in modules for t in (vars(one), one._buffers)]
     kept = [{name: held for name, held in table.items() if name != _OURS} for table in tables]
 
@@ -36,8 +36,8 @@ def save_attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:
 
 
 def detect_changes(modules: Sequence[nn.Module]) -> Callable[[], str]:
-    """The result tells what a call has changed since that cannot be put back, or '': objects that
-    modules hold, as lists and parameters, and numpy's random numbers; nothing deeper, no files."""
+    """Return a function that names a change since that cannot be restored, or ''. It sees objects
+    in modules, such as lists and parameters, and numpy's random state; nothing deeper, no files."""
     before = [
         (f"{type(module).__name__}.{name}", held := [value, *_within(value)], [*map(_mark, held)])
         for module in modules
@@ -68,7 +68,7 @@ def _within(value: object) -> Iterable[object]:
 
 
 def _mark(value: object) -> object:
-    """What is equal as long as an object is unchanged."""
+    """A value that stays equal as long as an object is unchanged."""
     if isinstance(value, _VALUES):
         return type(value), value
     if isinstance(value, Tensor):
@@ -84,7 +84,7 @@ def _numpy() -> object:
 
 
 def has_hooks(modules: Sequence[nn.Module]) -> bool:
-    """Whether the script has hooks that a call of these would run."""
+    """Whether the script has hooks that a call of these modules would run."""
     tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     parameters = (p for one in modules for p in one.parameters(recurse=False))
     there = (getattr(one, table) for one in modules for table in tables)
@@ -93,7 +93,7 @@ def has_hooks(modules: Sequence[nn.Module]) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parameter:
-    """Copies of what its next update is made of."""
+    """Copies of a parameter, its gradient and its optimizer state."""
 
     number: int  # its `id`
     value: Tensor
@@ -105,14 +105,14 @@ _Groups = list[tuple[dict[str, Any], list[_Parameter]]]  # by group: settings, p
 
 
 class RecordedUpdates:
-    """What optimizers that know `fused` would make of the dense gradients that are there now."""
+    """The updates that optimizers with an option `fused` would make with the present gradients."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         found = [(one, _kept(one)) for one in optimizers if _plain_step(one) is not None]
         self._updates = [one for one in found if any(kept for _, kept in one[1])]
 
     def error(self, settings: Mapping[str, Any], names: Mapping[int, str]) -> tuple[float, str]:
-        """`worst_update` under other settings, with the parameter's name by `id` in `names`."""
+        """`worst_update` of other optimizer settings; `names`: the parameters' names by `id`."""
         return worst_update(
             (names.get(one.number, "a parameter"), one.value, wanted, found)
             for optimizer, groups in self._updates
@@ -126,7 +126,7 @@ class RecordedUpdates:
 
 
 def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
-    """Its class's step without PyTorch's hooks; None if it has none, or no kernels to choose."""
+    """An optimizer class's `step` without hooks; None if it has none, or no option `fused`."""
     step = type(optimizer).step
     fits = all("fused" in group for group in optimizer.param_groups)
     return getattr(step, "__wrapped__", None) if fits and hasattr(step, "hooked") else None

@@ -1,12 +1,12 @@
-"""The steps of a running script, repeatable: its models' calls, made again under any config.
+"""Records steps of a running script, and repeats its models' calls under any config.
 
-Of four unmodified steps each call of the script's models is kept: its arguments, and the gradients
-of what it returned; so are the weights before the first. A pass copies these into the parameters,
-makes the calls of one step through a config's code, takes the kept gradients back through them, and
-puts everything back.
+Each call of the script's models in four unmodified steps is recorded: its arguments, and the
+gradients of its outputs; also the weights before the first step. A pass copies these weights into
+the parameters, repeats the calls of one step through a config's code, runs backward from the
+recorded gradients, and restores everything.
 
-It sees no errors that add up over many updates, later micro-batches, or gradients of gradients. A
-loss's error is estimated by its tangent, which is exact if the model returns its loss.
+A pass does not show errors that add up over many updates, in micro-batches after the eighth, or in
+gradients of gradients. A loss's error is linearised, which is exact if the model returns its loss.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from advisor.tuners.measure.samples import NamedTensors, Sample, is_perturbed, p
 
 _Place = tuple[dict[str, Any], str]  # where a module holds a parameter or buffer, by its name
 _Autocast = tuple[str, torch.dtype, bool, bool]  # the arguments of torch.autocast
-_MOST_CALLS = 8  # of one step, for their memory
-_MOST_STEPS = 8 * POINTS  # that are looked at until a gradient comes back to a model's outputs
-_COPIES = 3  # of the weights, in memory: the kept ones, the script's own meanwhile, gradients
+_MOST_CALLS = 8  # recorded in one step, to save memory
+_MOST_STEPS = 8 * POINTS  # observed until a gradient reaches a model's outputs
+_COPIES = 3  # of the weights in memory: the recorded ones, the script's own, and gradients
 
 
 @dataclass(slots=True, eq=False)
@@ -56,12 +56,12 @@ class _RecordedCall:
     given: tuple[tuple[Any, ...], dict[str, Any]]  # its arguments, cloned
     autocast: _Autocast
     needs: list[bool]  # whether each of the models' parameters required a gradient
-    lost: Callable[[Exception], None]  # called where a gradient could not be kept
-    back: list[Tensor | None] = field(default_factory=list)  # gradients of what it returned
-    slope: Tensor | None = None  # the sum of these times what it returned
+    lost: Callable[[Exception], None]  # called if a gradient could not be recorded
+    back: list[Tensor | None] = field(default_factory=list)  # gradients of its outputs
+    slope: Tensor | None = None  # the sum of these gradients times the outputs
 
     def watch(self, result: Any) -> None:
-        """Keep the gradients of what the call returned, as they come."""
+        """Record the gradients of the call's outputs during backward."""
         for number, output in enumerate(_floating(result)):
             self.back.append(None)
             if output.requires_grad:
@@ -80,30 +80,30 @@ class _RecordedCall:
 
 class RecordedSteps:
     """Compares configs with strict fp32 on recorded steps: a RepeatableStep and a StepComparer.
-    `careful`, as in a real run: only if all that a call of the model changes can be restored."""
+    `careful`, for a real run: only if all changes by a model's call can be restored."""
 
     def __init__(self, *, careful: bool = False) -> None:
         self._careful = careful
         self._unhook: Callable[[], None] = lambda: None
         self.close()
 
-    # A StepComparer.
+    # Methods of a StepComparer.
 
     def close(self) -> None:
         self._unhook()
         self._unhook = lambda: None
         self._switch: ConfigSwitch | None = None
         self._refused = ""
-        # The calls of each step, and the sum of its losses; None where the script has none.
+        # The calls of each step, and the sum of its losses; None if the script has no loss.
         self._steps: list[tuple[list[_RecordedCall], float | None]] = []
         self._calls: list[_RecordedCall] = []
         self._losses: list[Tensor] = []
-        self._looked = 0  # at so many steps
+        self._looked = 0  # steps observed
         self._raised = self.draws = False
         self._named: NamedTensors = {}
         self._modules: list[nn.Module] = []
         self._places: list[_Place] = []
-        self._parameters = 0  # that come first in `_places`
+        self._parameters = 0  # the number of parameters, which come first in `_places`
         self._values: list[Tensor] = []
         self._updates: RecordedUpdates | None = None
         self._references: References | None = None
@@ -168,7 +168,7 @@ class RecordedSteps:
             torch.cuda.empty_cache()
         return found.outcome, found.reason, found.blames
 
-    # A RepeatableStep.
+    # Methods of a RepeatableStep.
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
         if self._of_switch.config != config:
@@ -200,7 +200,7 @@ class RecordedSteps:
             of = f" of call {number}" if len(calls) > 1 else ""
             _require(self._tensors(self._parameters), kept.needs)
             args, kwargs = map_tensors(_fresh, kept.given)
-            # Compiled code looks at its state.
+            # No autocast context if it changes nothing: compiled code depends on its state.
             same = kept.autocast == _autocast(self._device.type)
             with contextlib.nullcontext() if same else torch.autocast(*kept.autocast):
                 found = _floating(kept.call.act(*args, **kwargs))
@@ -221,7 +221,7 @@ class RecordedSteps:
         known = None if is_perturbed(point) else loss
         return Sample(outputs=outputs, gradients=gradients, loss=known)
 
-    # What is kept, and put back.
+    # Recording and restoring.
 
     @property
     def _of_switch(self) -> ConfigSwitch:
@@ -229,7 +229,7 @@ class RecordedSteps:
         return self._switch
 
     def _look(self) -> None:
-        """Keep the calls of the step that begins, and before the first one the weights."""
+        """Record the calls of the step that begins; before the first step, also the weights."""
         self._calls, self._losses, self._raised = [], [], False
         try:
             if not self._values:
@@ -248,7 +248,7 @@ class RecordedSteps:
         return [table[name] for table, name in self._places[:count]]
 
     def _copies(self) -> list[Tensor]:
-        """Copies of all weights and buffers; on the host where the device has little room."""
+        """Copies of all weights and buffers; on the host if the device has little memory."""
         found, device = self._tensors(), self._device
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
@@ -259,7 +259,7 @@ class RecordedSteps:
 
     def _keep(self, call: ModelCall, *args: Any, **kwargs: Any) -> Any:
         if self._refused or len(self._calls) >= _MOST_CALLS:
-            self._unhook()  # the losses of calls that are not made again do not count
+            self._unhook()  # losses of calls that are not repeated do not count
             return call.plain(*args, **kwargs)
         try:
             given = map_tensors(_fresh, (args, kwargs))
@@ -282,7 +282,7 @@ class RecordedSteps:
             if what := mutable_class((args, kwargs)):
                 self._refuse(f"the model is called with a {what}, which another call might change")
             elif what := changed():
-                self._refuse(f"a call of the model changes {what}, which could not be put back")
+                self._refuse(f"a call of the model changes {what}, which could not be restored")
         return result
 
     def _refuse(self, why: str | Exception) -> None:
@@ -296,7 +296,7 @@ class RecordedSteps:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Set the script's own weights, buffers, attributes and random numbers aside meanwhile."""
+        """Context manager: restores the script's weights, buffers, attributes and random state."""
         switch = self._of_switch
         switch.set(switch.own)
         rng, self._put_attributes = RngState(), save_attributes(self._modules)
@@ -313,7 +313,7 @@ class RecordedSteps:
             rng.restore()
 
     def _place(self, point: int) -> None:
-        """Put kept buffers and the weights of a point in place."""
+        """Copy the recorded buffers, and the weights of a point, into the models."""
         weights = point // POINTS * 2 + is_perturbed(point)
         tensors, count = self._tensors(), self._parameters
         _copy(tensors[count:], self._values[count:])
@@ -341,7 +341,7 @@ def _places(tables: Sequence[dict[str, Any]]) -> list[_Place]:
 
 @torch.no_grad()
 def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """In place, so that compiled code and CUDA graphs find them where they were."""
+    """Copy values in place: compiled code and CUDA graphs use fixed addresses."""
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)
 
@@ -353,10 +353,10 @@ def _require(tensors: Sequence[Tensor], needs: Sequence[bool]) -> None:
 
 
 def _why_not_repeatable(modules: Sequence[nn.Module]) -> str:
-    """Why the models of a real run cannot be called again, whatever a call does; or ''."""
+    """Why the models of a real run cannot be called again; '' if they may be."""
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     if there and torch.distributed.get_world_size() > 1:
-        return "of several processes one might wait for another within a call made again"
+        return "in a job of several processes a repeated call might wait for another process"
     return "the script has hooks in its model, which would run again" if has_hooks(modules) else ""
 
 
@@ -365,7 +365,7 @@ def _floating(value: Any) -> list[Tensor]:
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    """A clone with the same strides, which compiled code looks at."""
+    """A clone with the same strides, on which compiled code depends."""
     own = tensor.detach()
     if tensor.layout == torch.strided and not tensor.is_nested and tensor.numel():
         shape, strides = tensor.shape, tensor.stride()

@@ -27,17 +27,17 @@ from advisor.tuners.measure.run.session import (
 from advisor.tuners.measure.runner import UNVERIFIED, Block, Compared, ConfigFailed, Runner
 
 T = TypeVar("T")
-SAVE_TIMEOUT_S = 30.0  # for saving what was compiled
-RETRY_HINT = "mend that, and the same command goes on with what was measured"
+SAVE_TIMEOUT_S = 30.0  # for saving compiled code
+RETRY_HINT = "fix that, then give the same command again: it reuses what was measured"
 
 
 class Run:
     """A Runner: a command that is measured, and restarted when it ends.
 
     Args:
-        injected: the folder with the sitecustomize that brings the pilot.
-        show: called with what the command prints, as it comes, from another thread.
-        options: of the command that set knobs, by what `--map` calls these.
+        injected: the folder with the sitecustomize that attaches the pilot.
+        show: called with the command's output, as it comes, from another thread.
+        options: the command's options that set knobs, by the knob's name in `--map`.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Run:
     ) -> None:
         self.command = MappedOptions(command, options or {})
         self._injected, self._log = injected, log
-        # Set once the script's space is known: what it does itself, the tolerance of comparisons,
-        # as in a `Task`, and bytes of the device, if they are known.
+        # Set once the search space is known: the script's own config, the tolerance of comparisons
+        # as in `Task`, and the device's memory in bytes (0: unknown).
         self.baseline, self.tolerance, self.memory = Config(), 0.0, 0
         # By the words of the command; the last one used comes last.
         self._sessions: dict[tuple[str, ...], PilotSession] = {}
         self._processes = 1
-        self._survived = 0  # steps, unmodified, after a start that failed
+        self._survived = 0  # steps that the unmodified command made
         self._reasons: set[str] = set()  # why starts failed
         self._peak_bytes = 0  # of a step at the script's own batch
         self._shown = show is not None
@@ -72,8 +72,8 @@ class Run:
         self._showing.__exit__(*exc)
 
     def describe(self) -> ScriptFacts:
-        """Start the command; raises TargetFailed if it ends before its first steps, WorkerError if
-        they do not come in time."""
+        """Start the command and return its facts. Raises TargetFailed if the command ends before
+        its first steps, WorkerError if the steps do not come in time."""
         try:
             seen = self._running(self.baseline, time.monotonic() + START_S).seen
         except RunEnded as exc:
@@ -84,13 +84,13 @@ class Run:
         return seen
 
     def try_option(self, name: str, value: Value) -> None:
-        """Raise UsageError unless an option of the command sets a knob to a value."""
+        """Raise UsageError unless the command's option for knob `name` sets it to `value`."""
         config = self.baseline.replace(**{name: value})
         try:
             self._running(config, time.monotonic() + START_S)
         except RunEnded as exc:
             if exc.outcome in ("out_of_memory", "timed_out"):
-                return  # it was taken
+                return  # the option was accepted
             number = self.command.numbers(config, self.baseline, self._processes)[name]
             said = self.command.described({name: number})
             raise UsageError(f"map: with {said} {exc.said or exc}") from exc
@@ -101,10 +101,11 @@ class Run:
         try:
             block = self._attempt(config, deadline_s, lambda at, until: at.block(request, until))
         except RunEnded as exc:
-            if exc.own:
+            crashes = exc.code and exc.outcome in ("failed", "crashed")
+            if exc.own or (crashes and config == self.baseline):
                 raise TargetFailed(f"the script fails by itself ({exc}): {RETRY_HINT}", "") from exc
             why = f"the command ends before a config is measured ({exc})"
-            raise WorkerError(f"{why}; give it more to train on, as more epochs") from exc
+            raise WorkerError(f"{why}; have it train for longer, or for more epochs") from exc
         if config.batch == self.baseline.batch:
             self._peak_bytes = max(self._peak_bytes, block.peak_bytes)
         return block
@@ -118,15 +119,15 @@ class Run:
                 config, deadline_s, lambda at, until: at.results(request, until)
             )
         except (ConfigFailed, RunEnded) as exc:
-            return Compared(UNVERIFIED, f"the command ended while it was compared: {exc}")
-        # The first process that objects decides.
+            return Compared(UNVERIFIED, f"the command ended during the comparison: {exc}")
+        # The first process with another outcome than 'ok' decides.
         worst = next((result for result in results if result.outcome != "ok"), results[0])
         return Compared(worst.outcome, worst.reason, worst.blames)
 
     def _attempt(
         self, config: Config, deadline_s: float, act: Callable[[PilotSession, float], T]
     ) -> T:
-        """Do something with a start of the command, or another if it ends; may raise RunEnded."""
+        """Call `act` with the running command, and again if it ends; may raise RunEnded."""
         until = time.monotonic() + deadline_s
         last: RunEnded | None = None
         for _ in range(STARTS):
@@ -141,10 +142,10 @@ class Run:
                     raise ConfigFailed(exc.outcome, again if last else str(exc)) from exc
                 self._check_unmodified(exc, made, until)
                 if exc.outcome == "out_of_memory" and self._sessions:
-                    self.stop()  # once more with all of the memory
+                    self.stop()  # try again with all of the memory
                 elif exc.code and config != self.baseline:
                     raise ConfigFailed(exc.outcome, str(exc)) from exc
-                # Else it was through, or was killed unmodified: once more from the start.
+                # Else the command was done, or was killed unmodified: start it again.
                 last = exc
         assert last is not None
         raise last
@@ -173,8 +174,8 @@ class Run:
         return session.made
 
     def _check_unmodified(self, ended: RunEnded, made: int, until: float) -> None:
-        """If a start failed as scripts do by themselves, or as another config did, raise
-        TargetFailed unless the unmodified command survives as many steps."""
+        """If a failure may be the script's own, as it looks so or another config failed in the same
+        way, raise TargetFailed unless the unmodified command survives as many steps."""
         again = str(ended) in self._reasons
         self._reasons.add(str(ended))
         by_itself = ended.code and ended.outcome in ("failed", "crashed") and (ended.own or again)
@@ -184,7 +185,7 @@ class Run:
         try:
             self._end(words)
             session = self._running(self.baseline, until)
-            # One more: what is raised between two steps shows in the second.
+            # One step more: an exception between two steps shows in the second.
             while session.made <= made and time.monotonic() < until:
                 steps = max(1, min(made + 1 - session.made, 16))
                 session.block(
@@ -202,8 +203,8 @@ class Run:
         return self.command.at(config, self.baseline, self._processes)
 
     def _running(self, config: Config, until: float) -> PilotSession:
-        """The command at its first steps, with its options set for a config; raises RunEnded if it
-        does not come so far, or its options set something else."""
+        """Return a session of the command with its options set for a config. Raises RunEnded if it
+        does not reach its first steps, or its options set something else."""
         words = self._words(config)
         if words in self._sessions and self._sessions[words].command.ended:
             self._end(words)
@@ -222,7 +223,7 @@ class Run:
         return PilotSession(command, start_s, None if self._shown else self._log, real=False)
 
     def _has_room(self, config: Config) -> bool:
-        # A launcher of several processes holds a port.
+        # A launcher of several processes holds a port, so there can be only one.
         if self._processes > 1 or len(self._sessions) >= STARTS:
             return False
         own = self.baseline.batch or 1
@@ -240,10 +241,10 @@ def comparison(config: Config, own: Config, tolerance: float, left_s: float) -> 
 
 
 def _check_shown(seen: ScriptFacts, name: str, value: Value, own_batch: int) -> None:
-    """Raise Ended unless a start has what an option was to set."""
+    """Raise RunEnded unless the script has the value that its option was to set."""
     assert isinstance(value, int)
     if name == BATCH:
-        # Not the very number: the last batch of an epoch is shorter.
+        # Not exactly equal: the last batch of an epoch is shorter.
         if abs(seen.shape[0] - value) >= abs(seen.shape[0] - own_batch):
             raise RunEnded("failed", f"a step has {seen.shape[0]} samples, not {value}")
     elif (has := seen.own.get(name, 0)) != value:
@@ -253,15 +254,15 @@ def _check_shown(seen: ScriptFacts, name: str, value: Value, own_batch: int) -> 
 
 
 class AttachedRun(Run):
-    """A script that goes on after its tuning: a config that fails costs one step of it. Once it is
-    over, `block` and `compare` raise WorkerError. They keep no deadline: the script computes."""
+    """A Runner in a script that goes on after its tuning: a config that fails costs one step. Once
+    the script is over, `block` and `compare` raise WorkerError. They ignore `deadline_s`."""
 
     def __init__(self, script: AttachedScript, command: Sequence[str], *, log: Path) -> None:
         super().__init__(command, injected=Path(), log=log)
         self._script = script
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        """As Runner; unverified where the run might not be the same afterwards."""
+        """As Runner; any outcome but 'ok' and 'wrong' becomes UNVERIFIED."""
         found = super().compare(config, deadline_s=deadline_s)
         return found if found.outcome in ("ok", "wrong") else Compared(UNVERIFIED, found.reason)
 
@@ -271,7 +272,7 @@ class AttachedRun(Run):
         session.tell(BlockRequest(config=config, own=self.baseline, found=found))
 
     def stop(self) -> None:
-        """The script waits for what it is to go on with: see `leave`."""
+        """Do nothing: the script is the user's, and goes on; see `leave`."""
 
     def _attempt(
         self, config: Config, deadline_s: float, act: Callable[[PilotSession, float], T]

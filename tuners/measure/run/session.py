@@ -1,4 +1,4 @@
-"""One start of a command, or a script that runs already: tells its pilots which steps to make."""
+"""Sends requests to the pilots in one start of a command, or in a script that runs already."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from advisor.tuners.measure.runner import Block, ConfigFailed
 from advisor.tuners.measure.worker.wire import receive, send
 from advisor.tuners.scratch import ScratchFolder
 
-LOG_POLL_S = 0.2  # between two looks at a command, or its log
-RANKS_S = 60.0  # between the first steps of a job's first process and those of its last
+LOG_POLL_S = 0.2  # seconds between two checks of a command, or of its log
+RANKS_S = 60.0  # seconds from the first steps of a job's first process to those of its last
 GONE = (
-    "the process that trained is gone, and the command goes on without it; of a command that "
-    "starts several in turn give the one that trains"
+    "the process that trained is gone, and the command goes on without it; if the command starts "
+    "several programs in turn, give the one that trains"
 )
-FIX_HINT = "mend that first"
+FIX_HINT = "fix that first"
 T = TypeVar("T")
 TRACKERS_OFF = {
     "WANDB_MODE": "disabled",
@@ -62,13 +62,13 @@ TRACKERS_OFF = {
     "DISABLE_KUBEFLOW_INTEGRATION": "TRUE",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-"""Have libraries report to nobody, or to a folder, {}, that is removed. Nothing stops what a script
-saves or pushes itself, nor the loggers of Lightning."""
+"""Turns experiment trackers off, or points them at a scratch folder, {}. A script may still save or
+push files itself, and Lightning's loggers still write."""
 
 
 class CommandProcess(GuardedProcess):
-    """One start of a command, whose Python looks into the folder `injected` first, for the pilot;
-    raises UsageError as `measurable`, and if the temporary folder's name is too long."""
+    """One start of a command, whose Python loads the pilot from the folder `injected`. Raises
+    UsageError as `measurable`, and if the temporary folder's name is too long."""
 
     def __init__(self, words: Sequence[str], *, injected: Path, log: Path) -> None:
         path = measurable(words)
@@ -104,10 +104,10 @@ class CommandProcess(GuardedProcess):
         return startup_failure(self._address)
 
     def accepted(self, seconds: float) -> Connection | None:
-        """The next pilot's connection, if one comes within so long."""
+        """The next pilot's connection; None if none comes within `seconds`."""
         listening = self.listener._listener._socket  # type: ignore[attr-defined] # to wait for one
         if wait([listening], seconds):
-            # A process may be gone before it has said anything.
+            # A process may end before it sends anything.
             with contextlib.suppress(OSError, EOFError, AuthenticationError):
                 return self.listener.accept()
         return None
@@ -120,7 +120,7 @@ class CommandProcess(GuardedProcess):
 
 
 class AttachedScript:
-    """A script that started this process, and ends with it; in the place of a Command."""
+    """The script that started this process; has the interface of a CommandProcess."""
 
     ended, note = False, ""
 
@@ -141,7 +141,7 @@ class AttachedScript:
 
 @contextlib.contextmanager
 def show_log(log: Path, show: Callable[[str], None]) -> Iterator[None]:
-    """Show what is written to a log meanwhile, from another thread."""
+    """Context manager: calls `show` with text that is written to a log, from another thread."""
     over = threading.Event()
 
     def follow() -> None:
@@ -170,19 +170,19 @@ class RunEnded(Exception):
     ) -> None:
         super().__init__(reason)
         self.outcome = outcome  # as in `Measurement`
-        self.code = code  # 0 where it ended well
-        self.said = said  # how it ended before its first steps
-        self.own = own  # a script more likely ends so by itself than because of a config
+        self.code = code  # the exit code
+        self.said = said  # how the command ended, if before its first steps
+        self.own = own  # whether the script more likely failed by itself than due to a config
 
 
 class PilotSession:
-    """The pilots in a command that runs: its processes wait for requests between two blocks. Every
-    method, the start too, may raise Ended; `until` is by time.monotonic().
+    """The pilots of a running command, whose processes wait for requests between two blocks. Every
+    method, and the constructor, may raise RunEnded; `until` is a time by time.monotonic().
 
     Args:
-        start_s: until its first steps, at most.
-        log: of its output; None where that was shown.
-        real: it is the user's real run, which nothing may end and whose memory is scarce.
+        start_s: seconds until the command's first steps, at most.
+        log: the file with the command's output; None if the output was shown.
+        real: whether this is the user's real run, which must not end and needs its memory.
     """
 
     def __init__(
@@ -190,10 +190,10 @@ class PilotSession:
     ) -> None:
         self.command, self._log, self._real = command, log, real
         self._pipes: list[Connection] = []
-        self.forgotten: list[Config] = []  # each next order frees the code of one
-        self.made = 0  # steps that it was told to make, also those that it did not reach
+        self.forgotten: list[Config] = []  # each request frees the code of one
+        self.made = 0  # steps requested, also those that were not reached
         try:
-            self.seen = self._all_seen(start_s)  # by the first process
+            self.seen = self._all_seen(start_s)  # facts of the process with the lowest rank
             command.listener.close()  # other processes that train go on unmeasured
         except BaseException:
             self.end()
@@ -245,7 +245,7 @@ class PilotSession:
                 if self.command.ended:
                     raise self._end_reason()
                 if time.monotonic() > until:
-                    reason = f"{len(seen)} of its processes came to their first steps, not all"
+                    reason = f"only {len(seen)} of its processes reached their first steps"
                     if not seen:
                         sooner = "give a larger --budget, or a command that trains sooner"
                         reason = self._why_no_steps(f"it has run for {start_s:.0f} s", sooner)
@@ -261,7 +261,7 @@ class PilotSession:
                 if self.command.ended and not pipe.poll(0):
                     raise self._end_reason()
                 if time.monotonic() > until:
-                    raise RunEnded("timed_out", "the budget was over before it was measured")
+                    raise RunEnded("timed_out", "the budget was over before the result came")
             message = receive(pipe)
             if failed := message.get("failed"):
                 if failed["outcome"] == TRAINING_OVER:
@@ -274,12 +274,12 @@ class PilotSession:
             raise RunEnded("crashed", f"the pilot's answer made no sense: {exc}") from exc
 
     def _end_reason(self) -> RunEnded:
-        """Why the command is over, or one of its processes is."""
+        """A RunEnded that says why the command, or one of its processes, is over."""
         until = time.monotonic() + END_S
         while not self.command.ended and time.monotonic() < until:
             time.sleep(0.05)
         if not self.command.ended:
-            several = "one of its processes is gone, others are not"
+            several = "one of its processes is gone, and others still run"
             return RunEnded("crashed", GONE if len(self._pipes) == 1 else several)
         code, last = self.command.exit_report()
         ended, note = f"ended with {exit_text(code)}", self.command.note
@@ -291,17 +291,17 @@ class PilotSession:
         return RunEnded("failed", never, code or 1, f"it {ended}{f': {note}' if note else printed}")
 
     def _why_no_steps(self, so_far: str, mend: str) -> str:
-        """What to say of a command that made no steps; `mend`: what to do about it."""
+        """Text on why a command made no steps; `mend`: what the user should do."""
         note = self.command.note
         if note:
             seen, mend = f"it failed before a step could be measured: {note}", FIX_HINT
         elif note is not None:
-            steps = f"{MIN_OBSERVED_STEPS} steps of a torch.optim optimizer"
-            seen = f"torch was imported, but no {steps} came"
+            steps = f"{MIN_OBSERVED_STEPS} steps"
+            seen = f"torch was imported, but no torch.optim optimizer made {steps}"
         else:
             seen = "no process of the command has imported torch"
             mend = (
                 mend if mend == FIX_HINT else "give the command that trains, as you would type it"
             )
-        where = "See what it printed" if self._log is None else f"What it printed is in {self._log}"
+        where = "See its output" if self._log is None else f"Its output is in {self._log}"
         return f"{seen}; {so_far}. {where}; {mend}"

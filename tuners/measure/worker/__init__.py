@@ -1,1 +1,1 @@
-"""The runner that measures: a child process holds the device and the user's code."""
+"""A Runner whose child process holds the device and the user's code."""

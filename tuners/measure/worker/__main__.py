@@ -3,7 +3,7 @@
 import gc
 import sys
 
-gc.disable()  # until it has imported what it will: all of it stays
+gc.disable()  # until all modules are imported, which stay anyway
 
 from advisor.tuners.measure.worker.child import main  # noqa: E402
 

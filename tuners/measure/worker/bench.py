@@ -1,4 +1,4 @@
-"""Builds workloads and times them, in the worker process; keeps what it built."""
+"""Builds workloads, keeps them and times them, in the worker process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from advisor.tuners.measure.workload import RepeatableWorkload, Workload
 
 T = TypeVar("T")
 INPUTS = tuple(knob.name for knob in KNOBS if knob.stage == INPUT)
-LEFTOVER = 256 * 2**20  # bytes that may stay after a config: workspaces take some tens of MiB
+LEFTOVER = 256 * 2**20  # bytes that a failed config may leave: workspaces take some tens of MiB
 
 
 @dataclass(slots=True)
@@ -49,8 +49,8 @@ class _Built:
     workload: Workload
     codes: set[str] = field(default_factory=set)
     replays: set[int] = field(default_factory=set)
-    own_bytes: int = 0  # that it holds
-    peak_bytes: int = 0  # that it took at most
+    own_bytes: int = 0  # of memory that it holds
+    peak_bytes: int = 0  # of memory that it has held at most
 
 
 class Bench:
@@ -66,7 +66,7 @@ class Bench:
         self._fed: tuple[Workload, LoaderFeed] | None = None
         self._references: dict[Config, References] = {}
         self._limit, self._code = RecompileLimit(), CompiledCode()
-        self.healthy = True  # this process may go on
+        self.healthy = True  # whether this process may measure further configs
         if self._cuda:
             torch.cuda.set_device(self.device)
             if self._task.max_memory:
@@ -75,8 +75,8 @@ class Bench:
                 torch.cuda.set_per_process_memory_fraction(share)
         self.loaded = target.load(target.parse(self._task.target), self._task.model_args)
         self.code = ""
-        with contextlib.suppress(TargetError):  # of a very large file
-            # Read at import: what is edited later is not what is measured.
+        with contextlib.suppress(TargetError):  # the file is very large
+            # Read now: later edits are not measured.
             self.code = self.loaded.spec.code
         self._subject = RepeatableWorkload(self.new_model, self._workload, self.device)
 
@@ -100,14 +100,14 @@ class Bench:
             raise
 
     def costs(self, seconds: float) -> SampleCosts:
-        """What a sample costs a loader's worker; raises TargetFailed."""
+        """A loader worker's time for a sample; raises TargetFailed."""
         try:
             return costs(self.loading.data, self._task.batch, seconds)
-        except Exception as exc:  # the user's code may raise anything; it is told as a line
+        except Exception as exc:  # the user's code may raise anything; shown as one line
             raise TargetFailed(f"data {self.loading.facts.name!r}: {failure(exc)[1]}") from exc
 
     def compare(self, config: Config, fp32: Config, seconds: float) -> Compared:
-        """Compare the timed code with strict fp32, within so many seconds; raises ConfigFailed."""
+        """Compare the timed code with strict fp32, within `seconds`; raises ConfigFailed."""
         over = time.monotonic() + seconds
         self._leave()
         code = config.without(*INPUTS)
@@ -136,7 +136,7 @@ class Bench:
                 self.healthy = False
 
     def forget(self, config: Config) -> None:
-        """Free what was built for a config; of one that a loader feeds, the loader alone."""
+        """Free a config's workload; if a loader feeds the config, only end the loader."""
         if self._at_work == config:
             self._leave()
         built = None if self._loads(config) else self._built.pop(config.without(*INPUTS), None)
@@ -151,7 +151,7 @@ class Bench:
         return True
 
     def _with_room(self, config: Config, act: Callable[[], T]) -> T:
-        """Do something with a config; if memory runs out, once more with no other built."""
+        """Call `act` for a config; if memory runs out, free all workloads and call it again."""
         try:
             return act()
         except ConfigFailed as exc:
@@ -207,7 +207,7 @@ class Bench:
         )
 
     def _hold(self, built: _Built, held: int) -> None:
-        """Note what steps of a config have compiled, and what they take beside what was held."""
+        """Record the code that a config has compiled, and its memory in addition to `held`."""
         peak, most = self.peak_bytes(held), self._task.max_memory
         if not self._cuda and most and peak > most:
             said = f"it held {size(peak)} of the {size(most)} permitted"
@@ -215,13 +215,13 @@ class Bench:
         codes, replays = self._code.claim()
         built.codes |= codes
         built.replays |= replays
-        if self._fed is None:  # batches that a loader has put on the device are freed with it
+        if self._fed is None:  # a loader's batches are freed with the loader
             built.own_bytes = self._allocated() - held
         built.peak_bytes = max(built.peak_bytes, peak)
         self._peak_bytes = max(self._peak_bytes, peak)
 
     def _switch(self, config: Config, workload: Workload) -> None:
-        """Put a config in force, and start its loader."""
+        """Set a config's flags, and start its loader."""
         self.reset_peak()
         PROCESS_FLAGS.release()
         if self._loads(config):
@@ -234,7 +234,7 @@ class Bench:
         workload.advice.set_flags()
 
     def _leave(self) -> None:
-        """End the loader of the config at work: its workers would take others' time."""
+        """End the present config's loader, whose workers would slow the next config."""
         self._at_work = None
         fed, self._fed = self._fed, None
         if fed is not None:
@@ -270,7 +270,7 @@ class Bench:
         own = batch == self._task.batch
         given = self.loading.batches if self._task.data and own and built is None else ()
         loaded = self.loaded if built is None else replace(self.loaded, factory=lambda: built)
-        # At other batches nothing is compared.
+        # Configs of other batch sizes are not compared, so one batch is enough.
         return Workload(
             loaded,
             self._task,
@@ -283,7 +283,7 @@ class Bench:
 
     def _advice(self, config: Config) -> Advice:
         batch = config.batch or self._task.batch
-        # As in a script: what is torch's default already is not set.
+        # As in a script: values that are torch's default are not set.
         served = Served(default=TORCH.at(batch))
         return Advice(config, device=self.job.device, batch_size=batch, served=served)
 
@@ -314,7 +314,7 @@ class Bench:
         gc.collect()
         try:
             self.synchronize()
-            torch.rand(1, device=self.device).item()  # also what a failed capture may break
+            torch.rand(1, device=self.device).item()  # a failed capture may break the generator
         except RuntimeError:
             return False
         return self._foreign_bytes() <= foreign + LEFTOVER
@@ -337,7 +337,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def _mark(self) -> torch.cuda.Event | None:
-        """A point in a GPU's stream of work."""
+        """An event in the GPU's stream, for timing; None without a GPU."""
         if not self._cuda:
             return None
         event = torch.cuda.Event(enable_timing=True)

@@ -29,7 +29,7 @@ from advisor.tuners.measure.workload import Workload, layer_that_raised
 
 
 def describe(bench: Bench) -> Facts:
-    """Run two steps as torch does by default. Raises TargetError if the model rejects the sample or
+    """Run two steps with torch's defaults. Raises TargetError if the model rejects the sample or
     is not the job's, TargetFailed if the user's code raised, ConfigFailed if memory runs out."""
     loaded, device = bench.loaded, bench.device
     built = bench.new_model()
@@ -58,7 +58,7 @@ def describe(bench: Bench) -> Facts:
 
 
 def recognise(job: WorkerJob, name: str, *found: str) -> None:
-    """Raise TargetError if these fingerprints of model and hooks are not those the job knows."""
+    """Raise TargetError if these fingerprints of model and hooks are not those of the job."""
     for what, now, then in zip(("model", "make_batch or loss"), found, job.known, strict=False):
         if now != then:
             raise TargetError(f"the {what} of {name} {CHANGED}")
@@ -88,7 +88,7 @@ def _first_step(bench: Bench, built: nn.Module) -> Workload:
 
 def _answer(bench: Bench, what: str, given: dict[str, Any]) -> dict[str, Any]:
     act = describe if what == "describe" else getattr(Bench, what)
-    # Of all arguments configs alone are maps.
+    # Only configs are sent as maps.
     given = {name: Config(v) if isinstance(v, dict) else v for name, v in given.items()}
     try:
         reply = {"answer": to_plain(act(bench, **given))}
@@ -98,13 +98,13 @@ def _answer(bench: Bench, what: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Answer until the tuning process is gone."""
+    """Answer requests until the tuning process is gone."""
     pipe = Connection(int(sys.argv[1]))
     os.set_inheritable(pipe.fileno(), False)
     warnings.simplefilter("ignore")  # the user's own run shows them; a trial would repeat them
-    # At exit, an Advice warns of what a script has not used; the user's last words are wanted.
+    # At exit, an Advice warns of unused pieces; the last line must be the user's own output.
     logging.getLogger("advisor").setLevel(logging.CRITICAL)
-    atexit.register(gc.unfreeze)  # nanobind tells of all that is still there at the end
+    atexit.register(gc.unfreeze)  # or nanobind reports frozen objects as leaks at exit
     bench: Bench | None = None
     while True:
         try:

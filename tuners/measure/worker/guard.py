@@ -1,10 +1,10 @@
 """Stands between the tuning process and its worker: `guard.py LIFELINE PIPE MEMORY LOG ROOT WORDS`.
 
-It runs no user code. It ends the worker, which inherits PIPE, and all that it ever started, daemons
-included: when the worker ends, when the tuning process is gone (LIFELINE closes) or when together
-they hold more than MEMORY bytes. It writes what they print to the file LOG. Then it prints how the
-worker ended as one line of JSON, and removes what tuning processes that are gone left in the folder
-ROOT. It imports the standard library alone, so it starts in some 20 ms.
+The guard runs no user code. The worker inherits PIPE. The guard ends the worker and all of its
+descendants, daemons included, when the worker ends, when the tuning process is gone (LIFELINE
+closes) or when they hold more than MEMORY bytes together. It writes their output to the file LOG.
+At the end it prints how the worker ended, as one line of JSON, and removes scratch folders in ROOT
+that dead tuning processes left. It imports only the standard library, so it starts in about 20 ms.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import scratch  # type: ignore[import-not-found]
 
 LOGGED = 2**26  # bytes of output that are written to the log
 WORDS = 4000  # bytes of the end of the output that are reported
-WATCH_S = 0.1  # between two looks at the worker and the memory in use
-FAMILY_S = 1.0  # between two searches for what the worker started: each reads all of /proc
+WATCH_S = 0.1  # seconds between two checks of the worker and the memory in use
+FAMILY_S = 1.0  # seconds between two searches for descendants: each reads all of /proc
 COMPILERS = ("g++", "gcc", "c++", "cc", "clang++", "clang")
-COMPILERS_S = 0.2  # to remove what they have half written, which torch.compile would load later
+COMPILERS_S = 0.2  # seconds to remove half-written files, which torch.compile would load later
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Guard:
-    """Starts a worker, and ends what it leaves; -1, 0 and '': no pipe, no limit, no log."""
+    """Starts a worker, and ends its descendants. No pipe: -1; no memory limit: 0; no log: ''."""
 
     def __init__(self, lifeline: int, pipe: int, memory: int, log: str, command: list[str]) -> None:
         self._lifeline, self._memory = lifeline, memory
@@ -43,13 +43,13 @@ class Guard:
         # A process that loses its parent becomes this process's child, wherever it went.
         host.control(_PR_SET_CHILD_SUBREAPER, 1)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or its end would not be known
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or waitpid would not report its end
         self._output, theirs = os.pipe()
         os.set_blocking(self._output, False)
         self._worker = self._start(command, theirs)
         os.close(theirs)
         if pipe >= 0:
-            os.close(pipe)  # or the tuning process would not see the worker's end of it close
+            os.close(pipe)  # or the tuning process would not notice that the worker closes it
         self._heard = [self._lifeline, self._output]
         self._status: int | None = None
 
@@ -64,7 +64,7 @@ class Guard:
             if os.getppid() != guard:
                 os._exit(1)
             with contextlib.suppress(OSError):
-                # Where memory runs out the kernel is to end this one, not the tuning process.
+                # If memory runs out, the kernel should end the worker, not the tuning process.
                 Path("/proc/self/oom_score_adj").write_text("1000")
             os.dup2(output, 1)
             os.dup2(output, 2)
@@ -112,7 +112,7 @@ class Guard:
                     self._status = status
 
     def _end(self) -> None:
-        """End all descendants; look again until there are none, as they may fork meanwhile."""
+        """End all descendants; repeat until none are left, as they may fork meanwhile."""
         compilers = [one for one in host.family(os.getpid())[1:] if host.name(one) in COMPILERS]
         for process in compilers:
             _kill(process, signal.SIGTERM)

@@ -31,28 +31,28 @@ from advisor.tuners.scratch import ScratchFolder
 
 T = TypeVar("T")
 LOAD_S = 300.0
-"""Seconds for importing torch and the target, for its first steps, and for a first batch of its
-data, at least: a cold network file system takes minutes, as does listing millions of files."""
-LATE_S = 30.0  # beyond a deadline: a comparison looks at its time between two passes
+"""The least seconds allowed for importing torch and the target, for first steps, and for a first
+batch of data: a cold network file system takes minutes, as does listing millions of files."""
+LATE_S = 30.0  # seconds beyond a deadline: a comparison checks its time between two passes
 
 ALGORITHM_KEYS = (BATCH, *(k.name for k in KNOBS if k.autocast or k.layout is not None))
 FRESH_PROCESS = tuple(knob.name for knob in KNOBS if knob.needs_fresh_process)
-"""cuDNN keeps the algorithm that a convolution's first one ran with, searched for or not (PyTorch's
-Conv_v8.cpp, benchmark_cache; on an H200 a first search took 60 ms, 0.25 ms after a step without):
-one value of LASTING in a process for each of PICKING, which tell convolutions apart."""
+"""cuDNN keeps the algorithm with which a convolution first ran, searched for or not (PyTorch's
+Conv_v8.cpp, benchmark_cache; on an H200 a search took 60 ms, after a step without search 0.25 ms).
+So values of FRESH_PROCESS never change in a process for the same values of ALGORITHM_KEYS."""
 
 
 class Worker(contextlib.AbstractContextManager["Worker"]):
-    """A Runner in a child process; one that dies or hangs is replaced. `deadline_s`: for describing
-    the job, and for what its data costs."""
+    """A Runner in a child process, which is replaced if it dies or hangs. `deadline_s`: seconds for
+    requests without a deadline of their own, if more than LOAD_S."""
 
     def __init__(self, job: WorkerJob, *, deadline_s: float) -> None:
         self._job, self.deadline_s = job, deadline_s
-        self.baseline = plain(job.task, job.device)  # until it is set
+        self.baseline = plain(job.task, job.device)  # the caller may replace it
         self._process: GuardedProcess | None = None
         self._pipe: Connection | None = None
-        self._data_s = 0.0  # that loading took at most; 0 before `describe_data`
-        self._picked: dict[Config, Config] = {}  # LASTING by PICKING
+        self._data_s = 0.0  # allowed for loading data; 0 before `describe_data`
+        self._picked: dict[Config, Config] = {}  # FRESH_PROCESS values by ALGORITHM_KEYS values
         self._built: set[Config] = set()
         self._scratch = ScratchFolder()
 
@@ -60,7 +60,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         self.stop()
 
     def describe(self) -> Facts:
-        """Have a worker run its first steps, as torch does by default. Raises TargetError or
+        """Have a worker run its first steps, with torch's defaults. Raises TargetError or
         TargetFailed if the user's code, data or input is wrong, WorkerError if it died or hung."""
         try:
             return self._asked(Facts, "describe", max(LOAD_S, self.deadline_s))
@@ -73,13 +73,13 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             ) from failed
 
     def describe_data(self, most_s: float = LOAD_S) -> DataFacts:
-        """Load batches of the task's data, in so many seconds at most; raises as `describe`."""
+        """Load batches of the task's data, within `most_s` seconds; raises as `describe`."""
         facts = self._of_data(DataFacts, "describe_data", most_s)
         self._data_s = most_s
         return facts
 
     def costs(self, seconds: float) -> SampleCosts:
-        """What a sample of the data costs a worker of its loader; raises as `describe`."""
+        """A loader worker's time for a sample of the data; raises as `describe`."""
         return self._of_data(SampleCosts, "costs", max(LOAD_S, self.deadline_s), seconds=seconds)
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
@@ -87,7 +87,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         return self._asked(Block, "block", deadline_s, config, steps=steps, warm=warm)
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        """As Runner; a config of another batch is compared at the user's."""
+        """As Runner; a config of another batch size is compared at the user's batch size."""
         batch = self._job.task.batch
         given = {"fp32": dict(strict(self.baseline).at(batch)), "seconds": deadline_s}
         try:
@@ -119,7 +119,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         config: Config | None = None,
         **given: Any,
     ) -> T:
-        """What a worker answers to a request, of a config or of the job; raises as Runner.block."""
+        """The worker's answer to a request, on a config or the job; raises as Runner.block."""
         others = self._built - {config}
         request = {"do": what, **given} | ({} if config is None else {"config": dict(config)})
         self._ready(plain(self._job.task, self._job.device) if config is None else config)
@@ -128,11 +128,11 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         except ConfigFailed as failed:
             if failed.outcome != "out_of_memory" or not others:
                 raise
-            # What else was built held memory too: once more, alone.
+            # Other configs' workloads held memory too: try again in a new process.
             return self._asked(kind, what, deadline_s, config, **given)
         try:
             if not reply["healthy"]:
-                self._kill()  # it cannot promise that nothing leaks into the next config
+                self._kill()  # its state may affect the next config
             if "outcome" in reply:
                 raise ConfigFailed(reply["outcome"], reply["reason"])
             if config is not None:
@@ -148,17 +148,17 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         except ConfigFailed as failed:
             why = str(failed)
             if failed.outcome == "timed_out":
-                longer = f"; a larger --budget gives it up to {LOAD_S:.0f} s" * (most_s < LOAD_S)
-                why = f"given up after {most_s:.0f} s, in which a batch of it is to be made{longer}"
+                longer = f"; a larger --budget allows up to {LOAD_S:.0f} s" * (most_s < LOAD_S)
+                why = f"gave no batch within {most_s:.0f} s{longer}"
             raise WorkerError(f"data {self._job.task.data!r}: {why}") from failed
 
     def _runs(self) -> bool:
         if self._pipe is None or self._process is None or self._process.ended:
             return False
-        return not self._pipe.poll()  # what comes unasked is the end of the pipe
+        return not self._pipe.poll()  # without a request, only the pipe's end can come
 
     def _ready(self, config: Config) -> None:
-        """Have a process in which a config can be visited, with the data loaded."""
+        """Make sure of a process that fits a config, with the data loaded."""
         picking, needs_fresh_process = config.only(*ALGORITHM_KEYS), config.only(*FRESH_PROCESS)
         if (
             self._picked.get(picking, needs_fresh_process) != needs_fresh_process
@@ -197,7 +197,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         return WorkerError(f"target {self._job.task.target!r}: {exc}")
 
     def _answered(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        """The reply; without one ends the worker, and raises as `describe`, or ConfigFailed."""
+        """The reply to a request; without a reply, ends the worker and raises as `_asked`."""
         assert self._pipe is not None
         failed: Exception
         try:

@@ -10,13 +10,13 @@ import msgpack
 
 from advisor.cache.task import Task
 
-CHANGED = "has changed since it was tuned"  # of a target that is not the one that a job knows
+CHANGED = "has changed since it was tuned"  # of a target with another fingerprint than the job's
 LIMIT = 64 * 2**20  # bytes of a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerJob:
-    """What a worker measures. `known`: fingerprints of the only model and hooks that are run."""
+    """The job of a worker. `known`: fingerprints that model and hooks must have; empty: any."""
 
     task: Task
     device: str
@@ -26,18 +26,18 @@ class WorkerJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What running one step shows of a workload."""
+    """Facts on a workload, from running its first steps."""
 
     name: str
     model: str  # fingerprint
     hooks: str  # fingerprint; '' without make_batch and loss
-    code: str  # digest of the source of both; '' where that is no file of the user's
+    code: str  # digest of the target's source; '' if that is no file of the user's
     libraries: tuple[str, ...]  # of its classes, as 'torchvision==0.26.0'
     family: str
     modules: int
     parameters: int
     convolves: bool
-    repeats: bool  # whether blocks that it repeats are most of it
+    repeats: bool  # whether repeated blocks are most of the model
     threads: int
     device_uuid: str
     memory_bytes: int
@@ -48,14 +48,14 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """What loading a batch shows of a workload's data."""
+    """Facts on a workload's data, from loading batches."""
 
     name: str
     batch_bytes: int
-    tensors: int  # in a batch, each of them a file; 0 where workers share by name
-    shared_out: bool  # whether several workers share it out; else each would read all of it
+    tensors: int  # in a batch, each an open file; 0 if workers share memory by name
+    shared_out: bool  # whether workers divide the data; else each would read all of it
     held_open: tuple[str, ...]  # files and connections, which forked workers would share
-    batches: int = 0  # in an epoch; 0 where that is not known
+    batches: int = 0  # in an epoch; 0 if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +64,7 @@ class SampleCost:
 
     part: str
     seconds: float
-    file: str = ""  # of its function; '' where that is not known
-    made_bytes: int = 0  # of what it returns for a sample; 0 where that is not known
-    place: int = 0  # in the order of calls, from 1 on; 0 where that is not known
+    file: str = ""  # of the part's function; '' if unknown
 
     @property
     def where(self) -> str:
@@ -75,10 +73,9 @@ class SampleCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCosts:
-    """A loader worker's time for a sample, the slowest part first; samples of an epoch, or 0."""
+    """A loader worker's time for a sample, the slowest part first."""
 
     parts: tuple[SampleCost, ...]
-    samples: int
 
     @property
     def seconds(self) -> float:
@@ -90,7 +87,7 @@ def send(pipe: Connection, message: dict[str, Any]) -> None:
 
 
 def receive(pipe: Connection) -> dict[str, Any]:
-    """The next message. Raises: EOFError, OSError: no other side; ValueError: no message."""
+    """The next message. Raises EOFError or OSError without another side, ValueError if invalid."""
     message = msgpack.unpackb(pipe.recv_bytes(LIMIT))
     if not isinstance(message, dict):
         raise ValueError(f"expected a map, got {type(message).__name__}")

@@ -1,1 +1,1 @@
-"""The steps, in their order."""
+"""The steps of upgrades, in order."""

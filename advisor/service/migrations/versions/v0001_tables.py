@@ -6,4 +6,4 @@ revision, down_revision = "0001", None
 
 
 def upgrade() -> None:
-    """No older database exists."""
+    """Do nothing: no older database exists."""
