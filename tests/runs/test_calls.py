@@ -22,6 +22,7 @@ from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.run.recorded_steps import RecordedSteps
 from advisor.tuners.measure.runner import UNVERIFIED, Compared
+from advisor.tuners.measure.samples import Sample
 from tests.runs.forked import Looks, left_behind, space_of
 
 HALF: Mapping[str, Value] = {"precision": "bf16"}
@@ -84,16 +85,19 @@ def trained(
     within: bool = False,
     micro: int = 1,
     steps: int = 10,
+    sizes: Callable[[int], tuple[int, ...]] = lambda step: (32, 5),
 ) -> None:
-    """A script's steps, each of some micro-batches; `within`: the model returns its loss."""
+    """A script's steps, each of some micro-batches; `within`: the model returns its loss;
+    `sizes`: of a step's tokens."""
     PROCESS_FLAGS.release()  # what tests of other files have left
     pilot = None if guide is None else Pilot(guide, guide.watch)
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    for _ in range(steps):
+    for step in range(steps):
         optimizer.zero_grad()
         for _ in range(micro):
-            tokens, labels = torch.randint(10, (32, 5)), torch.randint(4, (32,))
+            tokens = torch.randint(10, sizes(step))
+            labels = torch.randint(4, tokens.shape[:1])
             if within:
                 loss = net(tokens, labels=labels)["loss"]
             else:
@@ -131,6 +135,37 @@ def test_half_precision_passes_and_the_run_is_the_same_to_the_bit(how: dict[str,
     trained(net, guide, **how)
     assert [one.outcome for one in guide.found] == ["ok", "ok"], guide.found
     assert same(alone, net)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(lambda step: (32 - 12 * (step % 3 == 2), 5), id="a short last batch"),
+        pytest.param(lambda step: (8 + 3 * step, 5), id="other sizes in each step"),
+    ],
+)
+def test_batches_of_other_sizes_are_compared(
+    sizes: Callable[[int], tuple[int, ...]], dropout: float
+) -> None:
+    guide = Asking(HALF, HALF | {"fused_optimizer": True})
+    trained(Net(dropout), guide, steps=14, sizes=sizes)
+    assert [one.outcome for one in guide.found] == ["ok", "ok"], guide.found
+
+
+def test_steps_of_one_signature_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short batch runs no compiled code, so that it would hide a fault of that code."""
+    repeated: list[int] = []
+    draw = RecordedSteps.sample
+
+    def sample(steps: RecordedSteps, config: Config, point: int, seed: int) -> Sample:
+        found = draw(steps, config, point, seed)
+        repeated.append(len(found.outputs["output 0"]))
+        return found
+
+    monkeypatch.setattr(RecordedSteps, "sample", sample)
+    trained(Net(), Asking(HALF), steps=14, sizes=lambda step: (32 - 12 * (step % 3 == 2), 5))
+    assert set(repeated) == {32 * 4}
 
 
 @pytest.mark.parametrize("steps", [10, POINTS + 2])  # or it leaves in the middle

@@ -213,7 +213,7 @@ class References:
         sums = (one.projections.mean(0)[points].sum(0) for one in (drawn, than))
         ours, theirs = (one / signal - 1 for one in sums)
         # By chance, rounding has a part along the gradient: larger for tensors of few elements.
-        elements = reference.counts * len(share[points])
+        elements = reference.counts[points].sum(0)
         limit = allowed + limits.STANDARD_ERRORS * share[points].amax(0) * (2 / elements).sqrt()
         known = limit.isfinite() & stands_out & (theirs.abs() <= limits.LOST)
         least = reference.signal.sum(0)[reference.outputs :].clamp(min=0).sort()
@@ -257,7 +257,7 @@ class References:
         for at in range(reference.outputs if reference.draws else 0):
             own = reference.own.variances[..., at]
             # The variance of a single number is too uncertain.
-            if reference.sizes[at] < 2 or not float(own.mean()):
+            if float(reference.counts[:, at].min()) < 2 or not float(own.mean()):
                 continue
             least = 1e-3 * own.mean(0)
             logs = (one.maximum(least).log2() for one in (drawn.variances[..., at], own))

@@ -125,11 +125,11 @@ class Draws:
     def add(self, vector: Tensor, loss: float | None, direction: Tensor) -> None:
         """Add a pass at the next point; `direction`: fp32's mean at this point."""
         reference, point = self._reference, self.count % POINTS
-        self._projections.append(reference.dots(vector, direction))
+        self._projections.append(reference.dots(vector, direction, point))
         if reference.draws:
-            outputs = vector[: sum(reference.sizes[: reference.outputs])].clone()
+            outputs = vector[: sum(reference.sizes[point][: reference.outputs])].clone()
             if self.count // POINTS % 2:
-                distances = reference.norms(outputs - self._before[point], outputs=True)
+                distances = reference.norms(outputs - self._before[point], point, outputs=True)
                 self._spreads.append(distances.square() / 2)
             self._before[point] = outputs
         self._losses.append(math.nan if loss is None else loss)
@@ -159,6 +159,7 @@ class Reference:
 
     Attributes:
         rounds: in a comparison; 1 if the model draws no random numbers.
+        sizes: of each tensor by point: batches may differ. `counts`: the same as (point, tensor).
         signal: (point, tensor) squared norms of fp32's means; `size`: norms of its first passes.
         rounding: (point, tensor) the effect of rounding alone, as part of `size`.
         usual: (point, tensor) the norm of a gradient of usual size, as part of `size`.
@@ -171,10 +172,10 @@ class Reference:
         self.left_s: Callable[[], float] = lambda: math.inf
         self.took_s: dict[Config, float] = defaultdict(float)  # seconds of each config's last pass
         self.names: list[str] = []  # of the tensors in a vector
-        self.sizes: list[int] = []
+        self.sizes: list[list[int]] = [[] for _ in range(POINTS)]
         self.outputs = 0  # the number of outputs, which come first
         self.own = Draws(self)
-        self._sums = torch.zeros(())  # by point: sums of the even and of the odd rounds
+        self._sums: list[Tensor] = []  # by point: sums of the even and of the odd rounds
         self._firsts: list[Tensor] = []  # by point: the first pass
         self._noise: list[Tensor] = []
         self._formats: dict[tuple[Config, int], Draws] = {}
@@ -189,20 +190,20 @@ class Reference:
             vector, loss = self.sample(self.fp32, point, seed)
             if len(self._noise) <= point:
                 nudged, _ = self.sample(self.fp32, point + POINTS, seed)
-                self._noise.append(self.norms(nudged - vector))
+                self._noise.append(self.norms(nudged - vector, point))
                 self._firsts.append(vector)
+                self._sums.append(vector.new_zeros(2, len(vector) if self.draws else 0))
             if self.draws:
-                if not count:
-                    self._sums = vector.new_zeros(POINTS, 2, len(vector))
-                self._sums[point, count // POINTS % 2] += vector
+                self._sums[point][count // POINTS % 2] += vector
             self.own.add(vector, loss, vector)
-        self.signal = torch.stack([self.dots(*self._halves(point)) for point in range(POINTS)])
+        self.counts = torch.tensor(self.sizes, dtype=torch.float64)
+        self.signal = torch.stack([self.dots(*self._halves(at), at) for at in range(POINTS)])
         self._formats.clear()  # these were compared with fewer rounds
         self._shares.clear()
-        size = torch.stack([self.norms(one) for one in self._firsts])
+        size = torch.stack([self.norms(one, point) for point, one in enumerate(self._firsts)])
         gradients = slice(self.outputs, None)
-        usual = size[:, gradients].norm(dim=1, keepdim=True) / self.counts[gradients].sum().sqrt()
-        usual = usual * self.counts.sqrt()
+        elements = self.counts[:, gradients].sum(1, keepdim=True)
+        usual = size[:, gradients].norm(dim=1, keepdim=True) / elements.sqrt() * self.counts.sqrt()
         floor = NUDGE * usual  # a tensor below this norm counts as zero
         self.size = size.maximum(floor).clamp(min=TINY)
         self.usual = usual / self.size
@@ -226,21 +227,24 @@ class Reference:
         seeds = range(count, 2 * count)
         if first or not self.draws:
             seeds = range(self._own_seed(0), self._own_seed(POINTS))
-        sums = torch.zeros_like(self._sums) if means else None
+        sums = [torch.zeros_like(one) for one in self._sums] if means else None
         for number, seed in enumerate(seeds):
             point = number % POINTS
             vector, loss = self.sample(config, point + offset, seed)
             even, odd = self._halves(point)
             drawn.add(vector, loss, (even + odd) / 2)
             if sums is not None:
-                sums[point, number // POINTS % 2] += vector
+                sums[point][number // POINTS % 2] += vector
             if number < POINTS:
-                distances = self.norms(vector - self._firsts[point])
+                distances = self.norms(vector - self._firsts[point], point)
                 drawn.distances.append(distances / self.size[point])
         if sums is not None:
             # The product of two independent halves: random differences average out.
-            halves = (sums - self._sums) / (self.rounds / 2)
-            squares = torch.stack([self.dots(*halves[point]) for point in range(POINTS)]).sum(0)
+            halves = self.rounds / 2
+            squares = torch.zeros_like(self.signal[0])
+            for at, (ours, own) in enumerate(zip(sums, self._sums, strict=True)):
+                even, odd = (ours - own) / halves
+                squares += self.dots(even, odd, at)
             signal = self.signal.sum(0).clamp(min=TINY)
             drawn.shift = (squares.clamp(min=0) / signal).sqrt()
         return drawn
@@ -277,21 +281,21 @@ class Reference:
         tensors = found.outputs | found.gradients  # no parameter has an output's name
         if not self.names:
             self.names, self.outputs = list(tensors), len(found.outputs)
-            self.sizes = [one.numel() for one in tensors.values()]
-            self.counts = torch.tensor(self.sizes, dtype=torch.float64)
+        self.sizes[point % POINTS] = [tensors[name].numel() for name in self.names]
         vector = torch.cat([tensors[name] for name in self.names])
         if vector.is_cuda:
             torch.cuda.synchronize()
         self.took_s[config] = time.perf_counter() - began
         return vector, found.loss
 
-    def dots(self, ours: Tensor, theirs: Tensor) -> Tensor:
-        pairs = zip(ours.split(self.sizes), theirs.split(self.sizes), strict=True)
+    def dots(self, ours: Tensor, theirs: Tensor, point: int) -> Tensor:
+        sizes = self.sizes[point]
+        pairs = zip(ours.split(sizes), theirs.split(sizes), strict=True)
         return torch.stack([torch.dot(a, b) for a, b in pairs]).double().cpu()
 
-    def norms(self, vector: Tensor, *, outputs: bool = False) -> Tensor:
+    def norms(self, vector: Tensor, point: int, *, outputs: bool = False) -> Tensor:
         """The L2 norm of each tensor, as float64 on the host; `outputs`: of outputs alone."""
-        parts = vector.split(self.sizes[: self.outputs] if outputs else self.sizes)
+        parts = vector.split(self.sizes[point][: self.outputs if outputs else None])
         return torch.stack(torch._foreach_norm(list(parts))).double().cpu()
 
     def label(self, tensor: int) -> str:

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from advisor.cache.config import Config
 from advisor.tuners.act import hooks
 from advisor.tuners.act.applied import AppliedConfig
+from advisor.tuners.act.gate import Signature, of_any_size, signature
 from advisor.tuners.act.pilot.loop_observer import RngState, TrainedModel
 from advisor.tuners.act.pilot.protocol import CompareRequest
 from advisor.tuners.act.pilot.switch import ConfigSwitch, ModelCall
@@ -45,6 +47,7 @@ _Place = tuple[dict[str, Any], str]  # where a module holds a parameter or buffe
 _Autocast = tuple[str, torch.dtype, bool, bool]  # the arguments of torch.autocast
 _MOST_CALLS = 8  # recorded in one step, to save memory
 _MOST_STEPS = 8 * POINTS  # observed until a gradient reaches a model's outputs
+_MOST_RECORDED = 2 * POINTS  # steps of which POINTS must call the models alike
 _COPIES = 3  # of the weights in memory: the recorded ones, the script's own, and gradients
 
 
@@ -78,6 +81,15 @@ class _RecordedCall:
             self.lost(exc)
 
 
+class _RecordedStep:
+    """The calls of a step, and the sum of its losses; None if the script has no loss."""
+
+    def __init__(self, calls: list[_RecordedCall], loss: float | None) -> None:
+        self.calls, self.loss = calls, loss
+        found = ((id(one.call), *signature(*one.given)) for one in calls)
+        self.signature: Signature = tuple(part for call in found for part in call)
+
+
 class RecordedSteps:
     """Compares configs with strict fp32 on recorded steps: a RepeatableStep and a StepComparer.
     `careful`, for a real run: only if all changes by a model's call can be restored."""
@@ -94,10 +106,10 @@ class RecordedSteps:
         self._unhook = lambda: None
         self._switch: ConfigSwitch | None = None
         self._refused = ""
-        # The calls of each step, and the sum of its losses; None if the script has no loss.
-        self._steps: list[tuple[list[_RecordedCall], float | None]] = []
+        self._steps: list[_RecordedStep] = []
         self._calls: list[_RecordedCall] = []
         self._losses: list[Tensor] = []
+        self._chosen = False  # `_steps` are the steps to repeat
         self._looked = 0  # steps observed
         self._raised = self.draws = False
         self._named: NamedTensors = {}
@@ -110,7 +122,7 @@ class RecordedSteps:
 
     @property
     def _ready(self) -> bool:
-        return bool(self._refused) or len(self._steps) == POINTS
+        return bool(self._refused) or self._chosen
 
     def begin(
         self,
@@ -141,9 +153,10 @@ class RecordedSteps:
         calls = [one for one in self._calls if any(g is not None for g in one.back)]
         if calls and not self._raised and not self._refused:
             loss = float(torch.stack(self._losses).sum()) if self._losses else None
-            self._steps.append((calls, loss))
+            self._steps.append(_RecordedStep(calls, loss))
             if self._updates is None:
                 self._updates = RecordedUpdates(self._of_switch.optimizers)
+            self._choose_steps()
         self._looked += 1
         if not self._ready and self._looked >= _MOST_STEPS:
             self._refuse("no gradient came back to what the model returned")
@@ -192,7 +205,8 @@ class RecordedSteps:
 
     def _pass(self, point: int) -> Sample:
         """Make the calls of a step, each with its backward pass before the next one."""
-        calls, loss = self._steps[point % POINTS]
+        step = self._steps[point % POINTS]
+        calls, loss = step.calls, step.loss
         outputs: NamedTensors = {}
         gradients: NamedTensors = {}
         slope = torch.zeros((), device=self._device)
@@ -284,6 +298,19 @@ class RecordedSteps:
             elif what := changed():
                 self._refuse(f"a call of the model changes {what}, which could not be restored")
         return result
+
+    def _choose_steps(self) -> None:
+        """Choose steps of one signature: compiled code runs only inputs of frequent ones, not an
+        epoch's short last batch. If every batch has another length, sizes may differ."""
+        for alike in (tuple, of_any_size) if len(self._steps) >= _MOST_RECORDED else (tuple,):
+            kinds = [alike(one.signature) for one in self._steps]
+            kind, count = Counter(kinds).most_common(1)[0]
+            if count >= POINTS:
+                found = [s for s, own in zip(self._steps, kinds, strict=True) if own == kind]
+                self._steps, self._chosen = found[:POINTS], True
+                return
+        if len(self._steps) >= _MOST_RECORDED:
+            self._refuse("its steps call the model in different ways")
 
     def _refuse(self, why: str | Exception) -> None:
         self._refused = why if isinstance(why, str) else failure(why)[1]
