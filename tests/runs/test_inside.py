@@ -26,7 +26,14 @@ from advisor.open_store import open_records
 from advisor.resolve.online import OnlineTuner
 from advisor.resolve.request import Request
 from advisor.tuners import host
-from advisor.tuners.act.pilot.pilot import ANOTHER, UNORDERED, UNSEEN, ActivePilot
+from advisor.tuners.act.pilot.pilot import (
+    ANOTHER,
+    BY_HAND,
+    EVALUATING,
+    UNORDERED,
+    UNSEEN,
+    ActivePilot,
+)
 from advisor.tuners.act.pilot.protocol import (
     BlockRequest,
     BlockResult,
@@ -464,6 +471,16 @@ def without_an_order() -> None:
         optimizers[int(step**0.5) % 3].step()
 
 
+def in_evaluation_mode() -> None:
+    train(nn.Linear(6, 4).eval(), 8)
+
+
+def by_hand() -> None:
+    net = nn.Linear(6, 4)
+    for _ in range(8 * MAX_OBSERVED_STEPS):
+        net(torch.ones(2, 6)).sum().backward()
+
+
 def two_models_in_turn() -> None:
     train(nn.Linear(6, 4), 8)
     train(nn.Linear(6, 5), MAX_OBSERVED_STEPS)
@@ -471,7 +488,13 @@ def two_models_in_turn() -> None:
 
 @pytest.mark.parametrize(
     ("trains", "said"),
-    [(without_a_module, UNSEEN), (without_an_order, UNORDERED), (two_models_in_turn, ANOTHER)],
+    [
+        (without_a_module, UNSEEN),
+        (without_an_order, UNORDERED),
+        (in_evaluation_mode, EVALUATING),
+        (by_hand, BY_HAND),
+        (two_models_in_turn, ANOTHER),
+    ],
 )
 def test_what_cannot_be_timed_is_left_alone_with_the_reason(
     charge: ActivePilot, trains: Callable[[], None], said: str, monkeypatch: pytest.MonkeyPatch

@@ -96,6 +96,7 @@ class LoopObserver:
 
     def __init__(self) -> None:
         self.called: dict[nn.Module, TrainedModel] = {}  # outermost modules, called with gradients
+        self.calls = 0  # of such modules
         self.autocast: torch.dtype | None = None  # of the script's own autocast in such a call
         self.optimizers: list[torch.optim.Optimizer] = []  # in the order of their first steps
         self.frees_gradients = True  # whether gradients are freed between steps, as by `zero_grad`
@@ -115,6 +116,7 @@ class LoopObserver:
             from advisor.tuners.fingerprint import unwrapped
 
             self.called[module] = TrainedModel(module, unwrapped(module))
+        self.calls += 1
         self.called[module].saw(args, kwargs)
 
     def on_autocast(self, module: nn.Module) -> None:
@@ -191,6 +193,12 @@ class LoopObserver:
             if any(id(parameter) in held for parameter in module.parameters())
         }
         return sorted(sizes, key=lambda one: -sizes[one])
+
+    def trains_in_evaluation_mode(self) -> bool:
+        """Whether the optimizers hold parameters of a called module that is in evaluation mode."""
+        held = {id(weight) for optimizer in self.optimizers for weight in _weights(optimizer)}
+        evaluating = (one for one in self._met if not one.training)
+        return any(id(weight) in held for one in evaluating for weight in one.parameters())
 
     def forget(self) -> None:
         """Drop references to the script's objects: it may need the memory."""

@@ -8,15 +8,17 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, Protocol
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
 
 import torch
+from torch import nn
 
 from advisor.cache import settings
 from advisor.cache.config import Config
 from advisor.errors import AdvisorError
 from advisor.tuners import host
 from advisor.tuners.act import hooks
+from advisor.tuners.act.advice_usage import is_followed
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.hooks import STEP_HOOKS
 from advisor.tuners.act.pilot.loaders import Loaders
@@ -38,6 +40,11 @@ UNSEEN = f"{_UNSEEN} with gradients; advisor tunes models that train and are cal
 UNSEEN_COMPILED = (
     f"{_UNSEEN} where advisor sees it: the script compiles a function that calls the model, or "
     "calls model.compile(); use torch.compile(model) instead"
+)
+EVALUATING = "the script trains its model in evaluation mode; call model.train() before training"
+BY_HAND = (
+    f"in {8 * MAX_OBSERVED_STEPS} calls of a model with gradients, no optimizer of torch.optim "
+    "made a step; advisor tunes scripts that train with such an optimizer"
 )
 UNSTEPPED = (
     "a model was called with gradients, and no optimizer of torch.optim made a step: nothing was "
@@ -93,7 +100,7 @@ class Pilot:
         self._verdict: Verdict = OK
         self._loaders = Loaders(self._gave_up, override=settings.is_on("ADVISOR_OVERRIDE_LOADER"))
         self._calls = hooks.CallHooks(
-            self._guarded(self._observer.on_call),
+            self._guarded(self._called),
             self._guarded(self._observer.on_autocast),
         )
         self._count_no_more = STEP_HOOKS.register(self._guarded(self._stepped))
@@ -153,6 +160,12 @@ class Pilot:
             steps = f"{self._looked} step{'s' * (self._looked != 1)} of its optimizers"
             self._guide.failed(Stopped("brief", f"the script ended after {steps}"))
 
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._observer.on_call(module, args, kwargs)
+        many = self._observer.calls >= 8 * MAX_OBSERVED_STEPS
+        if many and not self._looked and not is_followed():
+            self._stop(Stopped("unclear", BY_HAND))
+
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._switch is None:
             self._look(optimizer)
@@ -200,6 +213,8 @@ class Pilot:
         """Ask the guide whether to take over: a step of the script is known now."""
         if not trained:
             said = UNSEEN_COMPILED if graphs_compiled() else UNSEEN
+            if self._observer.trains_in_evaluation_mode():
+                said = EVALUATING
             return self._stop(Stopped("unclear", said))
         from advisor.tuners.act.pilot.script_facts import ScriptFacts
         from advisor.tuners.act.pilot.switch import ConfigSwitch
