@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import BackgroundTasks, Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -26,8 +25,6 @@ from advisor.service.schema import Attempt
 from advisor.service.tokens import Caller
 
 COOKIE = "advisor_session"
-MAX_LARGE = 4
-"""Large request bodies in memory at once, at most."""
 _log = logging.getLogger("advisor")
 _BEARER = HTTPBearer(auto_error=False, description="A token that `advisor token` made.")
 Owner = TypeVar("Owner")
@@ -40,7 +37,6 @@ class Service:
     Attributes:
         reader: decides which records are valid, and whose signatures are required.
         behind_proxy: only a proxy connects, and names the client.
-        large: a semaphore that a request holds while it reads a large body.
         lookups: counts of lookups that are not in the database yet.
         loops: the server's threads.
         machines: the executors' last answers, by the executor's name.
@@ -51,7 +47,6 @@ class Service:
     behind_proxy: bool = False
     metrics: Metrics = field(default_factory=Metrics)
     guesses: Guesses = field(default_factory=Guesses)
-    large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LARGE))
     lookups: LookupCounter = field(default_factory=LookupCounter)
     loops: list[Loop] = field(default_factory=list)
     machines: dict[str, Machine] = field(default_factory=dict)
@@ -67,9 +62,11 @@ class Service:
         last = forwarded.rpartition(",")[2].strip()
         return (last or (request.client.host if request.client else ""))[:64]
 
-    def encrypted(self, request: Request) -> bool:
-        """Whether the client speaks TLS, to the proxy."""
-        return self.behind_proxy and request.headers.get("x-forwarded-proto", "") == "https"
+    def url(self, request: Request) -> str:
+        """This server's address, as the client has it: https if the client encrypts for a proxy."""
+        proto = request.headers.get("x-forwarded-proto", "") if self.behind_proxy else ""
+        host = request.headers.get("host", "")
+        return f"https://{host}" if proto == "https" else f"http://{host}"
 
     def admit(self, request: Request, token: str) -> Caller:
         """The caller with this token; raises HTTPException as `owner` does."""
@@ -119,7 +116,7 @@ def unavailable() -> HTTPException:
     return HTTPException(503, "the server's database does not answer", {"Retry-After": "1"})
 
 
-# These two are async because FastAPI runs any other dependency in a thread.
+# Dependencies that do not wait are async, because FastAPI runs any other one in a thread.
 async def _service(request: Request) -> Service:
     found: Service = request.app.state.service
     return found
@@ -133,24 +130,35 @@ ServiceDep = Annotated[Service, Depends(_service)]
 BearerToken = Annotated[str, Depends(_token)]
 
 
-def needs(role: Role) -> Callable[..., Caller]:
+def _reading(service: ServiceDep) -> Iterator[Session]:
+    with service.database.reading() as session:
+        yield session
+
+
+def _caller(
+    request: Request, service: ServiceDep, token: BearerToken, after: BackgroundTasks
+) -> Caller:
+    found = service.admit(request, token)
+    if found.unseen:
+        after.add_task(service.note_use, found)
+    return found
+
+
+def needs(role: Role) -> Any:
     """A FastAPI dependency: the caller, whose token has this role or a higher one."""
 
-    def caller(
-        request: Request, service: ServiceDep, token: BearerToken, after: BackgroundTasks
-    ) -> Caller:
-        found = service.admit(request, token)
-        found.check(role)
-        if found.unseen:
-            after.add_task(service.note_use, found)
-        return found
+    async def checked(caller: Annotated[Caller, Depends(_caller)]) -> Caller:
+        caller.check(role)
+        return caller
 
-    return caller
+    return Depends(checked)
 
 
-ReadCaller = Annotated[Caller, Depends(needs("read"))]
-WorkCaller = Annotated[Caller, Depends(needs("worker"))]
-AdminCaller = Annotated[Caller, Depends(needs("admin"))]
+Reading = Annotated[Session, Depends(_reading, scope="function")]
+"""A session for a route that only reads. A route that writes opens its own, and commits it."""
+ReadCaller = Annotated[Caller, needs("read")]
+WorkCaller = Annotated[Caller, needs("worker")]
+AdminCaller = Annotated[Caller, needs("admin")]
 
 
 def _attempt_of(service: Service, caller: Caller) -> Attempt | None:
@@ -158,7 +166,7 @@ def _attempt_of(service: Service, caller: Caller) -> Attempt | None:
         return attempts.of_token(session, caller.token)
 
 
-def _submitter(service: ServiceDep, caller: Annotated[Caller, Depends(needs("submit"))]) -> Caller:
+def _submitter(service: ServiceDep, caller: Annotated[Caller, needs("submit")]) -> Caller:
     """A caller who may submit jobs. An attempt may not, even if its code reads the token."""
     if _attempt_of(service, caller) is not None:
         raise PermissionError("the token of an attempt cannot submit jobs")

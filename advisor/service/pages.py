@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple, get_args
 from urllib.parse import parse_qsl, urlencode
 
@@ -20,7 +19,7 @@ from advisor.report.html import pages as rendering
 from advisor.report.sections import report
 from advisor.report.text import ago, cut, duration
 from advisor.service import catalog, jobs, lookups, records, tokens
-from advisor.service.access import COOKIE, Service, ServiceDep
+from advisor.service.access import COOKIE, Reading, Service, ServiceDep
 from advisor.service.catalog import View
 from advisor.service.database import DAY_S
 from advisor.service.limits import MAX_UNTRUSTED
@@ -59,27 +58,22 @@ def _logged_in(request: Request) -> Caller | None:
         return tokens.logged_in(session, cookie, service.address(request))
 
 
-def visits(role: Role) -> Callable[..., PageRequest]:
-    """A FastAPI dependency: the visit of a user whose token has this role or a higher one."""
+def visits(role: Role) -> Any:
+    """A FastAPI dependency: the visit of a user whose token has this role or a higher one. Others
+    are sent to the login page, which then leads to the requested page."""
 
     def visit(request: Request, service: ServiceDep) -> PageRequest:
         caller = _logged_in(request)
         if caller is None and "hx-request" in request.headers:
             raise HTTPException(401, "this session is over; log in again", {"HX-Refresh": "true"})
         if caller is None:
-            raise HTTPException(303, headers={"Location": _login(request)})
+            page = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+            to = f"?{urlencode({'to': page})}" if request.method == "GET" and page != "/" else ""
+            raise HTTPException(303, headers={"Location": f"/login{to}"})
         caller.check(role)
         return PageRequest(request, service, caller)
 
-    return visit
-
-
-def _login(request: Request) -> str:
-    """The address of the login page, which then leads to the requested page."""
-    if request.method != "GET" or request.url.path == "/":
-        return "/login"
-    asked = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    return f"/login?{urlencode({'to': asked})}"
+    return Depends(visit)
 
 
 def _local_path(path: str) -> str:
@@ -88,8 +82,17 @@ def _local_path(path: str) -> str:
 
 
 async def _form(request: Request) -> dict[str, str]:
-    """The fields of a form. Raises HTTPException if another site sent it, or it cannot be read."""
-    if not _is_own(request):
+    """The fields of a form. Raises HTTPException if it cannot be read, or another site sent it.
+
+    Browsers name the sender in Sec-Fetch-Site, over plain HTTP only in Origin. A client without
+    both is no browser with a victim's cookie.
+    """
+    site, origin = (request.headers.get(name, "") for name in ("sec-fetch-site", "origin"))
+    if not site and origin:
+        is_own = origin.partition("://")[2] == request.headers.get("host", "")
+    else:
+        is_own = site in ("same-origin", "none", "")
+    if not is_own:
         raise HTTPException(403, "another site sent this form")
     try:
         text = (await request.body()).decode("ascii")
@@ -98,18 +101,9 @@ async def _form(request: Request) -> dict[str, str]:
         raise HTTPException(422, "expected the fields of a form") from exc
 
 
-def _is_own(request: Request) -> bool:
-    """Whether a page of this server sent a form. Browsers name the sender in Sec-Fetch-Site, over
-    plain HTTP only in Origin. A client without both is no browser with a victim's cookie."""
-    site = request.headers.get("sec-fetch-site", "")
-    if not site and (origin := request.headers.get("origin", "")):
-        return origin.partition("://")[2] == request.headers.get("host", "")
-    return site in ("same-origin", "none", "")
-
-
-ReadVisit = Annotated[PageRequest, Depends(visits("read"))]
-SubmitVisit = Annotated[PageRequest, Depends(visits("submit"))]
-AdminVisit = Annotated[PageRequest, Depends(visits("admin"))]
+ReadVisit = Annotated[PageRequest, visits("read")]
+SubmitVisit = Annotated[PageRequest, visits("submit")]
+AdminVisit = Annotated[PageRequest, visits("admin")]
 Form = Annotated[dict[str, str], Depends(_form)]
 
 
@@ -117,14 +111,9 @@ def render(
     request: Request, name: str, caller: Caller | None = None, status: int = 200, **what: Any
 ) -> HTMLResponse:
     """Render a page; its menu has the entries that `caller` may use."""
-    what |= {"caller": caller, "path": request.url.path, "url": _url(request), "now": time.time()}
-    return HTMLResponse(_templates().get_template(name).render(status=status, **what), status)
-
-
-def _url(request: Request) -> str:
-    """This server's address, as the browser has it."""
-    proto = "https" if request.app.state.service.encrypted(request) else "http"
-    return f"{proto}://{request.headers.get('host', '')}"
+    what |= {"caller": caller, "path": request.url.path, "now": time.time(), "status": status}
+    what["url"] = request.app.state.service.url(request)
+    return HTMLResponse(_templates().get_template(name).render(**what), status)
 
 
 @functools.cache
@@ -181,7 +170,8 @@ def log_in(request: Request, service: ServiceDep, form: Form) -> Response:
         return render(request, "login.html", None, exc.status_code, wrong=exc.detail, to=to)
     with service.database.writing() as session:
         cookie = tokens.log_in(session, caller)
-    answer, secure = RedirectResponse(to, 303), service.encrypted(request)
+    answer = RedirectResponse(to, 303)
+    secure = service.url(request).startswith("https:")
     kept: dict[str, Any] = {"httponly": True, "samesite": "strict", "secure": secure}
     answer.set_cookie(COOKIE, cookie, max_age=int(tokens.SESSION_S), **kept)
     return answer
@@ -197,37 +187,35 @@ def log_out(visit: ReadVisit, _form: Form) -> Response:
 
 
 @site.get("/")
-def list_records(visit: ReadVisit, view: Annotated[View, Query()]) -> HTMLResponse:
-    with visit.service.database.reading() as session:
-        lines, number = catalog.listed(session, view)
-        return visit.render(
-            "records.html",
-            view=view,
-            lines=lines,
-            number=number,
-            more=number > (view.page + 1) * catalog.ON_A_PAGE,
-            choices=catalog.choices(session) | {"trust": get_args(Trust)},
-            median=catalog.median(session),
-            covered=lookups.covered(session),
-            missed=lookups.missed(session),
-            days=lookups.DAYS,
-        )
+def list_records(
+    visit: ReadVisit, session: Reading, view: Annotated[View, Query()]
+) -> HTMLResponse:
+    lines, number = catalog.listed(session, view)
+    return visit.render(
+        "records.html",
+        view=view,
+        lines=lines,
+        number=number,
+        more=number > (view.page + 1) * catalog.ON_A_PAGE,
+        choices=catalog.choices(session) | {"trust": get_args(Trust)},
+        median=catalog.median(session),
+        covered=lookups.covered(session),
+        missed=lookups.missed(session),
+        days=lookups.DAYS,
+    )
 
 
 @site.get("/records/{id}")
-def record(visit: ReadVisit, id: RecordId) -> HTMLResponse:
-    with visit.service.database.reading() as session:
-        counts = records.counting(session, visit.service.reader, id)
-        job = jobs.last_for(session, id)
+def record(visit: ReadVisit, session: Reading, id: RecordId) -> HTMLResponse:
+    counts = records.counting(session, visit.service.reader, id)
     one = found(counts, f"record {id} that can be read")
-    shows = report(one, _url(visit.request), line_anywhere(one))
     return visit.render(
         "record.html",
-        report=shows,
+        report=report(one, visit.service.url(visit.request), line_anywhere(one)),
         record=one,
         advised=one.winner(one.use),
         trust=trust_of(one),
-        job=job,
+        job=jobs.last_for(session, id),
     )
 
 

@@ -27,7 +27,18 @@ class Base(DeclarativeBase):
         return f"{cls.__name__.removesuffix('Row').lower()}s"
 
 
-class Item(Base):
+class Stored(Base):
+    """What clients store under a key. Each token has a quota of `size`, in bytes, in each table."""
+
+    __abstract__ = True
+
+    key: Mapped[Bytewise] = mapped_column(primary_key=True)
+    size: Mapped[int]
+    token: Mapped[TokenId]
+    data: Mapped[bytes] = mapped_column(deferred=True)
+
+
+class Item(Stored):
     """A version of a record, under its key in a store. Times in Unix seconds.
 
     Attributes:
@@ -40,13 +51,13 @@ class Item(Base):
         created: when it was measured; `stored`: when the server stored it.
     """
 
+    __tablename__ = "records"
     __table_args__ = (
         *(Index(f"items_of_{one}", *of, "terms", "created") for one, of in NARROWED.items()),
         Index("items_of_id", "id", "batch"),
         Index("items_of_token", "token", "size"),
     )
 
-    key: Mapped[Bytewise] = mapped_column(primary_key=True)
     record_key: Mapped[Bytewise] = mapped_column(index=True)
     model: Mapped[Bytewise]
     id: Mapped[Bytewise]
@@ -66,23 +77,25 @@ class Item(Base):
     framework: Mapped[Bytewise]
     created: Mapped[float]
     stored: Mapped[float]
-    size: Mapped[int]
-    token: Mapped[TokenId]
-    data: Mapped[bytes]
 
 
-class ArtifactsRow(Base):
-    """The compiled code for a config of a record."""
+class ArtifactsRow(Stored):
+    """The compiled code for a config of a record, under its label (see `cache.artifacts`)."""
 
     __tablename__ = "artifacts"
     __table_args__ = (Index("artifacts_of_token", "token", "size"),)
 
-    name: Mapped[Bytewise] = mapped_column(primary_key=True)
     record_key: Mapped[Bytewise]
-    size: Mapped[int]
     stored: Mapped[float]
-    token: Mapped[TokenId]
-    data: Mapped[bytes] = mapped_column(deferred=True)
+
+
+class Archive(Stored):
+    """A job's code, under its SHA-256. `used`: when a job with it was last submitted (database's
+    clock)."""
+
+    __table_args__ = (Index("archives_of_token", "token", "size"),)
+
+    used: Mapped[float]
 
 
 class Token(Base):
@@ -239,19 +252,6 @@ class Study(Base):
 
     job: Mapped[JobId] = mapped_column(primary_key=True)
     name: Mapped[Bytewise] = mapped_column(primary_key=True)
-    data: Mapped[bytes]
-
-
-class Archive(Base):
-    """A job's code archive. `used`: when a job with it was last submitted (database's clock)."""
-
-    __table_args__ = (Index("archives_of_token", "token", "size"),)
-
-    digest: Mapped[Bytewise] = mapped_column(primary_key=True)
-    size: Mapped[int]
-    token: Mapped[TokenId]
-    created: Mapped[float]
-    used: Mapped[float]
     data: Mapped[bytes]
 
 

@@ -78,10 +78,10 @@ def test_code_is_kept_as_long_as_its_record(served: Served) -> None:
         session.execute(update(Archive).values(used=0.0))
     tidy(served.service)
     with served.database.reading() as session:
-        assert list(session.scalars(select(Archive.digest))) == [digest]
+        assert list(session.scalars(select(Archive.key))) == [digest]
         assert session.get_one(JobRow, job).archive == digest
     with served.database.writing() as session:
         session.execute(delete(Item))
     tidy(served.service)
     with served.database.reading() as session:
-        assert session.scalar(select(func.count(Archive.digest))) == 0
+        assert session.scalar(select(func.count(Archive.key))) == 0

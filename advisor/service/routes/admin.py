@@ -8,7 +8,7 @@ from fastapi import APIRouter, HTTPException, Response
 from fastapi.responses import PlainTextResponse
 
 from advisor.service import jobs, records, tokens
-from advisor.service.access import AdminCaller, ReadCaller, ServiceDep
+from advisor.service.access import AdminCaller, ReadCaller, Reading, ServiceDep
 from advisor.service.roles import Role
 from advisor.service.routes.parsing import Before, Number, Strict, found
 
@@ -32,9 +32,8 @@ def readyz(service: ServiceDep) -> dict[str, str]:
 
 
 @api.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
-def metrics(service: ServiceDep, _caller: ReadCaller) -> Response:
-    with service.database.reading() as session:
-        text = service.metrics.text(records.count(session), jobs.counts(session))
+def metrics(service: ServiceDep, _caller: ReadCaller, session: Reading) -> Response:
+    text = service.metrics.text(records.count(session), jobs.counts(session))
     return Response(text, media_type="text/plain; version=0.0.4")
 
 
@@ -47,9 +46,8 @@ class NewToken(Strict):
 
 
 @api.get("/api/tokens", summary="All tokens, without their text")
-def list_tokens(service: ServiceDep, _caller: AdminCaller) -> dict[str, Any]:
-    with service.database.reading() as session:
-        return {"tokens": [dict(one) for one in tokens.listed(session)]}
+def list_tokens(_caller: AdminCaller, session: Reading) -> dict[str, Any]:
+    return {"tokens": [dict(one) for one in tokens.listed(session)]}
 
 
 @api.post("/api/tokens", summary="A new token", status_code=201)
@@ -66,6 +64,5 @@ def revoke(service: ServiceDep, caller: AdminCaller, number: Number) -> dict[str
 
 
 @api.get("/api/audit", summary="A page of the audit log, the newest first")
-def audit(service: ServiceDep, _caller: AdminCaller, before: Before = None) -> dict[str, Any]:
-    with service.database.reading() as session:
-        return {"events": [dict(one) for one in tokens.events(session, before, MAX_EVENTS)]}
+def audit(_caller: AdminCaller, session: Reading, before: Before = None) -> dict[str, Any]:
+    return {"events": [dict(one) for one in tokens.events(session, before, MAX_EVENTS)]}

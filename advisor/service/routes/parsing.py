@@ -9,9 +9,10 @@ from fastapi import Depends, HTTPException, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict
 
 from advisor.cache.stores.http_client import BYTES
-from advisor.service.access import ServiceDep
 
 Thing = TypeVar("Thing")
+MAX_LARGE = 4
+"""Large request bodies in memory at once, at most."""
 SENDS_BYTES: dict[str, Any] = {"requestBody": {"required": True, "content": {BYTES: {}}}}
 """The OpenAPI description of a body that is not JSON."""
 
@@ -76,10 +77,10 @@ async def _body(request: Request) -> bytes:
     return await request.body()
 
 
-async def _large_body(request: Request, service: ServiceDep) -> AsyncIterator[bytes]:
-    async with service.large:
-        yield await request.body()
+async def _large_body(request: Request) -> AsyncIterator[bytes]:
+    yield await request.body()
 
 
 Body = Annotated[bytes, Depends(_body)]
-LargeBody = Annotated[bytes, Depends(_large_body)]
+LargeBody = Annotated[bytes, Depends(_large_body, max_concurrency=MAX_LARGE)]
+"""A body that is held in memory with at most MAX_LARGE - 1 others."""
