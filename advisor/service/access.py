@@ -161,24 +161,18 @@ WorkCaller = Annotated[Caller, needs("worker")]
 AdminCaller = Annotated[Caller, needs("admin")]
 
 
-def _attempt_of(service: Service, caller: Caller) -> Attempt | None:
-    with service.database.reading() as session:
-        return attempts.of_token(session, caller.token)
-
-
-def _submitter(service: ServiceDep, caller: Annotated[Caller, needs("submit")]) -> Caller:
+async def _submitter(caller: Annotated[Caller, needs("submit")]) -> Caller:
     """A caller who may submit jobs. An attempt may not, even if its code reads the token."""
-    if _attempt_of(service, caller) is not None:
+    if caller.attempt is not None:
         raise PermissionError("the token of an attempt cannot submit jobs")
     return caller
 
 
-def _own_attempt(service: ServiceDep, caller: WorkCaller) -> Attempt:
+async def _own_attempt(caller: WorkCaller) -> Attempt:
     """The attempt that this token was made for."""
-    attempt = _attempt_of(service, caller)
-    if attempt is None:
+    if caller.attempt is None:
         raise PermissionError("only the token of an attempt may do this")
-    return attempt
+    return caller.attempt
 
 
 def _starting_attempt(request: Request, service: ServiceDep, token: BearerToken) -> Attempt:

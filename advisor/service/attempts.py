@@ -227,11 +227,6 @@ def _locked(session: Session, attempt: int) -> tuple[JobRow, Attempt] | None:
     return (job, one) if job and one and one.state == "running" else None
 
 
-def of_token(session: Session, token: int) -> Attempt | None:
-    """The attempt whose worker has this token; None if there is none."""
-    return session.scalar(select(Attempt).where(Attempt.token == token))
-
-
 def of_start(session: Session, text: str) -> Attempt | None:
     return session.scalar(select(Attempt).where(Attempt.start == digest(text)))
 

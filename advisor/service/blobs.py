@@ -37,10 +37,9 @@ class NoCode(UsageError):
 def check_quota(session: Session, table: type[Stored], by: Caller, more: int) -> None:
     """Raise UsageError if `more` bytes in this table exceed the token's quota. Data of its jobs'
     attempts counts too."""
-    of_attempts = select(Attempt.token).join(JobRow, Attempt.job == JobRow.id)
-    owner = of_attempts.where(Attempt.token == by.token).with_only_columns(JobRow.token)
-    token = session.scalar(owner) or by.token
-    theirs = or_(table.token == token, table.token.in_(of_attempts.where(JobRow.token == token)))
+    token = session.get_one(JobRow, by.attempt.job).token if by.attempt else by.token
+    lent = select(Attempt.token).join(JobRow, Attempt.job == JobRow.id).where(JobRow.token == token)
+    theirs = or_(table.token == token, table.token.in_(lent))
     used = session.scalar(select(func.sum(table.size)).where(theirs)) or 0
     if used + more > QUOTAS[table]:
         raise UsageError(
@@ -97,9 +96,8 @@ def use_archive(session: Session, digest: str, at: float) -> bool:
 
 def archive(session: Session, digest: str, by: Caller) -> bytes | None:
     """An archive, for attempts of jobs with this code and admins; None if it is missing."""
-    theirs = select(Attempt.id).join(JobRow, Attempt.job == JobRow.id)
-    theirs = theirs.where(Attempt.token == by.token, JobRow.archive == digest)
-    if not by.may("admin") and session.scalar(theirs) is None:
+    job = session.get(JobRow, by.attempt.job) if by.attempt else None
+    if not by.may("admin") and (job is None or job.archive != digest):
         raise PermissionError("only attempts of a job with this code may fetch it")
     return session.scalar(select(Archive.data).where(Archive.key == digest))
 

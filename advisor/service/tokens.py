@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import RowMapping, delete, exists, select
+from sqlalchemy import ColumnElement, RowMapping, delete, exists, func, select
 from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
-from advisor.jobs.token import PREFIX, digest, made
+from advisor.jobs.token import digest, made
 from advisor.service.roles import ROLES
 from advisor.service.schema import Attempt, Event, Token
 from advisor.service.schema import Session as Browser
@@ -28,13 +28,14 @@ NEVER = 1e11
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who sent a request: number, name and role of the token, and the client's address. `unseen`:
-    whether to note the time of this use."""
+    whether to note the time of this use; `attempt`: the attempt that the token was made for."""
 
     token: int
     name: str
     role: str
     address: str = ""
     unseen: bool = False
+    attempt: Attempt | None = None
 
     def may(self, role: str) -> bool:
         return ROLES.index(self.role) >= ROLES.index(role)
@@ -88,17 +89,25 @@ def add(session: Session, name: str, role: str, expires: float | None) -> tuple[
 
 def find(session: Session, text: str, address: str) -> Caller | None:
     """The caller with this token; None if the token is unknown, expired or revoked."""
-    if not text.startswith(PREFIX):
-        return None
-    return _caller(session.scalar(select(Token).where(Token.digest == digest(text))), address)
+    return _caller(session, Token.digest == digest(text), address)
 
 
-def _caller(token: Token | None, address: str) -> Caller | None:
-    now = time.time()
-    if token is None or token.revoked is not None or now >= (token.expires or NEVER):
+def logged_in(session: Session, cookie: str, address: str) -> Caller | None:
+    """The caller of a browser session; None if the session or its token is no longer valid."""
+    open_now = (Browser.digest == digest(cookie), Browser.expires > time.time())
+    return _caller(session, Token.id.in_(select(Browser.token).where(*open_now)), address)
+
+
+def _caller(session: Session, which: ColumnElement[bool], address: str) -> Caller | None:
+    at = time.time()
+    valid = (Token.revoked.is_(None), func.coalesce(Token.expires, NEVER) > at)
+    query = select(Token, Attempt).join(Attempt, Attempt.token == Token.id, isouter=True)
+    found = session.execute(query.where(which, *valid)).first()
+    if found is None:
         return None
-    unseen = token.used is None or token.used < now - _USE_NOTED_S
-    return Caller(token.id, token.name, token.role, address, unseen)
+    token, attempt = found
+    unseen = (token.used or 0.0) < at - _USE_NOTED_S
+    return Caller(token.id, token.name, token.role, address, unseen, attempt)
 
 
 def note_use(session: Session, caller: Caller) -> None:
@@ -121,14 +130,6 @@ def log_in(session: Session, caller: Caller) -> str:
     note(session, caller, "logged in", "")
     note_use(session, caller)
     return text
-
-
-def logged_in(session: Session, cookie: str, address: str) -> Caller | None:
-    """The caller of a session; None if the session or its token is no longer valid."""
-    found = session.get(Browser, digest(cookie))
-    if found is None or found.expires < time.time():
-        return None
-    return _caller(session.get(Token, found.token), address)
 
 
 def log_out(session: Session, cookie: str) -> None:
