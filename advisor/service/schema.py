@@ -1,4 +1,4 @@
-"""The tables of the database."""
+"""The tables of the database. Times are Unix seconds; those of jobs by the database's clock."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ Bytewise = Annotated[str, mapped_column(String().with_variant(String(collation="
 Large = Annotated[int, mapped_column(BigInteger)]
 TokenId = Annotated[int, mapped_column(ForeignKey("tokens.id"))]
 JobId = Annotated[int, mapped_column(ForeignKey("jobs.id"))]
+AttemptId = Annotated[int, mapped_column(ForeignKey("attempts.id"))]
 NARROWED = {
     **{name: (name,) for name in ("model", "target", "file", "family", "command")},
     **{name: (name, "target") for name in ("origin", "code")},
@@ -39,11 +40,10 @@ class Stored(Base):
 
 
 class Item(Stored):
-    """A version of a record, under its key in a store. Times in Unix seconds.
+    """A version of a record, under its key in a store; see `cache.name` for parts of the key.
 
     Attributes:
-        record_key: the same for all versions of a record; see `cache.name`, also for `id`, `target`
-            and `origin`.
+        record_key: the same for all versions of a record.
         called: the target's name; `file`: the name of its file or module.
         fields: all fields of the record's key, as JSON; `terms`: a digest, see `terms_of`.
         speedup: of the config that is used by default; 0 if it is doubtful.
@@ -53,9 +53,9 @@ class Item(Stored):
 
     __tablename__ = "records"
     __table_args__ = (
-        *(Index(f"items_of_{one}", *of, "terms", "created") for one, of in NARROWED.items()),
-        Index("items_of_id", "id", "batch"),
-        Index("items_of_token", "token", "size"),
+        *(Index(f"records_of_{one}", *of, "terms", "created") for one, of in NARROWED.items()),
+        Index("records_of_id", "id", "batch"),
+        Index("records_of_token", "token", "size"),
     )
 
     record_key: Mapped[Bytewise] = mapped_column(index=True)
@@ -90,8 +90,7 @@ class ArtifactsRow(Stored):
 
 
 class Archive(Stored):
-    """A job's code, under its SHA-256. `used`: when a job with it was last submitted (database's
-    clock)."""
+    """A job's code, under its SHA-256. `used`: when a job with it was last submitted."""
 
     __table_args__ = (Index("archives_of_token", "token", "size"),)
 
@@ -99,7 +98,7 @@ class Archive(Stored):
 
 
 class Token(Base):
-    """A token's role and SHA-256 (`digest`). Its text is not stored. Times in Unix seconds."""
+    """A token's role and SHA-256 (`digest`). Its text is not stored."""
 
     id: Mapped[int] = mapped_column(primary_key=True)
     digest: Mapped[bytes] = mapped_column(unique=True)
@@ -134,7 +133,7 @@ _LIVE = text("state IN ('queued', 'running', 'preempted')")
 
 
 class JobRow(Base):
-    """A submitted tuning. Times in Unix seconds of the database's clock.
+    """A submitted tuning.
 
     Attributes:
         key: a digest of the request. At most one unfinished job has the same key.
@@ -152,28 +151,24 @@ class JobRow(Base):
 
     __table_args__ = (
         Index("jobs_live", "key", unique=True, sqlite_where=_LIVE, postgresql_where=_LIVE),
-        Index("jobs_of_key", "key"),
         Index("jobs_of_state", "state", "id"),
-        Index("jobs_of_archive", "archive"),
-        Index("jobs_of_record", "record"),
-        Index("jobs_of_token", "token"),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    key: Mapped[Bytewise]
+    key: Mapped[Bytewise] = mapped_column(index=True)
     state: Mapped[str]
     reason: Mapped[str] = mapped_column(default="")
     what: Mapped[str]
     asked: Mapped[str]
-    archive: Mapped[Bytewise]
+    archive: Mapped[Bytewise] = mapped_column(index=True)
     gpu: Mapped[Bytewise]
     gpus: Mapped[int]
-    token: Mapped[TokenId]
+    token: Mapped[TokenId] = mapped_column(index=True)
     created: Mapped[float]
     changed: Mapped[float]
     due: Mapped[float] = mapped_column(default=0.0)
     pause: Mapped[float] = mapped_column(default=0.0)
-    record: Mapped[str] = mapped_column(default="")
+    record: Mapped[str] = mapped_column(default="", index=True)
     attempts: Mapped[int] = mapped_column(default=0)
     started: Mapped[float | None]
     budget_s: Mapped[float]
@@ -184,7 +179,7 @@ class JobRow(Base):
 
 
 class Attempt(Base):
-    """One start of a job on an executor. Times by the database's clock.
+    """One start of a job on an executor.
 
     Attributes:
         external: the attempt's name at the executor, chosen before the start.
@@ -197,7 +192,6 @@ class Attempt(Base):
     __table_args__ = (
         Index("attempts_of_job", "job", "number", unique=True),
         Index("attempts_of_state", "state", "executor"),
-        Index("attempts_of_start", "start", unique=True),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -212,7 +206,7 @@ class Attempt(Base):
     beat: Mapped[float]
     ended: Mapped[float | None]
     token: Mapped[TokenId] = mapped_column(unique=True)
-    start: Mapped[bytes]
+    start: Mapped[bytes] = mapped_column(unique=True)
     begun: Mapped[float | None]
 
 
@@ -220,11 +214,9 @@ class TrialRow(Base):
     """A config that an attempt tried. `batch` is None and `ratio` 0 if unknown; `outcome` is '' if
     it ran, else why it failed."""
 
-    __table_args__ = (Index("trials_of_job", "job"),)
-
-    attempt: Mapped[int] = mapped_column(ForeignKey("attempts.id"), primary_key=True)
+    attempt: Mapped[AttemptId] = mapped_column(primary_key=True)
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    job: Mapped[JobId]
+    job: Mapped[JobId] = mapped_column(index=True)
     at: Mapped[float]
     what: Mapped[str]
     batch: Mapped[Large | None]
@@ -241,7 +233,7 @@ class Log(Base):
 
     id: Mapped[int] = mapped_column(primary_key=True)
     job: Mapped[JobId]
-    attempt: Mapped[int] = mapped_column(ForeignKey("attempts.id"))
+    attempt: Mapped[AttemptId]
     data: Mapped[str]
 
 

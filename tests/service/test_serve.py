@@ -29,7 +29,7 @@ from advisor.cli import main
 from advisor.errors import StoreError, UsageError
 from advisor.service import blobs, records, tokens
 from advisor.service.database import Database
-from advisor.service.run import Where, _listening, new_token
+from advisor.service.run import Where, new_token
 from advisor.service.schema import Item
 from tests.cache import servers
 from tests.cache.examples import KEY, changed, record
@@ -267,7 +267,7 @@ def test_where_it_may_listen(lite: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_an_answer_waits_for_no_acknowledgement() -> None:
     """Its head and its body are two packets: the second one waited 40 ms for a client's word."""
     with (
-        _listening(Where(port=0)) as listening,
+        Where(port=0).listen() as listening,
         socket.create_connection(listening.getsockname()),
         listening.accept()[0] as accepted,
     ):

@@ -6,11 +6,13 @@ from typing import Any
 
 from fastapi import APIRouter, HTTPException, Response
 from fastapi.responses import PlainTextResponse
+from sqlalchemy import select
 
 from advisor.service import jobs, records, tokens
 from advisor.service.access import AdminCaller, ReadCaller, Reading, ServiceDep
 from advisor.service.roles import Role
 from advisor.service.routes.parsing import Before, Number, Strict, found
+from advisor.service.schema import Token
 
 MAX_EVENTS = 200
 """Lines of the audit log on one page."""
@@ -26,8 +28,8 @@ def healthz(service: ServiceDep) -> dict[str, str]:
 
 
 @api.get("/readyz", summary="Whether the database answers too")
-def readyz(service: ServiceDep) -> dict[str, str]:
-    service.database.check()
+def readyz(service: ServiceDep, session: Reading) -> dict[str, str]:
+    session.execute(select(Token.id).limit(1))
     return healthz(service)
 
 
