@@ -1,22 +1,17 @@
-"""Makes the tables of a new database, and upgrades an older database with Alembic.
-
-A new database gets its tables from `schema`. Each file in `versions` is one step of an upgrade.
-"""
+"""Makes the tables of a new database from `schema`, and upgrades an older database with Alembic:
+each file in `versions` is one step."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from alembic import command
-from alembic.config import Config
 from alembic.migration import MigrationContext
+from alembic.operations import Operations
+from alembic.script import ScriptDirectory
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from advisor.service.schema import Base
-
-LAST = "0001"
-"""The newest revision. Each step's revision is that of the step before it plus one."""
 
 
 def upgrade(connection: Connection) -> bool:
@@ -25,18 +20,18 @@ def upgrade(connection: Connection) -> bool:
     Raises:
         SQLAlchemyError: a newer advisor made the tables.
     """
-    revision = MigrationContext.configure(connection).get_current_revision() or ""
-    if revision > LAST:
-        raise SQLAlchemyError(
-            f"schema {int(revision)} is newer than {int(LAST)}, which this version knows; "
-            "upgrade advisor"
-        )
-    config = Config(attributes={"connection": connection})
-    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
-    config.set_main_option("path_separator", "os")
-    if revision:
-        command.upgrade(config, LAST)
-    else:
+    context = MigrationContext.configure(connection)
+    steps = ScriptDirectory(str(Path(__file__).parent))
+    revision, last = context.get_current_revision(), str(steps.get_current_head())
+    if revision is None:
         Base.metadata.create_all(connection)
-        command.stamp(config, LAST)
-    return not revision
+        context.stamp(steps, last)
+        return True
+    if revision > last:
+        newer = f"schema {int(revision)} is newer than {int(last)}, which this version knows"
+        raise SQLAlchemyError(f"{newer}; upgrade advisor")
+    with Operations.context(context):
+        for step in reversed(list(steps.iterate_revisions(last, revision))):
+            step.module.upgrade()
+            context.stamp(steps, step.revision)
+    return False

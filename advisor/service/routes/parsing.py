@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, HTTPException, Path, Query, Request, Response
@@ -17,27 +18,19 @@ SENDS_BYTES: dict[str, Any] = {"requestBody": {"required": True, "content": {BYT
 """The OpenAPI description of a body that is not JSON."""
 
 
-_WHY = {
-    400: "The body cannot be read.",
-    401: "The token is unknown, expired or revoked.",
-    403: "The token's role does not allow it.",
-    404: "There is no such thing.",
-    409: "The attempt is over.",
-    413: "The body is too large.",
-    422: "A value is not what is expected.",
-    428: "The server does not have the job's code; send it first.",
-    429: "Too many invalid tokens; wait.",
-    503: "The database or a thread does not answer.",
-}
 _DETAIL = {
     "type": "object",
     "properties": {"detail": {"type": "string", "description": "What is wrong, for people."}},
     "required": ["detail"],
 }
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"description": why, "content": {"application/json": {"schema": _DETAIL}}}
-    for status, why in _WHY.items()
+    status: {
+        "description": HTTPStatus(status).phrase,
+        "content": {"application/json": {"schema": _DETAIL}},
+    }
+    for status in (400, 401, 403, 404, 409, 413, 422, 428, 429, 503)
 }
+"""The answers of a route to a request that it refuses, for OpenAPI."""
 
 Number = Annotated[int, Path(ge=1, lt=2**31)]
 Before = Annotated[int | None, Query(ge=1, lt=2**31)]
