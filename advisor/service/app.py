@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from advisor.errors import RecordDamaged, StoreError, UsageError, printable
 from advisor.service import job_pages, pages
 from advisor.service.access import Service, unavailable
+from advisor.service.attempts import AttemptOver
 from advisor.service.blobs import NoCode
 from advisor.service.catalog import COLUMNS
 from advisor.service.limits import BodyMiddleware
@@ -25,6 +26,7 @@ from advisor.service.pages import STATIC, error_page
 from advisor.service.routes import api
 
 STATUS: Mapping[type[Exception], int] = {
+    AttemptOver: 409,
     NoCode: 428,
     PermissionError: 403,
     RecordDamaged: 422,

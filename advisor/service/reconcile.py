@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Literal
 
 from advisor.errors import StoreError
 from advisor.service import attempts, jobs
-from advisor.service.attempts import LEASE_S, Running
+from advisor.service.attempts import LEASE_S, AttemptOver, Running
 from advisor.service.database import Database
 from advisor.service.executors import Capacity, Executor, ExecutorAway, Unplaceable
 from advisor.service.machines import Machine, why_waits
@@ -88,8 +88,8 @@ class Reconciler:
         with self._database.reading() as session:
             return attempts.running(session)
 
-    def _end(self, one: Running, state: Literal["lost", "preempted"], reason: str) -> None:
-        with self._database.writing() as session:
+    def _end(self, one: Running, state: str, reason: str) -> None:
+        with suppress(AttemptOver), self._database.writing() as session:
             attempts.end(session, one.attempt, state, reason)
 
     def _visit(self, executor: Executor) -> None:
@@ -115,9 +115,7 @@ class Reconciler:
                 if late or one.cancelled:
                     executor.stop(one.external)
             elif status.state != "unknown" or one.silent_s > LEASE_S:
-                state: Literal["lost", "preempted"] = (
-                    "preempted" if status.state == "preempted" else "lost"
-                )
+                state = "preempted" if status.state == "preempted" else "lost"
                 self._end(one, state, status.reason or "the attempt ended without a report")
                 executor.stop(one.external)
             # Else another server may be about to start this attempt.
@@ -165,7 +163,7 @@ class Reconciler:
             elif not isinstance(exc, ExecutorAway):
                 what = f"executor {executor.name} failed ({type(exc).__name__})"
                 reason = f"{what}; see the server's log"
-            with self._database.writing() as session:
+            with suppress(AttemptOver), self._database.writing() as session:
                 attempts.put_back(session, start.attempt, reason)
             if not isinstance(exc, Unplaceable):
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Path, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 from pydantic import AfterValidator, Field
 
 from advisor.cache.domain import line
@@ -13,9 +13,6 @@ from advisor.service import attempts
 from advisor.service.access import OwnAttempt, ServiceDep, StartingAttempt, WorkCaller
 from advisor.service.attempts import End
 from advisor.service.routes.parsing import SENDS_BYTES, Bytes, LargeBody, Strict, found
-
-OVER = "this attempt is over"
-TAKEN = "this start token was used before: another worker has this attempt"
 
 OneLine = Annotated[str, Field(max_length=2**16), AfterValidator(line)]
 Speed = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
@@ -63,9 +60,11 @@ def begin(
 ) -> dict[str, int]:
     digest = bytes.fromhex(own.digest)
     with service.database.writing() as session:
-        became = attempts.begin(session, attempt.id, digest, service.address(request))
-    if became != "begun":
-        raise HTTPException(409, OVER if became == "over" else TAKEN)
+        own_now = attempts.begin(session, attempt.id, digest, service.address(request))
+    if not own_now:
+        raise attempts.AttemptOver(
+            "this start token was used before: another worker has this attempt"
+        )
     return {"number": attempt.number}
 
 
@@ -97,8 +96,7 @@ def keep_study(
     service: ServiceDep, attempt: OwnAttempt, name: Name, data: LargeBody
 ) -> dict[str, bool]:
     with service.database.writing() as session:
-        if not attempts.keep_study(session, attempt.id, name, data):
-            raise HTTPException(409, OVER)
+        attempts.keep_study(session, attempt.id, name, data)
     return {"kept": True}
 
 
@@ -107,6 +105,5 @@ def end(
     service: ServiceDep, caller: WorkCaller, attempt: OwnAttempt, ending: Ending
 ) -> dict[str, str]:
     with service.database.writing() as session:
-        if not attempts.end(session, attempt.id, by=caller, **ending.model_dump()):
-            raise HTTPException(409, OVER)
+        attempts.end(session, attempt.id, by=caller, **ending.model_dump())
     return {"state": ending.state}
