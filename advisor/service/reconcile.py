@@ -105,7 +105,7 @@ class Reconciler:
 
     def _follow(self, executor: Executor) -> None:
         running = [one for one in self._running() if one.executor == executor.name]
-        found = executor.status([one.external for one in running]) if running else {}
+        found = executor.status([one.external for one in running])
         for one in running:
             status = found[one.external]
             if status.state == "running":
