@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
@@ -83,8 +83,7 @@ class Service:
             raise unauthorized("the request has no token (Authorization: Bearer TOKEN)")
         address = self.address(request)
         self.guesses.check(token, address)
-        with self.database.reading() as session:
-            found = find(session)
+        found = self.database.read(find)
         self.guesses.note(token, address, valid=found is not None)
         if found is None:
             raise unauthorized("this token is unknown, expired or revoked")
@@ -101,8 +100,7 @@ class Service:
     def note_use(self, caller: Caller) -> None:
         """Note the time of a token's last use, after the answer. A failure is only logged."""
         try:
-            with self.database.writing() as session:
-                tokens.note_use(session, caller)
+            self.database.write(tokens.note_use, caller)
         except StoreError as exc:
             _log.warning("the use of a token could not be noted: %s", exc)
 
@@ -130,11 +128,6 @@ ServiceDep = Annotated[Service, Depends(_service)]
 BearerToken = Annotated[str, Depends(_token)]
 
 
-def _reading(service: ServiceDep) -> Iterator[Session]:
-    with service.database.reading() as session:
-        yield session
-
-
 def _caller(
     request: Request, service: ServiceDep, token: BearerToken, after: BackgroundTasks
 ) -> Caller:
@@ -154,8 +147,6 @@ def needs(role: Role) -> Any:
     return Depends(checked)
 
 
-Reading = Annotated[Session, Depends(_reading, scope="function")]
-"""A session for a route that only reads. A route that writes opens its own, and commits it."""
 ReadCaller = Annotated[Caller, needs("read")]
 WorkCaller = Annotated[Caller, needs("worker")]
 AdminCaller = Annotated[Caller, needs("admin")]

@@ -18,6 +18,7 @@ from advisor.cache.codec import MAX_BYTES
 from advisor.errors import RecordDamaged, StoreError, UsageError, printable
 from advisor.service import job_pages, pages
 from advisor.service.access import Service, unavailable
+from advisor.service.attempts import AttemptOver
 from advisor.service.blobs import NoCode
 from advisor.service.catalog import COLUMNS
 from advisor.service.limits import BodyMiddleware
@@ -27,6 +28,7 @@ from advisor.service.routes import admin, attempts, jobs, records
 from advisor.service.routes.parsing import REFUSALS
 
 STATUS: Mapping[type[Exception], int] = {
+    AttemptOver: 409,
     NoCode: 428,
     PermissionError: 403,
     RecordDamaged: 422,

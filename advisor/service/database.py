@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import platformdirs
 from sqlalchemy import Connection, create_engine, event, make_url, text
@@ -16,6 +16,9 @@ from sqlalchemy.orm import Session
 from advisor.cache.stores.filesystem import make_folder, network
 from advisor.errors import StoreError, UsageError
 from advisor.service import migrations
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 DAY_S = 86_400.0
 WAITS_S = 10
@@ -105,6 +108,16 @@ class Database:
         """Context manager: yields a session that commits at the end, or rolls back on errors."""
         with self._mapped(), Session(self._writer) as session, session.begin():
             yield session
+
+    def read(self, do: Callable[Concatenate[Session, P], T], *args: P.args, **how: P.kwargs) -> T:
+        """The result of `do(session, ...)` with a session as `reading` yields it."""
+        with self.reading() as session:
+            return do(session, *args, **how)
+
+    def write(self, do: Callable[Concatenate[Session, P], T], *args: P.args, **how: P.kwargs) -> T:
+        """The result of `do(session, ...)` with a session as `writing` yields it."""
+        with self.writing() as session:
+            return do(session, *args, **how)
 
     def close(self) -> None:
         self._engine.dispose()

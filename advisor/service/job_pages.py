@@ -118,16 +118,14 @@ def _asked(asked: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 @site.post("/jobs/{number}/cancel")
 def cancel(visit: SubmitVisit, _form: Form, number: Number) -> Response:
-    with visit.service.database.writing() as session:
-        found(jobs.cancel(session, number, visit.caller), f"job {number}")
+    found(visit.service.database.write(jobs.cancel, number, visit.caller), f"job {number}")
     return RedirectResponse(f"/jobs/{number}", 303)
 
 
 @site.get("/machines")
 def list_machines(visit: ReadVisit) -> HTMLResponse:
     seen = list(visit.service.machines.values())
-    with visit.service.database.reading() as session:
-        running = machines.running(session)
+    running = visit.service.database.read(machines.running)
     return visit.render(
         "machines.html",
         machines=seen,

@@ -58,7 +58,7 @@ def why_waits(gpu: str, gpus: int, machines: Iterable[Machine]) -> tuple[str, bo
 def running(session: Session) -> Sequence[RowMapping]:
     """The running jobs of all servers of the database, with executor and device."""
     columns = (Attempt.executor, Attempt.device, Attempt.started)
-    query = select(JobRow.id, JobRow.what, *columns).join(JobRow, Attempt.job == JobRow.id)
+    query = select(JobRow.id, JobRow.what, *columns).join_from(Attempt, JobRow)
     query = query.where(Attempt.state == "running").order_by(JobRow.id)
     return session.execute(query).mappings().all()
 

@@ -19,7 +19,7 @@ from advisor.report.html import pages as rendering
 from advisor.report.sections import report
 from advisor.report.text import ago, cut, duration
 from advisor.service import catalog, jobs, lookups, records, tokens
-from advisor.service.access import COOKIE, Reading, Service, ServiceDep
+from advisor.service.access import COOKIE, Service, ServiceDep
 from advisor.service.catalog import View
 from advisor.service.database import DAY_S
 from advisor.service.limits import MAX_UNTRUSTED
@@ -53,9 +53,8 @@ class PageRequest(NamedTuple):
 
 def _logged_in(request: Request) -> Caller | None:
     service: Service = request.app.state.service
-    with service.database.reading() as session:
-        cookie = request.cookies.get(COOKIE, "")
-        return tokens.logged_in(session, cookie, service.address(request))
+    cookie = request.cookies.get(COOKIE, "")
+    return service.database.read(tokens.logged_in, cookie, service.address(request))
 
 
 def visits(role: Role) -> Any:
@@ -168,8 +167,7 @@ def log_in(request: Request, service: ServiceDep, form: Form) -> Response:
         caller = service.admit(request, form.get("token", "").strip())
     except HTTPException as exc:
         return render(request, "login.html", None, exc.status_code, wrong=exc.detail, to=to)
-    with service.database.writing() as session:
-        cookie = tokens.log_in(session, caller)
+    cookie = service.database.write(tokens.log_in, caller)
     answer = RedirectResponse(to, 303)
     secure = service.url(request).startswith("https:")
     kept: dict[str, Any] = {"httponly": True, "samesite": "strict", "secure": secure}
@@ -179,35 +177,34 @@ def log_in(request: Request, service: ServiceDep, form: Form) -> Response:
 
 @site.post("/logout")
 def log_out(visit: ReadVisit, _form: Form) -> Response:
-    with visit.service.database.writing() as session:
-        tokens.log_out(session, visit.request.cookies.get(COOKIE, ""))
+    visit.service.database.write(tokens.log_out, visit.request.cookies.get(COOKIE, ""))
     answer = RedirectResponse("/login", 303)
     answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
     return answer
 
 
 @site.get("/")
-def list_records(
-    visit: ReadVisit, session: Reading, view: Annotated[View, Query()]
-) -> HTMLResponse:
-    lines, number = catalog.listed(session, view)
-    return visit.render(
-        "records.html",
-        view=view,
-        lines=lines,
-        number=number,
-        more=number > (view.page + 1) * catalog.ON_A_PAGE,
-        choices=catalog.choices(session) | {"trust": get_args(Trust)},
-        median=catalog.median(session),
-        covered=lookups.covered(session),
-        missed=lookups.missed(session),
-        days=lookups.DAYS,
-    )
+def list_records(visit: ReadVisit, view: Annotated[View, Query()]) -> HTMLResponse:
+    with visit.service.database.reading() as session:
+        lines, number = catalog.listed(session, view)
+        return visit.render(
+            "records.html",
+            view=view,
+            lines=lines,
+            number=number,
+            more=number > (view.page + 1) * catalog.ON_A_PAGE,
+            choices=catalog.choices(session) | {"trust": get_args(Trust)},
+            median=catalog.median(session),
+            covered=lookups.covered(session),
+            missed=lookups.missed(session),
+            days=lookups.DAYS,
+        )
 
 
 @site.get("/records/{id}")
-def record(visit: ReadVisit, session: Reading, id: RecordId) -> HTMLResponse:
-    counts = records.counting(session, visit.service.reader, id)
+def record(visit: ReadVisit, id: RecordId) -> HTMLResponse:
+    read = visit.service.database.read
+    counts = read(records.counting, visit.service.reader, id)
     one = found(counts, f"record {id} that can be read")
     return visit.render(
         "record.html",
@@ -215,7 +212,7 @@ def record(visit: ReadVisit, session: Reading, id: RecordId) -> HTMLResponse:
         record=one,
         advised=one.winner(one.use),
         trust=trust_of(one),
-        job=jobs.last_for(session, id),
+        job=read(jobs.last_for, id),
     )
 
 
@@ -233,8 +230,7 @@ def list_tokens(visit: AdminVisit) -> HTMLResponse:
 
 
 def _tokens(visit: PageRequest, made: str = "", wrong: str = "") -> HTMLResponse:
-    with visit.service.database.reading() as session:
-        every = tokens.listed(session)
+    every = visit.service.database.read(tokens.listed)
     return visit.render("tokens.html", tokens=every, roles=MAY, made=made, wrong=wrong)
 
 
@@ -245,8 +241,7 @@ def make_token(visit: AdminVisit, form: Form) -> HTMLResponse:
         if not re.fullmatch(r"[0-9]{0,5}", days):
             raise UsageError("days: expected a number, or nothing for a token that never expires")
         expires = time.time() + int(days) * DAY_S if days else None
-        with visit.service.database.writing() as session:
-            made = tokens.make(session, name, role, expires, visit.caller)[1]
+        made = visit.service.database.write(tokens.make, name, role, expires, visit.caller)[1]
     except UsageError as exc:
         return _tokens(visit, wrong=str(exc))
     return _tokens(visit, made)
@@ -254,6 +249,5 @@ def make_token(visit: AdminVisit, form: Form) -> HTMLResponse:
 
 @site.post("/tokens/{number}/revoke")
 def revoke_token(visit: AdminVisit, _form: Form, number: Number) -> Response:
-    with visit.service.database.writing() as session:
-        jobs.revoke_token(session, number, visit.caller)
+    visit.service.database.write(jobs.revoke_token, number, visit.caller)
     return RedirectResponse("/tokens", 303)

@@ -193,9 +193,8 @@ def new_token(database: Database, name: str, role: str, days: int | None) -> str
         refuse()
     with contextlib.closing(database):
         database.start(refuse)
-        with database.writing() as session:
-            expires = None if days is None else time.time() + days * DAY_S
-            return tokens.make(session, name, role, expires, None)[1]
+        expires = None if days is None else time.time() + days * DAY_S
+        return database.write(tokens.make, name, role, expires, None)[1]
 
 
 def _allow_connections() -> None:

@@ -57,8 +57,8 @@ class Caller:
 
 def make(
     session: Session, name: str, role: str, expires: float | None, by: Caller | None
-) -> tuple[Token, str]:
-    """Make a token. Returns it and its text, which is not stored.
+) -> tuple[int, str]:
+    """Make a token. Returns its number and its text, which is not stored.
 
     Args:
         expires: in Unix seconds; None for never.
@@ -75,7 +75,7 @@ def make(
         raise UsageError("expires: expected a future time in Unix seconds")
     token, text = add(session, name, role, expires)
     note(session, by, "token made", f"{token.id} {name} ({role})")
-    return token, text
+    return token.id, text
 
 
 def add(session: Session, name: str, role: str, expires: float | None) -> tuple[Token, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import random
@@ -230,8 +231,9 @@ def test_what_is_lost_is_tried_again_and_not_for_ever(served: Served) -> None:
     for number in range(1, attempts.MAX_LOST + 1):
         assert one is not None and one.number == number
         assert study(served, one, "x").data == b"half"
-        assert of(served, attempts.end, one.attempt, "lost", f"node {number % 2} is gone")
-        assert not of(served, attempts.end, one.attempt, "lost", "again")
+        of(served, attempts.end, one.attempt, "lost", f"node {number % 2} is gone")
+        with pytest.raises(attempts.AttemptOver):
+            of(served, attempts.end, one.attempt, "lost", "again")
         assert ended(served, one, state="failed").status == 401
         last, one = one, claimed(served)
     assert one is None
@@ -260,7 +262,8 @@ def test_what_cannot_begin_pauses_longer_each_time(served: Served) -> None:
         change(served, schema.JobRow, due=0.0)
     assert pauses == pytest.approx([30, 60, 120, 240, 480, 600, 0, 30], abs=5)
     again = claimed(served)
-    assert again is not None and of(served, attempts.end, again.attempt, "preempted", "node drains")
+    assert again is not None
+    of(served, attempts.end, again.attempt, "preempted", "node drains")
     assert claimed(served) is not None
 
 
@@ -269,16 +272,17 @@ def test_what_cannot_be_placed_waits_and_says_why(served: Served) -> None:
     submit(served, gpus=2)
     one = waiting_to_begin(served)
     assert one.job == number
-    for there in (True, False):
-        assert of(served, attempts.put_back, one.attempt, "no node has an H100") is there
+    of(served, attempts.put_back, one.attempt, "no node has an H100")
+    with pytest.raises(attempts.AttemptOver):
+        of(served, attempts.put_back, one.attempt, "again")
     assert exchanged(served, one, made()).status == 401
     found = told(served, number)
     assert found["state"] == "queued" and found["reason"].endswith(" UTC: no node has an H100")
     assert found["attempts"] == [] and found["attempt"] == 0
     other = claimed(served)
     assert other is not None and other.job != number  # others do not wait for it
-    assert not of(served, attempts.put_back, other.attempt, "what was begun is somewhere")
-    assert claimed(served) is None
+    of(served, attempts.put_back, other.attempt, "what was begun is somewhere")
+    assert states(served, other.job) == ("running", ["running"]) and claimed(served) is None
     for job, explained in ((number, True), (other.job, False)):
         of(served, jobs.explain_wait, [schema.JobRow.id == job], "no executor")
         assert (told(served, job)["reason"] == "no executor") is explained
@@ -327,7 +331,7 @@ def test_a_job_is_its_owners_to_cancel(served: Served, lost: bool) -> None:
     assert seen.cancelled and seen.silent_s < 60
     assert beat(served, one, log="last words").json == {"go_on": False}
     if lost:
-        assert of(served, attempts.end, one.attempt, "lost", "")
+        of(served, attempts.end, one.attempt, "lost", "")
     else:
         assert ended(served, one, state="done", record=RECORD).status == 200
     assert states(served, one.job) == ("cancelled", ["cancelled"])
@@ -536,6 +540,13 @@ def test_eight_claim_each_job_once(served: Served) -> None:
     assert {one.number for one in found} == {1} and len({one.token for one in found}) == 16
 
 
+def is_lost(served: Served, one: Start) -> bool:
+    with contextlib.suppress(attempts.AttemptOver):
+        of(served, attempts.end, one.attempt, "lost", "gone")
+        return True
+    return False
+
+
 def test_a_job_is_finished_once(served: Served) -> None:
     """By its worker that says it twice, a reconciler that gave it up, and who cancels it."""
     for turn in range(6):
@@ -544,7 +555,7 @@ def test_a_job_is_finished_once(served: Served) -> None:
         finishes: list[Callable[[Start], bool]] = [
             lambda one: ended(served, one, state="done", record=RECORD).status == 200,
             lambda one: ended(served, one, state="failed").status == 200,
-            lambda one: bool(of(served, attempts.end, one.attempt, "lost", "gone")),
+            lambda one: is_lost(served, one),
             lambda one: cancelled(served, one.job).status != 200,
         ]
         done = together(3 + turn % 2, lambda n, one=one, does=finishes: does[n](one))

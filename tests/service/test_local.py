@@ -127,6 +127,7 @@ def test_hanging_is_killed(local: Local, tmp_path: Path, monkeypatch: pytest.Mon
     local.stop("advisor-1-1")
     assert states(local, "advisor-1-1") == ["running"]
     monkeypatch.setattr(local, "_now", lambda: time.monotonic() + GRACE_S)
+    local.stop("advisor-1-1")
     until(lambda: states(local, "advisor-1-1") == ["ended"])
     assert "SIGKILL" in local.status(["advisor-1-1"])["advisor-1-1"].reason
 

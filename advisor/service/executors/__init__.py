@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from advisor.errors import AdvisorError, UsageError
+from advisor.errors import AdvisorError, UsageError, printable
 from advisor.jobs.spec import JobSpec
 
 LOCAL, NONE, RAY = "local", "none", ("ray-jobs", "ray")
@@ -87,13 +87,19 @@ class Executor(Protocol):
         """Start an attempt. Raises Unplaceable if no device fits."""
 
     def status(self, external: Sequence[str]) -> Mapping[str, Status]:
-        """The status of each of these attempts."""
+        """The status of each of these attempts, which are all that should run."""
 
     def stop(self, external: str) -> None:
         """End an attempt and all that it started. An attempt that is over stays unchanged."""
 
     def close(self) -> None:
         """End the workers of this machine, and close connections."""
+
+
+def last_line(text: str) -> str:
+    """The last line of a traceback or a message, for people; '' if there is none."""
+    lines = [line.strip() for line in text.splitlines()]
+    return printable(next((line for line in reversed(lines) if line.strip(".")), ""))[:300]
 
 
 def open_executors(texts: Iterable[str], database: str) -> list[Executor]:
