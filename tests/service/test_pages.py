@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import html
 import json
 import re
@@ -11,6 +12,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 import pytest
+from sqlalchemy import delete, select
 
 from advisor.cache.codec import to_plain
 from advisor.cache.config import Config
@@ -29,11 +31,23 @@ from advisor.service.executors import Capacity
 from advisor.service.loop import Loop
 from advisor.service.machines import Machine
 from advisor.service.roles import MAY
+from advisor.service.run import tidy
 from tests.cache.examples import KEY, changed, choice, record
 from tests.face.test_doubtful import BUSY
 from tests.face.test_doubtful import made as busy
 from tests.service.serving import Answer, Served, events, revoke
-from tests.service.test_jobs import beat, change, ended, started, submit
+from tests.service.test_jobs import (
+    CODE,
+    RECORD,
+    beat,
+    change,
+    claimed,
+    ended,
+    of,
+    sent,
+    started,
+    submit,
+)
 from tests.service.test_records import named, put
 
 EVIL = "<script>alert(1)</script>"
@@ -137,11 +151,11 @@ def test_forms_of_other_sites_are_refused(served_lite: Served) -> None:
     own: list[dict[str, str]] = [{}, {"Sec_Fetch_Site": "same-origin"}, {"Origin": here}]
     others = [{"Sec_Fetch_Site": site} for site in ("cross-site", "same-site")]
     others += [{"Origin": origin} for origin in ("http://evil.example", "null", "http://[")]
-    for sent in (*own, *others):
-        made = browser.post("/tokens", {"name": "x", "role": "read"}, **sent)
-        assert made.status == (200 if sent in own else 403), sent
-        login = post(served_lite, "/login", {"token": "x"}, **sent)
-        assert (login.status == 403) == (sent in others)
+    for headers in (*own, *others):
+        made = browser.post("/tokens", {"name": "x", "role": "read"}, **headers)
+        assert made.status == (200 if headers in own else 403), headers
+        login = post(served_lite, "/login", {"token": "x"}, **headers)
+        assert (login.status == 403) == (headers in others)
     names = [one["name"] for one in served_lite.ask("GET", "/api/tokens", "admin").json["tokens"]]
     assert names.count("x") == len(own)
 
@@ -487,21 +501,68 @@ def test_an_age(days: float, shown: str) -> None:
 
 
 def test_trials_at_another_batch_are_drawn_apart() -> None:
-    tried = [(10.0, 64), (30.0, 128), (20.0, 64), (15.0, None)]
     trials = [
         {"number": n, "what": "tf32", "at": 2.0, "outcome": "", "batch": batch}
         | {"samples_per_s": speed}
-        for n, (speed, batch) in enumerate(tried)
+        for n, (speed, batch) in enumerate([(10.0, 64), (30.0, 128), (20.0, 64), (15.0, None)])
     ]
-    details = {"attempts": [{"started": 1.0}], "trials": trials}
-    chart = Timeline("", tuple(job_pages.tried(details)))
-    assert [(point.label, point.at_batch) for point in chart.points] == [
-        ("0: tf32, batch 64", True),
-        ("1: tf32, batch 128", False),
-        ("2: tf32, batch 64", True),
-        ("3: tf32", True),
-    ]
-    assert chart.leaders == [chart.points[0], chart.points[2]]
+    tried = job_pages.tried({"attempts": [{"started": 1.0}], "trials": trials})
+    chart = Timeline("", tuple(tried))
+    assert [point.at_batch for point in chart.points] == [True, False, True, True]
+    assert [point.label for point in chart.leaders] == ["0: tf32, batch 64", "2: tf32, batch 64"]
+
+
+def tuned(served: Served, code: bytes = CODE, gpus: int = 1) -> int:
+    """A job that has made RECORD."""
+    assert sent(served, code).status < 300
+    archive = hashlib.sha256(code).hexdigest()
+    number: int = submit(served, archive=archive, gpus=gpus).json["id"]
+    one = claimed(served, "NVIDIA H200" if gpus else "", gpus)
+    assert one is not None
+    put(served, *named(record(created=1.7e9 + number)), one.external)
+    assert ended(served, one, state="done", record=RECORD).status == 200
+    return number
+
+
+@pytest.mark.parametrize(("gpus", "gpu"), [(1, "NVIDIA H200"), (0, "")])
+def test_a_record_is_measured_again_by_its_job(served_lite: Served, gpus: int, gpu: str) -> None:
+    served = served_lite
+
+    def again(role: str = "submit") -> Answer:
+        return served.ask("POST", f"/api/measure/{RECORD}", role)
+
+    keep(served, record())
+    none = again()
+    assert none.status == 422 and "no job of this server" in none.json["detail"]
+    first = tuned(served, gpus=gpus)
+    assert again("read").status == 403
+    of(served, lambda session: session.execute(delete(schema.Archive)))
+    assert again().status == 428
+    sent(served)
+    said = again()
+    assert (said.status, said.json["state"], said.json["gpu"]) == (201, "queued", gpu)
+    second = said.json["id"]
+    with served.database.reading() as session:
+        asked = [json.loads(session.get_one(schema.JobRow, n).asked) for n in (first, second)]
+    assert asked[1] == asked[0] | {"force": True, "gpu": gpu}
+    assert (again().status, again().json["id"]) == (200, second)
+    page = Browser(served, "submit").post(f"/records/{RECORD}/measure", {})
+    assert (page.status, page.headers["location"]) == (303, f"/jobs/{second}")
+    revoke(served, "submit")
+    page = Browser(served, "admin").post(f"/records/{RECORD}/measure", {}, Accept="text/html")
+    assert page.status == 422 and b"submit the command" in page.data
+
+
+def test_code_is_kept_as_long_as_its_record(served: Served) -> None:
+    for code in (CODE, CODE + b"more"):
+        job = tuned(served, code)
+    change(served, schema.Archive, used=0.0)
+    for kept in ([hashlib.sha256(code).hexdigest()], []):
+        tidy(served.service)
+        with served.database.reading() as session:
+            assert session.scalars(select(schema.Archive.key)).all() == kept
+            assert not kept or session.get_one(schema.JobRow, job).archive == kept[0]
+        of(served, lambda session: session.execute(delete(schema.Item)))
 
 
 def test_nothing_in_a_job_or_a_record_is_markup(served_lite: Served) -> None:
