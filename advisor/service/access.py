@@ -74,11 +74,8 @@ class Service:
         return self.owner(request, token, lambda session: tokens.find(session, token, address))
 
     def owner(self, request: Request, token: str, find: Callable[[Session], Owner | None]) -> Owner:
-        """Return the result of `find`, which looks the token up.
-
-        Raises:
-            HTTPException: the token is invalid, or its address sent too many invalid tokens.
-        """
+        """Return the result of `find`, which looks the token up. Raises HTTPException if the token
+        is invalid, or its address sent too many invalid tokens."""
         if not token:
             raise unauthorized("the request has no token (Authorization: Bearer TOKEN)")
         address = self.address(request)

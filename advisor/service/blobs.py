@@ -70,11 +70,8 @@ def remove(session: Session, table: type[Stored], key: str, by: Caller) -> bool:
 
 
 def keep_archive(session: Session, digest: str, data: bytes, by: Caller) -> bool:
-    """Store an archive. Returns whether it is new.
-
-    Raises:
-        UsageError: `data` is no archive, has another digest, or exceeds the token's quota.
-    """
+    """Store an archive. Returns whether it is new. Raises UsageError if `data` is no archive, has
+    another digest, or exceeds the token's quota."""
     if hashlib.sha256(data).hexdigest() != digest:
         raise UsageError("archive: does not match its SHA-256; send it again")
     if not data.startswith(_GZIP):
@@ -103,12 +100,8 @@ def archive(session: Session, digest: str, by: Caller) -> bytes | None:
 
 
 def keep_artifacts(session: Session, label: str, data: bytes, by: Caller) -> bool:
-    """Store artifacts, replacing those of the same label. Returns whether the label is new.
-
-    Raises:
-        UsageError: the artifacts exceed the token's quota.
-        PermissionError: another token stored the artifacts with this label.
-    """
+    """Store artifacts, replacing the caller's own of the same label. Returns whether the label is
+    new. Raises UsageError if they exceed the token's quota."""
     there = session.get(ArtifactsRow, label)
     if there is not None:
         by.check_owns(there.token)

@@ -52,11 +52,8 @@ class Database:
     """
 
     def __init__(self, url: str | None = None) -> None:
-        """Prepare the connections, but open none.
-
-        Raises:
-            UsageError: the URL is not of SQLite or PostgreSQL, or SQLite's file is on a network.
-        """
+        """Prepare the connections, but open none. Raises UsageError if the URL is not of SQLite or
+        PostgreSQL, or SQLite's file is on a network."""
         parsed, self.file = _parsed(url)
         self.url = parsed.render_as_string(hide_password=True)
         self._engine = create_engine(
@@ -76,10 +73,7 @@ class Database:
 
     def start(self, first: Callable[[Session], None]) -> None:
         """Make or upgrade the tables, in one transaction; `first` fills a new database. Servers
-        that start together wait for each other.
-
-        Raises:
-            StoreError: the database cannot be reached or written, or a newer advisor made it.
+        that start together wait for each other. Raises StoreError also if a newer advisor made it.
         """
         if self.file:
             try:

@@ -45,11 +45,7 @@ class LookupCounter:
                 self._counts[key] += 1
 
     def flush(self, database: Database) -> None:
-        """Write the counts to the database.
-
-        Raises:
-            StoreError: the database cannot be written. The next call writes these counts too.
-        """
+        """Write the counts to the database. If that fails, the next call writes them too."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         if not counts:

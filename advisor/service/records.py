@@ -234,8 +234,7 @@ def put(
 
     Raises:
         RecordDamaged: the record is invalid, or its key is not `key`.
-        UsageError: the token's quota is used up, or the record is an attempt's and too uncertain to
-            replace an earlier record.
+        UsageError: the quota is used up, or an attempt's record is too uncertain.
     """
     item = item_of(reader, key, data)
     item.token, item.stored = by.token, time.time()

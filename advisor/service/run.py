@@ -105,10 +105,6 @@ def serve(
     Args:
         say: called once with the address, and the first admin's token if it was made now.
         executors: texts for `open_executors`; by default those of `where`.
-
-    Raises:
-        UsageError: the server cannot listen at the address, or an executor is unknown.
-        StoreError: the database cannot be used.
     """
     keep_private()
     made: list[str] = []
@@ -179,12 +175,8 @@ def tidy(service: Service) -> None:
 
 
 def new_token(database: Database, name: str, role: str, days: int | None) -> str:
-    """Make a token with direct access to the database. Returns the token's text.
-
-    Raises:
-        UsageError: the name or role is invalid, or no server has used the database yet: its first
-            start makes the first admin. StoreError: the database cannot be used.
-    """
+    """Make a token with direct access to the database. Returns the token's text. Raises UsageError
+    if no server has used the database yet: its first start makes the first admin."""
 
     def refuse(_session: object = None) -> None:
         raise UsageError(f"database {database.url}: no server has used it; run advisor serve first")

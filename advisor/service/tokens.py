@@ -58,14 +58,12 @@ class Caller:
 def make(
     session: Session, name: str, role: str, expires: float | None, by: Caller | None
 ) -> tuple[int, str]:
-    """Make a token. Returns its number and its text, which is not stored.
+    """Make a token. Returns its number and its text, which is not stored. Raises UsageError if an
+    argument is invalid.
 
     Args:
         expires: in Unix seconds; None for never.
         by: the admin; None for `advisor token` and the first start of a server.
-
-    Raises:
-        UsageError: the name, the role or the time is invalid.
     """
     if role not in ROLES:
         raise UsageError(f"role {role[:40]!r}: expected one of {', '.join(ROLES)}")

@@ -16,10 +16,7 @@ from advisor.service.schema import Base
 
 def upgrade(connection: Connection) -> bool:
     """Make or upgrade the tables, in the connection's transaction. Returns whether there were none.
-
-    Raises:
-        SQLAlchemyError: a newer advisor made the tables.
-    """
+    Raises SQLAlchemyError if a newer advisor made them."""
     context = MigrationContext.configure(connection)
     steps = ScriptDirectory(str(Path(__file__).parent))
     revision, last = context.get_current_revision(), str(steps.get_current_head())
