@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
-from fastapi import BackgroundTasks, Depends, HTTPException, Request
+from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy.orm import Session
 
@@ -25,7 +25,6 @@ from advisor.service.schema import Attempt
 from advisor.service.tokens import Caller
 
 COOKIE = "advisor_session"
-_log = logging.getLogger("advisor")
 _BEARER = HTTPBearer(auto_error=False, description="A token that `advisor token` made.")
 Owner = TypeVar("Owner")
 
@@ -37,7 +36,8 @@ class Service:
     Attributes:
         reader: decides which records are valid, and whose signatures are required.
         behind_proxy: only a proxy connects, and names the client.
-        lookups: counts of lookups that are not in the database yet.
+        lookups, used: counts of lookups, and when each token was last used. Only `flush` writes
+            them to the database, so that no request waits for a write.
         loops: the server's threads.
         machines: the executors' last answers, by the executor's name.
     """
@@ -48,6 +48,7 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     guesses: Guesses = field(default_factory=Guesses)
     lookups: LookupCounter = field(default_factory=LookupCounter)
+    used: dict[int, float] = field(default_factory=dict)
     loops: list[Loop] = field(default_factory=list)
     machines: dict[str, Machine] = field(default_factory=dict)
 
@@ -71,7 +72,9 @@ class Service:
     def admit(self, request: Request, token: str) -> Caller:
         """The caller with this token; raises HTTPException as `owner` does."""
         address = self.address(request)
-        return self.owner(request, token, lambda session: tokens.find(session, token, address))
+        found = self.owner(request, token, lambda session: tokens.find(session, token, address))
+        self.used[found.token] = time.time()
+        return found
 
     def owner(self, request: Request, token: str, find: Callable[[Session], Owner | None]) -> Owner:
         """Return the result of `find`, which looks the token up. Raises HTTPException if the token
@@ -94,12 +97,10 @@ class Service:
         except StoreError as exc:
             raise unavailable() from exc
 
-    def note_use(self, caller: Caller) -> None:
-        """Note the time of a token's last use, after the answer. A failure is only logged."""
-        try:
-            self.database.write(tokens.note_use, caller)
-        except StoreError as exc:
-            _log.warning("the use of a token could not be noted: %s", exc)
+    def flush(self) -> None:
+        self.lookups.flush(self.database)
+        used, self.used = self.used, {}
+        self.database.write(tokens.note_uses, used)
 
 
 def unauthorized(why: str) -> HTTPException:
@@ -125,13 +126,8 @@ ServiceDep = Annotated[Service, Depends(_service)]
 BearerToken = Annotated[str, Depends(_token)]
 
 
-def _caller(
-    request: Request, service: ServiceDep, token: BearerToken, after: BackgroundTasks
-) -> Caller:
-    found = service.admit(request, token)
-    if found.unseen:
-        after.add_task(service.note_use, found)
-    return found
+def _caller(request: Request, service: ServiceDep, token: BearerToken) -> Caller:
+    return service.admit(request, token)
 
 
 def needs(role: Role) -> Any:

@@ -1,5 +1,4 @@
-"""Counts lookups by outcome, so that a team sees which records are missing. Lookups are counted in
-memory first: no lookup waits for a write."""
+"""Counts lookups by outcome, in memory first, so that a team sees which records are missing."""
 
 from __future__ import annotations
 

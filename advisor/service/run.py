@@ -34,7 +34,7 @@ _FILES = 500
 """Open files besides connections, at most."""
 _IDLE_S = 75
 _COUNTS_S = 30.0
-"""Time between two writes of the counts of lookups."""
+"""Time between two writes of the counts of lookups, and of tokens' uses."""
 _TIDIES_S = 3600.0
 _STOPS_S = 10
 """How long a server that stops waits for requests that it is answering."""
@@ -136,7 +136,7 @@ def serve(
 def _run(service: Service, reconciler: Reconciler, version: str, listening: socket.socket) -> None:
     """Start the threads, and answer requests until a signal comes."""
     starts = Loop("reconciler", reconcile.EVERY_S, reconciler.turn)
-    counts = Loop("lookup counter", _COUNTS_S, lambda: service.lookups.flush(service.database))
+    counts = Loop("counter of lookups and uses", _COUNTS_S, service.flush)
     service.loops += [starts, counts, Loop("upkeep", _TIDIES_S, lambda: tidy(service))]
 
     def last() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, RowMapping, delete, exists, func, select
+from sqlalchemy import ColumnElement, RowMapping, delete, exists, func, select, update
 from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
@@ -19,7 +19,6 @@ from advisor.service.schema import Session as Browser
 
 SESSION_S = 12 * 3600.0
 AUDIT_KEPT_S = 400 * 86_400.0
-_USE_NOTED_S = 60.0
 NAME = r"^[\w.@+-][\w .@+-]{0,63}$"
 NEVER = 1e11
 """Unix seconds at which every token has expired."""
@@ -27,14 +26,13 @@ NEVER = 1e11
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request: number, name and role of the token, and the client's address. `unseen`:
-    whether to note the time of this use; `attempt`: the attempt that the token was made for."""
+    """Who sent a request: number, name and role of the token, and the client's address. `attempt`:
+    the attempt that the token was made for."""
 
     token: int
     name: str
     role: str
     address: str = ""
-    unseen: bool = False
     attempt: Attempt | None = None
 
     def may(self, role: str) -> bool:
@@ -97,20 +95,19 @@ def logged_in(session: Session, cookie: str, address: str) -> Caller | None:
 
 
 def _caller(session: Session, which: ColumnElement[bool], address: str) -> Caller | None:
-    at = time.time()
-    valid = (Token.revoked.is_(None), func.coalesce(Token.expires, NEVER) > at)
+    valid = (Token.revoked.is_(None), func.coalesce(Token.expires, NEVER) > time.time())
     query = select(Token, Attempt).join(Attempt, Attempt.token == Token.id, isouter=True)
     found = session.execute(query.where(which, *valid)).first()
     if found is None:
         return None
     token, attempt = found
-    unseen = (token.used or 0.0) < at - _USE_NOTED_S
-    return Caller(token.id, token.name, token.role, address, unseen, attempt)
+    return Caller(token.id, token.name, token.role, address, attempt)
 
 
-def note_use(session: Session, caller: Caller) -> None:
-    if token := session.get(Token, caller.token):
-        token.used = time.time()
+def note_uses(session: Session, used: Mapping[int, float]) -> None:
+    """Note when tokens, by their numbers, were last used."""
+    for token, at in sorted(used.items()):  # other servers note the same tokens
+        session.execute(update(Token).where(Token.id == token).values(used=at))
 
 
 def listed(session: Session) -> Sequence[RowMapping]:
@@ -126,7 +123,6 @@ def log_in(session: Session, caller: Caller) -> str:
     ends = time.time() + SESSION_S
     session.add(Browser(digest=digest(text), token=caller.token, expires=ends))
     note(session, caller, "logged in", "")
-    note_use(session, caller)
     return text
 
 

@@ -141,7 +141,7 @@ def fresh(served: Served) -> None:
             session.execute(table.delete())
     served.tokens = {role: token(database, role) for role in tokens.ROLES}
     began = Service(database, service.reader)
-    for name in ("guesses", "behind_proxy", "lookups", "loops", "machines"):
+    for name in ("guesses", "behind_proxy", "lookups", "used", "loops", "machines"):
         setattr(service, name, getattr(began, name))
 
 

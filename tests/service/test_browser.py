@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from sqlalchemy import delete
+from sqlalchemy.orm import Session
 
 from advisor.cache.config import Config
 from advisor.cache.name import record_key
@@ -19,7 +21,7 @@ from advisor.service.executors import Capacity, Start
 from advisor.service.machines import Machine
 from tests.cache.examples import KEY, changed, record
 from tests.service.serving import Served
-from tests.service.test_jobs import beat, claimed, ended, of, submit
+from tests.service.test_jobs import beat, claimed, ended, submit
 from tests.service.test_pages import keep
 from tests.service.test_records import named, put
 
@@ -284,7 +286,7 @@ def test_a_page_that_is_left_alone_asks_for_a_login(served_lite: Served, sits: S
     person = sits()
     path = f"/jobs/{new_job(served_lite, 'python', 'left.py')}"
     person.go(path)
-    of(served_lite, lambda session: session.execute(schema.Session.__table__.delete()))
+    served_lite.database.write(Session.execute, delete(schema.Session))
     person.page.wait_for_url("**/login?*")
     assert person.page.input_value("[name=to]", strict=True) == path
     assert all("401" in one for one in person.wrong)

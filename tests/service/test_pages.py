@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode
 
 import pytest
 from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
 
 from advisor.cache.codec import to_plain
 from advisor.cache.config import Config
@@ -43,7 +44,6 @@ from tests.service.test_jobs import (
     change,
     claimed,
     ended,
-    of,
     sent,
     started,
     submit,
@@ -324,12 +324,11 @@ def test_what_lookups_found(served: Served) -> None:
         query = urlencode({"model": model, "wanted": json.dumps(to_plain(one))})
         for _ in range(2):
             assert served.ask("GET", f"/api/lookup?{query}", "read").status == 200
-    served.service.lookups.flush(served.database)
-    with served.database.reading() as session:
-        found = lookups.covered(session)
-        missed = {(one.device, one.model, one.target) for one in lookups.missed(session)}
-        (line,), _number = catalog.listed(session, View())
-    assert found == dict.fromkeys(["exact", "stale", "nearest", "miss"], 2)
+    served.service.flush()
+    read = served.database.read
+    missed = {(one.device, one.model, one.target) for one in read(lookups.missed)}
+    (line,), _number = read(catalog.listed, View())
+    assert read(lookups.covered) == dict.fromkeys(["exact", "stale", "nearest", "miss"], 2)
     h200, b200 = "NVIDIA H200", "NVIDIA B200"
     assert missed == {(h200, "cd" * 6, ""), (b200, KEY.model[:12], "model.py:Net")}
     assert (line.used, line.stale) == (4, 2)
@@ -349,8 +348,7 @@ def test_the_median_is_of_the_newest_trustworthy_versions(served: Served) -> Non
         record(key=changed(KEY, "device.name", "NVIDIA L40S")),  # not compared with fp32
         busy(BUSY, 22.9, changed(KEY, "shapes", (3, 8, 8))),
     )
-    with served.database.reading() as session:
-        assert catalog.median(session) == (2, pytest.approx(1.3))
+    assert served.database.read(catalog.median) == (2, pytest.approx(1.3))
     assert "<b>1.30x</b>median speed-up of 2 verified" in Browser(served, "read").text("/")
 
 
@@ -361,8 +359,7 @@ def test_versions_of_a_record_are_one_line(served: Served, monkeypatch: pytest.M
     newest = with_speedup(record(created=1.7e9 + 5), 1.25)
     keep(served, older, again, record(key=other, created=1.6e9), newest)
     monkeypatch.setattr(catalog, "ON_A_PAGE", 1)
-    with served.database.reading() as session:
-        pages = [catalog.listed(session, View(page=page)) for page in range(3)]
+    pages = [served.database.read(catalog.listed, View(page=page)) for page in range(3)]
     ids = [[one.id for one in lines] for lines, _number in pages]
     assert ids == [[older.id], [record(key=other).id], []]
     assert pages[0][0][0].speedup == 1.25 and {number for _lines, number in pages} == {2}
@@ -536,14 +533,14 @@ def test_a_record_is_measured_again_by_its_job(served_lite: Served, gpus: int, g
     assert none.status == 422 and "no job of this server" in none.json["detail"]
     first = tuned(served, gpus=gpus)
     assert again("read").status == 403
-    of(served, lambda session: session.execute(delete(schema.Archive)))
+    served.database.write(Session.execute, delete(schema.Archive))
     assert again().status == 428
     sent(served)
     said = again()
     assert (said.status, said.json["state"], said.json["gpu"]) == (201, "queued", gpu)
     second = said.json["id"]
-    with served.database.reading() as session:
-        asked = [json.loads(session.get_one(schema.JobRow, n).asked) for n in (first, second)]
+    rows = [served.database.read(Session.get_one, schema.JobRow, n) for n in (first, second)]
+    asked = [json.loads(row.asked) for row in rows]
     assert asked[1] == asked[0] | {"force": True, "gpu": gpu}
     assert (again().status, again().json["id"]) == (200, second)
     page = Browser(served, "submit").post(f"/records/{RECORD}/measure", {})
@@ -555,14 +552,13 @@ def test_a_record_is_measured_again_by_its_job(served_lite: Served, gpus: int, g
 
 def test_code_is_kept_as_long_as_its_record(served: Served) -> None:
     for code in (CODE, CODE + b"more"):
-        job = tuned(served, code)
+        tuned(served, code)
     change(served, schema.Archive, used=0.0)
+    query = select(schema.Archive.key)
     for kept in ([hashlib.sha256(code).hexdigest()], []):
         tidy(served.service)
-        with served.database.reading() as session:
-            assert session.scalars(select(schema.Archive.key)).all() == kept
-            assert not kept or session.get_one(schema.JobRow, job).archive == kept[0]
-        of(served, lambda session: session.execute(delete(schema.Item)))
+        assert served.database.read(lambda session: session.scalars(query).all()) == kept
+        served.database.write(Session.execute, delete(schema.Item))
 
 
 def test_nothing_in_a_job_or_a_record_is_markup(served_lite: Served) -> None:
