@@ -235,20 +235,18 @@ def test_records_are_sorted_and_filtered(served: Served, monkeypatch: pytest.Mon
 
 
 def test_a_record_says_first_what_to_paste(served_lite: Served) -> None:
-    keep(served_lite, record())
-    text = Browser(served_lite, "read").text(f"/records/{record().id}")
+    """Or what to do if nothing gains."""
+    made, browser = record(), Browser(served_lite, "read")
+    keep(served_lite, made)
+    text = browser.text(f"/records/{made.id}")
     paste = text.index("advice = advisor.apply(")
     assert "shape=(64, 3, 256, 256)" in text
     assert paste < text.index("95% interval") < text.index("What was chosen")
     assert f"export ADVISOR_CACHE=http://127.0.0.1:{served_lite.port} " in text
     assert "What each knob contributes" not in text, "no empty sections"
-
-
-def test_a_record_that_gains_nothing_says_what_to_do(served_lite: Served) -> None:
-    made = record()
     default = tuple(replace(one, choice=made.baseline) for one in made.winners)
     keep(served_lite, replace(made, winners=default, input=Config(), revised=time.time()))
-    text = Browser(served_lite, "read").text(f"/records/{made.id}")
+    text = browser.text(f"/records/{made.id}")
     assert "What to do: Nothing measured clearly gains on this machine" in text
     assert "export ADVISOR_CACHE" not in text
 
