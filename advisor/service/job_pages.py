@@ -14,12 +14,12 @@ from sqlalchemy.orm import Session
 
 from advisor.jobs.spec import LIVE, State, where
 from advisor.report.data import Timeline, Tried
-from advisor.service import jobs, machines
+from advisor.service import jobs
 from advisor.service.access import Service
 from advisor.service.database import now
 from advisor.service.pages import PAGES, Form, ReadVisit, SubmitVisit
 from advisor.service.routes.parsing import Before, Number, found
-from advisor.service.schema import JobRow
+from advisor.service.schema import Attempt, JobRow
 
 ON_A_PAGE = 50
 """Jobs on one page of the list."""
@@ -124,17 +124,24 @@ def cancel(visit: SubmitVisit, _form: Form, number: Number) -> Response:
 
 @site.get("/machines")
 def list_machines(visit: ReadVisit) -> HTMLResponse:
-    seen = list(visit.service.machines.values())
-    running = visit.service.database.read(machines.running)
+    machines = visit.service.machines.values()
+    query = select(JobRow.id, JobRow.what, Attempt.executor, Attempt.device, Attempt.started)
+    query = query.join_from(Attempt, JobRow).where(Attempt.state == "running").order_by(JobRow.id)
+    with visit.service.database.reading() as session:
+        running = session.execute(query).mappings().all()
     return visit.render(
         "machines.html",
-        machines=seen,
+        machines=machines,
         troubles=_troubles(visit.service),
-        running=running,
-        elsewhere=sorted({one["executor"] for one in running} - {one.name for one in seen}),
+        running=running,  # on all servers of the database
+        elsewhere=sorted({one["executor"] for one in running} - {one.name for one in machines}),
     )
 
 
 def _troubles(service: Service) -> list[str]:
     """Why no job can run now, or what is wrong with the server's threads."""
-    return service.troubles + machines.troubles(list(service.machines.values()))
+    machines = service.machines.values()
+    down = [f"The executor {one.name} is down: {one.why}" for one in machines if one.why]
+    if not machines:
+        down = ["This server has no executor, so it starts no jobs. See --executor."]
+    return service.troubles + (down if len(down) >= len(machines) else [])
