@@ -17,7 +17,7 @@ import msgspec
 from advisor.cache.domain import is_line
 from advisor.cache.kinds import Words
 from advisor.cache.task import Task, option_words, permissions, rows
-from advisor.errors import UsageError, printable
+from advisor.errors import AdvisorError, UsageError, printable
 from advisor.tuners.search.plan import Plan
 
 State = Literal["queued", "preempted", "running", "done", "failed", "cancelled"]
@@ -35,6 +35,10 @@ _MAX_SHOWN = 300
 _GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+/-]{0,63}")
 _OF_PLAN = {row.keyword for row in rows(Plan).values()}
 _OF_TASK = {row.keyword for row in rows(Task).values() if row.option or row.switches} - {"target"}
+
+
+class AttemptOver(AdvisorError):
+    """An attempt is over: the server takes nothing from its worker, and the worker ends."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

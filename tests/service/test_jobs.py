@@ -16,7 +16,7 @@ from sqlalchemy import select, update
 
 from advisor.errors import UsageError
 from advisor.jobs.code_archive import MAX_PACKED
-from advisor.jobs.spec import JobSpec
+from advisor.jobs.spec import AttemptOver, JobSpec
 from advisor.jobs.token import digest, made
 from advisor.service import attempts, blobs, jobs, schema, tokens
 from advisor.service.executors import Capacity, Start
@@ -228,7 +228,7 @@ def test_what_is_lost_is_tried_again_and_not_for_ever(served: Served) -> None:
         assert one is not None and one.number == number
         assert study(served, one, "x").data == b"half"
         of(served, attempts.end, one.attempt, "lost", f"node {number % 2} is gone")
-        with pytest.raises(attempts.AttemptOver):
+        with pytest.raises(AttemptOver):
             of(served, attempts.end, one.attempt, "lost", "again")
         assert ended(served, one, state="failed").status == 401
         last, one = one, claimed(served)
@@ -269,7 +269,7 @@ def test_what_cannot_be_placed_waits_and_says_why(served: Served) -> None:
     one = waiting_to_begin(served)
     assert one.job == number
     of(served, attempts.put_back, one.attempt, "no node has an H100")
-    with pytest.raises(attempts.AttemptOver):
+    with pytest.raises(AttemptOver):
         of(served, attempts.put_back, one.attempt, "again")
     assert exchanged(served, one, made()).status == 401
     found = told(served, number)
@@ -540,7 +540,7 @@ def test_a_job_is_finished_once(served: Served) -> None:
     """By its worker that says it twice, a reconciler that gave it up, and who cancels it."""
 
     def is_lost(one: Start) -> bool:
-        with contextlib.suppress(attempts.AttemptOver):
+        with contextlib.suppress(AttemptOver):
             of(served, attempts.end, one.attempt, "lost", "gone")
             return True
         return False

@@ -28,6 +28,7 @@ from advisor.cache.stores import open_store
 from advisor.cache.stores.dir import DirStore
 from advisor.errors import StoreError
 from advisor.jobs import code_archive, worker
+from advisor.jobs.spec import AttemptOver
 from advisor.report.text import spread
 from advisor.service import attempts
 from advisor.service.executors import Capacity
@@ -354,14 +355,14 @@ def test_a_server_that_does_not_come_back(job: Job, monkeypatch: pytest.MonkeyPa
 def test_a_worker_without_an_attempt_does_nothing(job: Job, tmp_path: Path) -> None:
     """Because another worker has it, or because it is over."""
     job.worker()._server.begin()
-    with pytest.raises(worker.AttemptOver, match="another worker has this attempt"):
+    with pytest.raises(AttemptOver, match="another worker has this attempt"):
         job.worker(folder=tmp_path / "work").run()
     assert not (tmp_path / "work").exists()
     (attempt,) = job.told["attempts"]
     assert (attempt["state"], "used a second time" in attempt["reason"]) == ("running", True)
     with job.served.database.writing() as session:
         attempts.end(session, job.start.attempt, "lost", "not heard of")
-    with pytest.raises(worker.AttemptOver, match="over"):
+    with pytest.raises(AttemptOver, match="over"):
         job.worker().run()
     assert job.state[0] == "queued"
 
@@ -399,7 +400,7 @@ def test_what_is_cancelled_leaves_nothing(served_lite: Served, tmp_path: Path) -
         assert cancelled.json == {"state": "cancelled"}
         return found
 
-    with pytest.raises(worker.AttemptOver):
+    with pytest.raises(AttemptOver):
         job.worker(start=start).run()
     assert gone(*(int(one.read_text()) for one in pids))
 
