@@ -190,8 +190,9 @@ def _columns(table: type[JobRow | Attempt | TrialRow], names: str) -> list[Colum
     return [getattr(table, name) for name in names.split()]
 
 
+_LISTED = "id state reason what gpu gpus created started changed budget_s tried speedup record"
 _LINES = select(
-    *_columns(JobRow, "id state reason what gpu gpus created changed record"),
+    *_columns(JobRow, _LISTED),
     JobRow.attempts.label("attempt"),
     Token.name.label("by"),
 ).join(Token)
