@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from advisor.cache.settings import server_url
 from advisor.cache.task import Task
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 _ID = Number(1, 2**31 - 1)
 
 
-def _client(_ctx: click.Context, _option: click.Parameter, server: str | None) -> Client:
+def _client(server: str | None) -> Client:
     """A Client of the server. Raises UsageError if no server is named."""
     from advisor.client import Client
 
@@ -48,9 +47,7 @@ def _client(_ctx: click.Context, _option: click.Parameter, server: str | None) -
 
 server_option = click.option(
     "--server",
-    "client",
     metavar="URL",
-    callback=_client,
     help="http[s]://HOST[:PORT]  [default: the first server in $ADVISOR_CACHE, else in "
     "pyproject.toml]",
 )
@@ -89,7 +86,7 @@ def submit(
     gpus: int | None,
     pip: tuple[str, ...],
     container: str | None,
-    client: Client,
+    server: str | None,
     follow: bool,
     as_json: bool,
     **options: Any,
@@ -117,6 +114,7 @@ def submit(
         gpus=gpus,
         env={name: text for name, text in env.items() if text},
     )
+    client = _client(server)
     submission = Submission.of(asked, Path.cwd())
     code = submission.code
     if code and not as_json:
@@ -125,9 +123,7 @@ def submit(
     job = client.ask(submission)
     page = client.page(job.id)
     if not as_json:
-        source = click.get_current_context().get_parameter_source("client")
-        named = client.url if source is ParameterSource.COMMANDLINE else ""
-        for line in shown.submitted(job, page, named):
+        for line in shown.submitted(job, page, server or ""):
             click.echo(line)
     if follow:
         _show_log(client, job.id, follow, as_json)
@@ -171,10 +167,11 @@ def _show_log(client: Client, id: int, follow: bool, as_json: bool) -> None:
 )
 @server_option
 @json_or_text
-def jobs(id: int | None, states: tuple[str, ...], most: int, client: Client) -> Output:
+def jobs(id: int | None, states: tuple[str, ...], most: int, server: str | None) -> Output:
     """List the jobs of a server, or show the job ID."""
     from advisor.report import jobs as shown
 
+    client = _client(server)
     if id is not None:
         job = client.job(id)
         return Output(lambda: dataclasses.asdict(job), shown.lines(job))
@@ -189,17 +186,18 @@ def jobs(id: int | None, states: tuple[str, ...], most: int, client: Client) -> 
 @follow_option
 @server_option
 @json_option
-def logs(id: int, follow: bool, client: Client, as_json: bool) -> None:
+def logs(id: int, follow: bool, server: str | None, as_json: bool) -> None:
     """Show the log of the job ID. With -f the exit code is 0 if the job is done, 1 otherwise."""
-    _show_log(client, id, follow, as_json)
+    _show_log(_client(server), id, follow, as_json)
 
 
 @click.command()
 @click.argument("id", type=_ID)
 @server_option
 @json_or_text
-def cancel(id: int, client: Client) -> Output:
+def cancel(id: int, server: str | None) -> Output:
     """Cancel the job ID, and end its processes. Exit code 1 if the job was over before."""
+    client = _client(server)
     over = client.job(id).over  # the server answers 'cancelled' for earlier cancels too
     state = client.cancel(id)
     cancelled = state == "cancelled" and not over

@@ -148,18 +148,15 @@ def _checkout(folder: Path) -> _Tree | None:
     """The git checkout around a folder; None if there is none, or if it holds the whole home.
 
     Raises:
-        UsageError: the folder is in a checkout, but git fails to list the files.
+        UsageError: git fails to list the files.
     """
+    root = next((one for one in (folder, *folder.parents) if (one / ".git").exists()), None)
+    if root is None or _is_home(root):
+        return None
     try:
-        root = Path(_git(folder, "rev-parse", "--show-toplevel")[0].rstrip("\n"))
-        if _is_home(root):
-            return None
         status = _git(root, "status", "--porcelain=v2", "--branch", "-z", "-uall")
         tracked = _git(root, "ls-files", "-z", "-c", "--recurse-submodules")
     except (OSError, subprocess.CalledProcessError) as exc:
-        within = itertools.takewhile(lambda one: not _is_home(one), (folder, *folder.parents))
-        if not any((one / ".git").exists() for one in within):
-            return None
         said = os.fsdecode(getattr(exc, "stderr", b"")) or "git is not installed"
         why = printable(" ".join(said.split()))
         raise UsageError(

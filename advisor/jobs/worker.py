@@ -38,7 +38,7 @@ from advisor.cache.stores.http import HttpStore
 from advisor.cache.stores.http_client import MAP, HttpClient
 from advisor.errors import AdvisorError, RecordDamaged, StoreError, UsageError, printable, reason
 from advisor.jobs import code_archive, token
-from advisor.jobs.spec import MAX_REPORTED_TRIALS, MAX_STUDY, JobSpec
+from advisor.jobs.spec import MAX_REPORTED_TRIALS, MAX_STUDY, AttemptOver, JobSpec
 from advisor.tuners import host
 from advisor.tuners.measure.run.guarded_process import GuardedProcess, exit_text
 
@@ -75,10 +75,6 @@ class Outcome(NamedTuple):
     record: str = ""
 
 
-class AttemptOver(AdvisorError):
-    """The server says that this attempt is over: the worker ends."""
-
-
 class AttemptFailed(AdvisorError):
     """The attempt cannot continue: its machine fails, or the server rejects a request."""
 
@@ -94,7 +90,7 @@ class AttemptClient:
         self, url: str, start_token: str, *, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._own = token.made()
-        self._start = HttpClient(url, token=start_token)
+        self._client = HttpClient(url, token=start_token)
         self.store = HttpStore(url, token=self._own)
         self.store.timeout_s = max(REQUEST_TIMEOUT_S, self.store.timeout_s)
         self.preempted = threading.Event()
@@ -103,21 +99,15 @@ class AttemptClient:
     def begin(self) -> None:
         """Exchange the start token for this worker's own token. Repeating this is safe."""
         sent = {"digest": token.digest(self._own).hex()}
-        self.retry(lambda: self.ask("POST", "attempt/begin", sent, client=self._start))
+        self.retry(lambda: self.ask("POST", "attempt/begin", sent))
+        self._client = self.store.client
 
     def get(self, path: str) -> bytes:
         return self.retry(lambda: self.ask("GET", path))
 
-    def ask(
-        self,
-        method: str,
-        path: str,
-        body: bytes | Mapping[str, Any] | None = None,
-        *,
-        client: HttpClient | None = None,
-    ) -> bytes:
+    def ask(self, method: str, path: str, body: bytes | Mapping[str, Any] | None = None) -> bytes:
         """Send one request, with `path` below /api/. Returns the answer's body."""
-        status, data = (client or self.store.client).request(
+        status, data = self._client.request(
             method,
             f"/api/{path}",
             timeout_s=self.store.timeout_s,
@@ -127,14 +117,14 @@ class AttemptClient:
             accepts=(*_OVER, *_REJECTIONS),
         )
         if status in _OVER:
-            raise AttemptOver(self.store.client.detail(data))
+            raise AttemptOver(self._client.detail(data))
         if status in _REJECTIONS:
-            raise AttemptFailed(self.store.client.detail(data))
+            raise AttemptFailed(self._client.detail(data))
         self._heard = self._now()
         return data
 
     def decoded(self, data: bytes) -> dict[str, Any]:
-        return self.store.client.decoded(data, MAP)
+        return self._client.decoded(data, MAP)
 
     @property
     def is_given_up(self) -> bool:

@@ -16,9 +16,9 @@ from starlette.requests import ClientDisconnect
 
 from advisor.cache.codec import MAX_BYTES
 from advisor.errors import RecordDamaged, StoreError, UsageError, printable
+from advisor.jobs.spec import AttemptOver
 from advisor.service import job_pages, pages
 from advisor.service.access import Service, unavailable
-from advisor.service.attempts import AttemptOver
 from advisor.service.blobs import NoCode
 from advisor.service.catalog import COLUMNS
 from advisor.service.limits import BodyMiddleware

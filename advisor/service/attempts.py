@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from advisor.errors import AdvisorError, UsageError
-from advisor.jobs.spec import WAITING, JobSpec, gpu_matches
+from advisor.errors import UsageError
+from advisor.jobs.spec import WAITING, AttemptOver, JobSpec, gpu_matches
 from advisor.jobs.token import digest, made
 from advisor.service import jobs, records, tokens
 from advisor.service.database import DAY_S, now
@@ -39,10 +39,6 @@ _CUT = "\n[advisor: the log ends here: it is too long]\n"
 
 End = Literal["done", "failed", "preempted"]
 """States in which a worker may end its attempt. Other states: running, lost, cancelled."""
-
-
-class AttemptOver(AdvisorError):
-    """The attempt is over, so that its worker can change nothing."""
 
 
 def claim(

@@ -40,7 +40,7 @@ from advisor.service.tokens import Caller, note
 
 MAX_LIVE = 200
 """Unfinished jobs of one token, at most."""
-MAX_LISTED = 200
+MAX_LISTED = 10_000
 MAX_TRIALS = 10_000
 """Trials of one job, at most; later trials are dropped."""
 MAX_LOG = 4 * 2**20
@@ -180,7 +180,7 @@ def explain_wait(session: Session, which: Iterable[ColumnElement[bool]], reason:
     session.execute(update(JobRow).where(*where).values(reason=short(reason)))
 
 
-def waiting(session: Session, most: int = MAX_LISTED) -> Sequence[JobRow]:
+def waiting(session: Session, most: int = 200) -> Sequence[JobRow]:
     """Waiting jobs in the order in which they start."""
     query = select(JobRow).where(JobRow.state.in_(WAITING)).order_by(JobRow.id).limit(most)
     return session.scalars(query).all()
@@ -190,8 +190,9 @@ def _columns(table: type[JobRow | Attempt | TrialRow], names: str) -> list[Colum
     return [getattr(table, name) for name in names.split()]
 
 
+_LISTED = "id state reason what gpu gpus created started changed budget_s tried speedup record"
 _LINES = select(
-    *_columns(JobRow, "id state reason what gpu gpus created changed record"),
+    *_columns(JobRow, _LISTED),
     JobRow.attempts.label("attempt"),
     Token.name.label("by"),
 ).join(Token)

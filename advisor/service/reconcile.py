@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from advisor.errors import StoreError
+from advisor.jobs.spec import AttemptOver
 from advisor.service import attempts, jobs
-from advisor.service.attempts import LEASE_S, AttemptOver, Running
+from advisor.service.attempts import LEASE_S, Running
 from advisor.service.database import Database
 from advisor.service.executors import Capacity, Executor, ExecutorAway, Unplaceable
 from advisor.service.machines import Machine, why_waits

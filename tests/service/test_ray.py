@@ -16,14 +16,12 @@ import pytest
 from sqlalchemy import select
 
 from advisor.client import Job
-from advisor.errors import UsageError
 from advisor.jobs.token import digest, made
 from advisor.service.database import Database
-from advisor.service.executors import Capacity, ExecutorAway, open_executors
+from advisor.service.executors import Capacity, ExecutorAway
 from advisor.service.executors.ray import LABEL, UNNAMED, RayExecutor
 from advisor.service.schema import Attempt
 from tests.forks import until
-from tests.service import clusters
 from tests.service.clusters import FEW, TOKEN, Cluster, Team
 from tests.service.serving import ask, start_of
 
@@ -47,7 +45,8 @@ def cluster() -> Iterator[Cluster]:
     pytest.importorskip("ray.dashboard.optional_deps", reason="ray[default] is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_TOKEN", TOKEN)
-        with clusters.cluster("H100", "A100") as found:
+        with contextlib.closing(Cluster()) as found:
+            found.start("H100", "A100")
             yield found
 
 
@@ -103,33 +102,6 @@ def states(job: Job) -> list[str]:
     return [one["state"] for one in job.attempts]
 
 
-@pytest.mark.parametrize(
-    ("address", "name"),
-    [
-        ("ray-jobs:http://head.example", "ray:http://head.example:8265"),
-        ("ray-jobs:https://head.example:443/", "ray:https://head.example:443"),
-        ("ray-jobs:http://[::1]:8265", "ray:http://[::1]:8265"),
-        ("ray://head.example:10001", "ray:http://head.example:8265"),
-    ],
-)
-def test_an_address(address: str, name: str) -> None:
-    [executor] = open_executors([address], "")
-    assert executor.name == name
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        *("ray:8265", "ray://", "ray-jobs:ray://head", "ray-jobs:ftp://head"),
-        *("ray-jobs:http://user:secret@head", "ray-jobs:http://head:99999"),
-        "ray-jobs:http://head/path",
-    ],
-)
-def test_what_is_no_address(address: str) -> None:
-    with pytest.raises(UsageError, match=r"expected ray-jobs:http\[s\]://HOST"):
-        open_executors([address], "")
-
-
 @contextlib.contextmanager
 def head(answers: Mapping[str, Any], status: int = 200) -> Iterator[tuple[RayExecutor, list[Any]]]:
     """An executor of a made-up head, and what it is sent."""
@@ -155,19 +127,23 @@ def head(answers: Mapping[str, Any], status: int = 200) -> Iterator[tuple[RayExe
         server.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("status", "said", "why"),
-    [
+def test_what_is_no_head_of_ray_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for status, said, why in (
         (200, b"<html>", "^no head of Ray"),
         (200, b"[]", "^no head of Ray"),
         (200, b'{"data": {"result": {"result": [{}]}}}', "^no head of Ray"),
         (401, b"Unauthorized", "^Unauthorized; set RAY_AUTH_TOKEN"),
         (500, b"Traceback:\nValueError: x\x07", r"^HTTP 500: ValueError: x\?"),
-    ],
-)
-def test_what_is_no_head_of_ray_is_away(status: int, said: bytes, why: str) -> None:
-    with head({"": said}, status) as (executor, _), pytest.raises(ExecutorAway, match=why):
-        executor.capacity()
+    ):
+        with head({"": said}, status) as (executor, _), pytest.raises(ExecutorAway, match=why):
+            executor.capacity()
+    nobody = RayExecutor("ray-jobs:http://127.0.0.1:1")
+    with pytest.raises(ExecutorAway, match=r"^Connection refused"):
+        nobody.capacity()
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(ExecutorAway, match=f"token file {tmp_path}/none: No such file"):
+        nobody.capacity()
 
 
 def node(id: str, gpu: str = "", gpus: int = 0, state: str = "ALIVE") -> dict[str, Any]:
@@ -218,16 +194,6 @@ def test_a_cluster_is_read_and_an_attempt_is_placed_where_it_was_claimed() -> No
     labels = [request["entrypoint_label_selector"] for request in sent]
     assert labels == [{LABEL: "H100"}, {}] and sent[0]["metadata"] == given
     assert sent[0]["runtime_env"]["pip"] == ["timm", "einops"]
-
-
-def test_what_cannot_be_asked_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nobody = RayExecutor("ray-jobs:http://127.0.0.1:1")
-    with pytest.raises(ExecutorAway, match=r"^Connection refused"):
-        nobody.capacity()
-    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(ExecutorAway, match=f"token file {tmp_path}/none: No such file"):
-        nobody.capacity()
 
 
 def check_stolen(team: Team, cluster: Cluster, one: Waiting) -> None:

@@ -49,10 +49,10 @@ class Start:
     """An attempt to start.
 
     Attributes:
-        attempt: the attempt's id in the database; `number`: the attempt's number within its job.
-        external: the attempt's name at the executor.
-        gpu: the name of the device to use, as in its Capacity.
-        server_url: the address at which the worker finds the server.
+        attempt: its id in the database; `number`: within its job; `external`: its name at the
+            executor.
+        gpu: the device to use, as its Capacity names it.
+        server_url: where the worker finds the server.
         token: the start token, which works once and is not stored.
     """
 
@@ -111,26 +111,20 @@ def open_executors(texts: Iterable[str], database: str) -> list[Executor]:
     Raises:
         UsageError: a text is unknown or given twice, or 'none' is not the only text.
     """
-    if NONE in (texts := list(texts)) and len(texts) > 1:
-        raise UsageError(f"--executor {NONE}: starts no jobs; give it alone, or leave it out")
+    from advisor.service.executors.local import Local
+    from advisor.service.executors.ray import RayExecutor
+
+    if NONE in (texts := list(texts)):
+        if len(texts) > 1:
+            raise UsageError(f"--executor {NONE}: starts no jobs; give it alone, or leave it out")
+        return []
     found: dict[str, Executor] = {}
     for text in texts:
-        if text != NONE:
-            one = _opened(text, database)
-            if found.setdefault(one.name, one) is not one:
-                raise UsageError(f"--executor {text[:80]!r}: given twice; give it once")
+        scheme = text.partition(":")[0]
+        if scheme not in (LOCAL, *RAY):
+            known = ", ".join([LOCAL, *RAY, NONE])
+            raise UsageError(f"--executor {text[:80]!r}: expected one of {known}")
+        one = Local(database) if scheme == LOCAL else RayExecutor(text)
+        if found.setdefault(one.name, one) is not one:
+            raise UsageError(f"--executor {text[:80]!r}: given twice; give it once")
     return list(found.values())
-
-
-def _opened(text: str, database: str) -> Executor:
-    scheme = text.partition(":")[0]
-    if scheme == LOCAL:
-        from advisor.service.executors.local import Local
-
-        return Local(database)
-    if scheme in RAY:
-        from advisor.service.executors.ray import RayExecutor
-
-        return RayExecutor(text)
-    known = ", ".join([LOCAL, *RAY, NONE])
-    raise UsageError(f"--executor {text[:80]!r}: expected one of {known}")

@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,7 +86,7 @@ class _Worker:
 
 
 class Local:
-    """Runs jobs as processes on this machine.
+    """Runs jobs as processes on this machine. For one thread at a time.
 
     Args:
         database: its URL without password; workers of other databases are left alone.
@@ -111,7 +110,6 @@ class Local:
         self._prefix = f"advisor-{self._mark}-"
         self._workers: dict[str, _Worker] | None = None
         self._owning = contextlib.ExitStack()
-        self._lock = threading.RLock()
 
     def capacity(self) -> Sequence[Capacity]:
         with self._here() as workers, contextlib.ExitStack() as held:
@@ -185,9 +183,8 @@ class Local:
                     time.sleep(_POLL_S)
             for one in workers.values():
                 remove_folder(one.folder)
-        with self._lock:
-            self._workers = None
-            self._owning.close()
+        self._workers = None
+        self._owning.close()
 
     @contextlib.contextmanager
     def _here(self) -> Iterator[dict[str, _Worker]]:
@@ -196,17 +193,16 @@ class Local:
         Raises:
             ExecutorAway: another server has them, or a folder or process cannot be used.
         """
-        with self._lock:
-            try:
-                if self._workers is None:
-                    make_folder(self._devices)
-                    if self._acquired(self._mark, self._owning) is None:
-                        self._owning.close()
-                        raise ExecutorAway("another server of this database has this machine")
-                    self._workers = self._found()
-                yield self._workers
-            except OSError as exc:
-                raise ExecutorAway(f"{exc.filename}: {exc.strerror or exc}") from exc
+        try:
+            if self._workers is None:
+                make_folder(self._devices)
+                if self._acquired(self._mark, self._owning) is None:
+                    self._owning.close()
+                    raise ExecutorAway("another server of this database has this machine")
+                self._workers = self._found()
+            yield self._workers
+        except OSError as exc:
+            raise ExecutorAway(f"{exc.filename}: {exc.strerror or exc}") from exc
 
     def _found(self) -> dict[str, _Worker]:
         """Find workers of an earlier server, and remove the folders of workers that are gone."""

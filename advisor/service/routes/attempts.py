@@ -8,10 +8,10 @@ from fastapi import APIRouter, Path, Request, Response
 from pydantic import AfterValidator, Field
 
 from advisor.cache.domain import line
-from advisor.jobs.spec import MAX_REPORTED_TRIALS, MAX_STUDY
+from advisor.jobs.spec import MAX_REPORTED_TRIALS, MAX_STUDY, AttemptOver
 from advisor.service import attempts
 from advisor.service.access import OwnAttempt, ServiceDep, StartingAttempt, WorkCaller
-from advisor.service.attempts import AttemptOver, End
+from advisor.service.attempts import End
 from advisor.service.routes.parsing import SENDS_BYTES, Bytes, LargeBody, Strict, found
 
 OneLine = Annotated[str, Field(max_length=2**16), AfterValidator(line)]
