@@ -9,6 +9,7 @@ import random
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -512,20 +513,14 @@ def test_metrics_of_jobs(served: Served) -> None:
 
 def together(count: int, does: Callable[[int], Any]) -> list[Any]:
     """What several threads come to that begin at once."""
-    found: list[Any] = []
     begin = threading.Barrier(count)
 
-    def run(number: int) -> None:
+    def run(number: int) -> Any:
         begin.wait()
-        found.append(does(number))
+        return does(number)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == count  # none raised
-    return found
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(run, range(count)))
 
 
 def test_eight_claim_each_job_once(served: Served) -> None:
