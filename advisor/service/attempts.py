@@ -81,7 +81,6 @@ def claim(
         return Start(
             attempt=attempt.id,
             job=job.id,
-            number=attempt.number,
             external=external,
             gpu=capacity.gpu,
             server_url=server_url,

@@ -124,7 +124,6 @@ def start_of(external: str = "advisor-1-1", gpu: str = "", gpus: int = 0, **aske
     return Start(
         attempt=1,
         job=1,
-        number=1,
         external=external,
         gpu=gpu,
         server_url=f"http://127.0.0.1:{servers.free_port()}",

@@ -8,7 +8,7 @@ import json
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,21 +60,13 @@ def team(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         team.server.stop(signal.SIGKILL)
 
 
-@dataclass
 class Waiting:
     """A job whose attempts wait where its model begins, until they are let through."""
 
-    team: Team
-    id: int
-    where: Path
-    gate: Path
-
-    @classmethod
-    def of(cls, team: Team, folder: Path, gpu: str) -> Waiting:
-        where, gate = folder / f"{gpu}-where", folder / f"{gpu}-gate"
-        files = {"model.py": MODEL.format(where=str(where), gate=str(gate))}
-        number = team.submit(files, target="model.py:Net", gpu=gpu, **FEW)
-        return cls(team, number, where, gate)
+    def __init__(self, team: Team, folder: Path, gpu: str) -> None:
+        self.team, self.where, self.gate = team, folder / f"{gpu}-where", folder / f"{gpu}-gate"
+        model = MODEL.format(where=str(self.where), gate=str(self.gate))
+        self.id = team.submit({"model.py": model}, target="model.py:Net", gpu=gpu, **FEW)
 
     @property
     def now(self) -> Job:
@@ -208,7 +200,7 @@ def check_stolen(team: Team, cluster: Cluster, one: Waiting) -> None:
 
 @pytest.mark.long
 def test_placed_while_the_server_is_killed(team: Team, cluster: Cluster, tmp_path: Path) -> None:
-    one, two, none = (Waiting.of(team, tmp_path, gpu) for gpu in ("H100", "A100", "H200"))
+    one, two, none = (Waiting(team, tmp_path, gpu) for gpu in ("H100", "A100", "H200"))
     assert one.begun() == cluster.nodes["H100"].folder
     assert two.begun() == cluster.nodes["A100"].folder
     check_stolen(team, cluster, one)
@@ -245,7 +237,7 @@ def test_what_others_use_is_no_room(cluster: Cluster, monkeypatch: pytest.Monkey
 
 @pytest.mark.long
 def test_a_node_is_gone_and_a_job_cancelled(team: Team, cluster: Cluster, tmp_path: Path) -> None:
-    asked = Waiting.of(team, tmp_path, "A100")
+    asked = Waiting(team, tmp_path, "A100")
     asked.begun()
     node = cluster.nodes["A100"]
     assert node.attempts()
@@ -264,7 +256,7 @@ def test_a_node_is_gone_and_a_job_cancelled(team: Team, cluster: Cluster, tmp_pa
 
 @pytest.mark.long
 def test_the_head_is_gone_and_knows_nothing(team: Team, cluster: Cluster, tmp_path: Path) -> None:
-    asked = Waiting.of(team, tmp_path, "H100")
+    asked = Waiting(team, tmp_path, "H100")
     asked.begun()
     executor, external = RayExecutor(cluster.address), asked.external
     assert executor.status([external])[external].state == "running"

@@ -49,8 +49,7 @@ class Start:
     """An attempt to start.
 
     Attributes:
-        attempt: its id in the database; `number`: within its job; `external`: its name at the
-            executor.
+        attempt: its id in the database; `external`: its name at the executor.
         gpu: the device to use, as its Capacity names it.
         server_url: where the worker finds the server.
         token: the start token, which works once and is not stored.
@@ -58,7 +57,6 @@ class Start:
 
     attempt: int
     job: int
-    number: int
     external: str
     gpu: str
     server_url: str
