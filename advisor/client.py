@@ -11,6 +11,7 @@ Records are looked up with `advisor.lookup(..., store=url)`, and listed by `advi
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,6 @@ TIMEOUT_S, UPLOAD_TIMEOUT_S = 10.0, 300.0
 POLL_S = 2.0
 AWAY_S = 120.0
 """Seconds for which `Client.log` retries an unreachable server."""
-_MOST_PAGE = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +77,6 @@ class Job:
         return where(self.gpu, self.gpus)
 
 
-class _Jobs(msgspec.Struct):
-    jobs: list[dict[str, Any]]
-    more: bool = False
-
-
 class _Log(msgspec.Struct):
     text: str
     next: int
@@ -89,8 +84,8 @@ class _Log(msgspec.Struct):
 
 
 # Created at import: two threads must not create decoders at the same time; see `cache.codec`.
-_JOBS, _LOG = msgspec.json.Decoder(_Jobs), msgspec.json.Decoder(_Log)
-msgspec.json.Decoder(Job)
+_LOG = msgspec.json.Decoder(_Log)
+msgspec.json.Decoder(list[Job])
 
 
 class Client:
@@ -140,41 +135,29 @@ class Client:
         Raises:
             UsageError: an argument is wrong, or the code is too large to send.
         """
-        place: dict[str, Any] = {"gpu": gpu, "gpus": gpus, "env": env or {}}
-        asked = JobSpec.given(command=command, target=target, options=options, force=force, **place)
+        given: dict[str, Any] = {"command": command, "target": target, "options": options}
+        asked = JobSpec.given(**given, gpu=gpu, gpus=gpus, env=env or {}, force=force)
         return self.ask(Submission.of(asked, Path(folder)))
 
     def ask(self, submission: Submission) -> Job:
         """Submit a prepared Submission. The code is sent only if the server does not have it."""
-        how: dict[str, Any] = {"body": submission.asked.plain, "accepts": (NEEDS_CODE,)}
-        status, data = self._asked("POST", "/api/jobs", **how)
+        request = functools.partial(self._asked, "POST", "/api/jobs", body=submission.asked.plain)
+        status, data = request(accepts=(NEEDS_CODE,))
         if status == NEEDS_CODE and (code := submission.code) is not None:
-            where = f"/api/archives/{code.digest}"
-            self._asked("PUT", where, body=code.archive, timeout_s=UPLOAD_TIMEOUT_S)
-            status, data = self._asked("POST", "/api/jobs", **how)
-        if status == NEEDS_CODE:
-            raise UsageError(f"server {self.url}: {self._http.detail(data)}")
-        return self._job(self._http.decoded(data, MAP))
+            path = f"/api/archives/{code.digest}"
+            self._asked("PUT", path, body=code.archive, timeout_s=UPLOAD_TIMEOUT_S)
+            data = request()[1]
+        return self._read(self._http.decoded(data, MAP), Job)
 
     def jobs(self, states: Sequence[str] = (), most: int = 50) -> list[Job]:
         """The newest `most` jobs, in one of `states` if any are given."""
-        if wrong := sorted(set(states) - set(STATES)):
-            raise UsageError(f"state {wrong[0]!r}: expected one of {', '.join(STATES)}")
-        found: list[Job] = []
-        while len(found) < most:
-            asked: list[tuple[str, Any]] = [("state", state) for state in states]
-            asked.append(("most", min(_MOST_PAGE, most - len(found))))
-            if found:
-                asked.append(("before", found[-1].id))
-            page = self._said(_JOBS, "GET", f"/api/jobs?{urlencode(asked)}")
-            found += [self._job(one) for one in page.jobs]
-            if not page.more or not page.jobs:
-                break
-        return found
+        asked = urlencode({"state": states, "most": most}, doseq=True)
+        page = self._said(MAP, "GET", f"/api/jobs?{asked}")
+        return self._read(page.get("jobs"), list[Job])
 
     def job(self, id: int) -> Job:
         """A job with its attempts and trials. Raises UsageError if no job has this id."""
-        return self._job(self._said(MAP, "GET", f"/api/jobs/{id:d}"))
+        return self._read(self._said(MAP, "GET", f"/api/jobs/{id:d}"), Job)
 
     def log(self, id: int, *, follow: bool = False, poll_s: float = POLL_S) -> Iterator[str]:
         """Generator: yields a job's output in pieces, with `follow` until the job is over (retrying
@@ -229,16 +212,16 @@ class Client:
             )
         raise UsageError(f"server {self.url}: {why}; to list the jobs: advisor jobs")
 
-    def _job(self, plain: dict[str, Any]) -> Job:
-        given = {name: _harmless(value) for name, value in plain.items() if value is not None}
+    def _read(self, plain: Any, cls: type[T]) -> T:
+        """A part of an answer as `cls`, its texts made harmless."""
         try:
-            return msgspec.convert(given, Job)
+            return msgspec.convert(_harmless(plain), cls)
         except msgspec.ValidationError as exc:
             raise self._http.unexpected(f"not a job: {exc}") from exc
 
 
 def _harmless(value: Any) -> Any:
-    """The data, with '?' in texts for each character that could control a terminal."""
+    """JSON, with '?' in texts for each character that could control a terminal."""
     if isinstance(value, dict):
         return {_harmless(name): _harmless(one) for name, one in value.items()}
     if isinstance(value, list):

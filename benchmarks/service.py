@@ -111,7 +111,7 @@ class Bench:
             self.models += len(rows) // A_MODEL
         if not self._url.startswith("sqlite"):
             with self.database.writing() as session:
-                session.execute(text("ANALYZE items"))
+                session.execute(text("ANALYZE records"))
         return (until - there) / (time.monotonic() - began)
 
     def size(self) -> int:

@@ -24,21 +24,13 @@ from advisor.cli.options import (
     target_argument,
 )
 from advisor.errors import UsageError
-from advisor.jobs.spec import STATES, WAITING
+from advisor.jobs.spec import STATES
 from advisor.tuners.search.plan import Plan
 
 if TYPE_CHECKING:
-    from advisor.client import Client, Job
-    from advisor.jobs.submission import Submission
+    from advisor.client import Client
 
 _ID = Number(1, 2**31 - 1)
-
-server_option = click.option(
-    "--server",
-    metavar="URL",
-    help="http[s]://HOST[:PORT]  [default: the first server in $ADVISOR_CACHE, else in "
-    "pyproject.toml]",
-)
 
 
 def _client(server: str | None) -> Client:
@@ -51,6 +43,17 @@ def _client(server: str | None) -> Client:
             "no server: give --server URL, or set ADVISOR_CACHE to one, as https://advisor.example"
         )
     return Client(url)
+
+
+server_option = click.option(
+    "--server",
+    metavar="URL",
+    help="http[s]://HOST[:PORT]  [default: the first server in $ADVISOR_CACHE, else in "
+    "pyproject.toml]",
+)
+follow_option = click.option(
+    "-f", "--follow", is_flag=True, help="Show the log until the job is over."
+)
 
 
 @click.command(cls=OrCommand)
@@ -74,7 +77,7 @@ def _client(server: str | None) -> Client:
 @row_options(Task)
 @row_options(Plan)
 @server_option
-@click.option("-f", "--follow", is_flag=True, help="Show the log until the job is over.")
+@follow_option
 @json_option
 def submit(
     target: str | None,
@@ -99,6 +102,9 @@ def submit(
     from advisor.jobs.submission import Submission
     from advisor.report import jobs as shown
 
+    if wrong := next((one for one in pip if len(one.split()) != 1), None):
+        raise UsageError(f"--pip {wrong!r}: expected one requirement without blanks, as timm>=1.0")
+    env = {"pip": " ".join(pip), "container": container or ""}
     asked = JobSpec.given(
         command=command,
         target=target or "",
@@ -106,65 +112,42 @@ def submit(
         options=given,
         gpu=gpu,
         gpus=gpus,
-        env=_environment(pip, container),
+        env={name: text for name, text in env.items() if text},
     )
     client = _client(server)
     submission = Submission.of(asked, Path.cwd())
-    if submission.code is not None and not as_json:
-        for line in shown.travels(submission.code):
+    code = submission.code
+    if code and not as_json:
+        for line in shown.travels(code):
             click.echo(line)
     job = client.ask(submission)
+    page = client.page(job.id)
     if not as_json:
-        click.echo(_greeting(job, server))
-        click.echo(f"watch   {client.page(job.id)}")
-        if job.reason and job.state in WAITING:
-            click.echo(f"waits   {job.reason}")
+        for line in shown.submitted(job, page, server or ""):
+            click.echo(line)
     if follow:
-        click.get_current_context().exit(_followed(client, job.id, as_json))
+        _show_log(client, job.id, follow, as_json)
+    elif as_json:
+        sent = dataclasses.asdict(code) if code else {}
+        sent |= {"archive": len(code.archive), "root": str(code.root)} if code else {}
+        click.echo(json.dumps(dataclasses.asdict(job) | {"code": sent or None, "page": page}))
+
+
+def _show_log(client: Client, id: int, follow: bool, as_json: bool) -> None:
+    """Print a job's log, with `follow` until the job is over; then exit with its code."""
+    texts = client.log(id, follow=follow)
+    log = "".join(texts) if as_json else ""
+    for text in texts:
+        click.echo(text, nl=False)
+    job = client.job(id) if follow else None
     if as_json:
-        told = {"code": _code(submission), "page": client.page(job.id)}
-        click.echo(json.dumps(dataclasses.asdict(job) | told))
-
-
-def _environment(pip: tuple[str, ...], container: str | None) -> dict[str, str]:
-    if wrong := next((one for one in pip if len(one.split()) != 1), None):
-        raise UsageError(f"--pip {wrong!r}: expected one requirement without blanks, as timm>=1.0")
-    found = {"pip": " ".join(pip), "container": container or ""}
-    return {name: text for name, text in found.items() if text}
-
-
-def _greeting(job: Job, server: str | None) -> str:
-    where = f" --server {server}" if server else ""
-    if job.new:
-        return f"job {job.id} {job.state}; to follow it: advisor logs -f {job.id}{where}"
-    if job.state == "done":
-        return f"job {job.id}: already done; --force measures again"
-    return f"job {job.id}: already submitted; {job.state}"
-
-
-def _code(submission: Submission) -> dict[str, Any] | None:
-    if submission.code is None:
-        return None
-    told = dataclasses.asdict(submission.code)
-    return told | {"archive": len(submission.code.archive), "root": str(submission.code.root)}
-
-
-def _followed(client: Client, id: int, as_json: bool) -> int:
-    """Show a job's log until the job is over. Returns the exit code."""
-    texts = []
-    for text in client.log(id, follow=True):
-        if as_json:
-            texts.append(text)
-        else:
-            click.echo(text, nl=False)
-    job = client.job(id)
-    if as_json:
-        click.echo(json.dumps(dataclasses.asdict(job) | {"log": "".join(texts)}))
-    else:
+        shown = dataclasses.asdict(job) if job else {"id": id}
+        click.echo(json.dumps(shown | {"log": log}))
+    elif job:
         why = f": {job.reason}" if job.reason else ""
         record = f"; to see its record: advisor show {job.record}" if job.record else ""
         click.echo(f"job {job.id} {job.state}{why}{record}", err=True)
-    return DONE if job.state == "done" else FAILED
+    click.get_current_context().exit(FAILED if job and job.state != "done" else DONE)
 
 
 @click.command()
@@ -200,20 +183,12 @@ def jobs(id: int | None, states: tuple[str, ...], most: int, server: str | None)
 
 @click.command()
 @click.argument("id", type=_ID)
-@click.option("-f", "--follow", is_flag=True, help="Follow the log until the job is over.")
+@follow_option
 @server_option
 @json_option
 def logs(id: int, follow: bool, server: str | None, as_json: bool) -> None:
     """Show the log of the job ID. With -f the exit code is 0 if the job is done, 1 otherwise."""
-    client = _client(server)
-    if follow:
-        click.get_current_context().exit(_followed(client, id, as_json))
-    text = client.log(id)
-    if as_json:
-        click.echo(json.dumps({"id": id, "log": "".join(text)}))
-        return
-    for part in text:
-        click.echo(part, nl=False)
+    _show_log(_client(server), id, follow, as_json)
 
 
 @click.command()

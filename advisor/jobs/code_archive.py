@@ -19,7 +19,7 @@ import subprocess
 import tarfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -79,11 +79,11 @@ class CodeArchive:
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """The names of files below `root`."""
+    """The names of files below `root`. `untracked` is None outside git."""
 
     root: Path
-    tracked: Sequence[str] = ()
-    untracked: Iterable[str] = ()
+    tracked: Collection[str] = ()
+    untracked: Collection[str] | None = None
     commit: str = ""
     dirty: bool = False
 
@@ -97,11 +97,19 @@ def pack(folder: Path) -> CodeArchive:
     left_out: dict[str, str] = {}
     folder = folder.resolve()
     try:
-        tree = _checkout(folder) or _Tree(folder, untracked=_walk(folder, left_out))
+        tree = _checkout(folder) or _Tree(folder)
+        if tree.untracked is None and _is_home(folder):
+            raise UsageError(f"{folder}: this is no project's folder; submit from one")
         found = itertools.islice(_members(tree, left_out), 4 * MAX_FILES)
         members = sorted(found, key=lambda one: one.name)
         sizes = Counter({one.name: one.size for one in members})
-        _check_size(tree.root, sizes)
+        if len(sizes) > MAX_FILES:
+            folders = Counter(str(PurePosixPath(name).parent) for name in sizes)
+            what = f"{len(sizes):,} files, at most {MAX_FILES:,}"
+            raise _too_much(tree.root, what, folders, "{:,} files".format)
+        if sizes.total() > MAX_UNPACKED:
+            what = f"{size(sizes.total())}, at most {size(MAX_UNPACKED)}"
+            raise _too_much(tree.root, what, sizes, size)
         archive = _archived(tree.root, members)
     except OSError as exc:
         raise UsageError(f"{exc.filename or folder}: cannot be read ({exc.strerror})") from exc
@@ -117,16 +125,6 @@ def pack(folder: Path) -> CodeArchive:
         dirty=tree.dirty,
         left_out=tuple(printable(f"{name}: {why}") for name, why in sorted(left_out.items())),
     )
-
-
-def _check_size(root: Path, sizes: Counter[str]) -> None:
-    folders = Counter(str(PurePosixPath(name).parent) for name in sizes)
-    if max(len(sizes), len(folders)) > MAX_FILES:
-        what = f"{len(sizes):,} files, at most {MAX_FILES:,}"
-        raise _too_much(root, what, folders, "{:,} files".format)
-    if sizes.total() > MAX_UNPACKED:
-        what = f"{size(sizes.total())}, at most {size(MAX_UNPACKED)}"
-        raise _too_much(root, what, sizes, size)
 
 
 def _too_much(
@@ -150,18 +148,15 @@ def _checkout(folder: Path) -> _Tree | None:
     """The git checkout around a folder; None if there is none, or if it holds the whole home.
 
     Raises:
-        UsageError: the folder is in a checkout, but git fails to list the files.
+        UsageError: git fails to list the files.
     """
+    root = next((one for one in (folder, *folder.parents) if (one / ".git").exists()), None)
+    if root is None or _is_home(root):
+        return None
     try:
-        root = Path(_git(folder, "rev-parse", "--show-toplevel")[0].rstrip("\n"))
-        if _is_home(root):
-            return None
         status = _git(root, "status", "--porcelain=v2", "--branch", "-z", "-uall")
         tracked = _git(root, "ls-files", "-z", "-c", "--recurse-submodules")
     except (OSError, subprocess.CalledProcessError) as exc:
-        within = itertools.takewhile(lambda one: not _is_home(one), (folder, *folder.parents))
-        if not any((one / ".git").exists() for one in within):
-            return None
         said = os.fsdecode(getattr(exc, "stderr", b"")) or "git is not installed"
         why = printable(" ".join(said.split()))
         raise UsageError(
@@ -189,61 +184,49 @@ def _git(folder: Path, *words: str) -> list[str]:
     return [part for part in os.fsdecode(done.stdout).split("\0") if part]
 
 
-def _ignored(root: Path) -> tuple[GitIgnoreSpec, GitIgnoreSpec]:
-    """The patterns of .advisorignore, and these with DEFAULTS.
-
-    Raises:
-        UsageError: the file has an invalid pattern.
-    """
-    from pathspec import GitIgnoreSpec
-
-    file = root / IGNORE
-    try:
-        own = file.read_text().splitlines() if file.exists() else []
-        return GitIgnoreSpec.from_lines(own), GitIgnoreSpec.from_lines([*DEFAULTS.split(), *own])
-    except ValueError as exc:
-        raise UsageError(f"{file}: not a list of patterns ({exc})") from exc
-
-
-def _walk(root: Path, left_out: dict[str, str]) -> Iterator[str]:
+def _walk(root: Path, ignored: GitIgnoreSpec, left_out: dict[str, str]) -> Iterator[str]:
     """Yields the files below a folder outside git, except those in ignored folders."""
-    if _is_home(root):
-        raise UsageError(f"{root}: this is no project's folder; submit from one")
-    _own, ignored = _ignored(root)
-
-    def fail(exc: OSError) -> None:
-        raise exc
-
-    for place, folders, files in os.walk(root, onerror=fail):
-        check_deadline()
-        below = PurePosixPath(Path(place).relative_to(root).as_posix())
-        for name in list(folders):
-            path = f"{below / name}/"
-            if Path(place, name).is_symlink():
-                files.append(name)
-            elif ignored.match_file(path):
-                left_out[path] = "ignored"
+    places = [""]
+    while places:
+        below = places.pop()
+        for entry in os.scandir(root / below):
+            check_deadline()
+            name = below + entry.name
+            if not entry.is_dir(follow_symlinks=False):
+                yield name
+            elif ignored.match_file(f"{name}/"):
+                left_out[f"{name}/"] = "ignored"
             else:
-                continue
-            folders.remove(name)
-        yield from (str(below / name) for name in files)
+                places.append(f"{name}/")
 
 
 def _members(tree: _Tree, left_out: dict[str, str]) -> Iterator[tarfile.TarInfo]:
-    """Yields the members to pack; adds the names of other files to `left_out`."""
+    """Yields the members to pack; adds the names of other files to `left_out`.
+
+    Raises:
+        UsageError: .advisorignore has an invalid pattern.
+    """
     from pathspec import GitIgnoreSpec
 
-    own, every = _ignored(tree.root)
-    data, known = GitIgnoreSpec.from_lines(DATA.split()), set(tree.tracked)
+    file = tree.root / IGNORE
+    try:
+        own = file.read_text().splitlines() if file.exists() else []
+        of_tracked, of_others, data = map(
+            GitIgnoreSpec.from_lines, (own, [*DEFAULTS.split(), *own], DATA.split())
+        )
+    except ValueError as exc:
+        raise UsageError(f"{file}: not a list of patterns ({exc})") from exc
+    known = set(tree.tracked)
+    others = _walk(tree.root, of_others, left_out) if tree.untracked is None else tree.untracked
     real = functools.cache(lambda folder: os.path.realpath(folder) == folder)
-    for name in itertools.chain(sorted(known), tree.untracked):
+    for name in itertools.chain(sorted(known), others):
         try:
             member = _member(name, tree.root / name)
         except (FileNotFoundError, NotADirectoryError):  # tracked, and deleted since
             continue
         if not real(str((tree.root / name).parent)):  # a link replaced a tracked folder
             continue
-        if (own if name in known else every).match_file(name):
+        if (of_tracked if name in known else of_others).match_file(name):
             left_out[name] = "ignored"
         elif member is None:
             left_out[name] = "no regular file"
@@ -308,28 +291,29 @@ def _archived(root: Path, members: Sequence[tarfile.TarInfo]) -> bytes:
 def unpack(archive: bytes, folder: Path) -> None:
     """Unpack an archive from an untrusted sender into a new folder.
 
-    Nothing is written outside the folder, nor through a link. Of a file's owner and rights, only
-    the right to be executed is kept. An archive that is too large is not unpacked.
+    Nothing is written before all members are checked, outside the folder, or through a link. Of a
+    file's owner and rights, only the right to be executed is kept. Empty folders are left out.
 
     Raises:
-        UsageError: the archive is not as `pack` makes them.
+        UsageError: the archive is too large, or not as `pack` makes them.
         OSError: the folder exists, or cannot be written.
     """
     folder.mkdir(parents=True)
     try:
-        most = MAX_UNPACKED + _HEADERS * MAX_FILES
         with gzip.open(io.BytesIO(archive)) as zipped:
-            data = io.BytesIO(zipped.read(most))
+            data = io.BytesIO(zipped.read(MAX_UNPACKED + _HEADERS * MAX_FILES))
         with tarfile.open(fileobj=data, mode="r:", encoding="utf-8", errors="strict") as tar:
-            members = _checked(tar)
-            for member in members:
-                _write(tar, member, folder / member.name)
-        # Links come last: nothing is written through one.
-        for member in filter(tarfile.TarInfo.issym, members):
-            (folder / member.name).symlink_to(member.linkname)
-    except (FileExistsError, NotADirectoryError) as exc:
-        name = os.path.relpath(exc.filename, folder)
-        raise _refused(f"has {name} twice, or as a folder and as something else") from exc
+            # Links come last.
+            for member in sorted(_checked(tar), key=tarfile.TarInfo.issym):
+                path = folder / member.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                source = tar.extractfile(member) if member.isreg() else None
+                if source is None:
+                    path.symlink_to(member.linkname)
+                    continue
+                path.write_bytes(source.read())
+                if member.mode & stat.S_IXUSR:
+                    path.chmod(0o755)
     except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as exc:
         raise _refused(f"is damaged ({exc})") from exc
     except (ValueError, OverflowError, RecursionError) as exc:  # tarfile, of hostile headers
@@ -341,10 +325,10 @@ def _refused(why: str) -> UsageError:
 
 
 def _checked(tar: tarfile.TarFile) -> list[tarfile.TarInfo]:
-    """The members of an archive. Raises UsageError if one of them is not allowed."""
+    """The files and links of an archive. Raises UsageError if a member is not allowed."""
     found: list[tarfile.TarInfo] = []
-    folders: set[PurePosixPath] = set()
-    whole = 0
+    folders: set[str] = set()
+    total = 0
     for member in tar:
         name = member.name
         if not _is_portable(name):
@@ -353,23 +337,17 @@ def _checked(tar: tarfile.TarFile) -> list[tarfile.TarInfo]:
             raise _refused(f"has {name}, which is no plain file, folder or link")
         if member.issym() and not _stays_inside(name, member.linkname):
             raise _refused(f"has {name}, a link out of the folder")
-        found.append(member)
-        folders.update(PurePosixPath(name).parents)
-        whole += member.size
-        if whole > MAX_UNPACKED:
+        folders.update(map(str, PurePosixPath(name).parents))
+        if member.isdir():
+            folders.add(name)
+        else:
+            found.append(member)
+        total += member.size
+        if total > MAX_UNPACKED:
             raise _refused(f"holds more than {size(MAX_UNPACKED)}")
         if max(len(found), len(folders)) > MAX_FILES:
             raise _refused(f"holds more than {MAX_FILES:,} files or folders")
+    for name, count in Counter(one.name for one in found).items():
+        if count > 1 or name in folders:
+            raise _refused(f"has {name} twice, or as a folder and as something else")
     return found
-
-
-def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-    """Write a file, or make the folder of a link."""
-    (path if member.isdir() else path.parent).mkdir(parents=True, exist_ok=True)
-    if member.isreg():
-        source = tar.extractfile(member)
-        assert source is not None
-        with path.open("xb") as file:
-            file.write(source.read())
-        if member.mode & stat.S_IXUSR:
-            path.chmod(0o755)

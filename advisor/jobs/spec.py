@@ -17,7 +17,7 @@ import msgspec
 from advisor.cache.domain import is_line
 from advisor.cache.kinds import Words
 from advisor.cache.task import Task, option_words, permissions, rows
-from advisor.errors import UsageError, printable
+from advisor.errors import AdvisorError, UsageError, printable
 from advisor.tuners.search.plan import Plan
 
 State = Literal["queued", "preempted", "running", "done", "failed", "cancelled"]
@@ -35,6 +35,10 @@ _MAX_SHOWN = 300
 _GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+/-]{0,63}")
 _OF_PLAN = {row.keyword for row in rows(Plan).values()}
 _OF_TASK = {row.keyword for row in rows(Task).values() if row.option or row.switches} - {"target"}
+
+
+class AttemptOver(AdvisorError):
+    """An attempt is over: the server takes nothing from its worker, and the worker ends."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +69,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     force: bool = False
 
     def __post_init__(self) -> None:
+        self._check_device()
         if bool(self.command) == bool(self.target):
             raise UsageError("command, target: give one of the two")
         if self.command and not Words().checked("command", self.command)[0]:
@@ -81,7 +86,6 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         outside = path.is_absolute() or ".." in path.parts or "\\" in self.folder
         if outside or (self.folder and not self.archive):
             raise UsageError(f"folder {self.folder[:80]!r}: expected a folder in the archive")
-        self._check_device()
 
     def _check_device(self) -> None:
         if self.gpu and not self.gpus:
@@ -98,29 +102,19 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def given(
         cls, command: Sequence[str], options: Mapping[str, Any], gpus: int | None, **rest: Any
     ) -> JobSpec:
-        """A job from a user's arguments; None means not given. Device 'cpu' implies gpus 0.
-
-        Raises:
-            UsageError: see the class.
-        """
+        """A job from a user's arguments; None means not given. Device 'cpu' implies gpus 0."""
         if isinstance(command, str):
             raise UsageError(f"command {command[:80]!r}: expected a list of words")
         options = {name: value for name, value in options.items() if value is not None}
         cpu = options.get("device") == "cpu"
         gpus = (0 if cpu else 1) if gpus is None else gpus
-        if command and cpu:
-            if gpus:
-                raise UsageError(f"device 'cpu', gpus {gpus}: give gpus 0 for the CPU")
+        if command and cpu and not gpus:
             del options["device"]  # the run itself chooses the CPU
         return cls.of({"command": command, "options": options, "gpus": gpus, **rest})
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> JobSpec:
-        """A job from decoded JSON.
-
-        Raises:
-            UsageError: the JSON describes no job.
-        """
+        """A job from decoded JSON. Raises UsageError if the JSON describes no job."""
         try:
             return msgspec.convert(plain, cls)
         except msgspec.ValidationError as exc:

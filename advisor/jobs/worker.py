@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -23,7 +24,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
@@ -38,7 +38,7 @@ from advisor.cache.stores.http import HttpStore
 from advisor.cache.stores.http_client import MAP, HttpClient
 from advisor.errors import AdvisorError, RecordDamaged, StoreError, UsageError, printable, reason
 from advisor.jobs import code_archive, token
-from advisor.jobs.spec import MAX_REPORTED_TRIALS, MAX_STUDY, JobSpec
+from advisor.jobs.spec import MAX_REPORTED_TRIALS, MAX_STUDY, AttemptOver, JobSpec
 from advisor.tuners import host
 from advisor.tuners.measure.run.guarded_process import GuardedProcess, exit_text
 
@@ -52,9 +52,8 @@ STARTS_S = 1800.0
 """Time for imports and the like: a tuning may take twice its budget and this time."""
 REQUEST_TIMEOUT_S = 10.0
 """Timeout of one request."""
-UPLOAD_S = 10.0
-"""Time between two uploads of a search file that is larger than SMALL_STUDY."""
-SMALL_STUDY = 2**18
+UPLOAD_RATE = 2**17
+"""Bytes per second of uploads of a search file, on average: it grows, and is sent whole."""
 MAX_OUTPUT = 2**16
 """Bytes of output in one heartbeat, at most."""
 MAX_REASON = 500
@@ -76,10 +75,6 @@ class Outcome(NamedTuple):
     record: str = ""
 
 
-class AttemptOver(AdvisorError):
-    """The server says that this attempt is over: the worker ends."""
-
-
 class AttemptFailed(AdvisorError):
     """The attempt cannot continue: its machine fails, or the server rejects a request."""
 
@@ -95,7 +90,7 @@ class AttemptClient:
         self, url: str, start_token: str, *, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._own = token.made()
-        self._start = HttpClient(url, token=start_token)
+        self._client = HttpClient(url, token=start_token)
         self.store = HttpStore(url, token=self._own)
         self.store.timeout_s = max(REQUEST_TIMEOUT_S, self.store.timeout_s)
         self.preempted = threading.Event()
@@ -104,21 +99,15 @@ class AttemptClient:
     def begin(self) -> None:
         """Exchange the start token for this worker's own token. Repeating this is safe."""
         sent = {"digest": token.digest(self._own).hex()}
-        self.retry(lambda: self.ask("POST", "attempt/begin", sent, client=self._start))
+        self.retry(lambda: self.ask("POST", "attempt/begin", sent))
+        self._client = self.store.client
 
     def get(self, path: str) -> bytes:
         return self.retry(lambda: self.ask("GET", path))
 
-    def ask(
-        self,
-        method: str,
-        path: str,
-        body: bytes | Mapping[str, Any] | None = None,
-        *,
-        client: HttpClient | None = None,
-    ) -> bytes:
+    def ask(self, method: str, path: str, body: bytes | Mapping[str, Any] | None = None) -> bytes:
         """Send one request, with `path` below /api/. Returns the answer's body."""
-        status, data = (client or self.store.client).request(
+        status, data = self._client.request(
             method,
             f"/api/{path}",
             timeout_s=self.store.timeout_s,
@@ -128,14 +117,14 @@ class AttemptClient:
             accepts=(*_OVER, *_REJECTIONS),
         )
         if status in _OVER:
-            raise AttemptOver(self.store.client.detail(data))
+            raise AttemptOver(self._client.detail(data))
         if status in _REJECTIONS:
-            raise AttemptFailed(self.store.client.detail(data))
+            raise AttemptFailed(self._client.detail(data))
         self._heard = self._now()
         return data
 
     def decoded(self, data: bytes) -> dict[str, Any]:
-        return self.store.client.decoded(data, MAP)
+        return self._client.decoded(data, MAP)
 
     @property
     def is_given_up(self) -> bool:
@@ -148,44 +137,36 @@ class AttemptClient:
         while True:
             try:
                 return act()
-            except RecordDamaged:
-                raise
-            except StoreError:
-                if self.is_given_up:
+            except StoreError as exc:
+                if isinstance(exc, RecordDamaged) or self.is_given_up:
                     raise
                 self.preempted.wait(HEARTBEAT_S)
 
 
-@dataclass(slots=True)
-class FileTail:
-    path: Path
-    at: int = 0
-
-    def trials(self, most: int) -> list[dict[str, Any]]:
-        """The JSON of the next complete lines; other lines are skipped."""
-        found = []
-        with self.path.open("rb") as file:
-            file.seek(self.at)
-            for line in itertools.islice(file, most):
-                if not line.endswith(b"\n"):
-                    break
-                self.at += len(line)
+def new_trials(path: Path, at: int) -> tuple[list[dict[str, Any]], int]:
+    """Returns (the JSON of the next complete lines after byte `at`; where they end)."""
+    found = []
+    with path.open("rb") as file:
+        file.seek(at)
+        for line in itertools.islice(file, MAX_REPORTED_TRIALS):
+            if line.endswith(b"\n"):
+                at += len(line)
                 with contextlib.suppress(ValueError):
                     found.append(json.loads(line))
-        return found
+    return found, at
 
-    def text(self, most: int) -> str:
-        """The new text; if it is longer than `most` bytes, its beginning and its end."""
-        with self.path.open("rb") as file:
-            left = file.seek(0, os.SEEK_END) - self.at
-            file.seek(self.at)
-            data = file.read(min(left, most))
-            if left > most:
-                file.seek(self.at + left - most // 2)
-                cut = f"\n[advisor: {left - most} bytes of output are left out]\n".encode()
-                data = data[: most - most // 2] + cut + file.read(most // 2)
-        self.at += left
-        return data.decode(errors="replace")
+
+def new_output(path: Path, at: int) -> tuple[str, int]:
+    """Returns (the text after byte `at`, if it is too long its beginning and its end; its end)."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(at)
+        data = file.read(min(end - at, MAX_OUTPUT))
+        if left_out := max(0, end - at - MAX_OUTPUT):
+            cut = f"\n[advisor: {left_out} bytes of output are left out]\n".encode()
+            file.seek(end - MAX_OUTPUT // 2)
+            data = data[: MAX_OUTPUT // 2] + cut + file.read(MAX_OUTPUT // 2)
+    return data.decode(errors="replace"), end
 
 
 class JobWorker:
@@ -208,12 +189,14 @@ class JobWorker:
         self._server, self._folder, self._start, self._now = server, folder, start, now
         self._code, self._cache, self._tmp = (folder / one for one in ("code", "cache", "tmp"))
         self._studies = self._cache / "studies"
-        self._output, self._events = FileTail(folder / "output"), FileTail(folder / "events")
-        self._saved: dict[str, tuple[float, float]] = {}
+        self._events, self._output = folder / "events", folder / "output"
+        self._sent = 0, 0
+        """How many bytes of these two files the server has."""
+        self._uploaded: dict[str, tuple[float, float]] = {}
+        """By search file: its time of change when it was uploaded, and when it may be again."""
         self._gpus: Callable[[], Sequence[Gpu]] = list
         self._other_processes: set[str] = set()
         self._device = f"{socket.gethostname()}: CPU"
-        self._unsent: dict[str, Any] = {}
         self._beaten = -HEARTBEAT_S
 
     def run(self) -> None:
@@ -258,8 +241,8 @@ class JobWorker:
         """Put the job's code and its search files into the folder. Returns the job."""
         for folder in (self._folder, self._studies, self._tmp):
             make_folder(folder)
-        for tail in (self._output, self._events):
-            tail.path.touch(0o600)
+        for file in (self._output, self._events):
+            file.touch(0o600)
         attempt = self._server.decoded(self._server.get("attempt"))
         asked = JobSpec.of(attempt["asked"])
         if asked.archive:
@@ -273,7 +256,7 @@ class JobWorker:
         """Run `advisor tune`. Returns (exit code, None if the worker ended it; its last line)."""
         child = self._start(
             self._words(asked),
-            log=self._output.path,
+            log=self._output,
             environment=self._environment(),
             folder=self._code / asked.folder,
         )
@@ -307,7 +290,7 @@ class JobWorker:
 
     def _words(self, asked: JobSpec) -> list[str]:
         tune = [sys.executable, "-P", "-m", "advisor", "tune", *asked.words()]
-        tune += ["--cache", f"dir:{self._cache}", "--events", str(self._events.path)]
+        tune += ["--cache", f"dir:{self._cache}", "--events", str(self._events)]
         tune += ["--for", self._server.store.url]
         what = ["--show-output", "--", *asked.command] if asked.command else [asked.target]
         return [*tune, *what]
@@ -352,35 +335,30 @@ class JobWorker:
                     self._other_processes.add(dataclasses.replace(gpu, users=tuple(others)).used_by)
 
     def _report(self) -> bool:
-        """Send new trials and output. Returns whether there were any. Repeats a failed report."""
-        if not self._unsent:
-            self._unsent = {
-                "trials": self._events.trials(MAX_REPORTED_TRIALS),
-                "log": self._output.text(MAX_OUTPUT),
-                "device": self._device,
-            }
-        said = self._server.ask("POST", "attempt/beat", self._unsent)
+        """Send new trials and output. Returns whether there were any."""
+        trials, trials_end = new_trials(self._events, self._sent[0])
+        log, log_end = new_output(self._output, self._sent[1])
+        report = {"trials": trials, "log": log, "device": self._device}
+        said = self._server.ask("POST", "attempt/beat", report)
         if not self._server.decoded(said).get("go_on"):
             raise AttemptOver("the server has ended this attempt")
-        new = bool(self._unsent["trials"] or self._unsent["log"])
-        self._unsent = {}
-        return new
+        self._sent = trials_end, log_end
+        return bool(trials or log)
 
     def _upload_studies(self, last: bool = False) -> None:
-        """Upload complete lines of search files that changed; large ones every UPLOAD_S."""
+        """Upload the complete lines of search files that changed."""
         for path in sorted(self._studies.glob("*.journal")):
-            changed, at = self._saved.get(path.name, (0.0, -UPLOAD_S))
+            uploaded, next_s = self._uploaded.get(path.name, (0.0, -math.inf))
             try:
-                about = path.lstat()
-                early = about.st_size > SMALL_STUDY and self._now() - at < UPLOAD_S and not last
-                if about.st_mtime == changed or early:
+                changed = path.lstat().st_mtime
+                if changed == uploaded or (self._now() < next_s and not last):
                     continue
                 data = read_regular(path, MAX_STUDY)
             except OSError:  # gone, not a plain file, or too large: not resumed
                 continue
             with contextlib.suppress(AttemptFailed):  # too large for the server
                 self._server.ask("PUT", _study(path.name), data[: data.rfind(b"\n") + 1])
-            self._saved[path.name] = about.st_mtime, self._now()
+            self._uploaded[path.name] = changed, self._now() + len(data) / UPLOAD_RATE
 
 
 def _study(name: str) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import BackgroundTasks, Depends, HTTPException, Request
+from fastapi import Depends, HTTPException, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy.orm import Session
 
@@ -26,9 +25,6 @@ from advisor.service.schema import Attempt
 from advisor.service.tokens import Caller
 
 COOKIE = "advisor_session"
-MAX_LARGE = 4
-"""Large request bodies in memory at once, at most."""
-_log = logging.getLogger("advisor")
 _BEARER = HTTPBearer(auto_error=False, description="A token that `advisor token` made.")
 Owner = TypeVar("Owner")
 
@@ -40,8 +36,8 @@ class Service:
     Attributes:
         reader: decides which records are valid, and whose signatures are required.
         behind_proxy: only a proxy connects, and names the client.
-        large: a semaphore that a request holds while it reads a large body.
-        lookups: counts of lookups that are not in the database yet.
+        lookups, used: counts of lookups, and when each token was last used. Only `flush` writes
+            them to the database, so that no request waits for a write.
         loops: the server's threads.
         machines: the executors' last answers, by the executor's name.
     """
@@ -51,8 +47,8 @@ class Service:
     behind_proxy: bool = False
     metrics: Metrics = field(default_factory=Metrics)
     guesses: Guesses = field(default_factory=Guesses)
-    large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LARGE))
     lookups: LookupCounter = field(default_factory=LookupCounter)
+    used: dict[int, float] = field(default_factory=dict)
     loops: list[Loop] = field(default_factory=list)
     machines: dict[str, Machine] = field(default_factory=dict)
 
@@ -67,27 +63,27 @@ class Service:
         last = forwarded.rpartition(",")[2].strip()
         return (last or (request.client.host if request.client else ""))[:64]
 
-    def encrypted(self, request: Request) -> bool:
-        """Whether the client speaks TLS, to the proxy."""
-        return self.behind_proxy and request.headers.get("x-forwarded-proto", "") == "https"
+    def url(self, request: Request) -> str:
+        """This server's address, as the client has it: https if the client encrypts for a proxy."""
+        proto = request.headers.get("x-forwarded-proto", "") if self.behind_proxy else ""
+        host = request.headers.get("host", "")
+        return f"https://{host}" if proto == "https" else f"http://{host}"
 
     def admit(self, request: Request, token: str) -> Caller:
         """The caller with this token; raises HTTPException as `owner` does."""
         address = self.address(request)
-        return self.owner(request, token, lambda session: tokens.find(session, token, address))
+        found = self.owner(request, token, lambda session: tokens.find(session, token, address))
+        self.used[found.token] = time.time()
+        return found
 
     def owner(self, request: Request, token: str, find: Callable[[Session], Owner | None]) -> Owner:
-        """Return the result of `find`, which looks the token up.
-
-        Raises:
-            HTTPException: the token is invalid, or its address sent too many invalid tokens.
-        """
+        """Return the result of `find`, which looks the token up. Raises HTTPException if the token
+        is invalid, or its address sent too many invalid tokens."""
         if not token:
             raise unauthorized("the request has no token (Authorization: Bearer TOKEN)")
         address = self.address(request)
         self.guesses.check(token, address)
-        with self.database.reading() as session:
-            found = find(session)
+        found = self.database.read(find)
         self.guesses.note(token, address, valid=found is not None)
         if found is None:
             raise unauthorized("this token is unknown, expired or revoked")
@@ -101,13 +97,10 @@ class Service:
         except StoreError as exc:
             raise unavailable() from exc
 
-    def note_use(self, caller: Caller) -> None:
-        """Note the time of a token's last use, after the answer. A failure is only logged."""
-        try:
-            with self.database.writing() as session:
-                tokens.note_use(session, caller)
-        except StoreError as exc:
-            _log.warning("the use of a token could not be noted: %s", exc)
+    def flush(self) -> None:
+        self.lookups.flush(self.database)
+        used, self.used = self.used, {}
+        self.database.write(tokens.note_uses, used)
 
 
 def unauthorized(why: str) -> HTTPException:
@@ -119,7 +112,7 @@ def unavailable() -> HTTPException:
     return HTTPException(503, "the server's database does not answer", {"Retry-After": "1"})
 
 
-# These two are async because FastAPI runs any other dependency in a thread.
+# Dependencies that do not wait are async, because FastAPI runs any other one in a thread.
 async def _service(request: Request) -> Service:
     found: Service = request.app.state.service
     return found
@@ -133,44 +126,37 @@ ServiceDep = Annotated[Service, Depends(_service)]
 BearerToken = Annotated[str, Depends(_token)]
 
 
-def needs(role: Role) -> Callable[..., Caller]:
+def _caller(request: Request, service: ServiceDep, token: BearerToken) -> Caller:
+    return service.admit(request, token)
+
+
+def needs(role: Role) -> Any:
     """A FastAPI dependency: the caller, whose token has this role or a higher one."""
 
-    def caller(
-        request: Request, service: ServiceDep, token: BearerToken, after: BackgroundTasks
-    ) -> Caller:
-        found = service.admit(request, token)
-        found.check(role)
-        if found.unseen:
-            after.add_task(service.note_use, found)
-        return found
+    async def checked(caller: Annotated[Caller, Depends(_caller)]) -> Caller:
+        caller.check(role)
+        return caller
 
-    return caller
+    return Depends(checked)
 
 
-ReadCaller = Annotated[Caller, Depends(needs("read"))]
-WorkCaller = Annotated[Caller, Depends(needs("worker"))]
-AdminCaller = Annotated[Caller, Depends(needs("admin"))]
+ReadCaller = Annotated[Caller, needs("read")]
+WorkCaller = Annotated[Caller, needs("worker")]
+AdminCaller = Annotated[Caller, needs("admin")]
 
 
-def _attempt_of(service: Service, caller: Caller) -> Attempt | None:
-    with service.database.reading() as session:
-        return attempts.of_token(session, caller.token)
-
-
-def _submitter(service: ServiceDep, caller: Annotated[Caller, Depends(needs("submit"))]) -> Caller:
+async def _submitter(caller: Annotated[Caller, needs("submit")]) -> Caller:
     """A caller who may submit jobs. An attempt may not, even if its code reads the token."""
-    if _attempt_of(service, caller) is not None:
+    if caller.attempt is not None:
         raise PermissionError("the token of an attempt cannot submit jobs")
     return caller
 
 
-def _own_attempt(service: ServiceDep, caller: WorkCaller) -> Attempt:
+async def _own_attempt(caller: WorkCaller) -> Attempt:
     """The attempt that this token was made for."""
-    attempt = _attempt_of(service, caller)
-    if attempt is None:
+    if caller.attempt is None:
         raise PermissionError("only the token of an attempt may do this")
-    return attempt
+    return caller.attempt
 
 
 def _starting_attempt(request: Request, service: ServiceDep, token: BearerToken) -> Attempt:

@@ -14,7 +14,9 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from advisor.cache.codec import MAX_BYTES
 from advisor.errors import RecordDamaged, StoreError, UsageError, printable
+from advisor.jobs.spec import AttemptOver
 from advisor.service import job_pages, pages
 from advisor.service.access import Service, unavailable
 from advisor.service.blobs import NoCode
@@ -22,9 +24,11 @@ from advisor.service.catalog import COLUMNS
 from advisor.service.limits import BodyMiddleware
 from advisor.service.metrics import AnswerMiddleware
 from advisor.service.pages import STATIC, error_page
-from advisor.service.routes import api
+from advisor.service.routes import admin, attempts, jobs, records
+from advisor.service.routes.parsing import REFUSALS
 
 STATUS: Mapping[type[Exception], int] = {
+    AttemptOver: 409,
     NoCode: 428,
     PermissionError: 403,
     RecordDamaged: 422,
@@ -62,8 +66,10 @@ def application(service: Service, version: str) -> FastAPI:
         ],
     )
     app.state.service = service
-    for router in (api, pages.site, job_pages.site):
-        app.include_router(router)
+    for subject in (records, jobs, attempts, admin):
+        app.include_router(subject.api, responses=REFUSALS, max_body_size=MAX_BYTES)
+    app.include_router(pages.site)
+    app.include_router(job_pages.site)
     app.mount("/static", STATIC)
     for error in (HTTPException, RequestValidationError, StoreError, *STATUS):
         app.add_exception_handler(error, _refused)

@@ -14,7 +14,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
-from advisor.jobs.spec import WAITING, JobSpec, gpu_matches
+from advisor.jobs.spec import WAITING, AttemptOver, JobSpec, gpu_matches
 from advisor.jobs.token import digest, made
 from advisor.service import jobs, records, tokens
 from advisor.service.database import DAY_S, now
@@ -39,8 +39,6 @@ _CUT = "\n[advisor: the log ends here: it is too long]\n"
 
 End = Literal["done", "failed", "preempted"]
 """States in which a worker may end its attempt. Other states: running, lost, cancelled."""
-Exchange = Literal["begun", "taken", "over"]
-"""'begun': the sender has the attempt; 'taken': another worker has it; 'over': it has ended."""
 
 
 def claim(
@@ -83,7 +81,6 @@ def claim(
         return Start(
             attempt=attempt.id,
             job=job.id,
-            number=attempt.number,
             external=external,
             gpu=capacity.gpu,
             server_url=server_url,
@@ -113,13 +110,12 @@ def _first(session: Session, capacity: Capacity, at: float) -> JobRow | None:
     return job
 
 
-def put_back(session: Session, attempt: int, reason: str) -> bool:
-    """Undo a claim whose attempt did not start. Returns False if the attempt's worker has begun. If
-    an executor started the worker but did not answer, the server refuses that worker."""
-    found = _locked(session, attempt)
-    if found is None or found[1].begun is not None:
-        return False
-    job, one = found
+def put_back(session: Session, attempt: int, reason: str) -> None:
+    """Undo a claim whose attempt did not start, unless the attempt's worker has begun. If an
+    executor started the worker but did not answer, the server refuses that worker."""
+    job, one = _locked(session, attempt)
+    if one.begun is not None:
+        return
     token = session.get_one(Token, one.token)
     session.delete(one)
     session.flush()
@@ -129,7 +125,6 @@ def put_back(session: Session, attempt: int, reason: str) -> bool:
     if job.state == "running":
         jobs.change(session, job, "queued", reason, None)
         _pause(session, job)
-    return True
 
 
 class Running(NamedTuple):
@@ -153,53 +148,48 @@ def running(session: Session) -> list[Running]:
 def end(
     session: Session,
     attempt: int,
-    state: End | Literal["lost"],
+    state: str,
     reason: str,
     record: str = "",
     by: Caller | None = None,
-) -> bool:
-    """End an attempt, and change its job's state. If the job was cancelled, so is the attempt.
+) -> None:
+    """End an attempt, and change its job's state. If the job was cancelled, so is the attempt. A
+    lost attempt's job is queued again, after MAX_LOST of them it fails.
 
     Args:
+        state: an `End`, or 'lost'.
         by: the attempt's worker; None if the reconciler ends the attempt.
 
-    Returns:
-        Whether the attempt was running.
-
     Raises:
+        AttemptOver: the attempt is not running.
         UsageError: `state` is 'done', but the attempt did not store the record.
     """
-    found = _locked(session, attempt)
-    if found is None:
-        return False
-    job, one = found
-    if job.state != "running":
-        _close(session, one, "cancelled", job.reason)
-        return True
-    if state == "done":
+    job, one = _locked(session, attempt)
+    cancelled, becomes = job.state != "running", state
+    if cancelled:
+        state, reason = "cancelled", job.reason
+    elif state == "done":
         kept = records.newest(session, record, Item.token == one.token)
         if kept is None:
             raise UsageError(f"record {record[:40]!r}: this attempt did not store it")
         job.record, job.speedup = record, kept.speedup
-    _close(session, one, state, reason)
+    one.reason = jobs.short("; ".join(filter(None, (one.reason, reason))))
+    one.state, one.ended = state, now(session)
+    session.get_one(Token, one.token).revoked = time.time()
+    note(session, None, f"attempt {state}", f"{one.external} {one.reason}".rstrip())
+    session.flush()
+    if cancelled:
+        return
     if state == "lost":
-        _queue_again(session, job, one, reason)
-        return True
-    jobs.change(session, job, state, reason, by)
+        lost = select(Attempt.reason).where(Attempt.job == job.id, Attempt.state == "lost")
+        reasons = session.scalars(lost.order_by(Attempt.number)).all()
+        becomes, reason = "queued", f"attempt {one.number} was lost: {reason}"
+        if len(reasons) >= MAX_LOST:
+            every = "; ".join(dict.fromkeys(reasons))
+            becomes, reason = "failed", f"{len(reasons)} attempts were lost: {every}"
+    jobs.change(session, job, becomes, reason, by)
     if by is not None and state == "preempted" and one.beat == one.begun:  # it never began to tune
         _pause(session, job)
-    return True
-
-
-def _queue_again(session: Session, job: JobRow, one: Attempt, reason: str) -> None:
-    """Queue a job again after a lost attempt. After MAX_LOST lost attempts, fail the job."""
-    lost = select(Attempt.reason).where(Attempt.job == job.id, Attempt.state == "lost")
-    reasons = session.scalars(lost.order_by(Attempt.number)).all()
-    if len(reasons) < MAX_LOST:
-        jobs.change(session, job, "queued", f"attempt {one.number} was lost: {reason}", None)
-    else:
-        every = "; ".join(dict.fromkeys(reasons))
-        jobs.change(session, job, "failed", f"{len(reasons)} attempts were lost: {every}", None)
 
 
 def _pause(session: Session, job: JobRow) -> None:
@@ -210,48 +200,34 @@ def _pause(session: Session, job: JobRow) -> None:
     job.reason = jobs.short(f"waits until {until} UTC: {job.reason}")
 
 
-def _close(session: Session, one: Attempt, state: str, reason: str) -> None:
-    """End an attempt, revoke its token, and append the reason to earlier reasons."""
-    every = "; ".join(filter(None, (one.reason, reason)))
-    one.state, one.reason, one.ended = state, jobs.short(every), now(session)
-    session.get_one(Token, one.token).revoked = time.time()
-    note(session, None, f"attempt {state}", f"{one.external} {one.reason}".rstrip())
-    session.flush()
-
-
-def _locked(session: Session, attempt: int) -> tuple[JobRow, Attempt] | None:
-    """Lock an attempt's job, and read both. Returns None if the attempt is not running."""
+def _locked(session: Session, attempt: int) -> tuple[JobRow, Attempt]:
+    """Lock an attempt's job, and read both. Raises AttemptOver if the attempt is not running."""
     number = session.scalar(select(Attempt.job).where(Attempt.id == attempt))
     job = None if number is None else jobs.locked(session, number)
     one = session.get(Attempt, attempt, populate_existing=True)
-    return (job, one) if job and one and one.state == "running" else None
-
-
-def of_token(session: Session, token: int) -> Attempt | None:
-    """The attempt whose worker has this token; None if there is none."""
-    return session.scalar(select(Attempt).where(Attempt.token == token))
+    if job is None or one is None or one.state != "running":
+        raise AttemptOver("this attempt is over")
+    return job, one
 
 
 def of_start(session: Session, text: str) -> Attempt | None:
     return session.scalar(select(Attempt).where(Attempt.start == digest(text)))
 
 
-def begin(session: Session, attempt: int, own: bytes, address: str) -> Exchange:
+def begin(session: Session, attempt: int, own: bytes, address: str) -> bool:
     """Exchange the start token, which others may have read, for a token that only the worker has.
-    If the worker repeats the exchange, nothing changes. If somebody else tries to exchange the
-    start token, the attempt's reason says so.
+    A worker may repeat the exchange. If somebody else tries it, returns False, and the attempt's
+    reason says so.
 
     Args:
         own: the digest of the token that the worker has made.
         address: the worker's address.
 
     Raises:
-        UsageError: another token has the digest `own`.
+        AttemptOver: the attempt is not running. UsageError: another token has the digest `own`.
     """
-    found = _locked(session, attempt)
-    if found is None:
-        return "over"
-    one, token = found[1], session.get_one(Token, found[1].token)
+    one = _locked(session, attempt)[1]
+    token = session.get_one(Token, one.token)
     by = Caller(token.id, token.name, token.role, address)
     if one.begun is None:
         if session.scalar(select(Token.id).where(Token.digest == own)) is not None:
@@ -259,13 +235,10 @@ def begin(session: Session, attempt: int, own: bytes, address: str) -> Exchange:
         token.digest = own
         one.begun = one.beat = now(session)
         note(session, by, "attempt begun", one.external)
-        return "begun"
-    if token.digest == own:
-        return "begun"
-    if not one.reason:
+    elif token.digest != own and not one.reason:
         one.reason = f"its start token was used a second time, from {address}"
         note(session, by, "attempt begun twice", one.external)
-    return "taken"
+    return token.digest == own
 
 
 def instructions(session: Session, attempt: Attempt) -> dict[str, Any]:
@@ -289,10 +262,7 @@ def beat(
         trials: as table rows; a worker that got no answer sends the same trials again.
         log: new output.
     """
-    found = _locked(session, attempt)
-    if found is None:
-        return False
-    job, one = found
+    job, one = _locked(session, attempt)
     one.beat, job.pause = now(session), 0.0
     if device:
         one.device = jobs.short(device)
@@ -320,18 +290,10 @@ def study(session: Session, attempt: Attempt, name: str) -> bytes | None:
     return session.scalar(select(Study.data).where(*where))
 
 
-def keep_study(session: Session, attempt: int, name: str, data: bytes) -> bool:
-    """Store a search file of the job. Returns whether the attempt still runs.
-
-    Raises:
-        UsageError: the job has too many search files.
-    """
-    found = _locked(session, attempt)
-    if found is None:
-        return False
-    number = found[0].id
+def keep_study(session: Session, attempt: int, name: str, data: bytes) -> None:
+    """Store a search file of the job. Raises UsageError if the job has too many."""
+    number = _locked(session, attempt)[0].id
     others = select(func.count()).where(Study.job == number, Study.name != name)
     if (session.scalar(others) or 0) >= MAX_STUDIES:
         raise UsageError(f"studies: the job already has {MAX_STUDIES}, the maximum")
     session.merge(Study(job=number, name=name, data=data))
-    return True

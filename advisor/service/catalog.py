@@ -36,22 +36,9 @@ class View(BaseModel):
     sort: str = Field(default="-created", pattern=f"^-?({'|'.join(COLUMNS)})$")
     page: int = Field(default=0, ge=0, le=10**5)
 
-    @property
-    def is_narrowed(self) -> bool:
-        return bool(self.model or self.device or self.framework or self.trust)
-
     def url(self, **changes: str | int) -> str:
         """The address of this view with some fields changed."""
         return f"/?{urlencode(self.model_copy(update=changes).model_dump(exclude_defaults=True))}"
-
-    def sorted_by(self, column: str) -> str:
-        """The value of aria-sort for a column; '' if the list is not sorted by this column."""
-        return {column: "ascending", f"-{column}": "descending"}.get(self.sort, "")
-
-    def sort_url(self, column: str) -> str:
-        """The address that sorts by a column, or reverses the order if it is sorted already."""
-        turned = self.sort == f"-{column}"
-        return self.url(sort=column if turned else f"-{column}", page=0)
 
 
 def listed(session: Session, view: View) -> tuple[Sequence[RowMapping], int]:

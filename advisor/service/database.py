@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import platformdirs
 from sqlalchemy import Connection, create_engine, event, make_url, text
@@ -17,6 +17,9 @@ from advisor.cache.stores.filesystem import make_folder, network
 from advisor.errors import StoreError, UsageError
 from advisor.service import migrations
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 DAY_S = 86_400.0
 WAITS_S = 10
 """Timeout of a lock, a statement or a connection."""
@@ -25,7 +28,6 @@ _UPGRADES_S = 1800
 _CONNECTIONS = 16
 _STARTING = 0x61647669
 """An advisory lock, so that servers of one PostgreSQL start one after another."""
-_EXPECTED = "expected sqlite:////absolute/file.db or postgresql+psycopg://USER:PASSWORD@HOST/NAME"
 _NOW = {
     "sqlite": "SELECT (julianday('now') - 2440587.5) * 86400.0",
     "postgresql": "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS DOUBLE PRECISION)",
@@ -46,66 +48,47 @@ class Database:
 
     Attributes:
         url: for people, without its password.
+        file: of SQLite; None for PostgreSQL.
     """
 
     def __init__(self, url: str | None = None) -> None:
-        """Prepare the connections, but open none.
-
-        Raises:
-            UsageError: the URL is not of SQLite or PostgreSQL, or SQLite's file is on a network.
-        """
-        parsed = _parsed(url)
+        """Prepare the connections, but open none. Raises UsageError if the URL is not of SQLite or
+        PostgreSQL, or SQLite's file is on a network."""
+        parsed, self.file = _parsed(url)
         self.url = parsed.render_as_string(hide_password=True)
-        self._file = _file_of(parsed) if parsed.drivername == "sqlite" else None
         self._engine = create_engine(
             parsed,
-            connect_args={"timeout": WAITS_S} if self._file else _POSTGRESQL,
+            connect_args={"timeout": WAITS_S} if self.file else _POSTGRESQL,
             pool_pre_ping=True,
             pool_size=_CONNECTIONS,
             max_overflow=0,
             pool_timeout=WAITS_S,
             hide_parameters=True,
         )
-        if self._file:
+        if self.file:
             event.listen(self._engine, "connect", _on_connect)
             event.listen(self._engine, "begin", _on_begin)
-        writes: dict[str, Any] = {} if self._file else {"isolation_level": "READ COMMITTED"}
+        writes: dict[str, Any] = {} if self.file else {"isolation_level": "READ COMMITTED"}
         self._writer = self._engine.execution_options(writes=True, **writes)
-
-    @property
-    def there(self) -> bool:
-        """Whether the database exists; always true for PostgreSQL."""
-        return self._file is None or self._file.exists()
 
     def start(self, first: Callable[[Session], None]) -> None:
         """Make or upgrade the tables, in one transaction; `first` fills a new database. Servers
-        that start together wait for each other.
-
-        Raises:
-            StoreError: the database cannot be reached or written, or a newer advisor made it.
+        that start together wait for each other. Raises StoreError also if a newer advisor made it.
         """
-        if self._file:
+        if self.file:
             try:
-                make_folder(self._file.parent)
-                self._file.touch(0o600)
-                self._file.chmod(0o600)  # SQLite gives its -wal and -shm the same mode
+                make_folder(self.file.parent)
+                self.file.touch(0o600)
+                self.file.chmod(0o600)  # SQLite gives its -wal and -shm the same mode
             except OSError as exc:
                 raise StoreError(f"database {self.url}: {exc.strerror or exc}") from exc
         with self.writing() as session:
             connection = session.connection()
-            if not self._file:
+            if not self.file:
                 for limit in ("lock_timeout", "statement_timeout"):
                     connection.execute(text(f"SET LOCAL {limit} = '{_UPGRADES_S}s'"))
                 connection.execute(text("SELECT pg_advisory_xact_lock(:n)"), {"n": _STARTING})
-            revision = migrations.revision_of(connection)
-            if revision > migrations.LAST:
-                raise StoreError(
-                    f"database {self.url}: schema {int(revision)} is newer than "
-                    f"{int(migrations.LAST)}, which this version knows; upgrade advisor"
-                )
-            if revision < migrations.LAST:
-                migrations.upgrade(connection)
-            if not revision:
+            if migrations.upgrade(connection):
                 first(session)
 
     @contextlib.contextmanager
@@ -120,10 +103,15 @@ class Database:
         with self._mapped(), Session(self._writer) as session, session.begin():
             yield session
 
-    def check(self) -> None:
-        """Raise StoreError if the database does not answer."""
+    def read(self, do: Callable[Concatenate[Session, P], T], *args: P.args, **how: P.kwargs) -> T:
+        """The result of `do(session, ...)` with a session as `reading` yields it."""
         with self.reading() as session:
-            session.execute(text("SELECT version_num FROM alembic_version"))
+            return do(session, *args, **how)
+
+    def write(self, do: Callable[Concatenate[Session, P], T], *args: P.args, **how: P.kwargs) -> T:
+        """The result of `do(session, ...)` with a session as `writing` yields it."""
+        with self.writing() as session:
+            return do(session, *args, **how)
 
     def close(self) -> None:
         self._engine.dispose()
@@ -143,28 +131,30 @@ def now(session: Session) -> float:
     return float(session.execute(text(_NOW[session.get_bind().dialect.name])).scalar_one())
 
 
-def _parsed(url: str | None) -> URL:
-    if url is None:
-        file = platformdirs.user_data_path("advisor", appauthor=False) / "service.db"
-        return URL.create("sqlite", database=str(file))
+def _parsed(url: str | None) -> tuple[URL, Path | None]:
+    """Returns (the URL, the file of SQLite)."""
+    own = platformdirs.user_data_path("advisor", appauthor=False) / "service.db"
     try:
-        parsed = make_url(url)
+        parsed = make_url(URL.create("sqlite", database=str(own)) if url is None else url)
     except ArgumentError as exc:
-        raise UsageError(f"--database: this is no URL of a database; {_EXPECTED}") from exc
-    if parsed.drivername not in ("sqlite", "postgresql+psycopg"):
-        raise UsageError(f"--database: {parsed.drivername}: {_EXPECTED}")
-    return parsed
-
-
-def _file_of(url: URL) -> Path:
-    if url.query:
-        raise UsageError(f"--database: a URL of SQLite takes no options; {_EXPECTED}")
-    if url.database in (None, "", ":memory:"):
-        raise UsageError(f"--database: the URL names no file; {_EXPECTED}")
-    path = Path(str(url.database)).absolute()
+        raise _wrong("this is no URL of a database") from exc
+    if parsed.drivername == "postgresql+psycopg":
+        return parsed, None
+    if parsed.drivername != "sqlite":
+        raise _wrong(parsed.drivername)
+    if parsed.query:
+        raise _wrong("a URL of SQLite takes no options")
+    if parsed.database in (None, "", ":memory:"):
+        raise _wrong("the URL names no file")
+    path = Path(str(parsed.database)).absolute()
     if kind := network(path):
         raise UsageError(f"--database {path}: is on {kind}, where SQLite corrupts; use PostgreSQL")
-    return path
+    return parsed, path
+
+
+def _wrong(why: str) -> UsageError:
+    expected = "sqlite:////absolute/file.db or postgresql+psycopg://USER:PASSWORD@HOST/NAME"
+    return UsageError(f"--database: {why}; expected {expected}")
 
 
 def _on_connect(connection: Any, _record: object) -> None:

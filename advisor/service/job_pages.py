@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
 from advisor.jobs.spec import LIVE, State, where
 from advisor.report.data import Timeline, Tried
-from advisor.service import jobs, machines
+from advisor.service import jobs
 from advisor.service.access import Service
 from advisor.service.database import now
 from advisor.service.pages import PAGES, Form, ReadVisit, SubmitVisit
 from advisor.service.routes.parsing import Before, Number, found
-from advisor.service.schema import JobRow
+from advisor.service.schema import Attempt, JobRow
 
 ON_A_PAGE = 50
 """Jobs on one page of the list."""
@@ -37,10 +36,11 @@ def list_jobs(
 ) -> HTMLResponse:
     with visit.service.database.reading() as session:
         lines, more = jobs.listed(session, [state] if state else [], before, ON_A_PAGE)
+        at = now(session)
         return visit.render(
             "jobs.html",
             lines=lines,
-            progress=progress(session, [line["id"] for line in lines]),
+            progress={line["id"]: progress(line, at) for line in lines},
             counts=jobs.counts(session).jobs,
             troubles=_troubles(visit.service),
             where=where,
@@ -62,7 +62,7 @@ def one_job(visit: ReadVisit, number: Number) -> HTMLResponse:
             job=details,
             live=live,
             may_cancel=live and caller.may("submit") and caller.owns(job.token),
-            progress=progress(session, [number])[number],
+            progress=progress(details, now(session)),
             where=where(job.gpu, job.gpus),
             attempts=details["attempts"][::-1],
             chart=Timeline("Samples/s of each trial since the start", tuple(tried(details))),
@@ -73,23 +73,15 @@ def one_job(visit: ReadVisit, number: Number) -> HTMLResponse:
         )
 
 
-def progress(session: Session, numbers: Sequence[int]) -> dict[int, dict[str, float]]:
-    """The progress of these jobs, by number. Durations are in seconds; `share`: how much of the
-    budget is spent; `speedup`: 0 if unknown."""
-    at = now(session)
-    done = {}
-    for job in session.scalars(select(JobRow).where(JobRow.id.in_(numbers))):
-        until = job.started or (at if job.state in LIVE else job.changed)
-        spent_s = max(0.0, at - job.changed) if job.state == "running" else 0.0
-        done[job.id] = {
-            "budget_s": job.budget_s,
-            "waited_s": max(0.0, until - job.created),
-            "left_s": max(0.0, job.budget_s - spent_s),
-            "share": min(1.0, spent_s / job.budget_s),
-            "trials": job.tried,
-            "speedup": job.speedup,
-        }
-    return done
+def progress(job: Mapping[str, Any], at: float) -> dict[str, float]:
+    """A job's progress at this time: seconds waited and left, and the share of the budget spent."""
+    until = job["started"] or (at if job["state"] in LIVE else job["changed"])
+    spent_s = max(0.0, at - job["changed"]) if job["state"] == "running" else 0.0
+    return {
+        "waited_s": max(0.0, until - job["created"]),
+        "left_s": max(0.0, job["budget_s"] - spent_s),
+        "share": min(1.0, spent_s / job["budget_s"]),
+    }
 
 
 def tried(details: Mapping[str, Any]) -> Iterator[Tried]:
@@ -118,25 +110,30 @@ def _asked(asked: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 @site.post("/jobs/{number}/cancel")
 def cancel(visit: SubmitVisit, _form: Form, number: Number) -> Response:
-    with visit.service.database.writing() as session:
-        found(jobs.cancel(session, number, visit.caller), f"job {number}")
+    found(visit.service.database.write(jobs.cancel, number, visit.caller), f"job {number}")
     return RedirectResponse(f"/jobs/{number}", 303)
 
 
 @site.get("/machines")
 def list_machines(visit: ReadVisit) -> HTMLResponse:
-    seen = list(visit.service.machines.values())
+    machines = visit.service.machines.values()
+    query = select(JobRow.id, JobRow.what, Attempt.executor, Attempt.device, Attempt.started)
+    query = query.join_from(Attempt, JobRow).where(Attempt.state == "running").order_by(JobRow.id)
     with visit.service.database.reading() as session:
-        running = machines.running(session)
+        running = session.execute(query).mappings().all()
     return visit.render(
         "machines.html",
-        machines=seen,
+        machines=machines,
         troubles=_troubles(visit.service),
-        running=running,
-        elsewhere=sorted({one["executor"] for one in running} - {one.name for one in seen}),
+        running=running,  # on all servers of the database
+        elsewhere=sorted({one["executor"] for one in running} - {one.name for one in machines}),
     )
 
 
 def _troubles(service: Service) -> list[str]:
     """Why no job can run now, or what is wrong with the server's threads."""
-    return service.troubles + machines.troubles(list(service.machines.values()))
+    machines = service.machines.values()
+    down = [f"The executor {one.name} is down: {one.why}" for one in machines if one.why]
+    if not machines:
+        down = ["This server has no executor, so it starts no jobs. See --executor."]
+    return service.troubles + (down if len(down) >= len(machines) else [])

@@ -13,11 +13,10 @@ import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
-from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy import ColumnElement, Select, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -41,7 +40,7 @@ from advisor.service.tokens import Caller, note
 
 MAX_LIVE = 200
 """Unfinished jobs of one token, at most."""
-MAX_LISTED = 200
+MAX_LISTED = 10_000
 MAX_TRIALS = 10_000
 """Trials of one job, at most; later trials are dropped."""
 MAX_LOG = 4 * 2**20
@@ -58,18 +57,14 @@ _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\
 
 
 def submit(session: Session, asked: JobSpec, by: Caller, reason: str = "") -> tuple[JobRow, bool]:
-    """Queue a job. Returns (the job, True). If the same job is unfinished, or done and its record
-    exists, returns (that job, False).
-
-    Args:
-        reason: why a new job has to wait, for people.
+    """Queue a job that waits for this reason. Returns (the job, True). If the same job is
+    unfinished, or done and its record exists, returns (that job, False).
 
     Raises:
         NoCode: its archive is missing. UsageError: the token is revoked or has too many jobs.
     """
     # Locked, so that the token is not revoked before this transaction ends.
-    held = select(Token.revoked).where(Token.id == by.token).with_for_update(read=True)
-    if session.scalar(held) is not None:
+    if session.get_one(Token, by.token, with_for_update={"read": True}).revoked is not None:
         raise UsageError("the token was revoked")
     if found := _same(session, asked):
         return found, False
@@ -106,18 +101,11 @@ def submit(session: Session, asked: JobSpec, by: Caller, reason: str = "") -> tu
 
 
 def measure_again(session: Session, record: str, by: Caller) -> tuple[JobRow, bool]:
-    """Queue again the job that made a record, on the record's device. Returns as `submit`.
-
-    Args:
-        record: its id, as people type it.
-
-    Raises:
-        UsageError: no job with a valid token made the record, or this token has too many jobs.
-        NoCode: the server no longer has the job's code.
-    """
+    """Queue again the job that made the record with this id, on the record's device. Returns and
+    raises as `submit`, and UsageError if no job with a valid token made the record."""
     found = (JobRow.record == record, Token.revoked.is_(None))
-    query = select(JobRow).join(Token, JobRow.token == Token.id).where(*found)
-    job = session.scalar(query.order_by(JobRow.id.desc()).limit(1))
+    query = select(JobRow).join(Token).where(*found).order_by(JobRow.id.desc()).limit(1)
+    job = session.scalar(query)
     if job is None:
         raise UsageError(
             f"record {record}: no job of this server can measure it; submit the command yourself"
@@ -178,14 +166,10 @@ def revoke_token(session: Session, number: int, by: Caller) -> bool:
     if token.revoked is None:
         token.revoked = time.time()
         note(session, by, "token revoked", f"{token.id} {token.name} ({token.role})")
-        theirs = (
-            select(JobRow).where(JobRow.token == number, JobRow.state.in_(LIVE)).order_by(JobRow.id)
-        )
-        for job in session.scalars(theirs.with_for_update()):
+        theirs = select(JobRow).where(JobRow.token == number, JobRow.state.in_(LIVE))
+        for job in session.scalars(theirs.order_by(JobRow.id).with_for_update()):
             change(session, job, "cancelled", "the token that submitted it was revoked", by)
-    attempts = (
-        select(Attempt.token).join(JobRow, Attempt.job == JobRow.id).where(JobRow.token == number)
-    )
+    attempts = select(Attempt.token).join(JobRow).where(JobRow.token == number)
     lent = update(Token).where(Token.id.in_(attempts), Token.revoked.is_(None))
     session.execute(lent.values(revoked=time.time()))
     return True
@@ -196,7 +180,7 @@ def explain_wait(session: Session, which: Iterable[ColumnElement[bool]], reason:
     session.execute(update(JobRow).where(*where).values(reason=short(reason)))
 
 
-def waiting(session: Session, most: int = MAX_LISTED) -> Sequence[JobRow]:
+def waiting(session: Session, most: int = 200) -> Sequence[JobRow]:
     """Waiting jobs in the order in which they start."""
     query = select(JobRow).where(JobRow.state.in_(WAITING)).order_by(JobRow.id).limit(most)
     return session.scalars(query).all()
@@ -206,11 +190,12 @@ def _columns(table: type[JobRow | Attempt | TrialRow], names: str) -> list[Colum
     return [getattr(table, name) for name in names.split()]
 
 
+_LISTED = "id state reason what gpu gpus created started changed budget_s tried speedup record"
 _LINES = select(
-    *_columns(JobRow, "id state reason what gpu gpus created changed record"),
+    *_columns(JobRow, _LISTED),
     JobRow.attempts.label("attempt"),
     Token.name.label("by"),
-).join(Token, JobRow.token == Token.id)
+).join(Token)
 
 
 def answered(session: Session, job: JobRow, new: bool) -> dict[str, Any]:
@@ -238,9 +223,9 @@ def details(session: Session, number: int) -> dict[str, Any] | None:
     attempts = select(*_columns(Attempt, "number executor device state reason started ended"))
     attempts = attempts.where(Attempt.job == number).order_by(Attempt.number)
     shown = _columns(TrialRow, "number at what batch samples_per_s ratio outcome origin")
-    trials = select(Attempt.number.label("attempt"), *shown).where(TrialRow.job == number)
-    trials = trials.join(Attempt, TrialRow.attempt == Attempt.id)
-    trials = trials.order_by(TrialRow.at, Attempt.number, TrialRow.number).limit(MAX_TRIALS)
+    trials = select(Attempt.number.label("attempt"), *shown).join(Attempt)
+    trials = trials.where(TrialRow.job == number).limit(MAX_TRIALS)
+    trials = trials.order_by(TrialRow.at, Attempt.number, TrialRow.number)
     return {
         **found,
         "attempts": [dict(row) for row in session.execute(attempts).mappings()],
@@ -277,25 +262,22 @@ def log_text(text: str) -> str:
 
 
 def tidy(session: Session) -> None:
-    """Remove old data of jobs that are over: search files first, later logs, then attempts."""
+    """Remove old data of jobs that are over: search files first, later logs, then attempts with
+    their trials and tokens. What these tokens stored then belongs to the job's token."""
     at = now(session)
-    for kept_s, table in ((STUDIES_KEPT_S, Study), (LOG_KEPT_S, Log)):
-        over = select(JobRow.id).where(JobRow.state.not_in(LIVE), JobRow.changed < at - kept_s)
-        session.execute(delete(table).where(table.job.in_(over)))
-    _remove_attempts(session, at - ATTEMPTS_KEPT_S)
 
+    def over(kept_s: float) -> Select[int]:
+        return select(JobRow.id).where(JobRow.state.not_in(LIVE), JobRow.changed < at - kept_s)
 
-def _remove_attempts(session: Session, before: float) -> None:
-    """Remove old attempts, their trials and their tokens. Data that these tokens stored then
-    belongs to the token that submitted the job."""
-    ended = (JobRow.state.not_in(LIVE), JobRow.changed < before)
-    old = select(Attempt).join(JobRow, Attempt.job == JobRow.id).where(*ended).limit(_MAX_REMOVED)
+    session.execute(delete(Study).where(Study.job.in_(over(STUDIES_KEPT_S))))
+    session.execute(delete(Log).where(Log.job.in_(over(LOG_KEPT_S))))
+    old = select(Attempt).where(Attempt.job.in_(over(ATTEMPTS_KEPT_S))).limit(_MAX_REMOVED)
     attempts = session.scalars(old).all()
     lent = [one.token for one in attempts]
     for table in (Item, ArtifactsRow, Event):
-        owner = select(JobRow.token).join(Attempt, Attempt.job == JobRow.id)
-        owners = owner.where(Attempt.token == table.token).scalar_subquery()
-        session.execute(update(table).where(table.token.in_(lent)).values(token=owners))
+        owner = select(JobRow.token).join(Attempt).where(Attempt.token == table.token)
+        taken = update(table).where(table.token.in_(lent)).values(token=owner.scalar_subquery())
+        session.execute(taken)
     session.execute(delete(TrialRow).where(TrialRow.attempt.in_([one.id for one in attempts])))
     session.execute(delete(Attempt).where(Attempt.token.in_(lent)))
     session.execute(delete(Token).where(Token.id.in_(lent)))
@@ -306,8 +288,7 @@ def last_for(session: Session, record: str) -> int | None:
     return session.scalar(select(func.max(JobRow.id)).where(JobRow.record == record))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class Counts(NamedTuple):
     """Numbers of `jobs` and `attempts` by state; `oldest_s`: age of the oldest waiting job."""
 
     jobs: Mapping[str, int]
@@ -316,11 +297,10 @@ class Counts:
 
 
 def counts(session: Session) -> Counts:
-    of_jobs = session.execute(select(JobRow.state, func.count()).group_by(JobRow.state))
-    of_attempts = session.execute(select(Attempt.state, func.count()).group_by(Attempt.state))
-    first = session.scalar(select(func.min(JobRow.changed)).where(JobRow.state.in_(WAITING)))
-    return Counts(
-        jobs={**dict.fromkeys(STATES, 0), **dict(of_jobs.all())},
-        attempts=dict(of_attempts.all()),
-        oldest_s=0.0 if first is None else max(0.0, now(session) - first),
+    of_jobs, of_attempts = (
+        dict(session.execute(select(state, func.count()).group_by(state)).all())
+        for state in (JobRow.state, Attempt.state)
     )
+    first = session.scalar(select(func.min(JobRow.changed)).where(JobRow.state.in_(WAITING)))
+    oldest_s = 0.0 if first is None else max(0.0, now(session) - first)
+    return Counts(dict.fromkeys(STATES, 0) | of_jobs, of_attempts, oldest_s)

@@ -1,5 +1,4 @@
-"""Counts lookups by outcome, so that a team sees which records are missing. Lookups are counted in
-memory first: no lookup waits for a write."""
+"""Counts lookups by outcome, in memory first, so that a team sees which records are missing."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from sqlalchemy import ColumnElement, RowMapping, Subquery, case, delete, func, select
 from sqlalchemy.dialects import postgresql, sqlite
@@ -46,33 +44,24 @@ class LookupCounter:
                 self._counts[key] += 1
 
     def flush(self, database: Database) -> None:
-        """Write the counts to the database.
-
-        Raises:
-            StoreError: the database cannot be written. The next call writes these counts too.
-        """
+        """Write the counts to the database. If that fails, the next call writes them too."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
+        if not counts:
+            return
+        names = [column.name for column in Lookup.__table__.primary_key]
+        # One statement for all rows, sorted: servers wait for each other's rows.
+        rows = [dict(zip(names, key, strict=True), count=counts[key]) for key in sorted(counts)]
         try:
             with database.writing() as session:
-                _add(session, counts)
+                insert = (sqlite if database.file else postgresql).insert(Lookup)
+                more = {"count": Lookup.count + insert.excluded["count"]}
+                insert = insert.on_conflict_do_update(index_elements=names, set_=more)
+                session.connection().execute(insert, rows)
         except BaseException:
             with self._lock:
                 self._counts.update(counts)
             raise
-
-
-def _add(session: Session, counts: Mapping[tuple[Any, ...], int]) -> None:
-    """Write the counts in one statement, sorted: servers wait for each other's rows."""
-    dialect = sqlite if session.get_bind().dialect.name == "sqlite" else postgresql
-    table = Lookup.__table__
-    added = dialect.insert(table)
-    names = [column.name for column in table.primary_key]
-    rows = [dict(zip(names, key, strict=True), count=counts[key]) for key in sorted(counts)]
-    if rows:
-        more = {"count": table.c.count + added.excluded.count}
-        statement = added.on_conflict_do_update(index_elements=names, set_=more)
-        session.connection().execute(statement, rows)
 
 
 def _today() -> int:

@@ -16,7 +16,7 @@ MAX_PAUSE_S = 300.0
 _log = logging.getLogger("advisor")
 
 
-class Loop:
+class Loop(threading.Thread):
     """Repeats a function. An exception is logged, and the next turn comes after a longer pause.
 
     Args:
@@ -34,27 +34,22 @@ class Loop:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name, self._every_s, self._turn, self._now = name, every_s, turn, now
+        super().__init__(name=name, daemon=True)
+        self._every_s, self._turn, self._now = every_s, turn, now
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._last_turn = now()
+        self._last_turn, self.pause_s = now(), every_s
         self._store_error = self._failure = ""
-        self._failures = 0
 
-    def start(self) -> None:
-        self._last_turn = self._now()
-        self._thread.start()
+    def run(self) -> None:
+        while not self._closing.is_set():
+            self.once()
+            self._closing.wait(self.pause_s)
 
     def close(self) -> None:
         """Wait for the current turn, and start no other."""
         self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    @property
-    def pause_s(self) -> float:
-        backoff = self._every_s * 2.0 ** min(self._failures, 20)
-        return max(self._every_s, min(backoff, MAX_PAUSE_S))
+        if self.is_alive():
+            self.join()
 
     @property
     def trouble(self) -> str:
@@ -81,10 +76,6 @@ class Loop:
             failure = type(exc).__name__
             _log.exception("the %s failed", self.name)
         self._store_error, self._failure = store_error, failure
-        self._failures = self._failures + 1 if failure else 0
+        longer_s = min(2 * self.pause_s, MAX_PAUSE_S) if failure else 0.0
+        self.pause_s = max(self._every_s, longer_s)
         self._last_turn = self._now()
-
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            self.once()
-            self._closing.wait(self.pause_s)

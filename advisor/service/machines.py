@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import RowMapping, select
-from sqlalchemy.orm import Session
-
 from advisor.jobs.spec import gpu_matches
 from advisor.service.executors import Capacity
-from advisor.service.schema import Attempt, JobRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +49,3 @@ def why_waits(gpu: str, gpus: int, machines: Iterable[Machine]) -> tuple[str, bo
     called = f" named {gpu!r}" if gpu else ""
     there = ", ".join(dict.fromkeys(one.gpu or "the CPU" for one in known)) or "none"
     return f"no known machine has {wanted}{called} (known: {there}); the job waits", False
-
-
-def running(session: Session) -> Sequence[RowMapping]:
-    """The running jobs of all servers of the database, with executor and device."""
-    columns = (Attempt.executor, Attempt.device, Attempt.started)
-    query = select(JobRow.id, JobRow.what, *columns).join(JobRow, Attempt.job == JobRow.id)
-    query = query.where(Attempt.state == "running").order_by(JobRow.id)
-    return session.execute(query).mappings().all()
-
-
-def troubles(machines: Sequence[Machine]) -> list[str]:
-    """Why no executor can start a job; empty if one can."""
-    if not machines:
-        return ["This server has no executor, so it starts no jobs. See --executor."]
-    if all(one.why for one in machines):
-        return [f"The executor {one.name} is down: {one.why}" for one in machines]
-    return []

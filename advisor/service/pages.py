@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple, get_args
 from urllib.parse import parse_qsl, urlencode
 
@@ -54,32 +53,26 @@ class PageRequest(NamedTuple):
 
 def _logged_in(request: Request) -> Caller | None:
     service: Service = request.app.state.service
-    with service.database.reading() as session:
-        cookie = request.cookies.get(COOKIE, "")
-        return tokens.logged_in(session, cookie, service.address(request))
+    cookie = request.cookies.get(COOKIE, "")
+    return service.database.read(tokens.logged_in, cookie, service.address(request))
 
 
-def visits(role: Role) -> Callable[..., PageRequest]:
-    """A FastAPI dependency: the visit of a user whose token has this role or a higher one."""
+def visits(role: Role) -> Any:
+    """A FastAPI dependency: the visit of a user whose token has this role or a higher one. Others
+    are sent to the login page, which then leads to the requested page."""
 
     def visit(request: Request, service: ServiceDep) -> PageRequest:
         caller = _logged_in(request)
         if caller is None and "hx-request" in request.headers:
             raise HTTPException(401, "this session is over; log in again", {"HX-Refresh": "true"})
         if caller is None:
-            raise HTTPException(303, headers={"Location": _login(request)})
+            page = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+            to = f"?{urlencode({'to': page})}" if request.method == "GET" and page != "/" else ""
+            raise HTTPException(303, headers={"Location": f"/login{to}"})
         caller.check(role)
         return PageRequest(request, service, caller)
 
-    return visit
-
-
-def _login(request: Request) -> str:
-    """The address of the login page, which then leads to the requested page."""
-    if request.method != "GET" or request.url.path == "/":
-        return "/login"
-    asked = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    return f"/login?{urlencode({'to': asked})}"
+    return Depends(visit)
 
 
 def _local_path(path: str) -> str:
@@ -88,8 +81,17 @@ def _local_path(path: str) -> str:
 
 
 async def _form(request: Request) -> dict[str, str]:
-    """The fields of a form. Raises HTTPException if another site sent it, or it cannot be read."""
-    if not _is_own(request):
+    """The fields of a form. Raises HTTPException if it cannot be read, or another site sent it.
+
+    Browsers name the sender in Sec-Fetch-Site, over plain HTTP only in Origin. A client without
+    both is no browser with a victim's cookie.
+    """
+    site, origin = (request.headers.get(name, "") for name in ("sec-fetch-site", "origin"))
+    if not site and origin:
+        is_own = origin.partition("://")[2] == request.headers.get("host", "")
+    else:
+        is_own = site in ("same-origin", "none", "")
+    if not is_own:
         raise HTTPException(403, "another site sent this form")
     try:
         text = (await request.body()).decode("ascii")
@@ -98,18 +100,9 @@ async def _form(request: Request) -> dict[str, str]:
         raise HTTPException(422, "expected the fields of a form") from exc
 
 
-def _is_own(request: Request) -> bool:
-    """Whether a page of this server sent a form. Browsers name the sender in Sec-Fetch-Site, over
-    plain HTTP only in Origin. A client without both is no browser with a victim's cookie."""
-    site = request.headers.get("sec-fetch-site", "")
-    if not site and (origin := request.headers.get("origin", "")):
-        return origin.partition("://")[2] == request.headers.get("host", "")
-    return site in ("same-origin", "none", "")
-
-
-ReadVisit = Annotated[PageRequest, Depends(visits("read"))]
-SubmitVisit = Annotated[PageRequest, Depends(visits("submit"))]
-AdminVisit = Annotated[PageRequest, Depends(visits("admin"))]
+ReadVisit = Annotated[PageRequest, visits("read")]
+SubmitVisit = Annotated[PageRequest, visits("submit")]
+AdminVisit = Annotated[PageRequest, visits("admin")]
 Form = Annotated[dict[str, str], Depends(_form)]
 
 
@@ -117,14 +110,9 @@ def render(
     request: Request, name: str, caller: Caller | None = None, status: int = 200, **what: Any
 ) -> HTMLResponse:
     """Render a page; its menu has the entries that `caller` may use."""
-    what |= {"caller": caller, "path": request.url.path, "url": _url(request), "now": time.time()}
-    return HTMLResponse(_templates().get_template(name).render(status=status, **what), status)
-
-
-def _url(request: Request) -> str:
-    """This server's address, as the browser has it."""
-    proto = "https" if request.app.state.service.encrypted(request) else "http"
-    return f"{proto}://{request.headers.get('host', '')}"
+    what |= {"caller": caller, "path": request.url.path, "now": time.time(), "status": status}
+    what["url"] = request.app.state.service.url(request)
+    return HTMLResponse(_templates().get_template(name).render(**what), status)
 
 
 @functools.cache
@@ -179,9 +167,9 @@ def log_in(request: Request, service: ServiceDep, form: Form) -> Response:
         caller = service.admit(request, form.get("token", "").strip())
     except HTTPException as exc:
         return render(request, "login.html", None, exc.status_code, wrong=exc.detail, to=to)
-    with service.database.writing() as session:
-        cookie = tokens.log_in(session, caller)
-    answer, secure = RedirectResponse(to, 303), service.encrypted(request)
+    cookie = service.database.write(tokens.log_in, caller)
+    answer = RedirectResponse(to, 303)
+    secure = service.url(request).startswith("https:")
     kept: dict[str, Any] = {"httponly": True, "samesite": "strict", "secure": secure}
     answer.set_cookie(COOKIE, cookie, max_age=int(tokens.SESSION_S), **kept)
     return answer
@@ -189,8 +177,7 @@ def log_in(request: Request, service: ServiceDep, form: Form) -> Response:
 
 @site.post("/logout")
 def log_out(visit: ReadVisit, _form: Form) -> Response:
-    with visit.service.database.writing() as session:
-        tokens.log_out(session, visit.request.cookies.get(COOKIE, ""))
+    visit.service.database.write(tokens.log_out, visit.request.cookies.get(COOKIE, ""))
     answer = RedirectResponse("/login", 303)
     answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
     return answer
@@ -216,18 +203,16 @@ def list_records(visit: ReadVisit, view: Annotated[View, Query()]) -> HTMLRespon
 
 @site.get("/records/{id}")
 def record(visit: ReadVisit, id: RecordId) -> HTMLResponse:
-    with visit.service.database.reading() as session:
-        counts = records.counting(session, visit.service.reader, id)
-        job = jobs.last_for(session, id)
+    read = visit.service.database.read
+    counts = read(records.counting, visit.service.reader, id)
     one = found(counts, f"record {id} that can be read")
-    shows = report(one, _url(visit.request), line_anywhere(one))
     return visit.render(
         "record.html",
-        report=shows,
+        report=report(one, visit.service.url(visit.request), line_anywhere(one)),
         record=one,
         advised=one.winner(one.use),
         trust=trust_of(one),
-        job=job,
+        job=read(jobs.last_for, id),
     )
 
 
@@ -245,8 +230,7 @@ def list_tokens(visit: AdminVisit) -> HTMLResponse:
 
 
 def _tokens(visit: PageRequest, made: str = "", wrong: str = "") -> HTMLResponse:
-    with visit.service.database.reading() as session:
-        every = tokens.listed(session)
+    every = visit.service.database.read(tokens.listed)
     return visit.render("tokens.html", tokens=every, roles=MAY, made=made, wrong=wrong)
 
 
@@ -257,8 +241,7 @@ def make_token(visit: AdminVisit, form: Form) -> HTMLResponse:
         if not re.fullmatch(r"[0-9]{0,5}", days):
             raise UsageError("days: expected a number, or nothing for a token that never expires")
         expires = time.time() + int(days) * DAY_S if days else None
-        with visit.service.database.writing() as session:
-            made = tokens.make(session, name, role, expires, visit.caller)[1]
+        made = visit.service.database.write(tokens.make, name, role, expires, visit.caller)[1]
     except UsageError as exc:
         return _tokens(visit, wrong=str(exc))
     return _tokens(visit, made)
@@ -266,6 +249,5 @@ def make_token(visit: AdminVisit, form: Form) -> HTMLResponse:
 
 @site.post("/tokens/{number}/revoke")
 def revoke_token(visit: AdminVisit, _form: Form, number: Number) -> Response:
-    with visit.service.database.writing() as session:
-        jobs.revoke_token(session, number, visit.caller)
+    visit.service.database.write(jobs.revoke_token, number, visit.caller)
     return RedirectResponse("/tokens", 303)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Literal
 
 from advisor.errors import StoreError
+from advisor.jobs.spec import AttemptOver
 from advisor.service import attempts, jobs
 from advisor.service.attempts import LEASE_S, Running
 from advisor.service.database import Database
@@ -84,13 +85,9 @@ class Reconciler:
         """Whether workers had time to report since the server or its database was last down."""
         return self._now() - self._since > LEASE_S
 
-    def _running(self) -> list[Running]:
-        with self._database.reading() as session:
-            return attempts.running(session)
-
-    def _end(self, one: Running, state: Literal["lost", "preempted"], reason: str) -> None:
-        with self._database.writing() as session:
-            attempts.end(session, one.attempt, state, reason)
+    def _end(self, one: Running, state: str, reason: str) -> None:
+        with suppress(AttemptOver):
+            self._database.write(attempts.end, one.attempt, state, reason)
 
     def _visit(self, executor: Executor) -> None:
         """Follow an executor's attempts, and start waiting jobs that fit."""
@@ -104,8 +101,9 @@ class Reconciler:
             self.machines[executor.name] = Machine(name=executor.name, why=str(exc))
 
     def _follow(self, executor: Executor) -> None:
-        running = [one for one in self._running() if one.executor == executor.name]
-        found = executor.status([one.external for one in running]) if running else {}
+        every = self._database.read(attempts.running)
+        running = [one for one in every if one.executor == executor.name]
+        found = executor.status([one.external for one in running])
         for one in running:
             status = found[one.external]
             if status.state == "running":
@@ -115,9 +113,7 @@ class Reconciler:
                 if late or one.cancelled:
                     executor.stop(one.external)
             elif status.state != "unknown" or one.silent_s > LEASE_S:
-                state: Literal["lost", "preempted"] = (
-                    "preempted" if status.state == "preempted" else "lost"
-                )
+                state = "preempted" if status.state == "preempted" else "lost"
                 self._end(one, state, status.reason or "the attempt ended without a report")
                 executor.stop(one.external)
             # Else another server may be about to start this attempt.
@@ -125,15 +121,14 @@ class Reconciler:
     def _lose_silent(self) -> None:
         """End silent attempts whose executor is away or belongs to another server."""
         seen = {one.name for one in self.machines.values() if not one.why}
-        for one in self._running() if self._hears else ():
+        for one in self._database.read(attempts.running) if self._hears else ():
             if one.silent_s > LEASE_S and one.executor not in seen:
                 why = f"no heartbeat for {one.silent_s:.0f} s, and no answer from its executor"
                 self._end(one, "lost", why)
 
     def _fill(self, executor: Executor) -> bool:
         """Start a waiting job. Returns False if no job waits or none fits."""
-        with self._database.reading() as session:
-            waits = bool(jobs.waiting(session, most=1))
+        waits = bool(self._database.read(jobs.waiting, most=1))
         if not waits and self._now() - self._asked[executor.name] < ASKS_S:
             return False
         found = executor.capacity()
@@ -152,32 +147,29 @@ class Reconciler:
         """
         if capacity.gpu and not capacity.gpus:
             return False
-        with self._database.writing() as session:
-            start = attempts.claim(session, executor.name, capacity, self._server_url)
+        write, name = self._database.write, executor.name
+        start = write(attempts.claim, name, capacity, self._server_url)
         if start is None:
             return False
         try:
             executor.start(start)
         except Exception as exc:
-            reason = f"executor {executor.name}: {exc}"
+            reason = f"executor {name}: {exc}"
             if isinstance(exc, Unplaceable):
                 reason = str(exc)
             elif not isinstance(exc, ExecutorAway):
-                what = f"executor {executor.name} failed ({type(exc).__name__})"
+                what = f"executor {name} failed ({type(exc).__name__})"
                 reason = f"{what}; see the server's log"
-            with self._database.writing() as session:
-                attempts.put_back(session, start.attempt, reason)
+            with suppress(AttemptOver):
+                write(attempts.put_back, start.attempt, reason)
             if not isinstance(exc, Unplaceable):
                 raise
             return False
         return True
 
     def _explain(self) -> None:
-        with self._database.reading() as session:
-            waiting = jobs.waiting(session)
-        for job in waiting:
+        for job in self._database.read(jobs.waiting):
             reason, known = why_waits(job.gpu, job.gpus, self.machines.values())
             # Another server may have an executor with such devices.
             if reason and reason != job.reason and (known or not job.reason):
-                with self._database.writing() as session:
-                    jobs.explain_wait(session, [JobRow.id == job.id], reason)
+                self._database.write(jobs.explain_wait, [JobRow.id == job.id], reason)

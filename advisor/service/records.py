@@ -27,7 +27,7 @@ from advisor.errors import RecordDamaged, UsageError
 from advisor.resolve.answer import is_clear, unverified
 from advisor.resolve.doubt import doubtful
 from advisor.service import blobs
-from advisor.service.schema import Attempt, Item
+from advisor.service.schema import Item
 from advisor.service.tokens import Caller, note
 
 Trust = Literal["verified", "unverified", "doubtful", "stale"]
@@ -234,8 +234,7 @@ def put(
 
     Raises:
         RecordDamaged: the record is invalid, or its key is not `key`.
-        UsageError: the token's quota is used up, or the record is an attempt's and too uncertain to
-            replace an earlier record.
+        UsageError: the quota is used up, or an attempt's record is too uncertain.
     """
     item = item_of(reader, key, data)
     item.token, item.stored = by.token, time.time()
@@ -255,8 +254,7 @@ def put(
 
 def _check_replaces(session: Session, item: Item, by: Caller) -> None:
     """Raise UsageError if an attempt's uncertain record would replace a clear one."""
-    attempt = session.scalar(select(Attempt.id).where(Attempt.token == by.token))
-    if attempt is None or is_clear(decode(item.data)):
+    if by.attempt is None or is_clear(decode(item.data)):
         return
     same = (Item.record_key == item.record_key, Item.terms == item.terms)
     if any(is_clear(decode(data)) for data in session.scalars(select(Item.data).where(*same))):

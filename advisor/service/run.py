@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import resource
 import signal
 import socket
@@ -35,7 +34,7 @@ _FILES = 500
 """Open files besides connections, at most."""
 _IDLE_S = 75
 _COUNTS_S = 30.0
-"""Time between two writes of the counts of lookups."""
+"""Time between two writes of the counts of lookups, and of tokens' uses."""
 _TIDIES_S = 3600.0
 _STOPS_S = 10
 """How long a server that stops waits for requests that it is answering."""
@@ -82,6 +81,17 @@ class Where:
         """The default executors: behind a proxy none, as jobs run as the server's user."""
         return (NONE,) if self.behind_proxy or self.host not in LOOPBACK else (LOCAL,)
 
+    def listen(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            listening = socket.create_server((self.host, self.port), family=family, backlog=1024)
+        except (OSError, OverflowError) as exc:
+            why = getattr(exc, "strerror", "") or exc
+            raise UsageError(f"--host {self.host} --port {self.port}: {why}") from exc
+        # Connections inherit this option. Without it, an answer's body comes 40 ms after its head.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listening
+
 
 def serve(
     database: Database,
@@ -95,10 +105,6 @@ def serve(
     Args:
         say: called once with the address, and the first admin's token if it was made now.
         executors: texts for `open_executors`; by default those of `where`.
-
-    Raises:
-        UsageError: the server cannot listen at the address, or an executor is unknown.
-        StoreError: the database cannot be used.
     """
     keep_private()
     made: list[str] = []
@@ -108,9 +114,12 @@ def serve(
 
     _allow_connections()
     starters = open_executors(executors or where.executors, database.url)
-    with contextlib.closing(_listening(where)) as listening, contextlib.closing(database):
+    with contextlib.closing(where.listen()) as listening, contextlib.closing(database):
         database.start(first)
-        reconciler = Reconciler(database, starters, _for_workers(where, listening))
+        port = listening.getsockname()[1]
+        # Workers find a server that listens on every address on this machine.
+        near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(where.host, where.host)
+        reconciler = Reconciler(database, starters, where.url or _address(near, port))
         service = Service(
             database,
             Records((), KeyRing.from_environment(), refusal),
@@ -120,14 +129,14 @@ def serve(
         # After its end, uvicorn raises the signal that stopped it again. Ignore that signal.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
-        say(_address(where, listening), made[0] if made else None)
+        say(_address(where.host, port), made[0] if made else None)
         _run(service, reconciler, version, listening)
 
 
 def _run(service: Service, reconciler: Reconciler, version: str, listening: socket.socket) -> None:
     """Start the threads, and answer requests until a signal comes."""
     starts = Loop("reconciler", reconcile.EVERY_S, reconciler.turn)
-    counts = Loop("lookup counter", _COUNTS_S, lambda: service.lookups.flush(service.database))
+    counts = Loop("counter of lookups and uses", _COUNTS_S, service.flush)
     service.loops += [starts, counts, Loop("upkeep", _TIDIES_S, lambda: tidy(service))]
 
     def last() -> None:
@@ -161,30 +170,23 @@ def _run(service: Service, reconciler: Reconciler, version: str, listening: sock
 def tidy(service: Service) -> None:
     """Remove old data that is no longer needed."""
     with service.database.writing() as session:
-        tokens.tidy(session)
-        jobs.tidy(session)
-        blobs.tidy(session)
-        lookups.tidy(session)
+        for part in (tokens, jobs, blobs, lookups):
+            part.tidy(session)
 
 
 def new_token(database: Database, name: str, role: str, days: int | None) -> str:
-    """Make a token with direct access to the database. Returns the token's text.
+    """Make a token with direct access to the database. Returns the token's text. Raises UsageError
+    if no server has used the database yet: its first start makes the first admin."""
 
-    Raises:
-        UsageError: the name or role is invalid, or no server has used the database yet: its first
-            start makes the first admin. StoreError: the database cannot be used.
-    """
-
-    def refuse(_session: Session | None = None) -> None:
+    def refuse(_session: object = None) -> None:
         raise UsageError(f"database {database.url}: no server has used it; run advisor serve first")
 
-    if not database.there:
+    if database.file and not database.file.exists():
         refuse()
     with contextlib.closing(database):
         database.start(refuse)
-        with database.writing() as session:
-            expires = None if days is None else time.time() + days * DAY_S
-            return tokens.make(session, name, role, expires, None)[1]
+        expires = None if days is None else time.time() + days * DAY_S
+        return database.write(tokens.make, name, role, expires, None)[1]
 
 
 def _allow_connections() -> None:
@@ -194,25 +196,6 @@ def _allow_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
-def _listening(where: Where) -> socket.socket:
-    family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
-    try:
-        listening = socket.create_server((where.host, where.port), family=family, backlog=1024)
-    except (OSError, OverflowError) as exc:
-        why = getattr(exc, "strerror", "") or exc
-        raise UsageError(f"--host {where.host} --port {where.port}: {why}") from exc
-    # Connections inherit this option. Without it, an answer's body comes 40 ms after its head.
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening
-
-
-def _for_workers(where: Where, listening: socket.socket) -> str:
-    """The address at which workers find the server: by default on this machine."""
-    every = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-    near = dataclasses.replace(where, host=every.get(where.host, where.host))
-    return where.url or _address(near, listening)
-
-
 def _is_url(text: str) -> bool:
     with contextlib.suppress(ValueError):
         parts = urlsplit(text)
@@ -220,6 +203,5 @@ def _is_url(text: str) -> bool:
     return False
 
 
-def _address(where: Where, listening: socket.socket) -> str:
-    host = f"[{where.host}]" if ":" in where.host else where.host
-    return f"http://{host}:{listening.getsockname()[1]}"
+def _address(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

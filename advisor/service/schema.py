@@ -1,4 +1,4 @@
-"""The tables of the database."""
+"""The tables of the database. Times are Unix seconds; those of jobs by the database's clock."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ Bytewise = Annotated[str, mapped_column(String().with_variant(String(collation="
 Large = Annotated[int, mapped_column(BigInteger)]
 TokenId = Annotated[int, mapped_column(ForeignKey("tokens.id"))]
 JobId = Annotated[int, mapped_column(ForeignKey("jobs.id"))]
+AttemptId = Annotated[int, mapped_column(ForeignKey("attempts.id"))]
 NARROWED = {
     **{name: (name,) for name in ("model", "target", "file", "family", "command")},
     **{name: (name, "target") for name in ("origin", "code")},
@@ -27,12 +28,22 @@ class Base(DeclarativeBase):
         return f"{cls.__name__.removesuffix('Row').lower()}s"
 
 
-class Item(Base):
-    """A version of a record, under its key in a store. Times in Unix seconds.
+class Stored(Base):
+    """What clients store under a key. Each token has a quota of `size`, in bytes, in each table."""
+
+    __abstract__ = True
+
+    key: Mapped[Bytewise] = mapped_column(primary_key=True)
+    size: Mapped[int]
+    token: Mapped[TokenId]
+    data: Mapped[bytes] = mapped_column(deferred=True)
+
+
+class Item(Stored):
+    """A version of a record, under its key in a store; see `cache.name` for parts of the key.
 
     Attributes:
-        record_key: the same for all versions of a record; see `cache.name`, also for `id`, `target`
-            and `origin`.
+        record_key: the same for all versions of a record.
         called: the target's name; `file`: the name of its file or module.
         fields: all fields of the record's key, as JSON; `terms`: a digest, see `terms_of`.
         speedup: of the config that is used by default; 0 if it is doubtful.
@@ -40,13 +51,13 @@ class Item(Base):
         created: when it was measured; `stored`: when the server stored it.
     """
 
+    __tablename__ = "records"
     __table_args__ = (
-        *(Index(f"items_of_{one}", *of, "terms", "created") for one, of in NARROWED.items()),
-        Index("items_of_id", "id", "batch"),
-        Index("items_of_token", "token", "size"),
+        *(Index(f"records_of_{one}", *of, "terms", "created") for one, of in NARROWED.items()),
+        Index("records_of_id", "id", "batch"),
+        Index("records_of_token", "token", "size"),
     )
 
-    key: Mapped[Bytewise] = mapped_column(primary_key=True)
     record_key: Mapped[Bytewise] = mapped_column(index=True)
     model: Mapped[Bytewise]
     id: Mapped[Bytewise]
@@ -66,27 +77,28 @@ class Item(Base):
     framework: Mapped[Bytewise]
     created: Mapped[float]
     stored: Mapped[float]
-    size: Mapped[int]
-    token: Mapped[TokenId]
-    data: Mapped[bytes]
 
 
-class ArtifactsRow(Base):
-    """The compiled code for a config of a record."""
+class ArtifactsRow(Stored):
+    """The compiled code for a config of a record, under its label (see `cache.artifacts`)."""
 
     __tablename__ = "artifacts"
     __table_args__ = (Index("artifacts_of_token", "token", "size"),)
 
-    name: Mapped[Bytewise] = mapped_column(primary_key=True)
     record_key: Mapped[Bytewise]
-    size: Mapped[int]
     stored: Mapped[float]
-    token: Mapped[TokenId]
-    data: Mapped[bytes] = mapped_column(deferred=True)
+
+
+class Archive(Stored):
+    """A job's code, under its SHA-256. `used`: when a job with it was last submitted."""
+
+    __table_args__ = (Index("archives_of_token", "token", "size"),)
+
+    used: Mapped[float]
 
 
 class Token(Base):
-    """A token's role and SHA-256 (`digest`). Its text is not stored. Times in Unix seconds."""
+    """A token's role and SHA-256 (`digest`). Its text is not stored."""
 
     id: Mapped[int] = mapped_column(primary_key=True)
     digest: Mapped[bytes] = mapped_column(unique=True)
@@ -121,7 +133,7 @@ _LIVE = text("state IN ('queued', 'running', 'preempted')")
 
 
 class JobRow(Base):
-    """A submitted tuning. Times in Unix seconds of the database's clock.
+    """A submitted tuning.
 
     Attributes:
         key: a digest of the request. At most one unfinished job has the same key.
@@ -139,28 +151,24 @@ class JobRow(Base):
 
     __table_args__ = (
         Index("jobs_live", "key", unique=True, sqlite_where=_LIVE, postgresql_where=_LIVE),
-        Index("jobs_of_key", "key"),
         Index("jobs_of_state", "state", "id"),
-        Index("jobs_of_archive", "archive"),
-        Index("jobs_of_record", "record"),
-        Index("jobs_of_token", "token"),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    key: Mapped[Bytewise]
+    key: Mapped[Bytewise] = mapped_column(index=True)
     state: Mapped[str]
     reason: Mapped[str] = mapped_column(default="")
     what: Mapped[str]
     asked: Mapped[str]
-    archive: Mapped[Bytewise]
+    archive: Mapped[Bytewise] = mapped_column(index=True)
     gpu: Mapped[Bytewise]
     gpus: Mapped[int]
-    token: Mapped[TokenId]
+    token: Mapped[TokenId] = mapped_column(index=True)
     created: Mapped[float]
     changed: Mapped[float]
     due: Mapped[float] = mapped_column(default=0.0)
     pause: Mapped[float] = mapped_column(default=0.0)
-    record: Mapped[str] = mapped_column(default="")
+    record: Mapped[str] = mapped_column(default="", index=True)
     attempts: Mapped[int] = mapped_column(default=0)
     started: Mapped[float | None]
     budget_s: Mapped[float]
@@ -171,7 +179,7 @@ class JobRow(Base):
 
 
 class Attempt(Base):
-    """One start of a job on an executor. Times by the database's clock.
+    """One start of a job on an executor.
 
     Attributes:
         external: the attempt's name at the executor, chosen before the start.
@@ -184,7 +192,6 @@ class Attempt(Base):
     __table_args__ = (
         Index("attempts_of_job", "job", "number", unique=True),
         Index("attempts_of_state", "state", "executor"),
-        Index("attempts_of_start", "start", unique=True),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -199,7 +206,7 @@ class Attempt(Base):
     beat: Mapped[float]
     ended: Mapped[float | None]
     token: Mapped[TokenId] = mapped_column(unique=True)
-    start: Mapped[bytes]
+    start: Mapped[bytes] = mapped_column(unique=True)
     begun: Mapped[float | None]
 
 
@@ -207,11 +214,9 @@ class TrialRow(Base):
     """A config that an attempt tried. `batch` is None and `ratio` 0 if unknown; `outcome` is '' if
     it ran, else why it failed."""
 
-    __table_args__ = (Index("trials_of_job", "job"),)
-
-    attempt: Mapped[int] = mapped_column(ForeignKey("attempts.id"), primary_key=True)
+    attempt: Mapped[AttemptId] = mapped_column(primary_key=True)
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    job: Mapped[JobId]
+    job: Mapped[JobId] = mapped_column(index=True)
     at: Mapped[float]
     what: Mapped[str]
     batch: Mapped[Large | None]
@@ -228,7 +233,7 @@ class Log(Base):
 
     id: Mapped[int] = mapped_column(primary_key=True)
     job: Mapped[JobId]
-    attempt: Mapped[int] = mapped_column(ForeignKey("attempts.id"))
+    attempt: Mapped[AttemptId]
     data: Mapped[str]
 
 
@@ -239,19 +244,6 @@ class Study(Base):
 
     job: Mapped[JobId] = mapped_column(primary_key=True)
     name: Mapped[Bytewise] = mapped_column(primary_key=True)
-    data: Mapped[bytes]
-
-
-class Archive(Base):
-    """A job's code archive. `used`: when a job with it was last submitted (database's clock)."""
-
-    __table_args__ = (Index("archives_of_token", "token", "size"),)
-
-    digest: Mapped[Bytewise] = mapped_column(primary_key=True)
-    size: Mapped[int]
-    token: Mapped[TokenId]
-    created: Mapped[float]
-    used: Mapped[float]
     data: Mapped[bytes]
 
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import RowMapping, delete, exists, select
+from sqlalchemy import ColumnElement, RowMapping, delete, exists, func, select, update
 from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
-from advisor.jobs.token import PREFIX, digest, made
+from advisor.jobs.token import digest, made
 from advisor.service.roles import ROLES
 from advisor.service.schema import Attempt, Event, Token
 from advisor.service.schema import Session as Browser
 
 SESSION_S = 12 * 3600.0
 AUDIT_KEPT_S = 400 * 86_400.0
-_USE_NOTED_S = 60.0
 NAME = r"^[\w.@+-][\w .@+-]{0,63}$"
 NEVER = 1e11
 """Unix seconds at which every token has expired."""
@@ -27,14 +26,14 @@ NEVER = 1e11
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request: number, name and role of the token, and the client's address. `unseen`:
-    whether to note the time of this use."""
+    """Who sent a request: number, name and role of the token, and the client's address. `attempt`:
+    the attempt that the token was made for."""
 
     token: int
     name: str
     role: str
     address: str = ""
-    unseen: bool = False
+    attempt: Attempt | None = None
 
     def may(self, role: str) -> bool:
         return ROLES.index(self.role) >= ROLES.index(role)
@@ -56,15 +55,13 @@ class Caller:
 
 def make(
     session: Session, name: str, role: str, expires: float | None, by: Caller | None
-) -> tuple[Token, str]:
-    """Make a token. Returns it and its text, which is not stored.
+) -> tuple[int, str]:
+    """Make a token. Returns its number and its text, which is not stored. Raises UsageError if an
+    argument is invalid.
 
     Args:
         expires: in Unix seconds; None for never.
         by: the admin; None for `advisor token` and the first start of a server.
-
-    Raises:
-        UsageError: the name, the role or the time is invalid.
     """
     if role not in ROLES:
         raise UsageError(f"role {role[:40]!r}: expected one of {', '.join(ROLES)}")
@@ -74,7 +71,7 @@ def make(
         raise UsageError("expires: expected a future time in Unix seconds")
     token, text = add(session, name, role, expires)
     note(session, by, "token made", f"{token.id} {name} ({role})")
-    return token, text
+    return token.id, text
 
 
 def add(session: Session, name: str, role: str, expires: float | None) -> tuple[Token, str]:
@@ -88,22 +85,29 @@ def add(session: Session, name: str, role: str, expires: float | None) -> tuple[
 
 def find(session: Session, text: str, address: str) -> Caller | None:
     """The caller with this token; None if the token is unknown, expired or revoked."""
-    if not text.startswith(PREFIX):
+    return _caller(session, Token.digest == digest(text), address)
+
+
+def logged_in(session: Session, cookie: str, address: str) -> Caller | None:
+    """The caller of a browser session; None if the session or its token is no longer valid."""
+    open_now = (Browser.digest == digest(cookie), Browser.expires > time.time())
+    return _caller(session, Token.id.in_(select(Browser.token).where(*open_now)), address)
+
+
+def _caller(session: Session, which: ColumnElement[bool], address: str) -> Caller | None:
+    valid = (Token.revoked.is_(None), func.coalesce(Token.expires, NEVER) > time.time())
+    query = select(Token, Attempt).join(Attempt, Attempt.token == Token.id, isouter=True)
+    found = session.execute(query.where(which, *valid)).first()
+    if found is None:
         return None
-    return _caller(session.scalar(select(Token).where(Token.digest == digest(text))), address)
+    token, attempt = found
+    return Caller(token.id, token.name, token.role, address, attempt)
 
 
-def _caller(token: Token | None, address: str) -> Caller | None:
-    now = time.time()
-    if token is None or token.revoked is not None or now >= (token.expires or NEVER):
-        return None
-    unseen = token.used is None or token.used < now - _USE_NOTED_S
-    return Caller(token.id, token.name, token.role, address, unseen)
-
-
-def note_use(session: Session, caller: Caller) -> None:
-    if token := session.get(Token, caller.token):
-        token.used = time.time()
+def note_uses(session: Session, used: Mapping[int, float]) -> None:
+    """Note when tokens, by their numbers, were last used."""
+    for token, at in sorted(used.items()):  # other servers note the same tokens
+        session.execute(update(Token).where(Token.id == token).values(used=at))
 
 
 def listed(session: Session) -> Sequence[RowMapping]:
@@ -119,16 +123,7 @@ def log_in(session: Session, caller: Caller) -> str:
     ends = time.time() + SESSION_S
     session.add(Browser(digest=digest(text), token=caller.token, expires=ends))
     note(session, caller, "logged in", "")
-    note_use(session, caller)
     return text
-
-
-def logged_in(session: Session, cookie: str, address: str) -> Caller | None:
-    """The caller of a session; None if the session or its token is no longer valid."""
-    found = session.get(Browser, digest(cookie))
-    if found is None or found.expires < time.time():
-        return None
-    return _caller(session.get(Token, found.token), address)
 
 
 def log_out(session: Session, cookie: str) -> None:

@@ -223,9 +223,8 @@ def archived(*members: Member, **how: Any) -> bytes:
 NAME, OUT, TWICE, KIND = "with the name", "out of the folder", "twice, or", "no plain file"
 
 
-@pytest.mark.parametrize(
-    ("members", "says"),
-    [
+def test_hostile_members_are_refused(tmp_path: Path) -> None:
+    every: list[tuple[list[Member], str]] = [
         *(
             ([member(name)], NAME)
             for name in (
@@ -248,12 +247,12 @@ NAME, OUT, TWICE, KIND = "with the name", "out of the folder", "twice, or", "no 
         ([link("a", "train.py", tarfile.LNKTYPE)], KIND),
         *(([member("a", type=getattr(tarfile, f"{kind}TYPE"))], KIND) for kind in DEVICES),
         ([member("a", type=b"S")], f"{KIND}|cannot be read|damaged"),
-    ],
-)
-def test_hostile_members_are_refused(members: list[Member], says: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=says):
-        unpack(archived(member("first"), *members), tmp_path / "here")
-    assert list(tmp_path.iterdir()) == [tmp_path / "here"]
+    ]
+    for members, says in every:
+        with pytest.raises(UsageError, match=says):
+            unpack(archived(member("first"), *members), tmp_path / "here")
+        (tmp_path / "here").rmdir()  # nothing is written, there or elsewhere
+    assert list(tmp_path.iterdir()) == []
 
 
 def claiming(size: int, kind: bytes) -> bytes:
@@ -266,9 +265,10 @@ def claiming(size: int, kind: bytes) -> bytes:
 CHAINED = gzip.compress(member("x", type=tarfile.XHDTYPE)[0].tobuf(tarfile.USTAR_FORMAT) * 2000)
 
 
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
+def test_bombs_are_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_archive, "MAX_UNPACKED", 2**20)
+    monkeypatch.setattr(code_archive, "MAX_FILES", 50)
+    for data, says in (
         (archived(member("zeros", bytes(2**20 + 1))), "more than 1 MiB"),
         (archived(*(member(str(n), bytes(2**18)) for n in range(5))), "more than 1 MiB"),
         (archived(*(member(str(n)) for n in range(60))), "more than 50 files"),
@@ -282,20 +282,10 @@ CHAINED = gzip.compress(member("x", type=tarfile.XHDTYPE)[0].tobuf(tarfile.USTAR
         (gzip.compress(tarfile.TarInfo("x").tobuf()[:300]), "damaged"),
         (b"", "damaged"),
         (b"PK\3\4", "damaged"),
-    ],
-    ids=[
-        *("large", "sum", "many", "deep", "claimed", "claimed-header", "claimed-name"),
-        *("negative", "chained", "cut", "half", "empty", "zip"),
-    ],
-)
-def test_bombs_are_refused_early(
-    data: bytes, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(code_archive, "MAX_UNPACKED", 2**20)
-    monkeypatch.setattr(code_archive, "MAX_FILES", 50)
-    with pytest.raises(UsageError, match=says):
-        unpack(data, tmp_path / "here")
-    assert not [*(tmp_path / "here").iterdir()]  # nothing is written before all is checked
+    ):
+        with pytest.raises(UsageError, match=says):
+            unpack(data, tmp_path / "here")
+        (tmp_path / "here").rmdir()  # nothing is written before all is checked
 
 
 @settings(max_examples=100, deadline=None)

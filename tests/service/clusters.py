@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from advisor.service.executors.ray import LABEL
 from advisor.tuners.measure.run.guarded_process import GuardedProcess
 from tests.cache.servers import answers, free_port
 from tests.forks import until
+from tests.service.serving import ask
 from tests.service.test_serve import Process
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +121,6 @@ class Cluster:
         self._folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: of a socket's path 107 bytes
         self._port, self._client, self.port = free_port(), free_port(), free_port()
         self.nodes: dict[str, Node] = {}
-        self._begun = 0
 
     @property
     def address(self) -> str:
@@ -129,14 +130,18 @@ class Cluster:
         """A node for each name, which are waited for."""
         words = ["--head", "--port", str(self._port)]
         words += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(self.port)]
-        self._add(head, *words, "--ray-client-server-port", str(self._client))
+        self.add(head, *words, "--ray-client-server-port", str(self._client))
         until(lambda: answers(self._port))  # long before its dashboard does
         for gpu in gpus:
             self.add(gpu)
         until(lambda: {head, *gpus} <= self.alive())
 
-    def add(self, gpu: str) -> Node:
-        return self._add(gpu, "--address", f"127.0.0.1:{self._port}")
+    def add(self, gpu: str, *words: str) -> Node:
+        """A node, by default not the head."""
+        has = ["--num-cpus", "1", "--num-gpus", "1", "--labels", f"{LABEL}={gpu}"]
+        words = words or ("--address", f"127.0.0.1:{self._port}")
+        self.nodes[gpu] = Node(self._folder / uuid.uuid4().hex[:4], *words, *has)
+        return self.nodes[gpu]
 
     def kill(self) -> None:
         for node in self.nodes.values():
@@ -149,27 +154,14 @@ class Cluster:
     def alive(self) -> set[str]:
         """The labels of the nodes that the head knows as alive."""
         try:
-            said = json.loads(self.ask("GET", "/api/v0/nodes"))
-            found = said["data"]["result"]["result"]
+            found = json.loads(self.ask("GET", "/api/v0/nodes"))["data"]["result"]["result"]
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
             return set()
         return {one["labels"][LABEL] for one in found if one["state"] == "ALIVE"}
 
-    def ask(self, method: str, path: str, body: object = None) -> bytes:
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         """What the head answers; also an error of its own."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
-        try:
-            headers = {"Authorization": f"Bearer {TOKEN}"}
-            connection.request(method, path, json.dumps(body), headers)
-            return connection.getresponse().read()
-        finally:
-            connection.close()
-
-    def _add(self, gpu: str, *words: str) -> Node:
-        self._begun += 1
-        has = ["--num-cpus", "1", "--num-gpus", "1", "--labels", f"{LABEL}={gpu}"]
-        self.nodes[gpu] = Node(self._folder / str(self._begun), *words, *has)
-        return self.nodes[gpu]
+        return ask(self.port, method, path, TOKEN, body).data
 
 
 def _environment() -> dict[str, str]:
@@ -189,13 +181,3 @@ def _environment() -> dict[str, str]:
 
 def _words(file: Path) -> list[bytes]:
     return file.read_bytes().split(b"\0")
-
-
-@contextlib.contextmanager
-def cluster(*gpus: str) -> Iterator[Cluster]:
-    found = Cluster()
-    try:
-        found.start(*gpus)
-        yield found
-    finally:
-        found.close()

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from tests.cache import servers
@@ -20,8 +21,6 @@ def postgresql() -> Iterator[servers.Server]:
 
 def emptied(server: servers.Server) -> str:
     """The URL of a database with nothing in it."""
-    import psycopg
-
     name = f"t{uuid.uuid4().hex}"
     place = f"//advisor:s3cret@127.0.0.1:{server.port}"
     with psycopg.connect(f"postgresql:{place}/postgres", autocommit=True) as connection:
@@ -34,36 +33,37 @@ def new_postgresql(postgresql: servers.Server) -> str:
     return emptied(postgresql)
 
 
+@pytest.fixture
+def lite(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The URL of a database with nothing in it, of SQLite."""
+    return f"sqlite:///{tmp_path_factory.mktemp('database')}/service.db"
+
+
 @pytest.fixture(params=["lite", "new_postgresql"])
 def database_url(request: pytest.FixtureRequest) -> str:
     found: str = request.getfixturevalue(request.param)
     return found
 
 
-@pytest.fixture(scope="session", params=["sqlite", "postgresql"])
-def running(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
+@pytest.fixture(scope="session")
+def running_lite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server that all tests of a database share."""
-    url = f"sqlite:///{tmp_path_factory.mktemp('database')}/service.db"
-    if request.param == "postgresql":
-        url = emptied(request.getfixturevalue("postgresql"))
-    with serving(url) as found:
+    with serving(f"sqlite:///{tmp_path_factory.mktemp('database')}/service.db") as found:
         yield found
-
-
-@pytest.fixture
-def served(running: Served) -> Served:
-    """With nothing in its database but a token of each role."""
-    fresh(running)
-    return running
 
 
 @pytest.fixture(scope="session")
-def running_lite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server that all tests share for which one database is enough."""
-    with serving(f"sqlite:///{tmp_path_factory.mktemp('database')}/service.db") as found:
+def running_postgresql(postgresql: servers.Server) -> Iterator[Served]:
+    with serving(emptied(postgresql)) as found:
         yield found
+
+
+@pytest.fixture(params=["running_lite", "running_postgresql"])
+def served(request: pytest.FixtureRequest) -> Served:
+    """A server with nothing in its database but a token of each role."""
+    found: Served = request.getfixturevalue(request.param)
+    fresh(found)
+    return found
 
 
 @pytest.fixture
@@ -80,9 +80,3 @@ def team(served_lite: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("ADVISOR_CACHE", served_lite.url)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nobodys"))
     return served_lite
-
-
-@pytest.fixture
-def lite(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The URL of a database with nothing in it, of SQLite."""
-    return f"sqlite:///{tmp_path_factory.mktemp('database')}/service.db"

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import uvicorn
-from sqlalchemy import event
 
 from advisor.cache.records import Records
 from advisor.cache.signing import NO_KEYS, KeyRing
@@ -87,8 +86,7 @@ class Served:
 
 
 def token(database: Database, role: str, expires: float | None = None) -> str:
-    with database.writing() as session:
-        return tokens.make(session, f"a {role}", role, expires, None)[1]
+    return database.write(tokens.make, f"a {role}", role, expires, None)[1]
 
 
 def events(served: Served) -> list[dict[str, Any]]:
@@ -103,8 +101,7 @@ def actions(served: Served) -> list[str]:
 
 def caller(served: Served, role: str) -> tokens.Caller:
     """Who has the token of a role."""
-    with served.database.reading() as session:
-        found = tokens.find(session, served.tokens[role], "")
+    found = served.database.read(tokens.find, served.tokens[role], "")
     assert found is not None
     return found
 
@@ -112,32 +109,13 @@ def caller(served: Served, role: str) -> tokens.Caller:
 def revoke(served: Served, role: str) -> None:
     """The token of a role, by its owner."""
     one = caller(served, role)
-    with served.database.writing() as session:
-        assert jobs.revoke_token(session, one.token, one)
-
-
-@contextlib.contextmanager
-def statements(database: Database) -> Iterator[list[tuple[str, Any]]]:
-    """What a database is asked while this goes on: each statement with its values."""
-    asked: list[tuple[str, Any]] = []
-
-    def note(
-        _connection: object, _cursor: object, statement: str, values: Any, *_more: object
-    ) -> None:
-        asked.append((statement, values))
-
-    event.listen(database._engine, "before_cursor_execute", note)
-    try:
-        yield asked
-    finally:
-        event.remove(database._engine, "before_cursor_execute", note)
+    assert served.database.write(jobs.revoke_token, one.token, one)
 
 
 def begun(database: Database, one: Start) -> str:
     """The token for which a worker exchanges what it was started with."""
     own = made()
-    with database.writing() as session:
-        assert attempts.begin(session, one.attempt, digest(own), "10.0.0.1") == "begun"
+    assert database.write(attempts.begin, one.attempt, digest(own), "10.0.0.1")
     return own
 
 
@@ -146,7 +124,6 @@ def start_of(external: str = "advisor-1-1", gpu: str = "", gpus: int = 0, **aske
     return Start(
         attempt=1,
         job=1,
-        number=1,
         external=external,
         gpu=gpu,
         server_url=f"http://127.0.0.1:{servers.free_port()}",
@@ -163,7 +140,7 @@ def fresh(served: Served) -> None:
             session.execute(table.delete())
     served.tokens = {role: token(database, role) for role in tokens.ROLES}
     began = Service(database, service.reader)
-    for name in ("guesses", "behind_proxy", "lookups", "loops", "machines"):
+    for name in ("guesses", "behind_proxy", "lookups", "used", "loops", "machines"):
         setattr(service, name, getattr(began, name))
 
 

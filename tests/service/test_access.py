@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fastapi.routing import iter_route_contexts
-from sqlalchemy import select
+from sqlalchemy.orm import Session
 from starlette.routing import Mount
 
 from advisor.jobs.token import PREFIX, digest, made
@@ -18,8 +18,7 @@ from advisor.service.access import COOKIE
 from advisor.service.app import application
 from advisor.service.limits import Guesses
 from advisor.service.routes import admin
-from tests.forks import until
-from tests.service.serving import Served, caller, revoke, serving, statements, token
+from tests.service.serving import Served, caller, revoke, serving, token
 
 OPEN = {
     *(("GET", path) for path in ("/healthz", "/readyz", "/openapi.json", "/style.css", "/login")),
@@ -107,8 +106,7 @@ def test_every_route_asks_for_a_token(served_lite: Served) -> None:
 def test_every_route_takes_its_role_and_not_the_one_below(served_lite: Served) -> None:
     for level, role in enumerate(tokens.ROLES):
         one = caller(served_lite, role)
-        with served_lite.database.writing() as session:
-            cookie = f"{COOKIE}={tokens.log_in(session, one)}"
+        cookie = f"{COOKIE}={served_lite.database.write(tokens.log_in, one)}"
         page = {"headers": {"Cookie": cookie, "Sec-Fetch-Site": "same-origin"}}
         for method, path in routes(served_lite):
             role_needed = needed(method, path)
@@ -128,12 +126,13 @@ def test_a_token_is_shown_once_and_not_kept(served: Served) -> None:
     text, number = made.json["token"], made.json["id"]
     assert re.fullmatch(r"adv_[\w-]{43}", text)
     assert served.ask("GET", "/api/tokens", "admin").data.find(text.encode()) == -1
-    with served.database.reading() as session:
-        row = session.get(schema.Token, number)
-        assert row is not None and row.digest == digest(text) and row.used is None
+    row = served.database.read(Session.get_one, schema.Token, number)
+    assert row.digest == digest(text) and row.used is None
     served.tokens["ci"] = text
     assert served.ask("GET", "/api/self", "ci").json["role"] == "worker"
-    assert abs(noted_use(served, "ci") - time.time()) < 60
+    served.service.flush()
+    used = served.database.read(Session.get_one, schema.Token, number).used
+    assert used is not None and abs(used - time.time()) < 60
     assert served.ask("DELETE", f"/api/tokens/{number}", "admin").status == 200
     assert served.ask("GET", "/api/self", "ci").status == 401
     log = served.ask("GET", "/api/audit", "admin").json["events"]
@@ -142,21 +141,8 @@ def test_a_token_is_shown_once_and_not_kept(served: Served) -> None:
     assert served.ask("DELETE", "/api/tokens/99999", "admin").status == 404
 
 
-def noted_use(served: Served, name: str) -> float:
-    """When a token was used last, once that is noted: after the answer."""
-    query = select(schema.Token.used).where(schema.Token.digest == digest(served.tokens[name]))
-
-    def noted() -> float | None:
-        with served.database.reading() as session:
-            return session.scalar(query)
-
-    return until(noted)
-
-
-def test_a_lookup_waits_for_no_writer(
-    lite: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whoever holds the database, and though the use of the token is to be noted."""
+def test_a_lookup_waits_for_no_writer(lite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever holds the database: lookups and uses of tokens are noted later."""
     monkeypatch.setattr(database, "WAITS_S", 0.1)
     new = {"name": "x", "role": "read"}
     with serving(lite) as served:
@@ -164,7 +150,6 @@ def test_a_lookup_waits_for_no_writer(
         lock.execute("BEGIN IMMEDIATE")
         assert served.ask("GET", "/api/lookup?file=x", "read").status == 200
         assert served.ask("POST", "/api/tokens", "admin", new).status == 503
-        until(lambda: "could not be noted" in caplog.text)
         lock.close()
         assert served.ask("POST", "/api/tokens", "admin", new).status == 201
 
@@ -177,22 +162,23 @@ def test_tokens_that_are_not_made(served_lite: Served) -> None:
         assert served_lite.ask("POST", "/api/tokens", "admin", asked).status == 422, one
 
 
-def test_guesses_are_few_and_cost_others_nothing(served_lite: Served) -> None:
+def test_guesses_are_few_and_cost_others_nothing(
+    served_lite: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = served_lite
     served.service.guesses = Guesses(most=3)
     assert served.ask("GET", "/api/self", "read").status == 200
-    noted_use(served, "read")
     guess = {"Authorization": f"Bearer {made()}"}
     said = [served.ask("GET", "/api/self", headers=guess).status for _ in range(3)]
     assert said == [401, 401, 401]
-    with statements(served.database) as asked:
+    with monkeypatch.context() as patched:
+        patched.setattr(served.database, "read", lambda *_: pytest.fail("it was looked up"))
         for method, path in (
             *(("GET", "/api/self"), ("GET", "/api/attempt"), ("POST", "/api/attempt/begin")),
             ("PUT", f"/api/archives/{'ab' * 32}"),
         ):
             refused = served.ask(method, path, "", {"digest": "x"}, guess)
             assert (refused.status, refused.headers["retry-after"]) == (429, "30"), path
-    assert asked == []
     assert served.ask("GET", "/api/self", "read").status == 200  # it was good before
     assert served.ask("GET", "/api/self", "admin").status == 429
     served.service.guesses = Guesses(most=1, period_s=0.0)

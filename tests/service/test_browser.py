@@ -10,16 +10,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from sqlalchemy import delete
+from sqlalchemy.orm import Session
 
 from advisor.cache.config import Config
 from advisor.cache.name import record_key
 from advisor.cache.record import Part
 from advisor.service import schema
-from advisor.service.executors import Capacity
+from advisor.service.executors import Capacity, Start
 from advisor.service.machines import Machine
 from tests.cache.examples import KEY, changed, record
 from tests.service.serving import Served
-from tests.service.test_jobs import claimed, submit
+from tests.service.test_jobs import beat, claimed, ended, submit
 from tests.service.test_pages import keep
 from tests.service.test_records import named, put
 
@@ -28,6 +30,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 SMALL, LARGE = 390, 1280
+STAYS = "window.stayed = true"
+"""Forgotten if the page is loaded again."""
 WAITS_MS = 20_000
 FOCUSABLE = "a[href], button, input:not([type=hidden]), select, summary, [tabindex='0']"
 FOLDED = "details:not([open]) > :not(summary)"
@@ -62,45 +66,24 @@ FOUND = replace(
 )
 
 
-@dataclass
-class Team:
-    """Those who use a server, and the attempt that was started last."""
-
-    served: Served
-    attempt: str = ""
-
-    def submit(self, *command: str) -> int:
-        asked = {"command": list(command), "gpu": "Z9000", "options": {"budget": "5m"}}
-        number: int = submit(self.served, "admin", **asked).json["id"]
-        return number
-
-    def start(self, trials: int, log: str) -> None:
-        """Start the jobs that wait; the last one reports."""
-        while one := claimed(self.served, "NVIDIA Z9000"):
-            self.attempt = one.external
-        measured = [
-            {"number": n, "what": "channels_last, bf16, compile=max-autotune", "batch": 64 << n % 3}
-            | {"samples_per_s": 2000.0 + 300 * (n % 5), "ratio": 1.0 + 0.15 * (n % 5)}
-            | {"outcome": "out of memory" if n == 3 else ""}
-            for n in range(trials)
-        ]
-        self.tell("beat", trials=measured, log=log, device="NVIDIA Z9000 (GPU-1)")
-
-    def tell(self, route: str, **said: Any) -> None:
-        """What a worker says."""
-        path = f"/api/attempt/{route}"
-        assert self.served.ask("POST", path, self.attempt, said).status == 200
-
-    def done(self) -> None:
-        """The attempt leaves a version of its own of the record."""
-        made = replace(FOUND.provenance, created=FOUND.provenance.created + 1)
-        assert put(self.served, *named(replace(FOUND, provenance=made)), self.attempt).status == 201
-        self.tell("end", state="done", record=FOUND.id)
+def new_job(served: Served, *command: str) -> int:
+    asked = {"command": list(command), "gpu": "Z9000", "options": {"budget": "5m"}}
+    number: int = submit(served, "admin", **asked).json["id"]
+    return number
 
 
-@pytest.fixture
-def users(served_lite: Served) -> Team:
-    return Team(served_lite)
+def started(served: Served, trials: int, log: str) -> Start:
+    """Start the jobs that wait; the last one reports."""
+    for one in iter(lambda: claimed(served, "NVIDIA Z9000"), None):
+        last = one
+    measured = [
+        {"number": n, "what": "channels_last, bf16, compile=max-autotune", "batch": 64 << n % 3}
+        | {"samples_per_s": 2000.0 + 300 * (n % 5), "ratio": 1.0 + 0.15 * (n % 5)}
+        | {"outcome": "out of memory" if n == 3 else ""}
+        for n in range(trials)
+    ]
+    beat(served, last, trials=measured, log=log, device="NVIDIA Z9000 (GPU-1)")
+    return last
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +98,7 @@ def chromium() -> Iterator[Any]:
 class Person:
     """Somebody at a screen, whose browser has nothing to complain of."""
 
-    users: Team
+    served: Served
     page: Any
     wrong: list[str] = field(default_factory=list)
 
@@ -125,12 +108,12 @@ class Person:
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
 
     def go(self, path: str) -> None:
-        self.page.goto(f"http://127.0.0.1:{self.users.served.port}{path}")
+        self.page.goto(f"http://127.0.0.1:{self.served.port}{path}")
 
     def log_in(self) -> None:
         self.go("/login")
         self.page.wait_for_selector("[name=token]:focus")
-        self.page.keyboard.type(self.users.served.tokens["admin"])
+        self.page.keyboard.type(self.served.tokens["admin"])
         self.page.keyboard.press("Enter")
         self.page.wait_for_url("**/")
 
@@ -146,13 +129,6 @@ class Person:
         found: str = self.page.inner_text(selector)
         return found
 
-    def stays(self) -> None:
-        """From now on the page is not loaded again."""
-        self.page.evaluate("window.stayed = true")
-
-    def has_stayed(self) -> bool:
-        return bool(self.page.evaluate("window.stayed"))
-
     def waits_for(self, selector: str) -> None:
         self.page.wait_for_selector(selector, state="attached")
 
@@ -161,13 +137,13 @@ Sits = Callable[..., Person]
 
 
 @pytest.fixture
-def sits(users: Team, chromium: Any) -> Iterator[Sits]:
+def sits(served_lite: Served, chromium: Any) -> Iterator[Sits]:
     contexts, persons = [], []
 
     def person(width: int = LARGE, scheme: str = "light") -> Person:
         size = {"width": width, "height": 800}
         contexts.append(chromium.new_context(viewport=size, color_scheme=scheme))
-        persons.append(Person(users, contexts[-1].new_page()))
+        persons.append(Person(served_lite, contexts[-1].new_page()))
         persons[-1].log_in()
         return persons[-1]
 
@@ -177,21 +153,23 @@ def sits(users: Team, chromium: Any) -> Iterator[Sits]:
     assert [found.wrong for found in persons] == [[] for _ in persons]
 
 
-def test_a_job_from_the_login_to_its_record(users: Team, sits: Sits) -> None:
+def test_a_job_from_the_login_to_its_record(served_lite: Served, sits: Sits) -> None:
     """Three people watch it on three pages; nobody loads a page again."""
     watcher, lister, mechanic = sits(), sits(SMALL, "dark"), sits()
     assert "Nothing is here yet" in watcher.text("h1")
     watcher.page.get_by_role("link", name="Jobs", exact=True).click()
     assert "advisor submit" in watcher.text("#live")
-    number = users.submit("torchrun", "--nproc-per-node", "4", "train.py", "--epochs", "1")
+    command = ("torchrun", "--nproc-per-node", "4", "train.py", "--epochs", "1")
+    number = new_job(served_lite, *command)
     lister.go("/jobs")
     mechanic.go("/machines")
     watcher.page.get_by_role("link", name=f"{number}: ").click()
     assert watcher.text("#live .badge >> nth=0") == "queued"
     assert lister.text(f"#job-{number} .badge") == "queued"
     for person in (watcher, lister, mechanic):
-        person.stays()
-    users.start(9, "".join(f"trial {n}: <b>measured</b>\n" for n in range(40)))
+        person.page.evaluate(STAYS)
+    log = "".join(f"trial {n}: <b>measured</b>\n" for n in range(40))
+    one = started(served_lite, 9, log)
     watcher.waits_for("svg.timeline circle >> nth=7")
     assert watcher.text("#live .badge >> nth=0") == "running"
     assert "<b>measured</b>" in watcher.text("#log")
@@ -203,11 +181,13 @@ def test_a_job_from_the_login_to_its_record(users: Team, sits: Sits) -> None:
     lister.waits_for(f"#job-{number} .is-running")
     lister.waits_for(f"#job-{number} progress")
     mechanic.page.get_by_role("link", name=f"{number}: torchrun").wait_for()
-    users.done()
+    made = replace(FOUND.provenance, created=FOUND.provenance.created + 1)
+    put(served_lite, *named(replace(FOUND, provenance=made)), one.external)
+    assert ended(served_lite, one, state="done", record=FOUND.id).status == 200
     link = watcher.page.get_by_role("button", name="See the record")
     link.wait_for()
     assert watcher.text("#live .badge >> nth=0") == "done"
-    assert all(person.has_stayed() for person in (watcher, lister, mechanic))
+    assert all(person.page.evaluate("stayed") for person in (watcher, lister, mechanic))
     with watcher.page.expect_event("requestfinished", lambda one: "/records/" in one.url):
         link.click()
     assert "1.50x" in watcher.text(".figures")
@@ -216,8 +196,8 @@ def test_a_job_from_the_login_to_its_record(users: Team, sits: Sits) -> None:
     assert "torchrun" in watcher.text("h1") and "queued" in watcher.text("#live")
 
 
-def test_every_page_on_every_screen(users: Team, sits: Sits) -> None:
-    running, failed = used(users)
+def test_every_page_on_every_screen(served_lite: Served, sits: Sits) -> None:
+    running, failed = used(served_lite)
     person = sits()
     for path in (
         *("/", "/?device=NVIDIA B200&sort=-speedup", f"/records/{FOUND.id}"),
@@ -238,12 +218,12 @@ def test_every_page_on_every_screen(users: Team, sits: Sits) -> None:
         assert person.page.evaluate(moves) == name
 
 
-def used(users: Team) -> tuple[int, int]:
+def used(served: Served) -> tuple[int, int]:
     """A team was here for a while; the numbers of a job that runs and of one that failed."""
     devices = ("NVIDIA B200", "NVIDIA A100-SXM4-80GB", "AMD EPYC 9654 96-Core Processor")
-    keep(users.served, FOUND, *(record(key=changed(KEY, "device.name", one)) for one in devices))
+    keep(served, FOUND, *(record(key=changed(KEY, "device.name", one)) for one in devices))
     place, today = record_key(FOUND), int(time.time() // 86_400)
-    with users.served.database.writing() as session:
+    with served.database.writing() as session:
         for device, where, model, outcome, count in (
             ("NVIDIA H200", place, "ab" * 6, "exact", 1200),
             ("NVIDIA H200", place, "ab" * 6, "stale", 90),
@@ -252,26 +232,26 @@ def used(users: Team) -> tuple[int, int]:
         ):
             row = {"device": device, "record_key": where, "model": model, "outcome": outcome}
             session.add(schema.Lookup(day=today, count=count, **row))
-    failed = users.submit("python", "train.py", "--data", "/data/" + "imagenet-" * 12)
-    users.start(2, "Traceback (most recent call last):\nRuntimeError: no data\n")
+    failed = new_job(served, "python", "train.py", "--data", "/data/" + "imagenet-" * 12)
+    one = started(served, 2, "Traceback (most recent call last):\nRuntimeError: no data\n")
     why = "the command ended with status 1: RuntimeError: no data; the log has more"
-    users.tell("end", state="failed", reason=why)
-    running = users.submit("torchrun", "--nproc-per-node", "4", "train.py")
-    users.start(9, "epoch 1\nepoch 2\n")
-    users.submit("python", "waits.py")
+    ended(served, one, state="failed", reason=why)
+    running = new_job(served, "torchrun", "--nproc-per-node", "4", "train.py")
+    started(served, 9, "epoch 1\nepoch 2\n")
+    new_job(served, "python", "waits.py")
     busy = Capacity(gpu="NVIDIA B200", gpus=0, total=1, why="a job runs there")
     up = [Capacity(gpu="NVIDIA Z9000", gpus=3, total=4), busy]
-    users.served.service.machines = {
+    served.service.machines = {
         "local:here": Machine(name="local:here", capacities=up),
         "ray:there": Machine(name="ray:there", why="no answer"),
     }
     return running, failed
 
 
-def test_a_keyboard_reaches_everything(users: Team, sits: Sits) -> None:
+def test_a_keyboard_reaches_everything(served_lite: Served, sits: Sits) -> None:
     person = sits()
-    number = users.submit("python", "keys.py")
-    keep(users.served, FOUND)
+    number = new_job(served_lite, "python", "keys.py")
+    keep(served_lite, FOUND)
     every = f"""[...document.querySelectorAll("{FOCUSABLE}")]"""
     reachable = f"""{every}.map((one, n) => one.matches("{UNREACHED}") ? -1 : n)"""
     focused = f"""() => {{
@@ -302,22 +282,21 @@ def test_a_keyboard_reaches_everything(users: Team, sits: Sits) -> None:
     assert "by a admin" in person.text("#live")
 
 
-def test_a_page_that_is_left_alone_asks_for_a_login(users: Team, sits: Sits) -> None:
+def test_a_page_that_is_left_alone_asks_for_a_login(served_lite: Served, sits: Sits) -> None:
     person = sits()
-    path = f"/jobs/{users.submit('python', 'left.py')}"
+    path = f"/jobs/{new_job(served_lite, 'python', 'left.py')}"
     person.go(path)
-    with users.served.database.writing() as session:
-        session.execute(schema.Session.__table__.delete())
+    served_lite.database.write(Session.execute, delete(schema.Session))
     person.page.wait_for_url("**/login?*")
     assert person.page.input_value("[name=to]", strict=True) == path
     assert all("401" in one for one in person.wrong)
     person.wrong.clear()
 
 
-def test_records_are_filtered_and_sorted_in_place(users: Team, sits: Sits) -> None:
-    used(users)
+def test_records_are_filtered_and_sorted_in_place(served_lite: Served, sits: Sits) -> None:
+    used(served_lite)
     person = sits()
-    person.stays()
+    person.page.evaluate(STAYS)
     rows = person.page.locator("#list tbody tr")
     person.page.get_by_label("Device").select_option("NVIDIA B200")
     person.page.wait_for_url("**/?*device=NVIDIA*")
@@ -326,7 +305,7 @@ def test_records_are_filtered_and_sorted_in_place(users: Team, sits: Sits) -> No
     person.page.get_by_label("Device").select_option("")
     person.page.get_by_label("Model").press_sequentially("nothing")
     person.page.get_by_text("No record fits this filter").wait_for()
-    assert person.has_stayed()
+    assert person.page.evaluate("stayed")
     person.page.get_by_role("link", name="Show all records").click()
     person.page.get_by_role("link", name="Speed-up").click()
     person.waits_for("th[aria-sort=descending]:has-text('Speed-up')")

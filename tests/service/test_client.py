@@ -72,16 +72,18 @@ def test_a_job_as_python_sees_it(team: Served, client: Client, project: Path) ->
     assert run.where == "the CPU"
 
 
-def test_jobs_come_in_pages(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"command 'python train.py': expected a list of words"):
-        client.submit(command="python train.py")
-    with pytest.raises(UsageError, match="number '0': expected at least 1"):
-        client.job(0)
+def test_the_newest_jobs_come_first(client: Client) -> None:
+    for refused, says in (
+        (lambda: client.submit(command="python train.py"), "expected a list of words"),
+        (lambda: client.job(0), "number '0': expected at least 1"),
+        (lambda: client.jobs(["none"]), "state 'none': expected 'queued', 'preempted',"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            refused()
     assert client.jobs() == []
-    made = [client.submit("torchvision:resnet18", shape=(n, 3, 8, 8)).id for n in range(1, 6)]
-    monkeypatch.setattr("advisor.client._MOST_PAGE", 2)
+    made = [client.submit("torchvision:resnet18", shape=(n, 3, 8, 8)).id for n in range(1, 4)]
     assert [job.id for job in client.jobs()] == made[::-1]
-    assert [job.id for job in client.jobs(most=3)] == made[:1:-1]
+    assert [job.id for job in client.jobs(most=2)] == made[:0:-1]
     assert client.cancel(made[0]) == client.cancel(made[0]) == "cancelled"
     assert client.job(made[0]).state == "cancelled"
 

@@ -127,6 +127,7 @@ def test_hanging_is_killed(local: Local, tmp_path: Path, monkeypatch: pytest.Mon
     local.stop("advisor-1-1")
     assert states(local, "advisor-1-1") == ["running"]
     monkeypatch.setattr(local, "_now", lambda: time.monotonic() + GRACE_S)
+    local.stop("advisor-1-1")
     until(lambda: states(local, "advisor-1-1") == ["ended"])
     assert "SIGKILL" in local.status(["advisor-1-1"])["advisor-1-1"].reason
 
@@ -135,11 +136,23 @@ def test_what_an_executor_may_be_called() -> None:
     assert open_executors(["none"], DATABASE) == []
     (here,) = open_executors(["local"], DATABASE)
     assert here.name.startswith("local:") and "sqlite" not in here.name
+    for address, name in (
+        ("ray-jobs:http://head.example", "ray:http://head.example:8265"),
+        ("ray-jobs:https://head.example:443/", "ray:https://head.example:443"),
+        ("ray-jobs:http://[::1]:8265", "ray:http://[::1]:8265"),
+        ("ray://head.example:10001", "ray:http://head.example:8265"),
+    ):
+        (executor,) = open_executors([address], DATABASE)
+        assert executor.name == name
+    no_ray = ["ray:8265", "ray://", "ray-jobs:ray://head", "ray-jobs:ftp://head"]
+    heads = ("user:secret@head", "head:99999", "head/path")
+    no_ray += [f"ray-jobs:http://{one}" for one in heads]
     for texts, says in (
         (["slurm:x"], "expected one of local"),
         (["local"] * 2, "given twice"),
         (["none", "local"], "none: starts no jobs; give it alone"),
         (["none", "none"], "none: starts no jobs; give it alone"),
+        *(([one], r"expected ray-jobs:http\[s\]://HOST") for one in no_ray),
     ):
         with pytest.raises(UsageError, match=says):
             open_executors(texts, DATABASE)

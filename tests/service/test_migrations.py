@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from alembic.config import Config
 from alembic.script import ScriptDirectory
 from sqlalchemy import inspect
 
@@ -15,6 +14,7 @@ from advisor.service import migrations
 from advisor.service.database import Database
 from advisor.service.schema import Base
 
+FOLDER = Path(migrations.__file__).parent
 STEP = """
 from alembic import op
 import sqlalchemy as sa
@@ -28,19 +28,21 @@ def upgrade():
 """
 
 
-def tables(database: Database) -> set[str]:
+def tables(database: Database) -> dict[str, set[str]]:
+    """The columns of each table."""
     with database.reading() as session:
-        return set(inspect(session.connection()).get_table_names())
+        found = inspect(session.connection())
+        return {
+            name: {one["name"] for one in found.get_columns(name)}
+            for name in found.get_table_names()
+        }
 
 
 def test_steps_are_in_order_and_import_nothing_of_advisor() -> None:
     """What they did once they do again, whatever the code is by then."""
-    config = Config()
-    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
-    config.set_main_option("path_separator", "os")
-    steps = [step.revision for step in ScriptDirectory.from_config(config).walk_revisions()]
-    assert steps == [f"{number:04}" for number in range(int(migrations.LAST), 0, -1)]
-    for step in Path(migrations.__file__).parent.glob("versions/*.py"):
+    steps = [step.revision for step in ScriptDirectory(str(FOLDER)).walk_revisions()]
+    assert steps == [f"{number:04}" for number in range(len(steps), 0, -1)]
+    for step in FOLDER.glob("versions/*.py"):
         assert "advisor" not in step.read_text(), step
 
 
@@ -50,21 +52,18 @@ def test_an_older_database_takes_the_steps_that_it_lacks(
     """All of them or, where one fails, none; a server of the older version then refuses it."""
     database = Database(database_url)
     database.start(lambda _session: None)
-    assert tables(database) == {*Base.metadata.tables, "alembic_version"}
-    folder = shutil.copytree(Path(migrations.__file__).parent, tmp_path / "migrations")
+    assert tables(database).keys() == {*Base.metadata.tables, "alembic_version"}
+    folder = shutil.copytree(FOLDER, tmp_path / "migrations")
     step = folder / "versions" / "v0002_note.py"
     with monkeypatch.context() as patched:
         patched.setattr(migrations, "__file__", str(folder / "__init__.py"))
-        patched.setattr(migrations, "LAST", "0002")
         step.write_text(STEP.format(then="SELECT * FROM nowhere"))
         with pytest.raises(StoreError, match="nowhere"):
             database.start(lambda _session: None)
-        with database.reading() as session:
-            assert migrations.revision_of(session.connection()) == "0001"
+        assert "note" not in tables(database)["jobs"]
         step.write_text(STEP.format(then="SELECT 1"))
         database.start(lambda _session: pytest.fail("it was not empty"))
-        with database.reading() as session:
-            assert "note" in {c["name"] for c in inspect(session.connection()).get_columns("jobs")}
+        assert "note" in tables(database)["jobs"]
     with pytest.raises(StoreError, match=r"schema 2 is newer than 1, .*upgrade") as caught:
         database.start(lambda _session: None)
     assert "s3cret" not in str(caught.value)

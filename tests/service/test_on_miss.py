@@ -26,6 +26,7 @@ from tests.face import test_why
 from tests.face.commands import MODEL
 from tests.face.commands import advisor as command
 from tests.runs.test_apply import Net, trained
+from tests.runs.test_commands import TRAINING
 from tests.service.serving import Served
 
 SHAPE = (4, 3, 8, 8)
@@ -104,29 +105,20 @@ def test_a_batch_is_asked_for(team: Served, project: Path, monkeypatch: pytest.M
     assert [job["options"]["shape"] for job in asked(team)] == [[[7, 3, 8, 8]]]
 
 
-@pytest.mark.parametrize(
-    ("variables", "given", "says"),
-    [
+@pytest.mark.usefixtures("project")
+def test_what_is_not_asked_for(team: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variables, given, says in (
         ({"ADVISOR_ON_MISS": "default"}, {}, ""),
         ({"ADVISOR_ON_MISS": ""}, {"on_miss": "nearest"}, ""),
         ({"ADVISOR_CACHE": "dir:store"}, {}, "no server is among the stores; set ADVISOR_CACHE"),
         ({}, {"shape": None}, "by its name and a shape"),
         ({}, {"target": NAMELESS}, "no tuning is asked for: give apply() a target by its name"),
-    ],
-)
-@pytest.mark.usefixtures("project")
-def test_what_is_not_asked_for(
-    team: Served,
-    monkeypatch: pytest.MonkeyPatch,
-    variables: dict[str, str],
-    given: dict[str, Any],
-    says: str,
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    said = missed(**given)
-    assert says in said and "asked for at" not in said
-    assert asked(team) == []
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            said = missed(**given)
+        assert says in said and "asked for at" not in said
     monkeypatch.setenv("RANK", "1")  # rank 0 speaks for all
     advice = advisor.lookup(**lookup_arguments("model.py:Net", shape=SHAPE, on_miss="request"))
     assert "rank 0 asks" in advice.reason and asked(team) == []
@@ -140,7 +132,7 @@ def test_what_cannot_be_sent_is_a_line_in_the_log(
     away = f"http://127.0.0.1:{servers.free_port()}"
     for change, says in (
         (("advisor.jobs.code_archive.MAX_PACKED", 200), "packed, at most 200 B can be sent; the "),
-        ((sys.modules["__main__"], "__file__", str(elsewhere)), "lies outside"),
+        ((sys.modules["__main__"], "__file__", str(elsewhere)), "is outside"),
         (
             (os.environ, "ADVISOR_TOKEN", team.tokens["read"]),
             "this needs role 'submit'; this token has role 'read'",
@@ -156,23 +148,13 @@ def test_what_cannot_be_sent_is_a_line_in_the_log(
     assert asked(team) == []
 
 
-TRAINS = """
-import os
-import threading
-
-import torch
-from torch import nn
+TRAINS = f"""{TRAINING}
+import os, threading
 
 os.chdir("/")  # as some frameworks do
-net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-for _ in range(8):
-    loss = net(torch.randn(4, 8)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+train(8)
 for thread in threading.enumerate():
-    if thread.name == "advisor: a job":
+    if thread.name == "{THREAD}":
         thread.join(60)
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import html
 import json
 import re
@@ -11,6 +12,8 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 import pytest
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
 
 from advisor.cache.codec import to_plain
 from advisor.cache.config import Config
@@ -29,11 +32,22 @@ from advisor.service.executors import Capacity
 from advisor.service.loop import Loop
 from advisor.service.machines import Machine
 from advisor.service.roles import MAY
+from advisor.service.run import tidy
 from tests.cache.examples import KEY, changed, choice, record
 from tests.face.test_doubtful import BUSY
 from tests.face.test_doubtful import made as busy
 from tests.service.serving import Answer, Served, events, revoke
-from tests.service.test_jobs import beat, change, ended, started, submit
+from tests.service.test_jobs import (
+    CODE,
+    RECORD,
+    beat,
+    change,
+    claimed,
+    ended,
+    sent,
+    started,
+    submit,
+)
 from tests.service.test_records import named, put
 
 EVIL = "<script>alert(1)</script>"
@@ -137,11 +151,11 @@ def test_forms_of_other_sites_are_refused(served_lite: Served) -> None:
     own: list[dict[str, str]] = [{}, {"Sec_Fetch_Site": "same-origin"}, {"Origin": here}]
     others = [{"Sec_Fetch_Site": site} for site in ("cross-site", "same-site")]
     others += [{"Origin": origin} for origin in ("http://evil.example", "null", "http://[")]
-    for sent in (*own, *others):
-        made = browser.post("/tokens", {"name": "x", "role": "read"}, **sent)
-        assert made.status == (200 if sent in own else 403), sent
-        login = post(served_lite, "/login", {"token": "x"}, **sent)
-        assert (login.status == 403) == (sent in others)
+    for headers in (*own, *others):
+        made = browser.post("/tokens", {"name": "x", "role": "read"}, **headers)
+        assert made.status == (200 if headers in own else 403), headers
+        login = post(served_lite, "/login", {"token": "x"}, **headers)
+        assert (login.status == 403) == (headers in others)
     names = [one["name"] for one in served_lite.ask("GET", "/api/tokens", "admin").json["tokens"]]
     assert names.count("x") == len(own)
 
@@ -221,20 +235,18 @@ def test_records_are_sorted_and_filtered(served: Served, monkeypatch: pytest.Mon
 
 
 def test_a_record_says_first_what_to_paste(served_lite: Served) -> None:
-    keep(served_lite, record())
-    text = Browser(served_lite, "read").text(f"/records/{record().id}")
+    """Or what to do if nothing gains."""
+    made, browser = record(), Browser(served_lite, "read")
+    keep(served_lite, made)
+    text = browser.text(f"/records/{made.id}")
     paste = text.index("advice = advisor.apply(")
     assert "shape=(64, 3, 256, 256)" in text
     assert paste < text.index("95% interval") < text.index("What was chosen")
     assert f"export ADVISOR_CACHE=http://127.0.0.1:{served_lite.port} " in text
     assert "What each knob contributes" not in text, "no empty sections"
-
-
-def test_a_record_that_gains_nothing_says_what_to_do(served_lite: Served) -> None:
-    made = record()
     default = tuple(replace(one, choice=made.baseline) for one in made.winners)
     keep(served_lite, replace(made, winners=default, input=Config(), revised=time.time()))
-    text = Browser(served_lite, "read").text(f"/records/{made.id}")
+    text = browser.text(f"/records/{made.id}")
     assert "What to do: Nothing measured clearly gains on this machine" in text
     assert "export ADVISOR_CACHE" not in text
 
@@ -310,12 +322,11 @@ def test_what_lookups_found(served: Served) -> None:
         query = urlencode({"model": model, "wanted": json.dumps(to_plain(one))})
         for _ in range(2):
             assert served.ask("GET", f"/api/lookup?{query}", "read").status == 200
-    served.service.lookups.flush(served.database)
-    with served.database.reading() as session:
-        found = lookups.covered(session)
-        missed = {(one.device, one.model, one.target) for one in lookups.missed(session)}
-        (line,), _number = catalog.listed(session, View())
-    assert found == dict.fromkeys(["exact", "stale", "nearest", "miss"], 2)
+    served.service.flush()
+    read = served.database.read
+    missed = {(one.device, one.model, one.target) for one in read(lookups.missed)}
+    (line,), _number = read(catalog.listed, View())
+    assert read(lookups.covered) == dict.fromkeys(["exact", "stale", "nearest", "miss"], 2)
     h200, b200 = "NVIDIA H200", "NVIDIA B200"
     assert missed == {(h200, "cd" * 6, ""), (b200, KEY.model[:12], "model.py:Net")}
     assert (line.used, line.stale) == (4, 2)
@@ -335,8 +346,7 @@ def test_the_median_is_of_the_newest_trustworthy_versions(served: Served) -> Non
         record(key=changed(KEY, "device.name", "NVIDIA L40S")),  # not compared with fp32
         busy(BUSY, 22.9, changed(KEY, "shapes", (3, 8, 8))),
     )
-    with served.database.reading() as session:
-        assert catalog.median(session) == (2, pytest.approx(1.3))
+    assert served.database.read(catalog.median) == (2, pytest.approx(1.3))
     assert "<b>1.30x</b>median speed-up of 2 verified" in Browser(served, "read").text("/")
 
 
@@ -347,8 +357,7 @@ def test_versions_of_a_record_are_one_line(served: Served, monkeypatch: pytest.M
     newest = with_speedup(record(created=1.7e9 + 5), 1.25)
     keep(served, older, again, record(key=other, created=1.6e9), newest)
     monkeypatch.setattr(catalog, "ON_A_PAGE", 1)
-    with served.database.reading() as session:
-        pages = [catalog.listed(session, View(page=page)) for page in range(3)]
+    pages = [served.database.read(catalog.listed, View(page=page)) for page in range(3)]
     ids = [[one.id for one in lines] for lines, _number in pages]
     assert ids == [[older.id], [record(key=other).id], []]
     assert pages[0][0][0].speedup == 1.25 and {number for _lines, number in pages} == {2}
@@ -487,21 +496,67 @@ def test_an_age(days: float, shown: str) -> None:
 
 
 def test_trials_at_another_batch_are_drawn_apart() -> None:
-    tried = [(10.0, 64), (30.0, 128), (20.0, 64), (15.0, None)]
     trials = [
         {"number": n, "what": "tf32", "at": 2.0, "outcome": "", "batch": batch}
         | {"samples_per_s": speed}
-        for n, (speed, batch) in enumerate(tried)
+        for n, (speed, batch) in enumerate([(10.0, 64), (30.0, 128), (20.0, 64), (15.0, None)])
     ]
-    details = {"attempts": [{"started": 1.0}], "trials": trials}
-    chart = Timeline("", tuple(job_pages.tried(details)))
-    assert [(point.label, point.at_batch) for point in chart.points] == [
-        ("0: tf32, batch 64", True),
-        ("1: tf32, batch 128", False),
-        ("2: tf32, batch 64", True),
-        ("3: tf32", True),
-    ]
-    assert chart.leaders == [chart.points[0], chart.points[2]]
+    tried = job_pages.tried({"attempts": [{"started": 1.0}], "trials": trials})
+    chart = Timeline("", tuple(tried))
+    assert [point.at_batch for point in chart.points] == [True, False, True, True]
+    assert [point.label for point in chart.leaders] == ["0: tf32, batch 64", "2: tf32, batch 64"]
+
+
+def tuned(served: Served, code: bytes = CODE, gpus: int = 1) -> int:
+    """A job that has made RECORD."""
+    assert sent(served, code).status < 300
+    archive = hashlib.sha256(code).hexdigest()
+    number: int = submit(served, archive=archive, gpus=gpus).json["id"]
+    one = claimed(served, "NVIDIA H200" if gpus else "", gpus)
+    assert one is not None
+    put(served, *named(record(created=1.7e9 + number)), one.external)
+    assert ended(served, one, state="done", record=RECORD).status == 200
+    return number
+
+
+@pytest.mark.parametrize(("gpus", "gpu"), [(1, "NVIDIA H200"), (0, "")])
+def test_a_record_is_measured_again_by_its_job(served_lite: Served, gpus: int, gpu: str) -> None:
+    served = served_lite
+
+    def again(role: str = "submit") -> Answer:
+        return served.ask("POST", f"/api/measure/{RECORD}", role)
+
+    keep(served, record())
+    none = again()
+    assert none.status == 422 and "no job of this server" in none.json["detail"]
+    first = tuned(served, gpus=gpus)
+    assert again("read").status == 403
+    served.database.write(Session.execute, delete(schema.Archive))
+    assert again().status == 428
+    sent(served)
+    said = again()
+    assert (said.status, said.json["state"], said.json["gpu"]) == (201, "queued", gpu)
+    second = said.json["id"]
+    rows = [served.database.read(Session.get_one, schema.JobRow, n) for n in (first, second)]
+    asked = [json.loads(row.asked) for row in rows]
+    assert asked[1] == asked[0] | {"force": True, "gpu": gpu}
+    assert (again().status, again().json["id"]) == (200, second)
+    page = Browser(served, "submit").post(f"/records/{RECORD}/measure", {})
+    assert (page.status, page.headers["location"]) == (303, f"/jobs/{second}")
+    revoke(served, "submit")
+    page = Browser(served, "admin").post(f"/records/{RECORD}/measure", {}, Accept="text/html")
+    assert page.status == 422 and b"submit the command" in page.data
+
+
+def test_code_is_kept_as_long_as_its_record(served: Served) -> None:
+    for code in (CODE, CODE + b"more"):
+        tuned(served, code)
+    change(served, schema.Archive, used=0.0)
+    query = select(schema.Archive.key)
+    for kept in ([hashlib.sha256(code).hexdigest()], []):
+        tidy(served.service)
+        assert served.database.read(lambda session: session.scalars(query).all()) == kept
+        served.database.write(Session.execute, delete(schema.Item))
 
 
 def test_nothing_in_a_job_or_a_record_is_markup(served_lite: Served) -> None:

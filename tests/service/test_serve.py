@@ -6,6 +6,7 @@ import asyncio.constants
 import contextlib
 import ctypes
 import http.client
+import itertools
 import json
 import os
 import re
@@ -13,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 import pytest
 
-from advisor.cache.codec import decode, encode
+from advisor.cache.codec import decode
 from advisor.cache.name import Name
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
@@ -29,12 +29,13 @@ from advisor.cli import main
 from advisor.errors import StoreError, UsageError
 from advisor.service import blobs, records, tokens
 from advisor.service.database import Database
-from advisor.service.run import Where, _listening, new_token
+from advisor.service.run import Where, new_token
 from advisor.service.schema import Item
 from tests.cache import servers
 from tests.cache.examples import KEY, changed, record
 from tests.forks import until
 from tests.service.serving import ask, serving
+from tests.service.test_records import named
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,44 +89,27 @@ def process(*words: str) -> Iterator[Process]:
             found.stop(signal.SIGKILL)
 
 
-def healthy(client: socket.socket) -> None:
-    """Ask for /healthz, and read the answer whole."""
-    client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-    said = b""
-    while not said.endswith(b"}"):  # its head may come alone
-        said += (more := client.recv(2**12))
-        assert more
-
-
 def written(number: int) -> tuple[str, bytes]:
-    one = record(key=changed(KEY, "threads", number), trials=0)
-    data = encode(one)
-    return Name.of(one, data).text, data
+    return named(record(key=changed(KEY, "threads", number), trials=0))
 
 
 def test_killed_while_it_writes(lite: str) -> None:
     """Whatever was acknowledged is there, with its line in the log, and nothing in halves. Records
     are checked and shown without torch, which takes seconds to import."""
     acknowledged: list[str] = []
-    stop = threading.Event()
 
-    def write(number: int, port: int, token: str) -> None:
-        while not stop.is_set():
-            key, data = written(number)
-            with contextlib.suppress(OSError, http.client.HTTPException):
+    def write(first: int, port: int, token: str) -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):  # it was killed
+            for number in itertools.count(first, 4):
+                key, data = written(number)
                 if ask(port, "PUT", f"/api/records/{quote(key)}", token, data).status == 201:
                     acknowledged.append(key)
-            number += 4
 
-    with process("--database", lite, "--executor", "none") as server:
+    with ThreadPoolExecutor(4) as pool, process("--database", lite, "--executor", "none") as server:
         token = server.token
         assert re.fullmatch(r"adv_[\w-]{43}", token)
-        threads = [
-            threading.Thread(target=write, args=(n, server.port, token), daemon=True)
-            for n in range(4)
-        ]
-        for thread in threads:
-            thread.start()
+        for first in range(4):
+            pool.submit(write, first, server.port, token)
         form = {"Content-Type": "application/x-www-form-urlencoded"}
         login = ask(server.port, "POST", "/login", "", f"token={token}".encode(), form)
         cookie = {"Cookie": login.headers["set-cookie"].partition(";")[0]}
@@ -138,19 +122,13 @@ def test_killed_while_it_writes(lite: str) -> None:
         if sys.platform == "linux":
             assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
         assert server.stop(signal.SIGKILL) == -signal.SIGKILL
-        stop.set()
-        for thread in threads:
-            thread.join()
-    with serving(lite, as_it_is=True) as served:
-        served.tokens["admin"] = token
-        there = set(served.ask("GET", "/api/records", "admin").json["keys"])
-        assert set(acknowledged) <= there
-        with served.database.reading() as session:
-            stored = records.data_of(session, there)
-            events = tokens.events(session, None, 10**6)
-            noted = [event["subject"] for event in events if event["action"] == "put"]
+    with serving(lite, as_it_is=True) as served, served.database.reading() as session:
+        there = list(blobs.listed(session, Item, "")[0])
+        stored = records.data_of(session, there)
+        events = tokens.events(session, None, 10**6)
+    assert set(acknowledged) <= set(there)
     assert all(Name.of(decode(data), data).text == key for key, data in stored.items())
-    assert sorted(noted) == sorted(there)
+    assert sorted(one["subject"] for one in events if one["action"] == "put") == there
 
 
 def test_two_servers_on_one_database(new_postgresql: str) -> None:
@@ -181,23 +159,20 @@ def test_servers_that_start_together_make_one_admin(database_url: str) -> None:
 
 def test_what_is_being_answered_is_answered_before_it_stops(lite: str) -> None:
     key, data = written(1)
-    with serving(lite) as served, socket.create_connection(("127.0.0.1", served.port)) as idle:
-        healthy(idle)
-        with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
-            client.sendall(
-                f"PUT /api/records/{quote(key)} HTTP/1.1\r\nHost: x\r\n"
-                f"Authorization: Bearer {served.tokens['worker']}\r\n"
-                f"Content-Length: {len(data)}\r\n\r\n".encode()
-                + data[:100]
-            )
-            until(lambda: bool(served.server.server_state.tasks))
-            served.server.should_exit = True
-            until(served.stopping.is_set)
-            client.sendall(data[100:])
-            assert client.recv(2**12).startswith(b"HTTP/1.1 201")
-        assert idle.recv(2**12) == b""
-    with serving(lite, as_it_is=True) as again, again.database.reading() as session:
-        assert list(blobs.listed(session, Item, "")[0]) == [key]
+    with (
+        serving(lite) as served,
+        socket.create_connection(("127.0.0.1", served.port), timeout=60) as client,
+    ):
+        head = f"PUT /api/records/{quote(key)} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+        head += f"{served.tokens['worker']}\r\nContent-Length: {len(data)}\r\n\r\n"
+        client.sendall(head.encode() + data[:100])
+        until(lambda: bool(served.server.server_state.tasks))
+        served.server.should_exit = True
+        until(served.stopping.is_set)
+        client.sendall(data[100:])
+        assert client.recv(2**12).startswith(b"HTTP/1.1 201")
+    with serving(lite, as_it_is=True) as again:
+        assert list(again.database.read(blobs.listed, Item, "")[0]) == [key]
 
 
 def test_postgresql_comes_back() -> None:
@@ -239,7 +214,9 @@ def test_what_a_database_may_be(tmp_path: Path, lite: str) -> None:
     database.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 def test_where_it_may_listen(lite: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever it ends with, no job of the same user reads its environment."""
     with pytest.raises(UsageError, match="sent unencrypted"):
         Where(host="0.0.0.0")
     for url in ("foo", "ftp://x", "http://", "http://x:99999"):
@@ -250,33 +227,6 @@ def test_where_it_may_listen(lite: str, capsys: pytest.CaptureFixture[str]) -> N
     assert Where().executors == Where(host="::1").executors == ("local",)
     for host in ("0.0.0.0", "127.0.0.1"):
         assert Where(host=host, behind_proxy=True).executors == ("none",)
-    with servers.socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert main(["serve", "--port", port, "--database", lite]) == 2
-    assert main(["serve", "--database", lite, "--executor", "slurm"]) == 2
-    assert not Path(lite.removeprefix("sqlite:///")).exists()  # nor a token that nobody saw
-    address, executor = capsys.readouterr().err.splitlines()
-    assert "--executor 'slurm': expected one of local" in executor
-    assert re.search(rf"--port {port}: Address already in use", address)
-    for port in ("-1", "65536", "x", "", "1.5", "1_0", "８０", "9" * 5000):
-        assert main(["serve", "--port", port]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.endswith(f"--port {port[:40]!r}: expected 0 to 65535; 0 takes any free port")
-
-
-def test_an_answer_waits_for_no_acknowledgement() -> None:
-    """Its head and its body are two packets: the second one waited 40 ms for a client's word."""
-    with (
-        _listening(Where(port=0)) as listening,
-        socket.create_connection(listening.getsockname()),
-        listening.accept()[0] as accepted,
-    ):
-        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
-def test_no_job_of_the_same_user_reads_the_servers_environment(lite: str) -> None:
-    """Whatever it ends with: here, as its address is taken."""
     getting, setting = 3, 4  # PR_GET_DUMPABLE, PR_SET_DUMPABLE
     control = ctypes.CDLL(None).prctl
     try:
@@ -287,6 +237,15 @@ def test_no_job_of_the_same_user_reads_the_servers_environment(lite: str) -> Non
         assert control(getting, 0, 0, 0, 0) == 0
     finally:
         control(setting, 1, 0, 0, 0)
+    assert main(["serve", "--database", lite, "--executor", "slurm"]) == 2
+    assert not Path(lite.removeprefix("sqlite:///")).exists()  # nor a token that nobody saw
+    address, executor = capsys.readouterr().err.splitlines()
+    assert "--executor 'slurm': expected one of local" in executor
+    assert re.search(rf"--port {port}: Address already in use", address)
+    for port in ("-1", "65536", "x", "", "1.5", "1_0", "８０", "9" * 5000):
+        assert main(["serve", "--port", port]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith(f"--port {port[:40]!r}: expected 0 to 65535; 0 takes any free port")
 
 
 def test_a_token_is_made_beside_the_server(

@@ -240,15 +240,19 @@ def test_more_than_one_answer_holds(
 def test_tokens_that_may_not(
     worker: Served,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     role: str,
     act: Callable[[ByteStore], object],
     says: str,
 ) -> None:
-    monkeypatch.setenv("ADVISOR_TOKEN", worker.tokens.get(role, role))
+    """Nothing shows or logs a token."""
+    caplog.set_level(logging.DEBUG)
+    token = worker.tokens.get(role, role)
+    monkeypatch.setenv("ADVISOR_TOKEN", token)
     store = open_store(worker.url)
     with pytest.raises((StoreError, UsageError), match=says) as caught:
         act(store)
-    assert "xxx" not in str(caught.value)
+    assert not token or token not in f"{caught.value} {caplog.text} {vars(store)}"
     assert role != "read" or store.health() == "empty"
 
 
@@ -349,40 +353,6 @@ def test_artifacts_are_mended_by_their_owner_alone(worker: Served, tmp_path: Pat
     worker.ask("PUT", f"/api/artifacts/{name}", "admin", b"\0" * size)
     outcome, reason = carried()
     assert outcome == "refused" and "another token stored it" in reason
-
-
-def test_the_commands(
-    worker: Served,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """As anybody types them, against a server over HTTP. Nothing logs the token."""
-    caplog.set_level(logging.DEBUG)
-    local, pack = f"dir:{tmp_path}/local", str(tmp_path / "pack")
-    for created in (1.71e9, 1.72e9):
-        open_records(local).put(record(created=created))
-    monkeypatch.setenv("ADVISOR_CACHE", worker.url)
-    id = record().id
-    for words, said in (
-        (("sync", local, worker.url), ": 2 added"),
-        (("show",), id),
-        (("show", id, "--json"), '"signed": true'),
-        (("env", "--device", "cpu"), "ok: 1 record"),
-        (("export", pack), "1 record in"),
-        (("gc",), "would go"),
-        (("gc", "--yes"), f"removing  {id}"),
-        (("forget", id), f"forgetting {id} model.py:Net (1 version)"),
-        (("show",), "Nothing is tuned yet"),
-        (("import", pack), ": 1 added"),
-        (("gc",), "nothing to remove"),
-    ):
-        assert main(list(words)) == 0, capsys.readouterr().err
-        assert said in capsys.readouterr().out, words
-    store = open_store(worker.url)
-    assert len(store.keys()) == 1
-    assert worker.tokens["worker"] not in caplog.text + repr(vars(store))
 
 
 @contextlib.contextmanager
@@ -520,7 +490,7 @@ def test_no_project_allows_plain_http(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ADVISOR_CACHE")
     for act in (lambda: open_records(None), lambda: Client(server_url())):
-        with pytest.raises(UsageError, match=r"pyproject\.toml may not say insecure=1"):
+        with pytest.raises(UsageError, match=r"insecure=1 .*\(not in pyproject\.toml\)"):
             act()
     assert open_records(url).stores[0].url == url
     monkeypatch.setenv("ADVISOR_CACHE", url)

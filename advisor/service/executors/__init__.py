@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from advisor.errors import AdvisorError, UsageError
+from advisor.errors import AdvisorError, UsageError, printable
 from advisor.jobs.spec import JobSpec
 
 LOCAL, NONE, RAY = "local", "none", ("ray-jobs", "ray")
@@ -49,16 +49,14 @@ class Start:
     """An attempt to start.
 
     Attributes:
-        attempt: the attempt's id in the database; `number`: the attempt's number within its job.
-        external: the attempt's name at the executor.
-        gpu: the name of the device to use, as in its Capacity.
-        server_url: the address at which the worker finds the server.
+        attempt: its id in the database; `external`: its name at the executor.
+        gpu: the device to use, as its Capacity names it.
+        server_url: where the worker finds the server.
         token: the start token, which works once and is not stored.
     """
 
     attempt: int
     job: int
-    number: int
     external: str
     gpu: str
     server_url: str
@@ -87,13 +85,19 @@ class Executor(Protocol):
         """Start an attempt. Raises Unplaceable if no device fits."""
 
     def status(self, external: Sequence[str]) -> Mapping[str, Status]:
-        """The status of each of these attempts."""
+        """The status of each of these attempts, which are all that should run."""
 
     def stop(self, external: str) -> None:
         """End an attempt and all that it started. An attempt that is over stays unchanged."""
 
     def close(self) -> None:
         """End the workers of this machine, and close connections."""
+
+
+def last_line(text: str) -> str:
+    """The last line of a traceback or a message, for people; '' if there is none."""
+    lines = [line.strip() for line in text.splitlines()]
+    return printable(next((line for line in reversed(lines) if line.strip(".")), ""))[:300]
 
 
 def open_executors(texts: Iterable[str], database: str) -> list[Executor]:
@@ -105,26 +109,20 @@ def open_executors(texts: Iterable[str], database: str) -> list[Executor]:
     Raises:
         UsageError: a text is unknown or given twice, or 'none' is not the only text.
     """
-    if NONE in (texts := list(texts)) and len(texts) > 1:
-        raise UsageError(f"--executor {NONE}: starts no jobs; give it alone, or leave it out")
+    from advisor.service.executors.local import Local
+    from advisor.service.executors.ray import RayExecutor
+
+    if NONE in (texts := list(texts)):
+        if len(texts) > 1:
+            raise UsageError(f"--executor {NONE}: starts no jobs; give it alone, or leave it out")
+        return []
     found: dict[str, Executor] = {}
     for text in texts:
-        if text != NONE:
-            one = _opened(text, database)
-            if found.setdefault(one.name, one) is not one:
-                raise UsageError(f"--executor {text[:80]!r}: given twice; give it once")
+        scheme = text.partition(":")[0]
+        if scheme not in (LOCAL, *RAY):
+            known = ", ".join([LOCAL, *RAY, NONE])
+            raise UsageError(f"--executor {text[:80]!r}: expected one of {known}")
+        one = Local(database) if scheme == LOCAL else RayExecutor(text)
+        if found.setdefault(one.name, one) is not one:
+            raise UsageError(f"--executor {text[:80]!r}: given twice; give it once")
     return list(found.values())
-
-
-def _opened(text: str, database: str) -> Executor:
-    scheme = text.partition(":")[0]
-    if scheme == LOCAL:
-        from advisor.service.executors.local import Local
-
-        return Local(database)
-    if scheme in RAY:
-        from advisor.service.executors.ray import RayExecutor
-
-        return RayExecutor(text)
-    known = ", ".join([LOCAL, *RAY, NONE])
-    raise UsageError(f"--executor {text[:80]!r}: expected one of {known}")

@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,15 +27,12 @@ from pathlib import Path
 import platformdirs
 
 from advisor.cache.stores.filesystem import make_folder, remove_folder
-from advisor.errors import printable
-from advisor.service.executors import Capacity, ExecutorAway, Start, Status, Unplaceable
+from advisor.service.executors import Capacity, ExecutorAway, Start, Status, Unplaceable, last_line
 from advisor.tuners.environment import Gpu, gpus
 from advisor.tuners.measure.run.guarded_process import exit_text
 
 GRACE_S = 15.0
 """Time for a worker to save its search and report after SIGTERM. Then it is killed."""
-FORGET_S = 60.0
-"""A worker that has ended is forgotten after this time, unless `stop` forgets it earlier."""
 _POLL_S = 0.05
 _MAX_PRINTED = 4096
 _PRINTED = "printed"
@@ -57,14 +53,13 @@ class _Worker:
 
     Attributes:
         process: None if an earlier server started the worker.
-        killed_at: when to kill a worker that was told to end; `over_at`: when its end was seen.
+        killed_at: when to kill a worker that was told to end.
     """
 
     pid: int
     folder: Path
     process: subprocess.Popen[bytes] | None = None
     killed_at: float = math.inf
-    over_at: float = math.inf
 
     @property
     def alive(self) -> bool:
@@ -84,31 +79,14 @@ class _Worker:
             return Status(state="running")
         with (self.folder / _PRINTED).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_PRINTED))
-            lines = [
-                line for line in file.read().decode(errors="replace").split("\n") if line.strip()
-            ]
+            said = last_line(file.read().decode(errors="replace"))
         code = None if self.process is None else self.process.poll()
         how = "is gone" if code is None else f"ended ({exit_text(code)})"
-        return Status(
-            state="ended", reason=printable(lines[-1])[:300] if lines else f"its worker {how}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Free:
-    """Locks on the free devices; `why`: the reasons that other GPUs are in use, by GPU name.
-
-    Attributes:
-        cpu: None if a job is measured on the CPU; then no GPU is free either.
-    """
-
-    cpu: int | None
-    gpus: Mapping[Gpu, int]
-    why: Mapping[str, Sequence[str]]
+        return Status(state="ended", reason=said or f"its worker {how}")
 
 
 class Local:
-    """Runs jobs as processes on this machine.
+    """Runs jobs as processes on this machine. For one thread at a time.
 
     Args:
         database: its URL without password; workers of other databases are left alone.
@@ -132,34 +110,33 @@ class Local:
         self._prefix = f"advisor-{self._mark}-"
         self._workers: dict[str, _Worker] | None = None
         self._owning = contextlib.ExitStack()
-        self._lock = threading.RLock()
 
     def capacity(self) -> Sequence[Capacity]:
         with self._here() as workers, contextlib.ExitStack() as held:
             gpus = self._gpus()
-            free = self._free(gpus, held)
-            counts = Counter(gpu.name for gpu in free.gpus)
+            cpu, free, why = self._free(gpus, held)
+            counts = Counter(gpu.name for gpu in free)
             found = [
-                Capacity(gpu=name, gpus=counts[name], total=total, why="; ".join(free.why[name]))
+                Capacity(gpu=name, gpus=counts[name], total=total, why="; ".join(why[name]))
                 for name, total in Counter(gpu.name for gpu in gpus).items()
             ]
             # A job on a GPU also uses the CPU, so it would disturb measuring on the CPU.
-            busy = free.cpu is None or any(one.alive for one in workers.values())
+            busy = cpu is None or any(one.alive for one in workers.values())
             return found if busy else [*found, Capacity(gpu="", gpus=0)]
 
     def start(self, start: Start) -> None:
         with self._here() as workers, contextlib.ExitStack() as held:
             if start.asked.env:
                 raise Unplaceable("--pip and --container need an executor on Ray")
-            free = self._free(self._gpus() if start.asked.gpus else [], held)
-            if free.cpu is None:
+            cpu, free, why = self._free(self._gpus() if start.asked.gpus else [], held)
+            if cpu is None:
                 raise Unplaceable(_CPU_BUSY)
             if not start.asked.gpus and any(one.alive for one in workers.values()):
                 raise Unplaceable("another job runs on this machine")
-            given = [gpu for gpu in free.gpus if gpu.name == start.gpu][: start.asked.gpus]
+            given = [gpu for gpu in free if gpu.name == start.gpu][: start.asked.gpus]
             if len(given) < start.asked.gpus:
-                raise Unplaceable("; ".join(free.why[start.gpu]) or "no such GPU")
-            locks = [free.gpus[gpu] for gpu in given] or [free.cpu]
+                raise Unplaceable("; ".join(why[start.gpu]) or "no such GPU")
+            locks = [free[gpu] for gpu in given] or [cpu]
             folder = Path(tempfile.mkdtemp(prefix=self._prefix))
             with (folder / _PRINTED).open("wb") as printed:
                 process = subprocess.Popen(
@@ -176,17 +153,24 @@ class Local:
 
     def status(self, external: Sequence[str]) -> Mapping[str, Status]:
         with self._here() as workers:
+            for one in workers.keys() - set(external):
+                self._stop(workers, one)
             unknown = Status(state="unknown", reason="its executor does not know it")
             return {one: workers[one].status if one in workers else unknown for one in external}
 
     def stop(self, external: str) -> None:
         with self._here() as workers:
-            one = workers.get(external)
-            if one is not None and one.alive:
-                one.killed_at = min(one.killed_at, self._now() + GRACE_S)
-                one.send(signal.SIGTERM)
-            elif one is not None:
-                remove_folder(workers.pop(external).folder)
+            if external in workers:
+                self._stop(workers, external)
+
+    def _stop(self, workers: dict[str, _Worker], external: str) -> None:
+        """Tell a worker to end, kill it if it was told GRACE_S ago, or forget it if it ended."""
+        one, now = workers[external], self._now()
+        if one.alive:
+            one.send(signal.SIGTERM if now <= one.killed_at else signal.SIGKILL)
+            one.killed_at = min(one.killed_at, now + GRACE_S)
+        else:
+            remove_folder(workers.pop(external).folder)
 
     def close(self) -> None:
         """End all workers of this server."""
@@ -199,9 +183,8 @@ class Local:
                     time.sleep(_POLL_S)
             for one in workers.values():
                 remove_folder(one.folder)
-        with self._lock:
-            self._workers = None
-            self._owning.close()
+        self._workers = None
+        self._owning.close()
 
     @contextlib.contextmanager
     def _here(self) -> Iterator[dict[str, _Worker]]:
@@ -210,29 +193,16 @@ class Local:
         Raises:
             ExecutorAway: another server has them, or a folder or process cannot be used.
         """
-        with self._lock:
-            try:
-                if self._workers is None:
-                    make_folder(self._devices)
-                    if self._acquired(self._mark, self._owning) is None:
-                        self._owning.close()
-                        raise ExecutorAway("another server of this database has this machine")
-                    self._workers = self._found()
-                self._sweep(self._workers)
-                yield self._workers
-            except OSError as exc:
-                raise ExecutorAway(f"{exc.filename}: {exc.strerror or exc}") from exc
-
-    def _sweep(self, workers: dict[str, _Worker]) -> None:
-        """Kill workers that did not end in time, and forget workers that have ended."""
-        now = self._now()
-        for external, one in list(workers.items()):
-            if not one.alive:
-                one.over_at = min(one.over_at, now)
-                if now - one.over_at > FORGET_S:
-                    remove_folder(workers.pop(external).folder)
-            elif now > one.killed_at:
-                one.send(signal.SIGKILL)
+        try:
+            if self._workers is None:
+                make_folder(self._devices)
+                if self._acquired(self._mark, self._owning) is None:
+                    self._owning.close()
+                    raise ExecutorAway("another server of this database has this machine")
+                self._workers = self._found()
+            yield self._workers
+        except OSError as exc:
+            raise ExecutorAway(f"{exc.filename}: {exc.strerror or exc}") from exc
 
     def _found(self) -> dict[str, _Worker]:
         """Find workers of an earlier server, and remove the folders of workers that are gone."""
@@ -258,7 +228,11 @@ class Local:
             return None
         return descriptor
 
-    def _free(self, gpus: Sequence[Gpu], held: contextlib.ExitStack) -> _Free:
+    def _free(
+        self, gpus: Sequence[Gpu], held: contextlib.ExitStack
+    ) -> tuple[int | None, Mapping[Gpu, int], Mapping[str, Sequence[str]]]:
+        """Lock the free devices. Returns (the CPU's lock; the GPUs' locks; by GPU name the reasons
+        that others are in use). While a job is measured on the CPU, nothing is free."""
         cpu = self._acquired("cpu", held)
         free: dict[Gpu, int] = {}
         why: dict[str, list[str]] = defaultdict(list)
@@ -271,7 +245,7 @@ class Local:
                 why[gpu.name].append(f"GPU {number} is used by another job")
             else:
                 free[gpu] = lock
-        return _Free(cpu, free, why)
+        return cpu, free, why
 
 
 def _work(folder: Path) -> str:

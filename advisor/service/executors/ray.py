@@ -23,7 +23,7 @@ import msgspec
 import urllib3
 
 from advisor.errors import UsageError, printable
-from advisor.service.executors import Capacity, ExecutorAway, Start, Status
+from advisor.service.executors import Capacity, ExecutorAway, Start, Status, last_line
 
 LABEL = "ray.io/accelerator-type"
 """Ray labels a node with its kind of GPU: 'H100' for an 'NVIDIA H100 80GB HBM3'."""
@@ -129,13 +129,13 @@ class RayExecutor:
         return found
 
     def start(self, start: Start) -> None:
-        if self._job(start.external) is None:
-            self._decoded(self._ask("POST", "/api/jobs/", _request(start)), str, "submission_id")
+        self._decoded(self._ask("POST", "/api/jobs/", _request(start)), str, "submission_id")
 
     def status(self, external: Sequence[str]) -> Mapping[str, Status]:
-        jobs = {one: self._job(one) for one in external}
-        nodes = {node.node_id: node for node in self._nodes()}
-        return {one: _status(job, nodes) for one, job in jobs.items()}
+        if not external:
+            return {}
+        jobs, nodes = self._jobs(), {node.node_id: node for node in self._nodes()}
+        return {one: _status(jobs.get(one), nodes) for one in external}
 
     def stop(self, external: str) -> None:
         self._ask("POST", f"/api/jobs/{quote(external, '')}/stop")
@@ -148,8 +148,8 @@ class RayExecutor:
         said = self._ask("GET", "/nodes?view=summary")
         account = self._decoded(said, _Summary, "data").nodeLogicalResources or {}
         used: dict[tuple[str, str], float] = defaultdict(float)
-        for job in self._decoded(self._ask("GET", "/api/jobs/"), list[_Job]):
-            if job.live and (job.submission_id or "").startswith("advisor-"):
+        for job in self._jobs().values():
+            if job.live:
                 _take(used, nodes, job)
         for node in nodes:
             for number, what in _USED.findall(account.get(node.node_id, "")):
@@ -161,25 +161,27 @@ class RayExecutor:
         said = self._ask("GET", f"/api/v0/nodes?limit={_MAX_NODES}")
         return self._decoded(said, list[_Node], "data", "result", "result")
 
-    def _job(self, external: str) -> _Job | None:
-        said = self._ask("GET", f"/api/jobs/{quote(external, '')}")
-        return None if said is None else self._decoded(said, _Job)
+    def _jobs(self) -> dict[str, _Job]:
+        """The attempts that Ray knows, by name."""
+        found = self._decoded(self._ask("GET", "/api/jobs/"), list[_Job])
+        named = {job.submission_id or "": job for job in found}
+        return {name: job for name, job in named.items() if name.startswith("advisor-")}
 
-    def _decoded(self, said: bytes | None, cls: type[T], *names: str) -> T:
+    def _decoded(self, said: bytes, cls: type[T], *names: str) -> T:
         """The part of an answer under these nested names, as `cls`."""
         try:
-            plain = json.loads(said or b"")
+            plain = json.loads(said)
             for name in names:
                 plain = plain[name]
             return msgspec.convert(plain, cls, strict=False)
         except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as exc:
             raise ExecutorAway("no head of Ray 2.60 or later answers at this address") from exc
 
-    def _ask(self, method: str, path: str, body: object = None) -> bytes | None:
-        """The body of an answer; None for 404.
+    def _ask(self, method: str, path: str, body: object = None) -> bytes:
+        """The body of an answer; nothing for 404.
 
         Raises:
-            ExecutorAway: there is no answer, or its status is an error other than 404.
+            ExecutorAway: there is no answer, or its status is another error.
         """
         try:
             answer = self._http.request(
@@ -191,8 +193,8 @@ class RayExecutor:
             reason = getattr(exc.__cause__, "strerror", "") or str(exc) or type(exc).__name__
             raise ExecutorAway(printable(reason)) from exc
         if answer.status in (200, 404):
-            return said if answer.status == 200 else None
-        why = _last_line(said.decode(errors="replace"))
+            return said if answer.status == 200 else b""
+        why = last_line(said.decode(errors="replace"))
         if answer.status in (401, 403):
             raise ExecutorAway(f"{why}; set RAY_AUTH_TOKEN")
         raise ExecutorAway(f"HTTP {answer.status}: {why}")
@@ -239,7 +241,7 @@ def _take(used: dict[tuple[str, str], float], nodes: Sequence[_Node], job: _Job)
 def _status(job: _Job | None, nodes: Mapping[str, _Node]) -> Status:
     if job is None:
         return Status(state="unknown", reason="Ray has no such job; was Ray's head restarted?")
-    node, why = nodes.get(job.driver_node_id or ""), _last_line(job.message or "")
+    node, why = nodes.get(job.driver_node_id or ""), last_line(job.message or "")
     unfinished = job.driver_exit_code is None and (job.live or job.status == "FAILED")
     if node is not None and not node.alive and unfinished:
         gone = node.state_message or "Ray says it is dead"
@@ -251,21 +253,13 @@ def _status(job: _Job | None, nodes: Mapping[str, _Node]) -> Status:
     return Status(state="ended", reason=why if job.status == "FAILED" else job.status.lower())
 
 
-def _last_line(text: str) -> str:
-    """The last line of a traceback or a message."""
-    lines = [line.strip() for line in text.splitlines()]
-    return printable(next((line for line in reversed(lines) if line.strip(".")), ""))[:300]
-
-
 def _headers() -> dict[str, str]:
     """The headers of a request. Raises ExecutorAway if the token's file cannot be read."""
-    token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
-    if not token:
-        named = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
-        path = Path(named) if named else Path.home() / ".ray" / "auth_token"
-        if named or path.is_file():
-            try:
-                token = path.read_text().strip()
-            except OSError as exc:
-                raise ExecutorAway(f"token file {path}: {exc.strerror or exc}") from exc
-    return {"Authorization": f"Bearer {token}"} if token else {}
+    token, named = os.environ.get("RAY_AUTH_TOKEN", ""), os.environ.get("RAY_AUTH_TOKEN_PATH", "")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    if not token.strip() and (named or path.is_file()):
+        try:
+            token = path.read_text()
+        except OSError as exc:
+            raise ExecutorAway(f"token file {path}: {exc.strerror or exc}") from exc
+    return {"Authorization": f"Bearer {token.strip()}"} if token.strip() else {}

@@ -27,14 +27,14 @@ def healthz(service: ServiceDep) -> dict[str, str]:
 
 @api.get("/readyz", summary="Whether the database answers too")
 def readyz(service: ServiceDep) -> dict[str, str]:
-    service.database.check()
+    service.database.read(records.count)
     return healthz(service)
 
 
 @api.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
 def metrics(service: ServiceDep, _caller: ReadCaller) -> Response:
-    with service.database.reading() as session:
-        text = service.metrics.text(records.count(session), jobs.counts(session))
+    read = service.database.read
+    text = service.metrics.text(read(records.count), read(jobs.counts))
     return Response(text, media_type="text/plain; version=0.0.4")
 
 
@@ -48,24 +48,22 @@ class NewToken(Strict):
 
 @api.get("/api/tokens", summary="All tokens, without their text")
 def list_tokens(service: ServiceDep, _caller: AdminCaller) -> dict[str, Any]:
-    with service.database.reading() as session:
-        return {"tokens": [dict(one) for one in tokens.listed(session)]}
+    return {"tokens": [dict(one) for one in service.database.read(tokens.listed)]}
 
 
 @api.post("/api/tokens", summary="A new token", status_code=201)
 def make(service: ServiceDep, caller: AdminCaller, new: NewToken) -> dict[str, Any]:
-    with service.database.writing() as session:
-        token, text = tokens.make(session, new.name, new.role, new.expires, caller)
-        return {"id": token.id, "token": text}
+    number, text = service.database.write(tokens.make, new.name, new.role, new.expires, caller)
+    return {"id": number, "token": text}
 
 
 @api.delete("/api/tokens/{number}", summary="Revoke a token")
 def revoke(service: ServiceDep, caller: AdminCaller, number: Number) -> dict[str, bool]:
-    with service.database.writing() as session:
-        return {"revoked": found(jobs.revoke_token(session, number, caller), "such token")}
+    revoked = service.database.write(jobs.revoke_token, number, caller)
+    return {"revoked": found(revoked, "such token")}
 
 
 @api.get("/api/audit", summary="A page of the audit log, the newest first")
 def audit(service: ServiceDep, _caller: AdminCaller, before: Before = None) -> dict[str, Any]:
-    with service.database.reading() as session:
-        return {"events": [dict(one) for one in tokens.events(session, before, MAX_EVENTS)]}
+    page = service.database.read(tokens.events, before, MAX_EVENTS)
+    return {"events": [dict(one) for one in page]}

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Path, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 from pydantic import AfterValidator, Field
 
 from advisor.cache.domain import line
-from advisor.jobs.spec import MAX_REPORTED_TRIALS, MAX_STUDY
+from advisor.jobs.spec import MAX_REPORTED_TRIALS, MAX_STUDY, AttemptOver
 from advisor.service import attempts
 from advisor.service.access import OwnAttempt, ServiceDep, StartingAttempt, WorkCaller
 from advisor.service.attempts import End
 from advisor.service.routes.parsing import SENDS_BYTES, Bytes, LargeBody, Strict, found
-
-OVER = "this attempt is over"
-TAKEN = "this start token was used before: another worker has this attempt"
 
 OneLine = Annotated[str, Field(max_length=2**16), AfterValidator(line)]
 Speed = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
@@ -61,30 +58,25 @@ class Ending(Strict):
 def begin(
     request: Request, service: ServiceDep, attempt: StartingAttempt, own: Exchange
 ) -> dict[str, int]:
-    digest = bytes.fromhex(own.digest)
-    with service.database.writing() as session:
-        became = attempts.begin(session, attempt.id, digest, service.address(request))
-    if became != "begun":
-        raise HTTPException(409, OVER if became == "over" else TAKEN)
+    digest, address = bytes.fromhex(own.digest), service.address(request)
+    if not service.database.write(attempts.begin, attempt.id, digest, address):
+        raise AttemptOver("this start token was used before: another worker has this attempt")
     return {"number": attempt.number}
 
 
 @api.get("", summary="The instructions for an attempt")
 def instructions(service: ServiceDep, attempt: OwnAttempt) -> dict[str, Any]:
-    with service.database.reading() as session:
-        return attempts.instructions(session, attempt)
+    return service.database.read(attempts.instructions, attempt)
 
 
 @api.post("/beat", summary="Send a heartbeat; answers whether to continue")
 def beat(service: ServiceDep, attempt: OwnAttempt, report: Heartbeat) -> dict[str, bool]:
-    with service.database.writing() as session:
-        return {"go_on": attempts.beat(session, attempt.id, **report.model_dump())}
+    return {"go_on": service.database.write(attempts.beat, attempt.id, **report.model_dump())}
 
 
 @api.get("/studies/{name}", summary="A file of the job's search", response_class=Bytes)
 def study(service: ServiceDep, attempt: OwnAttempt, name: Name) -> Response:
-    with service.database.reading() as session:
-        return Bytes(found(attempts.study(session, attempt, name)))
+    return Bytes(found(service.database.read(attempts.study, attempt, name)))
 
 
 @api.put(
@@ -96,9 +88,7 @@ def study(service: ServiceDep, attempt: OwnAttempt, name: Name) -> Response:
 def keep_study(
     service: ServiceDep, attempt: OwnAttempt, name: Name, data: LargeBody
 ) -> dict[str, bool]:
-    with service.database.writing() as session:
-        if not attempts.keep_study(session, attempt.id, name, data):
-            raise HTTPException(409, OVER)
+    service.database.write(attempts.keep_study, attempt.id, name, data)
     return {"kept": True}
 
 
@@ -106,7 +96,5 @@ def keep_study(
 def end(
     service: ServiceDep, caller: WorkCaller, attempt: OwnAttempt, ending: Ending
 ) -> dict[str, str]:
-    with service.database.writing() as session:
-        if not attempts.end(session, attempt.id, by=caller, **ending.model_dump()):
-            raise HTTPException(409, OVER)
+    service.database.write(attempts.end, attempt.id, by=caller, **ending.model_dump())
     return {"state": ending.state}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Response
@@ -12,7 +11,7 @@ from sqlalchemy.orm import Session
 from advisor.jobs.code_archive import MAX_PACKED
 from advisor.jobs.spec import JobSpec, State
 from advisor.service import blobs, jobs
-from advisor.service.access import ReadCaller, Service, ServiceDep, SubmitCaller, WorkCaller
+from advisor.service.access import ReadCaller, ServiceDep, SubmitCaller, WorkCaller
 from advisor.service.machines import why_waits
 from advisor.service.routes.parsing import (
     Before,
@@ -44,8 +43,7 @@ api = APIRouter(tags=["jobs"])
 def keep(
     service: ServiceDep, caller: SubmitCaller, digest: Digest, data: LargeBody, response: Response
 ) -> dict[str, str]:
-    with service.database.writing() as session:
-        new = blobs.keep_archive(session, digest, data, caller)
+    new = service.database.write(blobs.keep_archive, digest, data, caller)
     return kept(response, "added" if new else "known")
 
 
@@ -55,8 +53,7 @@ def keep(
     response_class=Bytes,
 )
 def archive(service: ServiceDep, caller: WorkCaller, digest: Digest) -> Response:
-    with service.database.reading() as session:
-        return Bytes(found(blobs.archive(session, digest, caller)))
+    return Bytes(found(service.database.read(blobs.archive, digest, caller)))
 
 
 @api.post("/api/jobs", summary="Submit a job", openapi_extra=_SENDS_SPEC, **_QUEUES)
@@ -65,24 +62,21 @@ def submit(
 ) -> dict[str, Any]:
     asked = JobSpec.of(job)
     reason, _known = why_waits(asked.gpu, asked.gpus, list(service.machines.values()))
-    return _queue(service, response, lambda session: jobs.submit(session, asked, caller, reason))
+    with service.database.writing() as session:
+        return _queued(session, response, *jobs.submit(session, asked, caller, reason))
 
 
 @api.post("/api/measure/{record}", summary="Measure a record again, with its job", **_QUEUES)
 def measure_again(
     service: ServiceDep, caller: SubmitCaller, record: RecordId, response: Response
 ) -> dict[str, Any]:
-    return _queue(service, response, lambda session: jobs.measure_again(session, record, caller))
-
-
-def _queue(
-    service: Service, response: Response, submit: Callable[[Session], tuple[JobRow, bool]]
-) -> dict[str, Any]:
     with service.database.writing() as session:
-        job, new = submit(session)
-        answer = jobs.answered(session, job, new)
+        return _queued(session, response, *jobs.measure_again(session, record, caller))
+
+
+def _queued(session: Session, response: Response, job: JobRow, new: bool) -> dict[str, Any]:
     response.status_code = 201 if new else 200
-    return answer
+    return jobs.answered(session, job, new)
 
 
 @api.get("/api/jobs", summary="A page of jobs, the newest first")
@@ -93,15 +87,13 @@ def listed(
     before: Before = None,
     most: Annotated[int, Query(ge=1, le=jobs.MAX_LISTED)] = 50,
 ) -> dict[str, Any]:
-    with service.database.reading() as session:
-        page, more = jobs.listed(session, state or (), before, most)
+    page, more = service.database.read(jobs.listed, state or (), before, most)
     return {"jobs": page, "more": more}
 
 
 @api.get("/api/jobs/{number}", summary="A job with its attempts and trials")
 def details(service: ServiceDep, _caller: ReadCaller, number: Number) -> dict[str, Any]:
-    with service.database.reading() as session:
-        return found(jobs.details(session, number), f"job {number}")
+    return found(service.database.read(jobs.details, number), f"job {number}")
 
 
 @api.get("/api/jobs/{number}/log", summary="A job's log, after a row")
@@ -111,11 +103,9 @@ def log(
     number: Number,
     after: Annotated[int, Query(ge=0, lt=2**63)] = 0,
 ) -> dict[str, Any]:
-    with service.database.reading() as session:
-        return found(jobs.log(session, number, after), f"job {number}")
+    return found(service.database.read(jobs.log, number, after), f"job {number}")
 
 
 @api.post("/api/jobs/{number}/cancel", summary="Cancel your own job")
 def cancel(service: ServiceDep, caller: SubmitCaller, number: Number) -> dict[str, str]:
-    with service.database.writing() as session:
-        return {"state": found(jobs.cancel(session, number, caller), f"job {number}")}
+    return {"state": found(service.database.write(jobs.cancel, number, caller), f"job {number}")}

@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, HTTPException, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict
 
 from advisor.cache.stores.http_client import BYTES
-from advisor.service.access import ServiceDep
 
 Thing = TypeVar("Thing")
+MAX_LARGE = 4
+"""Large request bodies in memory at once, at most."""
 SENDS_BYTES: dict[str, Any] = {"requestBody": {"required": True, "content": {BYTES: {}}}}
 """The OpenAPI description of a body that is not JSON."""
 
 
-_WHY = {
-    400: "The body cannot be read.",
-    401: "The token is unknown, expired or revoked.",
-    403: "The token's role does not allow it.",
-    404: "There is no such thing.",
-    409: "The attempt is over.",
-    413: "The body is too large.",
-    422: "A value is not what is expected.",
-    428: "The server does not have the job's code; send it first.",
-    429: "Too many invalid tokens; wait.",
-    503: "The database or a thread does not answer.",
-}
 _DETAIL = {
     "type": "object",
     "properties": {"detail": {"type": "string", "description": "What is wrong, for people."}},
     "required": ["detail"],
 }
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"description": why, "content": {"application/json": {"schema": _DETAIL}}}
-    for status, why in _WHY.items()
+    status: {
+        "description": HTTPStatus(status).phrase,
+        "content": {"application/json": {"schema": _DETAIL}},
+    }
+    for status in (400, 401, 403, 404, 409, 413, 422, 428, 429, 503)
 }
+"""The answers of a route to a request that it refuses, for OpenAPI."""
 
 Number = Annotated[int, Path(ge=1, lt=2**31)]
 Before = Annotated[int | None, Query(ge=1, lt=2**31)]
@@ -76,10 +70,10 @@ async def _body(request: Request) -> bytes:
     return await request.body()
 
 
-async def _large_body(request: Request, service: ServiceDep) -> AsyncIterator[bytes]:
-    async with service.large:
-        yield await request.body()
+async def _large_body(request: Request) -> AsyncIterator[bytes]:
+    yield await request.body()
 
 
 Body = Annotated[bytes, Depends(_body)]
-LargeBody = Annotated[bytes, Depends(_large_body)]
+LargeBody = Annotated[bytes, Depends(_large_body, max_concurrency=MAX_LARGE)]
+"""A body that is held in memory with at most MAX_LARGE - 1 others."""

@@ -12,7 +12,7 @@ from advisor.cache.artifacts import LABEL
 from advisor.cache.codec import MAX_BYTES
 from advisor.cache.settings import MAX_ARTIFACTS
 from advisor.service import blobs, records
-from advisor.service.access import ReadCaller, ServiceDep, WorkCaller
+from advisor.service.access import ReadCaller, ServiceDep, WorkCaller, needs
 from advisor.service.records import Question
 from advisor.service.routes.parsing import Body, Bytes, LargeBody, Strict, found, kept, takes_bytes
 from advisor.service.schema import ArtifactsRow, Item
@@ -23,7 +23,7 @@ Key = Annotated[str, StringConstraints(pattern=_KEY)]
 Named = Annotated[str, Path(pattern=_KEY, description="The record's key in a store.")]
 Label = Annotated[str, Path(pattern=f"^{LABEL}$", description="The artifacts' name.")]
 
-api = APIRouter(tags=["records"])
+api = APIRouter(tags=["records"], dependencies=[needs("read")])
 
 
 class Msgpack(Response):
@@ -44,24 +44,19 @@ def whoami(caller: ReadCaller) -> dict[str, Any]:
     summary="The nearest records for a lookup, as msgpack",
     response_class=Msgpack,
 )
-def lookup(
-    service: ServiceDep, _caller: ReadCaller, question: Annotated[Question, Query()]
-) -> Response:
+def lookup(service: ServiceDep, question: Annotated[Question, Query()]) -> Response:
     with service.database.reading() as session:
         near = records.find(session, question)
-        service.lookups.count(question, near)
         data = records.data_of(session, records.within(near.sizes, records.MAX_BYTES))
+    service.lookups.count(question, near)
     return Msgpack(msgpack.packb({"items": [[key, data.get(key)] for key in near.sizes]}))
 
 
 @api.get("/api/records", summary="A page of the keys of all records")
 def listed(
-    service: ServiceDep,
-    _caller: ReadCaller,
-    after: Annotated[str, Query(pattern=_KEY + "|^$")] = "",
+    service: ServiceDep, after: Annotated[str, Query(pattern=_KEY + "|^$")] = ""
 ) -> dict[str, Any]:
-    with service.database.reading() as session:
-        sizes, more = blobs.listed(session, Item, after)
+    sizes, more = service.database.read(blobs.listed, Item, after)
     return {"keys": list(sizes), "more": more}
 
 
@@ -70,9 +65,8 @@ def listed(
     summary="The records of some keys, as many as go into one answer, as msgpack",
     response_class=Msgpack,
 )
-def fetched(service: ServiceDep, _caller: ReadCaller, asked: Keys) -> Response:
-    with service.database.reading() as session:
-        data = records.fetched(session, asked.keys)
+def fetched(service: ServiceDep, asked: Keys) -> Response:
+    data = service.database.read(records.fetched, asked.keys)
     return Msgpack(msgpack.packb({"items": [list(pair) for pair in data.items()]}))
 
 
@@ -80,25 +74,22 @@ def fetched(service: ServiceDep, _caller: ReadCaller, asked: Keys) -> Response:
 def put(
     service: ServiceDep, caller: WorkCaller, key: Named, data: Body, response: Response
 ) -> dict[str, str]:
-    with service.database.writing() as session:
-        return kept(response, records.put(session, service.reader, key, data, caller))
+    outcome = service.database.write(records.put, service.reader, key, data, caller)
+    return kept(response, outcome)
 
 
 @api.delete("/api/records/{key:path}", summary="Remove your own record")
 def delete(service: ServiceDep, caller: WorkCaller, key: Named) -> dict[str, bool]:
-    with service.database.writing() as session:
-        return {"deleted": found(blobs.remove(session, Item, key, caller))}
+    return {"deleted": found(service.database.write(blobs.remove, Item, key, caller))}
 
 
 @api.get("/api/artifacts", summary="A page of all artifacts' sizes, by name")
 def artifact_sizes(
     service: ServiceDep,
-    _caller: ReadCaller,
     after: Annotated[str, Query(pattern=f"^{LABEL}$|^$")] = "",
     start: Annotated[str, Query(pattern=r"^[0-9a-f.-]{0,80}$")] = "",
 ) -> dict[str, Any]:
-    with service.database.reading() as session:
-        page, more = blobs.listed(session, ArtifactsRow, after, start)
+    page, more = service.database.read(blobs.listed, ArtifactsRow, after, start)
     return {"sizes": page, "more": more}
 
 
@@ -107,9 +98,8 @@ def artifact_sizes(
     summary="The compiled code for a config of a record",
     response_class=Bytes,
 )
-def artifacts(service: ServiceDep, _caller: ReadCaller, label: Label) -> Response:
-    with service.database.reading() as session:
-        return Bytes(found(blobs.artifacts(session, label)))
+def artifacts(service: ServiceDep, label: Label) -> Response:
+    return Bytes(found(service.database.read(blobs.artifacts, label)))
 
 
 @api.put("/api/artifacts/{label}", summary="Store compiled code", **takes_bytes(MAX_ARTIFACTS))
@@ -118,12 +108,10 @@ def put_artifacts(
 ) -> dict[str, str]:
     if not data:
         raise HTTPException(400, "the body is empty: send the artifacts in it")
-    with service.database.writing() as session:
-        new = blobs.keep_artifacts(session, label, data, caller)
+    new = service.database.write(blobs.keep_artifacts, label, data, caller)
     return kept(response, "added" if new else "replaced")
 
 
 @api.delete("/api/artifacts/{label}", summary="Remove your own artifacts")
 def delete_artifacts(service: ServiceDep, caller: WorkCaller, label: Label) -> dict[str, bool]:
-    with service.database.writing() as session:
-        return {"deleted": found(blobs.remove(session, ArtifactsRow, label, caller))}
+    return {"deleted": found(service.database.write(blobs.remove, ArtifactsRow, label, caller))}
