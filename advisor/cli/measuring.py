@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import click
 from advisor.arguments import Model
 from advisor.cache.codec import to_plain
 from advisor.cache.shown import speedup
-from advisor.cache.task import Task, checked, permissions
+from advisor.cache.task import Task, permissions
 from advisor.cli.options import (
     DONE,
     FAILED,
@@ -20,31 +20,27 @@ from advisor.cli.options import (
     LOADER,
     NEW_FILE,
     UNFINISHED,
-    Command,
+    Decorator,
     OrCommand,
     Output,
+    Parts,
     cache_option,
     collected,
     console,
-    data_args_option,
-    data_option,
     json_or_text,
     loader_option,
     map_option,
-    mapped,
     row_options,
     target_argument,
     together,
+    warn,
 )
 from advisor.errors import UsageError
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from advisor.tuning import Tuned
-    from advisor.verification import Verified
 
 
 @click.command(cls=OrCommand)
@@ -70,10 +66,13 @@ if TYPE_CHECKING:
     "--for",
     "url",
     metavar="URL",
+    default="",
     help="Print commands for another machine, where the record will be in this store.",
 )
 @json_or_text
-def tune(target: str | None, command: tuple[str, ...], cache: str | None, **options: Any) -> Output:
+def tune(
+    target: str | None, command: tuple[str, ...], cache: str | None, url: str, **options: Any
+) -> Parts:
     """Find the fastest safe config for your run, or for a model.
 
     \b
@@ -91,7 +90,6 @@ def tune(target: str | None, command: tuple[str, ...], cache: str | None, **opti
         if target and options[name]:
             option = "--" + name.replace("_", "-")
             raise UsageError(f"{option} is for a command after --, not for a TARGET")
-    url = options["url"] or ""
     if url and "://" not in url and not url.startswith(("/", "~", "dir:/", "disk:/")):
         raise UsageError(
             f"--for {url!r}: expected a store's URL, as https://advisor.example, or the absolute "
@@ -115,20 +113,18 @@ def tune(target: str | None, command: tuple[str, ...], cache: str | None, **opti
         RunWorkload(command, permitted, show=show) if task is None else TargetWorkload(task)
     )
     found = tuned(workload, plan, cache=cache, progress=progress)
+    yield from _result(found, command, cache, url)
     done = "tuned" if found.finished else "unfinished"
     status = "known" if found.known or found.earlier else done
     # Only a server's worker, which uses --for, must know that the tuning is unfinished.
     code = UNFINISHED if url and not found.finished else DONE
-    return Output(
+    yield Output(
         lambda: {"status": status, "record": as_data(found.record, cache)},
-        _tuned_lines(found, command, cache, url),
-        INTERRUPTED if found.interrupted else code,
+        code=INTERRUPTED if found.interrupted else code,
     )
 
 
-def _tuned_lines(
-    found: Tuned, command: tuple[str, ...], cache: str | None, url: str
-) -> Iterator[str | RenderableType]:
+def _result(found: Tuned, command: tuple[str, ...], cache: str | None, url: str) -> Parts:
     from advisor.report import tables
     from advisor.report.text import ago
 
@@ -137,18 +133,16 @@ def _tuned_lines(
         yield f"Already tuned, {ago(record.provenance.created)}; --force measures again."
     yield ""
     yield tables.verdict(record)
-    yield ""
-    yield from (*tables.summary(record), *found.remarks)
+    yield from ("", *tables.summary(record), *found.remarks)
     if found.interrupted and not found.earlier:
         yield "Interrupted: the best config so far is kept; the same command continues."
     if found.finished:
         yield from tables.start(record, cache, command, url=url)
     elif not found.interrupted:
-        yield ""
-        yield "Not tuned yet: the same command continues. Give a larger --budget, or no --trials."
+        yield "\nNot tuned yet: the same command continues. Give a larger --budget, or no --trials."
 
 
-def _again_options(budget: str) -> Callable[[Command], Command]:
+def _again_options(budget: str) -> Decorator:
     return together(
         click.option(
             "--budget",
@@ -167,26 +161,26 @@ def _again_options(budget: str) -> Callable[[Command], Command]:
     )
 
 
-def _again(command: tuple[str, ...], model: Model, given: Mapping[str, Any]) -> Any:
-    """The arguments of `explain` and `verify` after the key."""
+def _again(command: tuple[str, ...], model: Model, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `explain` and `verify` after the key, which they check."""
     if command and (model.target or model.data):
         raise UsageError("give either --target and --data, or your command after --")
-
-    def warn(event: Mapping[str, Any]) -> None:
-        click.echo(f"advisor: {event['text']}", err=True)
-
-    what = {"what": command or model, "map": mapped(given["map"]), "budget": given["budget"]}
-    return what | {"store": given["cache"], "on_event": warn}
+    return {
+        "what": command or model,
+        "map": given["map"] or None,
+        "budget": given["budget"],
+        "store": given["cache"],
+        "on_event": lambda event: warn(event["text"]),
+    }
 
 
 @click.command(cls=OrCommand)
 @click.argument("key")
 @click.option("--plot", type=NEW_FILE, metavar="FILE", help="Also write a bar chart, .png or .svg.")
-@data_option
-@data_args_option
+@row_options(Task, "data", "data_args")
 @_again_options(EXPLAIN)
 @json_or_text
-def explain(key: str, command: tuple[str, ...], plot: Path | None, **given: Any) -> Output:
+def explain(key: str, command: tuple[str, ...], plot: Path | None, **given: Any) -> Parts:
     """Measure what each knob of the record KEY's advice contributes.
 
     Knobs that contribute nothing leave the advice. For the record of a run, give its command as
@@ -199,26 +193,23 @@ def explain(key: str, command: tuple[str, ...], plot: Path | None, **given: Any)
 
     if plot is not None:
         plots.check(plot)
-    data = checked(Task, {"data_args": given["data_args"] or None}) | {"data": given["data"]}
-    found = verification.explain(key, **_again(command, Model(given["target"], **data), given))
+    data = given["data"] or ""
+    model = Model(given["target"], data=data or None, data_args=given["data_args"] or None)
+    found = verification.explain(key, **_again(command, model, given))
     record, costs = found.record, found.costs
-    if plot is not None and record.parts:
-        plots.parts(record, plot)
-
-    def lines() -> Iterator[str | RenderableType]:
-        yield from feeding.explained(record, costs, given["data"] or "")
-        if not record.parts:
-            yield f"Nothing to explain: the advice is {record.key.task.baseline}."
-            return
+    yield from feeding.explained(record, costs, data)
+    if record.parts:
         yield tables.parts(record)
         if found.dropped:
             yield f"\nRemoved, as the advice is no slower without: {', '.join(found.dropped)}"
         yield from (f"\n{line}" for line in tables.caveats_of(record))
         if plot is not None:
+            plots.parts(record, plot)
             yield f"\nchart: {plot}"
-
+    else:
+        yield f"Nothing to explain: the advice is {record.key.task.baseline}."
     about = {"dropped": list(found.dropped), "costs": to_plain(costs) if costs else None}
-    return Output(lambda: {**about, "record": as_data(record, given["cache"])}, lines())
+    yield Output(lambda: {**about, "record": as_data(record, given["cache"])})
 
 
 _LAST = {
@@ -232,7 +223,7 @@ _LAST = {
 @click.argument("key")
 @_again_options(VERIFY)
 @json_or_text
-def verify(key: str, command: tuple[str, ...], target: str | None, **given: Any) -> Output:
+def verify(key: str, command: tuple[str, ...], target: str | None, **given: Any) -> Parts:
     """Measure again whether the record KEY still holds.
 
     For the record of a run, give its command as you would type it: advisor verify KEY -- python
@@ -242,41 +233,30 @@ def verify(key: str, command: tuple[str, ...], target: str | None, **given: Any)
     tell, and changes nothing: use a quieter machine or a larger --budget.
     """
     from advisor import verification
+    from advisor.report.text import spread
 
     found = verification.verify(key, **_again(command, Model(target), given))
-    code = DONE if found.holds else FAILED
-    return Output(lambda: _verified_data(found), _verified_lines(found), code)
-
-
-def _verified_data(found: Verified) -> dict[str, Any]:
     record, (default, speed) = found.record, found.samples_per_s
     then = {use: record.winner(use) for use in found.now}
-    return {
+    for use, now in found.now.items():
+        yield f"{use:<9}tuned {spread(then[use])}  now {speedup(now.mean, now.low, now.high)}"
+    yield f"samples/s tuned {record.winner(record.use).samples_per_s:,.4g}  now {speed:,.4g}"
+    yield from (f"changed since: {difference}" for difference in found.differs)
+    yield from (found.numerics, _LAST[found.verdict] + found.reason)
+    document = {
         "verdict": found.verdict,
         "holds": found.holds,
         "reason": found.reason,
         "numerics": found.numerics,
         "samples_per_s": {"default": default, record.use: speed},
-        "now": {use: _ratio(r.mean, r.low, r.high) for use, r in found.now.items()},
+        "now": {use: _ratio(one.mean, one.low, one.high) for use, one in found.now.items()},
         "then": {
             use: _ratio(one.speedup, one.speedup_low, one.speedup_high) for use, one in then.items()
         },
         "differs": list(found.differs),
     }
+    yield Output(lambda: document, code=DONE if found.holds else FAILED)
 
 
 def _ratio(mean: float, low: float, high: float) -> dict[str, float]:
     return {"ratio": mean, "low": low, "high": high}
-
-
-def _verified_lines(found: Verified) -> Iterator[str]:
-    from advisor.report.text import spread
-
-    record = found.record
-    for use, now in found.now.items():
-        seen = speedup(now.mean, now.low, now.high)
-        yield f"{use:<9}tuned {spread(record.winner(use))}  now {seen}"
-    tuned = record.winner(record.use).samples_per_s
-    yield f"samples/s tuned {tuned:,.4g}  now {found.samples_per_s[1]:,.4g}"
-    yield from (f"changed since: {difference}" for difference in found.differs)
-    yield from (found.numerics, _LAST[found.verdict] + found.reason)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -132,6 +132,12 @@ class Section:
     lines: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
     chart: Comparison | Timeline | None = None
+
+    def text(self) -> Iterator[str | RenderableType]:
+        """The section for a terminal."""
+        yield from ("", Text(self.title, "bold"))
+        yield from filter(None, [self.table])
+        yield from (*self.lines, *(f"    {line}" for line in self.code))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -245,7 +245,7 @@ def listing(
     )
     for held, differs in found:
         record = held.record
-        why = [*filter(None, [record.stale]), *map(str, differs)]
+        why = changes(record, differs)
         state = "fresh" if record.compares else "nothing else raced"
         if why:
             state = "stale: " + ", ".join(why)
@@ -264,6 +264,11 @@ def listing(
             warns=bool(why) or not held.trusted,
         )
     return table
+
+
+def changes(record: Record, differs: Sequence[Difference]) -> list[str]:
+    """Why a record is stale; `differs`: from this machine."""
+    return [*filter(None, [record.stale]), *map(str, differs)]
 
 
 def trials(record: Record) -> Table:
