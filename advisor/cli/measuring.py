@@ -13,28 +13,8 @@ from advisor.arguments import Model
 from advisor.cache.codec import to_plain
 from advisor.cache.shown import speedup
 from advisor.cache.task import Task, permissions
-from advisor.cli.options import (
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    LOADER,
-    NEW_FILE,
-    UNFINISHED,
-    Decorator,
-    OrCommand,
-    Output,
-    Parts,
-    cache_option,
-    collected,
-    console,
-    json_or_text,
-    loader_option,
-    map_option,
-    row_options,
-    target_argument,
-    together,
-    warn,
-)
+from advisor.cli import options
+from advisor.cli.options import DONE, FAILED, OrCommand, Output, Parts, json_or_text, warn
 from advisor.errors import UsageError
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan
@@ -44,12 +24,12 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=OrCommand)
-@target_argument
-@row_options(Task)
-@row_options(Plan)
-@cache_option
+@options.target_argument
+@options.row_options(Task)
+@options.row_options(Plan)
+@options.cache
 @click.option("--quiet", is_flag=True, help="No progress, only the result.")
-@loader_option
+@options.loader
 @click.option("--show-output", is_flag=True, help="For a run: show its output, on stderr.")
 @click.option(
     "--keep-checkpoints",
@@ -58,7 +38,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--events",
-    type=NEW_FILE,
+    type=options.NEW_FILE,
     metavar="FILE",
     help="Append each trial to FILE when it ends, as a line of JSON.",
 )
@@ -71,7 +51,7 @@ if TYPE_CHECKING:
 )
 @json_or_text
 def tune(
-    target: str | None, command: tuple[str, ...], cache: str | None, url: str, **options: Any
+    target: str | None, command: tuple[str, ...], cache: str | None, url: str, **given: Any
 ) -> Parts:
     """Find the fastest safe config for your run, or for a model.
 
@@ -85,9 +65,9 @@ def tune(
     TARGET is a model on its own, trained on made-up data: model.py, model.py:Net,
     package.module:factory or torchvision:resnet50.
     """
-    plan, given = Plan.of(collected(Plan, options)), collected(Task, options)
+    plan, asked = Plan.of(options.collected(Plan, given)), options.collected(Task, given)
     for name in ("show_output", "loader", "keep_checkpoints"):
-        if target and options[name]:
+        if target and given[name]:
             option = "--" + name.replace("_", "-")
             raise UsageError(f"{option} is for a command after --, not for a TARGET")
     if url and "://" not in url and not url.startswith(("/", "~", "dir:/", "disk:/")):
@@ -95,8 +75,8 @@ def tune(
             f"--for {url!r}: expected a store's URL, as https://advisor.example, or the absolute "
             "path of a folder"
         )
-    task = Task.of(target, given) if target else None
-    permitted = permissions(given) if task is None else {}
+    task = Task.of(target, asked) if target else None
+    permitted = permissions(asked) if task is None else {}
     # Import torch only now: it takes seconds, and wrong options are already refused.
     from advisor.report.data import as_data
     from advisor.report.progress import Shown
@@ -104,11 +84,11 @@ def tune(
     from advisor.workload import RunWorkload, TargetWorkload, Workload
 
     # The command that is started, and the lines to copy, depend on these variables.
-    os.environ.update(LOADER.get(options["loader"], {}))
-    os.environ.update({KEEP_CHECKPOINTS: "1"} if options["keep_checkpoints"] else {})
-    shown_on = console(stderr=True, quiet=options["quiet"])
-    progress = Shown(shown_on, budget_s=plan.seconds, events=options["events"])
-    show = progress.output if options["show_output"] else None
+    os.environ.update(options.LOADER.get(given["loader"], {}))
+    os.environ.update({KEEP_CHECKPOINTS: "1"} if given["keep_checkpoints"] else {})
+    shown_on = options.console(stderr=True, quiet=given["quiet"])
+    progress = Shown(shown_on, budget_s=plan.seconds, events=given["events"])
+    show = progress.output if given["show_output"] else None
     workload: Workload = (
         RunWorkload(command, permitted, show=show) if task is None else TargetWorkload(task)
     )
@@ -117,10 +97,10 @@ def tune(
     done = "tuned" if found.finished else "unfinished"
     status = "known" if found.known or found.earlier else done
     # Only a server's worker, which uses --for, must know that the tuning is unfinished.
-    code = UNFINISHED if url and not found.finished else DONE
+    code = options.UNFINISHED if url and not found.finished else DONE
     yield Output(
         lambda: {"status": status, "record": as_data(found.record, cache)},
-        code=INTERRUPTED if found.interrupted else code,
+        code=options.INTERRUPTED if found.interrupted else code,
     )
 
 
@@ -142,8 +122,8 @@ def _result(found: Tuned, command: tuple[str, ...], cache: str | None, url: str)
         yield "\nNot tuned yet: the same command continues. Give a larger --budget, or no --trials."
 
 
-def _again_options(budget: str) -> Decorator:
-    return together(
+def _again_options(budget: str) -> options.Decorator:
+    return options.together(
         click.option(
             "--budget",
             default=budget,
@@ -156,8 +136,8 @@ def _again_options(budget: str) -> Decorator:
             metavar="TARGET",
             help="The target to run  [default: the record's own file, if it is under this folder]",
         ),
-        map_option,
-        cache_option,
+        options.mapped,
+        options.cache,
     )
 
 
@@ -176,8 +156,10 @@ def _again(command: tuple[str, ...], model: Model, given: Mapping[str, Any]) -> 
 
 @click.command(cls=OrCommand)
 @click.argument("key")
-@click.option("--plot", type=NEW_FILE, metavar="FILE", help="Also write a bar chart, .png or .svg.")
-@row_options(Task, "data", "data_args")
+@click.option(
+    "--plot", type=options.NEW_FILE, metavar="FILE", help="Also write a bar chart, .png or .svg."
+)
+@options.row_options(Task, "data", "data_args")
 @_again_options(EXPLAIN)
 @json_or_text
 def explain(key: str, command: tuple[str, ...], plot: Path | None, **given: Any) -> Parts:
@@ -243,17 +225,13 @@ def verify(key: str, command: tuple[str, ...], target: str | None, **given: Any)
     yield f"samples/s tuned {record.winner(record.use).samples_per_s:,.4g}  now {speed:,.4g}"
     yield from (f"changed since: {difference}" for difference in found.differs)
     yield from (found.numerics, _LAST[found.verdict] + found.reason)
-    document = {
-        "verdict": found.verdict,
-        "holds": found.holds,
-        "reason": found.reason,
-        "numerics": found.numerics,
+    told = ("verdict", "holds", "reason", "numerics", "differs")
+    document = {name: getattr(found, name) for name in told} | {
         "samples_per_s": {"default": default, record.use: speed},
         "now": {use: _ratio(one.mean, one.low, one.high) for use, one in found.now.items()},
         "then": {
             use: _ratio(one.speedup, one.speedup_low, one.speedup_high) for use, one in then.items()
         },
-        "differs": list(found.differs),
     }
     yield Output(lambda: document, code=DONE if found.holds else FAILED)
 

@@ -141,14 +141,14 @@ class OrCommand(click.Command):
 
 
 target_argument = click.argument("target", required=False, type=click.Path())
-cache_option = click.option(
+cache = click.option(
     "--cache",
     metavar="URL",
     help="Where records are kept; several URLs with commas  [default: $ADVISOR_CACHE, else "
     "pyproject.toml's, else your cache folder]",
 )
-map_option = row_options(Task, "map")
-loader_option = click.option(
+mapped = row_options(Task, "map")
+loader = click.option(
     "--loader",
     type=click.Choice(sorted(LOADER)),
     help="For a run: keep the workers of the script's DataLoader, or tune them too  "

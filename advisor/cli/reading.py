@@ -20,6 +20,7 @@ from advisor.cache.shown import size
 from advisor.cache.signing import UNSIGNED
 from advisor.cache.stores import store_note
 from advisor.cache.task import Task
+from advisor.cli import options
 from advisor.cli.options import (
     DONE,
     FAILED,
@@ -28,12 +29,8 @@ from advisor.cli.options import (
     OrCommand,
     Output,
     Parts,
-    cache_option,
-    collected,
     complain,
     json_or_text,
-    row_options,
-    target_argument,
 )
 from advisor.errors import UsageError
 from advisor.frameworks import NAMES
@@ -52,7 +49,7 @@ MAX_RECORDS = 200
     show_default=True,
     help="How many records to list, the newest first.",
 )
-@cache_option
+@options.cache
 @json_or_text
 def show(key: str | None, most: int, cache: str | None) -> Parts:
     """List the records, or show the record KEY in full."""
@@ -138,7 +135,7 @@ def _artifacts(records: Records, record: Record) -> Iterator[dict[str, Any]]:
     metavar="FILE",
     help="Where the page goes; - for stdout.",
 )
-@cache_option
+@options.cache
 def report(key: str, file: Path, cache: str | None) -> None:
     """Write the record KEY as one HTML page with charts.
 
@@ -159,7 +156,7 @@ def report(key: str, file: Path, cache: str | None) -> None:
 @click.argument("framework", type=click.Choice(NAMES), metavar=f"[{'|'.join(NAMES)}]")
 @click.argument("key")
 @click.option("--batch", metavar="N|free", help="A batch other than the record's, or the best one.")
-@cache_option
+@options.cache
 @json_or_text
 def emit(framework: str, key: str, batch: str | None, cache: str | None) -> Output:
     """Print the record KEY as a framework's configuration."""
@@ -180,8 +177,8 @@ _SERVED = ("default", "nearest")
 
 
 @click.command(cls=OrCommand)
-@target_argument
-@row_options(Task, asked=True)
+@options.target_argument
+@options.row_options(Task, asked=True)
 @click.option("--batch", metavar="N|free", help="A batch other than --shape's, or the best one.")
 @click.option("--capture", is_flag=True, help="Look up for a script that uses advice.capture.")
 @click.option(
@@ -191,24 +188,24 @@ _SERVED = ("default", "nearest")
     "record.",
 )
 @click.option("--strict", is_flag=True, help="Exit code 1 if no record fits.")
-@cache_option
+@options.cache
 @json_or_text
 def why(
     target: str | None,
     command: tuple[str, ...],
     strict: bool,
     cache: str | None,
-    **options: Any,
+    **given: Any,
 ) -> Parts:
     """Say what apply() would get here, and how other records differ.
 
     For a command, advisor why -- python train.py lists the records of exactly this command and
     starts nothing. `advisor run` also finds records by the model, once the script trains.
     """
-    asked = collected(Task, options)
+    asked = options.collected(Task, given)
     if target is not None:
-        yield from _why(target, asked | options | {"cache": cache}, strict)
-    elif asked or any(options.values()):
+        yield from _why(target, asked | given | {"cache": cache}, strict)
+    elif asked or any(given.values()):
         raise UsageError("for a command, leave out --shape and the other options of a TARGET")
     else:
         yield from _why_command(command, cache, strict)
@@ -273,7 +270,7 @@ def _why_command(command: tuple[str, ...], cache: str | None, strict: bool) -> P
 
 @click.command()
 @click.option("--device", metavar="cuda:N|cpu", help="default: the first CUDA device, else the CPU")
-@cache_option
+@options.cache
 @json_or_text
 def env(device: str | None, cache: str | None) -> Parts:
     """Show this machine as records describe it, and the stores."""

@@ -8,14 +8,15 @@ import sys
 import click
 
 from advisor.cache.task import permissions
-from advisor.cli.options import LOADER, OrCommand, cache_option, loader_option, map_option, warn
+from advisor.cli import options
+from advisor.cli.options import OrCommand, warn
 from advisor.errors import NoRecord, StoreError, UsageError
 from advisor.tuners.measure.run.guarded_process import isolated, program
 
 
 @click.command(cls=OrCommand)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND...")
-@cache_option
+@options.cache
 @click.option(
     "--tune",
     "budget",
@@ -23,8 +24,8 @@ from advisor.tuners.measure.run.guarded_process import isolated, program
     help="If no record fits, try configs between the steps of the run's first TIME, then continue "
     "with the best.",
 )
-@map_option
-@loader_option
+@options.mapped
+@options.loader
 def run(
     command: tuple[str, ...],
     cache: str | None,
@@ -41,7 +42,7 @@ def run(
 
     if not command:
         raise UsageError("give your command after --, as in: advisor run -- python train.py")
-    path, words, tune_s, options = program(command), command, 0.0, None
+    path, words, tune_s, overrides = program(command), command, 0.0, None
     if option := isolated(command):
         warn(f"python {option} keeps advisor out; the run is unmodified")
     named = permissions({"map": map or None}).get("map")
@@ -55,11 +56,12 @@ def run(
         from advisor.resolve.command_overrides import override
 
         try:
-            words, options = override(command, named, cache)
-            warn(f"set {options.said}, as record {options.record} advises")
+            words, overrides = override(command, named, cache)
+            warn(f"set {overrides.said}, as record {overrides.record} advises")
         except (NoRecord, StoreError) as exc:
             warn(f"{exc}. The run is unmodified")
-    variables = bootstrap.environment(list(command), tune_s, options) | LOADER.get(loader or "", {})
+    variables = bootstrap.environment(list(command), tune_s, overrides)
+    variables |= options.LOADER.get(loader or "", {})
     if cache is not None:
         variables["ADVISOR_CACHE"] = cache
     sys.stdout.flush()

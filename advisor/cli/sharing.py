@@ -17,22 +17,12 @@ from advisor.cache.name import Name
 from advisor.cache.reader import RecordFilter
 from advisor.cache.record import Record
 from advisor.cache.stores.url import without_password
-from advisor.cli.options import (
-    DONE,
-    FAILED,
-    NEW_FILE,
-    Output,
-    Parts,
-    cache_option,
-    complain,
-    json_or_text,
-    together,
-    warn,
-)
+from advisor.cli import options
+from advisor.cli.options import DONE, FAILED, NEW_FILE, Output, Parts, complain, json_or_text, warn
 from advisor.errors import StoreError, UsageError
 from advisor.open_store import open_records
 
-only_options = together(
+only_options = options.together(
     click.option("--target", metavar="TEXT", help="Only records whose target's name has TEXT."),
     click.option("--device", metavar="TEXT", help="Only records whose device's name has TEXT."),
     click.option("--key", "keys", multiple=True, metavar="KEY", help="Only these records."),
@@ -59,7 +49,7 @@ def _only(target: str | None, device: str | None, keys: tuple[str, ...]) -> Want
 @click.command()
 @click.argument("file", type=NEW_FILE)
 @only_options
-@cache_option
+@options.cache
 @json_or_text
 def export(file: Path, cache: str | None, **only: Any) -> Output:
     """Write records into the pack FILE. To read the pack: --cache pack:FILE."""
@@ -74,7 +64,7 @@ def export(file: Path, cache: str | None, **only: Any) -> Output:
 @click.command(name="import")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @only_options
-@cache_option
+@options.cache
 @json_or_text
 def import_(file: Path, cache: str | None, **only: Any) -> Parts:
     """Import the records of the pack FILE. Exit code 1 if a record is refused."""
@@ -113,7 +103,7 @@ def _copied(rows: Iterable[CopyResult], where: str) -> Parts:
 @click.command()
 @click.option("--yes", "remove", is_flag=True, help="Remove them. Without --yes, only list them.")
 @click.option("--only", "kinds", type=click.Choice(garbage.KINDS), help="Only this kind.")
-@cache_option
+@options.cache
 @json_or_text
 def gc(remove: bool, kinds: str | None, cache: str | None) -> Parts:
     """List or remove superseded, stale and damaged records, and oversized artifacts."""
@@ -139,7 +129,7 @@ def gc(remove: bool, kinds: str | None, cache: str | None) -> Parts:
 @click.command()
 @click.argument("key", required=False)
 @click.option("--all", "everything", is_flag=True, help="Every record.")
-@cache_option
+@options.cache
 @json_or_text
 def forget(key: str | None, everything: bool, cache: str | None) -> Parts:
     """Remove the record KEY, or all records, unreadable ones included."""
