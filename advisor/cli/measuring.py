@@ -16,6 +16,10 @@ from advisor.cache.task import Task, permissions
 from advisor.cli import options
 from advisor.cli.options import DONE, FAILED, OrCommand, Output, Parts, json_or_text, warn
 from advisor.errors import UsageError
+from advisor.report import feeding, plots, tables
+from advisor.report.data import as_data
+from advisor.report.progress import Shown
+from advisor.report.text import ago, spread
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan
 
@@ -78,8 +82,6 @@ def tune(
     task = Task.of(target, asked) if target else None
     permitted = permissions(asked) if task is None else {}
     # Import torch only now: it takes seconds, and wrong options are already refused.
-    from advisor.report.data import as_data
-    from advisor.report.progress import Shown
     from advisor.tuning import tuned
     from advisor.workload import RunWorkload, TargetWorkload, Workload
 
@@ -105,9 +107,6 @@ def tune(
 
 
 def _result(found: Tuned, command: tuple[str, ...], cache: str | None, url: str) -> Parts:
-    from advisor.report import tables
-    from advisor.report.text import ago
-
     record = found.record
     if found.known:
         yield f"Already tuned, {ago(record.provenance.created)}; --force measures again."
@@ -170,8 +169,6 @@ def explain(key: str, command: tuple[str, ...], plot: Path | None, **given: Any)
     limits the training, and what a sample costs.
     """
     from advisor import verification
-    from advisor.report import feeding, plots, tables
-    from advisor.report.data import as_data
 
     if plot is not None:
         plots.check(plot)
@@ -215,7 +212,6 @@ def verify(key: str, command: tuple[str, ...], target: str | None, **given: Any)
     tell, and changes nothing: use a quieter machine or a larger --budget.
     """
     from advisor import verification
-    from advisor.report.text import spread
 
     found = verification.verify(key, **_again(command, Model(target), given))
     record, (default, speed) = found.record, found.samples_per_s

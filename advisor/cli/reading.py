@@ -12,6 +12,7 @@ from click.shell_completion import get_completion_class
 
 from advisor.cache import settings
 from advisor.cache.artifacts import compiled_digest
+from advisor.cache.codec import to_plain
 from advisor.cache.name import record_key
 from advisor.cache.reader import StoredRecord
 from advisor.cache.record import Record
@@ -21,20 +22,20 @@ from advisor.cache.signing import UNSIGNED
 from advisor.cache.stores import store_note
 from advisor.cache.task import Task
 from advisor.cli import options
-from advisor.cli.options import (
-    DONE,
-    FAILED,
-    NEW_FILE,
-    Number,
-    OrCommand,
-    Output,
-    Parts,
-    complain,
-    json_or_text,
-)
+from advisor.cli.options import DONE, FAILED, OrCommand, Output, Parts, json_or_text
+from advisor.command_snippets import staleness
 from advisor.errors import UsageError
-from advisor.frameworks import NAMES
+from advisor.frameworks import NAMES, text
+from advisor.frameworks import tables as frameworks
 from advisor.open_store import open_records
+from advisor.report import sections, tables
+from advisor.report.data import as_data, explained
+from advisor.report.text import spread
+from advisor.resolve.commands import of_command, served_to_run, state_of
+from advisor.resolve.find import preview
+from advisor.resolve.request import Request
+from advisor.tuners.environment import default_device, detect
+from advisor.tuners.knobs import described
 
 MAX_RECORDS = 200
 """Records that a list reads."""
@@ -44,7 +45,7 @@ MAX_RECORDS = 200
 @click.argument("key", required=False)
 @click.option(
     "--most",
-    type=Number(min=1),
+    type=options.Number(min=1),
     default=MAX_RECORDS,
     show_default=True,
     help="How many records to list, the newest first.",
@@ -53,9 +54,6 @@ MAX_RECORDS = 200
 @json_or_text
 def show(key: str | None, most: int, cache: str | None) -> Parts:
     """List the records, or show the record KEY in full."""
-    from advisor.command_snippets import staleness
-    from advisor.report import data, tables
-
     records = open_records(cache, fallback=True)
     if key is not None:
         yield from _one(records, records.one(key), cache)
@@ -63,7 +61,7 @@ def show(key: str | None, most: int, cache: str | None) -> Parts:
     newest = records.newest(most)
     older = records.left + len(newest[most:])
     found = [(one, staleness(one.record)) for one in newest[:most]]
-    complain(records)
+    options.complain(records)
     if found:
         urls = [store.url for store in records.stores] if records.stores[1:] else []
         yield tables.listing(found, urls)
@@ -79,7 +77,7 @@ def show(key: str | None, most: int, cache: str | None) -> Parts:
 
     def document() -> dict[str, Any]:
         rows = [
-            data.as_data(one.record, cache)
+            as_data(one.record, cache)
             | {"stale": tables.changes(one.record, differs)}
             | {"signed": one.trusted, "store": one.store.url}
             for one, differs in found
@@ -90,11 +88,8 @@ def show(key: str | None, most: int, cache: str | None) -> Parts:
 
 
 def _one(records: Records, stored: StoredRecord, cache: str | None) -> Parts:
-    from advisor.report.data import as_data
-    from advisor.report.sections import report
-
     artifacts = list(_artifacts(records, stored.record))
-    shown = report(stored.record, cache)
+    shown = sections.report(stored.record, cache)
     facts = [*shown.facts, ("store", stored.store.url)]
     for one in artifacts:
         uses = ", ".join(one["uses"]) or "no advised config"
@@ -130,7 +125,7 @@ def _artifacts(records: Records, record: Record) -> Iterator[dict[str, Any]]:
 @click.option(
     "--html",
     "file",
-    type=NEW_FILE,
+    type=options.NEW_FILE,
     required=True,
     metavar="FILE",
     help="Where the page goes; - for stdout.",
@@ -160,16 +155,13 @@ def report(key: str, file: Path, cache: str | None) -> None:
 @json_or_text
 def emit(framework: str, key: str, batch: str | None, cache: str | None) -> Output:
     """Print the record KEY as a framework's configuration."""
-    from advisor.frameworks import tables
-    from advisor.frameworks.text import Emitted, data, text
-
     free = batch == "free"
     if batch is not None and not free and not (batch.isdecimal() and int(batch)):
         raise UsageError(f"--batch {batch!r}: expected a number of at least 1, or free")
     record = open_records(cache, fallback=True).get(key)
     number = int(batch) if batch and not free else None
-    found = Emitted(getattr(tables, framework), record, batch=number, free=free)
-    return Output(lambda: data(found), [text(found).removesuffix("\n")])
+    found = text.Emitted(getattr(frameworks, framework), record, batch=number, free=free)
+    return Output(lambda: text.data(found), [text.text(found).removesuffix("\n")])
 
 
 _SERVED = ("default", "nearest")
@@ -213,11 +205,6 @@ def why(
 
 def _why(target: str, asked: dict[str, Any], strict: bool) -> Parts:
     """The output of `advisor why TARGET`."""
-    from advisor.report.data import explained
-    from advisor.resolve.find import preview
-    from advisor.resolve.request import Request
-    from advisor.tuners.knobs import described
-
     batch = asked["batch"]
     if batch is not None and batch.isdecimal() and len(batch) < 10:
         asked["batch"] = int(batch)  # the request refuses other texts
@@ -240,15 +227,10 @@ def _why(target: str, asked: dict[str, Any], strict: bool) -> Parts:
 
 def _why_command(command: tuple[str, ...], cache: str | None, strict: bool) -> Parts:
     """The output of `advisor why -- COMMAND`: its records, and what a run would get."""
-    from advisor.report.data import explained
-    from advisor.report.text import spread
-    from advisor.resolve.commands import of_command, served_to_run, state_of
-    from advisor.tuners.knobs import described
-
     records = open_records(cache, fallback=True)
     found = of_command(records, command)
     served = served_to_run(command, found, cache)
-    complain(records)
+    options.complain(records)
     yield f"looked for  {shlex.join(command)}"
     yield f"looked in   {', '.join(store.url for store in records.stores)}"
     listed: list[dict[str, Any]] = []
@@ -274,13 +256,9 @@ def _why_command(command: tuple[str, ...], cache: str | None, strict: bool) -> P
 @json_or_text
 def env(device: str | None, cache: str | None) -> Parts:
     """Show this machine as records describe it, and the stores."""
-    from advisor.cache.codec import to_plain
-    from advisor.report.tables import environment
-    from advisor.tuners.environment import default_device, detect
-
     records = open_records(cache, fallback=True)
     found = detect(device or default_device())
-    rows, stores = environment(found), []
+    rows, stores = tables.environment(found), []
     for store in records.stores:
         health = records.health(store)
         stores.append({"url": store.url, "health": health})
