@@ -14,7 +14,7 @@ from advisor.cache.codec import to_plain
 from advisor.cache.shown import speedup
 from advisor.cache.task import Task, permissions
 from advisor.cli import options
-from advisor.cli.options import DONE, FAILED, OrCommand, Output, Parts, json_or_text, warn
+from advisor.cli.options import DONE, FAILED, OrCommand, Output, Parts, json_or_text, option, warn
 from advisor.errors import UsageError
 from advisor.report import feeding, plots, tables
 from advisor.report.data import as_data
@@ -22,6 +22,8 @@ from advisor.report.progress import Shown
 from advisor.report.text import ago, spread
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan
+
+FILE = options.NEW_FILE
 
 if TYPE_CHECKING:
     from advisor.tuning import Tuned
@@ -32,26 +34,19 @@ if TYPE_CHECKING:
 @options.row_options(Task)
 @options.row_options(Plan)
 @options.cache
-@click.option("--quiet", is_flag=True, help="No progress, only the result.")
+@option("--quiet", "No progress, only the result.")
 @options.loader
-@click.option("--show-output", is_flag=True, help="For a run: show its output, on stderr.")
-@click.option(
+@option("--show-output", "For a run: show its output, on stderr.")
+@option(
     "--keep-checkpoints",
-    is_flag=True,
-    help="For a run: write checkpoints where the script says, not to a scratch folder.",
+    "For a run: write checkpoints where the script says, not to a scratch folder.",
 )
-@click.option(
-    "--events",
-    type=options.NEW_FILE,
-    metavar="FILE",
-    help="Append each trial to FILE when it ends, as a line of JSON.",
-)
-@click.option(
-    "--for",
+@option("--events FILE", "Append each trial to FILE when it ends, as a line of JSON.", type=FILE)
+@option(
+    "--for URL",
+    "Print commands for another machine, where the record will be in this store.",
     "url",
-    metavar="URL",
     default="",
-    help="Print commands for another machine, where the record will be in this store.",
 )
 @json_or_text
 def tune(
@@ -123,17 +118,14 @@ def _result(found: Tuned, command: tuple[str, ...], cache: str | None, url: str)
 
 def _again_options(budget: str) -> options.Decorator:
     return options.together(
-        click.option(
-            "--budget",
+        option(
+            "--budget TIME",
+            f"Wall time of all measuring; the first start is not counted.  [default: {budget}]",
             default=budget,
-            show_default=True,
-            metavar="TIME",
-            help="Wall time of all measuring; the first start is not counted.",
         ),
-        click.option(
-            "--target",
-            metavar="TARGET",
-            help="The target to run  [default: the record's own file, if it is under this folder]",
+        option(
+            "--target TARGET",
+            "The target to run  [default: the record's own file, if it is under this folder]",
         ),
         options.mapped,
         options.cache,
@@ -155,9 +147,7 @@ def _again(command: tuple[str, ...], model: Model, given: Mapping[str, Any]) -> 
 
 @click.command(cls=OrCommand)
 @click.argument("key")
-@click.option(
-    "--plot", type=options.NEW_FILE, metavar="FILE", help="Also write a bar chart, .png or .svg."
-)
+@option("--plot FILE", "Also write a bar chart, .png or .svg.", type=FILE)
 @options.row_options(Task, "data", "data_args")
 @_again_options(EXPLAIN)
 @json_or_text

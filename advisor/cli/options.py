@@ -54,6 +54,15 @@ class NewFile(click.Path):
 NEW_FILE = NewFile(dir_okay=False, writable=True, path_type=Path, allow_dash=True)
 
 
+def option(usage: str, help: str, name: str = "", **more: Any) -> Decorator:
+    """A click option. `usage`: as '--events FILE', or '--quiet' for a switch; `name`: of its
+    parameter, if it is not the option's."""
+    flag, _, metavar = usage.partition(" ")
+    names = (flag, name) if name else (flag,)
+    more["is_flag"] = not metavar and "type" not in more
+    return click.option(*names, metavar=metavar or None, help=help, **more)
+
+
 def together(*options: Decorator) -> Decorator:
     """Several options as one decorator, listed in their order."""
     return lambda command: functools.reduce(lambda made, add: add(made), options[::-1], command)
@@ -78,16 +87,15 @@ def _options(row: FieldSpec, default: bool) -> Iterator[Decorator]:
         one_of = isinstance(row.kind, SingleChoice)
         has_default = default and row.default and not row.kind.repeats
         shown = f"  [default: {row.kind.texts(row.default)[0]}]" if has_default else ""
-        yield click.option(
-            row.option,
+        yield option(
+            row.option if one_of else f"{row.option} {row.kind.metavar}",
+            row.help + shown,
             row.keyword,
             type=click.Choice(row.kind.names) if one_of else str,  # type: ignore[attr-defined]
-            metavar=None if one_of else row.kind.metavar,
             multiple=row.kind.repeats,
-            help=row.help + shown,
         )
     for switch in row.switches:
-        yield click.option(switch, is_flag=True, help=row.switched or row.help)
+        yield option(switch, row.switched or row.help)
 
 
 def collected(cls: type, options: dict[str, Any]) -> dict[str, Any]:
@@ -141,20 +149,18 @@ class OrCommand(click.Command):
 
 
 target_argument = click.argument("target", required=False, type=click.Path())
-cache = click.option(
-    "--cache",
-    metavar="URL",
-    help="Where records are kept; several URLs with commas  [default: $ADVISOR_CACHE, else "
+cache = option(
+    "--cache URL",
+    "Where records are kept; several URLs with commas  [default: $ADVISOR_CACHE, else "
     "pyproject.toml's, else your cache folder]",
 )
 mapped = row_options(Task, "map")
-loader = click.option(
+loader = option(
     "--loader",
+    "For a run: keep the workers of the script's DataLoader, or tune them too  [default: keep]",
     type=click.Choice(sorted(LOADER)),
-    help="For a run: keep the workers of the script's DataLoader, or tune them too  "
-    "[default: keep]",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+json_option = option("--json", "One JSON document on stdout.", "as_json")
 
 
 @dataclass(frozen=True, slots=True)

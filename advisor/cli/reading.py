@@ -22,7 +22,7 @@ from advisor.cache.signing import UNSIGNED
 from advisor.cache.stores import store_note
 from advisor.cache.task import Task
 from advisor.cli import options
-from advisor.cli.options import DONE, FAILED, OrCommand, Output, Parts, json_or_text
+from advisor.cli.options import DONE, FAILED, OrCommand, Output, Parts, json_or_text, option
 from advisor.command_snippets import staleness
 from advisor.errors import UsageError
 from advisor.frameworks import NAMES, text
@@ -43,12 +43,12 @@ MAX_RECORDS = 200
 
 @click.command()
 @click.argument("key", required=False)
-@click.option(
-    "--most",
+@option(
+    "--most N",
+    "How many records to list, the newest first.",
     type=options.Number(min=1),
     default=MAX_RECORDS,
     show_default=True,
-    help="How many records to list, the newest first.",
 )
 @options.cache
 @json_or_text
@@ -122,13 +122,12 @@ def _artifacts(records: Records, record: Record) -> Iterator[dict[str, Any]]:
 
 @click.command()
 @click.argument("key")
-@click.option(
-    "--html",
+@option(
+    "--html FILE",
+    "Where the page goes; - for stdout.",
     "file",
     type=options.NEW_FILE,
     required=True,
-    metavar="FILE",
-    help="Where the page goes; - for stdout.",
 )
 @options.cache
 def report(key: str, file: Path, cache: str | None) -> None:
@@ -150,7 +149,7 @@ def report(key: str, file: Path, cache: str | None) -> None:
 @click.command()
 @click.argument("framework", type=click.Choice(NAMES), metavar=f"[{'|'.join(NAMES)}]")
 @click.argument("key")
-@click.option("--batch", metavar="N|free", help="A batch other than the record's, or the best one.")
+@option("--batch N|free", "A batch other than the record's, or the best one.")
 @options.cache
 @json_or_text
 def emit(framework: str, key: str, batch: str | None, cache: str | None) -> Output:
@@ -171,15 +170,14 @@ _SERVED = ("default", "nearest")
 @click.command(cls=OrCommand)
 @options.target_argument
 @options.row_options(Task, asked=True)
-@click.option("--batch", metavar="N|free", help="A batch other than --shape's, or the best one.")
-@click.option("--capture", is_flag=True, help="Look up for a script that uses advice.capture.")
-@click.option(
+@option("--batch N|free", "A batch other than --shape's, or the best one.")
+@option("--capture", "Look up for a script that uses advice.capture.")
+@option(
     "--on-miss",
+    "If no record fits. default: torch's defaults; nearest: the safe part of the nearest record.",
     type=click.Choice(_SERVED),
-    help="If no record fits. default: torch's defaults; nearest: the safe part of the nearest "
-    "record.",
 )
-@click.option("--strict", is_flag=True, help="Exit code 1 if no record fits.")
+@option("--strict", "Exit code 1 if no record fits.")
 @options.cache
 @json_or_text
 def why(
@@ -251,7 +249,7 @@ def _why_command(command: tuple[str, ...], cache: str | None, strict: bool) -> P
 
 
 @click.command()
-@click.option("--device", metavar="cuda:N|cpu", help="default: the first CUDA device, else the CPU")
+@option("--device cuda:N|cpu", "default: the first CUDA device, else the CPU")
 @options.cache
 @json_or_text
 def env(device: str | None, cache: str | None) -> Parts:

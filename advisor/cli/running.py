@@ -17,12 +17,11 @@ from advisor.tuners.measure.run.guarded_process import isolated, program
 @click.command(cls=OrCommand)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND...")
 @options.cache
-@click.option(
-    "--tune",
+@options.option(
+    "--tune TIME",
+    "If no record fits, try configs between the steps of the run's first TIME, then continue with "
+    "the best.",
     "budget",
-    metavar="TIME",
-    help="If no record fits, try configs between the steps of the run's first TIME, then continue "
-    "with the best.",
 )
 @options.mapped
 @options.loader

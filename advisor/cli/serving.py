@@ -6,18 +6,17 @@ from typing import Any
 
 import click
 
-from advisor.cli.options import Number, Output, json_or_text
+from advisor.cli.options import Number, Output, json_or_text, option
 from advisor.errors import UsageError
 from advisor.service.roles import ROLES
 
 NEEDS = "pip install 'torch-advisor[serve]'"
 
-database_option = click.option(
-    "--database",
-    metavar="URL",
-    envvar="ADVISOR_DATABASE",
-    help="sqlite:////FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME  [default: "
+database_option = option(
+    "--database URL",
+    "sqlite:////FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME  [default: "
     "$ADVISOR_DATABASE, else SQLite in your data folder]",
+    envvar="ADVISOR_DATABASE",
 )
 
 
@@ -28,27 +27,21 @@ def _port(_context: object, _option: object, text: str) -> int:
 
 
 @click.command()
-@click.option("--host", default="127.0.0.1", metavar="ADDRESS", show_default=True)
-@click.option(
-    "--port", metavar="NUMBER", default="8765", callback=_port, help="0: any.  [default: 8765]"
-)
+@option("--host ADDRESS", "  [default: 127.0.0.1]", default="127.0.0.1")
+@option("--port NUMBER", "0: any.  [default: 8765]", default="8765", callback=_port)
 @database_option
-@click.option(
+@option(
     "--behind-proxy",
-    is_flag=True,
-    help="Only a proxy can connect: it encrypts, and sets X-Forwarded-For and -Proto.",
+    "Only a proxy can connect: it encrypts, and sets X-Forwarded-For and -Proto.",
 )
-@click.option(
-    "--executor",
+@option(
+    "--executor local|ray-jobs:http://HOST|none",
+    "Where submitted jobs run; repeat for several.  [default: local, this machine; none if other "
+    "machines can reach the server]",
     "executors",
     multiple=True,
-    metavar="local|ray-jobs:http://HOST|none",
-    help="Where submitted jobs run; repeat for several.  [default: local, this machine; none if "
-    "other machines can reach the server]",
 )
-@click.option(
-    "--url", default="", help="URL of this server for workers  [default: its own address]"
-)
+@option("--url URL", "Of this server, for workers  [default: its own address]", default="")
 def serve(database: str | None, executors: tuple[str, ...], **where: Any) -> None:
     """Serve records to a team, and run the jobs that the team submits.
 
@@ -68,8 +61,8 @@ def _say(address: str, token: str | None) -> None:
 
 @click.command()
 @click.argument("name")
-@click.option("--role", type=click.Choice(ROLES), default="read", help="  [default: read]")
-@click.option("--days", type=Number(1, 36500), help="Days until it expires; default: never.")
+@option("--role", "  [default: read]", type=click.Choice(ROLES), default="read")
+@option("--days N", "Days until it expires; default: never.", type=Number(1, 36500))
 @database_option
 @json_or_text
 def token(name: str, role: str, days: int | None, database: str | None) -> Output:

@@ -18,14 +18,14 @@ from advisor.cache.reader import RecordFilter
 from advisor.cache.record import Record
 from advisor.cache.stores.url import without_password
 from advisor.cli import options
-from advisor.cli.options import DONE, FAILED, NEW_FILE, Output, Parts, complain, json_or_text, warn
+from advisor.cli.options import DONE, FAILED, Output, Parts, json_or_text, option, warn
 from advisor.errors import StoreError, UsageError
 from advisor.open_store import open_records
 
 only_options = options.together(
-    click.option("--target", metavar="TEXT", help="Only records whose target's name has TEXT."),
-    click.option("--device", metavar="TEXT", help="Only records whose device's name has TEXT."),
-    click.option("--key", "keys", multiple=True, metavar="KEY", help="Only these records."),
+    option("--target TEXT", "Only records whose target's name has TEXT."),
+    option("--device TEXT", "Only records whose device's name has TEXT."),
+    option("--key KEY", "Only these records.", "keys", multiple=True),
 )
 """Options that become the arguments of `_only`."""
 
@@ -47,7 +47,7 @@ def _only(target: str | None, device: str | None, keys: tuple[str, ...]) -> Want
 
 
 @click.command()
-@click.argument("file", type=NEW_FILE)
+@click.argument("file", type=options.NEW_FILE)
 @only_options
 @options.cache
 @json_or_text
@@ -55,7 +55,7 @@ def export(file: Path, cache: str | None, **only: Any) -> Output:
     """Write records into the pack FILE. To read the pack: --cache pack:FILE."""
     records = open_records(cache)
     count = exchange.export(records, file, _only(**only))
-    complain(records)
+    options.complain(records)
     damaged = [*records.unreachable, *records.damaged]
     data = {"file": str(file), "records": count, "damaged": damaged}
     return Output(lambda: data, [f"{count} record{'s' * (count != 1)} in {file}"])
@@ -101,15 +101,15 @@ def _copied(rows: Iterable[CopyResult], where: str) -> Parts:
 
 
 @click.command()
-@click.option("--yes", "remove", is_flag=True, help="Remove them. Without --yes, only list them.")
-@click.option("--only", "kinds", type=click.Choice(garbage.KINDS), help="Only this kind.")
+@option("--yes", "Remove them. Without --yes, only list them.", "remove")
+@option("--only", "Only this kind.", "kinds", type=click.Choice(garbage.KINDS))
 @options.cache
 @json_or_text
 def gc(remove: bool, kinds: str | None, cache: str | None) -> Parts:
     """List or remove superseded, stale and damaged records, and oversized artifacts."""
     records = open_records(cache)
     going = garbage.all_garbage(records, [kinds] if kinds else garbage.KINDS)
-    complain(records)
+    options.complain(records)
     if remove:
         records.remove((one.store, one.key) for one in going)
     for line in records.stuck:
@@ -128,7 +128,7 @@ def gc(remove: bool, kinds: str | None, cache: str | None) -> Parts:
 
 @click.command()
 @click.argument("key", required=False)
-@click.option("--all", "everything", is_flag=True, help="Every record.")
+@option("--all", "Every record.", "everything")
 @options.cache
 @json_or_text
 def forget(key: str | None, everything: bool, cache: str | None) -> Parts:
