@@ -59,7 +59,8 @@ def option(usage: str, help: str, name: str = "", **more: Any) -> Decorator:
     parameter, if it is not the option's."""
     flag, _, metavar = usage.partition(" ")
     names = (flag, name) if name else (flag,)
-    more["is_flag"] = not metavar and "type" not in more
+    # An option with a value needs None, not False: click would make the value optional.
+    more["is_flag"] = (not metavar and "type" not in more) or None
     return click.option(*names, metavar=metavar or None, help=help, **more)
 
 
