@@ -117,7 +117,7 @@ def _result(found: Tuned, command: tuple[str, ...], cache: str | None, url: str)
 
 
 def _again_options(budget: str) -> options.Decorator:
-    return options.together(
+    return options.option_group(
         option(
             "--budget TIME",
             f"Wall time of all measuring; the first start is not counted.  [default: {budget}]",
@@ -127,7 +127,7 @@ def _again_options(budget: str) -> options.Decorator:
             "--target TARGET",
             "The target to run  [default: the record's own file, if it is under this folder]",
         ),
-        options.mapped,
+        options.map_option,
         options.cache,
     )
 
@@ -181,7 +181,7 @@ def explain(key: str, command: tuple[str, ...], plot: Path | None, **given: Any)
     yield Output(lambda: {**about, "record": as_data(record, given["cache"])})
 
 
-_LAST = {
+_VERDICTS = {
     "holds": "the record holds",
     "does not hold": "marked stale: ",
     "could not tell": "could not tell whether the record holds: ",
@@ -210,7 +210,7 @@ def verify(key: str, command: tuple[str, ...], target: str | None, **given: Any)
         yield f"{use:<9}tuned {spread(then[use])}  now {speedup(now.mean, now.low, now.high)}"
     yield f"samples/s tuned {record.winner(record.use).samples_per_s:,.4g}  now {speed:,.4g}"
     yield from (f"changed since: {difference}" for difference in found.differs)
-    yield from (found.numerics, _LAST[found.verdict] + found.reason)
+    yield from (found.numerics, _VERDICTS[found.verdict] + found.reason)
     told = ("verdict", "holds", "reason", "numerics", "differs")
     document = {name: getattr(found, name) for name in told} | {
         "samples_per_s": {"default": default, record.use: speed},

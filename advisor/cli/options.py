@@ -64,9 +64,15 @@ def option(usage: str, help: str, name: str = "", **more: Any) -> Decorator:
     return click.option(*names, metavar=metavar or None, help=help, **more)
 
 
-def together(*options: Decorator) -> Decorator:
+def option_group(*options: Decorator) -> Decorator:
     """Several options as one decorator, listed in their order."""
-    return lambda command: functools.reduce(lambda made, add: add(made), options[::-1], command)
+
+    def decorate(command: Command) -> Command:
+        for one in reversed(options):
+            command = one(command)
+        return command
+
+    return decorate
 
 
 def row_options(cls: type, *fields: str, asked: bool = False) -> Decorator:
@@ -77,7 +83,7 @@ def row_options(cls: type, *fields: str, asked: bool = False) -> Decorator:
         asked: only those of a lookup, which have no defaults.
     """
     chosen = (row for name, row in rows(cls).items() if name in (fields or rows(cls)))
-    return together(
+    return option_group(
         *(one for row in chosen if row.asked or not asked for one in _options(row, not asked))
     )
 
@@ -155,7 +161,7 @@ cache = option(
     "Where records are kept; several URLs with commas  [default: $ADVISOR_CACHE, else "
     "pyproject.toml's, else your cache folder]",
 )
-mapped = row_options(Task, "map")
+map_option = row_options(Task, "map")
 loader = option(
     "--loader",
     "For a run: keep the workers of the script's DataLoader, or tune them too  [default: keep]",

@@ -23,7 +23,7 @@ from advisor.tuners.measure.run.guarded_process import isolated, program
     "the best.",
     "budget",
 )
-@options.mapped
+@options.map_option
 @options.loader
 def run(
     command: tuple[str, ...],

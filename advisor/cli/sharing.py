@@ -22,7 +22,7 @@ from advisor.cli.options import DONE, FAILED, Output, Parts, json_or_text, optio
 from advisor.errors import StoreError, UsageError
 from advisor.open_store import open_records
 
-only_options = options.together(
+only_options = options.option_group(
     option("--target TEXT", "Only records whose target's name has TEXT."),
     option("--device TEXT", "Only records whose device's name has TEXT."),
     option("--key KEY", "Only these records.", "keys", multiple=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -113,20 +113,6 @@ def well_made(text: str, sections: Sequence[str] = SECTIONS) -> Page:
     return found
 
 
-def facts(record: Record) -> Iterator[str]:
-    """All that a page and a terminal must say of a record."""
-    told = report(record)
-    yield from (told.title, told.headline, told.stale, *(value for _, value in told.facts))
-    for section in told.sections:
-        yield from (section.title, *section.lines, *section.code)
-
-
-def cells(record: Record) -> Iterator[str]:
-    for section in report(record).sections:
-        if section.table:
-            yield from (cell for row in section.table.rows for cell in row.cells)
-
-
 def test_the_page_is_written_whole_in_place_of_an_older_one(tmp_path: Path) -> None:
     record = full()
     open_records(None).put(record)
@@ -137,10 +123,8 @@ def test_the_page_is_written_whole_in_place_of_an_older_one(tmp_path: Path) -> N
     assert [one.name for one in tmp_path.iterdir()] == ["page.html"]
     printed = advisor(tmp_path, "report", record.id[:6], "--html", "-").stdout
     assert printed.rstrip("\n") == file.read_text().rstrip("\n")
-    for wrong, said in ((tmp_path / "missing" / "page.html", "No such file"), (tmp_path, "")):
-        refused = advisor(tmp_path, "report", record.id, "--html", str(wrong))
-        assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-        assert said in refused.stderr
+    refused = advisor(tmp_path, "report", record.id, "--html", str(tmp_path))
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
     assert [one.name for one in tmp_path.iterdir()] == ["page.html"]
 
 
@@ -153,14 +137,18 @@ def test_a_terminal_says_the_same(task: Task, tmp_path: Path) -> None:
     open_records(None).put(record)
     shown = advisor(tmp_path, "show", record.id)
     assert shown.returncode == 0, shown.stderr
-    written = well_made(page(record)).text
-    for fact in facts(record):
-        assert flat(fact) in flat(shown.stdout), fact
-        assert flat(fact) in flat(written), fact
-    for cell in cells(record):
-        # A narrow column folds a cell, and other columns come between its lines.
-        assert all(word in flat(shown.stdout) for word in cell.split()), cell
-        assert flat(cell) in flat(written), cell
+    terminal, written = flat(shown.stdout), flat(well_made(page(record)).text)
+    told = report(record)
+    facts = [told.title, told.headline, told.stale, *(value for _, value in told.facts)]
+    for section in told.sections:
+        facts += [section.title, *section.lines, *section.code]
+        for cell in itertools.chain.from_iterable(
+            row.cells for row in (section.table.rows if section.table else ())
+        ):
+            # A narrow column folds a cell, and other columns come between its lines.
+            assert flat(cell) in written and all(word in terminal for word in cell.split()), cell
+    for fact in map(flat, facts):
+        assert fact in terminal and fact in written, fact
 
 
 def test_every_section_has_its_numbers() -> None:
@@ -176,20 +164,20 @@ def test_every_section_has_its_numbers() -> None:
     assert "loss within 0.03% of fp32" in found.text and "wrong result" in found.text
     assert "1.50x (1.47-1.53) as fast as torch's default" in found.text
     assert "batch free" in found.text and '# or, with the batch free: batch="free"' in found.text
-    loader = told["loader"].table
+    loader, tried, knobs = told["loader"].table, told["tried"].chart, told["knobs"].chart
     assert loader and [row.cells[3] for row in loader.rows] == ["80%", "97%"]
-
-
-def test_the_best_so_far_is_at_the_users_batch() -> None:
-    chart = next(one.chart for one in report(full()).sections if one.name == "tried")
-    assert isinstance(chart, Timeline)
-    assert [(one.at_s, one.samples_per_s, one.at_batch) for one in chart.points] == [
+    assert isinstance(tried, Timeline) and isinstance(knobs, Comparison)
+    assert [(one.at_s, one.samples_per_s, one.at_batch) for one in tried.points] == [
         (1.5, 2000.0, True),
         (3.0, 0.0, False),
         (4.5, 2000.0, True),
         (6.0, 2000.0, False),
     ]
-    assert chart.leaders == [chart.points[0]]
+    assert tried.leaders == [tried.points[0]], "the best so far is at the user's batch"
+    scale = across(knobs)  # a wide interval flattens no other
+    assert scale.cuts(9.0) and not scale.cuts(0.9) and not scale.cuts(1.5)
+    places = [scale.at(value) for value in (0.9, 1.0, 1.2, 1.4, 9.0)]
+    assert all(a < b for a, b in itertools.pairwise(places)) and places[-1] == 99
 
 
 def test_from_which_step_on_the_advice_pays() -> None:
@@ -288,12 +276,3 @@ def strained(record: Record, seed: int) -> Record:
 def test_numbers_that_nobody_measured_are_drawn_all_the_same(seed: int) -> None:
     found = well_made(page(strained(full(), seed)))
     assert not re.search(r"\bnan\b", found.text)
-
-
-def test_a_wide_interval_flattens_nothing() -> None:
-    chart = next(one.chart for one in report(full()).sections if one.name == "knobs")
-    assert isinstance(chart, Comparison)
-    scale = across(chart)
-    assert scale.cuts(9.0) and not scale.cuts(0.9) and not scale.cuts(1.5)
-    places = [scale.at(value) for value in (0.9, 1.0, 1.2, 1.4, 9.0)]
-    assert all(a < b for a, b in itertools.pairwise(places)) and places[-1] == 99
