@@ -108,12 +108,10 @@ def _one(records: Records, stored: StoredRecord, cache: str | None) -> Parts:
 def _artifacts(records: Records, record: Record) -> Iterator[dict[str, Any]]:
     """Generator: yields uses, size and store of each record's compiled code, and why this machine
     refuses it."""
-    uses: dict[str, set[str]] = {}
-    for winner in record.winners:
-        uses.setdefault(compiled_digest(record, winner.choice.config), set()).add(winner.use)
+    compiled = [(compiled_digest(record, one.choice.config), one.use) for one in record.winners]
     for store, label, bytes_ in records.artifacts.listed(f"{record_key(record)}/"):
         yield {
-            "uses": sorted(uses.get(label.config, ())),
+            "uses": sorted({use for config, use in compiled if config == label.config}),
             "bytes": bytes_,
             "store": store.url,
             "refused": records.artifacts.fault(store, label),

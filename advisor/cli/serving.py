@@ -76,11 +76,7 @@ def token(name: str, role: str, days: int | None, database: str | None) -> Outpu
 
 
 def _server(database: str | None) -> tuple[Any, Any]:
-    """The module that runs the server, and its database.
-
-    Raises:
-        UsageError: the extra 'serve' is not installed; the message says how to install it.
-    """
+    """(The module that runs the server, its database). UsageError says how to install them."""
     try:
         from advisor.service import run
         from advisor.service.database import Database

@@ -31,17 +31,12 @@ only_options = options.option_group(
 
 
 def _only(target: str | None, device: str | None, keys: tuple[str, ...]) -> Wanted:
-    def named(key: str, record: Record) -> bool:
-        start, _, batch = key.partition("@")
-        return record.key.id.startswith(start) and batch in ("", str(record.batch))
+    parts = [key.partition("@") for key in keys or ("",)]
 
     def wanted(record: Record) -> bool:
-        name = record.key.environment.device.name
-        return (
-            (target or "") in record.target.name
-            and (device or "").lower() in name.lower()
-            and (not keys or any(named(key, record) for key in keys))
-        )
+        id, name = record.key.id, record.key.environment.device.name.lower()
+        named = any(id.startswith(a) and b in ("", str(record.batch)) for a, _, b in parts)
+        return named and (target or "") in record.target.name and (device or "").lower() in name
 
     return wanted
 

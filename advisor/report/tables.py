@@ -15,7 +15,7 @@ from advisor.cache.signing import UNSIGNED
 from advisor.command_snippets import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Section, Table
-from advisor.report.text import age, duration, outcome, rate, ratio, ratios, spread
+from advisor.report.text import age, duration, outcome, rate, ratios, spread
 from advisor.resolve.answer import break_even, is_clear, unverified
 from advisor.resolve.doubt import DOUBTFUL, doubtful
 from advisor.tuners.knobs import INPUT_PIPELINE, caveats, described
@@ -234,7 +234,8 @@ def listing(
     )
     for held, differs in found:
         record = held.record
-        why, task = changes(record, differs), record.key.task
+        why, task, advised = changes(record, differs), record.key.task, record.winner(record.use)
+        told = tells(advised.speedup_low, advised.speedup_high) and not doubtful(record)
         state = "fresh" if record.compares else "nothing else raced"
         if why:
             state = f"stale: {', '.join(why)}"
@@ -246,7 +247,7 @@ def listing(
             record.target.name,
             task.mode,
             task.inputs,
-            "?" if doubtful(record) else ratio(record.winner(record.use)),
+            times(advised.speedup) if told else "?",
             age(record.provenance.created),
             state if held.trusted else f"{state}; {UNSIGNED}",
             *(str(number) for number, url in enumerate(stores, 1) if url == held.store.url),

@@ -56,11 +56,18 @@ def test_every_public_class_has_a_name_of_its_own() -> None:
     assert [name for name, times in names.items() if times > 1] == []
 
 
-def test_variables_are_documented() -> None:
+def test_variables_exported_names_and_arguments_are_documented() -> None:
     read = set(re.findall(r"(?<![\w])ADVISOR_[A-Z_]*[A-Z]", SOURCES))
     assert "ADVISOR_CACHE" in read
     theirs = {name for name in read if not name.startswith(INTERNAL)}
     assert {name for name in theirs if f"`{name}" not in WHOLE} == set()
+    names = {name for name in advisor.__all__ if not name.startswith("__")}
+    # `apply(model)`, `tune()` and `Advice` are names in code.
+    assert {name for name in names if not re.search(rf"`{name}\b", WHOLE)} == set()
+    taken = {field.name for one in (Model, Permit, Budget) for field in dataclasses.fields(one)}
+    assert {word for word in taken if f"`{word}`" not in WHOLE} == set()
+    public = {name for name in vars(advisor.Advice) if not name.startswith("_")}
+    assert {name for name in public if not re.search(rf"advice\.{name}\b", WHOLE)} == set()
 
 
 def test_what_is_not_read_is_not_documented() -> None:
@@ -76,17 +83,7 @@ def test_what_is_not_read_is_not_documented() -> None:
     assert options - known == set()
 
 
-def test_exported_names_and_arguments_are_documented() -> None:
-    names = {name for name in advisor.__all__ if not name.startswith("__")}
-    # `apply(model)`, `tune()` and `Advice` are names in code.
-    assert {name for name in names if not re.search(rf"`{name}\b", WHOLE)} == set()
-    taken = {field.name for one in (Model, Permit, Budget) for field in dataclasses.fields(one)}
-    assert {word for word in taken if f"`{word}`" not in WHOLE} == set()
-
-
-def test_pieces_of_advice_are_documented() -> None:
-    public = {name for name in vars(advisor.Advice) if not name.startswith("_")}
-    assert {name for name in public if not re.search(rf"advice\.{name}\b", WHOLE)} == set()
+def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= MOST_LINES
 
 

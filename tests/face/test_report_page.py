@@ -142,9 +142,8 @@ def test_a_terminal_says_the_same(task: Task, tmp_path: Path) -> None:
     facts = [told.title, told.headline, told.stale, *(value for _, value in told.facts)]
     for section in told.sections:
         facts += [section.title, *section.lines, *section.code]
-        for cell in itertools.chain.from_iterable(
-            row.cells for row in (section.table.rows if section.table else ())
-        ):
+        rows = section.table.rows if section.table else []
+        for cell in (cell for row in rows for cell in row.cells):
             # A narrow column folds a cell, and other columns come between its lines.
             assert flat(cell) in written and all(word in terminal for word in cell.split()), cell
     for fact in map(flat, facts):
