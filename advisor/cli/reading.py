@@ -25,8 +25,7 @@ from advisor.cli import options
 from advisor.cli.options import DONE, FAILED, OrCommand, Output, Parts, json_or_text, option
 from advisor.command_snippets import staleness
 from advisor.errors import UsageError
-from advisor.frameworks import NAMES, text
-from advisor.frameworks import tables as frameworks
+from advisor.frameworks import NAMES
 from advisor.open_store import open_records
 from advisor.report import sections, tables
 from advisor.report.data import as_data, explained
@@ -152,12 +151,14 @@ def report(key: str, file: Path, cache: str | None) -> None:
 @json_or_text
 def emit(framework: str, key: str, batch: str | None, cache: str | None) -> Output:
     """Print the record KEY as a framework's configuration."""
+    from advisor.frameworks import tables, text
+
     free = batch == "free"
     if batch is not None and not free and not (batch.isdecimal() and int(batch)):
         raise UsageError(f"--batch {batch!r}: expected a number of at least 1, or free")
     record = open_records(cache, fallback=True).get(key)
     number = int(batch) if batch and not free else None
-    found = text.Emitted(getattr(frameworks, framework), record, batch=number, free=free)
+    found = text.Emitted(getattr(tables, framework), record, batch=number, free=free)
     return Output(lambda: text.data(found), [text.text(found).removesuffix("\n")])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from advisor.cache.config import Config
-from advisor.cache.record import Measurement, Record, best_known
+from advisor.cache.record import Measurement, Record
 from advisor.cache.shown import times
 from advisor.report.data import Table
 from advisor.report.text import duration, rate
@@ -51,7 +51,7 @@ def pairs(record: Record) -> list[Pair]:
     found: dict[Config, Measurement] = {}
     for loader, seen in _measured(record):
         if loader:
-            found[loader] = best_known([found.get(loader, seen), seen])
+            found[loader] = max(found.get(loader, seen), seen, key=lambda one: len(one.blocks))
     return sorted(itertools.starmap(Pair, found.items()), key=lambda one: one.workers)
 
 
