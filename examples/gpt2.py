@@ -14,14 +14,14 @@ VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 50304, 1024, 768, 12, 12
 
 
 class Block(nn.Module):
-    """Causal attention and a network of one hidden layer; maps (N, T, WIDTH) to (N, T, WIDTH)."""
+    """Causal attention and an MLP; maps (N, T, WIDTH) to (N, T, WIDTH)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.before = nn.LayerNorm(WIDTH)
-        self.queries_keys_values = nn.Linear(WIDTH, 3 * WIDTH)
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.network = nn.Sequential(
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.project = nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(
             nn.LayerNorm(WIDTH),
             nn.Linear(WIDTH, 4 * WIDTH),
             nn.GELU(approximate="tanh"),
@@ -29,11 +29,11 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.queries_keys_values(self.before(x)).unflatten(2, (3, HEADS, -1))
+        heads = self.qkv(self.norm(x)).unflatten(2, (3, HEADS, -1))
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (N, HEADS, T, WIDTH / HEADS)
-        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.mix(seen.transpose(1, 2).flatten(2))
-        return x + self.network(x)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
 
 
 class GPT2(nn.Module):
@@ -44,11 +44,11 @@ class GPT2(nn.Module):
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.after = nn.LayerNorm(WIDTH)
-        self.apply(self._start)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.apply(self._init_weights)
 
     @staticmethod
-    def _start(module: nn.Module) -> None:
+    def _init_weights(module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear):
@@ -57,7 +57,7 @@ class GPT2(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.positions(positions)
-        return functional.linear(self.after(self.blocks(x)), self.tokens.weight)
+        return functional.linear(self.norm(self.blocks(x)), self.tokens.weight)
 
 
 def make_batch(batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:

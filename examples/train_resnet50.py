@@ -19,20 +19,20 @@ CLASSES = 1000
 
 
 class RandomImages(Dataset[tuple[torch.Tensor, int]]):
-    """`length` samples from a few 8-bit images in memory, which stand in for decoded images."""
+    """`length` samples from `images` random 8-bit images in memory."""
 
-    def __init__(self, length: int, held: int = 256) -> None:
-        held = min(held, length)
+    def __init__(self, length: int, images: int = 256) -> None:
+        images = min(images, length)
         self.length = length
-        self.images = torch.randint(256, (held, *SAMPLE), dtype=torch.uint8)
-        self.labels = torch.randint(CLASSES, (held,)).tolist()
+        self.images = torch.randint(256, (images, *SAMPLE), dtype=torch.uint8)
+        self.labels = torch.randint(CLASSES, (images,)).tolist()
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        held = index % len(self.labels)
-        return self.images[held].float().div_(255), self.labels[held]
+        image = index % len(self.labels)
+        return self.images[image].float().div_(255), self.labels[image]
 
 
 def main() -> None:

@@ -11,45 +11,44 @@ import sys
 import click
 
 import advisor
-from advisor.cli.options import DONE, FAILED, INTERRUPTED, WRONG_USAGE
+from advisor.cli.options import DONE, FAILED, INTERRUPTED, WRONG_USAGE, warn
 from advisor.errors import AdvisorError, UsageError
 
 MAX_WORD = 300
 """Characters of a word in an error. Of a longer word, only the start is shown."""
-_MODULES = {
-    "jobs": ("submit", "jobs", "logs", "cancel"),
-    "measuring": ("tune", "explain", "verify"),
-    "reading": ("show", "report", "why", "emit", "forget", "env", "completion"),
-    "running": ("run",),
-    "serving": ("serve", "token"),
-    "sharing": ("export", "import", "sync", "gc"),
+_COMMANDS = {
+    "Tune and run": {"tune": "measuring", "run": "running"},
+    "Records": {
+        **dict.fromkeys(("show", "why", "report", "emit"), "reading"),
+        **dict.fromkeys(("explain", "verify"), "measuring"),
+        **dict.fromkeys(("forget", "gc"), "sharing"),
+    },
+    "Stores": dict.fromkeys(("export", "import", "sync"), "sharing"),
+    "A team's server": {
+        **dict.fromkeys(("submit", "jobs", "logs", "cancel"), "jobs"),
+        **dict.fromkeys(("serve", "token"), "serving"),
+    },
+    "This machine": dict.fromkeys(("env", "completion"), "reading"),
 }
-"""The commands of each module. Only the module in use is imported: `advisor run` must be fast."""
-_HELP = {
-    "Tune and run": ("tune", "run"),
-    "Records": ("show", "why", "report", "emit", "explain", "verify", "forget", "gc"),
-    "Stores": ("export", "import", "sync"),
-    "A team's server": ("submit", "jobs", "logs", "cancel", "serve", "token"),
-    "This machine": ("env", "completion"),
-}
-"""The commands as `advisor --help` lists them."""
+"""The commands and their modules, as `advisor --help` lists them. Only the module in use is
+imported: `advisor run` must be fast."""
+_MODULES = {name: module for names in _COMMANDS.values() for name, module in names.items()}
 
 
 class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(name for names in _MODULES.values() for name in names)
+        return sorted(_MODULES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        for module, names in _MODULES.items():
-            if cmd_name in names:
-                name = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
-                loaded = importlib.import_module(f"advisor.cli.{module}")
-                command: click.Command = getattr(loaded, name)
-                return command
-        return None
+        if cmd_name not in _MODULES:
+            return None
+        loaded = importlib.import_module(f"advisor.cli.{_MODULES[cmd_name]}")
+        name = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
+        command: click.Command = getattr(loaded, name)
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, names in _HELP.items():
+        for title, names in _COMMANDS.items():
             commands = [(name, self.get_command(ctx, name)) for name in names]
             with formatter.section(title):
                 formatter.write_dl(
@@ -82,10 +81,14 @@ def main(arguments: list[str] | None = None) -> int:
             facts.keep()
         return code if isinstance(code, int) else DONE
     except click.ClickException as exc:
-        return _refuse(exc.format_message() + _where_to_read(exc), WRONG_USAGE)
+        # The message on a wrong value says what is allowed.
+        ctx = None if type(exc) is click.BadParameter else getattr(exc, "ctx", None)
+        see = f" (see: {ctx.command_path} --help)" if ctx else ""
+        return _refuse(exc.format_message() + see, WRONG_USAGE)
     except AdvisorError as exc:
-        code = WRONG_USAGE if isinstance(exc, UsageError) else FAILED
-        return _refuse(str(exc), code, exc.details)
+        if exc.details:
+            click.echo(exc.details.rstrip(), err=True)
+        return _refuse(str(exc), WRONG_USAGE if isinstance(exc, UsageError) else FAILED)
     except OSError as exc:
         if exc.filename is not None:
             return _refuse(f"{os.fsdecode(exc.filename)}: {exc.strerror}", FAILED)
@@ -98,17 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _refuse("interrupted; to continue, run the same command again", INTERRUPTED)
 
 
-def _where_to_read(exc: click.ClickException) -> str:
-    """' (see: COMMAND --help)'; '' for a wrong value, whose message says what is allowed."""
-    ctx = getattr(exc, "ctx", None)
-    if ctx is None or type(exc) is click.BadParameter:
-        return ""
-    return f" (see: {ctx.command_path} --help)"
-
-
-def _refuse(message: str, code: int, details: str = "") -> int:
-    if details:
-        click.echo(details.rstrip(), err=True)
+def _refuse(message: str, code: int) -> int:
+    """Print an error on one line. Returns the exit code."""
     words = (word if len(word) <= MAX_WORD else f"{word[:80]}..." for word in message.split())
-    click.echo("advisor: " + " ".join(words), err=True)
+    warn(" ".join(words))
     return code

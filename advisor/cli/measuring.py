@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,68 +12,46 @@ import click
 from advisor.arguments import Model
 from advisor.cache.codec import to_plain
 from advisor.cache.shown import speedup
-from advisor.cache.task import Task, checked, permissions
-from advisor.cli.options import (
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    LOADER,
-    NEW_FILE,
-    UNFINISHED,
-    Command,
-    OrCommand,
-    Output,
-    cache_option,
-    collected,
-    console,
-    data_args_option,
-    data_option,
-    json_or_text,
-    loader_option,
-    map_option,
-    mapped,
-    row_options,
-    target_argument,
-    together,
-)
+from advisor.cache.task import Task, permissions
+from advisor.cli import options
+from advisor.cli.options import DONE, FAILED, OrCommand, Output, Parts, json_or_text, option, warn
 from advisor.errors import UsageError
+from advisor.report import feeding, plots, tables
+from advisor.report.data import as_data
+from advisor.report.progress import Shown
+from advisor.report.text import ago, spread
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+FILE = options.NEW_FILE
 
+if TYPE_CHECKING:
     from advisor.tuning import Tuned
-    from advisor.verification import Verified
 
 
 @click.command(cls=OrCommand)
-@target_argument
-@row_options(Task)
-@row_options(Plan)
-@cache_option
-@click.option("--quiet", is_flag=True, help="No progress, only the result.")
-@loader_option
-@click.option("--show-output", is_flag=True, help="For a run: show its output, on stderr.")
-@click.option(
+@options.target_argument
+@options.row_options(Task)
+@options.row_options(Plan)
+@options.cache
+@option("--quiet", "No progress, only the result.")
+@options.loader
+@option("--show-output", "For a run: show its output, on stderr.")
+@option(
     "--keep-checkpoints",
-    is_flag=True,
-    help="For a run: write checkpoints where the script says, not to a scratch folder.",
+    "For a run: write checkpoints where the script says, not to a scratch folder.",
 )
-@click.option(
-    "--events",
-    type=NEW_FILE,
-    metavar="FILE",
-    help="Append each trial to FILE when it ends, as a line of JSON.",
-)
-@click.option(
-    "--for",
+@option("--events FILE", "Append each trial to FILE when it ends, as a line of JSON.", type=FILE)
+@option(
+    "--for URL",
+    "Print commands for another machine, where the record will be in this store.",
     "url",
-    metavar="URL",
-    help="Print commands for another machine, where the record will be in this store.",
+    default="",
 )
 @json_or_text
-def tune(target: str | None, command: tuple[str, ...], cache: str | None, **options: Any) -> Output:
+def tune(
+    target: str | None, command: tuple[str, ...], cache: str | None, url: str, **given: Any
+) -> Parts:
     """Find the fastest safe config for your run, or for a model.
 
     \b
@@ -86,107 +64,94 @@ def tune(target: str | None, command: tuple[str, ...], cache: str | None, **opti
     TARGET is a model on its own, trained on made-up data: model.py, model.py:Net,
     package.module:factory or torchvision:resnet50.
     """
-    plan, given = Plan.of(collected(Plan, options)), collected(Task, options)
+    plan, asked = Plan.of(options.collected(Plan, given)), options.collected(Task, given)
     for name in ("show_output", "loader", "keep_checkpoints"):
-        if target and options[name]:
+        if target and given[name]:
             option = "--" + name.replace("_", "-")
             raise UsageError(f"{option} is for a command after --, not for a TARGET")
-    url = options["url"] or ""
     if url and "://" not in url and not url.startswith(("/", "~", "dir:/", "disk:/")):
         raise UsageError(
             f"--for {url!r}: expected a store's URL, as https://advisor.example, or the absolute "
             "path of a folder"
         )
-    task = Task.of(target, given) if target else None
-    permitted = permissions(given) if task is None else {}
+    task = Task.of(target, asked) if target else None
+    permitted = permissions(asked) if task is None else {}
     # Import torch only now: it takes seconds, and wrong options are already refused.
-    from advisor.report.data import as_data
-    from advisor.report.progress import Shown
     from advisor.tuning import tuned
     from advisor.workload import RunWorkload, TargetWorkload, Workload
 
     # The command that is started, and the lines to copy, depend on these variables.
-    os.environ.update(LOADER.get(options["loader"], {}))
-    os.environ.update({KEEP_CHECKPOINTS: "1"} if options["keep_checkpoints"] else {})
-    shown_on = console(stderr=True, quiet=options["quiet"])
-    progress = Shown(shown_on, budget_s=plan.seconds, events=options["events"])
-    show = progress.output if options["show_output"] else None
+    os.environ.update(options.LOADER.get(given["loader"], {}))
+    os.environ.update({KEEP_CHECKPOINTS: "1"} if given["keep_checkpoints"] else {})
+    shown_on = options.console(stderr=True, quiet=given["quiet"])
+    progress = Shown(shown_on, budget_s=plan.seconds, events=given["events"])
+    show = progress.output if given["show_output"] else None
     workload: Workload = (
         RunWorkload(command, permitted, show=show) if task is None else TargetWorkload(task)
     )
     found = tuned(workload, plan, cache=cache, progress=progress)
+    yield from _result(found, command, cache, url)
     done = "tuned" if found.finished else "unfinished"
     status = "known" if found.known or found.earlier else done
     # Only a server's worker, which uses --for, must know that the tuning is unfinished.
-    code = UNFINISHED if url and not found.finished else DONE
-    return Output(
+    code = options.UNFINISHED if url and not found.finished else DONE
+    yield Output(
         lambda: {"status": status, "record": as_data(found.record, cache)},
-        _tuned_lines(found, command, cache, url),
-        INTERRUPTED if found.interrupted else code,
+        code=options.INTERRUPTED if found.interrupted else code,
     )
 
 
-def _tuned_lines(
-    found: Tuned, command: tuple[str, ...], cache: str | None, url: str
-) -> Iterator[str | RenderableType]:
-    from advisor.report import tables
-    from advisor.report.text import ago
-
+def _result(found: Tuned, command: tuple[str, ...], cache: str | None, url: str) -> Parts:
     record = found.record
     if found.known:
         yield f"Already tuned, {ago(record.provenance.created)}; --force measures again."
     yield ""
     yield tables.verdict(record)
-    yield ""
-    yield from (*tables.summary(record), *found.remarks)
+    yield from ("", *tables.summary(record), *found.remarks)
     if found.interrupted and not found.earlier:
         yield "Interrupted: the best config so far is kept; the same command continues."
     if found.finished:
         yield from tables.start(record, cache, command, url=url)
     elif not found.interrupted:
-        yield ""
-        yield "Not tuned yet: the same command continues. Give a larger --budget, or no --trials."
+        yield "\nNot tuned yet: the same command continues. Give a larger --budget, or no --trials."
 
 
-def _again_options(budget: str) -> Callable[[Command], Command]:
-    return together(
-        click.option(
-            "--budget",
+def _again_options(budget: str) -> options.Decorator:
+    return options.option_group(
+        option(
+            "--budget TIME",
+            f"Wall time of all measuring; the first start is not counted.  [default: {budget}]",
             default=budget,
-            show_default=True,
-            metavar="TIME",
-            help="Wall time of all measuring; the first start is not counted.",
         ),
-        click.option(
-            "--target",
-            metavar="TARGET",
-            help="The target to run  [default: the record's own file, if it is under this folder]",
+        option(
+            "--target TARGET",
+            "The target to run  [default: the record's own file, if it is under this folder]",
         ),
-        map_option,
-        cache_option,
+        options.map_option,
+        options.cache,
     )
 
 
-def _again(command: tuple[str, ...], model: Model, given: Mapping[str, Any]) -> Any:
-    """The arguments of `explain` and `verify` after the key."""
+def _again(command: tuple[str, ...], model: Model, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `explain` and `verify` after the key, which they check."""
     if command and (model.target or model.data):
         raise UsageError("give either --target and --data, or your command after --")
-
-    def warn(event: Mapping[str, Any]) -> None:
-        click.echo(f"advisor: {event['text']}", err=True)
-
-    what = {"what": command or model, "map": mapped(given["map"]), "budget": given["budget"]}
-    return what | {"store": given["cache"], "on_event": warn}
+    return {
+        "what": command or model,
+        "map": given["map"] or None,
+        "budget": given["budget"],
+        "store": given["cache"],
+        "on_event": lambda event: warn(event["text"]),
+    }
 
 
 @click.command(cls=OrCommand)
 @click.argument("key")
-@click.option("--plot", type=NEW_FILE, metavar="FILE", help="Also write a bar chart, .png or .svg.")
-@data_option
-@data_args_option
+@option("--plot FILE", "Also write a bar chart, .png or .svg.", type=FILE)
+@options.row_options(Task, "data", "data_args")
 @_again_options(EXPLAIN)
 @json_or_text
-def explain(key: str, command: tuple[str, ...], plot: Path | None, **given: Any) -> Output:
+def explain(key: str, command: tuple[str, ...], plot: Path | None, **given: Any) -> Parts:
     """Measure what each knob of the record KEY's advice contributes.
 
     Knobs that contribute nothing leave the advice. For the record of a run, give its command as
@@ -194,34 +159,29 @@ def explain(key: str, command: tuple[str, ...], plot: Path | None, **given: Any)
     limits the training, and what a sample costs.
     """
     from advisor import verification
-    from advisor.report import feeding, plots, tables
-    from advisor.report.data import as_data
 
     if plot is not None:
         plots.check(plot)
-    data = checked(Task, {"data_args": given["data_args"] or None}) | {"data": given["data"]}
-    found = verification.explain(key, **_again(command, Model(given["target"], **data), given))
+    data = given["data"] or ""
+    model = Model(given["target"], data=data or None, data_args=given["data_args"] or None)
+    found = verification.explain(key, **_again(command, model, given))
     record, costs = found.record, found.costs
-    if plot is not None and record.parts:
-        plots.parts(record, plot)
-
-    def lines() -> Iterator[str | RenderableType]:
-        yield from feeding.explained(record, costs, given["data"] or "")
-        if not record.parts:
-            yield f"Nothing to explain: the advice is {record.key.task.baseline}."
-            return
+    yield from feeding.explained(record, costs, data)
+    if record.parts:
         yield tables.parts(record)
         if found.dropped:
             yield f"\nRemoved, as the advice is no slower without: {', '.join(found.dropped)}"
         yield from (f"\n{line}" for line in tables.caveats_of(record))
         if plot is not None:
+            plots.parts(record, plot)
             yield f"\nchart: {plot}"
-
+    else:
+        yield f"Nothing to explain: the advice is {record.key.task.baseline}."
     about = {"dropped": list(found.dropped), "costs": to_plain(costs) if costs else None}
-    return Output(lambda: {**about, "record": as_data(record, given["cache"])}, lines())
+    yield Output(lambda: {**about, "record": as_data(record, given["cache"])})
 
 
-_LAST = {
+_VERDICTS = {
     "holds": "the record holds",
     "does not hold": "marked stale: ",
     "could not tell": "could not tell whether the record holds: ",
@@ -232,7 +192,7 @@ _LAST = {
 @click.argument("key")
 @_again_options(VERIFY)
 @json_or_text
-def verify(key: str, command: tuple[str, ...], target: str | None, **given: Any) -> Output:
+def verify(key: str, command: tuple[str, ...], target: str | None, **given: Any) -> Parts:
     """Measure again whether the record KEY still holds.
 
     For the record of a run, give its command as you would type it: advisor verify KEY -- python
@@ -244,39 +204,23 @@ def verify(key: str, command: tuple[str, ...], target: str | None, **given: Any)
     from advisor import verification
 
     found = verification.verify(key, **_again(command, Model(target), given))
-    code = DONE if found.holds else FAILED
-    return Output(lambda: _verified_data(found), _verified_lines(found), code)
-
-
-def _verified_data(found: Verified) -> dict[str, Any]:
     record, (default, speed) = found.record, found.samples_per_s
     then = {use: record.winner(use) for use in found.now}
-    return {
-        "verdict": found.verdict,
-        "holds": found.holds,
-        "reason": found.reason,
-        "numerics": found.numerics,
+    for use, now in found.now.items():
+        yield f"{use:<9}tuned {spread(then[use])}  now {speedup(now.mean, now.low, now.high)}"
+    yield f"samples/s tuned {record.winner(record.use).samples_per_s:,.4g}  now {speed:,.4g}"
+    yield from (f"changed since: {difference}" for difference in found.differs)
+    yield from (found.numerics, _VERDICTS[found.verdict] + found.reason)
+    told = ("verdict", "holds", "reason", "numerics", "differs")
+    document = {name: getattr(found, name) for name in told} | {
         "samples_per_s": {"default": default, record.use: speed},
-        "now": {use: _ratio(r.mean, r.low, r.high) for use, r in found.now.items()},
+        "now": {use: _ratio(one.mean, one.low, one.high) for use, one in found.now.items()},
         "then": {
             use: _ratio(one.speedup, one.speedup_low, one.speedup_high) for use, one in then.items()
         },
-        "differs": list(found.differs),
     }
+    yield Output(lambda: document, code=DONE if found.holds else FAILED)
 
 
 def _ratio(mean: float, low: float, high: float) -> dict[str, float]:
     return {"ratio": mean, "low": low, "high": high}
-
-
-def _verified_lines(found: Verified) -> Iterator[str]:
-    from advisor.report.text import spread
-
-    record = found.record
-    for use, now in found.now.items():
-        seen = speedup(now.mean, now.low, now.high)
-        yield f"{use:<9}tuned {spread(record.winner(use))}  now {seen}"
-    tuned = record.winner(record.use).samples_per_s
-    yield f"samples/s tuned {tuned:,.4g}  now {found.samples_per_s[1]:,.4g}"
-    yield from (f"changed since: {difference}" for difference in found.differs)
-    yield from (found.numerics, _LAST[found.verdict] + found.reason)

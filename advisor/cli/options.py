@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import tempfile
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from advisor.cache.kinds import MultiChoice, SingleChoice
-from advisor.cache.task import FieldSpec, Task, permissions, rows
+from advisor.cache.kinds import SingleChoice
+from advisor.cache.task import FieldSpec, Task, rows
 from advisor.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,9 +22,14 @@ if TYPE_CHECKING:
     from advisor.cache.records import Records
 
 DONE, FAILED, WRONG_USAGE, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 130
+LOADER = {
+    "keep": {"ADVISOR_KEEP_LOADER": "1"},
+    "override": {"ADVISOR_OVERRIDE_LOADER": "1"},
+}
+"""Environment variables that carry `--loader` to the pilot in a run."""
 
 Command = Callable[..., None]
-FILE = click.Path(dir_okay=False, path_type=Path)
+Decorator = Callable[[Command], Command]
 
 
 class Number(click.IntRange):
@@ -50,47 +54,55 @@ class NewFile(click.Path):
 NEW_FILE = NewFile(dir_okay=False, writable=True, path_type=Path, allow_dash=True)
 
 
-LOADER = {
-    "keep": {"ADVISOR_KEEP_LOADER": "1"},
-    "override": {"ADVISOR_OVERRIDE_LOADER": "1"},
-}
-"""Environment variables that carry `--loader` to the pilot in a run."""
+def option(usage: str, help: str, name: str = "", **more: Any) -> Decorator:
+    """A click option. `usage`: as '--events FILE', or '--quiet' for a switch; `name`: of its
+    parameter, if it is not the option's."""
+    flag, _, metavar = usage.partition(" ")
+    names = (flag, name) if name else (flag,)
+    # An option with a value needs None, not False: click would make the value optional.
+    more["is_flag"] = (not metavar and "type" not in more) or None
+    return click.option(*names, metavar=metavar or None, help=help, **more)
 
 
-def row_options(cls: type, *, asked: bool = False) -> Callable[[Command], Command]:
-    """Decorator: adds options for a dataclass's fields; `asked`: only those of a lookup."""
+def option_group(*options: Decorator) -> Decorator:
+    """Several options as one decorator, listed in their order."""
 
     def decorate(command: Command) -> Command:
-        for row in reversed(list(rows(cls).values())):
-            if asked and not row.asked:
-                continue
-            for switch in row.switches:
-                text = row.switched or row.help
-                command = click.option(switch, _of(switch), is_flag=True, help=text)(command)
-            if row.option:
-                command = _valued(row, default=not asked)(command)
+        for one in reversed(options):
+            command = one(command)
         return command
 
     return decorate
 
 
-def _valued(row: FieldSpec, *, default: bool) -> Callable[[Command], Command]:
-    plain = isinstance(row.kind, SingleChoice) and not isinstance(row.kind, MultiChoice)
-    shown = ""
-    if default and row.default not in (None, "", 0, ()) and not row.kind.repeats:
-        shown = f"  [default: {row.kind.texts(row.default)[0]}]" if row.default else ""
-    return click.option(
-        row.option,
-        row.keyword,
-        type=click.Choice(row.kind.names) if plain else str,  # type: ignore[attr-defined]
-        metavar=None if plain else row.kind.metavar,
-        multiple=row.kind.repeats,
-        help=row.help + shown,
+def row_options(cls: type, *fields: str, asked: bool = False) -> Decorator:
+    """Decorator: adds the options of a dataclass's fields.
+
+    Args:
+        fields: only these; default: all.
+        asked: only those of a lookup, which have no defaults.
+    """
+    chosen = (row for name, row in rows(cls).items() if name in (fields or rows(cls)))
+    return option_group(
+        *(one for row in chosen if row.asked or not asked for one in _options(row, not asked))
     )
 
 
-def _of(switch: str) -> str:
-    return switch.strip("-").replace("-", "_")
+def _options(row: FieldSpec, default: bool) -> Iterator[Decorator]:
+    """Generator: yields the option of a field, and its switches."""
+    if row.option:
+        one_of = isinstance(row.kind, SingleChoice)
+        has_default = default and row.default and not row.kind.repeats
+        shown = f"  [default: {row.kind.texts(row.default)[0]}]" if has_default else ""
+        yield option(
+            row.option if one_of else f"{row.option} {row.kind.metavar}",
+            row.help + shown,
+            row.keyword,
+            type=click.Choice(row.kind.names) if one_of else str,  # type: ignore[attr-defined]
+            multiple=row.kind.repeats,
+        )
+    for switch in row.switches:
+        yield option(switch, row.switched or row.help)
 
 
 def collected(cls: type, options: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +117,7 @@ def collected(cls: type, options: dict[str, Any]) -> dict[str, Any]:
         if given not in (None, ()):
             found[row.keyword] = given
         for switch, value in row.switches.items():
-            if options.pop(_of(switch), False):
+            if options.pop(switch.strip("-").replace("-", "_"), False):
                 if row.keyword in found:
                     raise UsageError(
                         f"{switch} and {row.option} exclude each other; give one of them"
@@ -115,76 +127,47 @@ def collected(cls: type, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class OrCommand(click.Command):
-    """A click command that also takes the user's command after '--', as `command`. If it has a
-    TARGET argument, exactly one of the two must be given."""
+    """A click command that takes the user's command after '--', as `command`. If it has a TARGET
+    argument, exactly one of the two must be given."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         at = args.index("--") if "--" in args else len(args)
-        command = tuple(args[at + 1 :])
-        python = any(Path(word).name.startswith("python") for word in args[:at])
-        with _dashes_named(ctx, args, options=python):
+        arguments = {one.name for one in self.params if isinstance(one, click.Argument)}
+        try:
             left = super().parse_args(ctx, args[:at])
-        ctx.params["command"] = command
-        named = (p.name for p in self.params if isinstance(p, click.Argument))
+        except click.UsageError as exc:
+            python = any(Path(word).name.startswith("python") for word in args)
+            program = python or self.name == "run"
+            # click raises a plain UsageError for extra words.
+            extra = type(exc) is click.UsageError
+            if "--" in args or not (extra or (program and isinstance(exc, click.NoSuchOption))):
+                raise
+            key = "KEY " * ("key" in arguments)
+            line = f"{ctx.command_path} {key}-- python train.py"
+            said = exc.format_message().rstrip(".")
+            raise click.UsageError(
+                f"{said}; put -- before your command, as in: {line}", ctx
+            ) from exc
+        command = ctx.params["command"] = (*ctx.params.get("command", ()), *args[at + 1 :])
         both_or_none = bool(command) == bool(ctx.params.get("target"))
-        if "target" in named and both_or_none and not ctx.resilient_parsing:
+        if "target" in arguments and both_or_none and not ctx.resilient_parsing:
             raise UsageError("give either a TARGET and --shape, or your command after --")
         return left
 
 
-class OfCommand(click.Command):
-    """A click command whose only argument is the user's command, after '--'."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        with _dashes_named(ctx, args, options=True):
-            return super().parse_args(ctx, list(args))
-
-
-@contextlib.contextmanager
-def _dashes_named(ctx: click.Context, args: list[str], *, options: bool) -> Iterator[None]:
-    """Context manager: errors about extra words (`options`: or unknown options) ask for '--'."""
-    try:
-        yield
-    except click.UsageError as exc:
-        # click raises a plain UsageError for extra words.
-        meant = type(exc) is click.UsageError or (options and type(exc) is click.NoSuchOption)
-        if not meant or "--" in args:
-            raise
-        named = (p for p in ctx.command.params if isinstance(p, click.Argument) and p.required)
-        keys = (p.human_readable_name for p in named if p.nargs == 1)
-        line = " ".join([ctx.command_path, *keys, "-- python train.py"])
-        said = exc.format_message().rstrip(".")
-        raise click.UsageError(f"{said}; put -- before your command, as in: {line}", ctx) from exc
-
-
-def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several options as one decorator, listed in their order."""
-
-    def decorate(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
 target_argument = click.argument("target", required=False, type=click.Path())
-cache_option = click.option(
-    "--cache",
-    metavar="URL",
-    help="Where records are kept; several URLs with commas  [default: $ADVISOR_CACHE, else "
+cache = option(
+    "--cache URL",
+    "Where records are kept; several URLs with commas  [default: $ADVISOR_CACHE, else "
     "pyproject.toml's, else your cache folder]",
 )
-map_option = _valued(rows(Task)["map"], default=False)
-data_option = _valued(rows(Task)["data"], default=False)
-data_args_option = _valued(rows(Task)["data_args"], default=False)
-loader_option = click.option(
+map_option = row_options(Task, "map")
+loader = option(
     "--loader",
+    "For a run: keep the workers of the script's DataLoader, or tune them too  [default: keep]",
     type=click.Choice(sorted(LOADER)),
-    help="For a run: keep the workers of the script's DataLoader, or tune them too  "
-    "[default: keep]",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+json_option = option("--json", "One JSON document on stdout.", "as_json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,36 +181,40 @@ class Output:
     """
 
     data: Callable[[], Any]
-    text: Iterable[str | RenderableType]
+    text: Iterable[str | RenderableType] = ()
     code: int = DONE
 
 
-def json_or_text(command: Callable[..., Output]) -> Command:
-    """Add --json, and print what the command returns in one of the two forms."""
+Parts = Iterator["str | RenderableType | Output"]
+"""Lines and tables for people, and last an Output without text."""
+
+
+def json_or_text(command: Callable[..., Parts | Output]) -> Command:
+    """Add --json, and print either the text or the document of a command."""
 
     @json_option
     @functools.wraps(command)
     def printed(*args: Any, as_json: bool, **given: Any) -> None:
-        found = command(*args, **given)
-        if as_json:
-            click.echo(json.dumps(found.data()))
-        else:
-            for part in found.text:
+        made = command(*args, **given)
+        for part in [*made.text, made] if isinstance(made, Output) else made:
+            if isinstance(part, Output):
+                if as_json:
+                    click.echo(json.dumps(part.data()))
+                click.get_current_context().exit(part.code)
+            elif not as_json:
                 click.echo(part) if isinstance(part, str) else console().print(part)
-        click.get_current_context().exit(found.code)
 
     return printed
 
 
-def mapped(given: tuple[str, ...]) -> dict[str, Any]:
-    """The values of `map_option`, by knob. Raises UsageError for a wrong value."""
-    return dict(permissions({"map": given})["map"]) if given else {}
+def warn(text: str) -> None:
+    click.echo(f"advisor: {text}", err=True)
 
 
 def complain(records: Records) -> None:
     """Print which stores and records could not be read."""
     for line in [*records.unreachable, *(f"record {line}" for line in records.damaged)]:
-        click.echo(f"advisor: {line}", err=True)
+        warn(line)
 
 
 def console(**how: Any) -> Console:

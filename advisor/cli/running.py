@@ -7,30 +7,24 @@ import sys
 
 import click
 
-from advisor.cli.options import (
-    LOADER,
-    OfCommand,
-    cache_option,
-    loader_option,
-    map_option,
-    mapped,
-)
+from advisor.cache.task import permissions
+from advisor.cli import options
+from advisor.cli.options import OrCommand, warn
 from advisor.errors import NoRecord, StoreError, UsageError
 from advisor.tuners.measure.run.guarded_process import isolated, program
 
 
-@click.command(cls=OfCommand)
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-@cache_option
-@click.option(
-    "--tune",
+@click.command(cls=OrCommand)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND...")
+@options.cache
+@options.option(
+    "--tune TIME",
+    "If no record fits, try configs between the steps of the run's first TIME, then continue with "
+    "the best.",
     "budget",
-    metavar="TIME",
-    help="If no record fits, try configs between the steps of the run's first TIME, then continue "
-    "with the best.",
 )
-@map_option
-@loader_option
+@options.map_option
+@options.loader
 def run(
     command: tuple[str, ...],
     cache: str | None,
@@ -45,32 +39,33 @@ def run(
     """
     from advisor import bootstrap
 
-    path, tune_s = program(command), 0.0
+    if not command:
+        raise UsageError("give your command after --, as in: advisor run -- python train.py")
+    path, words, tune_s, overrides = program(command), command, 0.0, None
     if option := isolated(command):
-        click.echo(f"advisor: python {option} keeps advisor out; the run is unmodified", err=True)
-    named = mapped(map)
+        warn(f"python {option} keeps advisor out; the run is unmodified")
+    named = permissions({"map": map or None}).get("map")
     if budget is not None:
         from advisor.tuners.search.plan import Plan
 
         tune_s = Plan.of({"budget": budget}).seconds
         if named:
             raise UsageError("--map restarts your command and --tune does not; give one of them")
-    words, options = command, None
     if named:
         from advisor.resolve.command_overrides import override
 
         try:
-            words, options = override(command, named, cache)
-            click.echo(f"advisor: set {options.said}, as record {options.record} advises", err=True)
+            words, overrides = override(command, named, cache)
+            warn(f"set {overrides.said}, as record {overrides.record} advises")
         except (NoRecord, StoreError) as exc:
-            click.echo(f"advisor: {exc}. The run is unmodified", err=True)
-    variables = bootstrap.environment(list(command), tune_s, options)
-    variables |= LOADER.get(loader or "", {})
+            warn(f"{exc}. The run is unmodified")
+    variables = bootstrap.environment(list(command), tune_s, overrides)
+    variables |= options.LOADER.get(loader or "", {})
     if cache is not None:
         variables["ADVISOR_CACHE"] = cache
     sys.stdout.flush()
     try:
-        os.execve(path, list(words), {**os.environ, **variables})
+        os.execve(path, list(words), os.environ | variables)
     except OSError as exc:  # for example of a script without a #! line
         why = f"{exc.strerror}; put its interpreter, such as bash, before it"
         raise UsageError(f"command {command[0]!r}: {why}") from exc

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -22,8 +22,7 @@ WIDE = 100
 """A terminal with fewer columns leaves out the `spare` columns of a table."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """Cells of text; `warns`: the last cell describes a problem."""
 
     cells: tuple[str, ...]
@@ -55,10 +54,11 @@ class Table:
         shown = [i for i, heading in enumerate(self.headings) if heading not in left_out]
         drawn = RichTable(box=None, pad_edge=False, header_style="bold")
         for heading in (self.headings[i] for i in shown):
+            number = heading in self.right
             drawn.add_column(
                 heading,
-                justify="right" if heading in self.right else "left",
-                no_wrap=heading in (*self.right, *self.whole),
+                justify="right" if number else "left",
+                no_wrap=number or heading in self.whole,
                 overflow="fold",
             )
         for row in self.rows:
@@ -68,8 +68,7 @@ class Table:
         yield drawn
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A ratio with its 95% interval."""
 
     label: str
@@ -78,17 +77,15 @@ class Estimate:
     high: float
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """A chart: speed-ups as dots on one axis."""
 
     title: str
     axis: str
-    rows: tuple[Estimate, ...]
+    rows: Sequence[Estimate]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class Tried(NamedTuple):
     """A trial that ended `at_s` seconds into the search; `samples_per_s` is 0 if it failed, and
     `at_batch` says whether it has the user's batch."""
 
@@ -98,12 +95,11 @@ class Tried:
     at_batch: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
+class Timeline(NamedTuple):
     """A chart: samples/s of each trial over the seconds of the search."""
 
     title: str
-    points: tuple[Tried, ...]
+    points: Sequence[Tried]
 
     @property
     def leaders(self) -> list[Tried]:
@@ -133,16 +129,21 @@ class Section:
     code: tuple[str, ...] = ()
     chart: Comparison | Timeline | None = None
 
+    def text(self) -> Iterator[str | RenderableType]:
+        """The section for a terminal."""
+        yield from ("", Text(self.title, "bold"))
+        yield from filter(None, [self.table])
+        yield from (*self.lines, *(f"    {line}" for line in self.code))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+
+class Report(NamedTuple):
     """The report on one record. `facts`: names and values, such as the device and driver."""
 
     title: str
     headline: str
     stale: str
-    facts: tuple[tuple[str, str], ...]
-    sections: tuple[Section, ...]
+    facts: Sequence[tuple[str, str]]
+    sections: Sequence[Section]
 
 
 def as_data(record: Record, cache: str | None) -> dict[str, Any]:
@@ -152,7 +153,6 @@ def as_data(record: Record, cache: str | None) -> dict[str, Any]:
 
 def explained(served: Served, batch_size: int | None) -> dict[str, Any]:
     """The result of a lookup and the reason for it, as JSON."""
-    found = served.explanation
     data: dict[str, Any] = {
         "status": served.status,
         "reason": served.reason,
@@ -160,7 +160,7 @@ def explained(served: Served, batch_size: int | None) -> dict[str, Any]:
         "batch_size": batch_size,
         "record": served.record.id if served.record else None,
     }
-    if found is not None:
+    if found := served.explanation:
         data["stores"] = [{"url": url, "said": said} for url, said in found.stores]
         data["refused"] = list(found.refused)
         data["near_misses"] = msgspec.to_builtins(found.near_misses)

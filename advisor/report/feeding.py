@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from advisor.cache.config import Config
-from advisor.cache.record import Measurement, Record, best_known
+from advisor.cache.record import Measurement, Record
 from advisor.cache.shown import times
 from advisor.report.data import Table
 from advisor.report.text import duration, rate
@@ -29,8 +29,7 @@ UNTUNED = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class Pair(NamedTuple):
     """A loader, and the measured speed of the step with that loader."""
 
     loader: Config
@@ -50,22 +49,23 @@ class Pair:
 def pairs(record: Record) -> list[Pair]:
     """Every loader that was measured, sorted by the number of workers."""
     found: dict[Config, Measurement] = {}
-    for trial in record.trials:
-        loader, seen = trial.config.only(*LOADER_KNOBS), trial.measurement
-        if trial.stage == INPUT and seen.ok and loader:
-            found[loader] = best_known([found.get(loader, seen), seen])
-    made = (Pair(loader=loader, together=seen) for loader, seen in found.items())
-    return sorted(made, key=lambda one: one.workers)
+    for loader, seen in _measured(record):
+        if loader:
+            found[loader] = max(found.get(loader, seen), seen, key=lambda one: len(one.blocks))
+    return sorted(itertools.starmap(Pair, found.items()), key=lambda one: one.workers)
 
 
 def _step(record: Record) -> float:
     """Samples/s of the advised step on a batch that is already on the device."""
-    alone = (
-        one.measurement
-        for one in record.trials
-        if one.stage == INPUT and one.measurement.ok and not one.config.only(*LOADER_KNOBS)
-    )
+    alone = (seen for loader, seen in _measured(record) if not loader)
     return next(alone, record.winner(record.use)).samples_per_s
+
+
+def _measured(record: Record) -> Iterator[tuple[Config, Measurement]]:
+    """Generator: yields each loader, none for the step alone, and its measurement."""
+    for trial in record.trials:
+        if trial.stage == INPUT and trial.measurement.ok:
+            yield trial.config.only(*LOADER_KNOBS), trial.measurement
 
 
 def _chosen(record: Record) -> Pair | None:
@@ -101,9 +101,9 @@ def table(record: Record) -> Table | None:
 
 def remarks(record: Record) -> Iterator[str]:
     """Which loader was chosen, and whether it limits the training."""
-    chosen = _chosen(record)
     if record.key.task.command:
         return
+    chosen = _chosen(record)
     if record.input:
         yield f"loader: {described(record.input)}"
     elif chosen is None:
@@ -126,9 +126,9 @@ def remarks(record: Record) -> Iterator[str]:
 
 def explained(record: Record, costs: SampleCosts | None, data: str = "") -> Iterator[str]:
     """What limits the training, what a sample of `data` costs, and what would help."""
-    chosen, own, step = _chosen(record), record.key.task.data, _step(record)
     if record.key.task.command:
         return
+    chosen, own, step = _chosen(record), record.key.task.data, _step(record)
     if chosen is not None:
         yield _limit(record, chosen)
         if costs is None:
@@ -137,8 +137,8 @@ def explained(record: Record, costs: SampleCosts | None, data: str = "") -> Iter
             yield f"That is for the data of {own}; the next lines are for {data}:"
     if costs is None:
         return
-    shares = [(one.where, one.seconds / costs.seconds) for one in costs.parts]
-    listed = ", ".join(f"{where} {share:.0%}" for where, share in shares if share >= 0.005)
+    shares = [(one, one.seconds / costs.seconds) for one in costs.parts]
+    listed = ", ".join(f"{one.where} {share:.0%}" for one, share in shares if share >= 0.005)
     yield f"a sample costs a worker {duration(costs.seconds)}: {listed}"
     if chosen is None:
         yield f"To see what would help, tune the loader first: advisor tune with --data {data}"
@@ -146,10 +146,9 @@ def explained(record: Record, costs: SampleCosts | None, data: str = "") -> Iter
         yield (
             "If one of its parts took no time, for example when cached, the same loader would make:"
         )
-        for one in costs.parts:
-            if one.seconds >= LEAST * costs.seconds:
-                left_s = costs.seconds - one.seconds
-                most = chosen.alone(step) * costs.seconds / left_s if left_s else step
+        for one, share in shares:
+            if share >= LEAST:
+                most = chosen.alone(step) / (1 - share) if share < 1 else step
                 yield f"    without {one.where}: at most {rate(min(step, most))} samples/s"
 
 

@@ -27,24 +27,21 @@ def check(path: Path) -> None:
 
 def parts(record: Record, path: Path) -> None:
     """Draw what each knob contributes: bars from 1x, with 95% intervals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     chart = parts_chart(record)
-    assert chart is not None
-    rows = chart.rows[::-1]
-    figure, axis = plt.subplots(figsize=(7, 1.4 + 0.45 * len(rows)), layout="tight")
+    labels, ratios, lows, highs = zip(*chart.rows[::-1], strict=True)
+    figure = Figure(figsize=(7, 1.4 + 0.45 * len(labels)), layout="tight")
+    axis = figure.subplots()
     axis.barh(
-        [row.label for row in rows],
-        [row.value - 1 for row in rows],
+        labels,
+        [ratio - 1 for ratio in ratios],
         left=1,
         height=0.6,
-        color=["#2a6f97" if row.low > 1 else "#b0b7bd" for row in rows],
+        color=["#2a6f97" if low > 1 else "#b0b7bd" for low in lows],
         xerr=[
-            [max(0.0, row.value - row.low) for row in rows],
-            [max(0.0, row.high - row.value) for row in rows],
+            [max(0.0, ratio - low) for ratio, low in zip(ratios, lows, strict=True)],
+            [max(0.0, high - ratio) for ratio, high in zip(ratios, highs, strict=True)],
         ],
         error_kw={"capsize": 3},
     )
@@ -53,4 +50,3 @@ def parts(record: Record, path: Path) -> None:
     device = record.key.environment.device.name
     axis.set_title(f"{record.target.name}, batch {record.batch}, {device}", fontsize=10)
     figure.savefig(path, dpi=150)
-    plt.close(figure)

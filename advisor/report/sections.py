@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from advisor.cache.record import Record
-from advisor.command_snippets import script_line
 from advisor.report import feeding, tables
 from advisor.report.data import Comparison, Estimate, Report, Section, Timeline, Tried
 from advisor.report.text import spread
@@ -15,7 +14,7 @@ from advisor.resolve.doubt import doubtful
 from advisor.tuners.knobs import described
 
 
-def report(record: Record, cache: str | None = None, line: str | None = None) -> Report:
+def report(record: Record, cache: str | None = None, line: str = "") -> Report:
     """The report on a record.
 
     Args:
@@ -35,25 +34,25 @@ def report(record: Record, cache: str | None = None, line: str | None = None) ->
             ("cost", f"{tables.cost(record)}, {made.how}"),
             ("advisor", made.advisor),
         ),
-        sections=tuple(_sections(record, cache, line)),
+        sections=(*_sections(record), tables.use(record, cache, line)),
     )
 
 
 def _headline(record: Record) -> str:
-    advised = record.winner(record.use)
+    advised, baseline = record.winner(record.use), record.key.task.baseline
     if advised.config == record.baseline.config:
-        return f"The advice is {record.key.task.baseline}"
+        return f"The advice is {baseline}"
     what = described(advised.config, record.baseline.config)
     if doubtful(record):
         return f"Doubtful, and not advised, because the host was busy: {what}"
-    return f"{spread(advised)} as fast as {record.key.task.baseline}: {what}"
+    return f"{spread(advised)} as fast as {baseline}: {what}"
 
 
-def _sections(record: Record, cache: str | None, line: str | None) -> Iterator[Section]:
-    """Generator: yields the sections that have content; the last says how to use the record."""
+def _sections(record: Record) -> Iterator[Section]:
+    """Generator: yields the sections that have content."""
     chosen, remarks = tables.verdict(record), tuple(tables.remarks(record))
     yield Section("chosen", "What was chosen", chosen, remarks, chart=_race(record))
-    if tried := tuple(_tried(record)):
+    if tried := list(_tried(record)):
         chart = Timeline("Samples/s of each trial over time", tried)
         yield Section("tried", "What was tried", tables.trials(record), chart=chart)
     if record.parts:
@@ -64,45 +63,28 @@ def _sections(record: Record, cache: str | None, line: str | None) -> Iterator[S
     none = "Not needed: the advice changes no number format and compiles nothing."
     compared = tuple(tables.compared(record)) or (none,)
     yield Section("numerics", "Comparison with fp32", lines=compared)
-    yield _start(record, cache, line)
-
-
-def _start(record: Record, cache: str | None, line: str | None) -> Section:
-    if record.compares and not tables.gains(record):
-        return Section("script", "What to do", lines=(tables.nothing_to_gain(record),))
-    line = script_line(record, cache) if line is None else line
-    others = (f"# {one}" for one in tables.other_uses(record, cache))
-    return Section("script", tables.where(record), code=(line, *others))
 
 
 def _race(record: Record) -> Comparison | None:
     """The winners and the other configs of the final race, each once; None if only the baseline
     raced."""
     names = {choice.config: name for name, choice in record.choices.items()}
-    others = (one for one in record.raced if one.config not in names)
-    rows = [
-        Estimate(
-            f"{names.get(one.config, 'not chosen')}: {tables.called(record, one.config)}, "
-            f"batch {one.batch}",
-            one.speedup,
-            one.speedup_low,
-            one.speedup_high,
-        )
-        for one in (*record.choices.values(), *others)
-        if one.config != record.baseline.config
-    ]
-    return _comparison("The final race", record.key.task.baseline, rows)
+    others = [one for one in record.raced if one.config not in names]
+    rows = []
+    for one in (*record.choices.values(), *others):
+        if one.config != record.baseline.config:
+            what = f"{tables.called(record, one.config)}, batch {one.batch}"
+            label = f"{names.get(one.config, 'not chosen')}: {what}"
+            rows.append(Estimate(label, one.speedup, one.speedup_low, one.speedup_high))
+    axis = f"speed-up over {record.key.task.baseline}, with its 95% interval"
+    return Comparison("The final race", axis, rows) if rows else None
 
 
-def parts_chart(record: Record) -> Comparison | None:
-    """What each knob contributes; None before `advisor explain`."""
+def parts_chart(record: Record) -> Comparison:
+    """What each knob contributes, as `advisor explain` has measured."""
     rows = [Estimate(tables.part_name(one), one.ratio, one.low, one.high) for one in record.parts]
-    return _comparison("Gain from each knob", "the advice without this knob", rows)
-
-
-def _comparison(title: str, over: str, rows: Sequence[Estimate]) -> Comparison | None:
-    axis = f"speed-up over {over}, with its 95% interval"
-    return Comparison(title, axis, tuple(rows)) if rows else None
+    axis = "speed-up over the advice without this knob, with its 95% interval"
+    return Comparison("Gain from each knob", axis, rows)
 
 
 def _tried(record: Record) -> Iterator[Tried]:
@@ -114,5 +96,4 @@ def _tried(record: Record) -> Iterator[Tried]:
             measured, batch = trial.measurement, trial.config.batch
             label = f"{trial.number}: {tables.called(record, trial.config)}, batch {batch}"
             rate = measured.samples_per_s if measured.ok else 0.0
-            own = batch == record.batch
-            yield Tried(label=label, at_s=ended, samples_per_s=rate, at_batch=own)
+            yield Tried(label, ended, rate, batch == record.batch)

@@ -14,15 +14,14 @@ from advisor.cache.shown import interval, size, tells, times
 from advisor.cache.signing import UNSIGNED
 from advisor.command_snippets import line_anywhere, script_line
 from advisor.report import feeding
-from advisor.report.data import Table
-from advisor.report.text import age, duration, outcome, rate, ratio, ratios, spread
+from advisor.report.data import Section, Table
+from advisor.report.text import age, duration, outcome, rate, ratios, spread
 from advisor.resolve.answer import break_even, is_clear, unverified
 from advisor.resolve.doubt import DOUBTFUL, doubtful
 from advisor.tuners.knobs import INPUT_PIPELINE, caveats, described
 
 WAITED = 0.1
 """A run that waits for data for a smaller share of its time gets no line about it."""
-_MORE_WORKERS = ": more workers in its DataLoader may give more than any config"
 
 
 def verdict(record: Record) -> Table:
@@ -50,46 +49,49 @@ def verdict(record: Record) -> Table:
 
 def summary(record: Record) -> Iterator[str]:
     """The lines below the verdict."""
-    if record.stale:
-        yield stale(record)
-    yield from remarks(record)
-    yield from compared(record)
-    yield from feeding.remarks(record)
+    yield from filter(None, [stale(record)])
+    yield from (*remarks(record), *compared(record), *feeding.remarks(record))
     yield f"record {record.id}: {cost(record)}"
 
 
 def start(
+    record: Record, cache: str | None, command: Sequence[str] = (), *, url: str = ""
+) -> Iterator[str]:
+    """The lines of `use`, after an empty one."""
+    how = use(record, cache, command=command, url=url)
+    yield from ("", *how.lines)
+    if how.code:
+        yield from (f"{how.title}:", *(f"    {line}" for line in how.code))
+
+
+def use(
     record: Record,
     cache: str | None,
-    command: Sequence[str] = (),
+    line: str = "",
     *,
+    command: Sequence[str] = (),
     url: str = "",
-) -> Iterator[str]:
+) -> Section:
     """How to apply a record.
 
     Args:
         cache: the record's store.
+        line: the line that applies the record; default: the line for this folder.
         command: the command of a run, as typed.
         url: the store's URL for a reader on another machine.
     """
-    yield ""
-    if not gains(record):
-        yield nothing_to_gain(record)
-        return
-    place, line = where(record), script_line(record, cache, command=command)
+    gains = any(one.choice.config != record.baseline.config for one in record.winners)
+    if not gains and not record.input:
+        return Section("script", "What to do", lines=(nothing_to_gain(record),))
+    run = record.key.task.command
+    title = "Start it like this" if run else "In your script"
     if url:
-        place, line = f"{place}, with ADVISOR_CACHE={shlex.quote(url)}", line_anywhere(record)
-    yield from (f"{place}:", f"    {line}")
-    if record.input and not record.key.task.command:
-        yield "    loader = DataLoader(dataset, **advice.loader)"
-    yield from (f"    {other}" for other in other_uses(record, None if url else cache))
-
-
-def gains(record: Record) -> bool:
-    """Whether a record advises anything for any use."""
-    return bool(record.input) or any(
-        one.choice.config != record.baseline.config for one in record.winners
-    )
+        title, line = f"{title}, with ADVISOR_CACHE={shlex.quote(url)}", line_anywhere(record)
+    code = [line or script_line(record, cache, command=command)]
+    if record.input and not run:
+        code.append("loader = DataLoader(dataset, **advice.loader)")
+    code += [f"# {other}" for other in _other_uses(record, None if url else cache)]
+    return Section("script", title, code=tuple(code))
 
 
 def nothing_to_gain(record: Record) -> str:
@@ -101,15 +103,30 @@ def nothing_to_gain(record: Record) -> str:
     return f"Nothing measured clearly gains on this machine; {how}."
 
 
+def _other_uses(record: Record, cache: str | None) -> Iterator[str]:
+    """Lines on winners for other uses or batches, if they differ from the advice."""
+    advised, free = record.winner(record.use), record.winner(record.use, free=True)
+    batch = f"({free.batch} samples a step; a larger batch trains differently)"
+    if record.key.task.command:
+        if free.batch != record.batch:
+            line = script_line(record, cache, free=True)
+            yield f"or, with the batch free {batch}: {line}"
+        return
+    for name, how in (
+        (CAPTURE, "or, for a step that is given to advice.capture, capture=True"),
+        (FLAGS, "a script that calls apply(TARGET) alone gets the flags alone"),
+    ):
+        winner = record.winner(name)
+        if winner.config not in (advised.config, record.baseline.config):
+            yield f"{how}: {spread(winner)}"
+    if free.batch != record.batch:
+        yield f'or, with the batch free: batch="free" {batch}'
+
+
 def called(record: Record, config: Config) -> str:
     """How a config differs from the baseline."""
     nothing = "unmodified" if record.key.task.command else "torch default"
     return described(config, record.baseline.config, nothing=nothing)
-
-
-def where(record: Record) -> str:
-    """The title above the lines that apply a record."""
-    return "Start it like this" if record.key.task.command else "In your script"
 
 
 def stale(record: Record) -> str:
@@ -117,13 +134,19 @@ def stale(record: Record) -> str:
     return f"Marked stale by advisor verify: {record.stale}." if record.stale else ""
 
 
+def changes(record: Record, differs: Sequence[Difference]) -> list[str]:
+    """Why a record is stale. `differs`: what has changed on this machine since."""
+    return [*filter(None, [record.stale]), *map(str, differs)]
+
+
 def remarks(record: Record) -> Iterator[str]:
     """Generator: yields lines on what limits the result."""
-    made, advised, baseline = record.provenance, record.winner(record.use), record.key.task.baseline
+    made, advised, baseline = record.provenance, record.winner(record.use), record.baseline
+    name = record.key.task.baseline
     if not record.compares:
-        yield f"Nothing was compared with {baseline}, which is the advice."
-    elif advised == record.baseline:
-        yield f"Nothing measured is clearly faster at your batch: the advice is {baseline}."
+        yield f"Nothing was compared with {name}, which is the advice."
+    elif advised == baseline:
+        yield f"Nothing measured is clearly faster at your batch: the advice is {name}."
     if doubtful(record):
         yield f"{DOUBTFUL}."
     yield from caveats_of(record)
@@ -131,10 +154,17 @@ def remarks(record: Record) -> Iterator[str]:
         yield f"Chosen for a job of {made.steps:,} steps."
     elif made.duration_s:
         yield f"Chosen for a job of {duration(made.duration_s)}."
-    yield from _pays(record)
-    if (waited := waits(record)) >= WAITED:
-        tried = set(INPUT_PIPELINE) & set(record.baseline.config)
-        mend = "" if tried or not record.compares else _MORE_WORKERS
+    for steps, one in break_even(record):
+        if one.config == advised.config != baseline.config:
+            after = f" ({duration(one.pace.time_s(steps))})" if steps > 1 else ""
+            yield f"The advice pays from step {steps:,} on{after}."
+    if advised.loaded_step_s and advised.first_step_s:
+        fresh, loaded = duration(advised.first_step_s), duration(advised.loaded_step_s)
+        yield f"Its first step takes {fresh}, or {loaded} with the compiled code that was kept."
+    unmodified = (one.measurement for one in record.trials if one.config == baseline.config)
+    if (waited := max((one.waited for one in unmodified), default=0.0)) >= WAITED:
+        tried = set(INPUT_PIPELINE) & set(baseline.config) or not record.compares
+        mend = "" if tried else ": more workers in its DataLoader may give more than any config"
         yield f"Your unmodified script waits for its data {waited:.0%} of the time{mend}."
 
 
@@ -142,12 +172,6 @@ def caveats_of(record: Record) -> Iterator[str]:
     """Effects of the advice that a comparison with fp32 cannot see."""
     every = (said for one in record.winners for said in caveats(one.choice.config))
     yield from dict.fromkeys(every)
-
-
-def waits(record: Record) -> float:
-    """Share of the time in which an unmodified run waits for its data."""
-    default = record.baseline.config
-    return max((t.measurement.waited for t in record.trials if t.config == default), default=0.0)
 
 
 def compared(record: Record) -> Iterator[str]:
@@ -168,29 +192,6 @@ def cost(record: Record) -> str:
     return f"{made.trials} trial{'s' if made.trials != 1 else ''} in {duration(made.seconds)}"
 
 
-def other_uses(record: Record, cache: str | None = None) -> Iterator[str]:
-    """Lines on winners for other uses or batches, if they differ from the advice."""
-    use, default = record.use, record.baseline.config
-    advised, free = record.winner(use), record.winner(use, free=True)
-    if record.key.task.command:
-        if free.batch != record.batch:
-            yield (
-                f"or, with the batch free ({free.batch} samples a step; a larger batch trains "
-                f"differently): {script_line(record, cache, free=True)}"
-            )
-        return
-    captured, flags = record.winner(CAPTURE), record.winner(FLAGS)
-    if captured.config not in (advised.config, default):
-        yield f"or, for a step that is given to advice.capture, capture=True: {spread(captured)}"
-    if flags.config not in (advised.config, default):
-        yield f"a script that calls apply(TARGET) alone gets the flags alone: {spread(flags)}"
-    if free.batch != record.batch:
-        yield (
-            f'or, with the batch free: batch="free" ({free.batch} samples a step; a larger batch '
-            "trains differently)"
-        )
-
-
 def part_name(part: Part) -> str:
     """'channels_last', 'bf16', 'compile=default'."""
     return described(part.knob, Config())
@@ -198,38 +199,26 @@ def part_name(part: Part) -> str:
 
 def parts(record: Record) -> Table:
     """What each knob of the advice contributes."""
-    baseline = record.key.task.baseline
     table = Table(
-        f"Speed-up of the advice over the advice with this knob as in {baseline}",
+        f"Speed-up of the advice over the advice with this knob as in {record.key.task.baseline}",
         ("knob", "speed-up", "95%", "note"),
         right=("speed-up",),
         whole=("95%",),
     )
     held = record.winner(record.use).config | record.input
     for part in record.parts:
+        told = tells(part.low, part.high)
         name, value = next(iter(part.knob.items()))
         note = "through a DataLoader" if part.stage == "input" else ""
         if held.get(name) != value or type(held.get(name)) is not type(value):
             note = "not needed, removed from the advice"
-        elif not tells(part.low, part.high):
+        elif not told:
             note = "use a larger --budget or a quieter machine"
         elif part.low <= 1:
             note = "nothing by itself"
-        given = times(part.ratio) if tells(part.low, part.high) else "?"
+        given = times(part.ratio) if told else "?"
         table.row(part_name(part), given, interval(part.low, part.high), note)
     return table
-
-
-def _pays(record: Record) -> Iterator[str]:
-    """From which step on the advice pays, and the seconds of its first step, if they are known."""
-    advised = record.winner(record.use)
-    for steps, one in break_even(record):
-        if one.config == advised.config != record.baseline.config:
-            after = f" ({duration(one.pace.time_s(steps))})" if steps > 1 else ""
-            yield f"The advice pays from step {steps:,} on{after}."
-    if advised.loaded_step_s and advised.first_step_s:
-        fresh, loaded = duration(advised.first_step_s), duration(advised.loaded_step_s)
-        yield f"Its first step takes {fresh}, or {loaded} with the compiled code that was kept."
 
 
 def listing(
@@ -245,19 +234,20 @@ def listing(
     )
     for held, differs in found:
         record = held.record
-        why = [*filter(None, [record.stale]), *map(str, differs)]
+        why, task, advised = changes(record, differs), record.key.task, record.winner(record.use)
+        told = tells(advised.speedup_low, advised.speedup_high) and not doubtful(record)
         state = "fresh" if record.compares else "nothing else raced"
         if why:
-            state = "stale: " + ", ".join(why)
+            state = f"stale: {', '.join(why)}"
         elif doubtful(record):
             state = "doubtful: the host was busy"
         table.row(
             record.id,
             record.key.environment.device.name,
             record.target.name,
-            record.key.task.mode,
-            record.key.task.inputs,
-            "?" if doubtful(record) else ratio(record.winner(record.use)),
+            task.mode,
+            task.inputs,
+            times(advised.speedup) if told else "?",
             age(record.provenance.created),
             state if held.trusted else f"{state}; {UNSIGNED}",
             *(str(number) for number, url in enumerate(stores, 1) if url == held.store.url),
@@ -278,11 +268,10 @@ def trials(record: Record) -> Table:
     tried = [trial for trial in record.trials if trial.stage == "compute"]
     over = ratios(tried, record.baseline.config)
     for trial in sorted(tried, key=lambda t: (-t.measurement.samples_per_s, t.number)):
-        measured, what = trial.measurement, called(record, trial.config)
-        ok = measured.ok
+        measured, ok = trial.measurement, trial.measurement.ok
         table.row(
             str(trial.number),
-            what,
+            called(record, trial.config),
             str(trial.config.batch or ""),
             rate(measured.samples_per_s) if ok else outcome(measured),
             times(over[trial.number]) if over[trial.number] else "",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from advisor.cache.config import Config
 from advisor.cache.record import Choice, Measurement, Trial
-from advisor.cache.shown import speedup, tells, times
+from advisor.cache.shown import speedup
 
 WRONG = "wrong result"
 AGES = {"years": 31_557_600, "months": 2_629_800, "d": 86_400, "h": 3600, "min": 60}
@@ -61,12 +61,6 @@ def outcome(measured: Measurement) -> str:
     """How a trial failed, such as 'out of memory'; '' if it ran."""
     words = {"ok": "", "wrong": WRONG}
     return words.get(measured.outcome, measured.outcome.replace("_", " "))
-
-
-def ratio(choice: Choice) -> str:
-    """'1.38x'; '?' if the race could not tell."""
-    told = tells(choice.speedup_low, choice.speedup_high)
-    return times(choice.speedup) if told else "?"
 
 
 def spread(choice: Choice) -> str:

@@ -84,15 +84,7 @@ def advisor(folder: Path, *arguments: str, process: bool = False, **env: str) ->
     `process`: in one of its own, where that is the point.
     """
     if process:
-        return subprocess.run(
-            [str(COMMAND), *arguments],
-            cwd=folder,
-            env=os.environ | env,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            stdin=subprocess.DEVNULL,
-        )
+        return _process([str(COMMAND), *arguments], folder, env)
     with (
         mock.patch.dict(os.environ),
         tempfile.TemporaryFile("w+", encoding="utf-8") as out,
@@ -135,7 +127,9 @@ def _as_at_the_start() -> Iterator[None]:
     handlers, level = list(log.handlers), log.level
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        warnings.showwarning = _printed
+        warnings.showwarning = lambda *said: print(
+            warnings.formatwarning(*said[:4]), end="", file=sys.stderr
+        )
         try:
             yield
         finally:
@@ -143,15 +137,16 @@ def _as_at_the_start() -> Iterator[None]:
             log.setLevel(level)
 
 
-def _printed(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))
+def _process(words: list[str], folder: Path, env: dict[str, str]) -> Done:
+    return subprocess.run(
+        words,
+        cwd=folder,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def _text(stream: TextIO) -> str:
@@ -169,11 +164,4 @@ def script(folder: Path, source: str, *, process: bool = False, **env: str) -> D
     path.write_text(source)
     if not process:
         return forks.run(path, cwd=folder, env=os.environ | env)
-    return subprocess.run(
-        [sys.executable, str(path)],
-        cwd=folder,
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    return _process([sys.executable, str(path)], folder, env)

@@ -1,4 +1,4 @@
-"""The commands, in processes of their own, on the CPU."""
+"""The commands, as a user types them, on the CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -34,74 +33,29 @@ from tests.face.commands import (
     SHAPE,
     advisor,
     offer_bf16,
-    own,
-    take_over,
 )
 from tests.face.unmeasured import Worker, made_up
 
 TUNE = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu", "--effort", "quick")
+FEW = ("--fixed-batch", "--no-compile", "--budget", "60s")
 NOISY = "import sys\nprint('the model says hello')\nprint('and goodbye', file=sys.stderr)\n"
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with model.py, its store with one record of made-up speed, and what tuning it
-    printed."""
-    folder = tmp_path_factory.mktemp("project")
-    (folder / "model.py").write_text(NOISY + MODEL)
-    with made_up({("channels_last", True): 2.0}):
-        done = advisor(folder, *TUNE, "--trials", "5", "--json", **own(folder))
-    assert done.returncode == 0, done.stderr
-    (folder / "stdout").write_text(done.stdout)
-    (folder / "stderr").write_text(done.stderr)
-    return folder
-
-
-@pytest.fixture
-def tuned(project: Path, own_surroundings: Path) -> Path:
-    """The project; ADVISOR_CACHE is a copy of its store, so that a test may spoil it."""
-    take_over(project)
-    return project
-
-
-@pytest.fixture
-def first(tuned: Path) -> dict[str, Any]:
-    """Its record, as tuning printed it."""
-    found = json.loads((tuned / "stdout").read_text())["record"]
-    assert isinstance(found, dict)
-    return found
-
-
-def test_json_is_one_document_and_progress_is_lines(project: Path, first: dict[str, Any]) -> None:
-    assert first["id"].endswith("@4") and 1 <= first["provenance"]["trials"] <= 5
-    assert {one["config"]["batch_size"] for one in first["trials"]} <= {4, 8, 16}
-    shown = (project / "stderr").read_text()
-    assert "trial 0:  torch's default  " in shown
-    assert "\x1b" not in shown and "hello" not in shown and "goodbye" not in shown
-
-
-@pytest.mark.parametrize("gain", [0.6, 1.0])
-def test_what_gains_nothing_was_tuned_all_the_same(tmp_path: Path, gain: float) -> None:
-    """However far behind all else is, there is nothing to measure again."""
-    (tmp_path / "model.py").write_text(MODEL)
-    few = ("--fixed-batch", "--no-compile", "--budget", "60s")
-    with made_up({("channels_last", True): gain}):
-        done = advisor(tmp_path, *TUNE, *few)
-        assert done.returncode == 0, done.stderr
-        assert "Nothing measured is clearly faster at your batch" in done.stdout
-        assert "Nothing measured clearly gains on this machine; train as usual." in done.stdout
-        assert advisor(tmp_path, *TUNE, *few).stdout.startswith("Already tuned, ")
-
-
-def test_events_are_a_line_for_each_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_tuned_shown_and_forgotten(
+    tmp_path: Path, own_surroundings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     offer_bf16(monkeypatch)
-    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "model.py").write_text(NOISY + MODEL)
     events = tmp_path / "events"
     events.write_text("of another day\n")
     options = ("--budget", "60s", "--trials", "3", "--fixed-batch", "--events", str(events))
     with made_up({("precision", "bf16"): 1.5}):
         done = advisor(tmp_path, *TUNE, *options, "--json")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "trial 0:  torch's default  " in done.stderr
+    assert not any(word in done.stderr for word in ("\x1b", "hello", "goodbye"))
+    first = json.loads(done.stdout)["record"]
+    assert first["id"].endswith("@4")
+
     before, *lines = events.read_text().splitlines()
     found = [json.loads(line) for line in lines]
     assert before == "of another day" and len(found) == 3
@@ -110,25 +64,62 @@ def test_events_are_a_line_for_each_trial(tmp_path: Path, monkeypatch: pytest.Mo
     assert [found[0][name] for name in ("number", "batch", "ratio")] == [0, 4, 1.0]
     half = next(one for one in found if "bf16" in one["what"])
     assert half["ratio"] == pytest.approx(1.5, rel=0.1)
-    trials = [t for t in json.loads(done.stdout)["record"]["trials"] if t["stage"] == "compute"]
+    trials = [one for one in first["trials"] if one["stage"] == "compute"]
     visits = [(one["number"], one["measurement"]["samples_per_s"]) for one in trials]
     assert [(one["number"], one["samples_per_s"]) for one in found] == visits
 
+    store, elsewhere = open_store(), examples.record()
+    Records(store).put(elsewhere)
+    listed, whole = (advisor(tmp_path, "show", *key).stdout for key in ((), (first["id"][:5],)))
+    words = (first["id"], "model.py:Net", "3x8x8", "fresh", "now")
+    assert all(word in listed for word in (*words, elsewhere.id, "NVIDIA H200", "3x256x256"))
+    words = ("torch default", "samples/s", "first step", "advisor.apply(")
+    assert all(word in whole for word in words)
+    more = {"signed": True, "artifacts": [], "store": store.url}
+    assert json.loads(advisor(tmp_path, "show", first["id"], "--json").stdout) == first | more
+    rows = json.loads(advisor(tmp_path, "show", "--json").stdout)
+    shown = [(row["id"], row["stale"]) for row in rows["records"]]
+    assert shown == [(first["id"], []), (elsewhere.id, [])] and rows["damaged"] == []
 
-def test_show(tuned: Path, first: dict[str, Any]) -> None:
-    key, elsewhere = first["id"], examples.record()
-    Records(open_store()).put(elsewhere)
-    listed = advisor(tuned, "show").stdout
-    assert all(word in listed for word in (key, "model.py:Net", "3x8x8", "fresh", "now"))
-    assert all(word in listed for word in (elsewhere.id, "NVIDIA H200", "3x256x256"))
-    whole = advisor(tuned, "show", key[:5]).stdout
-    said = ("torch default", "samples/s", "first step", "advisor.apply(")
-    assert all(word in whole for word in said)
-    more = {"signed": True, "artifacts": [], "store": open_store().url}
-    assert json.loads(advisor(tuned, "show", key, "--json").stdout) == first | more
-    rows = json.loads(advisor(tuned, "show", "--json").stdout)
-    assert [(row["id"], row["stale"]) for row in rows["records"]] == [(key, []), (elsewhere.id, [])]
-    assert rows["damaged"] == []
+    # Nothing is left that the next tuning would go on from.
+    assert list(store.studies.glob("*.journal"))
+    gone = advisor(tmp_path, "forget", first["id"][:6], "--json")
+    assert json.loads(gone.stdout) == {"forgotten": [first["id"]], "damaged": 0}
+    assert not list(store.studies.glob("*.journal"))
+
+
+def test_records_that_cannot_be_read_are_named(tmp_path: Path, own_surroundings: Path) -> None:
+    store, unreadable = open_store(), examples.record()
+    store.put(Name.of(unreadable, b"").text, b"\xc1 is no msgpack")
+    listed = advisor(tmp_path, "show")
+    assert (listed.stdout, listed.returncode) == ("No record can be read\n", 1)
+    assert unreadable.id in listed.stderr and advisor(tmp_path, "show", "--json").returncode == 1
+    about = ("env", "--device", "cpu")
+    found = json.loads(advisor(tmp_path, *about, "--json").stdout)
+    assert found["environment"] == to_plain(detect("cpu"))
+    assert found["stores"][0]["url"] == f"disk:{own_surroundings}"
+    told = advisor(tmp_path, *about).stdout
+    assert detect("cpu").device.name in told and str(own_surroundings) in told
+
+    (own_surroundings / "records" / "cache.db").write_bytes(b"no database " * 1000)
+    shown = advisor(tmp_path, "show")
+    assert (shown.returncode, shown.stdout) == (1, "")
+    (line,) = shown.stderr.splitlines()
+    assert str(own_surroundings) in line and "damaged" in line and "`advisor tune`" in line
+    found = json.loads(advisor(tmp_path, *about, "--json").stdout)
+    assert found["stores"][0]["health"].startswith("damaged: ")
+
+
+@pytest.mark.parametrize("gain", [0.6, 1.0])
+def test_what_gains_nothing_was_tuned_all_the_same(tmp_path: Path, gain: float) -> None:
+    """However far behind all else is, there is nothing to measure again."""
+    (tmp_path / "model.py").write_text(MODEL)
+    with made_up({("channels_last", True): gain}):
+        done = advisor(tmp_path, *TUNE, *FEW)
+        assert done.returncode == 0, done.stderr
+        assert "Nothing measured is clearly faster at your batch" in done.stdout
+        assert "Nothing measured clearly gains on this machine; train as usual." in done.stdout
+        assert advisor(tmp_path, *TUNE, *FEW).stdout.startswith("Already tuned, ")
 
 
 def test_a_list_walks_the_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,54 +138,15 @@ def test_a_list_walks_the_folder_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_narrow_terminal_shows_the_config_whole() -> None:
-    fast = examples.DEFAULT.replace(precision="bf16", channels_last=True)
-    record = examples.record()
-    loop = examples.choice(fast, 2800.0, 1.4)
-    winners = [replace(one, choice=loop) if one.use == "loop" else one for one in record.winners]
-    record = replace(record, winners=tuple(winners))
-    shown = {}
+    loop = examples.choice(examples.DEFAULT.replace(precision="bf16", channels_last=True), 9.0, 1.4)
+    made = examples.record()
+    record = replace(made, winners=examples.winners(made.baseline, loop))
     for width in (80, 140):
         out = io.StringIO()
         Console(width=width, file=out).print(tables.verdict(record))
-        shown[width] = out.getvalue()
-        assert "channels_last, bf16" in shown[width] and "1.40x (1.37-1.43)" in shown[width]
-    assert "turns" in shown[140] and "turns" not in shown[80]
-
-
-def test_forget(tuned: Path, own_surroundings: Path, first: dict[str, Any]) -> None:
-    """Nothing is left that the next tuning would go on from."""
-    store = open_store(str(own_surroundings))
-    store.put(Name.of(examples.record(), b"").text, b"\xc1 is no msgpack")
-    assert list(store.studies.glob("*.journal"))
-    gone = advisor(tuned, "forget", first["id"][:6], "--json")
-    removed = {"forgotten": [first["id"]], "damaged": 0}
-    assert json.loads(gone.stdout) == removed and not list(store.studies.glob("*.journal"))
-    listed = advisor(tuned, "show")
-    assert (listed.stdout, listed.returncode) == ("No record can be read\n", 1)
-    assert advisor(tuned, "show", "--json").returncode == 1
-    unreadable = examples.record().id
-    assert unreadable in listed.stderr
-    said = f"forgetting {unreadable} an unreadable record (1 version)\n"
-    assert advisor(tuned, "forget", "--all").stdout == said and store.keys() == []
-
-
-def test_env(tuned: Path, own_surroundings: Path) -> None:
-    found = json.loads(advisor(tuned, "env", "--device", "cpu", "--json").stdout)
-    assert found["environment"] == to_plain(detect("cpu"))
-    assert found["stores"] == [{"url": f"disk:{own_surroundings}", "health": "ok: 1 record"}]
-    told = advisor(tuned, "env", "--device", "cpu")
-    assert detect("cpu").device.name in told.stdout
-    assert str(own_surroundings) in told.stdout
-
-
-def test_a_damaged_store_is_named(tuned: Path, own_surroundings: Path) -> None:
-    (own_surroundings / "records" / "cache.db").write_bytes(b"no database " * 1000)
-    shown = advisor(tuned, "show")
-    assert (shown.returncode, shown.stdout) == (1, "")
-    (line,) = shown.stderr.splitlines()
-    assert str(own_surroundings) in line and "damaged" in line and "`advisor tune`" in line
-    found = json.loads(advisor(tuned, "env", "--device", "cpu", "--json").stdout)
-    assert found["stores"][0]["health"].startswith("damaged: ")
+        shown = out.getvalue()
+        assert "channels_last, bf16" in shown and "1.40x (1.37-1.43)" in shown
+        assert ("turns" in shown) == (width == 140)
 
 
 def test_version_and_help(tmp_path: Path) -> None:
@@ -207,23 +159,15 @@ def test_version_and_help(tmp_path: Path) -> None:
     assert listed == set(cli.list_commands(click.Context(cli)))
 
 
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
+def test_completion(tmp_path: Path) -> None:
+    for typed, offered in (
         ("advisor tu", "plain,tune"),
         ("advisor tune mod", "file,mod"),
         ("advisor tune --op", "plain,--optimizer"),
-    ],
-)
-def test_completion(tmp_path: Path, typed: str, offered: str) -> None:
-    words = str(len(typed.split()) - 1)
-    said = advisor(
-        tmp_path,
-        _ADVISOR_COMPLETE="bash_complete",
-        COMP_WORDS=typed,
-        COMP_CWORD=words,
-    ).stdout
-    assert said.splitlines() == [offered]
+    ):
+        words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+        said = advisor(tmp_path, _ADVISOR_COMPLETE="bash_complete", **words).stdout
+        assert said.splitlines() == [offered]
     for shell in ("bash", "zsh", "fish"):
         made = advisor(tmp_path, "completion", shell)
         assert made.returncode == 0 and f"_ADVISOR_COMPLETE={shell}_complete" in made.stdout
@@ -245,15 +189,9 @@ def test_a_sabotaged_model_keeps_torchs_numbers(
 ) -> None:
     """What is fast and wrong under bf16 becomes no advice, and a line says why."""
     offer_bf16(monkeypatch)
-    (tmp_path / "model.py").write_text(
-        MODEL.replace(
-            "    def forward(self, x):\n",
-            "    def forward(self, x):\n"
-            "        if torch.is_autocast_enabled('cpu'):\n"
-            "            return self.head(self.conv(x).mean((2, 3))) * -3\n",
-        )
-    )
-    options = ("--precisions", "bf16", "--fixed-batch", "--no-compile", "--budget", "60s")
+    wrong = "x.neg() if torch.is_autocast_enabled('cpu') else x"
+    (tmp_path / "model.py").write_text(MODEL.replace("self.conv(x)", f"self.conv({wrong})"))
+    options = (*FEW, "--precisions", "bf16")
     fast = {("precision", "bf16"): 2.0}
     with made_up(fast, kind=Comparing):
         done = advisor(tmp_path, *TUNE, *options)

@@ -56,11 +56,18 @@ def test_every_public_class_has_a_name_of_its_own() -> None:
     assert [name for name, times in names.items() if times > 1] == []
 
 
-def test_variables_are_documented() -> None:
+def test_variables_exported_names_and_arguments_are_documented() -> None:
     read = set(re.findall(r"(?<![\w])ADVISOR_[A-Z_]*[A-Z]", SOURCES))
     assert "ADVISOR_CACHE" in read
     theirs = {name for name in read if not name.startswith(INTERNAL)}
     assert {name for name in theirs if f"`{name}" not in WHOLE} == set()
+    names = {name for name in advisor.__all__ if not name.startswith("__")}
+    # `apply(model)`, `tune()` and `Advice` are names in code.
+    assert {name for name in names if not re.search(rf"`{name}\b", WHOLE)} == set()
+    taken = {field.name for one in (Model, Permit, Budget) for field in dataclasses.fields(one)}
+    assert {word for word in taken if f"`{word}`" not in WHOLE} == set()
+    public = {name for name in vars(advisor.Advice) if not name.startswith("_")}
+    assert {name for name in public if not re.search(rf"advice\.{name}\b", WHOLE)} == set()
 
 
 def test_what_is_not_read_is_not_documented() -> None:
@@ -74,19 +81,6 @@ def test_what_is_not_read_is_not_documented() -> None:
         for option in parameter.opts
     }
     assert options - known == set()
-
-
-def test_exported_names_and_arguments_are_documented() -> None:
-    names = {name for name in advisor.__all__ if not name.startswith("__")}
-    # `apply(model)`, `tune()` and `Advice` are names in code.
-    assert {name for name in names if not re.search(rf"`{name}\b", WHOLE)} == set()
-    taken = {field.name for one in (Model, Permit, Budget) for field in dataclasses.fields(one)}
-    assert {word for word in taken if f"`{word}`" not in WHOLE} == set()
-
-
-def test_pieces_of_advice_are_documented() -> None:
-    public = {name for name in vars(advisor.Advice) if not name.startswith("_")}
-    assert {name for name in public if not re.search(rf"advice\.{name}\b", WHOLE)} == set()
 
 
 def test_the_readme_is_short() -> None:
@@ -193,15 +187,17 @@ def test_links_between_pages_resolve(page: str, link: str) -> None:
     assert not anchor or anchor in headings(target)
 
 
+def code_of(page: str) -> str:
+    """The blocks of Python in a page, one after another."""
+    text = (ROOT / "docs" / page).read_text()
+    return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+
+
 def test_the_code_of_the_loop_runs() -> None:
     import torch
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    page = (ROOT / "docs/loop-and-capture.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) > 1
-    code = "\n".join(blocks)
     names = {
         "advisor": advisor,
         "torch": torch,
@@ -214,7 +210,7 @@ def test_the_code_of_the_loop_runs() -> None:
     try:
         with pytest.warns(AdvisorWarning, match="advisor tune|no file"):
             names["advice"] = advisor.apply("model.py:Net", shape=(4, 8))
-            exec(code, names)
+            exec(code_of("loop-and-capture.md"), names)
     finally:
         advisor.release()
     assert torch.isfinite(names["loss"])  # type: ignore[arg-type]
@@ -225,13 +221,9 @@ def test_the_code_for_frameworks_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in ("transformers", "accelerate", "lightning"):
         pytest.importorskip(name, reason=f"NOT CHECKED: {name} is not installed")
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "frameworks.md").read_text(), re.DOTALL
-    )
-    assert len(blocks) == 3
     names: dict[str, object] = {}
     try:
-        exec("\n".join(blocks), names)
+        exec(code_of("frameworks.md"), names)
     finally:
         from accelerate.state import AcceleratorState
 

@@ -12,39 +12,45 @@ from advisor.cache.config import Config
 from advisor.cache.record import Record, Trial
 from advisor.report import feeding, tables
 from advisor.tuners.measure.worker.wire import SampleCost, SampleCosts
+from tests import builders
 from tests.cache import examples
 from tests.face.commands import advisor
 
-STEP, EIGHT = 5506.0, {"num_workers": 8, "prefetch_factor": 2}
+STEP, EIGHT = 5506.0, Config(num_workers=8, prefetch_factor=2)
+COSTS_MS = {
+    "default_loader": 1.5,
+    "RandomResizedCrop": 0.4,
+    "ToDtype": 0.15,
+    "collate": 0.05,
+    "flip": 1e-6,
+}
 IMAGES = SampleCosts(
-    parts=(
-        SampleCost(part="default_loader", seconds=1.5e-3),
-        SampleCost(part="RandomResizedCrop", seconds=0.4e-3),
-        SampleCost(part="ToDtype", seconds=0.15e-3),
-        SampleCost(part="collate", seconds=0.05e-3),
-        SampleCost(part="flip", seconds=1e-9),
-    ),
+    parts=tuple(SampleCost(part=part, seconds=ms / 1e3) for part, ms in COSTS_MS.items())
 )
 
 
-def fed(number: int, rate: float, loader: Config, stage: str = "input") -> Trial:
-    one = examples.trial(number, Config(examples.DEFAULT | loader))
-    measured = replace(one.measurement, samples_per_s=rate, low=rate, high=rate)
-    return replace(one, stage=stage, measurement=measured)
+def fed(rate: float, loader: Config, stage: str = "input", turns: int = 0) -> Trial:
+    one = builders.measured(examples.DEFAULT | loader, rate, stage=stage)
+    return replace(one, measurement=replace(one.measurement, blocks=(0.1,) * turns))
 
 
-def starved() -> Record:
-    """A step of 5,506 samples/s with loaders of up to eight workers."""
-    loaders = [(Config(num_workers=0), 350.0)]
-    loaders += [(Config(EIGHT | {"num_workers": n}), 424.0 * n) for n in (4, 8)]
-    loaders.append((Config(EIGHT | {"prefetch_factor": 4}), 3400.0))
-    trials = [fed(1, STEP, Config())]
-    trials += [fed(3, both, loader) for loader, both in loaders]
-    return replace(examples.record(), trials=tuple(trials), input=Config(num_workers=8))
+def loaders(*measured: Trial, **advised: int | bool) -> Record:
+    """A record whose step makes 5,506 samples/s, and makes fewer with the measured loaders."""
+    trials = (fed(STEP, Config()), *measured)
+    return builders.record(trials=trials, input=Config(advised))
+
+
+SEVERAL = (
+    fed(350.0, Config(num_workers=0)),
+    fed(1696.0, EIGHT.replace(num_workers=4)),
+    fed(3392.0, EIGHT),
+    fed(3400.0, EIGHT.replace(prefetch_factor=4)),
+)
+STARVED = loaders(*SEVERAL, num_workers=8)
 
 
 def test_what_limits_the_run_and_what_a_sample_costs() -> None:
-    assert list(feeding.explained(starved(), IMAGES)) == [
+    assert list(feeding.explained(STARVED, IMAGES)) == [
         "the step alone takes 5,506 samples/s, with its loader 3,392: input-bound",
         "a sample costs a worker 2.1 ms: default_loader 71%, RandomResizedCrop 19%, ToDtype 7%, "
         "collate 2%",
@@ -53,13 +59,9 @@ def test_what_limits_the_run_and_what_a_sample_costs() -> None:
         "    without RandomResizedCrop: at most 4,190 samples/s",
         "    without ToDtype: at most 3,653 samples/s",
     ]
-    assert list(feeding.explained(starved(), None))[1].startswith("With --data")
-
-
-def test_costs_of_other_data_or_without_a_tuned_loader() -> None:
-    record = starved()
-    own = replace(record.key, task=replace(record.key.task, data="own.py"))
-    lines = list(feeding.explained(replace(record, key=own), IMAGES, "data.py"))
+    assert list(feeding.explained(STARVED, None))[1].startswith("With --data")
+    own = replace(STARVED.key, task=builders.task(data="own.py"))
+    lines = list(feeding.explained(replace(STARVED, key=own), IMAGES, "data.py"))
     assert lines[1] == "That is for the data of own.py; the next lines are for data.py:"
     costs = SampleCosts(parts=(SampleCost(part="Dec", seconds=4e-3),))
     assert list(feeding.explained(examples.record(), costs, "data.py")) == [
@@ -68,74 +70,49 @@ def test_costs_of_other_data_or_without_a_tuned_loader() -> None:
     ]
 
 
-def beside(*more: Trial, pins: bool = False) -> Record:
-    """A starved run with more measurements of its loaders."""
-    record, pinned = starved(), {"pin_memory": True} if pins else {}
-    return replace(record, trials=(*more, *record.trials), input=Config(num_workers=8) | pinned)
-
-
-def turned(one: Trial, turns: int) -> Trial:
-    return replace(one, measurement=replace(one.measurement, blocks=(0.1,) * turns))
-
-
-PINNED = fed(4, 3390.0, Config(EIGHT | {"pin_memory": True}))
-TURNED = beside(turned(fed(9, 9999.0, Config(EIGHT)), 1))
-TURNED = replace(TURNED, trials=(TURNED.trials[0], *(turned(one, 3) for one in TURNED.trials[1:])))
-ONE = Config(num_workers=1)
-ALONE = replace(examples.record(), trials=(fed(1, STEP, Config()), fed(3, 375.0, ONE)), input=ONE)
+PINNED = fed(3390.0, EIGHT.replace(pin_memory=True))
+ONCE = (fed(9999.0, EIGHT, turns=1), fed(3392.0, EIGHT, turns=3))
+ONE, NONE = Config(num_workers=1), Config(num_workers=0)
 
 
 @pytest.mark.parametrize(
     ("record", "says"),
     [
-        (ALONE, "with its loader 375: input-bound"),
-        (beside(fed(9, 9999.0, Config(EIGHT), "loader")), "with its loader 3,392:"),
-        (beside(PINNED), "with its loader 3,392:"),
-        (beside(PINNED, pins=True), "with its loader 3,390:"),
-        (TURNED, "with its loader 3,392:"),  # the measurement with most turns
+        (loaders(fed(375.0, ONE), num_workers=1), "with its loader 375: input-bound"),
+        (loaders(fed(9999.0, EIGHT, "loader"), *SEVERAL, num_workers=8), "with its loader 3,392:"),
+        (loaders(PINNED, *SEVERAL, num_workers=8), "with its loader 3,392:"),
+        (loaders(PINNED, *SEVERAL, num_workers=8, pin_memory=True), "with its loader 3,390:"),
+        (loaders(*ONCE, num_workers=8), "with its loader 3,392:"),  # it took most turns
+        (loaders(fed(0.97 * STEP, EIGHT), fed(380.0, ONE), num_workers=8), ": the loader keeps up"),
+        (loaders(fed(0.59 * STEP, EIGHT), fed(380.0, ONE), num_workers=8), ": input-bound"),
+        (loaders(fed(0.65 * STEP, NONE), fed(380.0, EIGHT)), ": input-bound"),
     ],
 )
-def test_the_pair_that_is_shown(record: Record, says: str) -> None:
+def test_the_loader_that_is_shown_and_its_verdict(record: Record, says: str) -> None:
     assert says in list(feeding.remarks(record))[-1]
     shown = feeding.table(record)
-    assert not shown or not any("9,999" in cell for row in shown.rows for cell in row.cells)
+    assert shown and not any("9,999" in cell for row in shown.rows for cell in row.cells)
 
 
 def test_the_gain_of_the_loader_and_how_to_apply_it() -> None:
-    record, task = starved(), starved().key.task
     how = "9.69x as fast as with a DataLoader without workers (350 samples/s)"
-    assert f"with that loader the step is {how}" in feeding.remarks(record)
+    assert f"with that loader the step is {how}" in feeding.remarks(STARVED)
     line = "loader = DataLoader(dataset, **advice.loader)"
-    run = replace(record, key=replace(record.key, task=replace(task, command=("python", "x.py"))))
-    for one, applies in ((record, True), (replace(record, input=Config()), False), (run, False)):
+    task = replace(STARVED.key.task, command=("python", "x.py"))
+    run = replace(STARVED, key=replace(STARVED.key, task=task))
+    for one, applies in ((STARVED, True), (replace(STARVED, input=Config()), False), (run, False)):
         assert any(line in shown for shown in tables.start(one, None)) == applies
 
 
-@pytest.mark.parametrize(
-    ("workers", "both", "verdict"),
-    [
-        (8, 0.97 * STEP, "the loader keeps up"),
-        (8, 0.59 * STEP, "input-bound"),
-        (0, 0.65 * STEP, "input-bound"),
-    ],
-)
-def test_the_verdict_on_a_loader(workers: int, both: float, verdict: str) -> None:
-    loader = Config(EIGHT | {"num_workers": workers}) if workers else Config(num_workers=0)
-    record = replace(examples.record(), input=Config(num_workers=workers) if workers else Config())
-    trials = [fed(1, STEP, Config()), fed(2, both, loader)]
-    trials.append(fed(4, 380.0, Config(EIGHT | {"num_workers": 1 if workers else 4})))
-    line = list(feeding.remarks(replace(record, trials=tuple(trials))))[-1]
-    assert line.endswith(f": {verdict}")
-
-
-MODEL = """
+FILES = {
+    "model.py": """
 from torch import nn
 
 class Net(nn.Linear):
     def __init__(self):
         super().__init__(3, 4)
-"""
-DATA = """
+""",
+    "data.py": """
 import time
 import torch
 from torch.utils.data import Dataset
@@ -149,15 +126,16 @@ class Slow(Dataset):
         return torch.ones(3)
 
 def make_dataset(length=100_000): return Slow(length)
-"""
+""",
+}
 TUNE = ("tune", "model.py", "--shape", "4x3", "--device", "cpu", "--cache", "store")
 QUICK = ("--fixed-batch", "--no-compile", "--no-verify", "--precisions", "default")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model.py").write_text(MODEL)
-    (tmp_path / "data.py").write_text(DATA)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
     return tmp_path
 
 
@@ -167,16 +145,14 @@ def test_a_loader_is_tuned_shown_and_explained(folder: Path) -> None:
     tuned = advisor(folder, *words, "--json")
     assert tuned.returncode == 0, tuned.stderr
     record = json.loads(tuned.stdout)["record"]
-    fed = [trial for trial in record["trials"] if trial["stage"] == "input"]
-    alone = fed[0]
+    alone = next(trial for trial in record["trials"] if trial["stage"] == "input")
     assert (alone["origin"], alone["config"]["num_workers"]) == ("baseline", 0)
     # A sample takes five milliseconds, or more where the host is busy.
     assert 0 < alone["measurement"]["samples_per_s"] < 201
     assert alone["measurement"]["waited"] > 0.5
 
-    again = advisor(folder, *words)
-    assert "Already tuned" in again.stdout
-    assert "the step alone takes" in again.stdout and "input-bound" in again.stdout
+    again = advisor(folder, *words).stdout
+    assert "Already tuned" in again and "the step alone takes" in again and "input-bound" in again
     shown = advisor(folder, "show", record["id"], "--cache", "store")
     assert "of the step" in shown.stdout and "0 loader workers" in shown.stdout
 
