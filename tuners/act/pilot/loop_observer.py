@@ -180,13 +180,13 @@ class LoopObserver:
         return any((one := there()) is not None and self._is_new(one) for there in self._awaited)
 
     def _is_new(self, optimizer: torch.optim.Optimizer) -> bool:
-        held = {id(weight) for one in self.optimizers for weight in _weights(one)}
+        held = self._held()
         called = {id(weight) for module in self._met for weight in module.parameters()}
         return any(id(p) in called and id(p) not in held for p in _weights(optimizer))
 
     def trained(self) -> list[TrainedModel]:
         """The models whose parameters an optimizer holds, the largest first."""
-        held = {id(weight) for optimizer in self.optimizers for weight in _weights(optimizer)}
+        held = self._held()
         sizes = {
             one: sum(parameter.numel() for parameter in one.model.parameters())
             for module, one in self.called.items()
@@ -196,9 +196,11 @@ class LoopObserver:
 
     def trains_in_evaluation_mode(self) -> bool:
         """Whether the optimizers hold parameters of a called module that is in evaluation mode."""
-        held = {id(weight) for optimizer in self.optimizers for weight in _weights(optimizer)}
-        evaluating = (one for one in self._met if not one.training)
+        held, evaluating = self._held(), (one for one in self._met if not one.training)
         return any(id(weight) in held for one in evaluating for weight in one.parameters())
+
+    def _held(self) -> set[int]:
+        return {id(weight) for optimizer in self.optimizers for weight in _weights(optimizer)}
 
     def forget(self) -> None:
         """Drop references to the script's objects: it may need the memory."""

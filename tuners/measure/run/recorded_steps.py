@@ -81,15 +81,6 @@ class _RecordedCall:
             self.lost(exc)
 
 
-class _RecordedStep:
-    """The calls of a step, and the sum of its losses; None if the script has no loss."""
-
-    def __init__(self, calls: list[_RecordedCall], loss: float | None) -> None:
-        self.calls, self.loss = calls, loss
-        found = ((id(one.call), *signature(*one.given)) for one in calls)
-        self.signature: Signature = tuple(part for call in found for part in call)
-
-
 class RecordedSteps:
     """Compares configs with strict fp32 on recorded steps: a RepeatableStep and a StepComparer.
     `careful`, for a real run: only if all changes by a model's call can be restored."""
@@ -106,7 +97,8 @@ class RecordedSteps:
         self._unhook = lambda: None
         self._switch: ConfigSwitch | None = None
         self._refused = ""
-        self._steps: list[_RecordedStep] = []
+        # The calls of each step, and the sum of its losses; None if the script has no loss.
+        self._steps: list[tuple[list[_RecordedCall], float | None]] = []
         self._calls: list[_RecordedCall] = []
         self._losses: list[Tensor] = []
         self._chosen = False  # `_steps` are the steps to repeat
@@ -153,7 +145,7 @@ class RecordedSteps:
         calls = [one for one in self._calls if any(g is not None for g in one.back)]
         if calls and not self._raised and not self._refused:
             loss = float(torch.stack(self._losses).sum()) if self._losses else None
-            self._steps.append(_RecordedStep(calls, loss))
+            self._steps.append((calls, loss))
             if self._updates is None:
                 self._updates = RecordedUpdates(self._of_switch.optimizers)
             self._choose_steps()
@@ -205,8 +197,7 @@ class RecordedSteps:
 
     def _pass(self, point: int) -> Sample:
         """Make the calls of a step, each with its backward pass before the next one."""
-        step = self._steps[point % POINTS]
-        calls, loss = step.calls, step.loss
+        calls, loss = self._steps[point % POINTS]
         outputs: NamedTensors = {}
         gradients: NamedTensors = {}
         slope = torch.zeros((), device=self._device)
@@ -302,14 +293,17 @@ class RecordedSteps:
     def _choose_steps(self) -> None:
         """Choose steps of one signature: compiled code runs only inputs of frequent ones, not an
         epoch's short last batch. If every batch has another length, sizes may differ."""
-        for alike in (tuple, of_any_size) if len(self._steps) >= _MOST_RECORDED else (tuple,):
-            kinds = [alike(one.signature) for one in self._steps]
-            kind, count = Counter(kinds).most_common(1)[0]
-            if count >= POINTS:
-                found = [s for s, own in zip(self._steps, kinds, strict=True) if own == kind]
-                self._steps, self._chosen = found[:POINTS], True
-                return
-        if len(self._steps) >= _MOST_RECORDED:
+        kinds: list[Signature] = [
+            tuple((id(one.call), *signature(*one.given)) for one in calls)
+            for calls, _ in self._steps
+        ]
+        if len(kinds) >= _MOST_RECORDED and Counter(kinds).most_common(1)[0][1] < POINTS:
+            kinds = [tuple(map(of_any_size, one)) for one in kinds]
+        kind, count = Counter(kinds).most_common(1)[0]
+        if count >= POINTS:
+            found = [step for step, own in zip(self._steps, kinds, strict=True) if own == kind]
+            self._steps, self._chosen = found[:POINTS], True
+        elif len(kinds) >= _MOST_RECORDED:
             self._refuse("its steps call the model in different ways")
 
     def _refuse(self, why: str | Exception) -> None:
