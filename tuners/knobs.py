@@ -83,9 +83,7 @@ class LoaderFacts:
 
     workers: int = 0
     pinned: bool = False
-    prefetch_factor: int = (
-        0  # batches that each of its workers prefetches, if these may be replaced
-    )
+    prefetch_factor: int = 0  # of its workers, if advisor may replace them
     most: int = 0  # most workers that advisor may give the loader; 0: the loader is left alone
     room: int = 0  # workers that make sense on this host, whether advisor or the script starts them
     why: str = ""  # why the loader is left alone, if the reason is not obvious
@@ -146,9 +144,7 @@ class Knob:
     chosen: Callable[[], bool] | None = None
     """Whether the environment has set the flag, which then stays. None: advice may change it."""
     mapped: str = ""  # its name in `--map`, if an option of a run's script may set it
-    script: Callable[[ScriptSettings], ScriptValue | None] | None = (
-        None  # the value that a running script has set
-    )
+    script: Callable[[ScriptSettings], ScriptValue | None] | None = None  # that a script has set
     layers: Mapping[Value, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)
     """By value: replaces a model's layers, before the model is laid out and compiled."""
     model: Callable[[nn.Module, Value], None] | None = None  # acts in place
@@ -169,11 +165,8 @@ class Knob:
         """The least use that can follow a value, by what it acts on."""
         if self.captured:
             return CAPTURE
-        if (
-            value in self.scaled
-            or value in self.layers
-            or (self.loader and not self.input_pipeline)
-        ):
+        in_loop = value in self.scaled or value in self.layers
+        if in_loop or (self.loader and not self.input_pipeline):
             return LOOP
         acts = self.model or self.optimizer or self.loader or value in self.autocast
         return PILOT if acts else FLAGS

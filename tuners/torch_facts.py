@@ -55,10 +55,9 @@ def keep() -> None:
     before = states.pop(state, {})
     states[state] = before | _read
     if states[state] != before:
+        newest = dict(list(states.items())[-_MAX_ENVIRONMENTS:])
         with contextlib.suppress(OSError):
-            write_whole(
-                _file(), json.dumps(dict(list(states.items())[-_MAX_ENVIRONMENTS:])).encode()
-            )
+            write_whole(_file(), json.dumps(newest).encode())
 
 
 def _file() -> Path:
