@@ -154,12 +154,9 @@ class Reconciler:
         try:
             executor.start(start)
         except Exception as exc:
-            reason = f"executor {name}: {exc}"
-            if isinstance(exc, Unplaceable):
-                reason = str(exc)
-            elif not isinstance(exc, ExecutorAway):
-                what = f"executor {name} failed ({type(exc).__name__})"
-                reason = f"{what}; see the server's log"
+            reason = str(exc) if isinstance(exc, Unplaceable) else f"executor {name}: {exc}"
+            if not isinstance(exc, Unplaceable | ExecutorAway):
+                reason = f"executor {name} failed ({type(exc).__name__}); see the server's log"
             with suppress(AttemptOver):
                 write(attempts.put_back, start.attempt, reason)
             if not isinstance(exc, Unplaceable):

@@ -20,6 +20,8 @@ from tests.service.serving import start_of
 
 H100, L4 = "NVIDIA H100", "NVIDIA L4"
 DATABASE = "sqlite:////somewhere"
+TERM = 1 << signal.SIGTERM - 1
+"""SIGTERM in a mask of signals."""
 
 
 def gpu(number: int, name: str = H100, *users: int) -> Gpu:
@@ -45,17 +47,12 @@ def local(tmp_path: Path, gpus: list[Gpu], monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def worker(local: Local, external: str = "advisor-1-1") -> int:
-    """Its process, once it waits for its server."""
+    """Its process, once it handles SIGTERM, and waits for its server."""
     assert local._workers is not None
     pid = local._workers[external].pid
-    until(lambda: caught(pid) & 1 << signal.SIGTERM - 1)
+    status = Path(f"/proc/{pid}/status")
+    until(lambda: int(status.read_text().split("SigCgt:")[1].split()[0], 16) & TERM)
     return pid
-
-
-def caught(pid: int) -> int:
-    """The signals that a process handles."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("SigCgt:")), 16)
 
 
 def test_the_cpu_is_one_room(local: Local, tmp_path: Path) -> None:

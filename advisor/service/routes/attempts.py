@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Body, Path, Request, Response
 from pydantic import AfterValidator, Field
 
 from advisor.cache.domain import line
@@ -16,15 +16,11 @@ from advisor.service.routes.parsing import SENDS_BYTES, Bytes, LargeBody, Strict
 
 OneLine = Annotated[str, Field(max_length=2**16), AfterValidator(line)]
 Speed = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+_OWN = "SHA-256 of a token that the worker has made."
+OwnDigest = Annotated[str, Body(embed=True, pattern=r"^[0-9a-f]{64}$", description=_OWN)]
 Name = Annotated[str, Path(pattern=r"^[0-9A-Za-z@_.-]{1,128}$")]
 
 api = APIRouter(tags=["attempts"], prefix="/api/attempt")
-
-
-class Exchange(Strict):
-    """`digest`: the SHA-256 of a token that the worker has made."""
-
-    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
 class TrialReport(Strict):
@@ -56,10 +52,10 @@ class Ending(Strict):
 
 @api.post("/begin", summary="Exchange the start token, which works once, for the worker's own")
 def begin(
-    request: Request, service: ServiceDep, attempt: StartingAttempt, own: Exchange
+    request: Request, service: ServiceDep, attempt: StartingAttempt, digest: OwnDigest
 ) -> dict[str, int]:
-    digest, address = bytes.fromhex(own.digest), service.address(request)
-    if not service.database.write(attempts.begin, attempt.id, digest, address):
+    own, address = bytes.fromhex(digest), service.address(request)
+    if not service.database.write(attempts.begin, attempt.id, own, address):
         raise AttemptOver("this start token was used before: another worker has this attempt")
     return {"number": attempt.number}
 
