@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from advisor.cache.name import Name
+from advisor.cache.reader import AT_ONCE
 from advisor.cache.record import Record
-from advisor.cache.records import AT_ONCE, Records
+from advisor.cache.records import Records
 from advisor.cache.shown import size
 from advisor.cache.stores import ByteStore
 from advisor.cache.stores.disk import PackStore, write_pack

@@ -30,8 +30,6 @@ _NAME = re.compile(
     rf"{PREFIX}{_HEX}/{_HEX}/{_HEX}/{_HEX}/([1-9][0-9]{{0,9}})/([0-9])(s?)"
     rf"\.{_TIME}\.{_TIME}\.{_HEX}(?:\.{_HEX})?"
 )
-TARGET, ORIGIN = slice(20, 32), slice(33, 45)
-"""Slices of a name with the digests of its target and origin, to filter thousands of names fast."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
