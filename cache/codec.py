@@ -17,7 +17,7 @@ from advisor.cache.domain import LONGEST, is_line, line
 from advisor.cache.record import Record
 from advisor.cache.signing import NO_KEYS, KeyRing
 from advisor.cache.stores.store import MAX_BYTES as MAX_BYTES
-from advisor.cache.turns import check_consistency
+from advisor.cache.turns import contradictions
 from advisor.errors import RecordDamaged, RecordNewer, UsageError
 
 FORMAT = 3
@@ -72,7 +72,8 @@ def decode_signed(data: bytes, keyring: KeyRing = NO_KEYS) -> tuple[Record, bool
     """As `decode`, and whether one of the keys signed it."""
     payload, signed = open_envelope(data, keyring)
     record = from_plain(Record, unpack(payload))
-    check_consistency(record)
+    if wrong := next(contradictions(record), ""):
+        raise RecordDamaged(f"record: {wrong}; refused")
     return record, signed
 
 
@@ -181,9 +182,10 @@ def from_plain(cls: type[T], data: object) -> T:
     """
     describe(cls)
     what = cls.__name__.lower()
-    if bad := [text for text in _texts(data) if not is_line(text)]:
-        wanted = f"one line of at most {LONGEST} printable characters"
-        raise RecordDamaged(f"{what}: expected {wanted}, got {reprlib.repr(bad[0])[:40]}")
+    for text in _texts(data):
+        if not is_line(text):
+            wanted = f"one line of at most {LONGEST} printable characters"
+            raise RecordDamaged(f"{what}: expected {wanted}, got {reprlib.repr(text)[:40]}")
     try:
         return msgspec.convert(data, cls, dec_hook=_config)
     except msgspec.ValidationError as exc:
@@ -202,18 +204,16 @@ def _config(_cls: type, value: object) -> Config:
         raise ValueError(str(exc)) from None
 
 
-def _texts(data: object) -> set[str]:
-    found: set[str] = set()
+def _texts(data: object) -> Iterator[str]:
     left = [data]
     while left:
         part = left.pop()
-        if type(part) is dict:
+        if type(part) is str:
+            yield part
+        elif type(part) is dict:
             left += [*part, *part.values()]
         elif type(part) is list:
             left += part
-        elif type(part) is str:
-            found.add(part)
-    return found
 
 
 describe(Record)

@@ -67,10 +67,6 @@ class Name(StoreKey, frozen=True, kw_only=True):
     revised: int
     digest: str
 
-    @property
-    def untagged(self) -> str:
-        return ".".join(self.text.split(".")[:4])
-
     def is_of(self, data: object) -> bool:
         return isinstance(data, bytes) and _digest(data) == self.digest
 
@@ -150,21 +146,20 @@ def _time(seconds: float) -> str:
 def ranked(names: Iterable[Name]) -> list[Name]:
     """Versions of one record, the one that counts first; this file's docstring has the order. Of
     several revisions of one measurement, the last one comes first."""
-    sides = {name: (*_side(name), name.created) for name in names}
-    last: dict[tuple[object, ...], int] = {}
+    sides = {name: _side(name) for name in names}
+    last = {side: 0 for side in sides.values()}
     for name, side in sides.items():
-        last[side] = max(last.get(side, 0), name.revised)
+        last[side] = max(last[side], name.revised)
 
     def order(name: Name) -> tuple[object, ...]:
         trusted, possible, created = side = sides[name]
-        is_last, fresh = name.revised == last[side], not name.stale
-        version = name.effort, created, name.revised, name.digest
-        return trusted, possible, is_last, fresh, *version
+        fresh = name.revised == last[side], not name.stale
+        return trusted, possible, *fresh, name.effort, created, name.revised, name.digest
 
     return sorted(sides, key=order, reverse=True)
 
 
-def _side(name: Name) -> tuple[bool, bool]:
-    """Whether the reader signed a name, and whether its times are possible."""
-    times = [name.created, *([name.revised] if name.revised else [])]
-    return name.trusted, all(is_moment(one / 1e6) for one in times)
+def _side(name: Name) -> tuple[bool, bool, int]:
+    """Whether the reader signed a name, whether its times are possible, and the first of them."""
+    times = {name.created, name.revised or name.created}
+    return name.trusted, all(is_moment(one / 1e6) for one in times), name.created

@@ -86,7 +86,7 @@ class Records:
         if isinstance(data, RecordDamaged):
             raise data
         record, signed, own_name = _checked(data, self.keyring, self._check)
-        if own_name != name.untagged:
+        if not name.text.startswith(own_name):
             raise RecordDamaged(f"record: it does not match its name {name.text}; refused")
         if name.trusted and not signed:
             raise RecordDamaged("record: not signed, although its name is; refused")

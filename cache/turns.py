@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 
 from advisor.cache.domain import FIRST, is_moment
 from advisor.cache.record import Record
-from advisor.errors import RecordDamaged
 
 ROUNDING = 1e-6
 """Relative difference that is allowed between a claim and its measurements."""
@@ -23,17 +22,8 @@ def inner(logs: Sequence[float]) -> list[float]:
     return ordered[out : len(ordered) - out]
 
 
-def check_consistency(record: Record) -> None:
-    """Refuse a record whose claims differ from its own measurements.
-
-    Raises:
-        RecordDamaged: a claim differs; the message names it.
-    """
-    for found in _contradictions(record):
-        raise RecordDamaged(f"record: {found}; refused")
-
-
-def _contradictions(record: Record) -> Iterator[str]:
+def contradictions(record: Record) -> Iterator[str]:
+    """Yields the claims of a record that differ from its own measurements."""
     made = {"provenance.created": record.provenance.created, "revised": record.revised or FIRST}
     for name, seconds in made.items():
         if not is_moment(seconds):
