@@ -50,8 +50,7 @@ class Tools:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Purpose(Tools):
-    """The purpose of artifacts, which are loaded for no other purpose. `record`: the record's key
-    in a store; `config`: as `compiled_digest`."""
+    """What artifacts are loaded for. `record`: its key in a store; `config`: `compiled_digest`."""
 
     record: str
     config: str

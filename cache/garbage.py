@@ -1,7 +1,4 @@
-"""Records and artifacts that a store can do without, if the reader or their team signed them.
-
-Whatever others wrote stays, and so does the only record for an environment.
-"""
+"""Records and artifacts that a store can do without, if the reader or their team signed them."""
 
 from __future__ import annotations
 

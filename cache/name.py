@@ -1,13 +1,10 @@
 """The key of a record in a store. It says which record this is, and which version of it.
 
-Records are never changed in place. A new measurement, explanation or verification is a new version
-beside the old one. So a store only grows until `advisor gc`, stores can be merged in any order, and
-no writer can undo another's write. The names alone decide which version counts.
-
-A name ends in a tag that only the owner of a signing key can make (see `seal`). What the reader or
-their team signed comes first, whatever others claim. Among the rest of each side, fresh versions
-come before stale ones, then more effort before less, then newer before older. So two readers may
-prefer different versions, and nobody can hide another's work.
+A new measurement, explanation or verification is a new version beside the old one. So stores can be
+merged in any order, and no writer can undo another's write. The names alone decide which version
+counts. What the reader or their team signed comes first: only the owner of a key can make the tag
+at the end of a name. Then fresh versions come before stale ones, more effort before less, and newer
+before older. So nobody can hide another's work.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 class StoreKey(Struct, frozen=True, kw_only=True):
     """A key in a store. `record_key`: MODEL/ID/BATCH, the same for all versions of a record and its
-    artifacts; `trusted`: its tag was made with one of the reader's keys."""
+    artifacts; `trusted`: its tag is by one of the reader's keys."""
 
     text: str
     record_key: str
@@ -51,11 +48,8 @@ class Name(StoreKey, frozen=True, kw_only=True):
     """record/MODEL/TARGET/ORIGIN/ID/BATCH/EFFORT[s].CREATED.REVISED.DIGEST[.TAG], each digest 12
     hex characters, times in microseconds; 's' if the record is stale.
 
-    Attributes:
-        target: digests of the target's name and origin. A record that was tuned under several names
-            has versions for each name.
-        effort: from 1, or 0 for an unknown one.
-        digest: of the encoded record.
+    `target`: digests of the target's name and origin; `effort`: from 1, or 0 for an unknown one;
+    `digest`: of the encoded record.
     """
 
     target: tuple[str, str]
@@ -97,12 +91,11 @@ class Name(StoreKey, frozen=True, kw_only=True):
         """The name of a record with these encoded bytes, tagged if there is a key."""
         made = record.provenance
         effort = EFFORTS.index(made.effort) + 1 if made.effort in EFFORTS else 0
-        key, place = record.key, "/".join(target_key(record.target))
-        version = (
-            f"{effort}{'s' * bool(record.stale)}.{_time(made.created)}.{_time(record.revised)}"
-        )
-        text = f"{PREFIX}{key.model[:12]}/{place}/{key.id}/{record.batch}/{version}.{_digest(data)}"
-        name = cls.parse(keyring.tagged(text), keyring)
+        model, _, place = record_key(record).partition("/")
+        state = f"{effort}{'s' * bool(record.stale)}"
+        times = f"{_time(made.created)}.{_time(record.revised)}"
+        text = "/".join((model, *target_key(record.target), place, f"{state}.{times}"))
+        name = cls.parse(keyring.tagged(f"{PREFIX}{text}.{_digest(data)}"), keyring)
         assert name is not None
         return name
 

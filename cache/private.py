@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 def insecure_reason(path: Path, descriptor: int, group_reads: bool = False) -> str:
-    """How another user except root could have read or set an open file; '' if nobody could.
-    `group_reads`: the file's group may read it."""
+    """How another user except root could have read or set an open file; '' if nobody could. With
+    `group_reads`, the file's group may read it."""
     if not hasattr(os, "geteuid"):
         return ""
     try:

@@ -8,20 +8,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from advisor.cache import domain
 from advisor.cache.config import Config
-from advisor.cache.domain import (
-    Bytes,
-    Count,
-    Hex,
-    Positive,
-    Rate,
-    RateOr0,
-    Ratio,
-    RatioBound,
-    Seconds,
-    Share,
-    StudyName,
-)
 from advisor.cache.key import Key
 
 OUTCOMES = ("ok", "out_of_memory", "timed_out", "crashed", "failed", "wrong")
@@ -55,16 +43,16 @@ class Measurement:
 
     outcome: Annotated[str, _one_of(OUTCOMES)]
     reason: str = ""
-    samples_per_s: RateOr0 = 0.0
-    low: RateOr0 = 0.0
-    high: RateOr0 = 0.0
-    step_s: Seconds = 0.0
-    gpu_s: Seconds = 0.0
-    first_step_s: Seconds = 0.0
-    peak_bytes: Bytes = 0
-    steps: Count = 0
-    blocks: tuple[Seconds, ...] = ()
-    waited: Share = 0.0
+    samples_per_s: domain.RateOr0 = 0.0
+    low: domain.RateOr0 = 0.0
+    high: domain.RateOr0 = 0.0
+    step_s: domain.Seconds = 0.0
+    gpu_s: domain.Seconds = 0.0
+    first_step_s: domain.Seconds = 0.0
+    peak_bytes: domain.Bytes = 0
+    steps: domain.Count = 0
+    blocks: tuple[domain.Seconds, ...] = ()
+    waited: domain.Share = 0.0
 
     @property
     def ok(self) -> bool:
@@ -80,12 +68,12 @@ def best_known(seen: Sequence[Measurement]) -> Measurement:
 class Trial:
     """A config that was tried. `origin`: what proposed it; `seconds`: the wall time it took."""
 
-    number: Count
+    number: domain.Count
     config: Config
     measurement: Measurement
     stage: Annotated[str, _one_of(STAGES)]
     origin: str
-    seconds: Seconds
+    seconds: domain.Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,17 +88,17 @@ class Choice:
     """
 
     config: Config
-    batch: Positive
-    samples_per_s: Rate
-    low: Rate
-    high: Rate
-    speedup: Ratio
-    speedup_low: RatioBound
-    speedup_high: RatioBound
-    peak_bytes: Bytes
-    rounds: tuple[Rate, ...] = ()
-    first_step_s: Seconds = 0.0
-    loaded_step_s: Seconds = 0.0
+    batch: domain.Positive
+    samples_per_s: domain.Rate
+    low: domain.Rate
+    high: domain.Rate
+    speedup: domain.Ratio
+    speedup_low: domain.RatioBound
+    speedup_high: domain.RatioBound
+    peak_bytes: domain.Bytes
+    rounds: tuple[domain.Rate, ...] = ()
+    first_step_s: domain.Seconds = 0.0
+    loaded_step_s: domain.Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +107,9 @@ class Part:
     default, with its 95% interval."""
 
     knob: Config
-    ratio: Ratio
-    low: RatioBound
-    high: RatioBound
+    ratio: domain.Ratio
+    low: domain.RatioBound
+    high: domain.RatioBound
     stage: str = "compute"
 
 
@@ -140,8 +128,8 @@ class Target:
     `code`: digest of the code that decides the model, '' if unknown."""
 
     name: str
-    origin: Hex
-    code: Hex = ""
+    origin: domain.Hex
+    code: domain.Hex = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,19 +138,19 @@ class Provenance:
     `duration_s`: the length of the job that the advice is for; both 0 for the steady state."""
 
     created: float
-    seconds: Seconds
-    trials: Count
+    seconds: domain.Seconds
+    trials: domain.Count
     advisor: str
     device_uuid: str
     host_cpu: str
     seed: int
-    study: StudyName
-    budget_s: Seconds
-    modules: Count
-    parameters: Count
+    study: domain.StudyName
+    budget_s: domain.Seconds
+    modules: domain.Count
+    parameters: domain.Count
     effort: str = "normal"
-    steps: Count = 0
-    duration_s: Seconds = 0.0
+    steps: domain.Count = 0
+    duration_s: domain.Seconds = 0.0
 
     @property
     def how(self) -> str:
@@ -197,7 +185,7 @@ class Record:
     raced: tuple[Choice, ...] = ()
     parts: tuple[Part, ...] = ()
     stale: str = ""
-    family: Hex = ""
+    family: domain.Hex = ""
     revised: float = 0.0
 
     def __post_init__(self) -> None:

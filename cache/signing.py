@@ -1,9 +1,8 @@
 """Keys that sign records, and so decide whose record counts if several people wrote the record.
 
 Each user has a key of their own, made at the first write: 32 random bytes that only they can read,
-in $XDG_DATA_HOME/advisor/key. A team may share a secret, which then signs instead, so that the
-work of one counts for all. A record that neither key signed may come from anybody who can write to
-the store. Such a record is served only if there is none that is signed.
+in $XDG_DATA_HOME/advisor/key. A secret that a team shares signs instead. A record that neither key
+signed is served only if there is none that is signed.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from advisor.cache.private import insecure_reason
+from advisor.cache.settings import is_on
 from advisor.cache.stores.filesystem import make_folder, open_regular
 from advisor.errors import UsageError, reason
 
@@ -43,8 +43,7 @@ class KeyRing:
         secret: the team's key, empty for none; `own`: the user's, empty if none was made yet.
         required: only records that one of these keys signed are accepted.
         own_file: where `ready` keeps the user's own key; None for nowhere.
-        secret_exposed: how another user could read or set the secret; '' if nobody could.
-            `own_exposed`: the same for the user's own key.
+        secret_exposed, own_exposed: how another user could read or set the key, or ''.
     """
 
     secret: bytes = field(default=b"", repr=False)
@@ -69,10 +68,6 @@ class KeyRing:
         return self.secret_exposed or self.own_exposed
 
     @property
-    def _keys(self) -> list[bytes]:
-        return [key for key in (self.secret, self.own) if key]
-
-    @property
     def signs(self) -> bytes:
         """The key that signs new records: the team's, else the user's own."""
         return self.secret or self.own
@@ -82,13 +77,14 @@ class KeyRing:
         return hmac.digest(self.signs, of + payload, hashlib.sha256)
 
     def verify(self, signature: bytes, payload: bytes, of: bytes = RECORD) -> bool:
-        made = (hmac.digest(key, of + payload, hashlib.sha256) for key in self._keys)
+        keys = filter(None, (self.secret, self.own))
+        made = (hmac.digest(key, of + payload, hashlib.sha256) for key in keys)
         return any(hmac.compare_digest(signature, one) for one in made)
 
     def tags(self, name: str) -> tuple[str, ...]:
-        """A tag (12 hex characters) by each key, the team's first. In a listing, a tag proves that
-        the key's owner made the name."""
-        return tuple(_tag(key, name) for key in self._keys)
+        """A tag (12 hex characters) by each key, the team's first. It proves that the key's owner
+        made the name."""
+        return tuple(_tag(key, name) for key in (self.secret, self.own) if key)
 
     def tagged(self, name: str) -> str:
         """The name with its tag; unchanged if there is no key."""
@@ -101,14 +97,13 @@ class KeyRing:
 
     def ready(self) -> KeyRing:
         """A keyring that can sign: if it has no key, one is made for the user and saved."""
-        if self.signs or self.own_file is None:
-            return self
-        try:
-            own, why = _make_key(self.own_file)
-            return dataclasses.replace(self, own=own, own_exposed=why)
-        except OSError as exc:
-            _log.warning("%s: your key cannot be saved (%s): unsigned", self.own_file, exc)
-            return self
+        if not self.signs and self.own_file is not None:
+            try:
+                own, why = _make_key(self.own_file)
+                return dataclasses.replace(self, own=own, own_exposed=why)
+            except OSError as exc:
+                _log.warning("%s: your key cannot be saved (%s): unsigned", self.own_file, exc)
+        return self
 
     @classmethod
     def from_environment(cls) -> KeyRing:
@@ -124,7 +119,7 @@ class KeyRing:
                 raise UsageError(
                     f"ADVISOR_SECRET_FILE {path!r}: cannot be read ({reason(exc)})"
                 ) from exc
-        required = os.environ.get("ADVISOR_SIGNED_ONLY", "") not in ("", "0")
+        required = is_on("ADVISOR_SIGNED_ONLY")
         if secret and len(secret) < LEAST:
             raise UsageError(
                 f"ADVISOR_SECRET: {len(secret)} characters, expected at least {LEAST}; "
@@ -135,11 +130,10 @@ class KeyRing:
                 "ADVISOR_SIGNED_ONLY is set and no secret is: set ADVISOR_SECRET or "
                 "ADVISOR_SECRET_FILE"
             )
-        own, own_exposed, folder = b"", "", own_folder()
-        file = folder and folder / "key"
-        if file is not None:
-            with contextlib.suppress(OSError, ValueError):
-                own, own_exposed = _read_own(file)
+        own, own_exposed = b"", ""
+        file = folder / "key" if (folder := own_folder()) else None
+        with contextlib.suppress(OSError, ValueError):
+            own, own_exposed = _read_own(file) if file else (b"", "")
         return cls(os.fsencode(secret), required, own, file, secret_exposed, own_exposed)
 
 

@@ -1,7 +1,4 @@
-"""The team's server, which `advisor serve` starts, as a store. A lookup is a single request.
-
-A record's key holds the digest of its bytes, so a record that was fetched is never asked for again.
-"""
+"""The team's server, which `advisor serve` starts, as a store. A lookup is a single request."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A team's Redis: one string per key, and sorted sets of the keys of records and of blobs.
-
-The sets are indexes, so that a lookup does not scan a server that others use too. The score of a
-key is when it expires.
-"""
+"""A team's Redis: one string per key, and sorted sets of the keys of records and of blobs, so that
+a lookup does not scan a server that others use too. The score of a key is when it expires."""
 
 from __future__ import annotations
 

@@ -20,14 +20,8 @@ _FORM = (
 
 
 class RemoteUrl:
-    """A URL, split from the options that advisor takes itself.
-
-    Attributes:
-        bare: the URL without those options; `shown`: the whole URL without possible secrets.
-
-    Raises:
-        UsageError: an option is given twice, or the URL is malformed.
-    """
+    """A URL, split from the options of advisor's own. Raises UsageError if it is malformed.
+    `bare`: the URL without those options; `shown`: the whole URL without possible secrets."""
 
     def __init__(self, url: str, *own: str) -> None:
         place, _, query = url.partition("?")
@@ -38,19 +32,20 @@ class RemoteUrl:
             given = parse_qsl(query, strict_parsing=bool(query))
         except ValueError as exc:
             raise UsageError(f"cache URL {shown!r}: {_FORM}") from exc
-        names = [name for name, _value in given]
-        for name in own:
-            if names.count(name) > 1:
+        self.options: dict[str, str] = {}
+        for name, value in given:
+            if name in self.options:
                 raise UsageError(f"cache URL {shown!r}: {name} is given twice")
+            if name in own:
+                self.options[name] = value
         rest = urlencode([pair for pair in given if pair[0] not in own])
         self.bare = f"{place}?{rest}" if rest else place
-        self.options = {name: value for name, value in given if name in own}
 
     def seconds(self, option: str, default: float) -> float:
         """The time in an option, or `default`. Raises UsageError if the option is no time."""
-        if option not in self.options:
-            return default
-        return Duration().checked(f"cache URL {self.shown!r}: {option}", self.options[option])
+        what = f"cache URL {self.shown!r}: {option}"
+        given = self.options.get(option)
+        return default if given is None else Duration().checked(what, given)
 
 
 def without_password(url: str) -> str:
