@@ -20,7 +20,7 @@ from advisor.cache.record import OUTCOMES, Measurement, Record
 from advisor.cache.signing import KeyRing
 from advisor.errors import RecordDamaged
 from tests.cache.examples import choice, planted, record, trial
-from tests.cache.test_config import configs_of
+from tests.cache.test_key import configs_of
 
 lines = st.text(st.just(" ") | st.characters(exclude_categories=("C", "Z")), max_size=20)
 measurements = st.builds(
