@@ -29,12 +29,10 @@ from advisor.cache.codec import encode, make_envelope
 from advisor.cache.name import Name
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.signing import KeyRing
 from advisor.cache.stores import open_store
 from advisor.cache.stores.disk import write_pack
-from tests.cache.examples import KEY, changed, planted, record
+from tests.cache.examples import KEY, MINE, changed, planted, record
 
-MINE = KeyRing(own=b"m" * 32)
 OTHER = record(key=changed(KEY, "mode", "infer"))
 """What the hostile record would be, were it honest: one that nothing else is in the place of."""
 

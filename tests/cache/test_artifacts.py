@@ -19,11 +19,8 @@ from advisor.cache.signing import NO_KEYS, KeyRing
 from advisor.cache.stores import BLOBS, ByteStore, open_store
 from advisor.cache.stores.disk import PackStore
 from advisor.errors import RecordDamaged, StoreError, UsageError
-from tests.cache.examples import DEFAULT, ENVIRONMENT, record
+from tests.cache.examples import DEFAULT, ENVIRONMENT, MINE, TEAM, THEIRS, record
 
-MINE = KeyRing(own=b"m" * 32)
-THEIRS = KeyRing(own=b"t" * 32)
-TEAM = KeyRing(b"a secret of a team", own=b"m" * 32)
 TOOLS = Tools(torch="2.11.0", triton="3.6.0", python="3.11.7")
 RECORD = record()
 PURPOSE = Purpose.of(RECORD, DEFAULT, ENVIRONMENT, TOOLS)
@@ -32,21 +29,16 @@ DATA = b"code " * 1000
 GOOD = pack_artifacts(DATA, PURPOSE, MINE)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ByteStore:
-    return open_store(f"dir:{tmp_path}/store")
-
-
 def artifacts(*stores: ByteStore, keyring: KeyRing = MINE, most: int = 2**20) -> Artifacts:
     return Artifacts(stores, keyring, most)
 
 
-def name(purpose: Purpose, keyring: KeyRing) -> str:
+def name(purpose: Purpose, keyring: KeyRing = MINE) -> str:
     return keyring.tagged(purpose.label)
 
 
-def key(purpose: Purpose, keyring: KeyRing) -> str:
-    return BLOBS + name(purpose, keyring)
+def key(purpose: Purpose) -> str:
+    return BLOBS + name(purpose)
 
 
 def put(store: ByteStore, one: Record = RECORD, keyring: KeyRing = MINE) -> Purpose:
@@ -101,7 +93,7 @@ def test_planted_or_changed_artifacts_are_refused(
     store: ByteStore, packed: bytes, says: str
 ) -> None:
     """Under a trusted name, which can be copied from a listing."""
-    store.put(key(PURPOSE, MINE), packed)
+    store.put(key(PURPOSE), packed)
     with pytest.raises(RecordDamaged, match=says):
         artifacts(store).find(PURPOSE)
 
@@ -123,7 +115,7 @@ def test_stores_are_searched_in_order_and_the_first_gets_it(
 ) -> None:
     first = open_store(f"disk:{tmp_path}/first")
     artifacts(store).keep(DATA, PURPOSE, store)
-    first.put(key(PURPOSE, MINE), b"rubbish")
+    first.put(key(PURPOSE), b"rubbish")
     for there in (store, first):
         found = artifacts(first, store).find(PURPOSE)
         assert found is not None and found.store == there.url
@@ -178,11 +170,11 @@ def test_gc_takes_what_no_record_leads_to(
         artifacts(store).keep(DATA, one, store)
     artifacts(store, keyring=THEIRS).keep(DATA, other, store)
     assert {name: reason.rpartition(": ")[2] for name, reason in reasons(store).items()} == {
-        name(gone, MINE): "their record is gone",
-        name(other, MINE): "their config is no longer advised",
+        name(gone): "their record is gone",
+        name(other): "their config is no longer advised",
     }
     monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "10B")
-    said = reasons(store)[name(purpose, MINE)]
+    said = reasons(store)[name(purpose)]
     assert said.startswith("oversized: ")
     assert said.endswith("of artifacts: larger than 10 bytes (ADVISOR_MAX_ARTIFACTS)")
 
@@ -226,8 +218,8 @@ def test_only_own_sound_artifacts_are_copied_to_another_store(
     purpose = put(store)
     artifacts(store, keyring=THEIRS).keep(DATA, purpose, store)
     changed, moved = (replace(purpose, config=one * 6) for one in ("ab", "cd"))
-    store.put(key(changed, MINE), b"changed since")
-    store.put(key(moved, MINE), good := pack_artifacts(DATA, purpose, MINE))
+    store.put(key(changed), b"changed since")
+    store.put(key(moved), good := pack_artifacts(DATA, purpose, MINE))
     there = open_store(other.format(tmp_path))
     records = Records([store, there], keyring=MINE)
 
@@ -236,15 +228,15 @@ def test_only_own_sound_artifacts_are_copied_to_another_store(
         return {one.name: one.reason or one.outcome for one in found}
 
     refused = {
-        name(changed, MINE): "artifacts: in an unknown format; refused",
-        name(moved, MINE): "artifacts: made for another record or config; refused",
+        name(changed): "artifacts: in an unknown format; refused",
+        name(moved): "artifacts: made for another record or config; refused",
     }
     for outcome in ("added", "known"):
-        assert copied(record_key(RECORD)) == {name(purpose, MINE): outcome, **refused}
+        assert copied(record_key(RECORD)) == {name(purpose): outcome, **refused}
     for damaged in (good[:-1] + bytes([good[-1] ^ 1]), good[:-1], good + b"more"):
-        there.put(key(purpose, MINE), damaged)
-        assert copied(record_key(RECORD))[name(purpose, MINE)] == "added"
-        assert there.get(key(purpose, MINE), 2**20) == good
+        there.put(key(purpose), damaged)
+        assert copied(record_key(RECORD))[name(purpose)] == "added"
+        assert there.get(key(purpose), 2**20) == good
     assert copied() == {}
     monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "0")
     assert copied(record_key(RECORD)) == {}

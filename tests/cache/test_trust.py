@@ -19,19 +19,11 @@ from advisor.cache.reader import RecordFilter
 from advisor.cache.record import Record, Target
 from advisor.cache.records import Records
 from advisor.cache.signing import NO_KEYS, KeyRing
-from advisor.cache.stores import ByteStore, open_store
+from advisor.cache.stores import ByteStore
 from advisor.errors import RecordDamaged
-from tests.cache.examples import record
+from tests.cache.examples import MINE, TEAM, THEIRS, record
 
-MINE = KeyRing(own=b"m" * 32)
-THEIRS = KeyRing(own=b"t" * 32)
-TEAM = KeyRing(b"a secret of a team", own=b"n" * 32)
 NEW = 1.74e9
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ByteStore:
-    return open_store(f"dir:{tmp_path}/store")
 
 
 @pytest.fixture
