@@ -160,6 +160,11 @@ def _pack(data: bytes) -> Callable[[Path], str]:
     return make
 
 
+def _pipe(folder: Path) -> str:
+    os.mkfifo(folder / "records.pack")
+    return f"pack:{folder}/records.pack"
+
+
 def _huge_pack(folder: Path) -> str:
     path, data = folder / "records.pack", encode(record())
     bomb = Name.of(OTHER, b"").text
@@ -257,5 +262,6 @@ CASES = (
     Case("a file for a folder", _damaged(_file_for_folder), honest=False),
     Case("no pack", _pack(b"This is no pack. " * 100), honest=False),
     Case("an empty pack", _pack(b""), honest=False),
+    Case("a pipe for a pack", _pipe, honest=False),
     Case("a huge value in a pack", _huge_pack, refused="larger than"),
 )
