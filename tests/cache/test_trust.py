@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grp
+import itertools
 import os
 import pwd
 from dataclasses import replace
@@ -40,38 +41,32 @@ def put_raw(store: ByteStore, one: Record, keyring: KeyRing = NO_KEYS) -> Name:
     return name
 
 
-@pytest.mark.parametrize(
-    "planted",
-    [
+def test_what_others_write_hides_nothing(records: Records, store: ByteStore) -> None:
+    mine = record(effort="quick")
+    records.put(mine)
+    planted = [
         record(created=NEW),
         record(created=NEW, effort="exhaustive"),
         record(created=1.7e9, revised=NEW, stale="it is slow"),
         record(created=1.7e9, revised=NEW),
-    ],
-)
-@pytest.mark.parametrize("keyring", [NO_KEYS, THEIRS])
-def test_what_others_write_hides_nothing(
-    store: ByteStore, planted: Record, keyring: KeyRing
-) -> None:
-    mine = record(effort="quick")
-    Records(store, keyring=MINE).put(mine)
-    put_raw(store, planted, keyring)
-    assert Records(store, keyring=MINE).all() == [mine]
-    assert len(store.keys()) == 2
+    ]
+    for one, keyring in itertools.product(planted, (NO_KEYS, THEIRS)):
+        name = put_raw(store, one, keyring)
+        assert records.all() == [mine] and len(store.keys()) == 2
+        store.delete(name.text)
 
 
 def test_the_team_s_word_is_everybody_s(store: ByteStore) -> None:
     Records(store, keyring=TEAM).put(record(created=1.7e9))
     put_raw(store, record(created=NEW, effort="exhaustive"), THEIRS)
-    colleague = KeyRing(b"a secret of a team", own=b"c" * 32)
-    (one,) = Records(store, keyring=colleague).all()
-    assert one.provenance.created == 1.7e9
-    (one,) = Records(store, keyring=THEIRS).all()
-    assert one.provenance.created == NEW
+    colleague = replace(TEAM, own=b"c" * 32)
+    for keyring, created in ((colleague, 1.7e9), (THEIRS, NEW)):
+        (one,) = Records(store, keyring=keyring).all()
+        assert one.provenance.created == created
 
 
 def test_a_copied_tag_on_other_bytes_is_refused(records: Records, store: ByteStore) -> None:
-    Records(store, keyring=MINE).put(record())
+    records.put(record())
     (text,) = store.keys()
     store.put(text, encode(record(), THEIRS))
     assert records.all() == []
@@ -82,11 +77,12 @@ def test_a_copied_tag_on_other_bytes_is_refused(records: Records, store: ByteSto
         records.read(name, encode(record()))
 
 
-def test_what_verify_says_of_another_s_record_is_not_signed(store: ByteStore) -> None:
+def test_what_verify_says_of_another_s_record_is_not_signed(
+    records: Records, store: ByteStore
+) -> None:
     """It counts for all but the owner and their team, until somebody says otherwise."""
     theirs = record(created=1.7e9)
     put_raw(store, theirs, THEIRS)
-    records = Records(store, keyring=MINE)
     stale = replace(theirs, stale="slower now", revised=1.71e9)
     records.put(stale, revises=theirs)
     assert records.all() == [stale]
@@ -188,7 +184,12 @@ def test_what_may_go_is_what_one_wrote_oneself(records: Records, store: ByteStor
     assert reasons(Records(store, keyring=THEIRS), store) == {}
 
 
-def test_exhaustive_is_not_removed_for_quick(records: Records, store: ByteStore) -> None:
+def test_neither_more_effort_nor_another_name_goes(records: Records, store: ByteStore) -> None:
+    records.put(record())
+    named_too(records, record(), Target(name="other.py:Net", origin="0a"))
+    assert reasons(records, store) == {}
+    records.put(record(created=1.72e9))
+    assert len(reasons(records, store)) == 1  # the first; the other name has no better version
     best = record(created=1.7e9, effort="exhaustive")
     quick = record(created=1.72e9, effort="quick")
     for one in (best, quick, replace(best, stale="slower now", revised=1.73e9)):
@@ -197,32 +198,19 @@ def test_exhaustive_is_not_removed_for_quick(records: Records, store: ByteStore)
         assert 3 in [name.effort for name in records.names(store) if name.text not in going]
 
 
-def test_all_names_of_a_record_stay(records: Records, store: ByteStore) -> None:
-    records.put(record())
-    named_too(records, record(), Target(name="other.py:Net", origin="0a"))
-    assert reasons(records, store) == {}
-    records.put(record(created=1.72e9))
-    assert len(reasons(records, store)) == 1  # the first; the other name has no better version
-
-
-@pytest.mark.parametrize("cut", [b"", b"torn", encode(record(), MINE)[:-1]])
-def test_gc_takes_what_one_wrote_and_is_damaged(
-    records: Records, store: ByteStore, cut: bytes
-) -> None:
+def test_gc_takes_what_one_wrote_and_is_damaged(records: Records, store: ByteStore) -> None:
+    """And leaves what a newer version may read."""
     good, bad = record(created=1.7e9), record(created=1.72e9)
-    for one in (good, bad):
-        records.put(one)
-    (text,) = (name.text for name in records.names(store) if name.created == int(1.72e15))
-    store.put(text, cut)
-    assert reasons(records, store) == {text: "damaged: its bytes were changed"}
-    (gone,) = garbage(records, store)
-    assert (gone.kind, gone.key.record_id) == ("damaged", bad.id)
-    assert records.remove([(gone.store, gone.key)]) == 1
-    assert records.all() == [good] and not records.damaged
-
-
-def test_gc_leaves_what_a_newer_version_may_read(records: Records, store: ByteStore) -> None:
-    records.put(record())
+    records.put(good)
+    for cut in (b"", b"torn", encode(record(), MINE)[:-1]):
+        records.put(bad)
+        (text,) = (name.text for name in records.names(store) if name.created == int(1.72e15))
+        store.put(text, cut)
+        assert reasons(records, store) == {text: "damaged: its bytes were changed"}
+        (gone,) = garbage(records, store)
+        assert (gone.kind, gone.key.record_id) == ("damaged", bad.id)
+        assert records.remove([(gone.store, gone.key)]) == 1
+        assert records.all() == [good] and not records.damaged
     strict = Records(store, keyring=MINE, check=lambda _record: "an unknown knob")
     assert strict.all() == [] and reasons(strict, store) == {}
 
@@ -252,18 +240,14 @@ def be_anothers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: ANOTHER)
 
 
-@pytest.mark.parametrize(
-    ("mode", "reads", "said"),
-    [
+def test_who_may_read_and_write_it(file: Path) -> None:
+    for mode, reads, said in (
         *((0o600, False, ""), (0o400, False, ""), (0o440, True, ""), (0o640, True, "")),
         *((0o640, False, "read"), (0o604, False, "read"), (0o644, True, "read")),
         *((0o444, True, "read"), (0o620, True, "write"), (0o602, True, "write")),
-    ],
-)
-def test_who_may_read_and_write_it(file: Path, mode: int, reads: bool, said: str) -> None:
-    file.chmod(mode)
-    expected = f"others can {said} {file} (mode {mode:o})" if said else ""
-    assert fault(file, reads) == expected
+    ):
+        file.chmod(mode)
+        assert fault(file, reads) == (f"others can {said} {file} (mode {mode:o})" if said else "")
 
 
 @pytest.mark.parametrize("which", ["folder/key", "folder", "."])
@@ -275,23 +259,19 @@ def test_another_owns_it_or_a_folder_above_it(
     assert "is another user's" in fault(file)
 
 
-@pytest.mark.parametrize(
-    ("mode", "members", "private"),
-    [
+def test_others_can_write_a_folder_above_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = SimpleNamespace(gr_name=pwd.getpwuid(os.geteuid()).pw_name)
+    monkeypatch.setattr(grp, "getgrgid", lambda _gid: own)
+    for mode, members, private in (
         (0o702, [], False),
         (0o1777, ["eve"], True),  # as /tmp
         (0o770, [], True),  # of a group of the user alone
         (0o770, ["eve"], False),
-    ],
-)
-def test_others_can_write_a_folder_above_it(
-    file: Path, monkeypatch: pytest.MonkeyPatch, mode: int, members: list[str], private: bool
-) -> None:
-    own = SimpleNamespace(gr_name=pwd.getpwuid(os.geteuid()).pw_name, gr_mem=members)
-    monkeypatch.setattr(grp, "getgrgid", lambda _gid: own)
-    file.parent.chmod(mode)
-    found = "" if private else f"others can write {file.parent} (mode {mode:o})"
-    assert fault(file) == found
+    ):
+        own.gr_mem = members
+        file.parent.chmod(mode)
+        found = "" if private else f"others can write {file.parent} (mode {mode:o})"
+        assert fault(file) == found
 
 
 def test_links_on_the_way(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
