@@ -22,7 +22,6 @@ from advisor.errors import RecordDamaged
 
 ORIGINS_AT_ONCE = 1000
 """Origins that a server takes in one request; a script's folder may hold more Python files."""
-
 AT_ONCE = 64
 """Records that are fetched in one request."""
 
@@ -32,12 +31,8 @@ K = TypeVar("K")
 
 
 class StoredRecord(Struct, frozen=True, kw_only=True):
-    """A record, where it is, and the name of the version that counts.
-
-    Attributes:
-        texts: the keys to copy so that another store has the same: the version, and the one under
-            the target's name if that is another one.
-    """
+    """A record, where it is, and the name of the version that counts. `texts`: the keys to copy so
+    that another store has the same: this version, and the one under the target's name."""
 
     record: Record
     name: Name
@@ -59,8 +54,7 @@ class RecordFilter:
         target: its name; `file`: only the name of its file or module; `origins`: possible origins.
         command: as `command_digest`.
         similar_to: a key; finds records of its model, or of this `family`.
-        query: lets a store that searches send only the nearest records, and prefer those of `now`,
-            the target as its file is now.
+        query, now: what a store that searches sorts by; `now` is the target as its file is now.
         most: at most this many, the newest; records of `similar_to`'s model do not count.
     """
 
@@ -155,10 +149,7 @@ EVERYTHING = RecordFilter()
 
 class Listing:
     """The records of a store: for each record and each of its targets, the version that counts.
-
-    Attributes:
-        damaged: a line for each unreadable version; `left`: keys of records that were not read.
-    """
+    `damaged`: a line for each unreadable version; `left`: keys of records that were not read."""
 
     def __init__(
         self, store: ByteStore, wanted: RecordFilter, keyring: KeyRing, read: Read

@@ -33,7 +33,6 @@ class Measurement:
     """The result of running a config.
 
     Attributes:
-        outcome: one of OUTCOMES; `reason` says why it is not 'ok'.
         samples_per_s: by the wall clock, with its confidence interval from `low` to `high`.
         step_s: seconds per step; `gpu_s` the same by the GPU's clock, 0 on the CPU.
         first_step_s: with compilation and algorithm search.
@@ -59,11 +58,6 @@ class Measurement:
         return self.outcome == "ok"
 
 
-def best_known(seen: Sequence[Measurement]) -> Measurement:
-    """The measurement with the most blocks, among several of one config."""
-    return max(seen, key=lambda one: len(one.blocks))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """A config that was tried. `origin`: what proposed it; `seconds`: the wall time it took."""
@@ -78,14 +72,9 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A config that was raced.
-
-    Attributes:
-        speedup: over the default at the user's batch, with its 95% interval.
-        rounds: samples/s of each turn of the race.
-        first_step_s: the first step with nothing compiled before; `loaded_step_s`: with artifacts
-            loaded; 0 if not measured.
-    """
+    """A config that was raced. `speedup`: over the default at the user's batch, with its 95%
+    interval; `rounds`: samples/s of each turn of the race; `first_step_s`: with nothing compiled
+    before, `loaded_step_s` with artifacts loaded, 0 if not measured."""
 
     config: Config
     batch: domain.Positive
@@ -167,8 +156,7 @@ class Record:
         winners: the best for each of USES, at the user's batch and, if other batches were tried,
             with the batch free. `raced` has every config that finished the race.
         input: the knobs of the input stage that were chosen.
-        trials: of every stage. Those of 'numerics' are the comparisons with strict fp32; a config
-            without one was not verified.
+        trials: of every stage. A config without one of 'numerics' was not compared with fp32.
         parts: what each knob of the loop's winner contributes, once `advisor explain` measured it.
         stale: why the record no longer holds, as `advisor verify` found; '' while it holds.
         family: digest of the kinds of modules in the model; '' if unknown.

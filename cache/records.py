@@ -1,8 +1,6 @@
 """Records in one or several stores: looked up in order, written to the first that takes them.
 
-Names tell which version of a record counts (see `name`). Only that one is fetched, and the next one
-only if it is damaged. StoreError says why no store can be read or written, RecordDamaged why a
-record is refused.
+StoreError says why no store can be read or written, RecordDamaged why a record is refused.
 """
 
 from __future__ import annotations
@@ -38,14 +36,12 @@ class Records:
     """The records in some stores, which are looked up in order.
 
     Args:
-        check: returns a fault of a record that the cache cannot see, such as a value outside a
-            knob's domain; or ''.
+        check: returns a fault of a record that the cache cannot see, or ''.
 
     Attributes:
-        damaged: one line for each record that the last `all`, `held` or `get` could not read.
-        unreachable: one line for each store that the last of these calls could not read.
+        damaged, unreachable: a line for each record and store that the last call could not read.
         left: how many records the last `held` or `newest` did not read, because of its limit.
-        stuck: one line for each version that the last `remove` could not remove.
+        stuck: a line for each version that the last `remove` could not remove.
     """
 
     def __init__(
@@ -70,7 +66,7 @@ class Records:
         return studies_of(self.stores)
 
     def study(self, name: str) -> Path:
-        """The file of a study, 'NAME.journal' or 'NAME.lock', inside that folder."""
+        """The file 'NAME.journal' or 'NAME.lock' of a study."""
         return study_file(self.studies, name)
 
     def is_ours(self, key: StoreKey) -> bool:
@@ -78,7 +74,7 @@ class Records:
         return key.trusted or not self.keyring.signs
 
     def names(self, store: ByteStore) -> list[Name]:
-        """The names of the records in a store, versions that no longer count included."""
+        """The names of all versions in a store."""
         return [name for text in store.keys() if (name := Name.parse(text, self.keyring))]
 
     def read(self, name: Name, data: bytes | RecordDamaged) -> Record:
@@ -135,8 +131,7 @@ class Records:
         return sorted(found, key=lambda one: -one.record.provenance.created)
 
     def similar(self, key: Key, family: str) -> list[SimilarRecord]:
-        """Records whose advice is worth trying first for a key, the nearest first: of its model,
-        and the nearest or newest of its family."""
+        """Records of a key's model and family, the nearest first."""
         wanted = RecordFilter(similar_to=key, family=family, most=MAX_SIMILAR)
         return find_similar(key, family, [one.record for one in self.held(wanted)])
 
@@ -155,19 +150,18 @@ class Records:
 
     def named(self, id_prefix: str | None = None) -> list[tuple[ByteStore, Name]]:
         """Every version, readable or not, of the one record that a text names as in `one`; for
-        None, of all records. `unreachable` has the stores that could not be listed.
-        """
+        None, of all records."""
         if id_prefix is None:
-            return self._named("", None)
+            return self._named("")
         found = self._named(*_id(id_prefix))
         _check_one({name.record_id for _store, name in found}, id_prefix)
         return found
 
     def versions(self, record: Record) -> list[tuple[ByteStore, Name]]:
-        """Every version of a record in all stores that can be read; the others: `unreachable`."""
+        """Every version of a record in all stores that can be read."""
         return self._named(record.key.id, record.batch)
 
-    def _named(self, start: str, batch: int | None) -> list[tuple[ByteStore, Name]]:
+    def _named(self, start: str, batch: int | None = None) -> list[tuple[ByteStore, Name]]:
         return [
             (store, name)
             for store, names in self.of_each(self.names, needs_one=False)
@@ -178,12 +172,8 @@ class Records:
     def put(self, record: Record, *, revises: Record | None = None) -> ByteStore:
         """Write a record to the first store that takes it. Returns this store.
 
-        A signature says that its owner measured what is in a record. So a revision is signed only
-        if the reader's keys signed what it revises.
-
-        Args:
-            revises: the record that it was made from. The same record under another target's name
-                is a revision too.
+        A signature says that its owner measured the record. So a revision, or the same record under
+        another target's name, is signed only if the reader's keys signed what it `revises`.
         """
         self.keyring = self.keyring.ready()
         keyring = self.keyring if revises is None or self._signed(revises) else NO_KEYS
@@ -201,9 +191,9 @@ class Records:
     def health(self, store: ByteStore) -> str:
         """A store's own health, how many records it has, and how many of them are unreadable."""
         health = store.health()
-        if not health.startswith("ok"):
-            return health
         try:
+            if not health.startswith("ok"):
+                return health
             listing = self.look_into(store, RecordFilter(most=MAX_SIMILAR))
         except StoreError as exc:
             return f"unusable: {exc}"
@@ -231,8 +221,7 @@ class Records:
         return next(store for store, _ in self.of_each(lambda store: store.check_writable()))
 
     def remove(self, going: Iterable[tuple[ByteStore, StoreKey]]) -> int:
-        """Remove exactly these keys of stores. Returns how many there were; `stuck` has a line for
-        each key that could not be removed."""
+        """Remove these keys of stores. Returns how many there were."""
         count = 0
         self.stuck = []
         for store, one in going:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from advisor.cache.config import Config
-from advisor.cache.record import Measurement, Record, best_known
+from advisor.cache.record import Measurement, Record
 from advisor.cache.shown import times
 from advisor.report.data import Table
 from advisor.report.text import duration, rate
@@ -53,7 +53,7 @@ def pairs(record: Record) -> list[Pair]:
     for trial in record.trials:
         loader, seen = trial.config.only(*LOADER_KNOBS), trial.measurement
         if trial.stage == INPUT and seen.ok and loader:
-            found[loader] = best_known([found.get(loader, seen), seen])
+            found[loader] = max(found.get(loader, seen), seen, key=lambda one: len(one.blocks))
     made = (Pair(loader=loader, together=seen) for loader, seen in found.items())
     return sorted(made, key=lambda one: one.workers)
 
