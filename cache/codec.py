@@ -27,13 +27,6 @@ OLDEST = 3
 
 MAX_PARTS = 2**16
 MAX_TRIALS = 2**11 - 1
-_LIMITS = {
-    "max_str_len": 2**16,
-    # msgpack allocates a list before it reads it, at each of 1,024 levels of nesting.
-    "max_array_len": MAX_TRIALS + 1,
-    "max_map_len": 2**10,
-    "max_ext_len": 0,
-}
 _lock = threading.Lock()
 _described: set[type] = set()
 
@@ -49,11 +42,8 @@ class Envelope(msgspec.Struct, frozen=True):
 
 
 def encode(record: Record, keyring: KeyRing = NO_KEYS) -> bytes:
-    """The record as msgpack bytes, every text as one printable line.
-
-    Signed, if there is a key. A record that would be too large loses the raw seconds of its blocks
-    first, then its slowest trials.
-    """
+    """The record as msgpack bytes, every text as one printable line, signed if there is a key. One
+    that would be too large loses the raw seconds of its blocks, then its slowest trials."""
     for fitting in _smaller(record):
         payload = _pack(to_plain(fitting))
         if len(payload) <= MAX_BYTES - 2**10 and len(fitting.trials) <= MAX_TRIALS:
@@ -63,8 +53,7 @@ def encode(record: Record, keyring: KeyRing = NO_KEYS) -> bytes:
 
 
 def decode(data: bytes, keyring: KeyRing = NO_KEYS) -> Record:
-    """The record in these bytes, without fields that this version does not know. Raises
-    RecordDamaged also for an unsigned record if the keyring requires signatures."""
+    """The record in these bytes, without fields that this version does not know."""
     return decode_signed(data, keyring)[0]
 
 
@@ -80,9 +69,7 @@ def decode_signed(data: bytes, keyring: KeyRing = NO_KEYS) -> tuple[Record, bool
 def make_envelope(payload: bytes, keyring: KeyRing = NO_KEYS) -> bytes:
     """The bytes with their checksum and, if there is a key, their signature."""
     envelope = {"format": FORMAT, "record": payload, "sha256": hashlib.sha256(payload).digest()}
-    if keyring.signs:
-        envelope["hmac"] = keyring.sign(payload)
-    return _pack(envelope)
+    return _pack(envelope | ({"hmac": keyring.sign(payload)} if keyring.signs else {}))
 
 
 def open_envelope(data: bytes, keyring: KeyRing = NO_KEYS) -> tuple[bytes, bool]:
@@ -126,7 +113,15 @@ def unpack(data: bytes, *, max_bin_len: int = 0) -> Any:
 
     try:
         return msgpack.unpackb(
-            data, max_bin_len=max_bin_len, object_hook=count, list_hook=count, **_LIMITS
+            data,
+            max_bin_len=max_bin_len,
+            max_str_len=2**16,
+            # msgpack allocates a list before it reads it, at each of 1,024 levels of nesting.
+            max_array_len=MAX_TRIALS + 1,
+            max_map_len=2**10,
+            max_ext_len=0,
+            object_hook=count,
+            list_hook=count,
         )
     except Exception as exc:  # msgpack raises more types than it documents
         reason = str(exc).splitlines()[0][:80] if str(exc) else type(exc).__name__
@@ -176,10 +171,7 @@ def describe(cls: type) -> None:
 
 
 def from_plain(cls: type[T], data: object) -> T:
-    """The inverse of `to_plain` for a class `cls`.
-
-    Missing fields get their default; fields that `cls` does not have are ignored.
-    """
+    """The inverse of `to_plain`. Fields that `cls` does not have are ignored."""
     describe(cls)
     what = cls.__name__.lower()
     for text in _texts(data):

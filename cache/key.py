@@ -55,10 +55,8 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """`model`: fingerprint in hex; `hooks`: fingerprint of the target's make_batch and loss, or ''.
-
-    `libraries`: those of the model's classes, as 'torchvision==0.26.0'. `threads`: on a CPU.
-    """
+    """`model`: fingerprint in hex; `hooks`: that of the target's make_batch and loss, or '';
+    `libraries`: those of the model's classes, as 'torchvision==0.26.0'; `threads`: on a CPU."""
 
     environment: Environment
     model: Fingerprint
@@ -74,7 +72,7 @@ class Key:
 
     @property
     def id(self) -> str:
-        return self.digest[:12]
+        return _digest(self)[:12]
 
 
 _DECIDING = {name: row for name, row in rows(Task).items() if row.decides}
@@ -110,7 +108,11 @@ def terms_of(known: Mapping[str, Any]) -> str:
 
 def as_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of plain data, with tuples in place of lists."""
-    return {name: _tuples(value) for name, value in plain.items()}
+
+    def held(value: Any) -> Any:
+        return tuple(map(held, value)) if isinstance(value, list) else value
+
+    return {name: held(value) for name, value in plain.items()}
 
 
 def completed(known: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,10 +126,6 @@ def are_whole(known: Mapping[str, Any]) -> bool:
     sizes = shapes[0] if isinstance(shapes, tuple) and isinstance(shapes[0], tuple) else shapes
     possible = isinstance(sizes, tuple) and all(isinstance(n, int) and n > 0 for n in sizes)
     return possible and known.keys() >= {*PLACE, *VARIANT}
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 @functools.lru_cache(maxsize=256)

@@ -26,12 +26,9 @@ _Number = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
 class Kind(Generic[T]):
     """How one kind of value is checked and written.
 
-    Attributes:
-        type: what msgspec converts a value to; numbers may be texts.
-        metavar: the placeholder for a value in help.
-        expected: the domain, in words.
-        repeats: the option may be given again.
-        has_unit: printed Python code has the text with its unit, not the number.
+    `type`: what msgspec converts a value to; `metavar`: its placeholder in help; `expected`: the
+    domain, in words; `repeats`: the option may be given again; `has_unit`: printed Python code has
+    the text with its unit, not the number.
     """
 
     type: Any = str
@@ -75,9 +72,8 @@ class Kind(Generic[T]):
 def _quoted(value: object) -> str:
     """repr() with double quotes if that is as short."""
     text = repr(value)
-    if text.startswith("'") and '"' not in text and "\\" not in text:
-        return f'"{text[1:-1]}"'
-    return text
+    plain = text.startswith("'") and '"' not in text and "\\" not in text
+    return f'"{text[1:-1]}"' if plain else text
 
 
 def _shown(value: object) -> str:

@@ -15,11 +15,10 @@ import pytest
 from advisor.cache.codec import encode
 from advisor.cache.garbage import garbage
 from advisor.cache.name import Name
-from advisor.cache.private import insecure_reason
 from advisor.cache.reader import RecordFilter
 from advisor.cache.record import Record, Target
 from advisor.cache.records import Records
-from advisor.cache.signing import NO_KEYS, KeyRing
+from advisor.cache.signing import NO_KEYS, KeyRing, insecure_reason
 from advisor.cache.stores import ByteStore
 from advisor.errors import RecordDamaged
 from tests.cache.examples import MINE, TEAM, THEIRS, record
