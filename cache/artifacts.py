@@ -30,11 +30,9 @@ from advisor.errors import RecordDamaged, RecordNewer, StoreError
 _ANY = b"advisor artifacts "
 _START = _ANY + b"1\n"
 _BODY = len(_START) + 32
-_LEVEL = 1
-"""zlib's level: a quarter of the size at 100 MB/s; higher levels take much longer for little."""
+_LEVEL = 1  # zlib's: a quarter of the size at 100 MB/s; higher ones gain little
 _MAX_RATIO = 32
-OTHER_KEY = "signed with another's key"
-"""Why artifacts are refused if their name has no tag by one of the reader's keys."""
+OTHER_KEY = "signed with another's key"  # if no key of the reader made the name's tag
 LABEL = r"([0-9a-f]{12})-([0-9a-f]{12})-([1-9][0-9]{0,9})-([0-9a-f]{12})\.([0-9a-f]{12})"
 """The pattern of `Label.name`."""
 

@@ -10,8 +10,7 @@ from advisor.errors import UsageError
 
 Value = str | int | float | bool | None
 
-BATCH = "batch_size"
-"""The only knob that Config itself treats by name."""
+BATCH = "batch_size"  # the only knob that Config itself treats by name
 _ALLOWED = (str, int, float, bool, type(None))
 _EXPECTED = "str, int of at most 64 bits, finite float, bool or None"
 

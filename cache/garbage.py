@@ -35,8 +35,7 @@ class Garbage(Struct, frozen=True, kw_only=True):
         return self.key.text.removeprefix(BLOBS)
 
 
-KINDS = "superseded", "stale", "damaged", "oversized"
-"""Reasons why records and artifacts may go; only artifacts can be oversized."""
+KINDS = "superseded", "stale", "damaged", "oversized"  # only artifacts can be oversized
 
 
 def all_garbage(records: Records, kinds: Sequence[str] = KINDS) -> list[Garbage]:

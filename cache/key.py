@@ -80,10 +80,8 @@ _DEVICE = tuple(f"device.{field.name}" for field in dataclasses.fields(Device))
 _SOFTWARE = tuple(f"software.{field.name}" for field in dataclasses.fields(Software))
 _GETTERS = {name: attrgetter(name) for name in (*_DEVICE, *_SOFTWARE)}
 
-PLACE = ("model", "hooks", *_DECIDING, *_DEVICE)
-"""Fields that make a lookup miss if they differ."""
-VARIANT = (*_SOFTWARE, "libraries", "threads")
-"""Fields that make a record stale, but still compatible, if they differ."""
+PLACE = ("model", "hooks", *_DECIDING, *_DEVICE)  # a difference makes a lookup miss
+VARIANT = (*_SOFTWARE, "libraries", "threads")  # a difference makes a record stale
 ADDED = {name: row.default for name, row in _DECIDING.items() if row.added}
 """Fields that the first keys did not have, with the defaults that these keys mean."""
 

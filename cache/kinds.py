@@ -14,8 +14,7 @@ from msgspec import Meta
 from advisor.cache.config import Config, Value
 from advisor.errors import UsageError
 
-MAX_NUMBER = 2**31 - 1
-"""The largest number accepted anywhere: far above any real one, and safe to compute with."""
+MAX_NUMBER = 2**31 - 1  # the largest accepted: far above any real one, safe to compute with
 MAX_SHAPES = 8
 MAX_LISTED = 64
 
@@ -248,8 +247,7 @@ class Duration(Kind[float]):
 
 
 _Shape = Annotated[tuple[_Number, ...], Meta(min_length=2, max_length=16)]
-Shape = Sequence[int] | str
-"""(64, 3, 256, 256) or '64x3x256x256': a batch and a sample."""
+Shape = Sequence[int] | str  # (64, 3, 256, 256) or '64x3x256x256': a batch and a sample
 
 
 class Shapes(Kind["tuple[tuple[int, ...], ...]"]):

@@ -20,10 +20,8 @@ from advisor.cache.stores import ByteStore
 from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged
 
-ORIGINS_AT_ONCE = 1000
-"""Origins that a server takes in one request; a script's folder may hold more Python files."""
-AT_ONCE = 64
-"""Records that are fetched in one request."""
+ORIGINS_AT_ONCE = 1000  # in one request to a server; a script's folder may hold more files
+AT_ONCE = 64  # records that are fetched in one request
 
 Read = Callable[[Name, "bytes | RecordDamaged"], Record]
 T = TypeVar("T")

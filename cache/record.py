@@ -15,8 +15,7 @@ from advisor.cache.key import Key
 OUTCOMES = ("ok", "out_of_memory", "timed_out", "crashed", "failed", "wrong")
 """'failed': the user's code raised; 'wrong': the numbers differ too much from fp32."""
 STAGES = ("compute", "input", "loader", "numerics")
-EFFORTS = ("quick", "normal", "exhaustive")
-"""The least first; a record of more effort is preferred."""
+EFFORTS = ("quick", "normal", "exhaustive")  # the least first; more effort is preferred
 WITHIN, INTERRUPTED = "within", "interrupted"
 """Efforts below EFFORTS: WITHIN a real run while it went on, INTERRUPTED by Ctrl-C."""
 USES = ("flags", "pilot", "loop", "capture")

@@ -27,8 +27,7 @@ from advisor.errors import RecordDamaged, StoreError, UsageError
 
 T = TypeVar("T")
 
-MAX_SIMILAR = 256
-"""Records of other models that are read from a store to see whether they are similar."""
+MAX_SIMILAR = 256  # records of other models that are read to find similar ones
 _ID = re.compile(r"([0-9a-f]{1,12})(?:@([0-9]{0,10}))?")
 
 

@@ -15,8 +15,7 @@ from advisor.errors import UsageError, reason
 _MAX_BYTES = 2**22
 ON_MISS = ("default", "nearest", "request")
 KNOWN = ("cache", "on-miss")
-MAX_ARTIFACTS = 64 * 2**20
-"""Default for the most bytes of one config's artifacts, packed."""
+MAX_ARTIFACTS = 64 * 2**20  # default for the most bytes of one config's artifacts, packed
 _MENTIONED = re.compile(rb"tool\s*\.\s*advisor|^\s*advisor\b", re.MULTILINE)
 _BETWEEN = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]+:|[/~.])")
 _RELATIVE = re.compile(r"^((?:disk|dir|pack):)?(\.{1,2}(?=/|$).*|[^:/~.][^:]*)$")

@@ -27,10 +27,8 @@ from advisor.errors import UsageError, reason
 
 _log = logging.getLogger("advisor")
 
-UNSIGNED = "unsigned"
-"""Shown for a record that no key of the reader signed."""
-LEAST = 16
-"""Characters of a secret: a shorter one can be guessed from one signed record."""
+UNSIGNED = "unsigned"  # shown for a record that no key of the reader signed
+LEAST = 16  # characters: a shorter secret can be guessed from one signed record
 RECORD, ARTIFACTS, NAME = b"advisor record\n", b"advisor artifacts\n", b"advisor name\n"
 """Prefixes of signed data, so that a signed record cannot pass for signed code."""
 _OWN_BYTES = 32

@@ -19,13 +19,11 @@ from advisor.cache.config import Config
 from advisor.errors import UsageError
 
 PRECISIONS = ("default", "tf32", "bf16", "fp16", "fp8", "fp32")
-PERMITTED = ("default", "tf32", "bf16", "fp16")
-"""Formats that a careful user accepts for training; fp32 and fp8 must be asked for."""
+PERMITTED = ("default", "tf32", "bf16", "fp16")  # fp32 and fp8 must be asked for
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8")
 OPTIMIZERS = ("sgd", "adamw")
 MODES = ("train", "infer")
-MAPPED = ("batch", "num_workers")
-"""Knobs that `--map` can assign to an option of a run's script."""
+MAPPED = ("batch", "num_workers")  # knobs that `--map` assigns to a script's options
 VOCABULARY = 1000
 TOLERANCE = 0.02
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from advisor.cache.domain import FIRST, is_moment
 from advisor.cache.record import Record
 
-ROUNDING = 1e-6
-"""Relative difference that is allowed between a claim and its measurements."""
+ROUNDING = 1e-6  # relative difference that is allowed between a claim and its measurements
 TRIMMED = 1 / 6
 """Fraction of the turns that a mean leaves out at each end (Yuen, Biometrika 61, 1974). A load that
 starts or stops during a turn makes its ratio up to 5 times too large or too small."""

@@ -33,8 +33,7 @@ SCHEMES: dict[str, tuple[str, str, str]] = {
 }
 """Scheme → the module and class, called with the place if it is local, else with the whole URL;
 the package that it needs; and the extra of advisor that installs that."""
-_OTHER = ("files:FilesStore", "fsspec", "")
-"""The same for any other scheme with '//', which fsspec may know."""
+_OTHER = ("files:FilesStore", "fsspec", "")  # for any other scheme with '//'
 _LOCAL = ("disk", "dir", "pack")
 _SET = "set ADVISOR_CACHE to a folder, e.g. dir:/data/advisor"
 

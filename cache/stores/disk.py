@@ -29,12 +29,9 @@ from advisor.cache.stores.timeout import check_deadline, time_left
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 
 _READ_TIMEOUT_S = 10.0
-_WRITE_TIMEOUT_S = 60.0
-"""A writer waits longer for other writers than a reader does: a record took minutes to measure."""
-_STEPS = 10_000
-"""Steps of SQLite's machine between two looks at the clock: well below a millisecond."""
-_MAX_VALUE = 4 * MAX_BYTES
-"""Most bytes of any value or row that SQLite makes."""
+_WRITE_TIMEOUT_S = 60.0  # for other writers: a record took minutes to measure
+_STEPS = 10_000  # of SQLite's machine between two looks at the clock: below a millisecond
+_MAX_VALUE = 4 * MAX_BYTES  # most bytes of any value or row that SQLite makes
 _CORRUPT = {
     sqlite3.SQLITE_CORRUPT,
     sqlite3.SQLITE_NOTADB,

@@ -19,8 +19,7 @@ from advisor.errors import RecordDamaged, StoreError, UsageError
 
 _S3 = {"s3", "s3a"}
 _KNOWN = {*_S3, "gs", "gcs", "az", "abfs", "abfss"}
-_ATOMIC = {*_KNOWN, "adl", "oci", "oss", "memory"}
-"""Protocols whose writes are atomic."""
+_ATOMIC = {*_KNOWN, "adl", "oci", "oss", "memory"}  # protocols whose writes are atomic
 
 
 class FilesStore(Remote):

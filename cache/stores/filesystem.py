@@ -17,11 +17,9 @@ from typing import BinaryIO
 from advisor.errors import StoreError, UsageError, reason
 
 MOUNTS = Path("/proc/self/mounts")
-WRITING = ".writing-"
-"""How the names of unfinished files begin."""
+WRITING = ".writing-"  # how the names of unfinished files begin
 REMEDY = "point --cache or ADVISOR_CACHE to another folder"
-_ABANDONED_S = 3600.0
-"""Age in seconds from which an unfinished file has lost its writer: a write takes milliseconds."""
+_ABANDONED_S = 3600.0  # an unfinished file of this age has lost its writer
 _NETWORK = re.compile(
     r"nfs\d?|lustre|gpfs|cifs|smb\w*|beegfs(_nodev)?|ceph|glusterfs|afs|9p|panfs|wekafs|orangefs"
     r"|pvfs2|ocfs2|gfs2?|virtiofs|fuse(\..+)?"

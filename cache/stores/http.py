@@ -19,12 +19,9 @@ from advisor.errors import RecordDamaged, StoreError
 T = TypeVar("T")
 P = TypeVar("P", bound="_Keys | _Sizes")
 
-TIMEOUT_S = 0.25
-"""Seconds that `apply` waits for a server, unless its URL says ?timeout=: TLS has 3 round trips."""
-_REFUSAL = 2**12
-"""Most bytes of a refusal."""
-RECORDS_AT_ONCE = 64
-"""Records asked for in one request."""
+TIMEOUT_S = 0.25  # for `apply`, unless the URL says ?timeout=; TLS takes 3 round trips
+_REFUSAL = 2**12  # most bytes of a refusal
+RECORDS_AT_ONCE = 64  # records asked for in one request
 _KEY = re.compile(rf"{PREFIX}[0-9a-fs./]{{1,200}}")
 
 

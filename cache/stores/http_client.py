@@ -28,8 +28,7 @@ from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, 
 
 T = TypeVar("T")
 
-MAX_ANSWER = 36 * 2**20
-"""Bytes of one answer, unpacked."""
+MAX_ANSWER = 36 * 2**20  # bytes of one answer, unpacked
 JSON, BYTES = "application/json", "application/octet-stream"
 MAP = msgspec.json.Decoder(dict[str, Any])
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

@@ -12,10 +12,8 @@ from typing import Any
 from advisor.cache.stores.url import TIMEOUT_S, RemoteUrl
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError, reason
 
-MAX_BYTES = 2**20
-"""Most bytes of an encoded record. Real ones take 20-200 KB; decoding small objects needs 30x."""
-BLOBS = "artifacts/"
-"""Prefix of the keys of blobs."""
+MAX_BYTES = 2**20  # of an encoded record; real ones have 20-200 KB, and decoding needs up to 30x
+BLOBS = "artifacts/"  # prefix of the keys of blobs
 _BLOB = re.compile(rf"{BLOBS}[0-9a-f][0-9a-f-]{{0,120}}\.[0-9a-f]{{12}}")
 
 

@@ -8,10 +8,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from advisor.cache.kinds import Duration
 from advisor.errors import UsageError
 
-TIMEOUT_S = 0.05
-"""Seconds that `apply` waits for a remote store, unless its URL says ?timeout=."""
-_HARMLESS = ("prefix", "ttl", "timeout", "endpoint", "db", "insecure")
-"""Options whose values are shown; any other value may be a secret."""
+TIMEOUT_S = 0.05  # for `apply` and a remote store, unless its URL says ?timeout=
+_HARMLESS = ("prefix", "ttl", "timeout", "endpoint", "db", "insecure")  # others are secret
 _OPTION = re.compile(r"[?&;]([^=&;?#]*)=[^&;#]*")
 _FORM = (
     "expected SCHEME://[USER:PASSWORD@]HOST[:PORT]/PLACE[?OPTION=VALUE&...], a port from 1 to "
