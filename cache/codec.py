@@ -14,10 +14,9 @@ import msgspec
 
 from advisor.cache.config import Config
 from advisor.cache.domain import LONGEST, is_line, line
-from advisor.cache.record import Record
+from advisor.cache.record import Record, contradictions
 from advisor.cache.signing import NO_KEYS, KeyRing
 from advisor.cache.stores.store import MAX_BYTES as MAX_BYTES
-from advisor.cache.turns import contradictions
 from advisor.errors import RecordDamaged, RecordNewer, UsageError
 
 FORMAT = 3
