@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -250,11 +249,10 @@ def inner(logs: Sequence[float]) -> list[float]:
 
 def contradictions(record: Record) -> Iterator[str]:
     """Yields the claims of a record that differ from its own measurements."""
-    made = {
-        "provenance.created": record.provenance.created,
-        "revised": record.revised or domain.FIRST,
-    }
-    for name, seconds in made.items():
+    import statistics  # here, because processes that decode no record import this file
+
+    made, revised = record.provenance.created, record.revised or domain.FIRST
+    for name, seconds in (("provenance.created", made), ("revised", revised)):
         if not domain.is_moment(seconds):
             yield f"{name} {seconds:g}: expected a time from 2020 until now"
     for trial in record.trials:
