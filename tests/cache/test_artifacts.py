@@ -74,9 +74,9 @@ def test_for_anything_else_they_are_refused() -> None:
 RECORD_SIGNATURE = GOOD[:20] + MINE.sign(GOOD[52:]) + GOOD[52:]
 
 
-@pytest.mark.parametrize(
-    ("packed", "says"),
-    [
+def test_planted_or_changed_artifacts_are_refused(store: ByteStore) -> None:
+    """Under a trusted name, which can be copied from a listing."""
+    for packed, says in (
         (b"\0" * 1000, "in an unknown format"),
         (bytes([GOOD[0] ^ 1]) + GOOD[1:], "in an unknown format"),
         (GOOD[:25] + bytes([GOOD[25] ^ 1]) + GOOD[26:], "not signed by you or your team"),
@@ -87,15 +87,10 @@ RECORD_SIGNATURE = GOOD[:20] + MINE.sign(GOOD[52:]) + GOOD[52:]
         (pack_artifacts(DATA, PURPOSE, NO_KEYS), "not signed by you or your team"),
         (pack_artifacts(DATA, OTHER, MINE), "made for config"),
         (pack_artifacts(b"\0" * 10**6, PURPOSE, MINE), "too large when unpacked"),
-    ],
-)
-def test_planted_or_changed_artifacts_are_refused(
-    store: ByteStore, packed: bytes, says: str
-) -> None:
-    """Under a trusted name, which can be copied from a listing."""
-    store.put(key(PURPOSE), packed)
-    with pytest.raises(RecordDamaged, match=says):
-        artifacts(store).find(PURPOSE)
+    ):
+        store.put(key(PURPOSE), packed)
+        with pytest.raises(RecordDamaged, match=says):
+            artifacts(store).find(PURPOSE)
 
 
 def test_what_is_too_large_or_unsigned_is_not_kept(store: ByteStore, tmp_path: Path) -> None:
@@ -243,10 +238,10 @@ def test_only_own_sound_artifacts_are_copied_to_another_store(
     assert artifacts(there).find(purpose) is not None
 
 
-@pytest.mark.parametrize(("said", "most"), [("", 64 * 2**20), ("0", 0), ("1GiB", 2**30)])
-def test_how_large_they_may_be(said: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", said)
-    assert max_artifacts() == most
+def test_how_large_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, most in (("", 64 * 2**20), ("0", 0), ("1GiB", 2**30)):
+        monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", said)
+        assert max_artifacts() == most
     monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "much")
     with pytest.raises(UsageError, match=r"ADVISOR_MAX_ARTIFACTS 'much': expected .* or 0 to keep"):
         max_artifacts()
