@@ -109,9 +109,9 @@ def store_note(store: ByteStore) -> str:
 
 def _user_folder() -> str:
     """The user's cache folder. Raises UsageError if the user has none."""
-    try:
-        import platformdirs
+    import platformdirs
 
+    try:
         folder = platformdirs.user_cache_dir("advisor", appauthor=False)
     except (OSError, RuntimeError, KeyError, ValueError) as exc:
         raise UsageError(f"you have no cache folder ({reason(exc)}); {_SET}") from exc

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from advisor.cache.stores import filesystem
-from advisor.cache.stores.store import BLOBS, MAX_BYTES, ByteStore, blob_key, is_blob
+from advisor.cache.stores.store import BLOBS, MAX_BYTES, ByteStore, Found, blob_key, is_blob
 from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged, StoreError
 
@@ -58,10 +58,8 @@ class DirStore(ByteStore):
                 if (key := blob_key(one.name, prefix)) and one.is_file()
             }
 
-    def get_many(
-        self, keys: Iterable[str], most: int = MAX_BYTES
-    ) -> dict[str, bytes | RecordDamaged]:
-        found: dict[str, bytes | RecordDamaged] = {}
+    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> Found:
+        found: Found = {}
         for key in keys:
             check_deadline()
             try:

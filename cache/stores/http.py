@@ -12,11 +12,10 @@ import msgspec
 
 from advisor.cache.name import PREFIX
 from advisor.cache.stores.http_client import MAP, HttpClient
-from advisor.cache.stores.store import BLOBS, MAX_BYTES, Remote, blob_key, bounded, is_blob
+from advisor.cache.stores.store import BLOBS, MAX_BYTES, Found, Remote, blob_key, bounded, is_blob
 from advisor.cache.stores.timeout import check_deadline
-from advisor.errors import RecordDamaged, StoreError
+from advisor.errors import StoreError
 
-T = TypeVar("T")
 P = TypeVar("P", bound="_Keys | _Sizes")
 
 TIMEOUT_S = 0.25  # for `apply`, unless the URL says ?timeout=; TLS takes 3 round trips
@@ -75,10 +74,8 @@ class HttpStore(Remote):
             found |= page.names
         return {key: size for name, size in found.items() if (key := blob_key(name, prefix))}
 
-    def get_many(
-        self, keys: Iterable[str], most: int = MAX_BYTES
-    ) -> dict[str, bytes | RecordDamaged]:
-        found: dict[str, bytes | RecordDamaged] = {}
+    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> Found:
+        found: Found = {}
         asked = []
         for key in keys:
             if is_blob(key):
@@ -108,21 +105,20 @@ class HttpStore(Remote):
         return self._ask("DELETE", _path(key), accepts=(404,))[0] != 404
 
     def check_writable(self) -> None:
-        if self._get(MAP, "/api/self").get("writes") is not True:
+        said = self.client.decoded(self._ask("GET", "/api/self")[1], MAP)
+        if said.get("writes") is not True:
             raise StoreError(f"cache {self.url}: this token may read, but not write")
 
     def _ask(self, method: str, path: str, **how: Any) -> tuple[int, bytes]:
         return self.client.request(method, path, timeout_s=self.timeout_s, **how)
-
-    def _get(self, decoder: msgspec.json.Decoder[T], path: str) -> T:
-        return self.client.decoded(self._ask("GET", path)[1], decoder)
 
     def _pages(self, decoder: msgspec.json.Decoder[P], path: str, **query: str) -> Iterator[P]:
         """The pages of a sorted list."""
         after, more = "", True
         while more:
             check_deadline()
-            page = self._get(decoder, f"{path}?{urlencode({'after': after, **query})}")
+            asked = f"{path}?{urlencode({'after': after, **query})}"
+            page = self.client.decoded(self._ask("GET", asked)[1], decoder)
             if any(name <= after for name in page.names):
                 raise self.client.unexpected("its pages go round in a circle")
             yield page

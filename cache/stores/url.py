@@ -9,8 +9,8 @@ from advisor.cache.kinds import Duration
 from advisor.errors import UsageError
 
 TIMEOUT_S = 0.05  # for `apply` and a remote store, unless its URL says ?timeout=
-_HARMLESS = ("prefix", "ttl", "timeout", "endpoint", "db", "insecure")  # others are secret
-_OPTION = re.compile(r"[?&;]([^=&;?#]*)=[^&;#]*")
+_HARMLESS = "prefix|ttl|timeout|endpoint|db|insecure"  # options; others may be secret
+_SECRET = re.compile(rf"([?&;](?!(?i:{_HARMLESS})=)[^=&;?#]*)=[^&;#]*")
 _FORM = (
     "expected SCHEME://[USER:PASSWORD@]HOST[:PORT]/PLACE[?OPTION=VALUE&...], a port from 1 to "
     "65535, and / ? # @ in a password as %2F %3F %23 %40"
@@ -57,8 +57,4 @@ def without_password(url: str) -> str:
     # Text after a colon may be a password, unless it is a port.
     host = r"(?:\[[0-9A-Fa-f:.]*\]|[^/:\[]*)"
     place = re.sub(rf"^([A-Za-z][A-Za-z0-9+.-]*://{host}):(?!-?\d*(?:/|$)).*", r"\1:***", place)
-    return place.partition("#")[0] + _OPTION.sub(_shown, mark + query)
-
-
-def _shown(option: re.Match[str]) -> str:
-    return option[0] if option[1].lower() in _HARMLESS else f"{option[0].partition('=')[0]}=***"
+    return place.partition("#")[0] + _SECRET.sub(r"\1=***", mark + query)
