@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from advisor.cache.codec import to_plain
 from advisor.cache.key import Key, fields
 from advisor.cache.match import Query
-from advisor.cache.name import Name, command_digest, ranked, target_key, text_digest
+from advisor.cache.name import PREFIX, Name, command_digest, ranked, target_key, text_digest
 from advisor.cache.record import Record, Target
 from advisor.cache.signing import KeyRing
 from advisor.cache.stores import ByteStore
@@ -119,20 +119,23 @@ class RecordFilter:
     def versions(self, store: ByteStore, keyring: KeyRing) -> tuple[list[list[Name]], set[str]]:
         """The names of all versions of each record in a store to read, if one of the versions is of
         the wanted target and origin; and the keys of the records beyond `most`."""
-        model, digests = (self.model or "")[:12], self.digests
-        known: dict[str, list[list[str]]] = {}
-        for text in self.keys(store):
-            parts = text.split("/")  # names are parsed later, because there may be thousands
-            if len(parts) == 7 and parts[1].startswith(model) and parts[4].startswith(self.id):
-                known.setdefault("/".join((parts[1], *parts[4:6])), []).append(parts)
-        found: dict[str, list[Name]] = {}
-        for key, several in known.items():
+        start, digests = PREFIX + (self.model or "")[:12], self.digests
+        texts = [text for text in self.keys(store) if text.startswith(start)]
+        if digests is not None:  # of target and origin; not parsed yet, as there may be thousands
+            some = (one for one in texts if one[20:32] in digests or one[33:45] in digests)
+            models = tuple({one[:20] for one in some})
+            texts = [text for text in texts if text.startswith(models)]
+        names: list[Name] = []
+        for text in texts:
             check_deadline()
-            of_target = digests is None or any(digests.intersection(one[2:4]) for one in several)
-            if of_target and (self.batch is None or key.endswith(f"/{self.batch}")):
-                names = (Name.parse("/".join(one), keyring) for one in several)
-                if parsed := [name for name in names if name]:
-                    found[key] = parsed
+            names += filter(None, [Name.parse(text, keyring)])
+        found = {
+            key: several
+            for key, several in grouped(names, lambda name: name.record_key).items()
+            if several[0].id.startswith(self.id)
+            and self.batch in (None, several[0].batch)
+            and (digests is None or any(digests.intersection(name.target) for name in several))
+        }
         left: set[str] = set()
         if self.most is not None and len(found) > self.most:
             own = "" if self.similar_to is None else f"{self.similar_to.model[:12]}/"
