@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -16,22 +16,18 @@ from advisor.cache.stores.store import BLOBS, MAX_BYTES, Found, Remote, blob_key
 from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import StoreError
 
-P = TypeVar("P", bound="_Keys | _Sizes")
-
 TIMEOUT_S = 0.25  # for `apply`, unless the URL says ?timeout=; TLS takes 3 round trips
 _REFUSAL = 2**12  # most bytes of a refusal
 RECORDS_AT_ONCE = 64  # records asked for in one request
 _KEY = re.compile(rf"{PREFIX}[0-9a-fs./]{{1,200}}")
 
 
-class _Keys(msgspec.Struct):
-    names: list[str] = msgspec.field(name="keys")
-    more: bool = False
+class _Page(msgspec.Struct):
+    """A page of a sorted list: the keys of records, or the sizes of artifacts by name."""
 
-
-class _Sizes(msgspec.Struct):
-    names: dict[str, int] = msgspec.field(name="sizes")
-    more: bool = False
+    more: bool
+    keys: list[str] = []
+    sizes: dict[str, int] = {}
 
 
 class _Items(msgspec.Struct):
@@ -39,7 +35,7 @@ class _Items(msgspec.Struct):
 
 
 # Made here, because a class must not be described by two threads at once; see `codec`.
-_KEYS, _SIZES = msgspec.json.Decoder(_Keys), msgspec.json.Decoder(_Sizes)
+_PAGE = msgspec.json.Decoder(_Page)
 _ITEMS = msgspec.msgpack.Decoder(_Items)
 
 
@@ -62,16 +58,14 @@ class HttpStore(Remote):
         return [key for key, _data in pairs]
 
     def keys(self) -> list[str]:
-        return [
-            self._checked(key) for page in self._pages(_KEYS, "/api/records") for key in page.names
-        ]
+        return [self._checked(key) for page in self._pages("/api/records") for key in page.keys]
 
     def sizes(self, prefix: str = BLOBS) -> dict[str, int]:
         found: dict[str, int] = {}
-        for page in self._pages(_SIZES, "/api/artifacts", start=prefix.removeprefix(BLOBS)):
-            if not all(blob_key(name, BLOBS) for name in page.names):
+        for page in self._pages("/api/artifacts", start=prefix.removeprefix(BLOBS)):
+            if not all(blob_key(name, BLOBS) for name in page.sizes):
                 raise self.client.unexpected("it lists malformed names of artifacts")
-            found |= page.names
+            found |= page.sizes
         return {key: size for name, size in found.items() if (key := blob_key(name, prefix))}
 
     def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> Found:
@@ -112,17 +106,17 @@ class HttpStore(Remote):
     def _ask(self, method: str, path: str, **how: Any) -> tuple[int, bytes]:
         return self.client.request(method, path, timeout_s=self.timeout_s, **how)
 
-    def _pages(self, decoder: msgspec.json.Decoder[P], path: str, **query: str) -> Iterator[P]:
-        """The pages of a sorted list."""
+    def _pages(self, path: str, **query: str) -> Iterator[_Page]:
         after, more = "", True
         while more:
             check_deadline()
             asked = f"{path}?{urlencode({'after': after, **query})}"
-            page = self.client.decoded(self._ask("GET", asked)[1], decoder)
-            if any(name <= after for name in page.names):
+            page = self.client.decoded(self._ask("GET", asked)[1], _PAGE)
+            names = [*page.keys, *page.sizes]
+            if any(name <= after for name in names):
                 raise self.client.unexpected("its pages go round in a circle")
             yield page
-            after, more = max(page.names, default=""), page.more and bool(page.names)
+            after, more = max(names, default=""), page.more and bool(names)
 
     def _items(self, method: str, path: str, **how: Any) -> list[tuple[str, bytes]]:
         """Keys with their bytes; b'' for a key that is gone, or comes in a later answer."""
