@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -79,26 +78,24 @@ def test_paths_of_a_project_are_beside_it(tmp_path: Path) -> None:
         assert found == becomes or Path(found) == Path(becomes)
 
 
-@pytest.mark.parametrize(
-    ("text", "refused"),
-    [
-        ("[tool.advisor]\ncache = 1", [cache_urls]),
-        ("[tool.advisor]\ncache = [1]", [cache_urls]),
-        ("[tool.advisor]\non-miss = 5", [on_miss]),
-        ("[tool]\nadvisor = 1", [cache_urls, on_miss]),
-        ("[tool]\nadvisor = []", [cache_urls, on_miss]),
-        ("[tool.advisor]\non_miss = 'nearest'", [cache_urls, on_miss]),
-        ("tool.advisor =", [cache_urls, on_miss]),
-        ("# tool.advisor\na = " + "[" * 100_000, [cache_urls, on_miss]),
-        ("# tool.advisor\ntool = 1", []),
-    ],
-)
-def test_wrong_projects(tmp_path: Path, text: str, refused: list[Callable[[], object]]) -> None:
-    (tmp_path / "pyproject.toml").write_text(text)
-    for ask in (cache_urls, on_miss):
-        refuses = pytest.raises(UsageError, match=r"^.*pyproject\.toml.*$")
-        with refuses if ask in refused else nullcontext():
-            ask()
+def test_wrong_projects(tmp_path: Path) -> None:
+    both = (cache_urls, on_miss)
+    for text, refused in (
+        ("[tool.advisor]\ncache = 1", (cache_urls,)),
+        ("[tool.advisor]\ncache = [1]", (cache_urls,)),
+        ("[tool.advisor]\non-miss = 5", (on_miss,)),
+        ("[tool]\nadvisor = 1", both),
+        ("[tool]\nadvisor = []", both),
+        ("[tool.advisor]\non_miss = 'nearest'", both),
+        ("tool.advisor =", both),
+        ("# tool.advisor\na = " + "[" * 100_000, both),
+        ("# tool.advisor\ntool = 1", ()),
+    ):
+        (tmp_path / "pyproject.toml").write_text(text)
+        for ask in both:
+            refuses = pytest.raises(UsageError, match=r"^.*pyproject\.toml.*$")
+            with refuses if ask in refused else nullcontext():
+                ask()
 
 
 def test_remote_stores_alone_are_followed_by_the_user_s_folder(tmp_path: Path) -> None:
