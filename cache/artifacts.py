@@ -1,22 +1,22 @@
-"""Artifacts: the code that torch.compile made for a config. They are stored next to its record, so
-that a fresh process makes its first step in seconds.
+"""Artifacts: the code that torch.compile made for a config, stored next to its record.
 
-Artifacts are code: PyTorch unpickles and runs them. So they are not part of a record, and nothing
-in a record leads to them. They are blobs of a store, under a key that only the owner of a signing
-key can make. Nothing in them is parsed before the signature of one of the reader's own keys over
-all of it was verified. Then they must have been made for this record, config, device and software.
-RecordDamaged says why artifacts are refused, StoreError why a store cannot be read or written.
+PyTorch unpickles and runs them. So nothing in a record leads to them: they are blobs of a store,
+under a key that only the owner of a signing key can make. Nothing in them is parsed before the
+signature of one of the reader's keys over all of it was verified. Then they must have been made for
+this record, config, device and software. RecordDamaged says why artifacts are refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgpack
+from msgspec import Struct
 
 from advisor.cache.codec import describe, from_plain, to_plain
 from advisor.cache.config import Config
@@ -30,11 +30,9 @@ from advisor.errors import RecordDamaged, RecordNewer, StoreError
 _ANY = b"advisor artifacts "
 _START = _ANY + b"1\n"
 _BODY = len(_START) + 32
-_LEVEL = 1
-"""zlib's level: a quarter of the size at 100 MB/s; higher levels take much longer for little."""
+_LEVEL = 1  # zlib's: a quarter of the size at 100 MB/s; higher ones gain little
 _MAX_RATIO = 32
-OTHER_KEY = "signed with another's key"
-"""Why artifacts are refused if their name has no tag by one of the reader's keys."""
+OTHER_KEY = "signed with another's key"  # if no key of the reader made the name's tag
 LABEL = r"([0-9a-f]{12})-([0-9a-f]{12})-([1-9][0-9]{0,9})-([0-9a-f]{12})\.([0-9a-f]{12})"
 """The pattern of `Label.name`."""
 
@@ -50,8 +48,7 @@ class Tools:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Purpose(Tools):
-    """The purpose of artifacts, which are loaded for no other purpose. `record`: the record's key
-    in a store; `config`: as `compiled_digest`."""
+    """What artifacts are loaded for. `record`: its key in a store; `config`: `compiled_digest`."""
 
     record: str
     config: str
@@ -87,12 +84,8 @@ def compiled_digest(record: Record, config: Config) -> str:
 
 
 class Label(StoreKey, frozen=True, kw_only=True):
-    """The key of some artifacts.
-
-    Attributes:
-        name: the key without BLOBS: MODEL-ID-BATCH-CONFIG.TAG, all but BATCH 12 hex characters.
-        config: as `compiled_digest`.
-    """
+    """The key of some artifacts. `name`: the key without BLOBS, MODEL-ID-BATCH-CONFIG.TAG, all but
+    BATCH 12 hex characters; `config`: as `compiled_digest`."""
 
     config: str
 
@@ -151,8 +144,7 @@ def _verified(packed: bytes, keyring: KeyRing) -> tuple[Purpose, bytes]:
         raise RecordNewer(f"artifacts: not as this version writes them ({exc}); refused") from exc
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredArtifacts:
+class StoredArtifacts(Struct, frozen=True, kw_only=True):
     """Artifacts that may be loaded, and the URL of their store. `size`: packed."""
 
     data: bytes
@@ -180,13 +172,12 @@ class Artifacts:
     def keep(self, data: bytes, purpose: Purpose, store: ByteStore) -> int:
         """Put artifacts into a store. Returns their packed size, or 0 if there is no safe key to
         sign with, or they are too large."""
-        if not self._keyring.signs or not self.most:
-            return 0
-        packed = pack_artifacts(data, purpose, self._keyring)
-        if len(packed) > self.most:
-            return 0
-        store.put(BLOBS + self._keyring.tagged(purpose.label), packed)
-        return len(packed)
+        if self._keyring.signs and self.most:
+            packed = pack_artifacts(data, purpose, self._keyring)
+            if len(packed) <= self.most:
+                store.put(BLOBS + self._keyring.tagged(purpose.label), packed)
+                return len(packed)
+        return 0
 
     def find(self, purpose: Purpose) -> StoredArtifacts | None:
         """The artifacts to load for a purpose, or None. They are copied into the first local store
@@ -194,19 +185,17 @@ class Artifacts:
         if not self.most:
             return None
         failed: list[StoreError] = []
-        for number, store in enumerate(self._stores):
-            for tag in self._keyring.tags(purpose.label):
-                key = f"{BLOBS}{purpose.label}.{tag}"
-                try:
-                    packed = store.get(key, self.most)
-                    if packed is None:
-                        continue
-                    data = unpack_artifacts(packed, purpose, self._keyring)
-                except StoreError as exc:
-                    failed.append(exc)
+        keys = [f"{BLOBS}{purpose.label}.{tag}" for tag in self._keyring.tags(purpose.label)]
+        for store, key in itertools.product(self._stores, keys):
+            try:
+                if (packed := store.get(key, self.most)) is None:
                     continue
-                self._copy(key, packed, self._stores[:number])
-                return StoredArtifacts(data=data, size=len(packed), store=store.url)
+                data = unpack_artifacts(packed, purpose, self._keyring)
+            except StoreError as exc:
+                failed.append(exc)
+                continue
+            self._copy(key, packed, self._stores[: self._stores.index(store)])
+            return StoredArtifacts(data=data, size=len(packed), store=store.url)
         if failed:
             raise failed[0]
         there = (label for _store, label, _size in self.listed(f"{purpose.label}."))
@@ -220,8 +209,7 @@ class Artifacts:
         for store in before:
             if not isinstance(store, Remote):
                 with contextlib.suppress(StoreError):
-                    store.put(key, packed)
-                    return
+                    return store.put(key, packed)
 
     def on(self, store: ByteStore, start: str = "") -> dict[Label, int]:
         """The artifacts in a store whose names begin with `start`, or whose record's key does, with
@@ -240,13 +228,13 @@ class Artifacts:
         """Why this reader never loads a label's artifacts from a store; '' if it may load them."""
         if not label.trusted:
             return self._why_untrusted(label)
-        if not self.most:
-            return "none are loaded (ADVISOR_MAX_ARTIFACTS)"
         try:
+            if not self.most:
+                return "none are loaded (ADVISOR_MAX_ARTIFACTS)"
             self.checked(store, label)
+            return ""
         except StoreError as exc:
             return bare_reason(exc)
-        return ""
 
     def _why_untrusted(self, label: Label) -> str:
         """Why a label without a tag of the safe keys is not trusted."""

@@ -14,10 +14,9 @@ import msgspec
 
 from advisor.cache.config import Config
 from advisor.cache.domain import LONGEST, is_line, line
-from advisor.cache.record import Record
+from advisor.cache.record import Record, contradictions
 from advisor.cache.signing import NO_KEYS, KeyRing
 from advisor.cache.stores.store import MAX_BYTES as MAX_BYTES
-from advisor.cache.turns import check_consistency
 from advisor.errors import RecordDamaged, RecordNewer, UsageError
 
 FORMAT = 3
@@ -27,13 +26,6 @@ OLDEST = 3
 
 MAX_PARTS = 2**16
 MAX_TRIALS = 2**11 - 1
-_LIMITS = {
-    "max_str_len": 2**16,
-    # msgpack allocates a list before it reads it, at each of 1,024 levels of nesting.
-    "max_array_len": MAX_TRIALS + 1,
-    "max_map_len": 2**10,
-    "max_ext_len": 0,
-}
 _lock = threading.Lock()
 _described: set[type] = set()
 
@@ -49,11 +41,8 @@ class Envelope(msgspec.Struct, frozen=True):
 
 
 def encode(record: Record, keyring: KeyRing = NO_KEYS) -> bytes:
-    """The record as msgpack bytes, every text as one printable line.
-
-    Signed, if there is a key. A record that would be too large loses the raw seconds of its blocks
-    first, then its slowest trials.
-    """
+    """The record as msgpack bytes, every text as one printable line, signed if there is a key. One
+    that would be too large loses the raw seconds of its blocks, then its slowest trials."""
     for fitting in _smaller(record):
         payload = _pack(to_plain(fitting))
         if len(payload) <= MAX_BYTES - 2**10 and len(fitting.trials) <= MAX_TRIALS:
@@ -63,8 +52,7 @@ def encode(record: Record, keyring: KeyRing = NO_KEYS) -> bytes:
 
 
 def decode(data: bytes, keyring: KeyRing = NO_KEYS) -> Record:
-    """The record in these bytes, without fields that this version does not know. Raises
-    RecordDamaged also for an unsigned record if the keyring requires signatures."""
+    """The record in these bytes, without fields that this version does not know."""
     return decode_signed(data, keyring)[0]
 
 
@@ -72,16 +60,15 @@ def decode_signed(data: bytes, keyring: KeyRing = NO_KEYS) -> tuple[Record, bool
     """As `decode`, and whether one of the keys signed it."""
     payload, signed = open_envelope(data, keyring)
     record = from_plain(Record, unpack(payload))
-    check_consistency(record)
+    if wrong := next(contradictions(record), ""):
+        raise RecordDamaged(f"record: {wrong}; refused")
     return record, signed
 
 
 def make_envelope(payload: bytes, keyring: KeyRing = NO_KEYS) -> bytes:
     """The bytes with their checksum and, if there is a key, their signature."""
     envelope = {"format": FORMAT, "record": payload, "sha256": hashlib.sha256(payload).digest()}
-    if keyring.signs:
-        envelope["hmac"] = keyring.sign(payload)
-    return _pack(envelope)
+    return _pack(envelope | ({"hmac": keyring.sign(payload)} if keyring.signs else {}))
 
 
 def open_envelope(data: bytes, keyring: KeyRing = NO_KEYS) -> tuple[bytes, bool]:
@@ -125,7 +112,15 @@ def unpack(data: bytes, *, max_bin_len: int = 0) -> Any:
 
     try:
         return msgpack.unpackb(
-            data, max_bin_len=max_bin_len, object_hook=count, list_hook=count, **_LIMITS
+            data,
+            max_bin_len=max_bin_len,
+            max_str_len=2**16,
+            # msgpack allocates a list before it reads it, at each of 1,024 levels of nesting.
+            max_array_len=MAX_TRIALS + 1,
+            max_map_len=2**10,
+            max_ext_len=0,
+            object_hook=count,
+            list_hook=count,
         )
     except Exception as exc:  # msgpack raises more types than it documents
         reason = str(exc).splitlines()[0][:80] if str(exc) else type(exc).__name__
@@ -175,15 +170,13 @@ def describe(cls: type) -> None:
 
 
 def from_plain(cls: type[T], data: object) -> T:
-    """The inverse of `to_plain` for a class `cls`.
-
-    Missing fields get their default; fields that `cls` does not have are ignored.
-    """
+    """The inverse of `to_plain`. Fields that `cls` does not have are ignored."""
     describe(cls)
     what = cls.__name__.lower()
-    if bad := [text for text in _texts(data) if not is_line(text)]:
-        wanted = f"one line of at most {LONGEST} printable characters"
-        raise RecordDamaged(f"{what}: expected {wanted}, got {reprlib.repr(bad[0])[:40]}")
+    for text in _texts(data):
+        if not is_line(text):
+            wanted = f"one line of at most {LONGEST} printable characters"
+            raise RecordDamaged(f"{what}: expected {wanted}, got {reprlib.repr(text)[:40]}")
     try:
         return msgspec.convert(data, cls, dec_hook=_config)
     except msgspec.ValidationError as exc:
@@ -202,18 +195,16 @@ def _config(_cls: type, value: object) -> Config:
         raise ValueError(str(exc)) from None
 
 
-def _texts(data: object) -> set[str]:
-    found: set[str] = set()
+def _texts(data: object) -> Iterator[str]:
     left = [data]
     while left:
         part = left.pop()
-        if type(part) is dict:
+        if type(part) is str:
+            yield part
+        elif type(part) is dict:
             left += [*part, *part.values()]
         elif type(part) is list:
             left += part
-        elif type(part) is str:
-            found.add(part)
-    return found
 
 
 describe(Record)

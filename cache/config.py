@@ -10,18 +10,14 @@ from advisor.errors import UsageError
 
 Value = str | int | float | bool | None
 
-BATCH = "batch_size"
-"""The only knob that Config itself treats by name."""
+BATCH = "batch_size"  # the only knob that Config itself treats by name
 _ALLOWED = (str, int, float, bool, type(None))
 _EXPECTED = "str, int of at most 64 bits, finite float, bool or None"
 
 
 class Config(Mapping[str, Value]):
-    """Immutable, hashable, sorted by name; True, 1 and 1.0 are three different values.
-
-    Raises:
-        UsageError: a name is no str, or a value no str, 64-bit int, finite float, bool or None.
-    """
+    """Immutable, hashable, sorted by name; True, 1 and 1.0 are three different values. Raises
+    UsageError if a name is no str, or a value no str, 64-bit int, finite float, bool or None."""
 
     __slots__ = ("_identity", "_values")
 
@@ -44,7 +40,7 @@ class Config(Mapping[str, Value]):
         return Config(self._values, **changes)
 
     def without(self, *names: str) -> Config:
-        """A copy without these names; names that the config lacks are ignored."""
+        """A copy without these names, as far as the config has them."""
         return Config({name: v for name, v in self._values.items() if name not in names})
 
     def only(self, *names: str) -> Config:
@@ -77,7 +73,6 @@ class Config(Mapping[str, Value]):
         return hashlib.sha256(msgpack.packb(self._values)).hexdigest()[:12]
 
     def __getattr__(self, name: str) -> Value:
-        # config.precision, as repr() writes it.
         if name.startswith("_") or name not in self._values:
             raise AttributeError(
                 f"config has no {name!r}; it has {', '.join(self._values) or 'nothing'}"

@@ -14,16 +14,13 @@ from msgspec import Meta
 from advisor.errors import printable
 
 LONGEST = 2**12
-FIRST = 1577836800.0
-"""2020-01-01 in Unix seconds: no record is older."""
-AHEAD_S = 86_400.0
-"""Most seconds that another machine's clock may be ahead."""
+FIRST = 1577836800.0  # 2020-01-01 in Unix seconds: no record is older
+AHEAD_S = 86_400.0  # most seconds that another machine's clock may be ahead
 
 Rate = Annotated[float, Meta(ge=1e-9, le=1e12)]
 RateOr0 = Annotated[float, Meta(ge=0, le=1e12)]
 Ratio = Annotated[float, Meta(ge=1e-6, le=1e6)]
-RatioBound = Annotated[float, Meta(ge=0, le=1e12)]
-"""The end of a ratio's interval, which is wide after few or unsteady turns."""
+RatioBound = Annotated[float, Meta(ge=0, le=1e12)]  # wide after few turns
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Bytes = Annotated[int, Meta(ge=0, le=2**50)]
@@ -31,8 +28,7 @@ Count = Annotated[int, Meta(ge=0, le=10**12)]
 Positive = Annotated[int, Meta(ge=1, le=10**12)]
 Hex = Annotated[str, Meta(pattern=r"^[0-9a-f]{0,128}$")]
 Fingerprint = Annotated[str, Meta(pattern=r"^[0-9a-f]{12,128}$")]
-StudyName = Annotated[str, Meta(pattern=r"^[0-9a-f@-]{0,128}$")]
-"""The name of a file next to the records, never a path."""
+StudyName = Annotated[str, Meta(pattern=r"^[0-9a-f@-]{0,128}$")]  # a file's name, never a path
 
 
 def is_moment(seconds: float) -> bool:

@@ -1,21 +1,23 @@
 """Copy records from store to store, into packs and out of packs.
 
-Encoded records are copied unmodified, so that fields of a newer version are not lost, and each
-signature stays its owner's.
+They are copied unmodified: fields of a newer version and each owner's signature stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
+from msgspec import Struct
+
 from advisor.cache.name import Name
+from advisor.cache.reader import AT_ONCE
 from advisor.cache.record import Record
-from advisor.cache.records import AT_ONCE, Records
+from advisor.cache.records import Records
 from advisor.cache.shown import size
-from advisor.cache.stores import ByteStore
+from advisor.cache.stores import BLOBS, ByteStore
 from advisor.cache.stores.disk import PackStore, write_pack
 from advisor.errors import NoRecord, RecordDamaged, Unauthorized, UsageError
 
@@ -26,8 +28,7 @@ def every(_record: Record) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyResult:
+class CopyResult(Struct, frozen=True, kw_only=True):
     """The outcome for one record, or for its artifacts. 'known': the store had the same. `reason`:
     why it was refused."""
 
@@ -48,19 +49,23 @@ def copy_records(
     there = set(store.keys())
     for text, data in source:
         try:
-            record, name, data = sound(records, text, data)
-            if not wanted(record):
-                continue
-            # The same name is the same bytes, unless the copy there is damaged.
-            known = name.text in there and store.get_many([name.text]).get(name.text) == data
-            if not known:
-                store.put(name.text, data)
+            record, _name, data = sound(records, text, data)
+            if wanted(record):
+                # The same name is the same bytes, unless the copy there is damaged.
+                known = len(data) if text in there else None
+                yield _copied(store, text, data, known, record.target.name)
         except RecordDamaged as exc:  # raised here, or by a server of another version
             yield CopyResult(name=text, outcome="refused", reason=str(exc))
-        else:
-            yield CopyResult(
-                name=name.text, outcome="known" if known else "added", target=record.target.name
-            )
+
+
+def _copied(store: ByteStore, key: str, data: bytes, there: int | None, target: str) -> CopyResult:
+    """Put data into a store, unless the store has the same. `there`: bytes that the store has under
+    this key."""
+    known = there == len(data) and store.get_many([key], len(data)).get(key) == data
+    if not known:
+        store.put(key, data)
+    name = key.removeprefix(BLOBS)
+    return CopyResult(name=name, outcome="known" if known else "added", target=target)
 
 
 def sound(records: Records, text: str, data: bytes | RecordDamaged) -> tuple[Record, Name, bytes]:
@@ -87,18 +92,11 @@ def copy_artifacts(
         if not label.trusted or label.record_key not in places:
             continue
         try:
-            packed = artifacts.checked(source, label)
-            if packed is None:
-                continue
-            same_size = there.get(label.text) == len(packed)
-            known = same_size and store.get(label.text, len(packed)) == packed
-            if not known:
-                store.put(label.text, packed)
+            if (packed := artifacts.checked(source, label)) is not None:
+                what = f"{size(len(packed))} of artifacts"
+                yield _copied(store, label.text, packed, there.get(label.text), what)
         except (Unauthorized, RecordDamaged) as exc:  # another user's, or too large for the server
             yield CopyResult(name=label.name, outcome="refused", reason=str(exc))
-        else:
-            what = f"{size(len(packed))} of artifacts"
-            yield CopyResult(name=label.name, outcome="known" if known else "added", target=what)
 
 
 def contents(store: ByteStore) -> Iterator[tuple[str, bytes | RecordDamaged]]:
@@ -109,8 +107,7 @@ def contents(store: ByteStore) -> Iterator[tuple[str, bytes | RecordDamaged]]:
 
 def sync(records: Records, wanted: Wanted = every) -> Iterator[CopyResult]:
     """Copy every version in the first of two stores into the second, with its artifacts if you or
-    your team signed them. Yields each outcome. The second store loses no record, so stores may be
-    synced in any order. Raises StoreError if one of the two stores fails."""
+    your team signed them. Yields each outcome. Raises StoreError if one of the stores fails."""
     if len(records.stores) != 2:
         raise UsageError("sync: expected one store for each side")
     here, there = records.stores
@@ -129,36 +126,23 @@ def sync(records: Records, wanted: Wanted = every) -> Iterator[CopyResult]:
 
 def export(records: Records, path: Path, wanted: Wanted = every) -> int:
     """Write the newest version of each record into a pack. Returns the number of records. Lines on
-    failures are in `records.damaged` and `records.unreachable`.
-
-    Raises:
-        StoreError: no store can be read, or the file cannot be written. NoRecord: nothing fits.
-    """
+    failures are in `records.damaged` and `records.unreachable`. Raises StoreError if no store can
+    be read or the file cannot be written, NoRecord if nothing fits."""
     chosen = [one for one in records.held() if wanted(one.record)]
     if not chosen:
         why = "; ".join(["", *records.unreachable])
         raise NoRecord(f"export: no record fits; to see what there is, run: advisor show{why}")
-    write_pack(path, _parts({text: one.store for one in chosen for text in one.texts}))
+    several = sorted({text: one.store for one in chosen for text in one.texts}.items())
+    pairs = ((text, data) for text, store in several if (data := store.get(text)) is not None)
+    write_pack(path, iter(lambda: [*itertools.islice(pairs, AT_ONCE)], []))
     return len({one.name.record_key for one in chosen})
-
-
-def _parts(stores: Mapping[str, ByteStore]) -> Iterator[list[tuple[str, bytes]]]:
-    """Yields the data of keys, AT_ONCE keys at a time, each from its own store."""
-    texts = sorted(stores)
-    for start in range(0, len(texts), AT_ONCE):
-        found = ((text, stores[text].get(text)) for text in texts[start : start + AT_ONCE])
-        yield [(text, data) for text, data in found if data is not None]
 
 
 def unpack(
     path: Path, records: Records, wanted: Wanted = every
 ) -> tuple[ByteStore, Iterator[CopyResult]]:
     """Copy a pack's records into the first store that can be written. Returns this store, and each
-    record's outcome.
-
-    Raises:
-        UsageError: there is no such file. StoreError: it is no pack, or no store can be written.
-    """
+    record's outcome. Raises UsageError if there is no such file, StoreError if it is no pack."""
     if not path.is_file():
         raise UsageError(f"import {str(path)!r}: there is no such file")
     store = records.first_writable()

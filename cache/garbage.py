@@ -1,13 +1,11 @@
-"""Records and artifacts that a store can do without, if the reader or their team signed them.
-
-Whatever others wrote stays, and so does the only record for an environment.
-"""
+"""Records and artifacts that a store can do without, if the reader or their team signed them."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from advisor.cache.artifacts import bare_reason, compiled_digest
 from advisor.cache.match import place_of
@@ -20,8 +18,7 @@ from advisor.cache.stores import BLOBS, ByteStore
 from advisor.errors import RecordDamaged, RecordNewer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Garbage:
+class Garbage(Struct, frozen=True, kw_only=True):
     """A key that a store can do without. `reason` begins with its `kind`, one of KINDS."""
 
     store: ByteStore
@@ -38,8 +35,7 @@ class Garbage:
         return self.key.text.removeprefix(BLOBS)
 
 
-KINDS = "superseded", "stale", "damaged", "oversized"
-"""Reasons why records and artifacts may go; only artifacts can be oversized."""
+KINDS = "superseded", "stale", "damaged", "oversized"  # only artifacts can be oversized
 
 
 def all_garbage(records: Records, kinds: Sequence[str] = KINDS) -> list[Garbage]:
@@ -66,13 +62,14 @@ def _versions(records: Records, store: ByteStore) -> Iterator[tuple[StoreKey, st
             if first is not None:
                 if name.effort <= first.effort:
                     yield name, "superseded"
-            elif (data := store.get_many([name.text]).get(name.text)) is not None:
-                if name.is_of(data):
-                    with contextlib.suppress(RecordDamaged):  # a newer version may read it
-                        counting.append((name, records.read(name, data)))
-                        first = name
-                else:
-                    yield name, "damaged: its bytes were changed"
+                continue
+            data = store.get_many([name.text]).get(name.text)
+            if data is not None and not name.is_of(data):
+                yield name, "damaged: its bytes were changed"
+            elif data is not None:
+                with contextlib.suppress(RecordDamaged):  # a newer version may read it
+                    counting.append((name, records.read(name, data)))
+                    first = name
     for name, change in _outdated(counting):
         yield name, f"stale: {change} on the same GPU since"
 
@@ -106,19 +103,16 @@ def _artifacts(records: Records, store: ByteStore) -> Iterator[tuple[StoreKey, s
         advised[one.name.record_key] |= {compiled_digest(one.record, c) for c in chosen}
     for label, bytes_ in there.items():
         configs = advised.get(label.record_key)  # empty if the record cannot be read
-        kind = why = ""
+        what = f"{size(bytes_)} of artifacts"
         if configs is None:
-            kind, why = "superseded", "their record is gone"
-        elif bytes_ > artifacts.most:
-            kind, why = "oversized", f"larger than {artifacts.most} bytes (ADVISOR_MAX_ARTIFACTS)"
+            yield label, f"superseded: {what}: their record is gone"
+        elif bytes_ > (most := artifacts.most):
+            yield label, f"oversized: {what}: larger than {most} bytes (ADVISOR_MAX_ARTIFACTS)"
         elif configs and label.config not in configs:
-            kind, why = "superseded", "their config is no longer advised"
+            yield label, f"superseded: {what}: their config is no longer advised"
         else:
             try:
                 artifacts.checked(store, label)
-            except RecordNewer:  # a newer version may load it
-                continue
             except RecordDamaged as exc:
-                kind, why = "damaged", bare_reason(exc)
-        if kind:
-            yield label, f"{kind}: {size(bytes_)} of artifacts: {why}"
+                if not isinstance(exc, RecordNewer):  # a newer version may load it
+                    yield label, f"damaged: {what}: {bare_reason(exc)}"

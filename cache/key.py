@@ -55,10 +55,8 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """`model`: fingerprint in hex; `hooks`: fingerprint of the target's make_batch and loss, or ''.
-
-    `libraries`: those of the model's classes, as 'torchvision==0.26.0'. `threads`: on a CPU.
-    """
+    """`model`: fingerprint in hex; `hooks`: that of the target's make_batch and loss, or '';
+    `libraries`: those of the model's classes, as 'torchvision==0.26.0'; `threads`: on a CPU."""
 
     environment: Environment
     model: Fingerprint
@@ -74,7 +72,7 @@ class Key:
 
     @property
     def id(self) -> str:
-        return self.digest[:12]
+        return _digest(self)[:12]
 
 
 _DECIDING = {name: row for name, row in rows(Task).items() if row.decides}
@@ -82,10 +80,8 @@ _DEVICE = tuple(f"device.{field.name}" for field in dataclasses.fields(Device))
 _SOFTWARE = tuple(f"software.{field.name}" for field in dataclasses.fields(Software))
 _GETTERS = {name: attrgetter(name) for name in (*_DEVICE, *_SOFTWARE)}
 
-PLACE = ("model", "hooks", *_DECIDING, *_DEVICE)
-"""Fields that make a lookup miss if they differ."""
-VARIANT = (*_SOFTWARE, "libraries", "threads")
-"""Fields that make a record stale, but still compatible, if they differ."""
+PLACE = ("model", "hooks", *_DECIDING, *_DEVICE)  # a difference makes a lookup miss
+VARIANT = (*_SOFTWARE, "libraries", "threads")  # a difference makes a record stale
 ADDED = {name: row.default for name, row in _DECIDING.items() if row.added}
 """Fields that the first keys did not have, with the defaults that these keys mean."""
 
@@ -110,7 +106,11 @@ def terms_of(known: Mapping[str, Any]) -> str:
 
 def as_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of plain data, with tuples in place of lists."""
-    return {name: _tuples(value) for name, value in plain.items()}
+
+    def held(value: Any) -> Any:
+        return tuple(map(held, value)) if isinstance(value, list) else value
+
+    return {name: held(value) for name, value in plain.items()}
 
 
 def completed(known: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,10 +124,6 @@ def are_whole(known: Mapping[str, Any]) -> bool:
     sizes = shapes[0] if isinstance(shapes, tuple) and isinstance(shapes[0], tuple) else shapes
     possible = isinstance(sizes, tuple) and all(isinstance(n, int) and n > 0 for n in sizes)
     return possible and known.keys() >= {*PLACE, *VARIANT}
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 @functools.lru_cache(maxsize=256)

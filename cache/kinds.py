@@ -14,8 +14,7 @@ from msgspec import Meta
 from advisor.cache.config import Config, Value
 from advisor.errors import UsageError
 
-MAX_NUMBER = 2**31 - 1
-"""The largest number accepted anywhere: far above any real one, and safe to compute with."""
+MAX_NUMBER = 2**31 - 1  # the largest accepted: far above any real one, safe to compute with
 MAX_SHAPES = 8
 MAX_LISTED = 64
 
@@ -26,12 +25,9 @@ _Number = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
 class Kind(Generic[T]):
     """How one kind of value is checked and written.
 
-    Attributes:
-        type: what msgspec converts a value to; numbers may be texts.
-        metavar: the placeholder for a value in help.
-        expected: the domain, in words.
-        repeats: the option may be given again.
-        has_unit: printed Python code has the text with its unit, not the number.
+    `type`: what msgspec converts a value to; `metavar`: its placeholder in help; `expected`: the
+    domain, in words; `repeats`: the option may be given again; `has_unit`: printed Python code has
+    the text with its unit, not the number.
     """
 
     type: Any = str
@@ -75,9 +71,8 @@ class Kind(Generic[T]):
 def _quoted(value: object) -> str:
     """repr() with double quotes if that is as short."""
     text = repr(value)
-    if text.startswith("'") and '"' not in text and "\\" not in text:
-        return f'"{text[1:-1]}"'
-    return text
+    plain = text.startswith("'") and '"' not in text and "\\" not in text
+    return f'"{text[1:-1]}"' if plain else text
 
 
 def _shown(value: object) -> str:
@@ -252,8 +247,7 @@ class Duration(Kind[float]):
 
 
 _Shape = Annotated[tuple[_Number, ...], Meta(min_length=2, max_length=16)]
-Shape = Sequence[int] | str
-"""(64, 3, 256, 256) or '64x3x256x256': a batch and a sample."""
+Shape = Sequence[int] | str  # (64, 3, 256, 256) or '64x3x256x256': a batch and a sample
 
 
 class Shapes(Kind["tuple[tuple[int, ...], ...]"]):

@@ -1,13 +1,10 @@
 """The key of a record in a store. It says which record this is, and which version of it.
 
-Records are never changed in place. A new measurement, explanation or verification is a new version
-beside the old one. So a store only grows until `advisor gc`, stores can be merged in any order, and
-no writer can undo another's write. The names alone decide which version counts.
-
-A name ends in a tag that only the owner of a signing key can make (see `seal`). What the reader or
-their team signed comes first, whatever others claim. Among the rest of each side, fresh versions
-come before stale ones, then more effort before less, then newer before older. So two readers may
-prefer different versions, and nobody can hide another's work.
+A new measurement, explanation or verification is a new version beside the old one. So stores can be
+merged in any order, and no writer can undo another's write. The names alone decide which version
+counts. What the reader or their team signed comes first: only the owner of a key can make the tag
+at the end of a name. Then fresh versions come before stale ones, more effort before less, and newer
+before older. So nobody can hide another's work.
 """
 
 from __future__ import annotations
@@ -30,14 +27,12 @@ _NAME = re.compile(
     rf"{PREFIX}{_HEX}/{_HEX}/{_HEX}/{_HEX}/([1-9][0-9]{{0,9}})/([0-9])(s?)"
     rf"\.{_TIME}\.{_TIME}\.{_HEX}(?:\.{_HEX})?"
 )
-TARGET, ORIGIN = slice(20, 32), slice(33, 45)
-"""Slices of a name with the digests of its target and origin, to filter thousands of names fast."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 class StoreKey(Struct, frozen=True, kw_only=True):
     """A key in a store. `record_key`: MODEL/ID/BATCH, the same for all versions of a record and its
-    artifacts; `trusted`: its tag was made with one of the reader's keys."""
+    artifacts; `trusted`: its tag is by one of the reader's keys."""
 
     text: str
     record_key: str
@@ -53,11 +48,8 @@ class Name(StoreKey, frozen=True, kw_only=True):
     """record/MODEL/TARGET/ORIGIN/ID/BATCH/EFFORT[s].CREATED.REVISED.DIGEST[.TAG], each digest 12
     hex characters, times in microseconds; 's' if the record is stale.
 
-    Attributes:
-        target: digests of the target's name and origin. A record that was tuned under several names
-            has versions for each name.
-        effort: from 1, or 0 for an unknown one.
-        digest: of the encoded record.
+    `target`: digests of the target's name and origin; `effort`: from 1, or 0 for an unknown one;
+    `digest`: of the encoded record.
     """
 
     target: tuple[str, str]
@@ -68,10 +60,6 @@ class Name(StoreKey, frozen=True, kw_only=True):
     created: int
     revised: int
     digest: str
-
-    @property
-    def untagged(self) -> str:
-        return ".".join(self.text.split(".")[:4])
 
     def is_of(self, data: object) -> bool:
         return isinstance(data, bytes) and _digest(data) == self.digest
@@ -103,12 +91,11 @@ class Name(StoreKey, frozen=True, kw_only=True):
         """The name of a record with these encoded bytes, tagged if there is a key."""
         made = record.provenance
         effort = EFFORTS.index(made.effort) + 1 if made.effort in EFFORTS else 0
-        key, place = record.key, "/".join(target_key(record.target))
-        version = (
-            f"{effort}{'s' * bool(record.stale)}.{_time(made.created)}.{_time(record.revised)}"
-        )
-        text = f"{PREFIX}{key.model[:12]}/{place}/{key.id}/{record.batch}/{version}.{_digest(data)}"
-        name = cls.parse(keyring.tagged(text), keyring)
+        model, _, place = record_key(record).partition("/")
+        state = f"{effort}{'s' * bool(record.stale)}"
+        times = f"{_time(made.created)}.{_time(record.revised)}"
+        text = "/".join((model, *target_key(record.target), place, f"{state}.{times}"))
+        name = cls.parse(keyring.tagged(f"{PREFIX}{text}.{_digest(data)}"), keyring)
         assert name is not None
         return name
 
@@ -152,21 +139,20 @@ def _time(seconds: float) -> str:
 def ranked(names: Iterable[Name]) -> list[Name]:
     """Versions of one record, the one that counts first; this file's docstring has the order. Of
     several revisions of one measurement, the last one comes first."""
-    sides = {name: (*_side(name), name.created) for name in names}
-    last: dict[tuple[object, ...], int] = {}
+    sides = {name: _side(name) for name in names}
+    last = {side: 0 for side in sides.values()}
     for name, side in sides.items():
-        last[side] = max(last.get(side, 0), name.revised)
+        last[side] = max(last[side], name.revised)
 
     def order(name: Name) -> tuple[object, ...]:
         trusted, possible, created = side = sides[name]
-        is_last, fresh = name.revised == last[side], not name.stale
-        version = name.effort, created, name.revised, name.digest
-        return trusted, possible, is_last, fresh, *version
+        fresh = name.revised == last[side], not name.stale
+        return trusted, possible, *fresh, name.effort, created, name.revised, name.digest
 
     return sorted(sides, key=order, reverse=True)
 
 
-def _side(name: Name) -> tuple[bool, bool]:
-    """Whether the reader signed a name, and whether its times are possible."""
-    times = [name.created, *([name.revised] if name.revised else [])]
-    return name.trusted, all(is_moment(one / 1e6) for one in times)
+def _side(name: Name) -> tuple[bool, bool, int]:
+    """Whether the reader signed a name, whether its times are possible, and the first of them."""
+    times = {name.created, name.revised or name.created}
+    return name.trusted, all(is_moment(one / 1e6) for one in times), name.created

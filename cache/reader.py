@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from advisor.cache.codec import to_plain
 from advisor.cache.key import Key, fields
 from advisor.cache.match import Query
-from advisor.cache.name import Name, command_digest, ranked, target_key, text_digest
+from advisor.cache.name import PREFIX, Name, command_digest, ranked, target_key, text_digest
 from advisor.cache.record import Record, Target
+from advisor.cache.signing import KeyRing
 from advisor.cache.stores import ByteStore
+from advisor.cache.stores.timeout import check_deadline
+from advisor.errors import RecordDamaged
 
-ORIGINS_AT_ONCE = 1000
-"""Origins that a server takes in one request; a script's folder may hold more Python files."""
+ORIGINS_AT_ONCE = 1000  # in one request to a server; a script's folder may hold more files
+AT_ONCE = 64  # records that are fetched in one request
 
+Read = Callable[[Name, "bytes | RecordDamaged"], Record]
 T = TypeVar("T")
 K = TypeVar("K")
 
 
 class StoredRecord(Struct, frozen=True, kw_only=True):
-    """A record, where it is, and the name of the version that counts.
-
-    Attributes:
-        texts: the keys to copy so that another store has the same: the version, and the one under
-            the target's name if that is another one.
-    """
+    """A record, where it is, and the name of the version that counts. `texts`: the keys to copy so
+    that another store has the same: this version, and the one under the target's name."""
 
     record: Record
     name: Name
@@ -41,15 +43,6 @@ class StoredRecord(Struct, frozen=True, kw_only=True):
         return self.name.trusted
 
 
-class Listing(Struct, frozen=True, kw_only=True):
-    """The records of a store: for each record and each of its targets, the version that counts.
-    `damaged`: a line for each unreadable version; `left`: keys of records that were not read."""
-
-    held: tuple[StoredRecord, ...]
-    damaged: tuple[str, ...]
-    left: frozenset[str] = frozenset()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordFilter:
     """Which records are looked for: None or '' matches all.
@@ -59,8 +52,7 @@ class RecordFilter:
         target: its name; `file`: only the name of its file or module; `origins`: possible origins.
         command: as `command_digest`.
         similar_to: a key; finds records of its model, or of this `family`.
-        query: lets a store that searches send only the nearest records, and prefer those of `now`,
-            the target as its file is now.
+        query, now: what a store that searches sorts by; `now` is the target as its file is now.
         most: at most this many, the newest; records of `similar_to`'s model do not count.
     """
 
@@ -124,12 +116,25 @@ class RecordFilter:
             and (self.origins is None or target.origin in self.origins)
         )
 
-    def limited(self, versions: Mapping[str, list[Name]]) -> tuple[list[list[Name]], set[str]]:
-        """The versions of each record to read, and the record keys beyond `most`."""
+    def versions(self, store: ByteStore, keyring: KeyRing) -> tuple[list[list[Name]], set[str]]:
+        """The names of all versions of each record in a store to read, if one of the versions is of
+        the wanted target and origin; and the keys of the records beyond `most`."""
+        start, digests = PREFIX + (self.model or "")[:12], self.digests
+        texts = [text for text in self.keys(store) if text.startswith(start)]
+        if digests is not None:  # of target and origin; not parsed yet, as there may be thousands
+            some = (one for one in texts if one[20:32] in digests or one[33:45] in digests)
+            models = tuple({one[:20] for one in some})
+            texts = [text for text in texts if text.startswith(models)]
+        names: list[Name] = []
+        for text in texts:
+            check_deadline()
+            names += filter(None, [Name.parse(text, keyring)])
         found = {
-            key: names
-            for key, names in versions.items()
-            if names[0].id.startswith(self.id) and self.batch in (None, names[0].batch)
+            key: several
+            for key, several in grouped(names, lambda name: name.record_key).items()
+            if several[0].id.startswith(self.id)
+            and self.batch in (None, several[0].batch)
+            and (digests is None or any(digests.intersection(name.target) for name in several))
         }
         left: set[str] = set()
         if self.most is not None and len(found) > self.most:
@@ -143,26 +148,79 @@ class RecordFilter:
 EVERYTHING = RecordFilter()
 
 
+class Listing:
+    """The records of a store: for each record and each of its targets, the version that counts.
+    `damaged`: a line for each unreadable version; `left`: keys of records that were not read."""
+
+    def __init__(
+        self, store: ByteStore, wanted: RecordFilter, keyring: KeyRing, read: Read
+    ) -> None:
+        self.held: list[StoredRecord] = []
+        self.damaged: list[str] = []
+        self._store, self._read, self._digests = store, read, wanted.digests
+        versions, self.left = wanted.versions(store, keyring)
+        for start in range(0, len(versions), AT_ONCE):
+            orders = list(map(ranked, versions[start : start + AT_ONCE]))
+            first = [names[0].text for names in orders]
+            self._fetched = {**dict.fromkeys(first), **store.get_many(first)}
+            for names in orders:
+                self.held += (one for one in self._of(names) if wanted.matches(one.record))
+
+    def _of(self, names: Sequence[Name]) -> Iterator[StoredRecord]:
+        """Yields the version of a record that counts, under each target's name that is wanted. A
+        later version is fetched if those before are damaged.
+
+        Measurements of a target and a run, or of two runs, are separate: each has its version.
+        """
+        one = next(filter(None, map(self._get, names)), None)
+        if one is None:
+            return
+        yield one
+        digest, wanted = one.record.key.digest, self._digests
+        targets = {name.target for name in names if wanted is None or wanted & {*name.target}}
+        for target in sorted(targets - {one.name.target}):
+            # Names that others give to a record of the reader's own do not count.
+            fit = [n for n in names if n.target == target and n.trusted >= one.name.trusted]
+            same = (n for n in map(self._get, fit) if n and n.record.key.digest == digest)
+            if (alias := next(same, None)) is None:
+                continue
+            key = alias.record.key
+            if key.task.command == one.record.key.task.command:
+                named = dataclasses.replace(one.record, key=key, target=alias.record.target)
+                alias = replace(one, record=named, texts=(one.name.text, alias.name.text))
+            yield alias
+
+    def _get(self, name: Name) -> StoredRecord | None:
+        check_deadline()
+        if name.text not in self._fetched:
+            self._fetched.update(self._store.get_many([name.text]))
+        if (data := self._fetched.get(name.text)) is None:  # removed since it was listed
+            return None
+        try:
+            record = self._read(name, data)
+        except RecordDamaged as exc:
+            self.damaged.append(f"{name.record_id}: {exc}")
+            return None
+        return StoredRecord(record=record, name=name, store=self._store, texts=(name.text,))
+
+
 def united(held: Iterable[StoredRecord]) -> list[StoredRecord]:
     """Merge the records of several stores: for each record and target, the version that counts."""
-    several = grouped(held, lambda one: (one.name.record_key, one.record.target))
-    return [_counting(versions)[0] for versions in several.values()]
+    return _counting(grouped(held, lambda one: (one.name.record_key, one.record.target)))
 
 
-def once(held: Iterable[StoredRecord]) -> dict[str, StoredRecord]:
-    """Each record once, by its record key: the version that counts, under its own target's name if
-    possible."""
-    several = grouped(held, lambda one: one.name.record_key)
-    return {
-        key: max(_counting(many), key=lambda one: target_key(one.record.target) == one.name.target)
-        for key, many in several.items()
-    }
+def once(held: Iterable[StoredRecord]) -> list[StoredRecord]:
+    """Each record once: the version that counts, under its own target's name if possible."""
+    return _counting(grouped(held, lambda one: one.name.record_key))
 
 
-def _counting(several: Sequence[StoredRecord]) -> list[StoredRecord]:
-    """The version of a record that counts, under each name that it has here."""
-    first = ranked(one.name for one in several)[0]
-    return [one for one in several if one.name.text == first.text]
+def _counting(groups: Mapping[Any, Sequence[StoredRecord]]) -> list[StoredRecord]:
+    found = []
+    for several in groups.values():
+        first = ranked(one.name for one in several)[0]
+        same = (one for one in several if one.name.text == first.text)
+        found.append(max(same, key=lambda one: target_key(one.record.target) == one.name.target))
+    return found
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from msgspec import Meta
 
+from advisor.cache import domain
 from advisor.cache.config import Config
-from advisor.cache.domain import (
-    Bytes,
-    Count,
-    Hex,
-    Positive,
-    Rate,
-    RateOr0,
-    Ratio,
-    RatioBound,
-    Seconds,
-    Share,
-    StudyName,
-)
 from advisor.cache.key import Key
 
 OUTCOMES = ("ok", "out_of_memory", "timed_out", "crashed", "failed", "wrong")
 """'failed': the user's code raised; 'wrong': the numbers differ too much from fp32."""
 STAGES = ("compute", "input", "loader", "numerics")
-EFFORTS = ("quick", "normal", "exhaustive")
-"""The least first; a record of more effort is preferred."""
+EFFORTS = ("quick", "normal", "exhaustive")  # the least first; more effort is preferred
 WITHIN, INTERRUPTED = "within", "interrupted"
 """Efforts below EFFORTS: WITHIN a real run while it went on, INTERRUPTED by Ctrl-C."""
 USES = ("flags", "pilot", "loop", "capture")
 """How much of its advice a script can follow, the least first; each includes those before it."""
 FLAGS, PILOT, LOOP, CAPTURE = RACED = USES
+
+ROUNDING = 1e-6  # relative difference that is allowed between a claim and its measurements
+TRIMMED = 1 / 6
+"""Fraction of the turns that a mean leaves out at each end (Yuen, Biometrika 61, 1974). A load that
+starts or stops during a turn makes its ratio up to 5 times too large or too small."""
 
 
 def _one_of(names: Sequence[str]) -> Meta:
@@ -45,7 +38,6 @@ class Measurement:
     """The result of running a config.
 
     Attributes:
-        outcome: one of OUTCOMES; `reason` says why it is not 'ok'.
         samples_per_s: by the wall clock, with its confidence interval from `low` to `high`.
         step_s: seconds per step; `gpu_s` the same by the GPU's clock, 0 on the CPU.
         first_step_s: with compilation and algorithm search.
@@ -55,62 +47,52 @@ class Measurement:
 
     outcome: Annotated[str, _one_of(OUTCOMES)]
     reason: str = ""
-    samples_per_s: RateOr0 = 0.0
-    low: RateOr0 = 0.0
-    high: RateOr0 = 0.0
-    step_s: Seconds = 0.0
-    gpu_s: Seconds = 0.0
-    first_step_s: Seconds = 0.0
-    peak_bytes: Bytes = 0
-    steps: Count = 0
-    blocks: tuple[Seconds, ...] = ()
-    waited: Share = 0.0
+    samples_per_s: domain.RateOr0 = 0.0
+    low: domain.RateOr0 = 0.0
+    high: domain.RateOr0 = 0.0
+    step_s: domain.Seconds = 0.0
+    gpu_s: domain.Seconds = 0.0
+    first_step_s: domain.Seconds = 0.0
+    peak_bytes: domain.Bytes = 0
+    steps: domain.Count = 0
+    blocks: tuple[domain.Seconds, ...] = ()
+    waited: domain.Share = 0.0
 
     @property
     def ok(self) -> bool:
         return self.outcome == "ok"
 
 
-def best_known(seen: Sequence[Measurement]) -> Measurement:
-    """The measurement with the most blocks, among several of one config."""
-    return max(seen, key=lambda one: len(one.blocks))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """A config that was tried. `origin`: what proposed it; `seconds`: the wall time it took."""
 
-    number: Count
+    number: domain.Count
     config: Config
     measurement: Measurement
     stage: Annotated[str, _one_of(STAGES)]
     origin: str
-    seconds: Seconds
+    seconds: domain.Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A config that was raced.
-
-    Attributes:
-        speedup: over the default at the user's batch, with its 95% interval.
-        rounds: samples/s of each turn of the race.
-        first_step_s: the first step with nothing compiled before; `loaded_step_s`: with artifacts
-            loaded; 0 if not measured.
-    """
+    """A config that was raced. `speedup`: over the default at the user's batch, with its 95%
+    interval; `rounds`: samples/s of each turn of the race; `first_step_s`: with nothing compiled
+    before, `loaded_step_s` with artifacts loaded, 0 if not measured."""
 
     config: Config
-    batch: Positive
-    samples_per_s: Rate
-    low: Rate
-    high: Rate
-    speedup: Ratio
-    speedup_low: RatioBound
-    speedup_high: RatioBound
-    peak_bytes: Bytes
-    rounds: tuple[Rate, ...] = ()
-    first_step_s: Seconds = 0.0
-    loaded_step_s: Seconds = 0.0
+    batch: domain.Positive
+    samples_per_s: domain.Rate
+    low: domain.Rate
+    high: domain.Rate
+    speedup: domain.Ratio
+    speedup_low: domain.RatioBound
+    speedup_high: domain.RatioBound
+    peak_bytes: domain.Bytes
+    rounds: tuple[domain.Rate, ...] = ()
+    first_step_s: domain.Seconds = 0.0
+    loaded_step_s: domain.Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +101,9 @@ class Part:
     default, with its 95% interval."""
 
     knob: Config
-    ratio: Ratio
-    low: RatioBound
-    high: RatioBound
+    ratio: domain.Ratio
+    low: domain.RatioBound
+    high: domain.RatioBound
     stage: str = "compute"
 
 
@@ -140,8 +122,8 @@ class Target:
     `code`: digest of the code that decides the model, '' if unknown."""
 
     name: str
-    origin: Hex
-    code: Hex = ""
+    origin: domain.Hex
+    code: domain.Hex = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,19 +132,19 @@ class Provenance:
     `duration_s`: the length of the job that the advice is for; both 0 for the steady state."""
 
     created: float
-    seconds: Seconds
-    trials: Count
+    seconds: domain.Seconds
+    trials: domain.Count
     advisor: str
     device_uuid: str
     host_cpu: str
     seed: int
-    study: StudyName
-    budget_s: Seconds
-    modules: Count
-    parameters: Count
+    study: domain.StudyName
+    budget_s: domain.Seconds
+    modules: domain.Count
+    parameters: domain.Count
     effort: str = "normal"
-    steps: Count = 0
-    duration_s: Seconds = 0.0
+    steps: domain.Count = 0
+    duration_s: domain.Seconds = 0.0
 
     @property
     def how(self) -> str:
@@ -179,8 +161,7 @@ class Record:
         winners: the best for each of USES, at the user's batch and, if other batches were tried,
             with the batch free. `raced` has every config that finished the race.
         input: the knobs of the input stage that were chosen.
-        trials: of every stage. Those of 'numerics' are the comparisons with strict fp32; a config
-            without one was not verified.
+        trials: of every stage. A config without one of 'numerics' was not compared with fp32.
         parts: what each knob of the loop's winner contributes, once `advisor explain` measured it.
         stale: why the record no longer holds, as `advisor verify` found; '' while it holds.
         family: digest of the kinds of modules in the model; '' if unknown.
@@ -197,7 +178,7 @@ class Record:
     raced: tuple[Choice, ...] = ()
     parts: tuple[Part, ...] = ()
     stale: str = ""
-    family: Hex = ""
+    family: domain.Hex = ""
     revised: float = 0.0
 
     def __post_init__(self) -> None:
@@ -258,3 +239,39 @@ _NAMES = {
     PILOT: "advisor run",
     CAPTURE: "step captured",
 }
+
+
+def inner(logs: Sequence[float]) -> list[float]:
+    ordered = sorted(logs)
+    out = int(TRIMMED * len(ordered))
+    return ordered[out : len(ordered) - out]
+
+
+def contradictions(record: Record) -> Iterator[str]:
+    """Yields the claims of a record that differ from its own measurements."""
+    made, revised = record.provenance.created, record.revised or domain.FIRST
+    for name, seconds in (("provenance.created", made), ("revised", revised)):
+        if not domain.is_moment(seconds):
+            yield f"{name} {seconds:g}: expected a time from 2020 until now"
+    for trial in record.trials:
+        measured = trial.measurement
+        if measured.ok and trial.stage != "numerics" and not measured.samples_per_s:
+            yield f"trial {trial.number} counts as measured, but has no speed"
+    winners = [one.choice for one in record.winners]
+    for choice in dict.fromkeys([record.baseline, *winners, *record.raced]):
+        turns, default = choice.rounds, record.baseline.rounds
+        if not turns or not default:
+            yield "a choice has no turn of its race"
+        if not choice.speedup_low <= choice.speedup <= choice.speedup_high:
+            yield f"the speed-up {choice.speedup:g} is not in its own interval"
+        ordered, half = sorted(turns), len(turns) // 2  # `statistics` takes 3 ms to import
+        kept = inner([math.log(a / b) for a, b in zip(turns, default, strict=False)])
+        claims = {
+            "samples/s": (choice.samples_per_s, (ordered[half] + ordered[~half]) / 2),
+            "slowest turn": (choice.low, min(turns)),
+            "fastest turn": (choice.high, max(turns)),
+            "speed-up": (choice.speedup, math.exp(math.fsum(kept) / len(kept))),
+        }
+        for what, (claimed, found) in claims.items():
+            if not math.isclose(claimed, found, rel_tol=ROUNDING):
+                yield f"{what} is {claimed:g}, but its turns give {found:g}"

@@ -1,49 +1,33 @@
 """Records in one or several stores: looked up in order, written to the first that takes them.
 
-Names tell which version of a record counts (see `name`). Only that one is fetched, and the next one
-only if it is damaged. StoreError says why no store can be read or written, RecordDamaged why a
-record is refused.
+StoreError says why no store can be read or written, RecordDamaged why a record is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from msgspec.structs import replace
-
 from advisor.cache.artifacts import Artifacts
 from advisor.cache.codec import decode, decode_signed, encode
 from advisor.cache.key import Key
 from advisor.cache.match import SimilarRecord, find_similar
-from advisor.cache.name import ORIGIN, PREFIX, TARGET, Name, StoreKey, ranked
-from advisor.cache.reader import (
-    EVERYTHING,
-    Listing,
-    RecordFilter,
-    StoredRecord,
-    grouped,
-    once,
-    united,
-)
+from advisor.cache.name import Name, StoreKey
+from advisor.cache.reader import EVERYTHING, Listing, RecordFilter, StoredRecord, once, united
 from advisor.cache.record import Record
 from advisor.cache.settings import max_artifacts
 from advisor.cache.signing import NO_KEYS, KeyRing
 from advisor.cache.stores import ByteStore, Remote, studies_of
 from advisor.cache.stores.filesystem import study_file
-from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged, StoreError, UsageError
 
 T = TypeVar("T")
 
-MAX_SIMILAR = 256
-"""Records of other models that are read from a store to see whether they are similar."""
-AT_ONCE = 64
+MAX_SIMILAR = 256  # records of other models that are read to find similar ones
 _ID = re.compile(r"([0-9a-f]{1,12})(?:@([0-9]{0,10}))?")
 
 
@@ -51,14 +35,12 @@ class Records:
     """The records in some stores, which are looked up in order.
 
     Args:
-        check: returns a fault of a record that the cache cannot see, such as a value outside a
-            knob's domain; or ''.
+        check: returns a fault of a record that the cache cannot see, or ''.
 
     Attributes:
-        damaged: one line for each record that the last `all`, `held` or `get` could not read.
-        unreachable: one line for each store that the last of these calls could not read.
+        damaged, unreachable: a line for each record and store that the last call could not read.
         left: how many records the last `held` or `newest` did not read, because of its limit.
-        stuck: one line for each version that the last `remove` could not remove.
+        stuck: a line for each version that the last `remove` could not remove.
     """
 
     def __init__(
@@ -83,7 +65,7 @@ class Records:
         return studies_of(self.stores)
 
     def study(self, name: str) -> Path:
-        """The file of a study, 'NAME.journal' or 'NAME.lock', inside that folder."""
+        """The file 'NAME.journal' or 'NAME.lock' of a study."""
         return study_file(self.studies, name)
 
     def is_ours(self, key: StoreKey) -> bool:
@@ -91,7 +73,7 @@ class Records:
         return key.trusted or not self.keyring.signs
 
     def names(self, store: ByteStore) -> list[Name]:
-        """The names of the records in a store, versions that no longer count included."""
+        """The names of all versions in a store."""
         return [name for text in store.keys() if (name := Name.parse(text, self.keyring))]
 
     def read(self, name: Name, data: bytes | RecordDamaged) -> Record:
@@ -99,7 +81,7 @@ class Records:
         if isinstance(data, RecordDamaged):
             raise data
         record, signed, own_name = _checked(data, self.keyring, self._check)
-        if own_name != name.untagged:
+        if not name.text.startswith(own_name):
             raise RecordDamaged(f"record: it does not match its name {name.text}; refused")
         if name.trusted and not signed:
             raise RecordDamaged("record: not signed, although its name is; refused")
@@ -107,37 +89,7 @@ class Records:
 
     def look_into(self, store: ByteStore, wanted: RecordFilter = EVERYTHING) -> Listing:
         """The records of one store that match a filter."""
-        versions, left = wanted.limited(self._versions(store, wanted))
-        look, held = _Look(self, store), list[StoredRecord]()
-        for start in range(0, len(versions), AT_ONCE):
-            orders = list(map(ranked, versions[start : start + AT_ONCE]))
-            look.fetch([names[0].text for names in orders])
-            for names in orders:
-                held += look.of_record(names, wanted.digests)
-        return Listing(
-            held=tuple(one for one in held if wanted.matches(one.record)),
-            damaged=tuple(look.damaged),
-            left=frozenset(left),
-        )
-
-    def _versions(self, store: ByteStore, wanted: RecordFilter) -> dict[str, list[Name]]:
-        """All versions of each record that has a version of the wanted model, target and origin."""
-        start = PREFIX if wanted.model is None else f"{PREFIX}{wanted.model[:12]}/"
-        texts = [text for text in wanted.keys(store) if text.startswith(start)]
-        keys: set[str] | None = None
-        if (digests := wanted.digests) is not None:  # before names are parsed: there are many
-            some = [one for one in texts if one[TARGET] in digests or one[ORIGIN] in digests]
-            keys = {name.record_key for text in some if (name := Name.parse(text))}
-            starts = tuple({f"{PREFIX}{key[:13]}" for key in keys})
-            texts = [text for text in texts if text.startswith(starts)]
-        found: list[Name] = []
-        for number, text in enumerate(texts):
-            if not number % 256:
-                check_deadline()
-            name = Name.parse(text, self.keyring)
-            if name is not None and (keys is None or name.record_key in keys):
-                found.append(name)
-        return grouped(found, lambda name: name.record_key)
+        return Listing(store, wanted, self.keyring, self.read)
 
     def held(self, wanted: RecordFilter = EVERYTHING) -> list[StoredRecord]:
         """The records of all stores that match a filter; for each, the version that counts."""
@@ -170,16 +122,15 @@ class Records:
 
     def all(self, wanted: RecordFilter = EVERYTHING) -> list[Record]:
         """All matching records that can be read, each once."""
-        return [one.record for one in once(self.held(wanted)).values()]
+        return [one.record for one in once(self.held(wanted))]
 
     def newest(self, most: int) -> list[StoredRecord]:
         """The `most` newest records of each store, each once, newest first; older are not read."""
-        found = once(self.held(RecordFilter(most=most))).values()
+        found = once(self.held(RecordFilter(most=most)))
         return sorted(found, key=lambda one: -one.record.provenance.created)
 
     def similar(self, key: Key, family: str) -> list[SimilarRecord]:
-        """Records whose advice is worth trying first for a key, the nearest first: of its model,
-        and the nearest or newest of its family."""
+        """Records of a key's model and family, the nearest first."""
         wanted = RecordFilter(similar_to=key, family=family, most=MAX_SIMILAR)
         return find_similar(key, family, [one.record for one in self.held(wanted)])
 
@@ -190,27 +141,26 @@ class Records:
         """The only record whose id starts with a text: 'abc', 'ae1bff61eea5', 'ae1bff61eea5@64'."""
         key, batch = _id(id_prefix)
         found = once(self.held(RecordFilter(id=key, batch=batch)))
-        ids = {one.name.record_id for one in found.values()}
+        ids = {one.name.record_id for one in found}
         _check_one({*ids, *(line.partition(":")[0] for line in self.damaged)}, id_prefix)
         if not found:
             raise RecordDamaged("; ".join(self.damaged))
-        return next(iter(found.values()))
+        return found[0]
 
     def named(self, id_prefix: str | None = None) -> list[tuple[ByteStore, Name]]:
         """Every version, readable or not, of the one record that a text names as in `one`; for
-        None, of all records. `unreachable` has the stores that could not be listed.
-        """
+        None, of all records."""
         if id_prefix is None:
-            return self._named("", None)
+            return self._named("")
         found = self._named(*_id(id_prefix))
         _check_one({name.record_id for _store, name in found}, id_prefix)
         return found
 
     def versions(self, record: Record) -> list[tuple[ByteStore, Name]]:
-        """Every version of a record in all stores that can be read; the others: `unreachable`."""
+        """Every version of a record in all stores that can be read."""
         return self._named(record.key.id, record.batch)
 
-    def _named(self, start: str, batch: int | None) -> list[tuple[ByteStore, Name]]:
+    def _named(self, start: str, batch: int | None = None) -> list[tuple[ByteStore, Name]]:
         return [
             (store, name)
             for store, names in self.of_each(self.names, needs_one=False)
@@ -221,12 +171,8 @@ class Records:
     def put(self, record: Record, *, revises: Record | None = None) -> ByteStore:
         """Write a record to the first store that takes it. Returns this store.
 
-        A signature says that its owner measured what is in a record. So a revision is signed only
-        if the reader's keys signed what it revises.
-
-        Args:
-            revises: the record that it was made from. The same record under another target's name
-                is a revision too.
+        A signature says that its owner measured the record. So a revision, or the same record under
+        another target's name, is signed only if the reader's keys signed what it `revises`.
         """
         self.keyring = self.keyring.ready()
         keyring = self.keyring if revises is None or self._signed(revises) else NO_KEYS
@@ -244,9 +190,9 @@ class Records:
     def health(self, store: ByteStore) -> str:
         """A store's own health, how many records it has, and how many of them are unreadable."""
         health = store.health()
-        if not health.startswith("ok"):
-            return health
         try:
+            if not health.startswith("ok"):
+                return health
             listing = self.look_into(store, RecordFilter(most=MAX_SIMILAR))
         except StoreError as exc:
             return f"unusable: {exc}"
@@ -274,8 +220,7 @@ class Records:
         return next(store for store, _ in self.of_each(lambda store: store.check_writable()))
 
     def remove(self, going: Iterable[tuple[ByteStore, StoreKey]]) -> int:
-        """Remove exactly these keys of stores. Returns how many there were; `stuck` has a line for
-        each key that could not be removed."""
+        """Remove these keys of stores. Returns how many there were."""
         count = 0
         self.stuck = []
         for store, one in going:
@@ -295,62 +240,6 @@ def _checked(
     if wrong := check(record):
         raise RecordDamaged(f"record: {wrong}; refused")
     return record, signed, Name.of(record, data).text
-
-
-class _Look:
-    """One look into a store: the data fetched from it, and a line for each damaged version."""
-
-    def __init__(self, records: Records, store: ByteStore) -> None:
-        self.damaged: list[str] = []
-        self._records, self._store = records, store
-        self._fetched: dict[str, bytes | RecordDamaged | None] = {}
-
-    def fetch(self, texts: Sequence[str]) -> None:
-        """Get several keys in one request, and forget those fetched before."""
-        self._fetched = {**dict.fromkeys(texts), **self._store.get_many(texts)}
-
-    def of_record(
-        self, names: Sequence[Name], digests: frozenset[str] | None
-    ) -> Iterator[StoredRecord]:
-        """Yields the version that counts, under each target's name that is looked for.
-
-        Measurements of a target and a run, or of two runs, are separate: each has its version.
-
-        Args:
-            names: the versions in their order; a later one is fetched if those before are damaged.
-            digests: as `RecordFilter.digests`.
-        """
-        one = next(filter(None, map(self._read, names)), None)
-        if one is None:
-            return
-        yield one
-        digest = one.record.key.digest
-        wanted = {name.target for name in names if digests is None or digests & {*name.target}}
-        for target in sorted(wanted - {one.name.target}):
-            # Names that others give to a record of the reader's own do not count.
-            fit = [n for n in names if n.target == target and n.trusted >= one.name.trusted]
-            same = (n for n in map(self._read, fit) if n and n.record.key.digest == digest)
-            if (alias := next(same, None)) is None:
-                continue
-            key = alias.record.key
-            if key.task.command == one.record.key.task.command:
-                named = dataclasses.replace(one.record, key=key, target=alias.record.target)
-                alias = replace(one, record=named, texts=(one.name.text, alias.name.text))
-            yield alias
-
-    def _read(self, name: Name) -> StoredRecord | None:
-        check_deadline()
-        if name.text not in self._fetched:
-            self._fetched.update(self._store.get_many([name.text]))
-        data = self._fetched.get(name.text)
-        if data is None:  # removed since it was listed
-            return None
-        try:
-            record = self._records.read(name, data)
-        except RecordDamaged as exc:
-            self.damaged.append(f"{name.record_id}: {exc}")
-            return None
-        return StoredRecord(record=record, name=name, store=self._store, texts=(name.text,))
 
 
 def _id(text: str) -> tuple[str, int | None]:

@@ -1,7 +1,4 @@
-"""Settings of a project or a shell: the stores, and what a miss does.
-
-UsageError names a wrong value, and its file.
-"""
+"""Settings of a project or a shell: the stores, and what a miss does."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from advisor.errors import UsageError, reason
 _MAX_BYTES = 2**22
 ON_MISS = ("default", "nearest", "request")
 KNOWN = ("cache", "on-miss")
-MAX_ARTIFACTS = 64 * 2**20
-"""Default for the most bytes of one config's artifacts, packed."""
+MAX_ARTIFACTS = 64 * 2**20  # default for the most bytes of one config's artifacts, packed
 _MENTIONED = re.compile(rb"tool\s*\.\s*advisor|^\s*advisor\b", re.MULTILINE)
 _BETWEEN = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]+:|[/~.])")
 _RELATIVE = re.compile(r"^((?:disk|dir|pack):)?(\.{1,2}(?=/|$).*|[^:/~.][^:]*)$")
@@ -36,10 +32,7 @@ Cache = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 
 def cache_urls(cache: Cache = None) -> tuple[str, ...]:
     """The stores' URLs: those given, else $ADVISOR_CACHE, else [tool.advisor] cache in the nearest
-    pyproject.toml, else none.
-
-    One string may list several with commas between.
-    """
+    pyproject.toml, else none. One string may list several with commas between."""
     given = cache if cache is not None else os.environ.get("ADVISOR_CACHE") or _project_urls()
     listed: object = [given] if isinstance(given, str | bytes | os.PathLike) else given
     if not isinstance(listed, Iterable):
@@ -48,7 +41,7 @@ def cache_urls(cache: Cache = None) -> tuple[str, ...]:
 
 
 def server_url(cache: Cache = None) -> str:
-    """The URL of the first store that is a server; '' if none is. Raises as `cache_urls`."""
+    """The URL of the first store that is a server; '' if none is."""
     return next((url for url in cache_urls(cache) if url.startswith(("http://", "https://"))), "")
 
 
@@ -71,7 +64,6 @@ def _split(one: object) -> list[str]:
 
 
 def is_on(variable: str) -> bool:
-    """Whether an environment variable is set and not 0."""
     return os.environ.get(variable, "") not in ("", "0")
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-UNTOLD = 1.5
-"""An interval that holds 1 tells nothing if its ends have this ratio or more."""
+UNTOLD = 1.5  # an interval that holds 1 tells nothing if its ends have this ratio
 
 
 def size(count: int) -> str:

@@ -1,34 +1,34 @@
 """Keys that sign records, and so decide whose record counts if several people wrote the record.
 
 Each user has a key of their own, made at the first write: 32 random bytes that only they can read,
-in $XDG_DATA_HOME/advisor/key. A team may share a secret, which then signs instead, so that the
-work of one counts for all. A record that neither key signed may come from anybody who can write to
-the store. Such a record is served only if there is none that is signed.
+in $XDG_DATA_HOME/advisor/key. A secret that a team shares signs instead. A record that neither key
+signed is served only if there is none that is signed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import hmac
 import logging
 import os
 import secrets
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from advisor.cache.private import insecure_reason
+from advisor.cache.settings import is_on
 from advisor.cache.stores.filesystem import make_folder, open_regular
 from advisor.errors import UsageError, reason
 
 _log = logging.getLogger("advisor")
 
-UNSIGNED = "unsigned"
-"""Shown for a record that no key of the reader signed."""
-LEAST = 16
-"""Characters of a secret: a shorter one can be guessed from one signed record."""
+UNSIGNED = "unsigned"  # shown for a record that no key of the reader signed
+LEAST = 16  # characters: a shorter secret can be guessed from one signed record
 RECORD, ARTIFACTS, NAME = b"advisor record\n", b"advisor artifacts\n", b"advisor name\n"
 """Prefixes of signed data, so that a signed record cannot pass for signed code."""
 _OWN_BYTES = 32
@@ -43,8 +43,7 @@ class KeyRing:
         secret: the team's key, empty for none; `own`: the user's, empty if none was made yet.
         required: only records that one of these keys signed are accepted.
         own_file: where `ready` keeps the user's own key; None for nowhere.
-        secret_exposed: how another user could read or set the secret; '' if nobody could.
-            `own_exposed`: the same for the user's own key.
+        secret_exposed, own_exposed: how another user could read or set the key, or ''.
     """
 
     secret: bytes = field(default=b"", repr=False)
@@ -69,10 +68,6 @@ class KeyRing:
         return self.secret_exposed or self.own_exposed
 
     @property
-    def _keys(self) -> list[bytes]:
-        return [key for key in (self.secret, self.own) if key]
-
-    @property
     def signs(self) -> bytes:
         """The key that signs new records: the team's, else the user's own."""
         return self.secret or self.own
@@ -82,13 +77,14 @@ class KeyRing:
         return hmac.digest(self.signs, of + payload, hashlib.sha256)
 
     def verify(self, signature: bytes, payload: bytes, of: bytes = RECORD) -> bool:
-        made = (hmac.digest(key, of + payload, hashlib.sha256) for key in self._keys)
+        keys = filter(None, (self.secret, self.own))
+        made = (hmac.digest(key, of + payload, hashlib.sha256) for key in keys)
         return any(hmac.compare_digest(signature, one) for one in made)
 
     def tags(self, name: str) -> tuple[str, ...]:
-        """A tag (12 hex characters) by each key, the team's first. In a listing, a tag proves that
-        the key's owner made the name."""
-        return tuple(_tag(key, name) for key in self._keys)
+        """A tag (12 hex characters) by each key, the team's first. It proves that the key's owner
+        made the name."""
+        return tuple(_tag(key, name) for key in (self.secret, self.own) if key)
 
     def tagged(self, name: str) -> str:
         """The name with its tag; unchanged if there is no key."""
@@ -101,14 +97,13 @@ class KeyRing:
 
     def ready(self) -> KeyRing:
         """A keyring that can sign: if it has no key, one is made for the user and saved."""
-        if self.signs or self.own_file is None:
-            return self
-        try:
-            own, why = _make_key(self.own_file)
-            return dataclasses.replace(self, own=own, own_exposed=why)
-        except OSError as exc:
-            _log.warning("%s: your key cannot be saved (%s): unsigned", self.own_file, exc)
-            return self
+        if not self.signs and self.own_file is not None:
+            try:
+                own, why = _make_key(self.own_file)
+                return dataclasses.replace(self, own=own, own_exposed=why)
+            except OSError as exc:
+                _log.warning("%s: your key cannot be saved (%s): unsigned", self.own_file, exc)
+        return self
 
     @classmethod
     def from_environment(cls) -> KeyRing:
@@ -124,7 +119,7 @@ class KeyRing:
                 raise UsageError(
                     f"ADVISOR_SECRET_FILE {path!r}: cannot be read ({reason(exc)})"
                 ) from exc
-        required = os.environ.get("ADVISOR_SIGNED_ONLY", "") not in ("", "0")
+        required = is_on("ADVISOR_SIGNED_ONLY")
         if secret and len(secret) < LEAST:
             raise UsageError(
                 f"ADVISOR_SECRET: {len(secret)} characters, expected at least {LEAST}; "
@@ -135,11 +130,10 @@ class KeyRing:
                 "ADVISOR_SIGNED_ONLY is set and no secret is: set ADVISOR_SECRET or "
                 "ADVISOR_SECRET_FILE"
             )
-        own, own_exposed, folder = b"", "", own_folder()
-        file = folder and folder / "key"
-        if file is not None:
-            with contextlib.suppress(OSError, ValueError):
-                own, own_exposed = _read_own(file)
+        own, own_exposed = b"", ""
+        file = folder / "key" if (folder := own_folder()) else None
+        with contextlib.suppress(OSError, ValueError):
+            own, own_exposed = _read_own(file) if file else (b"", "")
         return cls(os.fsencode(secret), required, own, file, secret_exposed, own_exposed)
 
 
@@ -196,3 +190,65 @@ def _make_key(path: Path) -> tuple[bytes, str]:
     finally:
         temporary.unlink(missing_ok=True)
     return _read_own(path)
+
+
+def insecure_reason(path: Path, descriptor: int, group_reads: bool = False) -> str:
+    """How another user except root could have read or set an open file, like StrictModes of
+    sshd_config(5); '' if nobody could. With `group_reads`, the file's group may read it."""
+    if not hasattr(os, "geteuid"):
+        return ""
+    try:
+        found = last = os.fstat(descriptor)
+        for step in _steps(path.absolute()):
+            last = step.lstat()
+            if fault := _fault(step, last):
+                return fault
+    except OSError as exc:
+        return f"{path}: {exc.strerror or exc}"
+    if not os.path.samestat(found, last):
+        return f"{path} was replaced while it was read"
+    readers = stat.S_IROTH if group_reads else stat.S_IRGRP | stat.S_IROTH
+    if found.st_mode & readers:
+        return f"others can read {path} (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
+
+
+def _fault(step: Path, found: os.stat_result) -> str:
+    """How another user could replace one step of the path; '' if nobody could."""
+    if found.st_uid not in (0, os.geteuid()):
+        return f"{step} is another user's ({found.st_uid})"
+    if stat.S_ISLNK(found.st_mode):
+        return ""
+    mode = stat.S_IMODE(found.st_mode)
+    writers = mode & (stat.S_IWGRP | stat.S_IWOTH)
+    own = mode & stat.S_ISVTX or (writers == stat.S_IWGRP and _is_private(found.st_gid))
+    if not writers or (stat.S_ISDIR(found.st_mode) and own):
+        return ""
+    return f"others can write {step} (mode {mode:o})"
+
+
+def _is_private(gid: int) -> bool:
+    """Whether a group has no other member, as many systems make one for each user."""
+    import grp
+    import pwd
+
+    try:
+        name, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return group.gr_name == name and set(group.gr_mem) <= {name}
+
+
+def _steps(path: Path, links: int = 40) -> Iterator[Path]:
+    """Each folder and link on the path to a file, from the root on; the file itself is the last."""
+    here = Path(path.anchor)
+    yield here
+    for part in path.parts[1:]:
+        step = here.parent if part == ".." else here / part
+        yield step
+        if step.is_symlink():
+            if not links:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            yield from _steps(here / step.readlink(), links - 1)
+            step = step.resolve()
+        here = step

@@ -1,9 +1,7 @@
 """Task: what is trained and what is permitted. A new field is one row here.
 
-A field's row says how the field is written and checked, its option, whether a difference makes
-another key, and what a lookup means that leaves the field out. The options of the command line, the
-arguments, the key, the worker's message and the commands printed for copying follow from the rows.
-UsageError names a value outside its domain.
+The options of the command line, the arguments, the key, the worker's message and the commands
+printed for copying follow from the rows. UsageError names a value outside its domain.
 """
 
 from __future__ import annotations
@@ -21,13 +19,11 @@ from advisor.cache.config import Config
 from advisor.errors import UsageError
 
 PRECISIONS = ("default", "tf32", "bf16", "fp16", "fp8", "fp32")
-PERMITTED = ("default", "tf32", "bf16", "fp16")
-"""Formats that a careful user accepts for training; fp32 and fp8 must be asked for."""
+PERMITTED = ("default", "tf32", "bf16", "fp16")  # fp32 and fp8 must be asked for
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8")
 OPTIMIZERS = ("sgd", "adamw")
 MODES = ("train", "infer")
-MAPPED = ("batch", "num_workers")
-"""Knobs that `--map` can assign to an option of a run's script."""
+MAPPED = ("batch", "num_workers")  # knobs that `--map` assigns to a script's options
 VOCABULARY = 1000
 TOLERANCE = 0.02
 
@@ -103,10 +99,7 @@ def rows(cls: Hashable) -> dict[str, FieldSpec]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is trained and what is permitted.
-
-    `shapes`: each with its batch, the largest first. `Task.of` makes a task and checks it.
-    """
+    """What is trained and what is permitted. `shapes`: each with its batch, the largest first."""
 
     target: str = row(
         kinds.Text(),
@@ -307,8 +300,8 @@ def checked(cls: type, given: Mapping[str, object]) -> dict[str, Any]:
 
 def permitted(task: Task) -> dict[str, Any]:
     """The permissions of a run's task, by field, as `permissions` takes them by keyword."""
-    rows_of_run = (one for one in rows(Task).values() if not one.shown and one.name != "target")
-    return {one.name: getattr(task, one.name) for one in rows_of_run}
+    given = (one.name for one in rows(Task).values() if not one.shown and one.name != "target")
+    return {name: getattr(task, name) for name in given}
 
 
 def permissions(given: Mapping[str, object]) -> dict[str, Any]:

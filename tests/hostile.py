@@ -29,101 +29,91 @@ from advisor.cache.codec import encode, make_envelope
 from advisor.cache.name import Name
 from advisor.cache.record import Record
 from advisor.cache.records import Records
-from advisor.cache.signing import KeyRing
 from advisor.cache.stores import open_store
 from advisor.cache.stores.disk import write_pack
-from tests.cache.examples import KEY, changed, planted, record
+from tests.cache.examples import KEY, MINE, changed, planted, record
 
-MINE = KeyRing(own=b"m" * 32)
 OTHER = record(key=changed(KEY, "mode", "infer"))
 """What the hostile record would be, were it honest: one that nothing else is in the place of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`make` builds a store below a folder and returns its URL. `honest`: the honest record is
-    there and can be read; `refused`: the text that says why the hostile one may not be used, or ''
-    where it does not count as a record at all."""
+    """`spoil` plants something in a folder with an honest store, or returns another store's URL.
+    `honest`: the honest record is there and can be read; `refused`: the text that says why the
+    hostile one may not be used, or '' where it does not count as a record at all."""
 
     name: str
-    make: Callable[[Path], str]
+    spoil: Callable[[Path], object]
+    kind: str = "dir"
     honest: bool = True
     refused: str = ""
 
-
-def _honest(url: str) -> str:
-    Records(open_store(url)).put(record())
-    return url
-
-
-def _put(url: str, data: bytes, like: Record = OTHER) -> str:
-    open_store(url).put(Name.of(like, data).text, data)
-    return url
+    def make(self, folder: Path) -> str:
+        url = f"{self.kind}:{folder}/store"
+        Records(open_store(url)).put(record())
+        made = self.spoil(folder)
+        return made if isinstance(made, str) else url
 
 
-def _planted(path: str, value: object) -> Callable[[Path], str]:
-    """A record with one value in it that no encoder wrote."""
-
-    def make(folder: Path) -> str:
-        url = _honest(f"dir:{folder}/store")
-        data = make_envelope(msgpack.packb(planted(OTHER, path, value)))
-        # Under the name that it would have, as far as one can be made from what is planted.
-        return _put(url, data)
-
-    return make
+def _put(folder: Path, data: bytes, like: Record = OTHER, store: str = "dir:store") -> None:
+    kind, _, name = store.partition(":")
+    open_store(f"{kind}:{folder}/{name}").put(Name.of(like, data).text, data)
 
 
-def _bytes(data: bytes) -> Callable[[Path], str]:
-    return lambda folder: _put(_honest(f"dir:{folder}/store"), data)
+def _bytes(data: bytes) -> Callable[[Path], object]:
+    return lambda folder: _put(folder, data)
 
 
-def _file(make: Callable[[Path, Path], None]) -> Callable[[Path], str]:
+def _planted(path: str, value: object) -> Callable[[Path], object]:
+    """A record with one value in it that no encoder wrote, under the name that it would have, as
+    far as one can be made from what is planted."""
+    return _bytes(make_envelope(msgpack.packb(planted(OTHER, path, value))))
+
+
+def _file(make: Callable[[Path], object]) -> Callable[[Path], object]:
     """Something else in the place of a record's file."""
 
-    def made(folder: Path) -> str:
-        url = _honest(f"dir:{folder}/store")
-        _put(url, b"x")
+    def made(folder: Path) -> None:
+        _put(folder, b"x")
         (path,) = (one for one in (folder / "store").iterdir() if one.read_bytes() == b"x")
         path.unlink()
-        make(folder, path)
-        return url
+        make(path)
 
     return made
 
 
-def _sparse(_folder: Path, path: Path) -> None:
+def _sparse(path: Path) -> None:
     for number in range(60):
-        other = path.with_name(path.name.replace(".msgpack", f"{number:04}.msgpack"))
         name = Name.of(OTHER, str(number).encode()).text.replace("/", "-")
-        with other.with_name(f"{name}.msgpack").open("wb") as file:
+        with path.with_name(f"{name}.msgpack").open("wb") as file:
             file.truncate(10 * 2**30)
 
 
-def _many(_folder: Path, path: Path) -> None:
+def _many(path: Path) -> None:
     for number in range(2_000):
         (path.parent / f"record-{number:012x}.msgpack").touch()
 
 
-def _link(folder: Path, path: Path) -> None:
-    path.symlink_to("/dev/zero" if os.path.exists("/dev/zero") else folder)  # noqa: PTH110
+def _link(path: Path) -> None:
+    path.symlink_to("/dev/zero" if os.path.exists("/dev/zero") else path.parent.parent)  # noqa: PTH110
 
 
-def _sql(*statements: str) -> Callable[[Path], str]:
+def _sql(*statements: str) -> Callable[[Path], object]:
     """A database in which somebody was, with an honest record in it."""
 
-    def make(folder: Path) -> str:
-        url = _honest(f"disk:{folder}/store")
-        _put(url, b"\x00")
-        connection = sqlite3.connect(folder / "store" / "records" / "cache.db")
-        with connection:
+    def make(folder: Path) -> None:
+        _put(folder, b"\x00", store="disk:store")
+        values = {"bomb": pickle.dumps(Bomb(folder / "ran"))}
+        with contextlib.closing(sqlite3.connect(_database(folder))) as connection, connection:
             for statement in statements:
-                mark = Bomb(folder / "ran")
-                values = {"bomb": pickle.dumps(mark)} if ":bomb" in statement else {}
-                connection.execute(statement, values)
-        connection.close()
-        return url
+                connection.execute(statement, values if ":bomb" in statement else {})
 
     return make
+
+
+def _database(folder: Path) -> Path:
+    return folder / "store" / "records" / "cache.db"
 
 
 class Bomb:
@@ -136,22 +126,17 @@ class Bomb:
         return os.mkdir, (str(self.mark), 0o700)
 
 
-def _lying_name(folder: Path) -> str:
-    url = _honest(f"dir:{folder}/store")
-    data = encode(record())
+def _lying_name(folder: Path) -> None:
     made = dataclasses.replace(record().provenance, created=time.time() - 60, effort="exhaustive")
-    return _put(url, data, dataclasses.replace(record(), provenance=made))
+    _put(folder, encode(record()), dataclasses.replace(record(), provenance=made))
 
 
 def _earlier(folder: Path) -> str:
     """A stranger's of the same key, newer and of more effort, in a store before one's own."""
-    first, second = f"dir:{folder}/first", f"dir:{folder}/store"
-    Records(open_store(second), keyring=MINE).put(record())
-    theirs = record(created=1.74e9)
-    made = dataclasses.replace(theirs.provenance, effort="exhaustive")
-    theirs = dataclasses.replace(theirs, provenance=made)
-    _put(first, encode(theirs), theirs)
-    return f"{first},{second}"
+    Records(open_store(f"dir:{folder}/own"), keyring=MINE).put(record())
+    theirs = record(created=1.74e9, effort="exhaustive")
+    _put(folder, encode(theirs), theirs, "dir:first")
+    return f"dir:{folder}/first,dir:{folder}/own"
 
 
 def _pack(data: bytes) -> Callable[[Path], str]:
@@ -160,6 +145,11 @@ def _pack(data: bytes) -> Callable[[Path], str]:
         return f"pack:{folder}/records.pack"
 
     return make
+
+
+def _pipe(folder: Path) -> str:
+    os.mkfifo(folder / "records.pack")
+    return f"pack:{folder}/records.pack"
 
 
 def _huge_pack(folder: Path) -> str:
@@ -171,40 +161,24 @@ def _huge_pack(folder: Path) -> str:
     return f"pack:{path}"
 
 
-def _studies(folder: Path) -> str:
-    url = _honest(f"disk:{folder}/store")
-    outside = folder / "outside"
-    outside.mkdir()
-    (folder / "store" / "studies").symlink_to(outside)
-    return url
+def _studies(folder: Path) -> None:
+    (folder / "outside").mkdir()
+    (folder / "store" / "studies").symlink_to(folder / "outside")
 
 
-def _exclusive(folder: Path) -> str:
+def _exclusive(folder: Path) -> None:
     """Locked by a transaction that never ends, in a process that is gone with the test's."""
-    url = _honest(f"disk:{folder}/store")
-    database = folder / "store" / "records" / "cache.db"
+    database = _database(folder)
     connection = sqlite3.connect(database, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     connection.execute("PRAGMA journal_mode = DELETE")
     connection.execute("BEGIN EXCLUSIVE")
     HELD.append(connection)
-    return url
 
 
-def _damaged(spoil: Callable[[Path], object]) -> Callable[[Path], str]:
-    """A database that is none, or half of one."""
-
-    def make(folder: Path) -> str:
-        url = _honest(f"disk:{folder}/store")
-        spoil(folder / "store" / "records" / "cache.db")
-        return url
-
-    return make
-
-
-def _file_for_folder(database: Path) -> None:
-    shutil.rmtree(database.parent)
-    database.parent.touch()
+def _file_for_folder(folder: Path) -> None:
+    shutil.rmtree(_database(folder).parent)
+    _database(folder).parent.touch()
 
 
 HELD: list[sqlite3.Connection] = []
@@ -239,25 +213,26 @@ CASES = (
     Case("a pickle", _bytes(pickle.dumps(Bomb(Path("ran")))), refused="not msgpack"),
     Case("another's name", _lying_name, refused="does not match its name"),
     Case("unsigned, in a store before", _earlier),
-    Case("a pipe", _file(lambda _f, path: os.mkfifo(path)), refused="regular"),
-    Case("a folder", _file(lambda _f, path: path.mkdir()), refused="regular"),
+    Case("a pipe", _file(os.mkfifo), refused="regular"),
+    Case("a folder", _file(Path.mkdir), refused="regular"),
     Case("a device", _file(_link), refused="regular"),
     Case("60 files of 10 GiB", _file(_sparse), refused="larger than"),
     Case("2,000 files", _file(_many)),
-    Case("a pickle in the database", _sql(f"{_SET} :bomb, mode = 4"), honest=False),
-    Case("a pickle as a key", _sql(_BOMB_AS_KEY)),
-    Case("an endless view", _sql(*_ENDLESS), honest=False),
-    Case("a trigger", _sql(_TRIGGER), honest=False),
-    Case("a computed column", _sql(_COMPUTED), honest=False),
-    Case("a huge value", _sql(_HUGE), refused="larger than"),
-    Case("a text for a value", _sql(f"{_SET} 'text'"), honest=False),
-    Case("texts that are not UTF-8", _sql(*_NO_UTF8)),
-    Case("an exclusive lock", _exclusive, honest=False),
-    Case("studies elsewhere", _studies),
-    Case("no database", _damaged(lambda file: file.write_bytes(b"none" * 1000)), honest=False),
-    Case("half a database", _damaged(lambda file: os.truncate(file, 8192)), honest=False),
-    Case("a file for a folder", _damaged(_file_for_folder), honest=False),
+    Case("a pickle in the database", _sql(f"{_SET} :bomb, mode = 4"), "disk", honest=False),
+    Case("a pickle as a key", _sql(_BOMB_AS_KEY), "disk"),
+    Case("an endless view", _sql(*_ENDLESS), "disk", honest=False),
+    Case("a trigger", _sql(_TRIGGER), "disk", honest=False),
+    Case("a computed column", _sql(_COMPUTED), "disk", honest=False),
+    Case("a huge value", _sql(_HUGE), "disk", refused="larger than"),
+    Case("a text for a value", _sql(f"{_SET} 'text'"), "disk", honest=False),
+    Case("texts that are not UTF-8", _sql(*_NO_UTF8), "disk"),
+    Case("an exclusive lock", _exclusive, "disk", honest=False),
+    Case("studies elsewhere", _studies, "disk"),
+    Case("no database", lambda at: _database(at).write_bytes(b"none" * 1000), "disk", honest=False),
+    Case("half a database", lambda at: os.truncate(_database(at), 8192), "disk", honest=False),
+    Case("a file for a folder", _file_for_folder, "disk", honest=False),
     Case("no pack", _pack(b"This is no pack. " * 100), honest=False),
     Case("an empty pack", _pack(b""), honest=False),
+    Case("a pipe for a pack", _pipe, honest=False),
     Case("a huge value in a pack", _huge_pack, refused="larger than"),
 )

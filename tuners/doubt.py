@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from advisor.cache.record import Choice
-from advisor.cache.turns import inner
+from advisor.cache.record import Choice, inner
 from advisor.tuners.decisions import NOTABLE, RESOLVABLE
 from advisor.tuners.knobs import THREADS
 

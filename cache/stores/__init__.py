@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import cast
 
 from advisor.cache.settings import Cache, cache_urls
-from advisor.cache.stores.filesystem import absolute_path, network
+from advisor.cache.stores.filesystem import absolute_path, network, not_a_link
 from advisor.cache.stores.store import BLOBS as BLOBS
 from advisor.cache.stores.store import ByteStore as ByteStore
 from advisor.cache.stores.store import Remote as Remote
 from advisor.cache.stores.url import without_password
-from advisor.errors import StoreError, UsageError, reason
+from advisor.errors import UsageError, reason
 
 SCHEMES: dict[str, tuple[str, str, str]] = {
     "disk": ("disk:DiskStore", "", ""),
@@ -31,18 +31,16 @@ SCHEMES: dict[str, tuple[str, str, str]] = {
     "az": ("files:FilesStore", "adlfs", "azure"),
     "abfs": ("files:FilesStore", "adlfs", "azure"),
 }
-"""Scheme → the module and class, called with what follows 'scheme:' if it is local, else with the
-whole URL; the package that it needs; and the extra of advisor that installs that."""
-_OTHER = ("files:FilesStore", "fsspec", "")
-"""The same for any other scheme with '//', which fsspec may know."""
+"""Scheme → the module and class, called with the place if it is local, else with the whole URL;
+the package that it needs; and the extra of advisor that installs that."""
+_OTHER = ("files:FilesStore", "fsspec", "")  # for any other scheme with '//'
 _LOCAL = ("disk", "dir", "pack")
 _SET = "set ADVISOR_CACHE to a folder, e.g. dir:/data/advisor"
 
 
 def open_stores(cache: Cache = None, *, fallback: bool = False) -> tuple[ByteStore, ...]:
     """The stores to look into, in order; `cache` as in `settings.cache_urls`. If it names none, the
-    user's cache folder. With `fallback`, this folder also follows if all stores are remote: it
-    keeps records that they cannot take now. Raises UsageError as `open_store`."""
+    user's cache folder. With `fallback`, this folder also follows if all stores are remote."""
     stores = tuple(open_store(url) for url in cache_urls(cache))
     if not stores:
         return (open_store(_user_folder()),)
@@ -53,13 +51,10 @@ def open_stores(cache: Cache = None, *, fallback: bool = False) -> tuple[ByteSto
 
 
 def open_store(url: str | None = None) -> ByteStore:
-    """The store at one URL such as 'dir:/some/folder'; None: the first of `open_stores()`.
+    """The store at one URL such as 'dir:/some/folder'; None: the first of `open_stores()`. Nothing
+    is touched yet. Raises UsageError if the scheme is unknown, or what it needs is not installed.
 
-    A bare path is a `disk` store, or `dir` on a network file system or where such files lie
-    already. Nothing is touched yet.
-
-    Raises:
-        UsageError: the scheme is unknown, or what it needs is not installed.
+    A bare path is a `disk` store, or `dir` on a network file system or where such files lie.
     """
     if url is None:
         return open_stores()[0]
@@ -114,9 +109,9 @@ def store_note(store: ByteStore) -> str:
 
 def _user_folder() -> str:
     """The user's cache folder. Raises UsageError if the user has none."""
-    try:
-        import platformdirs
+    import platformdirs
 
+    try:
         folder = platformdirs.user_cache_dir("advisor", appauthor=False)
     except (OSError, RuntimeError, KeyError, ValueError) as exc:
         raise UsageError(f"you have no cache folder ({reason(exc)}); {_SET}") from exc
@@ -127,12 +122,6 @@ def _user_folder() -> str:
 
 def studies_of(stores: Sequence[ByteStore]) -> Path:
     """The studies folder of the first store that has one, else one in the user's cache folder.
-
-    Raises:
-        UsageError: the user has no cache folder. StoreError: the studies folder is a link.
-    """
+    Raises UsageError if the user has none, StoreError if the folder is a link."""
     folders = (store.studies for store in stores)
-    folder = next(filter(None, folders), None) or Path(_user_folder()) / "studies"
-    if folder.is_symlink():
-        raise StoreError(f"{folder}: is a link and is not followed; remove it")
-    return folder
+    return not_a_link(next(filter(None, folders), None) or Path(_user_folder()) / "studies")

@@ -1,7 +1,4 @@
-"""A folder with one file per record: no locks, no database.
-
-For network file systems, container images and repositories.
-"""
+"""A folder with one file per record, for network file systems, images and repositories."""
 
 from __future__ import annotations
 
@@ -12,14 +9,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from advisor.cache.stores.filesystem import (
-    REMEDY,
-    absolute_path,
-    check_folder,
-    read_regular,
-    write_whole,
-)
-from advisor.cache.stores.store import BLOBS, MAX_BYTES, ByteStore, blob_key, is_blob
+from advisor.cache.stores import filesystem
+from advisor.cache.stores.store import BLOBS, MAX_BYTES, ByteStore, Found, blob_key, is_blob
 from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged, StoreError
 
@@ -28,11 +19,8 @@ _RECORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./]{0,200}")
 
 
 def file_of(key: str) -> str:
-    """The path of a key's file below the store's folder.
-
-    Raises:
-        RecordDamaged: the file could lie outside the store's folder, or be hidden in it.
-    """
+    """The path of a key's file below the store's folder. Raises RecordDamaged if it could lie
+    outside that folder, or be hidden in it."""
     if is_blob(key):
         return key
     if not _RECORD.fullmatch(key) or ".." in key:
@@ -55,7 +43,7 @@ class DirStore(ByteStore):
     _faults: tuple[type[Exception], ...] = (OSError,)
 
     def __init__(self, path: str | Path) -> None:
-        self.path = absolute_path(path)
+        self.path = filesystem.absolute_path(path)
         self.url = f"dir:{self.path}"
         self.studies = self.path / "studies"
 
@@ -70,14 +58,12 @@ class DirStore(ByteStore):
                 if (key := blob_key(one.name, prefix)) and one.is_file()
             }
 
-    def get_many(
-        self, keys: Iterable[str], most: int = MAX_BYTES
-    ) -> dict[str, bytes | RecordDamaged]:
-        found: dict[str, bytes | RecordDamaged] = {}
+    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> Found:
+        found: Found = {}
         for key in keys:
             check_deadline()
             try:
-                found[key] = read_regular(self.path / file_of(key), most)
+                found[key] = filesystem.read_regular(self.path / file_of(key), most)
             except RecordDamaged as exc:
                 found[key] = exc
             except OSError as exc:
@@ -90,7 +76,7 @@ class DirStore(ByteStore):
 
     def put(self, key: str, data: bytes) -> None:
         with self._errors():
-            write_whole(self.path / file_of(key), data)
+            filesystem.write_whole(self.path / file_of(key), data)
 
     def delete(self, key: str) -> bool:
         with self._errors(), contextlib.suppress(FileNotFoundError):
@@ -99,7 +85,7 @@ class DirStore(ByteStore):
         return False
 
     def check_writable(self) -> None:
-        check_folder(self.path, self.path)
+        filesystem.check_folder(self.path, self.path)
 
     def _listed(self, folder: Path) -> Iterator[os.DirEntry[str]]:
         with self._errors(), contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
@@ -117,4 +103,6 @@ class DirStore(ByteStore):
 
     def _mapped(self, exc: Exception) -> StoreError:
         """The error to raise for a fault of the file system."""
-        return StoreError(f"cache {self.path}: {getattr(exc, 'strerror', '') or exc}; {REMEDY}")
+        return StoreError(
+            f"cache {self.path}: {getattr(exc, 'strerror', '') or exc}; {filesystem.REMEDY}"
+        )

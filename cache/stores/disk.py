@@ -1,12 +1,10 @@
-"""The default store: bytes under text keys in SQLite, in a database that diskcache makes; and
-packs, which are such a database in one file.
+"""The default store: an SQLite database that diskcache makes; and packs, which are such a database.
 
 Rows are read and written on connections of our own, because diskcache is slow to open, fails in a
 read-only folder, and unpickles any row that is marked as a pickle (CVE-2025-69872).
 
-A database is a program: views, triggers and computed columns run when it is used. Only the tables
-and triggers that diskcache makes are accepted, every connection has a time limit, and no value is
-fetched that is larger than a record can be.
+Views, triggers and computed columns run when a database is used. So only what diskcache makes is
+accepted, every connection has a time limit, and no value larger than a record is fetched.
 """
 
 from __future__ import annotations
@@ -26,20 +24,14 @@ from typing import Any, NoReturn
 
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.filesystem import REMEDY, WRITING, check_folder, make_folder
-from advisor.cache.stores.store import BLOBS, MAX_BYTES, is_blob
+from advisor.cache.stores.store import BLOBS, MAX_BYTES, Found, is_blob
 from advisor.cache.stores.timeout import check_deadline, time_left
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 
-_BYTES = 1  # diskcache's number for a value that is bytes in the row itself
 _READ_TIMEOUT_S = 10.0
-_WRITE_TIMEOUT_S = 60.0
-"""A writer waits longer for other writers than a reader does: a record took minutes to measure."""
-_FORK_TIMEOUT_S = 2.0
-"""Seconds that a fork waits for another thread's statement."""
-_STEPS = 10_000
-"""Steps of SQLite's machine between two looks at the clock: well below a millisecond."""
-_MAX_VALUE = 4 * MAX_BYTES
-"""Most bytes of any value or row that SQLite makes."""
+_WRITE_TIMEOUT_S = 60.0  # for other writers: a record took minutes to measure
+_STEPS = 10_000  # of SQLite's machine between two looks at the clock: below a millisecond
+_MAX_VALUE = 4 * MAX_BYTES  # most bytes of any value or row that SQLite makes
 _CORRUPT = {
     sqlite3.SQLITE_CORRUPT,
     sqlite3.SQLITE_NOTADB,
@@ -54,14 +46,15 @@ _OF_DISKCACHE = re.compile(
     r" BEGIN UPDATE Settings SET value = value( ?[+-] ?(1|NEW\.size|OLD\.size))+"
     r' WHERE key = "(count|size)"; END'
 )
-"""SQL of everything that diskcache makes in a database, with single blanks."""
+"""SQL of everything that diskcache makes in a database, with single blanks. Its mode 1 means that a
+value is bytes in the row itself."""
 _KEYS = "SELECT key FROM Cache WHERE raw = 1 AND typeof(key) = 'text' ORDER BY key"
 _GET = (
-    "SELECT key, mode, CASE WHEN length(value) <= ? THEN value END FROM Cache "
-    "WHERE key = ? AND raw = 1 LIMIT 1"
+    "SELECT key, CASE WHEN length(value) <= ? AND mode = 1 AND typeof(value) = 'blob' THEN value "
+    "END FROM Cache WHERE key = ? AND raw = 1 LIMIT 1"
 )
 _PUT = (
-    "INSERT INTO Cache (key, raw, store_time, mode, size, value) VALUES (?, 1, ?, ?, ?, ?) "
+    "INSERT INTO Cache (key, raw, store_time, mode, size, value) VALUES (?, 1, ?, 1, ?, ?) "
     "ON CONFLICT (key, raw) DO UPDATE SET store_time = excluded.store_time, mode = excluded.mode, "
     "size = excluded.size, value = excluded.value, filename = NULL"
 )
@@ -85,13 +78,13 @@ class DiskStore(DirStore):
     def keys(self) -> list[str]:
         return [key for (key,) in self._select(_KEYS)]
 
-    def get_many(
-        self, keys: Iterable[str], most: int = MAX_BYTES
-    ) -> dict[str, bytes | RecordDamaged]:
+    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> Found:
         wanted = [*keys]
         found = super().get_many((key for key in wanted if is_blob(key)), most)
         if records := [(min(most, MAX_BYTES), key) for key in wanted if not is_blob(key)]:
-            found |= {key: _checked_value(key, *row) for key, *row in self._select(_GET, *records)}
+            refused = f"no bytes, or larger than {MAX_BYTES}; refused"
+            for key, value in self._select(_GET, *records):
+                found[key] = RecordDamaged(f"{key}: {refused}") if value is None else value
         return found
 
     def put(self, key: str, data: bytes) -> None:
@@ -101,7 +94,7 @@ class DiskStore(DirStore):
 
     def put_all(self, records: Iterable[tuple[str, bytes]]) -> None:
         """Store the data of several records, or of none if it fails."""
-        rows = ((key, time.time(), _BYTES, len(data), data) for key, data in records)
+        rows = ((key, time.time(), len(data), data) for key, data in records)
         with self._errors(), _lock:
             if not self._select("SELECT 1 FROM sqlite_master WHERE name = 'Cache_key_raw'"):
                 self._create()
@@ -182,8 +175,7 @@ class DiskStore(DirStore):
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def _connected(self, how: str, most_s: float) -> sqlite3.Connection:
-        """Connect to the database, and check that nothing is planted in it. Raises
-        FileNotFoundError if there is no database."""
+        """Connect to the existing database, and check that nothing is planted in it."""
         if not stat.S_ISREG(self._database.stat().st_mode):
             raise self._damaged("not a regular file")
         seconds = time_left(most_s)
@@ -288,17 +280,9 @@ def _planted(database: sqlite3.Connection) -> str:
     return "a computed column" if any(hidden for (hidden,) in columns) else ""
 
 
-def _checked_value(key: str, mode: object, value: object) -> bytes | RecordDamaged:
-    if value is None:
-        return RecordDamaged(f"{key}: empty, or larger than {MAX_BYTES} bytes; refused")
-    if mode != _BYTES or not isinstance(value, bytes):
-        return RecordDamaged(f"{key}: not bytes, and advisor stores nothing else; refused")
-    return value
-
-
 def _code(exc: Exception) -> int | None:
-    full: int | None = getattr(exc, "sqlite_errorcode", None)
-    return full if full is None else full & 0xFF
+    full = getattr(exc, "sqlite_errorcode", None)
+    return full & 0xFF if isinstance(full, int) else None
 
 
 def _release() -> None:
@@ -308,7 +292,7 @@ def _release() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=lambda: _lock.acquire(timeout=_FORK_TIMEOUT_S),
+        before=lambda: _lock.acquire(timeout=2.0),  # another thread's statement may take longer
         after_in_parent=_release,
         after_in_child=_release,
     )

@@ -13,14 +13,13 @@ from urllib.parse import urlsplit
 
 from advisor.cache.stores.dir import file_of, keys_of
 from advisor.cache.stores.filesystem import WRITING
-from advisor.cache.stores.store import BLOBS, MAX_BYTES, Remote, blob_key, bounded
+from advisor.cache.stores.store import BLOBS, MAX_BYTES, Found, Remote, blob_key, bounded
 from advisor.cache.stores.url import RemoteUrl
-from advisor.errors import RecordDamaged, StoreError, UsageError
+from advisor.errors import StoreError, UsageError
 
 _S3 = {"s3", "s3a"}
 _KNOWN = {*_S3, "gs", "gcs", "az", "abfs", "abfss"}
-_ATOMIC = {*_KNOWN, "adl", "oci", "oss", "memory"}
-"""Protocols whose writes are atomic."""
+_ATOMIC = {*_KNOWN, "adl", "oci", "oss", "memory"}  # protocols whose writes are atomic
 
 
 class FilesStore(Remote):
@@ -65,9 +64,7 @@ class FilesStore(Remote):
         sizes = self._listed(BLOBS)
         return {key: size for name, size in sizes.items() if (key := blob_key(name, prefix))}
 
-    def get_many(
-        self, keys: Iterable[str], most: int = MAX_BYTES
-    ) -> dict[str, bytes | RecordDamaged]:
+    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> Found:
         names = {key: file_of(key) for key in keys}
         if not names:
             return {}
@@ -75,14 +72,11 @@ class FilesStore(Remote):
             paths = [f"{root}/{name}" for name in names.values()]
             starts, ends = [0] * len(paths), [most + 1] * len(paths)
             found = fs.cat_ranges(paths, starts, ends, on_error="return")
-            if failed := [one for one in found if isinstance(one, Exception) and not _absent(one)]:
-                raise failed[0]
-        parts = zip(names, found, strict=True)
-        return {
-            key: bounded(key, bytes(part), most)
-            for key, part in parts
-            if not isinstance(part, Exception)
-        }
+            parts = [(k, one) for k, one in zip(names, found, strict=True) if not _absent(one)]
+            for _key, part in parts:
+                if isinstance(part, Exception):
+                    raise part
+        return {key: bounded(key, bytes(part), most) for key, part in parts}
 
     def put(self, key: str, data: bytes) -> None:
         name = file_of(key)
@@ -100,8 +94,7 @@ class FilesStore(Remote):
     def delete(self, key: str) -> bool:
         name = file_of(key)
         with self._file_system() as (fs, root):
-            there = bool(fs.exists(f"{root}/{name}"))
-            if there:
+            if there := bool(fs.exists(f"{root}/{name}")):
                 fs.rm_file(f"{root}/{name}")
             return there
 
@@ -144,5 +137,5 @@ class FilesStore(Remote):
         return fs, root.rstrip("/")
 
 
-def _absent(exc: Exception) -> bool:
-    return isinstance(exc, FileNotFoundError) or getattr(exc, "errno", None) == errno.ENOENT
+def _absent(part: object) -> bool:
+    return isinstance(part, FileNotFoundError) or getattr(part, "errno", None) == errno.ENOENT

@@ -17,11 +17,9 @@ from typing import BinaryIO
 from advisor.errors import StoreError, UsageError, reason
 
 MOUNTS = Path("/proc/self/mounts")
-WRITING = ".writing-"
-"""How the names of unfinished files begin."""
+WRITING = ".writing-"  # how the names of unfinished files begin
 REMEDY = "point --cache or ADVISOR_CACHE to another folder"
-_ABANDONED_S = 3600.0
-"""Age in seconds from which an unfinished file has lost its writer: a write takes milliseconds."""
+_ABANDONED_S = 3600.0  # an unfinished file of this age has lost its writer
 _NETWORK = re.compile(
     r"nfs\d?|lustre|gpfs|cifs|smb\w*|beegfs(_nodev)?|ceph|glusterfs|afs|9p|panfs|wekafs|orangefs"
     r"|pvfs2|ocfs2|gfs2?|virtiofs|fuse(\..+)?"
@@ -32,10 +30,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 def network(path: Path, mounts: Path = MOUNTS) -> str:
     """The type of the network or FUSE file system of a path, even one that does not exist; or ''.
-
-    There SQLite corrupts: https://sqlite.org/faq.html#q5. Linux only: elsewhere there are no
-    `mounts` to read, and the answer is ''.
-    """
+    There SQLite corrupts: https://sqlite.org/faq.html#q5. Linux only."""
     try:
         table = mounts.read_text(errors="surrogateescape")
         place = path.resolve()
@@ -128,11 +123,8 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def absolute_path(path: str | Path) -> Path:
-    """The absolute path; '~' is the user's home.
-
-    Raises:
-        UsageError: the user has no home, or the current folder is gone.
-    """
+    """The absolute path; '~' is the user's home. Raises UsageError if the user has none, or if the
+    current folder is gone."""
     try:
         return Path(path).expanduser().absolute()
     except (OSError, RuntimeError, ValueError) as exc:
@@ -140,15 +132,14 @@ def absolute_path(path: str | Path) -> Path:
 
 
 def study_file(folder: Path, name: str) -> Path:
-    """The path of a file in a folder of studies; neither need exist yet.
-
-    Raises:
-        UsageError: `name` is not a study's. StoreError: the folder or the file is a link.
-    """
+    """The path of a file in a folder of studies; neither need exist yet. Raises UsageError if
+    `name` is not a study's, StoreError if the folder or the file is a link."""
     if not _STUDY.fullmatch(name):
         raise UsageError(f"study {name[:80]!r}: expected KEY@BATCH, e.g. ae1bff61eea5@64")
-    path = folder / name
-    for one in (folder, path):
-        if one.is_symlink():
-            raise StoreError(f"{one}: is a link and is not followed; remove it")
+    return not_a_link(not_a_link(folder) / name)
+
+
+def not_a_link(path: Path) -> Path:
+    if path.is_symlink():
+        raise StoreError(f"{path}: is a link and is not followed; remove it")
     return path

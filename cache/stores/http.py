@@ -1,44 +1,33 @@
-"""The team's server, which `advisor serve` starts, as a store. A lookup is a single request.
-
-A record's key holds the digest of its bytes, so a record that was fetched is never asked for again.
-"""
+"""The team's server, which `advisor serve` starts, as a store. A lookup is a single request."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote, urlencode
 
 import msgspec
 
 from advisor.cache.name import PREFIX
 from advisor.cache.stores.http_client import MAP, HttpClient
-from advisor.cache.stores.store import BLOBS, MAX_BYTES, Remote, blob_key, bounded, is_blob
+from advisor.cache.stores.store import BLOBS, MAX_BYTES, Found, Remote, blob_key, bounded, is_blob
 from advisor.cache.stores.timeout import check_deadline
-from advisor.errors import RecordDamaged, StoreError
+from advisor.errors import StoreError
 
-T = TypeVar("T")
-P = TypeVar("P", bound="_Keys | _Sizes")
-
-TIMEOUT_S = 0.25
-"""Seconds that `apply` waits for a server, unless its URL says ?timeout=: TLS has 3 round trips."""
-_REFUSAL = 2**12
-"""Most bytes of a refusal."""
-RECORDS_AT_ONCE = 64
-"""Records asked for in one request."""
+TIMEOUT_S = 0.25  # for `apply`, unless the URL says ?timeout=; TLS takes 3 round trips
+_REFUSAL = 2**12  # most bytes of a refusal
+RECORDS_AT_ONCE = 64  # records asked for in one request
 _KEY = re.compile(rf"{PREFIX}[0-9a-fs./]{{1,200}}")
 
 
-class _Keys(msgspec.Struct):
-    names: list[str] = msgspec.field(name="keys")
-    more: bool = False
+class _Page(msgspec.Struct):
+    """A page of a sorted list: the keys of records, or the sizes of artifacts by name."""
 
-
-class _Sizes(msgspec.Struct):
-    names: dict[str, int] = msgspec.field(name="sizes")
-    more: bool = False
+    more: bool
+    keys: list[str] = []
+    sizes: dict[str, int] = {}
 
 
 class _Items(msgspec.Struct):
@@ -46,7 +35,7 @@ class _Items(msgspec.Struct):
 
 
 # Made here, because a class must not be described by two threads at once; see `codec`.
-_KEYS, _SIZES = msgspec.json.Decoder(_Keys), msgspec.json.Decoder(_Sizes)
+_PAGE = msgspec.json.Decoder(_Page)
 _ITEMS = msgspec.msgpack.Decoder(_Items)
 
 
@@ -69,22 +58,18 @@ class HttpStore(Remote):
         return [key for key, _data in pairs]
 
     def keys(self) -> list[str]:
-        return [
-            self._checked(key) for page in self._pages(_KEYS, "/api/records") for key in page.names
-        ]
+        return [self._checked(key) for page in self._pages("/api/records") for key in page.keys]
 
     def sizes(self, prefix: str = BLOBS) -> dict[str, int]:
         found: dict[str, int] = {}
-        for page in self._pages(_SIZES, "/api/artifacts", start=prefix.removeprefix(BLOBS)):
-            if not all(blob_key(name, BLOBS) for name in page.names):
+        for page in self._pages("/api/artifacts", start=prefix.removeprefix(BLOBS)):
+            if not all(blob_key(name, BLOBS) for name in page.sizes):
                 raise self.client.unexpected("it lists malformed names of artifacts")
-            found |= page.names
+            found |= page.sizes
         return {key: size for name, size in found.items() if (key := blob_key(name, prefix))}
 
-    def get_many(
-        self, keys: Iterable[str], most: int = MAX_BYTES
-    ) -> dict[str, bytes | RecordDamaged]:
-        found: dict[str, bytes | RecordDamaged] = {}
+    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> Found:
+        found: Found = {}
         asked = []
         for key in keys:
             if is_blob(key):
@@ -114,25 +99,24 @@ class HttpStore(Remote):
         return self._ask("DELETE", _path(key), accepts=(404,))[0] != 404
 
     def check_writable(self) -> None:
-        if self._get(MAP, "/api/self").get("writes") is not True:
+        said = self.client.decoded(self._ask("GET", "/api/self")[1], MAP)
+        if said.get("writes") is not True:
             raise StoreError(f"cache {self.url}: this token may read, but not write")
 
     def _ask(self, method: str, path: str, **how: Any) -> tuple[int, bytes]:
         return self.client.request(method, path, timeout_s=self.timeout_s, **how)
 
-    def _get(self, decoder: msgspec.json.Decoder[T], path: str) -> T:
-        return self.client.decoded(self._ask("GET", path)[1], decoder)
-
-    def _pages(self, decoder: msgspec.json.Decoder[P], path: str, **query: str) -> Iterator[P]:
-        """The pages of a sorted list."""
+    def _pages(self, path: str, **query: str) -> Iterator[_Page]:
         after, more = "", True
         while more:
             check_deadline()
-            page = self._get(decoder, f"{path}?{urlencode({'after': after, **query})}")
-            if any(name <= after for name in page.names):
+            asked = f"{path}?{urlencode({'after': after, **query})}"
+            page = self.client.decoded(self._ask("GET", asked)[1], _PAGE)
+            names = [*page.keys, *page.sizes]
+            if any(name <= after for name in names):
                 raise self.client.unexpected("its pages go round in a circle")
             yield page
-            after, more = max(page.names, default=""), page.more and bool(page.names)
+            after, more = max(names, default=""), page.more and bool(names)
 
     def _items(self, method: str, path: str, **how: Any) -> list[tuple[str, bytes]]:
         """Keys with their bytes; b'' for a key that is gone, or comes in a later answer."""

@@ -28,8 +28,7 @@ from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, 
 
 T = TypeVar("T")
 
-MAX_ANSWER = 36 * 2**20
-"""Bytes of one answer, unpacked."""
+MAX_ANSWER = 36 * 2**20  # bytes of one answer, unpacked
 JSON, BYTES = "application/json", "application/octet-stream"
 MAP = msgspec.json.Decoder(dict[str, Any])
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -38,28 +37,23 @@ _LISTED = re.compile(r"(https?://\S+)\s+(\S+)")
 
 
 class HttpClient:
-    """http[s]://HOST[:PORT][/PATH][?timeout=250ms&insecure=1].
+    """http[s]://HOST[:PORT][/PATH][?timeout=250ms&insecure=1]; messages call it `label`.
 
     The token is the one given, else $ADVISOR_TOKEN, else that of the line 'https://HOST TOKEN' in
     the file $ADVISOR_TOKEN_FILE or $XDG_DATA_HOME/advisor/tokens. $ADVISOR_TOKEN is not sent to a
     `ProjectUrl`, and no token leaves this machine unencrypted unless the user says insecure=1.
-    $SSL_CERT_FILE names another list of authorities.
-
-    Args:
-        label: what messages call the server.
     """
 
     def __init__(self, url: str, *, token: str = "", label: str = "cache") -> None:
         self.given = RemoteUrl(url, "timeout", "insecure")
         self.url = self.given.shown
-        self._token = token and _checked(token, "token")
+        self._token = _checked(token, "token")
         self._of_project = isinstance(url, ProjectUrl)
         self._shown = f"{label} {self.url}"
         parts = urlsplit(self.given.bare)
         scheme, usual = ("https", 443) if parts.scheme == "https" else ("http", 80)
         self._address = host, port = parts.hostname or "", parts.port or usual
         self.origin = f"{scheme}://{host}" + (f":{port}" if port != usual else "")
-        """Scheme, host and port, as in the file of tokens."""
         self._path = parts.path.rstrip("/")
         self._idle: list[tuple[int, HTTPConnection]] = []
         weakref.finalize(self, _close, self._idle)
@@ -87,10 +81,8 @@ class HttpClient:
         accepts: Collection[int] = (),
         most: int = MAX_ANSWER,
     ) -> tuple[int, bytes]:
-        """Return the status and the body of the answer.
-
-        If the server is busy, the request is sent again when the server says, within `timeout_s`.
-        Every request has the same effect if it is sent twice.
+        """Return the status and the body of the answer. Every request has the same effect if it is
+        sent twice.
 
         Args:
             body: bytes, or a mapping that is sent as JSON.
@@ -162,15 +154,14 @@ class HttpClient:
         self, status: int, location: str | None, data: bytes, with_token: bool
     ) -> StoreError:
         what = f"{self._shown}: {self.detail(data) or f'HTTP {status}'}"
-        if status == 401 and self._of_project and not with_token:
-            return Unauthorized(
-                f"{what}; ADVISOR_TOKEN is not sent to a server that only pyproject.toml names: "
-                f"set ADVISOR_CACHE to its URL, or add '{self.origin} TOKEN' to your file of tokens"
-            )
-        if status == 401:
-            return Unauthorized(f"{what}; set ADVISOR_TOKEN to one of this server's tokens")
-        if status == 403:
-            return Unauthorized(what)
+        if status in (401, 403):
+            remedy = "; set ADVISOR_TOKEN to one of this server's tokens"
+            if self._of_project and not with_token:
+                remedy = (
+                    "; ADVISOR_TOKEN is not sent to a server that only pyproject.toml names: set "
+                    f"ADVISOR_CACHE to its URL, or add '{self.origin} TOKEN' to your file of tokens"
+                )
+            return Unauthorized(what + remedy * (status == 401))
         if status < 400:
             where = (location or "elsewhere").partition("?")[0][:200]
             return StoreError(f"{self._shown}: redirects to {where}; give that server's URL")
@@ -216,8 +207,8 @@ def _body(response: HTTPResponse, most: int) -> bytes:
 
 
 def _checked(token: str, name: str) -> str:
-    """The token. Raises UsageError if it is malformed."""
-    if not _TOKEN.fullmatch(token):
+    """The token, '' for none. Raises UsageError if it is malformed."""
+    if token and not _TOKEN.fullmatch(token):
         raise UsageError(f"{name}: malformed token; expected one that `advisor token` printed")
     return token
 
@@ -230,7 +221,7 @@ def _token(origin: str, from_environment: bool) -> str:
     path = Path(named) if named else folder and folder / "tokens"
     if not token and path and (named or path.exists()):
         token = _listed(path, origin)
-    return token and _checked(token, "ADVISOR_TOKEN")
+    return _checked(token, "ADVISOR_TOKEN")
 
 
 def _listed(path: Path, origin: str) -> str:

@@ -1,8 +1,5 @@
-"""A team's Redis: one string per key, and sorted sets of the keys of records and of blobs.
-
-The sets are indexes, so that a lookup does not scan a server that others use too. The score of a
-key is when it expires.
-"""
+"""A team's Redis: one string per key, and sorted sets of the keys of records and of blobs, so that
+a lookup does not scan a server that others use too. The score of a key is when it expires."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from advisor.cache.settings import ProjectUrl
-from advisor.cache.stores.store import BLOBS, MAX_BYTES, Remote, bounded, is_blob
+from advisor.cache.stores.store import BLOBS, MAX_BYTES, Found, Remote, bounded, is_blob
 from advisor.cache.stores.url import RemoteUrl
 from advisor.errors import RecordDamaged, StoreError, UsageError
 
@@ -55,9 +52,7 @@ class RedisStore(Remote):
         keys = [key for key in self._indexed("artifacts") if key.startswith(prefix)]
         return {key: size for key, size in self._each(keys, "strlen") if type(size) is int and size}
 
-    def get_many(
-        self, keys: Iterable[str], most: int = MAX_BYTES
-    ) -> dict[str, bytes | RecordDamaged]:
+    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> Found:
         wanted = [key for key in keys if self._index(key)]
         # Not MGET, which would fetch planted data of any size.
         parts = self._each(wanted, "getrange", 0, most)

@@ -12,10 +12,9 @@ from typing import Any
 from advisor.cache.stores.url import TIMEOUT_S, RemoteUrl
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError, reason
 
-MAX_BYTES = 2**20
-"""Most bytes of an encoded record. Real ones take 20-200 KB; decoding small objects needs 30x."""
-BLOBS = "artifacts/"
-"""Prefix of the keys of blobs."""
+MAX_BYTES = 2**20  # of an encoded record; real ones have 20-200 KB, and decoding needs up to 30x
+BLOBS = "artifacts/"  # prefix of the keys of blobs
+Found = dict[str, bytes | RecordDamaged]  # data by key, or why it is refused
 _BLOB = re.compile(rf"{BLOBS}[0-9a-f][0-9a-f-]{{0,120}}\.[0-9a-f]{{12}}")
 
 
@@ -25,10 +24,8 @@ class ByteStore(ABC):
     The key of a blob, which may have many MiB, begins with BLOBS. Every method but `health` raises
     StoreDamaged for a corrupt store, and StoreError if the store cannot be read or written.
 
-    Attributes:
-        url: what `open_store` takes to open it again, without passwords.
-        studies: a local folder for the studies of this store, which may not exist yet.
-        searches: whether the store has `search`, so that a lookup is one request.
+    `url`: what `open_store` takes, without passwords; `studies`: a local folder for the studies of
+    this store, which may not exist yet; `searches`: whether it has `search`.
     """
 
     url: str
@@ -37,32 +34,27 @@ class ByteStore(ABC):
 
     @abstractmethod
     def keys(self) -> list[str]:
-        """The keys of all records, sorted, without those of blobs; [] if there is no store yet."""
+        """The sorted keys of all records, without those of blobs."""
 
     def sizes(self, prefix: str = BLOBS) -> Mapping[str, int]:
         """The bytes of each blob whose key begins with `prefix`."""
         return {}
 
     def search(self, question: Mapping[str, Any]) -> list[str]:
-        """The keys that answer a question of `RecordFilter.question`; if there are many, the
-        nearest. `get_many` of these keys makes no further request."""
+        """The keys of the nearest records for a question of `RecordFilter.question`. `get_many` of
+        these keys makes no further request."""
         raise NotImplementedError
 
     def get(self, key: str, most: int = MAX_BYTES) -> bytes | None:
-        """The data of one key; None if the key is absent.
-
-        Raises:
-            RecordDamaged: the data is larger than `most` bytes, or no store wrote it.
-        """
+        """The data of one key; None if the key is absent. Raises RecordDamaged if the data is
+        larger than `most` bytes, or no store wrote it."""
         found = self.get_many([key], most).get(key)
         if isinstance(found, RecordDamaged):
             raise found
         return found
 
     @abstractmethod
-    def get_many(
-        self, keys: Iterable[str], most: int = MAX_BYTES
-    ) -> dict[str, bytes | RecordDamaged]:
+    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> Found:
         """The data of several keys, without absent ones."""
 
     @abstractmethod
@@ -97,12 +89,8 @@ class ByteStore(ABC):
 
 
 class Remote(ByteStore):
-    """A store on the network, which may not answer.
-
-    Attributes:
-        timeout_s: most seconds that a reader waits for the store. Set before the first request.
-        address: host and port to try before a slow client library is imported.
-    """
+    """A store on the network, which may not answer. `timeout_s`: most seconds that a reader waits;
+    `address`: host and port to try before a slow client library is imported."""
 
     address: tuple[str, int] | None = None
 
@@ -123,16 +111,10 @@ class Remote(ByteStore):
 
 
 def is_blob(key: str) -> bool:
-    """Whether a key is a blob's.
-
-    Raises:
-        RecordDamaged: the key begins like a blob's, but could lead to another place.
-    """
-    if not key.startswith(BLOBS):
-        return False
-    if not _BLOB.fullmatch(key):
+    """Whether a key is a blob's. Raises RecordDamaged if it only begins like one."""
+    if key.startswith(BLOBS) and not _BLOB.fullmatch(key):
         raise RecordDamaged(f"key {key[:80]!r}: not a blob's key; refused")
-    return True
+    return key.startswith(BLOBS)
 
 
 def blob_key(name: str, prefix: str) -> str:

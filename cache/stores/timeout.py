@@ -30,14 +30,11 @@ def check_deadline() -> None:
 def run_with_timeout(
     seconds: float, act: Callable[[], T], what: str, late: Callable[[T], None] | None = None
 ) -> T:
-    """Return act(), run in a daemon thread.
+    """Return act(), run in a daemon thread. Raises StoreError if it is late.
 
     Socket timeouts are not enough: a name lookup has none, each byte of a slow answer restarts
     them, and a network file system may hang. A late call continues in its thread, and `late` gets
     its result. Without `late`, `check_deadline` stops the call.
-
-    Raises:
-        StoreError: the call is late. Exceptions of act() are raised, too.
     """
     deadline = time.monotonic() + seconds if late is None else None
     future: Future[T] = Future()

@@ -8,11 +8,9 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from advisor.cache.kinds import Duration
 from advisor.errors import UsageError
 
-TIMEOUT_S = 0.05
-"""Seconds that `apply` waits for a remote store, unless its URL says ?timeout=."""
-_HARMLESS = ("prefix", "ttl", "timeout", "endpoint", "db", "insecure")
-"""Options whose values are shown; any other value may be a secret."""
-_OPTION = re.compile(r"[?&;]([^=&;?#]*)=[^&;#]*")
+TIMEOUT_S = 0.05  # for `apply` and a remote store, unless its URL says ?timeout=
+_HARMLESS = "prefix|ttl|timeout|endpoint|db|insecure"  # options; others may be secret
+_SECRET = re.compile(rf"([?&;](?!(?i:{_HARMLESS})=)[^=&;?#]*)=[^&;#]*")
 _FORM = (
     "expected SCHEME://[USER:PASSWORD@]HOST[:PORT]/PLACE[?OPTION=VALUE&...], a port from 1 to "
     "65535, and / ? # @ in a password as %2F %3F %23 %40"
@@ -20,14 +18,8 @@ _FORM = (
 
 
 class RemoteUrl:
-    """A URL, split from the options that advisor takes itself.
-
-    Attributes:
-        bare: the URL without those options; `shown`: the whole URL without possible secrets.
-
-    Raises:
-        UsageError: an option is given twice, or the URL is malformed.
-    """
+    """A URL, split from the options of advisor's own. Raises UsageError if it is malformed.
+    `bare`: the URL without those options; `shown`: the whole URL without possible secrets."""
 
     def __init__(self, url: str, *own: str) -> None:
         place, _, query = url.partition("?")
@@ -38,19 +30,20 @@ class RemoteUrl:
             given = parse_qsl(query, strict_parsing=bool(query))
         except ValueError as exc:
             raise UsageError(f"cache URL {shown!r}: {_FORM}") from exc
-        names = [name for name, _value in given]
-        for name in own:
-            if names.count(name) > 1:
+        self.options: dict[str, str] = {}
+        for name, value in given:
+            if name in self.options:
                 raise UsageError(f"cache URL {shown!r}: {name} is given twice")
+            if name in own:
+                self.options[name] = value
         rest = urlencode([pair for pair in given if pair[0] not in own])
         self.bare = f"{place}?{rest}" if rest else place
-        self.options = {name: value for name, value in given if name in own}
 
     def seconds(self, option: str, default: float) -> float:
         """The time in an option, or `default`. Raises UsageError if the option is no time."""
-        if option not in self.options:
-            return default
-        return Duration().checked(f"cache URL {self.shown!r}: {option}", self.options[option])
+        what = f"cache URL {self.shown!r}: {option}"
+        given = self.options.get(option)
+        return default if given is None else Duration().checked(what, given)
 
 
 def without_password(url: str) -> str:
@@ -64,8 +57,4 @@ def without_password(url: str) -> str:
     # Text after a colon may be a password, unless it is a port.
     host = r"(?:\[[0-9A-Fa-f:.]*\]|[^/:\[]*)"
     place = re.sub(rf"^([A-Za-z][A-Za-z0-9+.-]*://{host}):(?!-?\d*(?:/|$)).*", r"\1:***", place)
-    return place.partition("#")[0] + _OPTION.sub(_shown, mark + query)
-
-
-def _shown(option: re.Match[str]) -> str:
-    return option[0] if option[1].lower() in _HARMLESS else f"{option[0].partition('=')[0]}=***"
+    return place.partition("#")[0] + _SECRET.sub(r"\1=***", mark + query)

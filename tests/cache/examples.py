@@ -8,15 +8,8 @@ from typing import Any
 from advisor.cache.codec import to_plain
 from advisor.cache.config import Config
 from advisor.cache.key import Device, Environment, Key, Software
-from advisor.cache.record import (
-    Choice,
-    Measurement,
-    Provenance,
-    Record,
-    Target,
-    Trial,
-    Winner,
-)
+from advisor.cache.record import Choice, Measurement, Provenance, Record, Target, Trial, Winner
+from advisor.cache.signing import KeyRing
 from advisor.cache.task import Task
 
 DEVICE = Device(
@@ -128,6 +121,9 @@ def record(
     return replace(made, **changes)
 
 
+MINE = KeyRing(own=b"m" * 32)
+THEIRS = KeyRing(own=b"t" * 32)
+TEAM = KeyRing(b"a secret of a team", own=b"m" * 32)
 INFER = changed(KEY, "mode", "infer")
 SMALL = changed(KEY, "shapes", ((8, 3, 256, 256),))
 

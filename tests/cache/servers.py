@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,24 +52,22 @@ def answers(port: int) -> bool:
 
 
 class Server:
-    """A process that listens on a port; it can be stopped and started again."""
+    """A process that listens on a port; it can be stopped and started again. As root, it is the
+    user's `who`; it is there once `ready` is true of its port."""
 
-    def __init__(self, command: list[str], port: int, user: str = "", group: str = "") -> None:
+    def __init__(
+        self, command: list[str], port: int, who: str = "", ready: Callable[[int], bool] = answers
+    ) -> None:
         self.port = port
-        self._command = command
-        self._who = {"user": user, "group": group} if user else {}
+        self._command, self._ready = command, ready
+        self._who = {"user": who, "group": who} if who else {}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        self._process = subprocess.Popen(
-            self._command,
-            cwd="/",
-            **self._who,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen(self._command, cwd="/", **self._who, **silent)
         limit = time.monotonic() + 60
-        while not answers(self.port):
+        while not self._ready(self.port):
             if self._process.poll() is not None or time.monotonic() > limit:
                 raise RuntimeError(f"{self._command[0]} does not start")
             time.sleep(0.05)
@@ -79,6 +77,15 @@ class Server:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+@contextlib.contextmanager
+def running(server: Server) -> Iterator[Server]:
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
 
 
 def redis_server(folder: Path) -> Server | None:
@@ -97,74 +104,52 @@ def s3_server() -> Server:
     return Server([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port)
 
 
-def postgresql_server(folder: Path, durable: bool = False) -> Server | None:
-    """None where PostgreSQL is not installed. As root, who may not run it, it is its own user's,
-    and so is the folder, which others must be able to reach.
+def make_bucket(port: int) -> None:
+    import s3fs
 
-    Args:
-        durable: what was committed outlives a crash of the machine, and not of the server alone.
-    """
-    binaries = [Path(found).resolve().parent for found in [shutil.which("postgres")] if found]
-    binaries += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    binary = next((one for one in binaries if (one / "initdb").exists()), None)
-    if binary is None:
-        return None
-    who = {"user": "postgres", "group": "postgres"} if os.geteuid() == 0 else {}
-    if who:
-        shutil.chown(folder, **who)
-    made = [binary / "initdb", "-D", folder / "data", "-U", "advisor", "-A", "trust", "--no-sync"]
-    subprocess.run([*made, "--locale=C.UTF-8"], check=True, capture_output=True, cwd="/", **who)
-    port = free_port()
-    # Tests kill servers, not machines: what the system has is not lost. What is killed leaves the
-    # memory that it shares, so that lies in the folder.
-    command = [str(binary / "postgres"), "-D", str(folder / "data"), "-p", str(port)]
-    command += ["-c", "listen_addresses=127.0.0.1", "-c", f"unix_socket_directories={folder}"]
-    command += ["-c", "dynamic_shared_memory_type=mmap"]
-    return Server([*command, "-c", f"fsync={'on' if durable else 'off'}"], port, **who)
+    there = s3fs.S3FileSystem(endpoint_url=f"http://127.0.0.1:{port}", skip_instance_cache=True)
+    with contextlib.suppress(FileExistsError):
+        there.mkdir(BUCKET)
 
 
 @contextlib.contextmanager
 def postgresql(durable: bool = False) -> Iterator[Server]:
-    """A PostgreSQL that runs, in a folder that its user can reach; skips where there is none."""
-    folder = Path(tempfile.mkdtemp(prefix="advisor-postgresql-"))
+    """A PostgreSQL that runs; skips where there is none. As root, who may not run it, it is its own
+    user's, and so is its folder. `durable`: what was committed outlives a crash of the machine."""
+    binaries = [Path(found).resolve().parent for found in [shutil.which("postgres")] if found]
+    binaries += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    binary = next((one for one in binaries if (one / "initdb").exists()), None)
+    if binary is None:
+        pytest.skip("PostgreSQL is not installed")
+    who = "postgres" if os.geteuid() == 0 else ""
+    folder, port = Path(tempfile.mkdtemp(prefix="advisor-postgresql-")), free_port()
     try:
-        server = postgresql_server(folder, durable)
-        if server is None:
-            pytest.skip("PostgreSQL is not installed")
-        with running(server):
-            _accepted(server.port)
+        if who:
+            shutil.chown(folder, who, who)
+        made = [binary / "initdb", "-D", folder / "data", "-U", "advisor", "-A", "trust"]
+        as_user = {"user": who, "group": who} if who else {}
+        command = [*made, "--no-sync", "--locale=C.UTF-8"]
+        subprocess.run(command, check=True, capture_output=True, cwd="/", **as_user)
+        # What is killed leaves the memory that it shares, so that lies in the folder.
+        options = {
+            "listen_addresses": "127.0.0.1",
+            "unix_socket_directories": folder,
+            "dynamic_shared_memory_type": "mmap",
+            "fsync": "on" if durable else "off",
+        }
+        words = [word for name, value in options.items() for word in ("-c", f"{name}={value}")]
+        command = [str(binary / "postgres"), "-D", str(folder / "data"), "-p", str(port), *words]
+        with running(Server(command, port, who, accepts)) as server:
             yield server
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _accepted(port: int) -> None:
-    """Wait until PostgreSQL takes a connection: it listens before it does."""
+def accepts(port: int) -> bool:
+    """Whether PostgreSQL takes a connection: it listens before it does."""
     import psycopg
 
-    limit = time.monotonic() + 60
-    while True:
-        try:
-            return psycopg.connect(f"postgresql://advisor@127.0.0.1:{port}/postgres").close()
-        except psycopg.OperationalError:
-            if time.monotonic() > limit:
-                raise
-            time.sleep(0.05)
-
-
-def make_bucket(port: int) -> None:
-    import s3fs
-
-    with contextlib.suppress(FileExistsError):
-        s3fs.S3FileSystem(endpoint_url=f"http://127.0.0.1:{port}", skip_instance_cache=True).mkdir(
-            BUCKET
-        )
-
-
-@contextlib.contextmanager
-def running(server: Server) -> Iterator[Server]:
-    server.start()
-    try:
-        yield server
-    finally:
-        server.kill()
+    with contextlib.suppress(psycopg.OperationalError):
+        psycopg.connect(f"postgresql://advisor@127.0.0.1:{port}/postgres").close()
+        return True
+    return False

@@ -8,15 +8,8 @@ from pathlib import Path
 import pytest
 
 from advisor.cache import exchange
-from advisor.cache.artifacts import (
-    Artifacts,
-    Label,
-    Purpose,
-    Tools,
-    pack_artifacts,
-    unpack_artifacts,
-)
-from advisor.cache.config import Config
+from advisor.cache.artifacts import Artifacts, Label, Purpose, Tools, pack_artifacts
+from advisor.cache.artifacts import unpack_artifacts as unpack
 from advisor.cache.garbage import garbage
 from advisor.cache.name import record_key
 from advisor.cache.record import Record
@@ -26,11 +19,8 @@ from advisor.cache.signing import NO_KEYS, KeyRing
 from advisor.cache.stores import BLOBS, ByteStore, open_store
 from advisor.cache.stores.disk import PackStore
 from advisor.errors import RecordDamaged, StoreError, UsageError
-from tests.cache.examples import DEFAULT, ENVIRONMENT, record
+from tests.cache.examples import DEFAULT, ENVIRONMENT, MINE, TEAM, THEIRS, record
 
-MINE = KeyRing(own=b"m" * 32)
-THEIRS = KeyRing(own=b"t" * 32)
-TEAM = KeyRing(b"a secret of a team", own=b"m" * 32)
 TOOLS = Tools(torch="2.11.0", triton="3.6.0", python="3.11.7")
 RECORD = record()
 PURPOSE = Purpose.of(RECORD, DEFAULT, ENVIRONMENT, TOOLS)
@@ -39,21 +29,16 @@ DATA = b"code " * 1000
 GOOD = pack_artifacts(DATA, PURPOSE, MINE)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ByteStore:
-    return open_store(f"dir:{tmp_path}/store")
-
-
 def artifacts(*stores: ByteStore, keyring: KeyRing = MINE, most: int = 2**20) -> Artifacts:
     return Artifacts(stores, keyring, most)
 
 
-def name(purpose: Purpose, keyring: KeyRing) -> str:
+def name(purpose: Purpose, keyring: KeyRing = MINE) -> str:
     return keyring.tagged(purpose.label)
 
 
-def key(purpose: Purpose, keyring: KeyRing) -> str:
-    return BLOBS + name(purpose, keyring)
+def key(purpose: Purpose) -> str:
+    return BLOBS + name(purpose)
 
 
 def put(store: ByteStore, one: Record = RECORD, keyring: KeyRing = MINE) -> Purpose:
@@ -72,35 +57,26 @@ def test_what_was_kept_is_found(store: ByteStore) -> None:
     assert artifacts(store, keyring=TEAM).find(PURPOSE) is not None  # by one's own key too
     assert artifacts(store, most=0).find(PURPOSE) is None
     assert artifacts(store).find(OTHER) is None
+    fed = DEFAULT.replace(pin_memory=True)  # the input pipeline is not compiled
+    assert Purpose.of(RECORD, fed, ENVIRONMENT, TOOLS) == PURPOSE
 
 
-def test_the_input_pipeline_is_not_compiled() -> None:
-    fed = replace(RECORD, input=Config(pin_memory=True))
-    advised = DEFAULT.replace(pin_memory=True)
-    same = Purpose.of(fed, DEFAULT, ENVIRONMENT, TOOLS)
-    assert Purpose.of(fed, advised, ENVIRONMENT, TOOLS) == same
-
-
-@pytest.mark.parametrize(
-    ("field", "now"),
-    [
-        *(("torch", "2.12.0"), ("triton", ""), ("python", "3.12.1"), ("driver", "590.2")),
-        *(("device", "NVIDIA H100"), ("capability", "10.0"), ("kind", "cpu")),
-        *(("record", "ab/cd/64"), ("config", "ab" * 6)),
-    ],
-)
-def test_for_anything_else_they_are_refused(field: str, now: str) -> None:
-    here = replace(PURPOSE, **{field: now})
-    with pytest.raises(RecordDamaged, match=f"made for {field} .*, here {now or 'none'}"):
-        unpack_artifacts(GOOD, here, MINE)
+def test_for_anything_else_they_are_refused() -> None:
+    for field, now in {
+        **{"torch": "2.12.0", "triton": "", "python": "3.12.1", "driver": "590.2", "kind": "cpu"},
+        **{"device": "NVIDIA H100", "capability": "10.0"},
+        **{"record": "ab/cd/64", "config": "ab" * 6},
+    }.items():
+        with pytest.raises(RecordDamaged, match=f"made for {field} .*, here {now or 'none'}"):
+            unpack(GOOD, replace(PURPOSE, **{field: now}), MINE)
 
 
 RECORD_SIGNATURE = GOOD[:20] + MINE.sign(GOOD[52:]) + GOOD[52:]
 
 
-@pytest.mark.parametrize(
-    ("packed", "says"),
-    [
+def test_planted_or_changed_artifacts_are_refused(store: ByteStore) -> None:
+    """Under a trusted name, which can be copied from a listing."""
+    for packed, says in (
         (b"\0" * 1000, "in an unknown format"),
         (bytes([GOOD[0] ^ 1]) + GOOD[1:], "in an unknown format"),
         (GOOD[:25] + bytes([GOOD[25] ^ 1]) + GOOD[26:], "not signed by you or your team"),
@@ -111,24 +87,16 @@ RECORD_SIGNATURE = GOOD[:20] + MINE.sign(GOOD[52:]) + GOOD[52:]
         (pack_artifacts(DATA, PURPOSE, NO_KEYS), "not signed by you or your team"),
         (pack_artifacts(DATA, OTHER, MINE), "made for config"),
         (pack_artifacts(b"\0" * 10**6, PURPOSE, MINE), "too large when unpacked"),
-    ],
-)
-def test_planted_or_changed_artifacts_are_refused(
-    store: ByteStore, packed: bytes, says: str
-) -> None:
-    """Under a trusted name, which can be copied from a listing."""
-    store.put(key(PURPOSE, MINE), packed)
-    with pytest.raises(RecordDamaged, match=says):
-        artifacts(store).find(PURPOSE)
+    ):
+        store.put(key(PURPOSE), packed)
+        with pytest.raises(RecordDamaged, match=says):
+            artifacts(store).find(PURPOSE)
 
 
 def test_what_is_too_large_or_unsigned_is_not_kept(store: ByteStore, tmp_path: Path) -> None:
-    for found in (
-        artifacts(store, most=10),
-        artifacts(store, most=0),
-        artifacts(store, keyring=NO_KEYS),
-    ):
-        assert found.keep(DATA, PURPOSE, store) == 0
+    limits = {"most": 10}, {"most": 0}, {"keyring": NO_KEYS}
+    for limit in limits:
+        assert artifacts(store, **limit).keep(DATA, PURPOSE, store) == 0  # type: ignore[arg-type]
     with pytest.raises(StoreError, match="a pack is read-only"):
         artifacts(store).keep(DATA, PURPOSE, PackStore(tmp_path / "pack"))
     assert store.sizes() == {} and not (tmp_path / "pack").exists()
@@ -142,7 +110,7 @@ def test_stores_are_searched_in_order_and_the_first_gets_it(
 ) -> None:
     first = open_store(f"disk:{tmp_path}/first")
     artifacts(store).keep(DATA, PURPOSE, store)
-    first.put(key(PURPOSE, MINE), b"rubbish")
+    first.put(key(PURPOSE), b"rubbish")
     for there in (store, first):
         found = artifacts(first, store).find(PURPOSE)
         assert found is not None and found.store == there.url
@@ -197,11 +165,11 @@ def test_gc_takes_what_no_record_leads_to(
         artifacts(store).keep(DATA, one, store)
     artifacts(store, keyring=THEIRS).keep(DATA, other, store)
     assert {name: reason.rpartition(": ")[2] for name, reason in reasons(store).items()} == {
-        name(gone, MINE): "their record is gone",
-        name(other, MINE): "their config is no longer advised",
+        name(gone): "their record is gone",
+        name(other): "their config is no longer advised",
     }
     monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "10B")
-    said = reasons(store)[name(purpose, MINE)]
+    said = reasons(store)[name(purpose)]
     assert said.startswith("oversized: ")
     assert said.endswith("of artifacts: larger than 10 bytes (ADVISOR_MAX_ARTIFACTS)")
 
@@ -245,8 +213,8 @@ def test_only_own_sound_artifacts_are_copied_to_another_store(
     purpose = put(store)
     artifacts(store, keyring=THEIRS).keep(DATA, purpose, store)
     changed, moved = (replace(purpose, config=one * 6) for one in ("ab", "cd"))
-    store.put(key(changed, MINE), b"changed since")
-    store.put(key(moved, MINE), good := pack_artifacts(DATA, purpose, MINE))
+    store.put(key(changed), b"changed since")
+    store.put(key(moved), good := pack_artifacts(DATA, purpose, MINE))
     there = open_store(other.format(tmp_path))
     records = Records([store, there], keyring=MINE)
 
@@ -255,25 +223,25 @@ def test_only_own_sound_artifacts_are_copied_to_another_store(
         return {one.name: one.reason or one.outcome for one in found}
 
     refused = {
-        name(changed, MINE): "artifacts: in an unknown format; refused",
-        name(moved, MINE): "artifacts: made for another record or config; refused",
+        name(changed): "artifacts: in an unknown format; refused",
+        name(moved): "artifacts: made for another record or config; refused",
     }
     for outcome in ("added", "known"):
-        assert copied(record_key(RECORD)) == {name(purpose, MINE): outcome, **refused}
+        assert copied(record_key(RECORD)) == {name(purpose): outcome, **refused}
     for damaged in (good[:-1] + bytes([good[-1] ^ 1]), good[:-1], good + b"more"):
-        there.put(key(purpose, MINE), damaged)
-        assert copied(record_key(RECORD))[name(purpose, MINE)] == "added"
-        assert there.get(key(purpose, MINE), 2**20) == good
+        there.put(key(purpose), damaged)
+        assert copied(record_key(RECORD))[name(purpose)] == "added"
+        assert there.get(key(purpose), 2**20) == good
     assert copied() == {}
     monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "0")
     assert copied(record_key(RECORD)) == {}
     assert artifacts(there).find(purpose) is not None
 
 
-@pytest.mark.parametrize(("said", "most"), [("", 64 * 2**20), ("0", 0), ("1GiB", 2**30)])
-def test_how_large_they_may_be(said: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", said)
-    assert max_artifacts() == most
+def test_how_large_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, most in (("", 64 * 2**20), ("0", 0), ("1GiB", 2**30)):
+        monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", said)
+        assert max_artifacts() == most
     monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "much")
     with pytest.raises(UsageError, match=r"ADVISOR_MAX_ARTIFACTS 'much': expected .* or 0 to keep"):
         max_artifacts()

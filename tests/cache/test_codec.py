@@ -20,7 +20,8 @@ from advisor.cache.record import OUTCOMES, Measurement, Record
 from advisor.cache.signing import KeyRing
 from advisor.errors import RecordDamaged
 from tests.cache.examples import choice, planted, record, trial
-from tests.cache.test_config import configs_of
+from tests.cache.mutations import HEADERS
+from tests.cache.test_key import configs_of
 
 lines = st.text(st.just(" ") | st.characters(exclude_categories=("C", "Z")), max_size=20)
 measurements = st.builds(
@@ -120,21 +121,18 @@ def test_values_that_are_refused(path: str, value: object, says: str) -> None:
         decode(enclosed(planted(record(), path, value)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"format": FORMAT + 1}, f"newer than {FORMAT}.*upgrade advisor"),
-        ({"format": FORMAT - 1}, f"format {FORMAT - 1} is older than"),
-        ({"format": "1"}, "format: missing"),
-        ({"record": [1]}, "envelope.record: expected"),
-        ({"record": b"\x80"}, "do not match their checksum"),
-        ({"sha256": b""}, "do not match their checksum"),
-        ({"sha256": None}, "envelope.sha256: expected"),
-    ],
-)
-def test_names_what_is_wrong_with_the_envelope(changes: dict[str, object], says: str) -> None:
-    with pytest.raises(RecordDamaged, match=says):
-        decode(enclosed(to_plain(record()), **changes))
+def test_names_what_is_wrong_with_the_envelope() -> None:
+    for name, value, says in (
+        ("format", FORMAT + 1, f"newer than {FORMAT}.*upgrade advisor"),
+        ("format", FORMAT - 1, f"format {FORMAT - 1} is older than"),
+        ("format", "1", "format: missing"),
+        ("record", [1], "envelope.record: expected"),
+        ("record", b"\x80", "do not match their checksum"),
+        ("sha256", b"", "do not match their checksum"),
+        ("sha256", None, "envelope.sha256: expected"),
+    ):
+        with pytest.raises(RecordDamaged, match=says):
+            decode(enclosed(to_plain(record()), **{name: value}))
 
 
 def test_tolerates() -> None:
@@ -172,22 +170,17 @@ def test_signed() -> None:
             decode(data, keyring)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
+def test_greedy_bytes_take_no_memory() -> None:
+    tracemalloc.start()
+    for data in (
         b"\xdd\x00\x00\x07\xff" * 1000,  # lists in lists, each said to be long
-        b"\xdd\xff\xff\xff\xff",
-        b"\xdf\xff\xff\xff\xff",
-        b"\xc6\xff\xff\xff\xff",
+        *HEADERS,
         b"\x91" * 100_000,
         b"\x9f" + b"\x90" * 1_000_000,
         msgpack.packb([[[]] * 2000] * 300),
-    ],
-)
-def test_greedy_bytes_take_no_memory(data: bytes) -> None:
-    tracemalloc.start()
-    with pytest.raises(RecordDamaged):
-        decode(data)
+    ):
+        with pytest.raises(RecordDamaged):
+            decode(data)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 64 * 2**20
@@ -207,6 +200,7 @@ def test_what_could_not_be_read_is_not_written() -> None:
 
 THREADS = """
 import sys, threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import make_dataclass
 from advisor.cache.codec import from_plain
 
@@ -216,15 +210,12 @@ for number in range(100):
     outer = make_dataclass("Outer", [("x", inner), ("y", tuple[inner, ...], ())])
     start = threading.Barrier(8)
 
-    def read():
+    def read(_number):
         start.wait()
         from_plain(outer, {"x": {"a": 1}, "y": [{"a": 2}]})
 
-    threads = [threading.Thread(target=read) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(read, range(8)))
 """
 
 

@@ -26,7 +26,7 @@ from advisor.cache.stores.disk import PackStore, write_pack
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 from advisor.tuners.knobs import refusal
 from tests import hostile
-from tests.cache.examples import record
+from tests.cache.examples import MINE, record
 from tests.cache.mutations import corpus, mutated
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[hostile.Case]:
 def test_what_is_hostile_costs_nothing_else(case: hostile.Case, tmp_path: Path) -> None:
     url = case.make(tmp_path)
     before = set(tmp_path.iterdir())
-    records = Records(open_stores(url), keyring=hostile.MINE)
+    records = Records(open_stores(url), keyring=MINE)
     wanted, began = RecordFilter(target="model.py:Net"), time.monotonic()
     said = ask(records, wanted, lambda _held: Chosen(), deadline_s=0.5)
     assert time.monotonic() - began < 30  # it ends, on a slow machine too

@@ -1,13 +1,17 @@
+"""Configs and keys: what makes them different, and that they stay the same between versions."""
+
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from advisor.cache import codec, key
 from advisor.cache.codec import decode, encode, make_envelope, to_plain
@@ -16,7 +20,8 @@ from advisor.cache.key import PLACE, VARIANT, fields, fingerprint
 from advisor.cache.match import compared
 from advisor.cache.name import Name
 from advisor.cache.records import Records
-from advisor.cache.stores import open_store
+from advisor.cache.stores import ByteStore
+from advisor.errors import UsageError
 from tests.cache.examples import KEY, TASK, changed, record
 
 
@@ -36,29 +41,18 @@ def another(name: str) -> object:
 
 
 def test_every_field_has_its_place() -> None:
-    assert set(fields(KEY)) == {*PLACE, *VARIANT}
-    assert len({*PLACE, *VARIANT}) == len(PLACE) + len(VARIANT)
+    assert sorted(fields(KEY)) == sorted([*PLACE, *VARIANT])
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"target": "elsewhere.py:Net"},
-        {"device": "cuda:1"},
-        {"model_args": Config()},
-        {"shapes": ((32, 3, 256, 256),)},
-    ],
-)
-def test_how_it_is_called_where_it_runs_and_the_batch_do_not_count(changes: Any) -> None:
-    assert replace(KEY, task=replace(TASK, **changes)).digest == KEY.digest
+def test_what_the_digest_counts() -> None:
+    def digest(**changes: Any) -> str:
+        return replace(KEY, task=replace(TASK, **changes)).digest
 
-
-def test_each_batch_of_a_mix_counts() -> None:
+    same = digest(target="elsewhere.py:Net"), digest(device="cuda:1"), digest(model_args=Config())
+    assert {*same, digest(shapes=((32, 3, 256, 256),))} == {KEY.digest}
     mixes = [((batch, 3, 16, 16), (8, 3, 8, 8)) for batch in (4, 5)]
-    assert len({replace(KEY, task=replace(TASK, shapes=mix)).digest for mix in mixes}) == 2
-
-
-def test_digest_stays_the_same_between_versions() -> None:
+    assert len({digest(shapes=mix) for mix in mixes}) == 2
+    # It stays the same between versions.
     assert KEY.digest == "166ed09f4c3a2cd425641517862c23dbc6adfc7099cce6919ce184d8caff8efa"
 
 
@@ -98,24 +92,24 @@ def test_a_key_stays_the_same() -> None:
 
 
 @pytest.mark.usefixtures("a_field_more")
-def test_a_record_without_the_field_is_read(tmp_path: Path) -> None:
+def test_a_record_without_the_field_is_read(store: ByteStore) -> None:
     content = to_plain(record())
     del content["key"]["task"]["script"]
     data = make_envelope(msgpack.packb(content))
-    records = Records(open_store(f"dir:{tmp_path}"))
-    records.stores[0].put(Name.of(record(), data).text, data)
+    records = Records(store)
+    store.put(Name.of(record(), data).text, data)
     assert records.all() == [record()] and not records.damaged
     records.put(record(NEWER))
     assert {one.key.task.script for one in records.all()} == {"", "amp"}
 
 
-def test_an_older_version_refuses_a_newer_key_alone(tmp_path: Path) -> None:
+def test_an_older_version_refuses_a_newer_key_alone(store: ByteStore) -> None:
     """It does not know the field, and says so of no other record."""
     content = to_plain(record())
     content["key"]["task"]["flavour"] = "sour"
     data = make_envelope(msgpack.packb(content))
-    records = Records(open_store(f"dir:{tmp_path}"))
-    records.stores[0].put(Name.of(record(NEWER), data).text, data)
+    records = Records(store)
+    store.put(Name.of(record(NEWER), data).text, data)
     records.put(record())
     assert records.all() == [record()] and len(records.damaged) == 1
 
@@ -124,3 +118,54 @@ def test_a_newer_format_reads_the_older_one(monkeypatch: pytest.MonkeyPatch) -> 
     data = encode(record())
     monkeypatch.setattr(codec, "FORMAT", codec.FORMAT + 1)
     assert decode(data) == record()
+
+
+def configs_of(words: st.SearchStrategy[str]) -> st.SearchStrategy[Config]:
+    """Configs with these names and strings."""
+    numbers = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+    values = st.none() | st.booleans() | numbers | words
+    return st.dictionaries(words, values, max_size=6).map(Config)
+
+
+@given(configs_of(st.text(max_size=8)))
+def test_neither_order_nor_pickle_changes_it(config: Config) -> None:
+    turned = Config(dict(reversed(list(config.items()))))
+    again = pickle.loads(pickle.dumps(config))
+    assert turned == again == config
+    assert hash(turned) == hash(again) == hash(config)
+    assert turned.digest == config.digest == fingerprint(config)[:12]
+    assert list(config) == sorted(config)
+
+
+def test_values_and_types_count() -> None:
+    several = {Config(a=value) for value in (True, 1, 1.0, "1")}
+    assert len(several) == len({one.digest for one in several}) == 4
+    default = Config(a=1, b=True, c="x", batch_size=8)
+    assert Config(a=1, b=True, c="y", batch_size=64).changed(default) == Config(c="y")
+    assert Config(a=True, b=1, d=None).changed(default) == Config(a=True, b=1, d=None)
+    config = Config({"precision": "bf16"}, batch_size=64)
+    assert repr(config) == "Config(batch_size=64, precision='bf16')"
+    assert config.replace(batch_size=32) == config.at(32) == Config(batch_size=32, precision="bf16")
+    assert config.without("batch_size", "absent") == config.knobs == Config(precision="bf16")
+    assert config | Config(pin_memory=True) == config.replace(pin_memory=True)
+    assert (config.batch, config.knobs.batch) == (64, 0)
+    assert Config(batch_size="64").batch == Config(batch_size=True).batch == 0
+    assert config != {"batch_size": 64, "precision": "bf16"}
+
+
+def test_what_is_refused_or_missing() -> None:
+    expected = "str, int of at most 64 bits, finite float, bool or None"
+    for wrong in (b"", 2**64, -(2**63) - 1, float("inf"), [1]):
+        with pytest.raises(UsageError) as refused:
+            Config(a=wrong)  # type: ignore[arg-type]
+        assert str(refused.value) == f"config value a={wrong!r}: expected {expected}"
+    with pytest.raises(UsageError, match="config name 1: expected a str"):
+        Config({1: 2})  # type: ignore[dict-item]
+    config = Config(b=1, a=2)
+    assert (config.a, config["b"], len(config), len(Config())) == (2, 1, 2, 0)
+    for one, has in ((config, "a, b"), (Config(), "nothing")):
+        with pytest.raises(AttributeError) as missing:
+            _ = one.c
+        assert str(missing.value) == f"config has no 'c'; it has {has}"
+    with pytest.raises(AttributeError):
+        _ = Config(_hidden=1)._hidden

@@ -1,7 +1,8 @@
-"""Each kind of value: what it takes, in which form it is held, how it is refused and written."""
+"""Kinds of values and the fields of a task: what is taken, held, refused and printed."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,74 +10,54 @@ import pytest
 
 from advisor.cache import kinds
 from advisor.cache.config import Config
+from advisor.cache.task import PERMITTED, Task, changed, rows, shell
 from advisor.errors import UsageError
 
 CHOICE = kinds.SingleChoice(("sgd", "adamw"))
 MULTI = kinds.MultiChoice(("default", "tf32", "bf16"))
+BATCH = kinds.Options(("batch",))
 MOST = 2**31 - 1
 NINE = [f"{n}x3" for n in range(1, 10)]
+ARGUMENTS = ["a=1", "b=1.5", "c=True", "d=false", "e=NONE", 'f="1"', "g=x=y", 'h="', "i="]
+HELD = Config(a=1, b=1.5, c=True, d=False, e=None, f="1", g="x=y", h='"', i="")
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "held"),
+    ("kind", "taken"),
     [
-        (kinds.Text(), "a b", "a b"),
-        (CHOICE, "sgd", "sgd"),
-        (kinds.SingleChoice(("float32",)), "torch.float32", "float32"),
-        (MULTI, "bf16, default,bf16", ("default", "bf16")),
-        (MULTI, ["bf16"], ("bf16",)),
-        (kinds.Switch(), False, False),
-        (kinds.Whole(), 1, 1),
-        (kinds.Whole(), "12", 12),
-        (kinds.Whole(), MOST, MOST),
-        (kinds.Whole(0), 0, 0),
-        (kinds.Fraction(), 0, 0.0),
-        (kinds.Fraction(), "0.999", 0.999),
-        *((kinds.DeviceName(), one, one) for one in ("cpu", "cuda", "cuda:9999")),
-        (kinds.Numbers(), "16, 8,16", (8, 16)),
-        (kinds.Numbers(), [3, "2"], (2, 3)),
-        (kinds.Numbers(), [], ()),
-        (kinds.Numbers(), range(1, 65), tuple(range(1, 65))),
-        (kinds.ByteSize(), 1, 1),
-        (kinds.ByteSize(), "512", 512),
-        (kinds.ByteSize(), "2k", 2048),
-        (kinds.ByteSize(), "512MB", 512 * 10**6),
-        (kinds.ByteSize(), " 1.5 GiB ", 3 * 2**29),
-        (kinds.ByteSize(), "2tb", 2 * 10**12),
-        (kinds.ByteSize(), 2**62, 2**62),
-        (kinds.Duration(), 90, 90.0),
-        (kinds.Duration(), "0.5", 0.5),
-        (kinds.Duration(), "90s", 90.0),
-        (kinds.Duration(), "5m", 300.0),
-        (kinds.Duration(), "50ms", 0.05),
-        (kinds.Duration(), "2d1s", 172_801.0),
-        (kinds.Duration(), "1h30m", 5400.0),
-        (kinds.Duration(), " 1.5h1m1s ", 5461.0),
-        (kinds.Duration(), 999_999_999, 999_999_999.0),
-        (kinds.Shapes(), "64x3X8", ((64, 3, 8),)),
-        (kinds.Shapes(), (64, 3), ((64, 3),)),
-        (kinds.Shapes(), ["64", "3"], ((64, 3),)),
-        (kinds.Shapes(), [1] * 16, ((1,) * 16,)),
-        (kinds.Shapes(), [[2, 3], "4x3", (3, 4)], ((3, 4), (4, 3), (2, 3))),
-        (kinds.Shapes(), f"{MOST}x1", ((MOST, 1),)),
-        (kinds.Arguments(), "width=8", Config(width=8)),
-        (kinds.Options(("batch",)), ["batch=--size"], Config(batch="--size")),
-        (kinds.Options(("batch",)), {"batch": "-b"}, Config(batch="-b")),
-        (kinds.Arguments(), {"width": 8}, Config(width=8)),
+        (kinds.Text(), [("a b", "a b")]),
+        (CHOICE, [("sgd", "sgd"), ("torch.sgd", "sgd")]),
+        (MULTI, [("bf16, default,bf16", ("default", "bf16")), (["bf16"], ("bf16",))]),
+        (kinds.Switch(), [(False, False)]),
+        (kinds.Whole(), [(1, 1), ("12", 12), (MOST, MOST)]),
+        (kinds.Whole(0), [(0, 0)]),
+        (kinds.Fraction(), [(0, 0.0), ("0.999", 0.999)]),
+        (kinds.DeviceName(), [(one, one) for one in ("cpu", "cuda", "cuda:9999")]),
+        (kinds.Numbers(), [("16, 8,16", (8, 16)), ([3, "2"], (2, 3)), ([], ())]),
+        (kinds.Numbers(), [(range(1, 65), tuple(range(1, 65)))]),
+        (kinds.ByteSize(), [(1, 1), ("512", 512), ("2k", 2048), ("512MB", 512 * 10**6)]),
+        (kinds.ByteSize(), [(" 1.5 GiB ", 3 * 2**29), ("2tb", 2 * 10**12), (2**62, 2**62)]),
+        (kinds.Duration(), [(90, 90.0), ("0.5", 0.5), ("90s", 90.0), ("5m", 300.0)]),
+        (kinds.Duration(), [("50ms", 0.05), ("2d1s", 172_801.0), ("1h30m", 5400.0)]),
+        (kinds.Duration(), [(" 1.5h1m1s ", 5461.0), (999_999_999, 999_999_999.0)]),
+        (kinds.Shapes(), [("64x3X8", ((64, 3, 8),)), ((64, 3), ((64, 3),))]),
+        (kinds.Shapes(), [(["64", "3"], ((64, 3),)), ([1] * 16, ((1,) * 16,))]),
+        (kinds.Shapes(), [([[2, 3], "4x3", (3, 4)], ((3, 4), (4, 3), (2, 3)))]),
+        (kinds.Shapes(), [(f"{MOST}x1", ((MOST, 1),))]),
         (
-            kinds.Arguments(),
-            ["a=1", "b=1.5", "c=True", "d=false", "e=NONE", 'f="1"', "g=x=y", 'h="', "i="],
-            Config(a=1, b=1.5, c=True, d=False, e=None, f="1", g="x=y", h='"', i=""),
+            BATCH,
+            [(["batch=--size"], Config(batch="--size")), ({"batch": "-b"}, Config(batch="-b"))],
         ),
-        (kinds.Arguments(), ['a=""', 'b="x', 'c=x"'], Config(a="", b='"x', c='x"')),
+        (kinds.Arguments(), [("width=8", Config(width=8)), ({"width": 8}, Config(width=8))]),
+        (kinds.Arguments(), [(ARGUMENTS, HELD)]),
+        (kinds.Arguments(), [(['a=""', 'b="x', 'c=x"'], Config(a="", b='"x', c='x"'))]),
     ],
 )
-def test_taken(kind: kinds.Kind[Any], given: object, held: object) -> None:
-    found = kind.checked("it", given)
-    assert found == held
-    assert type(found) is type(held)
-    # What is in its own form is taken as it is.
-    assert kind.checked("it", found) == found
+def test_taken(kind: kinds.Kind[Any], taken: list[tuple[object, object]]) -> None:
+    for given, held in taken:
+        found = kind.checked("it", given)
+        assert (found, type(found)) == (held, type(held))
+        assert kind.checked("it", found) == found  # what is in its own form stays
 
 
 @pytest.mark.parametrize(
@@ -93,11 +74,9 @@ def test_taken(kind: kinds.Kind[Any], given: object, held: object) -> None:
         (kinds.Numbers(), [3, [0], "", "16.0,32", "1e1", range(65)]),
         (kinds.ByteSize(), [0, "1PB", "GiB", "-1", 2**63, "1e999", None]),
         (kinds.Duration(), [0, "", "-5", "1w", "1h5", "1m30", "1ms5", "5m1h", 10**9]),
-        (
-            kinds.Shapes(),
-            ["64", 7, "0x3", f"{MOST + 1}x3", "axb", [None], [[1] * 17], [], "1e3x3", "16.0x3"],
-        ),
-        (kinds.Options(("batch",)), [3, "lr=--lr", 2 * ["batch=-b"], {"batch": "$(x)"}]),
+        (kinds.Shapes(), ["64", 7, "0x3", f"{MOST + 1}x3", "axb", [None], [[1] * 17], []]),
+        (kinds.Shapes(), ["1e3x3", "16.0x3"]),
+        (BATCH, [3, "lr=--lr", 2 * ["batch=-b"], {"batch": "$(x)"}]),
         (kinds.Arguments(), [3, "width", ["a=1", "a=2"], "a b=1", {3: 1}]),
         (kinds.Words(), ["a b", 3, ["a\n"]]),
     ],
@@ -109,15 +88,12 @@ def test_refused(kind: kinds.Kind[Any], given: list[object]) -> None:
         assert str(refused.value) == f"it {value!r}: expected {kind.expected}"
 
 
-@pytest.mark.parametrize("given", [["4x3", "4x3"], ["4x3", "4x3x3"], NINE])
-def test_shapes_that_do_not_go_together(given: list[str]) -> None:
-    with pytest.raises(UsageError, match=r"different shapes with the same number of dimensions"):
-        kinds.Shapes().checked("it", given)
-
-
-def test_the_texts_of_an_option_that_repeats_are_shown_as_typed() -> None:
+def test_shapes_that_do_not_go_together() -> None:
+    for given in (["4x3", "4x3"], ["4x3", "4x3x3"], NINE):
+        with pytest.raises(UsageError, match=r"different shapes with the same number of dimens"):
+            kinds.Shapes().checked("it", given)
     with pytest.raises(UsageError, match=r"^shape '4x3', 'x': expected a batch and a sample"):
-        kinds.Shapes().checked("shape", ("4x3", "x"))
+        kinds.Shapes().checked("shape", ("4x3", "x"))  # shown as typed
 
 
 def test_a_run_may_have_another_optimizer_than_a_person_gives() -> None:
@@ -130,29 +106,121 @@ def test_a_run_may_have_another_optimizer_than_a_person_gives() -> None:
 @pytest.mark.parametrize(
     ("kind", "held", "texts", "literal"),
     [
-        (kinds.Text(), "a", ["a"], '"a"'),
-        (kinds.Text(), 'say "a"', ['say "a"'], "'say \"a\"'"),
-        (kinds.Text(), "it's", ["it's"], '"it\'s"'),
-        (CHOICE, "sgd", ["sgd"], '"sgd"'),
-        (MULTI, ("tf32", "bf16"), ["tf32,bf16"], '["tf32", "bf16"]'),
-        (kinds.Switch(), True, ["True"], "True"),
-        (kinds.Fraction(), 0.25, ["0.25"], "0.25"),
-        (kinds.DeviceName(), "cuda:1", ["cuda:1"], '"cuda:1"'),
-        (kinds.Numbers(), (8, 16), ["8,16"], "[8, 16]"),
-        (kinds.ByteSize(), 3 * 2**30, ["3GiB"], '"3GiB"'),
-        (kinds.ByteSize(), 3 * 2**20 + 1, ["3145729"], '"3145729"'),
-        (kinds.Duration(), 90.0, ["90s"], '"90s"'),
-        (kinds.Shapes(), ((4, 3),), ["4x3"], "(4, 3)"),
-        (kinds.Shapes(), ((4, 3), (2, 5)), ["4x3", "2x5"], "[(4, 3), (2, 5)]"),
+        (kinds.Text(), "a", "a", '"a"'),
+        (kinds.Text(), 'say "a"', 'say "a"', "'say \"a\"'"),
+        (kinds.Text(), "it's", "it's", '"it\'s"'),
+        (CHOICE, "sgd", "sgd", '"sgd"'),
+        (MULTI, ("tf32", "bf16"), "tf32,bf16", '["tf32", "bf16"]'),
+        (kinds.Switch(), True, "True", "True"),
+        (kinds.Fraction(), 0.25, "0.25", "0.25"),
+        (kinds.DeviceName(), "cuda:1", "cuda:1", '"cuda:1"'),
+        (kinds.Numbers(), (8, 16), "8,16", "[8, 16]"),
+        (kinds.ByteSize(), 3 * 2**30, "3GiB", '"3GiB"'),
+        (kinds.ByteSize(), 3 * 2**20 + 1, "3145729", '"3145729"'),
+        (kinds.Duration(), 90.0, "90s", '"90s"'),
+        (kinds.Shapes(), ((4, 3),), "4x3", "(4, 3)"),
+        (kinds.Shapes(), ((4, 3), (2, 5)), "4x3 2x5", "[(4, 3), (2, 5)]"),
         (
             kinds.Arguments(),
             Config(a=1, b=None, c="x", d="1", e=True, f="none"),
-            ["a=1", "b=none", "c=x", 'd="1"', "e=True", 'f="none"'],
+            'a=1 b=none c=x d="1" e=True f="none"',
             '{"a": 1, "b": None, "c": "x", "d": "1", "e": True, "f": "none"}',
         ),
     ],
 )
-def test_written(kind: kinds.Kind[Any], held: object, texts: list[str], literal: str) -> None:
-    assert kind.texts(held) == texts
+def test_written(kind: kinds.Kind[Any], held: object, texts: str, literal: str) -> None:
+    assert " ".join(kind.texts(held)) == texts
     assert kind.literal(held) == literal
     assert eval(literal) == held or kind.checked("it", eval(literal)) == held
+
+
+def task(**given: object) -> Task:
+    return Task.of("model.py:Net", {"shape": "64x3x8x8", **given})
+
+
+ODD = {
+    "shape": (32, 3, 9, 9),
+    "dtype": "int64",
+    "vocab": 50304,
+    "mode": "infer",
+    "optimizer": "adamw",
+    "model_args": {"width": 8, "name": "a b", "flag": True, "nothing": None, "text": "1"},
+    "data": "data.py:make_dataset",
+    "data_args": {"root": "a b", "size": 5},
+    "device": "cuda:1",
+    "precisions": ["tf32", "bf16"],
+    "any_order": True,
+    "deterministic": True,
+    "max_memory": "40GiB",
+    "batches": [16, 8],
+    "compile": False,
+    "step_graph": False,
+    "tolerance": 0.5,
+}
+
+
+def test_the_table_is_tried_whole() -> None:
+    said = {row.keyword for row in rows(Task).values() if row.option or row.switches}
+    assert said == {"map", *ODD}  # the first is of runs alone
+
+
+@pytest.mark.parametrize("keyword", ODD)
+def test_what_is_printed_says_the_same_when_it_is_read_again(keyword: str) -> None:
+    given: dict[str, Any] = {keyword: ODD[keyword]}
+    if keyword == "vocab":
+        given["dtype"] = "int64"
+    if keyword in ("data_args", "any_order"):
+        given["data"] = "data.py"
+    made = task(**given)
+
+    words = shell(made)
+    again: dict[str, Any] = {}
+    known = {row.option: row for row in rows(Task).values()}
+    switches = {name: (row, v) for row in rows(Task).values() for name, v in row.switches.items()}
+    while words:
+        word = words.pop(0)
+        if word in switches:
+            row, value = switches[word]
+            again[row.keyword] = value
+        elif known[word].kind.repeats:
+            again.setdefault(known[word].keyword, []).append(words.pop(0))
+        else:
+            again[known[word].keyword] = words.pop(0)
+    assert Task.of("model.py:Net", again) == made
+
+    said = {row.keyword: eval(row.kind.literal(v)) for row, v in changed(made) if row.asked}
+    unasked = {name: r.default for name, r in rows(Task).items() if r.printed and not r.asked}
+    assert Task.of("model.py:Net", said) == dataclasses.replace(made, **unasked)
+    made = dataclasses.replace(made, **unasked)
+    assert len(said) == 1 + (made != task()) + (keyword == "vocab") - (keyword == "shape")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"dtype": "complex64"}, "expected one of float32"),
+        ({"device": "gpu"}, "expected cpu, cuda or cuda:N"),
+        ({"batches": "0,4"}, "numbers of at least 1"),
+        ({"shape": ["4x3", "8x3"], "batches": [4]}, "tuned at its own batches"),
+        ({"shape": ["4x3", "8x3"], "data": "data.py"}, "advisor tunes no loader"),
+        ({"any_order": True}, "any order: needs data too"),
+        ({"data_args": {"root": "a"}}, "data args: needs data too"),
+        ({"map": {"batch": "-b"}}, "a TARGET has no options"),
+        ({"colour": "red"}, "colour: expected one of target, shape"),
+        ({"shape": None}, "give your batch and the sample"),
+    ],
+)
+def test_what_is_refused(given: dict[str, object], says: str) -> None:
+    """See `test_kinds` for the values of one field."""
+    with pytest.raises(UsageError, match=says):
+        task(**given)
+
+
+def test_what_does_not_matter_is_left_at_its_default() -> None:
+    assert task(mode="infer", optimizer="adamw") == task(mode="infer", tolerance=0.3)
+    assert task(vocab=7) == task()
+    assert task(dtype="int64", vocab=7) != task(dtype="int64")
+    assert task(batches=[8, 64, 8]) == task(batches=(8,))
+    assert task(precisions=PERMITTED[::-1]) == task(precisions=",".join(PERMITTED)) == task()
+    assert task(shape=["4x3", "8x3"]).shapes == ((8, 3), (4, 3))
+    assert task(shape=["4x3", "8x3"]).batches == ()

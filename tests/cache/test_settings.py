@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from advisor.cache.records import Records
-from advisor.cache.settings import Cache, cache_urls, on_miss
+from advisor.cache.settings import cache_urls, on_miss
 from advisor.cache.stores import open_store, open_stores, store_note
 from advisor.cache.stores.filesystem import network
 from advisor.cache.stores.url import without_password
@@ -36,23 +35,18 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (["disk:/a", "dir:/b,s3://c/d"], ("disk:/a", "dir:/b", "s3://c/d")),
         (Path("/a, b"), ("/a, b",)),
         ([Path("/a, /b"), "redis://h"], ("/a, /b", "redis://h")),
+        *((wrong, "expected a URL on each side of a comma") for wrong in (",", "dir:/a,", ",/a")),
+        *((wrong, "on each side of a comma") for wrong in ("/a,,/b", "redis://u:s3cr3t@h,")),
+        *((wrong, "expected a folder") for wrong in (5, b"x", [5], object())),
     ],
 )
-def test_lists(given: Cache, urls: tuple[str, ...]) -> None:
-    assert cache_urls(given) == urls
-
-
-@pytest.mark.parametrize("wrong", [",", "dir:/a,", ",/a", "/a,,/b", "redis://u:s3cr3t@h,"])
-def test_a_comma_without_a_url_beside_it(wrong: str) -> None:
-    with pytest.raises(UsageError, match="expected a URL on each side of a comma") as caught:
-        cache_urls(wrong)
+def test_lists(given: Any, urls: tuple[str, ...] | str) -> None:
+    if isinstance(urls, tuple):
+        assert cache_urls(given) == urls
+        return
+    with pytest.raises(UsageError, match=urls) as caught:
+        cache_urls(given)
     assert "s3cr3t" not in str(caught.value)
-
-
-@pytest.mark.parametrize("wrong", [5, b"x", [5], object()])
-def test_what_is_no_list_of_urls(wrong: Any) -> None:
-    with pytest.raises(UsageError, match="expected a folder"):
-        cache_urls(wrong)
 
 
 def test_arguments_environment_and_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,45 +66,36 @@ def test_arguments_environment_and_project(tmp_path: Path, monkeypatch: pytest.M
     assert on_miss() == "error"
 
 
-@pytest.mark.parametrize(
-    ("given", "becomes"),
-    [
-        ("records", "{here}/records"),
-        ("./records", "{here}/./records"),
-        ("pack:records.pack", "pack:{here}/records.pack"),
-        ("/abs", "/abs"),
-        ("~/records", "~/records"),
-        ("disk:/abs", "disk:/abs"),
-        ("s3://bucket/x", "s3://bucket/x"),
-    ],
-)
-def test_paths_of_a_project_are_beside_it(tmp_path: Path, given: str, becomes: str) -> None:
-    (tmp_path / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{given}"\n')
-    (found,) = cache_urls()
-    wanted = becomes.format(here=tmp_path)
-    assert found == wanted or Path(found) == Path(wanted)
+def test_paths_of_a_project_are_beside_it(tmp_path: Path) -> None:
+    for given, becomes in {
+        "records": f"{tmp_path}/records",
+        "./records": f"{tmp_path}/records",
+        "pack:records.pack": f"pack:{tmp_path}/records.pack",
+        **{one: one for one in ("/abs", "~/records", "disk:/abs", "s3://bucket/x")},
+    }.items():
+        (tmp_path / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{given}"\n')
+        (found,) = cache_urls()
+        assert found == becomes or Path(found) == Path(becomes)
 
 
-@pytest.mark.parametrize(
-    ("text", "refused"),
-    [
-        ("[tool.advisor]\ncache = 1", [cache_urls]),
-        ("[tool.advisor]\ncache = [1]", [cache_urls]),
-        ("[tool.advisor]\non-miss = 5", [on_miss]),
-        ("[tool]\nadvisor = 1", [cache_urls, on_miss]),
-        ("[tool]\nadvisor = []", [cache_urls, on_miss]),
-        ("[tool.advisor]\non_miss = 'nearest'", [cache_urls, on_miss]),
-        ("tool.advisor =", [cache_urls, on_miss]),
-        ("# tool.advisor\na = " + "[" * 100_000, [cache_urls, on_miss]),
-        ("# tool.advisor\ntool = 1", []),
-    ],
-)
-def test_wrong_projects(tmp_path: Path, text: str, refused: list[Callable[[], object]]) -> None:
-    (tmp_path / "pyproject.toml").write_text(text)
-    for ask in (cache_urls, on_miss):
-        refuses = pytest.raises(UsageError, match=r"^.*pyproject\.toml.*$")
-        with refuses if ask in refused else nullcontext():
-            ask()
+def test_wrong_projects(tmp_path: Path) -> None:
+    both = (cache_urls, on_miss)
+    for text, refused in (
+        ("[tool.advisor]\ncache = 1", (cache_urls,)),
+        ("[tool.advisor]\ncache = [1]", (cache_urls,)),
+        ("[tool.advisor]\non-miss = 5", (on_miss,)),
+        ("[tool]\nadvisor = 1", both),
+        ("[tool]\nadvisor = []", both),
+        ("[tool.advisor]\non_miss = 'nearest'", both),
+        ("tool.advisor =", both),
+        ("# tool.advisor\na = " + "[" * 100_000, both),
+        ("# tool.advisor\ntool = 1", ()),
+    ):
+        (tmp_path / "pyproject.toml").write_text(text)
+        for ask in both:
+            refuses = pytest.raises(UsageError, match=r"^.*pyproject\.toml.*$")
+            with refuses if ask in refused else nullcontext():
+                ask()
 
 
 def test_remote_stores_alone_are_followed_by_the_user_s_folder(tmp_path: Path) -> None:
@@ -132,22 +117,19 @@ overlay /over overlay rw 0 0
 """
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/var/x", ""),
-        ("/home/me/.cache/advisor", "nfs4"),
-        ("/homely", ""),
-        ("/home/local/x", ""),
-        ("/mnt/with blank/x", "lustre"),
-        ("/mnt/bucket", "fuse.gcsfuse"),
-        ("/over/x", ""),
-    ],
-)
-def test_network_file_systems(tmp_path: Path, path: str, kind: str) -> None:
+def test_network_file_systems(tmp_path: Path) -> None:
     (tmp_path / "mounts").write_text(MOUNTS)
-    assert network(Path(path), tmp_path / "mounts") == kind
-    assert network(Path(path), tmp_path / "no such file") == ""
+    for path, kind in {
+        "/var/x": "",
+        "/home/me/.cache/advisor": "nfs4",
+        "/homely": "",
+        "/home/local/x": "",
+        "/mnt/with blank/x": "lustre",
+        "/mnt/bucket": "fuse.gcsfuse",
+        "/over/x": "",
+    }.items():
+        assert network(Path(path), tmp_path / "mounts") == kind
+        assert network(Path(path), tmp_path / "no such file") == ""
 
 
 def test_a_folder_on_one_is_one_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,29 +140,21 @@ def test_a_folder_on_one_is_one_of_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert "SQLite corrupts: use dir:" in store_note(open_store(f"disk:{tmp_path}/new"))
 
 
-@pytest.mark.parametrize("kind", ["dir", "disk"])
-def test_a_bare_path_is_what_lies_there(tmp_path: Path, kind: str) -> None:
-    open_store(f"{kind}:{tmp_path}/there").put("record/a", b"1")
-    assert open_store(f"{tmp_path}/there").url.startswith(f"{kind}:")
+def test_a_bare_path_is_what_lies_there(tmp_path: Path) -> None:
+    for kind in ("dir", "disk"):
+        open_store(f"{kind}:{tmp_path}/{kind}").put("record/a", b"1")
+        assert open_store(f"{tmp_path}/{kind}").url.startswith(f"{kind}:")
 
 
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
+        *((f"redis:{rest}", "") for rest in ("me:s3cr3t@host/0", "/me:s3cr3t@host/0")),
+        *((f"redis://me:s3cr3t{rest}", "") for rest in ("", "/x@host/0", "?x@host/0", "#x@host/0")),
         ("redis://me:s3cr3t@host:1/0", "redis://host:1/0"),
-        ("redis:me:s3cr3t@host/0", ""),
-        ("redis:/me:s3cr3t@host/0", ""),
-        ("redis://me:s3cr3t/x@host/0", ""),
-        ("redis://me:s3cr3t?x@host/0", ""),
-        ("redis://me:s3cr3t#x@host/0", ""),
-        ("redis://me:s3cr3t", ""),
         ("redis://host/0?password=s3cr3t", "redis://host/0?password=***"),
         ("redis://host/0?username=u&ssl_password=s3cr3t&timeout=soon", ""),
         ("redis://host/abc?password=s3cr3t", ""),
-        (
-            "redis://h/0?prefix=team&ttl=90d&timeout=2s",
-            "redis://h/0?prefix=team&ttl=90d&timeout=2s",
-        ),
         ("s3://b/x?sig=s3cr3t&timeout=1s", "s3://b/x?sig=***&timeout=1s"),
         ("s3://b/x?X-Amz-Credential=s3cr3t", "s3://b/x?X-Amz-Credential=***"),
         ("az://b?sv=s3cr3t;sas=s3cr3t", "az://b?sv=***;sas=***"),
@@ -188,6 +162,7 @@ def test_a_bare_path_is_what_lies_there(tmp_path: Path, kind: str) -> None:
         ("redis://h/0?prefix=me:s3cr3t@h", ""),
         ("s3://b?pw=s3cr3t#s3cr3t", "s3://b?pw=***"),
         *((url, url) for url in ("http://advisor.team?insecure=1", "http://[::1]:8765")),
+        ("redis://h/0?prefix=team&ttl=90d&timeout=2s",) * 2,
     ],
 )
 def test_no_secret_is_ever_shown(url: str, shown: str) -> None:
@@ -205,13 +180,9 @@ def test_no_secret_is_ever_shown(url: str, shown: str) -> None:
         ("redis://h?ttl=soon", "ttl 'soon': expected a time"),
         ("redis://h?timeout=0ms", "expected a time"),
         ("redis://h?prefix=a&prefix=b", "given twice"),
-        ("redis://h:port", "a port from 1 to 65535"),
-        ("redis://h:0", "a port from 1 to 65535"),
-        ("https://h:65536", "a port from 1 to 65535"),
-        ("http://h:-1/x", "a port from 1 to 65535"),
+        *((f"redis://h:{port}", "a port from 1 to 65535") for port in ("port", 0, 65536, "-1/x")),
         ("redis://h/abc", "database 'abc': expected a number"),
-        ("redis://u:secret@h?x", "expected SCHEME://"),
-        ("http://[::1", "expected SCHEME://"),
+        *((url, "expected SCHEME://") for url in ("redis://u:secret@h?x", "http://[::1")),
         ("http://advisor.team", "sent unencrypted"),
         ("https://user:secret@advisor.team", "goes into ADVISOR_TOKEN"),
         ("https://advisor.team?token=secret", "timeout and insecure alone"),
@@ -220,7 +191,6 @@ def test_no_secret_is_ever_shown(url: str, shown: str) -> None:
         ("s3:///", "names no place"),
         ("https://:443/x", r"expected https://HOST\[:PORT\]"),
         ("memory://x", "a store in memory ends with its process; set ADVISOR_CACHE to a"),
-        ("redis://[::1", "expected SCHEME://"),
     ],
 )
 def test_wrong_urls(url: str, says: str) -> None:
@@ -229,11 +199,11 @@ def test_wrong_urls(url: str, says: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("endpoint", ["h:9000", "http://h:99999", "http://[::1"])
-def test_a_wrong_endpoint_is_one_line(endpoint: str) -> None:
-    with pytest.raises(StoreError) as caught:
-        open_store(f"s3://b?endpoint={endpoint}").keys()
-    assert "\n" not in str(caught.value) and endpoint in str(caught.value)
+def test_a_wrong_endpoint_is_one_line() -> None:
+    for endpoint in ("h:9000", "http://h:99999", "http://[::1"):
+        with pytest.raises(StoreError) as caught:
+            open_store(f"s3://b?endpoint={endpoint}").keys()
+        assert "\n" not in str(caught.value) and endpoint in str(caught.value)
 
 
 def test_what_is_not_installed_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,12 +228,12 @@ def test_a_server_that_says_nothing_is_not_waited_for() -> None:
             store.keys()
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "", ".x", "0a.journal.lock.x", "0a\n"])
-def test_a_study_lies_beside_its_records(tmp_path: Path, name: str) -> None:
+def test_a_study_lies_beside_its_records(tmp_path: Path) -> None:
     records = Records(open_store(f"dir:{tmp_path}/s"))
     assert records.study("0a1b@64-2.journal") == tmp_path / "s" / "studies" / "0a1b@64-2.journal"
-    with pytest.raises(UsageError, match="expected KEY@BATCH"):
-        records.study(name)
+    for name in ("../x", "/etc/x", "a/b", "", ".x", "0a.journal.lock.x", "0a\n"):
+        with pytest.raises(UsageError, match="expected KEY@BATCH"):
+            records.study(name)
 
 
 def test_planted_links_among_studies_are_not_followed(tmp_path: Path) -> None:

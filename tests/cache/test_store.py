@@ -1,4 +1,4 @@
-"""What every store promises, and what the disk promises beyond it."""
+"""What every store promises, and what the disk and Redis promise beyond it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import redis
 
 from advisor.cache.codec import encode
 from advisor.cache.name import Name
 from advisor.cache.reader import RecordFilter
 from advisor.cache.records import Records
-from advisor.cache.stores import ByteStore, open_store
+from advisor.cache.stores import ByteStore, open_store, open_stores
 from advisor.cache.stores.disk import DiskStore
-from advisor.errors import RecordDamaged, StoreDamaged, StoreError
+from advisor.errors import RecordDamaged, StoreDamaged, StoreError, UsageError
 from tests.cache import servers
 from tests.cache.examples import KEY, changed, record
 
@@ -70,13 +74,8 @@ class TestContract:
         store.put(one, first)
         store.put(two, second)
         store.check_writable()
-        seen: list[bytes | None] = []
-        threads = [threading.Thread(target=lambda: seen.append(store.get(one))) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert seen == [first] * 8
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(store.get, [one] * 8)) == [first] * 8
         for each in (store, open_store(url), open_store(store.url)):
             assert each.keys() == [one, two]
             assert (each.get(one), each.get(two), each.get(item(3)[0])) == (first, second, None)
@@ -133,21 +132,17 @@ class TestContract:
         assert records.all() == [good] and records.damaged == []
 
 
-@pytest.mark.parametrize(
-    ("scheme", "record_file"),
-    [("dir:", "record-ab-1.msgpack"), ("local://", "record-ab-1.msgpack"), ("disk:", "")],
-)
-def test_where_keys_lie(tmp_path: Path, scheme: str, record_file: str) -> None:
+def test_where_keys_lie(tmp_path: Path) -> None:
     """Stores that people have stay readable, and one store reads what another scheme wrote."""
-    store = open_store(f"{scheme}{tmp_path}")
     (tmp_path / "artifacts").mkdir()
     (tmp_path / BLOB).write_bytes(b"blob")
     (tmp_path / "artifacts" / ".writing-1-a").write_bytes(b"cut")
     (tmp_path / "artifacts" / "other").write_bytes(b"no blob")
-    assert (store.get(BLOB), store.sizes(), store.keys()) == (b"blob", {BLOB: 4}, [])
-    if record_file:
-        (tmp_path / record_file).write_bytes(b"record")
-        assert (store.keys(), store.get("record/ab/1")) == (["record/ab/1"], b"record")
+    (tmp_path / "record-ab-1.msgpack").write_bytes(b"record")
+    for scheme, keys in (("dir:", ["record/ab/1"]), ("local://", ["record/ab/1"]), ("disk:", [])):
+        store = open_store(f"{scheme}{tmp_path}")
+        assert (store.get(BLOB), store.sizes(), store.keys()) == (b"blob", {BLOB: 4}, keys)
+        assert store.get_many(keys) == dict.fromkeys(keys, b"record")
 
 
 @pytest.fixture
@@ -187,17 +182,17 @@ def test_a_corrupt_file(disk: DiskStore, how: str) -> None:
     assert store.get("a") == b"1"
 
 
-@pytest.mark.parametrize("left", ["DROP INDEX Cache_key_raw", "DROP TABLE Cache", ""])
-def test_what_a_killed_maker_left_is_completed(disk: DiskStore, left: str) -> None:
-    disk.put("a", b"1")
-    with contextlib.closing(sqlite3.connect(database(disk))) as connection:
-        connection.execute(left)
-    if not left:
-        database(disk).write_bytes(b"")
-    assert disk.get_many(["b"]) == {}
-    disk.check_writable()
-    disk.put("b", b"2")
-    assert disk.get("b") == b"2"
+def test_what_a_killed_maker_left_is_completed(disk: DiskStore) -> None:
+    for left in ("DROP INDEX Cache_key_raw", "DROP TABLE Cache", ""):
+        disk.put("a", b"1")
+        with contextlib.closing(sqlite3.connect(database(disk))) as connection:
+            connection.execute(left)
+        if not left:
+            database(disk).write_bytes(b"")
+        assert disk.get_many(["b"]) == {}
+        disk.check_writable()
+        disk.put("b", b"2")
+        assert disk.get("b") == b"2" and disk.delete("b")
 
 
 def test_a_locked_store_is_not_damaged(disk: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,3 +297,108 @@ for n in range(10_000):
             assert isinstance(data, bytes) and len(data) == 100_000 and len(set(data)) == 1
     disk.put("record/after", b"1")
     assert disk.get("record/after") == b"1"
+
+
+def test_records_expire(redis_port: int) -> None:
+    url = f"redis://127.0.0.1:{redis_port}?prefix={uuid.uuid4().hex}&timeout=20s"
+    short, lasting = open_store(f"{url}&ttl=100ms"), open_store(url)
+    lasting.put("record/lasting", b"1")
+    short.put("record/short", b"2")
+    limit = time.monotonic() + 20
+    # By the server's clock, which may be put back meanwhile.
+    while lasting.get("record/short") is not None or "record/short" in lasting.keys():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    assert lasting.keys() == ["record/lasting"] and lasting.get("record/lasting") == b"1"
+
+
+def test_where_keys_lie_in_redis(redis_port: int) -> None:
+    """Stores that people have stay readable, and what is planted there is refused."""
+    prefix, place = uuid.uuid4().hex, f"redis://127.0.0.1:{redis_port}"
+    store, other = (
+        open_store(f"{place}?prefix={name}&timeout=20s") for name in (prefix, f"{prefix}2")
+    )
+    Records(store).put(record())
+    (key,) = store.keys()
+    with redis.Redis(port=redis_port) as client:
+        client.set(f"{{{prefix}}}:{BLOB}", "12345")
+        client.zadd(f"{{{prefix}}}:artifacts", {BLOB: "+inf"})
+        client.rename(f"{{{prefix}}}:{key}", f"{{{prefix}2}}:{key}")
+        client.zadd(
+            f"{{{prefix}2}}:names", {key: "+inf", "record/list": "+inf", b"\xff\xfe": "+inf"}
+        )
+        client.rpush(f"{{{prefix}2}}:record/list", "not a string")
+    assert (store.sizes(), store.get(BLOB), store.get(key)) == ({BLOB: 5}, b"12345", None)
+    assert other.sizes() == {} and Records(other).all() == [record()]
+    assert isinstance(other.get_many(["record/list"])["record/list"], RecordDamaged)
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[tuple[str, list[bytes]]]:
+    """A server that refuses everything, and what it was sent."""
+    sent: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):  # the test is over
+                while True:
+                    connection, _address = server.accept()
+                    with connection:
+                        while data := connection.recv(2**16):
+                            sent.append(data)
+                            connection.sendall(b"-ERR \x1b[2Jgone\r\n" * 8)
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield f"redis://127.0.0.1:{server.getsockname()[1]}?timeout=20s", sent
+
+
+def test_no_password_for_a_project_s_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what a server says steers no terminal."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ADVISOR_CACHE")
+    monkeypatch.setenv("ADVISOR_REDIS_PASSWORD", "s3cret")
+    with refusing() as (url, sent):
+        (tmp_path / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{url}"\n')
+        for stores, is_sent in ((open_stores(), False), (open_stores(url), True)):
+            with pytest.raises(StoreError, match=r"\?\[2Jgone") as caught:
+                stores[0].keys()
+            assert str(caught.value).isprintable()
+            assert (b"s3cret" in b"".join(sent)) is is_sent
+
+
+def test_a_user_with_a_password(redis_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with redis.Redis(port=redis_port) as client:
+        client.acl_setuser(
+            "tuner", enabled=True, passwords=["+s3cret/word"], keys=["*"], categories=["+@all"]
+        )
+    place = f"127.0.0.1:{redis_port}/0?timeout=20s"
+    inside = open_store(f"redis://tuner:s3cret%2Fword@{place}")
+    assert inside.health() in ("ok", "empty")
+    wrong = open_store(f"redis://tuner:wr0ng@{place}")
+    with pytest.raises(StoreError, match="invalid username-password") as caught:
+        wrong.keys()
+    assert "wr0ng" not in str(caught.value) and "ADVISOR_REDIS_PASSWORD" in str(caught.value)
+    with pytest.raises(UsageError, match="unknown option 'bogus'"):
+        open_store(f"redis://{place}&bogus=1").keys()
+    monkeypatch.setenv("ADVISOR_REDIS_USERNAME", "tuner")
+    monkeypatch.setenv("ADVISOR_REDIS_PASSWORD", "s3cret/word")
+    assert open_store(f"redis://{place}").health() in ("ok", "empty")
+
+
+def test_tls(tmp_path: Path) -> None:
+    binary = shutil.which("redis-server")
+    if binary is None:
+        pytest.skip("redis-server is needed")
+    key, certificate = servers.certificate(tmp_path)
+    port = servers.free_port()
+    command = [binary, "--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no"]
+    command += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+    with servers.running(servers.Server([*command, "--save", ""], port)):
+        place = f"rediss://127.0.0.1:{port}?timeout=20s"
+        trusted = open_store(f"{place}&ssl_ca_certs={certificate}")
+        trusted.put("a", b"1")
+        assert trusted.get("a") == b"1"
+        with pytest.raises(StoreError, match="certificate"):
+            open_store(place).keys()

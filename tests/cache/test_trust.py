@@ -1,9 +1,14 @@
-"""Whose record counts: versions of several writers, signatures, names, and what gc removes."""
+"""Whose record counts: versions of several writers, signatures, names, exposed keys, and gc."""
 
 from __future__ import annotations
 
+import grp
+import itertools
+import os
+import pwd
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,20 +18,12 @@ from advisor.cache.name import Name
 from advisor.cache.reader import RecordFilter
 from advisor.cache.record import Record, Target
 from advisor.cache.records import Records
-from advisor.cache.signing import NO_KEYS, KeyRing
-from advisor.cache.stores import ByteStore, open_store
+from advisor.cache.signing import NO_KEYS, KeyRing, insecure_reason
+from advisor.cache.stores import ByteStore
 from advisor.errors import RecordDamaged
-from tests.cache.examples import record
+from tests.cache.examples import MINE, TEAM, THEIRS, record
 
-MINE = KeyRing(own=b"m" * 32)
-THEIRS = KeyRing(own=b"t" * 32)
-TEAM = KeyRing(b"a secret of a team", own=b"n" * 32)
 NEW = 1.74e9
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ByteStore:
-    return open_store(f"dir:{tmp_path}/store")
 
 
 @pytest.fixture
@@ -43,38 +40,32 @@ def put_raw(store: ByteStore, one: Record, keyring: KeyRing = NO_KEYS) -> Name:
     return name
 
 
-@pytest.mark.parametrize(
-    "planted",
-    [
+def test_what_others_write_hides_nothing(records: Records, store: ByteStore) -> None:
+    mine = record(effort="quick")
+    records.put(mine)
+    planted = [
         record(created=NEW),
         record(created=NEW, effort="exhaustive"),
         record(created=1.7e9, revised=NEW, stale="it is slow"),
         record(created=1.7e9, revised=NEW),
-    ],
-)
-@pytest.mark.parametrize("keyring", [NO_KEYS, THEIRS])
-def test_what_others_write_hides_nothing(
-    store: ByteStore, planted: Record, keyring: KeyRing
-) -> None:
-    mine = record(effort="quick")
-    Records(store, keyring=MINE).put(mine)
-    put_raw(store, planted, keyring)
-    assert Records(store, keyring=MINE).all() == [mine]
-    assert len(store.keys()) == 2
+    ]
+    for one, keyring in itertools.product(planted, (NO_KEYS, THEIRS)):
+        name = put_raw(store, one, keyring)
+        assert records.all() == [mine] and len(store.keys()) == 2
+        store.delete(name.text)
 
 
 def test_the_team_s_word_is_everybody_s(store: ByteStore) -> None:
     Records(store, keyring=TEAM).put(record(created=1.7e9))
     put_raw(store, record(created=NEW, effort="exhaustive"), THEIRS)
-    colleague = KeyRing(b"a secret of a team", own=b"c" * 32)
-    (one,) = Records(store, keyring=colleague).all()
-    assert one.provenance.created == 1.7e9
-    (one,) = Records(store, keyring=THEIRS).all()
-    assert one.provenance.created == NEW
+    colleague = replace(TEAM, own=b"c" * 32)
+    for keyring, created in ((colleague, 1.7e9), (THEIRS, NEW)):
+        (one,) = Records(store, keyring=keyring).all()
+        assert one.provenance.created == created
 
 
 def test_a_copied_tag_on_other_bytes_is_refused(records: Records, store: ByteStore) -> None:
-    Records(store, keyring=MINE).put(record())
+    records.put(record())
     (text,) = store.keys()
     store.put(text, encode(record(), THEIRS))
     assert records.all() == []
@@ -85,11 +76,12 @@ def test_a_copied_tag_on_other_bytes_is_refused(records: Records, store: ByteSto
         records.read(name, encode(record()))
 
 
-def test_what_verify_says_of_another_s_record_is_not_signed(store: ByteStore) -> None:
+def test_what_verify_says_of_another_s_record_is_not_signed(
+    records: Records, store: ByteStore
+) -> None:
     """It counts for all but the owner and their team, until somebody says otherwise."""
     theirs = record(created=1.7e9)
     put_raw(store, theirs, THEIRS)
-    records = Records(store, keyring=MINE)
     stale = replace(theirs, stale="slower now", revised=1.71e9)
     records.put(stale, revises=theirs)
     assert records.all() == [stale]
@@ -191,7 +183,12 @@ def test_what_may_go_is_what_one_wrote_oneself(records: Records, store: ByteStor
     assert reasons(Records(store, keyring=THEIRS), store) == {}
 
 
-def test_exhaustive_is_not_removed_for_quick(records: Records, store: ByteStore) -> None:
+def test_neither_more_effort_nor_another_name_goes(records: Records, store: ByteStore) -> None:
+    records.put(record())
+    named_too(records, record(), Target(name="other.py:Net", origin="0a"))
+    assert reasons(records, store) == {}
+    records.put(record(created=1.72e9))
+    assert len(reasons(records, store)) == 1  # the first; the other name has no better version
     best = record(created=1.7e9, effort="exhaustive")
     quick = record(created=1.72e9, effort="quick")
     for one in (best, quick, replace(best, stale="slower now", revised=1.73e9)):
@@ -200,31 +197,126 @@ def test_exhaustive_is_not_removed_for_quick(records: Records, store: ByteStore)
         assert 3 in [name.effort for name in records.names(store) if name.text not in going]
 
 
-def test_all_names_of_a_record_stay(records: Records, store: ByteStore) -> None:
-    records.put(record())
-    named_too(records, record(), Target(name="other.py:Net", origin="0a"))
-    assert reasons(records, store) == {}
-    records.put(record(created=1.72e9))
-    assert len(reasons(records, store)) == 1  # the first; the other name has no better version
-
-
-@pytest.mark.parametrize("cut", [b"", b"torn", encode(record(), MINE)[:-1]])
-def test_gc_takes_what_one_wrote_and_is_damaged(
-    records: Records, store: ByteStore, cut: bytes
-) -> None:
+def test_gc_takes_what_one_wrote_and_is_damaged(records: Records, store: ByteStore) -> None:
+    """And leaves what a newer version may read."""
     good, bad = record(created=1.7e9), record(created=1.72e9)
-    for one in (good, bad):
-        records.put(one)
-    (text,) = (name.text for name in records.names(store) if name.created == int(1.72e15))
-    store.put(text, cut)
-    assert reasons(records, store) == {text: "damaged: its bytes were changed"}
-    (gone,) = garbage(records, store)
-    assert (gone.kind, gone.key.record_id) == ("damaged", bad.id)
-    assert records.remove([(gone.store, gone.key)]) == 1
-    assert records.all() == [good] and not records.damaged
-
-
-def test_gc_leaves_what_a_newer_version_may_read(records: Records, store: ByteStore) -> None:
-    records.put(record())
+    records.put(good)
+    for cut in (b"", b"torn", encode(record(), MINE)[:-1]):
+        records.put(bad)
+        (text,) = (name.text for name in records.names(store) if name.created == int(1.72e15))
+        store.put(text, cut)
+        assert reasons(records, store) == {text: "damaged: its bytes were changed"}
+        (gone,) = garbage(records, store)
+        assert (gone.kind, gone.key.record_id) == ("damaged", bad.id)
+        assert records.remove([(gone.store, gone.key)]) == 1
+        assert records.all() == [good] and not records.damaged
     strict = Records(store, keyring=MINE, check=lambda _record: "an unknown knob")
     assert strict.all() == [] and reasons(strict, store) == {}
+
+
+ANOTHER = 65534
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    folder = tmp_path / "folder"
+    folder.mkdir(0o700)
+    made = folder / "key"
+    made.write_bytes(b"k" * 32)
+    made.chmod(0o600)
+    return made
+
+
+def fault(file: Path, group_reads: bool = False) -> str:
+    with file.open("rb") as opened:
+        return insecure_reason(file, opened.fileno(), group_reads)
+
+
+def be_anothers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:
+        os.chown(path, ANOTHER, ANOTHER, follow_symlinks=False)
+    else:  # then it is the reader who is another
+        monkeypatch.setattr(os, "geteuid", lambda: ANOTHER)
+
+
+def test_who_may_read_and_write_it(file: Path) -> None:
+    for mode, reads, said in (
+        *((0o600, False, ""), (0o400, False, ""), (0o440, True, ""), (0o640, True, "")),
+        *((0o640, False, "read"), (0o604, False, "read"), (0o644, True, "read")),
+        *((0o444, True, "read"), (0o620, True, "write"), (0o602, True, "write")),
+    ):
+        file.chmod(mode)
+        assert fault(file, reads) == (f"others can {said} {file} (mode {mode:o})" if said else "")
+
+
+@pytest.mark.parametrize("which", ["folder/key", "folder", "."])
+def test_another_owns_it_or_a_folder_above_it(
+    file: Path, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fault(file) == ""
+    be_anothers(tmp_path / which, monkeypatch)
+    assert "is another user's" in fault(file)
+
+
+def test_others_can_write_a_folder_above_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = SimpleNamespace(gr_name=pwd.getpwuid(os.geteuid()).pw_name)
+    monkeypatch.setattr(grp, "getgrgid", lambda _gid: own)
+    for mode, members, private in (
+        (0o702, [], False),
+        (0o1777, ["eve"], True),  # as /tmp
+        (0o770, [], True),  # of a group of the user alone
+        (0o770, ["eve"], False),
+    ):
+        own.gr_mem = members
+        file.parent.chmod(mode)
+        found = "" if private else f"others can write {file.parent} (mode {mode:o})"
+        assert fault(file) == found
+
+
+def test_links_on_the_way(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Kubernetes mounts a secret: key -> ..data/key, ..data -> ..2026/."""
+    links = {"..data": "folder", "key": "..data/key", "far": str(file), "a": "b", "b": "a"}
+    for name, to in links.items():
+        (tmp_path / name).symlink_to(to)
+    link, far = tmp_path / "key", tmp_path / "far"
+    assert fault(link) == fault(far) == ""
+    file.parent.chmod(0o777)
+    assert fault(link) == fault(far) == f"others can write {file.parent} (mode 777)"
+    file.parent.chmod(0o700)
+    be_anothers(tmp_path / "..data", monkeypatch)
+    assert "is another user's" in fault(link)
+    with file.open("rb") as opened:  # in a circle
+        assert "a: " in insecure_reason(tmp_path / "a", opened.fileno())
+        file.unlink()
+        file.touch(0o600)
+        assert insecure_reason(file, opened.fileno()) == f"{file} was replaced while it was read"
+
+
+def test_a_key_that_others_may_have_signs_records_and_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, secret = tmp_path / "data", tmp_path / "secret"
+    monkeypatch.setenv("XDG_DATA_HOME", str(data))
+    own = KeyRing.from_environment().ready()
+    assert own.own and own == own.for_code == KeyRing.from_environment()
+    secret.write_text("a secret of a team")
+    secret.chmod(0o640)
+    monkeypatch.setenv("ADVISOR_SECRET_FILE", str(secret))
+    both = KeyRing.from_environment()
+    assert both.for_code == both and both.secret and not caplog.records
+    secret.chmod(0o444)
+    keyring = KeyRing.from_environment()
+    assert keyring.secret == both.secret and keyring.signs
+    assert (keyring.for_code.secret, keyring.for_code.own) == (b"", own.own)
+    data.chmod(0o777)
+    keyring = KeyRing.from_environment()
+    assert keyring.own == own.own and not keyring.for_code.signs
+    remedy = "run chmod 600 on the file, and chmod go-w on the folders above it"
+    assert [line.getMessage() for line in caplog.records] == [
+        f"{secret} holds a secret, and others can read {secret} (mode 444); {remedy}",
+        f"{data}/advisor/key holds a secret, and others can write {data} (mode 777); {remedy}",
+    ]
+    (data / "advisor" / "key").unlink()
+    monkeypatch.delenv("ADVISOR_SECRET_FILE")
+    made = KeyRing.from_environment().ready()
+    assert made.own and made.exposed == f"others can write {data} (mode 777)"

@@ -115,7 +115,7 @@ def test_a_lookup_is_one_request(of_each: Served, asked: list[str]) -> None:
     asked.clear()
     records.copy(held[0], local)
     assert asked == []  # what came is not asked for again
-    assert records.look_into(store, RecordFilter(file="other.py")).held == ()
+    assert records.look_into(store, RecordFilter(file="other.py")).held == []
     # In parts: a server takes 1,000 origins, and a head so many bytes.
     origins = frozenset(f"{number:016x}" for number in range(2500)) | {one.target.origin}
     held = records.look_into(store, RecordFilter(origins=origins)).held

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from advisor.cache.turns import inner
+from advisor.cache.record import inner
 from advisor.tuners.decisions import CLEARLY, GAIN, LOOKS, RESOLVABLE
 
 WIDEST = 1e12
