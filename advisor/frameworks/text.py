@@ -10,9 +10,12 @@ from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.cache.shown import times
 from advisor.errors import NoRecord, printable
-from advisor.frameworks.words import FIELDS, ConfigContext, Framework, LazyObject, Setup
+from advisor.frameworks.framework import Framework, LazyObject, Setup
 from advisor.resolve.answer import answer
 from advisor.resolve.request import Request
+
+_CHANGES = ("flags", "model", "after", "optimizer", "loader")
+"""Fields of a Setup with what the script changes itself."""
 
 
 class Emitted:
@@ -25,9 +28,9 @@ class Emitted:
 
     Attributes:
         reason: what the config is, as '1.50x torch's default at batch 64'.
+        setup: its unsupported values all belong to the input pipeline.
         beyond: faster choices of the record by their names in a report, each with the values that
             the framework cannot express.
-        unsupported: such values of the chosen config; all belong to the input pipeline.
 
     Raises:
         NoRecord: the framework cannot express the record's baseline.
@@ -36,22 +39,20 @@ class Emitted:
     def __init__(
         self, framework: Framework, record: Record, *, batch: int | None = None, free: bool = False
     ) -> None:
-        def lacks(config: Config, at: int | None = None) -> Config:
-            return framework.setup(ConfigContext(record, config, at))[1]
+        def lacks(config: Config, at: int | None = None) -> dict[str, Any]:
+            return framework.setup(record, config, at).unsupported
 
         task, title = record.key.task, framework.title
         if task.mode != "train":
             raise NoRecord(f"{record.id} was tuned for mode {task.mode}; {title} only trains")
-        if lost := lacks(record.baseline.config):
-            told = _keywords(lost)
-            raise NoRecord(f"{title} has no setting for {told}, with which {record.id} is tuned")
+        if wanting := _keywords(lacks(record.baseline.config)):
+            raise NoRecord(f"{title} has no setting for {wanting}, with which {record.id} is tuned")
         request = Request(
             batch=batch, free=free, fits=lambda _record, config: not lacks(config, batch)
         )
         answered = answer(record, request)
         self.framework, self.reason = framework, answered.reason
-        self.context = ConfigContext(record, answered.config, batch)
-        self.setup, self.unsupported = framework.setup(self.context)
+        self.setup = framework.setup(record, answered.config, batch)
         self.beyond = {
             name: (choice, lost)
             for name, choice in record.choices.items()
@@ -74,19 +75,20 @@ def _comments(lines: Iterable[str]) -> str:
 
 def data(found: Emitted) -> dict[str, Any]:
     """The content of `text`, for JSON."""
-    setup, settings = found.setup, found.setup.settings
-    lacks = {name: dict(values) for name, (_choice, values) in found.beyond.items()}
-    pipeline = {"input pipeline": dict(found.unsupported)} if found.unsupported else {}
-    made = {n: _literal(v) for n, v in settings.items() if isinstance(v, LazyObject)}
+    setup = found.setup
+    lacks = {name: values for name, (_choice, values) in found.beyond.items()}
+    if setup.unsupported:
+        lacks["input pipeline"] = setup.unsupported
+    made = {n: _literal(v) for n, v in setup.settings.items() if isinstance(v, LazyObject)}
     return {
         "framework": found.framework.title,
-        "record": found.context.record.id,
+        "record": setup.record.id,
         "reason": found.reason,
-        "config": dict(found.context.config),
-        **{field.name: getattr(setup, field.name) for field in FIELDS},
-        "settings": {**settings, **made},
-        "by_itself": found.framework.notes(found.context, setup),
-        "not_expressed": lacks | pipeline,
+        "config": dict(setup.config),
+        "settings": {**setup.settings, **made},
+        **{name: getattr(setup, name) for name in _CHANGES},
+        "by_itself": found.framework.notes(setup),
+        "not_expressed": lacks,
     }
 
 
@@ -119,16 +121,16 @@ def _keywords(given: Mapping[str, object]) -> str:
 
 
 def _head(found: Emitted) -> Iterator[str]:
-    context, record = found.context, found.context.record
+    setup, record = found.setup, found.setup.record
     task, device = record.key.task, record.key.environment.device.name
     yield f"{record.id}: {record.target.name}, {task.inputs}, batch {record.batch}, on {device}"
     yield f"{found.reason}, for all of these settings together"
     if record.stale:
         yield f"marked stale by advisor verify: {record.stale}"
-    size, calls = context.accumulation or (0, 0)
+    size, calls = setup.accumulation or (0, 0)
     if size and calls > 1:
-        each = f" in each of {context.processes} processes" * (context.processes > 1)
-        made = f"{calls} batches of {size}{each} make one of {context.batch}"
+        each = f" in each of {task.processes} processes" * (task.processes > 1)
+        made = f"{calls} batches of {size}{each} make one of {setup.batch}"
         yield f"{made}, by gradient accumulation"
 
 
@@ -149,12 +151,12 @@ def _by_hand(found: Emitted) -> Iterator[str]:
 
 def _notes(found: Emitted) -> Iterator[str]:
     """Yields comments: settings that the framework changes itself, and those that it lacks."""
-    for line in found.framework.notes(found.context, found.setup):
+    for line in found.framework.notes(found.setup):
         yield f"By itself, {found.framework.title} {line}."
     lost = [
         f"    {name}, {times(choice.speedup)}: {_keywords(lacks)}"
         for name, (choice, lacks) in found.beyond.items()
     ]
-    if found.unsupported:
-        lost.append(f"    input pipeline: {_keywords(found.unsupported)}")
+    if found.setup.unsupported:
+        lost.append(f"    input pipeline: {_keywords(found.setup.unsupported)}")
     yield from [f"{found.framework.title} has no setting for:", *lost] if lost else []

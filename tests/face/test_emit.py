@@ -29,8 +29,8 @@ from advisor.cache.stores import open_store
 from advisor.cache.task import Task
 from advisor.errors import AdvisorWarning, NoRecord, UsageError
 from advisor.frameworks import NAMES, tables
+from advisor.frameworks.framework import Framework
 from advisor.frameworks.text import Emitted, data, text
-from advisor.frameworks.words import ConfigContext, Framework
 from advisor.tuners import fingerprint, tf32
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.environment import detect, own_threads
@@ -86,10 +86,10 @@ def test_a_config_is_served_whole_or_not_at_all() -> None:
     without = BF16.replace(cudnn_deterministic=True)
     record = record_of((without, 400.0), (BF16, 300.0), (TF32, 200.0), loop=without)
     found = emitted("timm", record)
-    assert found.context.config == BF16
+    assert found.setup.config == BF16
     assert found.reason == "3.00x torch's default at batch 64, each measured once"
     assert "#     at your batch, 4.00x: cudnn_deterministic=True\n" in text(found)
-    assert emitted("hf", record).context.config == without
+    assert emitted("hf", record).setup.config == without
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_knob_that_a_framework_does_not_know(name: str) -> None:
     """Is named, and what has it is not served."""
     sour = TF32.replace(slack=9)
     found = emitted(name, record_of((sour, 400.0), (TF32, 200.0), task=SGD, loop=sour))
-    assert found.context.config == TF32
+    assert found.setup.config == TF32
     assert " has no setting for:\n#     at your batch, 4.00x: slack=9\n" in text(found)
     assert data(found)["not_expressed"] == {"at your batch": {"slack": 9}}
     assert set(framework(name).rows) <= set(BY_NAME)
@@ -226,9 +226,8 @@ def test_the_lines_set_what_the_knob_sets(
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     flag = BY_NAME[name].flag
-    context = ConfigContext(record_of(), CUDA.replace(**{name: value}))
-    setup = tables.accelerate.rows[name](value, context)
-    assert flag is not None and setup is not None
+    setup = tables.accelerate.setup(record_of(), CUDA.replace(**{name: value}))
+    assert flag is not None
     flag.set(value)
     wanted = state()
     _put_back()
@@ -238,10 +237,10 @@ def test_the_lines_set_what_the_knob_sets(
 
 def test_the_lines_lay_out_and_compile_as_the_knob_does() -> None:
     setup = emitted("lightning", record_of((COMPILED, 300.0), loop=COMPILED)).setup
-    assert setup.model == (
+    assert setup.model == [
         "model = model.to(memory_format=torch.channels_last)",
         'model.compile(mode="reduce-overhead")',
-    )
+    ]
     # Measured with a torch whose compiler is wrong without.
     assert "torch._inductor.config.triton.mix_order_reduction = False" in setup.flags
 
@@ -252,7 +251,7 @@ def test_tf32_stays_off_where_a_framework_switches_it_on() -> None:
     assert emitted("hf", record).setup.settings["tf32"] is False
     for name in ("hf", "accelerate"):
         found = emitted(name, record)
-        assert found.setup.after == ("torch.backends.cuda.matmul.allow_tf32 = False",)
+        assert found.setup.after == ["torch.backends.cuda.matmul.allow_tf32 = False"]
         assert " switches TF32 on:" in text(found)
     said = text(emitted("timm", record))
     assert "train.py compiles with triton.mix_order_reduction, known to be wrong" in said
@@ -323,7 +322,7 @@ def every_setting(name: str) -> dict[str, set[Any]]:
         for knob, compiled in itertools.product(KNOBS, ("none", "default")):
             for value in (16, 64) if isinstance(knob.domain, range) else knob.domain:
                 config = CUDA.replace(compile=compiled).replace(**{knob.name: value})
-                setup, _unsupported = framework(name).setup(ConfigContext(record, config))
+                setup = framework(name).setup(record, config)
                 for setting, said in setup.settings.items():
                     plain = isinstance(said, str | int | float)
                     found.setdefault(setting, set()).update([said] if plain else [])
