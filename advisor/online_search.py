@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from advisor.arguments import progress_of
 from advisor.cache.record import PILOT
 from advisor.errors import AdvisorError
-from advisor.events import progress_of
 from advisor.open_store import open_records
 from advisor.resolve.answer import gain
 from advisor.tuners.measure.run.run import AttachedRun

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import advisor
-from advisor.arguments import Budget, Model, OnEvent, Permit, split, urls_of
+from advisor.arguments import Budget, Model, OnEvent, Permit, progress_of, split, urls_of
 from advisor.cache.config import Config
 from advisor.cache.key import fingerprint
 from advisor.cache.kinds import Shape
@@ -22,7 +22,6 @@ from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
 from advisor.cache.task import Task, permissions
 from advisor.errors import UsageError, check_type
-from advisor.events import progress_of
 from advisor.open_store import Cache, open_records
 from advisor.persistence import check_writable, keep, keep_artifacts, lock_names, locked, measuring
 from advisor.resolve.answer import is_clear, length_of

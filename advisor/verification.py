@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from advisor.arguments import Model, OnEvent, split, urls_of
+from advisor.arguments import Model, OnEvent, progress_of, split, urls_of
 from advisor.cache.config import Config
 from advisor.cache.kinds import Duration
 from advisor.cache.match import compare
@@ -21,7 +21,6 @@ from advisor.cache.shown import speedup, tells, times
 from advisor.cache.task import Task, checked, permissions, permitted
 from advisor.command_snippets import about, device_for, is_copy, local_target
 from advisor.errors import UsageError, WorkerError, check_type
-from advisor.events import progress_of
 from advisor.open_store import open_records
 from advisor.persistence import lock_names, measuring
 from advisor.resolve.lookups import set_up_logging
