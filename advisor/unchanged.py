@@ -10,7 +10,6 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,16 +32,18 @@ _OF_TERMINALS = ("SSH_", "TERM", "TMUX", "XDG_SESSION", "DBUS_", "VTE_")
 """Names, and starts of names, of variables that depend on the terminal and affect no training."""
 
 
-@dataclass(frozen=True, slots=True)
 class CommandCall:
     """One call of `advisor tune -- COMMAND`. `permitted`: fields of a Task."""
 
-    records: Records
-    command: tuple[str, ...]
-    permitted: Mapping[str, Any]
-    plan: Plan
+    def __init__(
+        self, records: Records, command: tuple[str, ...], permitted: Mapping[str, Any], plan: Plan
+    ) -> None:
+        self.records, self.command, self.permitted, self.plan = records, command, permitted, plan
+        name = f"{fingerprint(list(command))[:12]}.json"
+        self._file = records.studies.parent / "runs" / name
+        self._state = self._state_now()
 
-    def state(self) -> str:
+    def _state_now(self) -> str:
         """A digest of everything that the result may depend on; '' if a part is unknown."""
         plan = dataclasses.replace(self.plan, budget_s=None, trials=None, force=False)
         try:
@@ -61,7 +62,7 @@ class CommandCall:
         """The record of an earlier equal call, or None if anything has changed since."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AdvisorError):
             kept = json.loads(self._file.read_text())
-            if not kept["state"] or kept["state"] != self.state():
+            if not self._state or kept["state"] != self._state:
                 return None
             record = self.records.get(kept["record"])
             made, same = record.provenance, record.key.task.command == self.command
@@ -71,17 +72,12 @@ class CommandCall:
                 return record
         return None
 
-    def remember(self, record: Record, before: str) -> None:
-        """Note the record of this call, unless the state changed from `before`, at its start."""
+    def remember(self, record: Record) -> None:
+        """Note the record of this call, unless the state has changed since the call began."""
         with contextlib.suppress(OSError, AdvisorError):
-            if before and before == self.state():
-                made = {"state": before, "record": record.id}
+            if self._state and self._state == self._state_now():
+                made = {"state": self._state, "record": record.id}
                 write_whole(self._file, json.dumps(made).encode())
-
-    @property
-    def _file(self) -> Path:
-        name = fingerprint(list(self.command))[:12]
-        return self.records.studies.parent / "runs" / f"{name}.json"
 
 
 def larger(plan: Plan, made: Provenance) -> bool:

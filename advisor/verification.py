@@ -31,7 +31,7 @@ from advisor.tuners.knobs import WORKERS, SearchContext, described, needs_compar
 from advisor.tuners.measure.runner import ConfigFailed, Runner
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import SampleCosts
-from advisor.tuners.search.plan import EXPLAIN, VERIFY, Clock
+from advisor.tuners.search.plan import EXPLAIN, VERIFY, Clock, Plan
 from advisor.tuners.search.race import Rates, race
 from advisor.tuners.search.ratio import Ratio, paired
 from advisor.tuners.search.space import Space
@@ -229,13 +229,7 @@ class Remeasurement:
     """Measures a record again; `loaded`: its loader too, because its data was named."""
 
     def __init__(
-        self,
-        record: Record,
-        records: Records,
-        runner: Runner,
-        clock: Clock,
-        *,
-        loaded: bool = False,
+        self, record: Record, records: Records, runner: Runner, clock: Clock, loaded: bool = False
     ) -> None:
         self.record, self.clock, self.loaded = record, clock, loaded
         self.base, self.advised = record.baseline.config, record.winner(record.use).config
@@ -399,9 +393,9 @@ def _opened(
     set_up_logging()
     check_type("key", key, str, "a record's, as 'ae1bff61eea5@64'")
     options = permissions({"map": map}).get("map", {})
-    budget_s = Duration().checked("budget", budget)
+    plan = Plan(budget_s=Duration().checked("budget", budget))
     (model, command), cache = split(what), urls_of(store)
-    records = open_records(cache, fallback=True)
+    records, progress = open_records(cache, fallback=True), progress_of(on_event)
     records.first_writable()
     stored = records.one(key)
     record, task = stored.record, stored.record.key.task
@@ -410,20 +404,24 @@ def _opened(
     if command:
         workload = RunWorkload(command, permitted(task), options=options)
     else:
-        target = _target(record, model.target, trusted=stored.trusted)
         # Use no data that only the record names.
         data = checked(Task, {"data": model.data, "data_args": model.data_args})
-        own = {"data": "", "data_args": Config(), **data, "target": target}
-        workload = TargetWorkload(dataclasses.replace(task, **own, device=device_for(record)))
-    reserve_s = min(SIMPLER_S, SIMPLER * budget_s) if verb == "explain" else 0.0
-    running = workload.reopen(record, records, progress_of(on_event))
-    with measuring(records, workload.words, lock_names(workload.device)), running as runner:
-        clock = Clock(budget_s, reserve_s=reserve_s)
-        yield Remeasurement(record, records, runner, clock, loaded=bool(model.data))
+        own = {"data": "", "data_args": Config(), **data, "device": device_for(record)}
+        target = model.target or _own_target(record, trusted=stored.trusted)
+        workload = TargetWorkload(dataclasses.replace(task, target=str(target), **own))
+    plan = dataclasses.replace(plan, seed=record.provenance.seed)
+    with (
+        measuring(records, workload.words, lock_names(workload.device)),
+        workload.open(records, progress, plan, record) as opened,
+    ):
+        opened.runner.baseline = record.baseline.config
+        reserve_s = min(SIMPLER_S, SIMPLER * plan.seconds) if verb == "explain" else 0.0
+        clock = Clock(plan.seconds, reserve_s=reserve_s)
+        yield Remeasurement(record, records, opened.runner, clock, bool(model.data))
 
 
-def _target(record: Record, named: object, *, trusted: bool) -> str:
-    """The target that is run: the one that the user names, else the record's own file.
+def _own_target(record: Record, *, trusted: bool) -> str:
+    """The target to run if the user names none: the record's own file.
 
     Args:
         trusted: the user or their team signed the record. Only then may a file with the same name
@@ -432,20 +430,18 @@ def _target(record: Record, named: object, *, trusted: bool) -> str:
     Raises:
         UsageError: the user must name the target, as a record alone imports and builds nothing.
     """
-    if isinstance(named, str):
-        return named
-    here, tuned, arguments = local_target(record), record.target, record.key.task.model_args
-    why, spec = "its file is not under this folder", None
+    here, tuned, why = local_target(record), record.target, "its file is not under this folder"
+    spec = None
     with contextlib.suppress(UsageError):
         spec = parse(here)
     if spec is not None and spec.kind == "module":
         why = "a record alone has nothing imported"
+    elif arguments := record.key.task.model_args:
+        why = f"it is built with {', '.join(arguments)}"
     elif spec is not None:
         own = spec.kind == "torchvision" or spec.origin == tuned.origin
         if own or (trusted and is_copy(spec, tuned)):
-            if not arguments:
-                return here
-            why = f"it is built with {', '.join(arguments)}"
+            return here
     raise UsageError(f"record {record.id} is of {tuned.name}, and {why}: name it with --target")
 
 

@@ -32,7 +32,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
     key = dataclasses.replace(KEY, environment=detect("cpu"), task=task, threads=own_threads())
     made = record(key)
     open_records(None).put(made)
-    asked().remember(made, asked().state())
+    asked().remember(made)
     return made
 
 
@@ -72,10 +72,10 @@ def test_it_is_where_something_has_changed(
     monkeypatch.setenv("WIDTH", "8")
     one = asked()
     (found,) = open_records(None).all()
-    one.remember(found, one.state())
-    assert one.known() is not None
+    one.remember(found)
+    assert asked().known() is not None
     change()
-    assert one.known() is None
+    assert asked().known() is None
 
 
 def test_what_was_asked_otherwise_is_measured(made: Record) -> None:
@@ -92,12 +92,12 @@ def test_a_smaller_budget_is_not_the_default_one(made: Record) -> None:
     brief = dataclasses.replace(made.provenance, budget_s=5.0, seconds=5.0)
     again = dataclasses.replace(made, provenance=brief, revised=made.provenance.created + 1)
     open_records(None).put(again)
-    asked().remember(again, asked().state())
+    asked().remember(again)
     assert asked().known() is None and asked(budget="5s").known() == again
 
 
 def test_what_changed_while_it_ran_is_not_remembered(made: Record) -> None:
-    before = asked().state()
+    before = asked()
     Path("model.py").write_text("width = 16")
-    asked().remember(made, before)
+    before.remember(made)
     assert asked().known() is None

@@ -6,16 +6,13 @@ import contextlib
 import dataclasses
 import io
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from advisor.cache.config import Config
 from advisor.cache.task import Task
-from advisor.persistence import keep
-from advisor.tuners import fingerprint
+from advisor.tuners import environment, fingerprint
 from advisor.tuners import target as targets
 from advisor.tuners.act.pilot.script_facts import ScriptFacts, model_facts
 from advisor.tuners.knobs import plain
@@ -25,7 +22,8 @@ from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import recognise
 from advisor.tuners.measure.worker.wire import DataFacts, Facts, WorkerJob
 from advisor.tuners.search.plan import Clock
-from advisor.tuning import Tuned, Tuning, study_name
+from advisor.tuners.search.race import SearchResult
+from advisor.tuning import Tuning
 from tests.builders import GAINS, SCRIPT, MadeUp, net_of
 from tests.cache import examples
 
@@ -93,24 +91,10 @@ def unmeasured() -> Iterator[list[Task]]:
     """Tuning remembers a made-up record; the tasks that would have been measured."""
     measured: list[Task] = []
 
-    def search(tuning: Tuning, opened: Any, first: Sequence[Config], earlier: Any) -> Tuned:
-        measured.append(opened.task)
-        made = examples.record(opened.key)
-        plan = tuning.plan
-        provenance = dataclasses.replace(
-            made.provenance,
-            created=time.time(),  # of two with the same, either counts
-            study=study_name(opened),
-            effort=plan.effort,
-            budget_s=plan.seconds,
-            steps=plan.steps or 0,
-            duration_s=plan.duration_s or 0.0,
-        )
-        record = dataclasses.replace(
-            made, target=opened.target, input=Config(), provenance=provenance, trials=()
-        )
-        keep(tuning.records, record, earlier.fresh, tuning.progress)
-        return Tuned(record=record, known=False, finished=True)
+    def search(tuning: Tuning, *_given: object) -> SearchResult:
+        measured.append(tuning.task)
+        made = examples.record(tuning.opened.key)
+        return SearchResult(baseline=made.baseline, winners=made.winners, raced=made.raced)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parent, "Worker", Describing)
@@ -152,5 +136,7 @@ def made_up(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parent, "Worker", begun)
         patch.setitem(Clock.__init__.__kwdefaults__, "now", now)  # type: ignore[arg-type]
+        # On any host, bf16 is offered only where it gains.
+        patch.setattr(environment, "cpu_has_bf16", lambda: ("precision", "bf16") in gains)
         patch.setattr(sys, "path", [*sys.path])
         yield started
