@@ -90,22 +90,11 @@ def test_a_config_is_served_whole_or_not_at_all() -> None:
     assert found.reason == "3.00x torch's default at batch 64, each measured once"
     assert "#     at your batch, 4.00x: cudnn_deterministic=True\n" in text(found)
     assert emitted("hf", record).setup.config == without
-
-
-@pytest.mark.parametrize(
-    ("task", "config", "optim", "own"),
-    [
-        (ADAMW, BF16.replace(fused_optimizer=True), "adamw_torch_fused", {}),
-        (ADAMW, BF16, "adamw_torch", {}),  # and not its own default, the fused one
-        (SGD, BF16.replace(fused_optimizer=True), None, {"fused": True}),
-    ],
-)
-def test_a_fused_optimizer(
-    task: Task, config: Config, optim: str | None, own: dict[str, bool]
-) -> None:
-    """transformers has a word for AdamW's; another one is the user's own."""
-    setup = emitted("hf", record_of((config, 400.0), task=task, loop=config)).setup
-    assert (setup.settings.get("optim"), setup.optimizer) == (optim, own)
+    fixed = CUDA.replace(cudnn_deterministic=True)
+    with pytest.raises(NoRecord, match=r"train.py has no setting for cudnn_deterministic=True"):
+        emitted("timm", record_of(base=fixed, loop=fixed, flags=fixed))
+    with pytest.raises(NoRecord, match="tuned for mode infer"):
+        emitted("hf", record_of(task=replace(SGD, mode="infer")))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,16 +108,52 @@ def test_a_knob_that_a_framework_does_not_know(name: str) -> None:
     assert set(framework(name).rows) <= set(BY_NAME)
 
 
-def test_what_the_task_asks_for_is_said_or_refused() -> None:
-    fixed = CUDA.replace(cudnn_deterministic=True)
-    task = replace(SGD, deterministic=True)
-    record = record_of(task=task, base=fixed, loop=fixed, flags=fixed)
-    assert "torch.use_deterministic_algorithms(True)\n" in text(emitted("hf", record))
-    assert emitted("lightning", record).setup.settings["deterministic"] is True
-    with pytest.raises(NoRecord, match=r"train.py has no setting for cudnn_deterministic=True"):
-        emitted("timm", record)
-    with pytest.raises(NoRecord, match="tuned for mode infer"):
-        emitted("hf", record_of(task=replace(SGD, mode="infer")))
+def of_run(others: str, processes: int = 1) -> Task:
+    return replace(SGD, command=("python", "train.py"), others=others, processes=processes)
+
+
+FUSED, PLAIN = BF16.replace(fused_optimizer=True), CUDA.replace(compile="default")
+DETERMINISTIC = CUDA.replace(cudnn_deterministic=True)
+INDUCTOR = "torch._inductor.config.triton.mix_order_reduction = False\n"
+TF32_OFF = "switches TF32 on:\n#     torch.backends.cuda.matmul.allow_tf32 = False\n"
+WITHOUT_IT = "; the record was measured without it."
+SUM, TWO = "2 batches of 32 make one of 64", "4 batches of 8 in each of 2 processes make one of 64"
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "config", "said"),
+    [
+        # transformers has a word for AdamW's, and a default of its own; others are the user's.
+        ("hf", ADAMW, FUSED, '    "optim": "adamw_torch_fused",\n'),
+        ("hf", ADAMW, BF16, '    "optim": "adamw_torch",\n'),
+        ("hf", SGD, FUSED, "Add to the arguments of your optimizer: fused=True\n"),
+        # The batch of a run is as it was seen.
+        ("hf", of_run(""), TF32, '    "per_device_train_batch_size": 64,\n    "dataloader'),
+        ("hf", of_run("2 micro-batches"), TF32, f"{SUM}, by gradient accumulation\n"),
+        ("hf", of_run("labels 1 int64; 4 micro-batches; adamw, sgd", 2), TF32, TWO),
+        ("hf", of_run("3 micro-batches"), TF32, 'arguments = {\n    "dataloader'),
+        ("hf", SGD, DETERMINISTIC, "torch.use_deterministic_algorithms(True)\n"),
+        ("lightning", SGD, DETERMINISTIC, '    "deterministic": True,\n'),
+        ("lightning", SGD, COMPILED, "#     model = model.to(memory_format=torch.channels_last)\n"),
+        ("lightning", SGD, COMPILED, '#     model.compile(mode="reduce-overhead")\n'),
+        # Measured with a torch whose compiler is wrong without.
+        ("lightning", SGD, COMPILED, INDUCTOR),
+        # TF32 stays off where a framework switches it on.
+        ("hf", SGD, PLAIN, '    "tf32": False,\n'),
+        ("hf", SGD, PLAIN, TF32_OFF),
+        ("accelerate", SGD, PLAIN, TF32_OFF),
+        (
+            "timm",
+            SGD,
+            PLAIN,
+            "compiles with triton.mix_order_reduction, known to be wrong in torch",
+        ),
+        ("timm", SGD, PLAIN, f"train.py sets cudnn.benchmark to True{WITHOUT_IT}"),
+        ("timm", SGD, PLAIN, f"train.py switches TF32 on for matrix products{WITHOUT_IT}"),
+    ],
+)
+def test_what_is_printed(name: str, task: Task, config: Config, said: str) -> None:
+    assert said in text(emitted(name, record_of((config, 400.0), task=task, loop=config)))
 
 
 @pytest.mark.parametrize(
@@ -153,37 +178,10 @@ def test_the_batch_asked_for_is_kept(name: str, settings: dict[str, int]) -> Non
     assert found.setup.loader.get(BATCH, 16) == 16
     assert "4 batches of 16 make one of 64" in text(found)
     # At the user's own batch, and at a larger one that was asked to be free, nothing is added up.
-    alone = [name for name, value in settings.items() if value == 4]
     for plain in (best_at(16, free=False), best_at(128)):
-        assert not any(setting in plain.setup.settings for setting in alone)
+        assert 4 not in plain.setup.settings.values()
     with pytest.raises(NoRecord):  # 24 does not go into 64
         best_at(24)
-
-
-@pytest.mark.parametrize(
-    ("others", "processes", "settings", "said"),
-    [
-        ("", 1, (64, None), ""),
-        ("2 micro-batches", 1, (32, 2), "2 batches of 32 make one of 64"),
-        (
-            "labels 1 int64; 4 micro-batches; adamw, sgd",
-            2,
-            (8, 4),
-            "4 batches of 8 in each of 2 processes make one of 64",
-        ),
-        ("3 micro-batches", 1, (None, None), ""),  # of which the last one is smaller
-    ],
-)
-def test_of_a_run_the_batch_is_as_it_was_seen(
-    others: str, processes: int, settings: tuple[int | None, int | None], said: str
-) -> None:
-    command = ("python", "train.py")
-    task = replace(SGD, command=command, others=others, processes=processes)
-    found = emitted("hf", record_of((TF32, 200.0), task=task, loop=TF32))
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    assert tuple(map(found.setup.settings.get, names)) == settings
-    assert said in text(found)
-    assert ("accumulation" in text(found)) == bool(said)
 
 
 THREADS = torch.get_num_threads()
@@ -233,30 +231,6 @@ def test_the_lines_set_what_the_knob_sets(
     _put_back()
     exec("\n".join(setup.flags), {"torch": torch, "os": os})
     assert state() == wanted
-
-
-def test_the_lines_lay_out_and_compile_as_the_knob_does() -> None:
-    setup = emitted("lightning", record_of((COMPILED, 300.0), loop=COMPILED)).setup
-    assert setup.model == [
-        "model = model.to(memory_format=torch.channels_last)",
-        'model.compile(mode="reduce-overhead")',
-    ]
-    # Measured with a torch whose compiler is wrong without.
-    assert "torch._inductor.config.triton.mix_order_reduction = False" in setup.flags
-
-
-def test_tf32_stays_off_where_a_framework_switches_it_on() -> None:
-    plain = CUDA.replace(compile="default")
-    record = record_of((plain, 200.0), loop=plain)
-    assert emitted("hf", record).setup.settings["tf32"] is False
-    for name in ("hf", "accelerate"):
-        found = emitted(name, record)
-        assert found.setup.after == ["torch.backends.cuda.matmul.allow_tf32 = False"]
-        assert " switches TF32 on:" in text(found)
-    said = text(emitted("timm", record))
-    assert "train.py compiles with triton.mix_order_reduction, known to be wrong" in said
-    for what in ("sets cudnn.benchmark to True", "switches TF32 on for matrix products"):
-        assert f"train.py {what}; the record was measured without it." in said
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 10), reason="lacks options in lines for torch 2.11")
@@ -394,16 +368,14 @@ def test_arguments_and_a_trainer_are_made_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["none", "reduce-overhead"])
 def test_an_accelerator_is_made_of_it(mode: str) -> None:
     accelerate = pytest.importorskip("accelerate")
-    from accelerate.state import AcceleratorState
-
     try:
         made = accelerate.Accelerator(**arguments_of("accelerate", mode))
-        assert made.mixed_precision == "bf16"
-        plugin = made.state.dynamo_plugin
-        assert plugin.backend.value == ("NO" if mode == "none" else "INDUCTOR")
-        assert plugin.mode == ("default" if mode == "none" else mode)
+        plugin, compiles = made.state.dynamo_plugin, mode != "none"
+        assert (made.mixed_precision, plugin.backend.value, plugin.mode) == (
+            *("bf16", "INDUCTOR" if compiles else "NO", mode if compiles else "default"),
+        )
     finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def remember() -> Record:
