@@ -53,10 +53,9 @@ def keep(records: Records, record: Record, anew: bool, progress: Progress) -> By
     records.remove((s, name) for s, name in before if s is kept and records.is_ours(name))
     for store, fault in zip(records.stores, faults, strict=False):
         if isinstance(store, Remote):
-            progress.warning(
-                f"{fault}; the record is kept in {kept.url}. To push it later: "
-                f"advisor sync {shlex.quote(kept.url)} {shlex.quote(store.url)}"
-            )
+            push = f"advisor sync {shlex.quote(kept.url)} {shlex.quote(store.url)}"
+            said = f"{fault}; the record is kept in {kept.url}. To push it later: {push}"
+            progress.warning(said)
     return kept
 
 
@@ -122,17 +121,17 @@ def measuring(records: Records, what: Sequence[str], devices: Sequence[str]) -> 
         Busy: another process holds a lock. UsageError: the store has no folder.
     """
     own = own_folder()
-    locks = [(records.studies, list(what), "measures this very command now; wait for it")]
-    for device in sorted(set(devices), reverse=True):
+    locks = []
+    for device in sorted(set(devices)):
         if device == HOST:
-            said = "measures on this host's CPU now; wait for it"
-            locks.append((records.studies, [HOST], said))
+            locks.append((records.studies, [HOST], "measures on this host's CPU now; wait for it"))
         else:
             folder = own / "devices" if own else records.studies
             said = f"measures on GPU {device} now; wait for it, or set CUDA_VISIBLE_DEVICES"
             locks.append((folder, [device, platform.node()], said))
+    locks.append((records.studies, list(what), "measures this very command now; wait for it"))
     with contextlib.ExitStack() as held:
-        for folder, parts, said in reversed(locks):
+        for folder, parts, said in locks:
             # A folder that cannot be written gets no lock here: `check_writable` reports it.
             with contextlib.suppress(StoreError):
                 held.enter_context(locked(folder, fingerprint(parts)[:12], said))

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from advisor.arguments import Model, OnEvent, progress_of, split, urls_of
 from advisor.cache.config import Config
@@ -119,7 +120,8 @@ def explain(
         WorkerError: the advice cannot be measured. Busy: another process measures it. StoreError.
     """
     with _opened("explain", key, what, map, budget, store, on_event) as again:
-        costs = again.costs()
+        seconds = min(COSTS_S, COSTS * again.clock.budget_s)
+        costs = cast(Worker, again.runner).costs(seconds) if again.loaded else None
         parts = again.parts()
         idle = [next(iter(one.knob)) for one in parts if one.stage == "compute" and is_idle(one)]
         explained = dataclasses.replace(again.record, parts=tuple(parts))
@@ -233,7 +235,7 @@ class Remeasurement:
     ) -> None:
         self.record, self.clock, self.loaded = record, clock, loaded
         self.base, self.advised = record.baseline.config, record.winner(record.use).config
-        self._records, self._runner = records, runner
+        self._records, self.runner = records, runner
         self._visitor = Visitor(runner, self.base, clock, lambda _config: None)
         self._rates: Rates = {}
 
@@ -260,13 +262,6 @@ class Remeasurement:
         if why is None or why.outcome == "timed_out":
             return WorkerError(f"no time was left to measure {named}; give a larger --budget")
         return WorkerError(f"{named} no longer runs here: {why}; tune again with --force")
-
-    def costs(self) -> SampleCosts | None:
-        """What a sample of the data costs a loader worker; None if no data was named."""
-        if not self.loaded:
-            return None
-        assert isinstance(self._runner, Worker)  # a run has no data of its own
-        return self._runner.costs(min(COSTS_S, COSTS * self.clock.budget_s))
 
     def parts(self) -> list[Part]:
         """The contribution of each knob of the advice and its loader, the largest first."""
@@ -301,7 +296,11 @@ class Remeasurement:
         self.clock.release()
         for names in dict.fromkeys([tuple(idle), tuple(idle[-1:])]) if idle else ():
             simple = self.advised.replace(**{name: self.base[name] for name in names})
-            if not self._is_level(simple):
+            rates = self._rates
+            if simple not in rates:
+                rates, _lost = race(self._visitor, [self.base, self.advised, simple])
+            turns, advised = (rates.get(one, []) for one in (simple, self.advised))
+            if len(turns) < PAIRS or not advised or not paired(turns, advised).level:
                 continue
             check = None if self._exempt(simple) else self._compare(simple)
             if check is not None and check.measurement.outcome == "wrong":
@@ -310,21 +309,11 @@ class Remeasurement:
             for one in record.winners:
                 choice = dataclasses.replace(one.choice, config=simple, loaded_step_s=0.0)
                 choice = record.baseline if simple == self.base else choice
-                advised = one.choice.config == self.advised
-                winners.append(dataclasses.replace(one, choice=choice) if advised else one)
+                is_advised = one.choice.config == self.advised
+                winners.append(dataclasses.replace(one, choice=choice) if is_advised else one)
             trials = record.trials if check is None else (*record.trials, check)
             return dataclasses.replace(record, winners=tuple(winners), trials=trials), names
         return record, ()
-
-    def _is_level(self, simple: Config) -> bool:
-        """Whether a simpler config is as fast as the advice."""
-        three, rates = [self.base, self.advised, simple], self._rates
-        if simple not in rates:
-            try:
-                rates = self.race(three, three)
-            except WorkerError:
-                return False
-        return len(rates[simple]) >= PAIRS and paired(rates[simple], rates[self.advised]).level
 
     def compared(self) -> tuple[str, str]:
         """(A line on the comparison of the advice with strict fp32, the fault found or '').
@@ -449,12 +438,12 @@ def _refuse(record: Record, line: str, model: Model, command: Sequence[str]) -> 
     """Raise UsageError if the record is of another device, if the record of a run comes without its
     command, or that of a target with one. `line`: the command line to type instead."""
     device, now = record.key.environment.device, environment.detect(device_for(record)).device
+    why = ""
     if now != device:
         why = f"is of {device.name}, and this machine has {now.name}: use {device.name}"
     elif record.key.task.command and (model.target is not None or not command):
         why = f"is of a run: give its command, as in: {line}"
     elif command and not record.key.task.command:
         why = f"is of {record.target.name}, which needs no command; run: {line}"
-    else:
-        return
-    raise UsageError(f"record {record.id} {why}")
+    if why:
+        raise UsageError(f"record {record.id} {why}")
