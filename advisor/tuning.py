@@ -34,7 +34,7 @@ from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
 from advisor.tuners.search.race import SearchResult
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.tuner import SearchOptions, Tuner, tuned_loader
-from advisor.unchanged import CommandCall, larger
+from advisor.unchanged import CommandCall, too_little
 from advisor.workload import OpenWorkload, RunWorkload, TargetWorkload, Workload, without_own
 
 LOADER_S, LOADER_SHARE = 25.0, 0.25
@@ -197,22 +197,18 @@ class Tuning:
 
     def _why_again(self, known: Record) -> str:
         """Why a record does not answer this call, and what the call does; '' if it answers."""
-        plan, task, then, made = self.plan, self.task, known.key.task, known.provenance
+        task, then = self.task, known.key.task
         loaders = [(one.data, one.data_args, one.any_order) for one in (task, then)]
-        if known.stale:
-            return f"the record is marked stale ({known.stale}): measuring again"
-        if not known.compares and self.space.is_choice:
-            return f"only {task.baseline} was measured so far: continuing"
-        if task.data and loaders[0] != loaders[1]:
-            return "already tuned without this data; now tuning its loader"
-        if more := set(task.map) - set(then.map):
-            return f"already tuned without --map {', '.join(sorted(more))}; now tuning it"
-        if not suffices(made.effort, plan.effort):
-            return f"already tuned {made.how}; continuing with --effort {plan.effort}"
-        if larger(plan, made):
-            spent = f"already tuned with --budget {made.budget_s:g}s"
-            return f"{spent}; continuing with {plan.seconds:g}s"
-        if length_of(known) != plan.length(task.batch):
+        if not known.stale:
+            if not known.compares and self.space.is_choice:
+                return f"only {task.baseline} was measured so far: continuing"
+            if task.data and loaders[0] != loaders[1]:
+                return "already tuned without this data; now tuning its loader"
+            if more := set(task.map) - set(then.map):
+                return f"already tuned without --map {', '.join(sorted(more))}; now tuning it"
+        if why := too_little(known, self.plan):
+            return why
+        if length_of(known) != self.plan.length(task.batch):
             return "already tuned for a job of another length; choosing again"
         return ""
 

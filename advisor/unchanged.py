@@ -10,17 +10,18 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from advisor.cache.codec import to_plain
 from advisor.cache.key import fingerprint
-from advisor.cache.record import Provenance, Record
+from advisor.cache.match import Query, compare
+from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.stores.filesystem import write_whole
-from advisor.command_snippets import staleness
+from advisor.command_snippets import device_for
 from advisor.errors import AdvisorError
+from advisor.tuners.environment import detect
 from advisor.tuners.search.plan import Plan, suffices
 
 SUFFIXES = (".py", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg")
@@ -65,10 +66,11 @@ class CommandCall:
             if not self._state or kept["state"] != self._state:
                 return None
             record = self.records.get(kept["record"])
-            made, same = record.provenance, record.key.task.command == self.command
-            enough = suffices(made.effort, self.plan.effort) and not larger(self.plan, made)
-            sound = same and enough and record.compares and not record.stale
-            if sound and not staleness(record) and _are_installed(record.key.libraries):
+            here = Query(environment=detect(device_for(record)), threads=record.key.threads)
+            same = (
+                record.key.task.command == self.command and compare(here, record.key)[0] == "exact"
+            )
+            if same and record.compares and not too_little(record, self.plan):
                 return record
         return None
 
@@ -80,9 +82,17 @@ class CommandCall:
                 write_whole(self._file, json.dumps(made).encode())
 
 
-def larger(plan: Plan, made: Provenance) -> bool:
-    """Whether a plan's budget is larger than that of a record, so that the tuning continues."""
-    return plan.seconds > made.budget_s
+def too_little(known: Record, plan: Plan) -> str:
+    """Why a record does not suffice for a plan, and what the call does; '' if it suffices."""
+    made = known.provenance
+    if known.stale:
+        return f"the record is marked stale ({known.stale}): measuring again"
+    if not suffices(made.effort, plan.effort):
+        return f"already tuned {made.how}; continuing with --effort {plan.effort}"
+    if plan.seconds > made.budget_s:
+        spent = f"already tuned with --budget {made.budget_s:g}s"
+        return f"{spent}; continuing with {plan.seconds:g}s"
+    return ""
 
 
 def _files(command: Sequence[str]) -> Iterator[list[Any]]:
@@ -105,11 +115,3 @@ def _files(command: Sequence[str]) -> Iterator[list[Any]]:
             found = path.stat()
             if stat.S_ISREG(found.st_mode):
                 yield [str(path), found.st_size, found.st_mtime_ns]
-
-
-def _are_installed(libraries: Sequence[str]) -> bool:
-    """Whether libraries such as 'torchvision==0.26.0' are installed in these versions."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        pairs = [one.partition("==")[::2] for one in libraries]
-        return all(metadata.version(name) == version for name, version in pairs)
-    return False
