@@ -66,10 +66,9 @@ class CommandCall:
             if not self._state or kept["state"] != self._state:
                 return None
             record = self.records.get(kept["record"])
-            here = Query(environment=detect(device_for(record)), threads=record.key.threads)
-            same = (
-                record.key.task.command == self.command and compare(here, record.key)[0] == "exact"
-            )
+            key = record.key
+            here = Query(environment=detect(device_for(record)), threads=key.threads)
+            same = key.task.command == self.command and compare(here, key)[0] == "exact"
             if same and record.compares and not too_little(record, self.plan):
                 return record
         return None
