@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+import jinja2
 
 from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.cache.shown import times
 from advisor.errors import NoRecord, printable
-from advisor.frameworks.framework import Framework, LazyObject, Setup
+from advisor.frameworks.framework import Framework, LazyObject
 from advisor.resolve.answer import answer
 from advisor.resolve.request import Request
 
@@ -62,15 +65,37 @@ class Emitted:
 
 def text(found: Emitted) -> str:
     """The whole output: settings in the framework's format, and the rest as comments."""
-    call = found.framework.call
-    code = _python(found.setup, call) if call else _yaml(found.setup)
-    below = _comments([*_by_hand(found), *_notes(found)])
-    return "\n".join(filter(None, [_comments(_head(found)), code, below]))
+    setup = found.setup
+    objects = [value for value in setup.settings.values() if isinstance(value, LazyObject)]
+    return _template().render(
+        found=found,
+        framework=found.framework,
+        setup=setup,
+        record=setup.record,
+        task=setup.task,
+        imports=sorted({line.partition(".")[0] for line in setup.flags}),
+        objects=objects,
+        notes=found.framework.notes(setup),
+    )
 
 
-def _comments(lines: Iterable[str]) -> str:
-    """Each line as a comment, without line breaks, because a record may contain any text."""
-    return "".join(f"# {printable(line)}\n" for line in lines)
+@functools.cache
+def _template() -> jinja2.Template:
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("advisor.report"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        # A record may contain any text: what it says stays on its line.
+        finalize=lambda value: printable(str(value)),
+    )
+    templates.filters |= {
+        "json": json.dumps,
+        "keywords": _keywords,
+        "literal": _literal,
+        "times": times,
+    }
+    return templates.get_template("emit.txt")
 
 
 def data(found: Emitted) -> dict[str, Any]:
@@ -92,24 +117,6 @@ def data(found: Emitted) -> dict[str, Any]:
     }
 
 
-def _python(setup: Setup, call: str) -> str:
-    """Lines for the switches and a dictionary `arguments`; `call`: the call that takes it."""
-    used = [n for n in ("os", "torch") if any(line.startswith(f"{n}.") for line in setup.flags)]
-    made = [value for value in setup.settings.values() if isinstance(value, LazyObject)]
-    imports = [f"import {name}" for name in used]
-    imports += [f"from {one.module} import {one.name}" for one in made]
-    settings = [f'    "{name}": {_literal(value)},' for name, value in setup.settings.items()]
-    body = ["arguments = {", *settings, "}"] if settings else ["arguments = {}"]
-    lines = [*imports, *([""] if imports else []), *setup.flags, *body, f"# {call}"]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _yaml(setup: Setup) -> str:
-    # A line of JSON is a line of YAML.
-    lines = [f"{name}: {json.dumps(value)}\n" for name, value in setup.settings.items()]
-    return "# python train.py -c advised.yaml DATA\n" + "".join(lines)
-
-
 def _literal(value: object) -> str:
     if isinstance(value, LazyObject):
         return f"{value.name}({_keywords(value.keywords)})"
@@ -118,45 +125,3 @@ def _literal(value: object) -> str:
 
 def _keywords(given: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={_literal(value)}" for name, value in given.items())
-
-
-def _head(found: Emitted) -> Iterator[str]:
-    setup, record = found.setup, found.setup.record
-    task, device = record.key.task, record.key.environment.device.name
-    yield f"{record.id}: {record.target.name}, {task.inputs}, batch {record.batch}, on {device}"
-    yield f"{found.reason}, for all of these settings together"
-    if record.stale:
-        yield f"marked stale by advisor verify: {record.stale}"
-    size, calls = setup.accumulation or (0, 0)
-    if size and calls > 1:
-        each = f" in each of {task.processes} processes" * (task.processes > 1)
-        made = f"{calls} batches of {size}{each} make one of {setup.batch}"
-        yield f"{made}, by gradient accumulation"
-
-
-def _by_hand(found: Emitted) -> Iterator[str]:
-    """Yields comments with the lines that the user adds to the script."""
-    setup, title = found.setup, found.framework.title
-    for where, lines in (
-        (f"Add for the model, before {title} gets it", setup.model),
-        (f"Add just before training starts, because {title} switches TF32 on", setup.after),
-    ):
-        if lines:
-            yield f"{where}:"
-            yield from (f"    {line}" for line in lines)
-    for where, given in (("optimizer", setup.optimizer), ("DataLoader", setup.loader)):
-        if given:
-            yield f"Add to the arguments of your {where}: {_keywords(given)}"
-
-
-def _notes(found: Emitted) -> Iterator[str]:
-    """Yields comments: settings that the framework changes itself, and those that it lacks."""
-    for line in found.framework.notes(found.setup):
-        yield f"By itself, {found.framework.title} {line}."
-    lost = [
-        f"    {name}, {times(choice.speedup)}: {_keywords(lacks)}"
-        for name, (choice, lacks) in found.beyond.items()
-    ]
-    if found.setup.unsupported:
-        lost.append(f"    input pipeline: {_keywords(found.setup.unsupported)}")
-    yield from [f"{found.framework.title} has no setting for:", *lost] if lost else []
