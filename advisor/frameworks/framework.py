@@ -38,7 +38,7 @@ class Setup:
     """A config of a record, as settings of a framework and as changes that the script needs.
 
     Attributes:
-        asked_batch: the user's batch size; None for the record's.
+        batch: the user's batch size.
         flags: lines of Python at the start of the script; each sets a switch of the process.
         model: lines of Python on `model`, before the framework gets it.
         after: lines of Python once the framework's own object is made.
@@ -48,7 +48,7 @@ class Setup:
 
     record: Record
     config: Config
-    asked_batch: int | None = None
+    batch: int
     settings: dict[str, Any] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
     model: list[str] = field(default_factory=list)
@@ -56,10 +56,6 @@ class Setup:
     optimizer: dict[str, Any] = field(default_factory=dict)
     loader: dict[str, Any] = field(default_factory=dict)
     unsupported: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def batch(self) -> int:
-        return self.asked_batch or self.record.batch
 
     @property
     def task(self) -> Task:
@@ -124,7 +120,7 @@ class Framework:
     def setup(self, record: Record, config: Config, batch: int | None = None) -> Setup:
         """A config's Setup; `batch`: the user's batch size, if it is not the record's."""
         device = record.key.environment.device.kind
-        setup = Setup(record, config, batch, settings={**self.devices[device]})
+        setup = Setup(record, config, batch or record.batch, settings={**self.devices[device]})
         for name, value in config.items():
             row = self.rows.get(name) or only(setup.default.get(name))
             added = row(setup, value)
