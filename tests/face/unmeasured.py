@@ -28,21 +28,26 @@ from tests.builders import GAINS, SCRIPT, MadeUp, net_of
 from tests.cache import examples
 
 
-class Describing:
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """What a model prints stays with its worker."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+class Started(contextlib.AbstractContextManager[Any]):
+    def __exit__(self, *_exc: object) -> None: ...
+
+
+class Describing(Started):
     """A worker that builds the model and knows it again, in this process, and measures nothing."""
 
     def __init__(self, job: WorkerJob, *, deadline_s: float) -> None:
         self._job = job
 
-    def __enter__(self) -> Describing:
-        return self
-
-    def __exit__(self, *_exc: object) -> None: ...
-
     def describe(self) -> Facts:
         task = self._job.task
-        # What a model prints stays with its worker.
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with unheard():
             loaded = targets.load(targets.parse(task.target), task.model_args)
             model = targets.build(loaded)
         facts = model_facts([model])
@@ -64,23 +69,18 @@ class InProcess(Describing):
     """A worker that takes the model's first steps, and loads its data, in this process."""
 
     def describe(self) -> Facts:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with unheard():
             return child.describe(Bench(self._job))
 
     def describe_data(self, most_s: float) -> DataFacts:
         return Bench(self._job).describe_data()
 
 
-class DescribedRun:
+class DescribedRun(Started):
     """A run that is never started: its script trains model.py's Net, of 4x3x8x8, by SGD."""
 
     def __init__(self, command: Sequence[str], **_how: Any) -> None:
         self.command = MappedOptions(command, {})
-
-    def __enter__(self) -> DescribedRun:
-        return self
-
-    def __exit__(self, *_exc: object) -> None: ...
 
     def describe(self) -> ScriptFacts:
         return dataclasses.replace(SCRIPT, **model_facts([net_of("model.py")]), shape=(4, 3, 8, 8))
