@@ -36,7 +36,7 @@ from advisor.verification import (
 from tests.builders import MadeUp
 from tests.cache import examples
 from tests.cache.examples import choice
-from tests.face.commands import MODEL, SHAPE, advisor, offer_bf16, own, take_over
+from tests.face.commands import MODEL, SHAPE, advisor, own, take_over
 from tests.face.unmeasured import Worker, made_up
 
 GAINS = {("channels_last", True): 2.0}
@@ -110,8 +110,7 @@ def test_what_cannot_be_measured_again(tuned: Path) -> None:
     assert done.stdout == "Nothing to explain: the advice is torch's default.\n"
 
 
-def test_what_contributes_nothing_is_set_back(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    offer_bf16(monkeypatch)
+def test_what_contributes_nothing_is_set_back(tuned: Path) -> None:
     record = advise({"precision": "bf16"})
     done = advisor(tuned, "explain", record.id, "--budget", "20s", "--plot", "why.png")
     assert done.returncode == 0, done.stderr
@@ -145,38 +144,35 @@ def test_a_record_that_no_longer_holds_is_stale_until_it_is_tuned_again(tuned: P
     assert held()[1].stale == ""
 
 
-def test_a_record_that_holds_says_so(tuned: Path) -> None:
-    _, record = held()
-    done = advisor(tuned, "verify", record.id, "--json")
-    found = json.loads(done.stdout)
-    assert done.returncode == 0 and found["holds"] and found["reason"] == ""
-    assert found["verdict"] == HOLDS and found["numerics"].startswith("not compared with fp32: ")
-    assert found["now"][LOOP]["ratio"] == pytest.approx(record.winner(LOOP).speedup, rel=0.25)
-    assert held()[1].stale == ""
-
-
 @pytest.mark.parametrize(
-    ("compared", "verdict"),
+    ("changes", "compared", "verdict"),
     [
-        (Compared("ok", "as fp32"), HOLDS),
-        (Compared("wrong", "a gradient is off", "format"), FAILS),
-        (Compared("unverified", "no time was left to compare it with fp32"), HOLDS),
+        ({}, Compared("wrong", "never asked"), HOLDS),
+        ({"precision": "bf16"}, Compared("ok", "as fp32"), HOLDS),
+        ({"precision": "bf16"}, Compared("wrong", "a gradient is off", "format"), FAILS),
+        ({"precision": "bf16"}, Compared("unverified", "no time was left to compare it"), HOLDS),
     ],
 )
 def test_what_changes_numbers_is_compared_before_the_race(
-    tuned: Path, places: list[Worker], compared: Compared, verdict: str
+    tuned: Path,
+    places: list[Worker],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Value],
+    compared: Compared,
+    verdict: str,
 ) -> None:
-    record = advise({"precision": "bf16"})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Worker, "compare", lambda *_args, **_how: compared)
-        done = advisor(tuned, "verify", record.id, "--json")
+    record = advise(changes)
+    monkeypatch.setattr(Worker, "compare", lambda *_args, **_how: compared)
+    done = advisor(tuned, "verify", record.id, "--json")
     found = json.loads(done.stdout)
-    assert found["verdict"] == verdict, found
-    assert found["numerics"].endswith(f"compared with fp32: {compared.reason}")
+    assert (found["verdict"], found["holds"]) == (verdict, done.returncode == 0), found
+    said = f"compared with fp32: {compared.reason}" if changes else "changes no numbers"
+    assert found["numerics"].endswith(said)
+    assert found["now"][LOOP]["ratio"] == pytest.approx(record.winner(LOOP).speedup, rel=0.25)
     assert ("no longer trains like fp32" in held()[1].stale) == (verdict == FAILS)
+    assert (held()[1].stale == "") == (found["reason"] == "") == (verdict == HOLDS)
     (place,) = places
-    advised = record.winner(LOOP).config
-    assert advised in place.blocks, "what is compared was timed"
+    assert record.winner(LOOP).config in place.blocks, "what is compared was timed"
 
 
 def again(record: Record, place: MadeUp, budget_s: float = 400.0) -> Remeasurement:
@@ -364,54 +360,55 @@ def test_wrong_input_is_one_line(tuned: Path, arguments: tuple[str, ...], said: 
     assert held()[1] == record
 
 
-class TestNothingARecordNamesIsRun:
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"name": "subprocess:getoutput", "origin": ""}, "nothing imported: name it with"),
+        ({"name": "this:d", "origin": ""}, "nothing imported: name it with"),
+        ({"name": "torchvision:no_such_net", "origin": ""}, "no such model"),
+        ({"name": "elsewhere.py:Net"}, "this folder: name it with"),
+        ({"origin": "0" * 16, "code": "0" * 16}, "this folder: name it with"),
+        ({"model_args": Config(command="touch ran")}, "--target"),
+    ],
+)
+def test_nothing_that_only_a_record_names_is_run(
+    tuned: Path, changes: dict[str, Any], said: str
+) -> None:
     """Only what the user names, or a file under this folder that the record is of."""
+    (tuned / "this.py").write_text("open('ran', 'w').write('ran')\n")
+    record = held()[1]
+    arguments = changes.pop("model_args", Config())
+    target = replace(record.target, **changes)
+    task = replace(record.key.task, target=target.name, model_args=arguments)
+    planted = plant(replace(record, target=target, key=replace(record.key, task=task)))
+    done = advisor(tuned, "verify", planted.id, "--budget", "3s")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr and done.stderr.count("\n") == 1
+    assert not (tuned / "ran").exists()
 
-    @pytest.mark.parametrize(
-        ("changes", "said"),
-        [
-            ({"name": "subprocess:getoutput", "origin": ""}, "nothing imported: name it with"),
-            ({"name": "this:d", "origin": ""}, "nothing imported: name it with"),
-            ({"name": "torchvision:no_such_net", "origin": ""}, "no such model"),
-            ({"name": "elsewhere.py:Net"}, "this folder: name it with"),
-            ({"origin": "0" * 16, "code": "0" * 16}, "this folder: name it with"),
-            ({"model_args": Config(command="touch ran")}, "--target"),
-        ],
-    )
-    def test_planted(self, tuned: Path, changes: dict[str, Any], said: str) -> None:
-        (tuned / "this.py").write_text("open('ran', 'w').write('ran')\n")
-        records, record = held()
-        arguments = changes.pop("model_args", Config())
-        target = replace(record.target, **changes)
-        task = replace(record.key.task, target=target.name, model_args=arguments)
-        planted = replace(record, target=target, key=replace(record.key, task=task))
-        records.remove(records.versions(record))
-        records.put(planted)
-        done = advisor(tuned, "verify", planted.id, "--budget", "3s")
-        assert (done.returncode, done.stdout) == (2, "")
-        assert said in done.stderr and done.stderr.count("\n") == 1
-        assert not (tuned / "ran").exists()
 
-    def test_a_copy_stands_for_it_where_it_was_signed_by_the_user(
-        self, tuned: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """As in the folder that a job was sent from, whose worker had the code elsewhere."""
-        records, record = held()
-        target = replace(record.target, origin="0" * 16)
-        records.remove(records.versions(record))
-        records.put(replace(record, target=target))
-        done = advisor(tuned, "verify", record.id, "--budget", "3s")
-        assert done.returncode == 0 and done.stdout.endswith("the record holds\n"), done.stderr
-        monkeypatch.setenv("XDG_DATA_HOME", str(tuned / "another user"))
-        done = advisor(tuned, "verify", record.id, "--budget", "3s")
-        assert done.returncode == 2 and "name it with --target" in done.stderr
+def plant(record: Record) -> Record:
+    """Put a record in the place of the one that is there."""
+    records, before = held()
+    records.remove(records.versions(before))
+    records.put(record)
+    return record
 
-    def test_a_moved_target_is_named(self, tuned: Path, tmp_path: Path) -> None:
-        _, record = held()
-        (tmp_path / "nets.py").write_text(MODEL)
-        done = advisor(tmp_path, "verify", record.id)
-        assert done.returncode == 2 and "name it with --target" in done.stderr
-        named = advisor(tmp_path, "verify", record.id, "--target", "nets.py")
-        assert named.returncode == 0 and named.stdout.endswith(
-            "not compared with fp32: the advice changes no numbers\nthe record holds\n"
-        )
+
+def test_a_copy_of_the_target_is_run_where_its_user_signed_or_names_it(
+    tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the folder that a job was sent from, whose worker had the code elsewhere."""
+    record = held()[1]
+    (tmp_path / "nets.py").write_text(MODEL)
+    moved = advisor(tmp_path, "verify", record.id)
+    assert moved.returncode == 2 and "name it with --target" in moved.stderr
+    named = advisor(tmp_path, "verify", record.id, "--target", "nets.py")
+    last = "not compared with fp32: the advice changes no numbers\nthe record holds\n"
+    assert named.returncode == 0 and named.stdout.endswith(last)
+    plant(replace(record, target=replace(record.target, origin="0" * 16)))
+    done = advisor(tuned, "verify", record.id, "--budget", "3s")
+    assert done.returncode == 0 and done.stdout.endswith("the record holds\n"), done.stderr
+    monkeypatch.setenv("XDG_DATA_HOME", str(tuned / "another user"))
+    done = advisor(tuned, "verify", record.id, "--budget", "3s")
+    assert done.returncode == 2 and "name it with --target" in done.stderr
