@@ -14,13 +14,12 @@ from typing import cast
 from advisor.arguments import Model, OnEvent, progress_of, split, urls_of
 from advisor.cache.config import Config
 from advisor.cache.kinds import Duration
-from advisor.cache.match import compare
 from advisor.cache.record import FLAGS, PILOT, RACED, Part, Record, Trial
 from advisor.cache.records import Records
 from advisor.cache.settings import Cache
 from advisor.cache.shown import speedup, tells, times
 from advisor.cache.task import Task, checked, permissions, permitted
-from advisor.command_snippets import about, device_for, is_copy, local_target
+from advisor.command_snippets import about, device_for, is_copy, local_target, staleness
 from advisor.errors import UsageError, WorkerError, check_type
 from advisor.open_store import open_records
 from advisor.persistence import lock_names, measuring
@@ -151,7 +150,9 @@ def verify(
         record, base, advised = again.record, again.base, again.advised
         uses = (FLAGS, PILOT) if record.key.task.command else RACED
         winners = {use: record.winner(use).config for use in uses}
-        numerics, wrong = again.compared()
+        how, trial = again.compare(advised)
+        outcome = trial.measurement.outcome if trial else ""
+        wrong = f"it no longer trains like fp32: {how}" if outcome == "wrong" else ""
         configs = list(dict.fromkeys([base, *winners.values()]))
         rates = again.race(configs, configs)
         now = {use: paired(rates[one], rates[base]) for use, one in winners.items() if one != base}
@@ -160,7 +161,6 @@ def verify(
             reason += f"; measure on a quieter machine, or with more than {again.clock.budget_s:g}s"
         elif reason != record.stale:
             record = again.revise(dataclasses.replace(record, stale=reason))
-        here = dataclasses.replace(record.key, environment=environment.detect(device_for(record)))
         middle = statistics.median_high
         return Verified(
             record=record,
@@ -168,8 +168,8 @@ def verify(
             reason=reason,
             now=now,
             samples_per_s=(middle(rates[base]), middle(rates[advised])),
-            numerics=numerics,
-            differs=tuple(str(one) for one in compare(here, record.key)[1]),
+            numerics=f"{'' if outcome in ('ok', 'wrong') else 'not '}compared with fp32: {how}",
+            differs=tuple(str(one) for one in staleness(record)),
         )
 
 
@@ -302,7 +302,7 @@ class Remeasurement:
             turns, advised = (rates.get(one, []) for one in (simple, self.advised))
             if len(turns) < PAIRS or not advised or not paired(turns, advised).level:
                 continue
-            check = None if self._exempt(simple) else self._compare(simple)
+            _how, check = self.compare(simple)
             if check is not None and check.measurement.outcome == "wrong":
                 continue
             winners = []
@@ -315,38 +315,26 @@ class Remeasurement:
             return dataclasses.replace(record, winners=tuple(winners), trials=trials), names
         return record, ()
 
-    def compared(self) -> tuple[str, str]:
-        """(A line on the comparison of the advice with strict fp32, the fault found or '').
+    def compare(self, config: Config) -> tuple[str, Trial | None]:
+        """(How a config compares with strict fp32, the trial), or (why it is not compared, None).
 
         Raises:
-            WorkerError: the baseline or the advice no longer runs.
+            WorkerError: the baseline or the config no longer runs.
         """
-        if why := self._exempt(self.advised):
-            return f"not compared with fp32: {why}", ""
-        for one in (self.base, self.advised):  # so that the compared code is the timed code
-            try:
-                self._visitor.block(one)
-            except ConfigFailed as exc:
-                raise self._lost(one, exc) from exc
-        said = self._compare(self.advised).measurement
-        wrong = said.outcome == "wrong"
-        how = "compared" if said.ok or wrong else "not compared"
-        fault = f"it no longer trains like fp32: {said.reason}" if wrong else ""
-        return f"{how} with fp32: {said.reason}", fault
-
-    def _exempt(self, config: Config) -> str:
-        """Why a config is not compared with strict fp32, or ''."""
         task = self.record.key.task
         if not needs_comparison(config, self.base):
-            return "the advice changes no numbers"
-        if task.mode != "train":
-            return "inference"
-        return "" if task.tolerance else "it was tuned with --no-verify"
-
-    def _compare(self, config: Config) -> Trial:
+            return "the advice changes no numbers", None
+        if task.mode != "train" or not task.tolerance:
+            return "inference" if task.mode != "train" else "it was tuned with --no-verify", None
+        for one in (self.base, config):  # so that the compared code is the timed code
+            if one not in self._visitor.built:
+                try:
+                    self._visitor.block(one)
+                except ConfigFailed as exc:
+                    raise self._lost(one, exc) from exc
         began = self.clock.now()
         compared = self._visitor.compare(config)
-        return Trial(
+        return compared.reason, Trial(
             number=len(self.record.trials),
             config=config,
             measurement=measurement_of(compared),
