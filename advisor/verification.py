@@ -27,14 +27,13 @@ from advisor.resolve.lookups import set_up_logging
 from advisor.store import Store
 from advisor.tuners import environment
 from advisor.tuners.decisions import PAIRS
-from advisor.tuners.knobs import WORKERS, SearchContext, described, needs_comparison
+from advisor.tuners.knobs import BY_NAME, WORKERS, SearchContext, described, needs_comparison
 from advisor.tuners.measure.runner import ConfigFailed, Runner
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import SampleCosts
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Clock, Plan
 from advisor.tuners.search.race import Rates, race
 from advisor.tuners.search.ratio import Ratio, paired
-from advisor.tuners.search.space import Space
 from advisor.tuners.search.tuner import measurement_of
 from advisor.tuners.search.visit import Visitor
 from advisor.tuners.target import parse
@@ -282,11 +281,10 @@ class Remeasurement:
         """By loader knob: the advice without that knob. Without workers, no loader knob is left."""
         fed, device = self.record.input, self.record.key.environment.device.kind
         context = SearchContext(device=device, loaded=True, workers=2, any_order=True)
-        own = Space.of(context).default_input
         return {
-            name: Config(self.advised | ({} if name == WORKERS else fed) | {name: own[name]})
+            name: Config(self.advised | ({} if name == WORKERS else fed) | {name: values[0]})
             for name in fed
-            if name in own
+            if (values := BY_NAME[name].values(context))
         }
 
     def simplified(self, record: Record, idle: Sequence[str]) -> tuple[Record, tuple[str, ...]]:
