@@ -19,7 +19,7 @@ from advisor.cache.config import Config
 from advisor.cache.task import Task
 from advisor.tuners.measure.runner import Block
 from tests.cache import examples
-from tests.face.commands import MODEL, SHAPE, Done, advisor
+from tests.face.commands import MODEL, SHAPE, Done, advisor, printed
 from tests.face.unmeasured import Worker, made_up
 
 TUNE = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu")
@@ -44,7 +44,7 @@ def tune(folder: Path, *options: str, code: int = 0) -> Done:
 
 def tuned(folder: Path, *options: str) -> tuple[str, str]:
     """(Status, id) of what `advisor tune` found."""
-    found = json.loads(tune(folder, *options, "--json").stdout)
+    found = printed(folder, *TUNE, *options)
     return found["status"], found["record"]["id"]
 
 
@@ -121,7 +121,7 @@ def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
         assert "continuing an earlier tuning, which measured 1 config\n" in again.stderr
         assert tuned(here, *only, "--budget", "10s")[0] == "tuned"
         assert tune(here, *only, "--budget", "3s").stdout.startswith("Already tuned, ")
-    assert len(json.loads(advisor(here, "show", "--json").stdout)["records"]) == 1
+    assert len(printed(here, "show")["records"]) == 1
 
 
 class Interrupting(Worker):
@@ -265,11 +265,10 @@ def test_names_and_folders_do_not_matter(
 ) -> None:
     _, first = tuned(here)
     (here / "other.py").write_text(MODEL)
-    done = advisor(here, *("tune", "other.py"), *TUNE[2:], "--json")
-    assert json.loads(done.stdout)["status"] == "known"
+    assert printed(here, "tune", "other.py", *TUNE[2:])["status"] == "known"
     for name in ("model.py:Net", "other.py:Net", "other.py"):
         assert served(name) == ("exact", first)
-    assert len(json.loads(advisor(here, "show", "--json").stdout)["records"]) == 1
+    assert len(printed(here, "show")["records"]) == 1
     moved = here / "moved"
     moved.mkdir()
     shutil.move(here / "model.py", moved / "model.py")
@@ -288,20 +287,14 @@ def test_names_and_folders_do_not_matter(
 def test_what_made_up_data_gave_is_never_told_as_a_run(here: Path, unmeasured: list[Task]) -> None:
     """They have one key, and records of their own; another command of the same key has no other."""
 
-    def told(*words: str) -> tuple[str, dict[str, Any], str]:
-        done = advisor(here, "tune", "--json", *words)
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        return found["status"], found["record"], done.stderr
-
-    target = ("model.py", "--shape", SHAPE, "--device", "cpu")
-    status, made_up, _ = told(*target)
-    assert status == "tuned"
-    status, first, _ = told("--force", "--", sys.executable, "a.py")
-    assert (status, first["id"]) == ("tuned", made_up["id"]), "they share a key"
+    a, b = ((sys.executable, f"{name}.py") for name in "ab")
+    made_up = printed(here, *TUNE)["record"]
+    run = printed(here, "tune", "--force", "--", *a)
+    first = run["record"]
+    assert (run["status"], first["id"]) == ("tuned", made_up["id"]), "they share a key"
     assert first["provenance"]["study"] != made_up["provenance"]["study"]
-    status, second, said = told("--", sys.executable, "b.py")
-    assert (status, second) == ("known", first)
-    assert f"tuned before as {sys.executable} a.py, which trains the same" in said
-    assert told(*target)[:2] == ("known", made_up), "--force has left it"
+    done = advisor(here, "tune", "--json", "--", *b)
+    assert json.loads(done.stdout) == {"status": "known", "record": first}
+    assert f"tuned before as {' '.join(a)}, which trains the same" in done.stderr
+    assert printed(here, *TUNE)["record"] == made_up, "--force has left it"
     assert len(unmeasured) == 2

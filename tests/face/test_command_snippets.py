@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -22,7 +21,7 @@ from advisor.cache.task import Task
 from advisor.open_store import open_records
 from advisor.tuners import environment
 from tests.builders import lookup_arguments, net_of
-from tests.face.commands import MODEL, SHAPE, advisor, script
+from tests.face.commands import MODEL, SHAPE, advisor, printed, script
 
 ARGUED = MODEL.replace("width=8)", "width=8, name='', scale=1.0, bias=True, extra=None)")
 WORDS = """
@@ -70,13 +69,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: list[Task]
     yield tmp_path
 
 
-def tune(folder: Path, target: str, options: tuple[str, ...], *more: str) -> dict[str, Any]:
+def tune(folder: Path, target: str, options: tuple[str, ...]) -> Any:
+    """The record of a target, as JSON."""
     shape = () if "--shape" in options else ("--shape", SHAPE)
-    done = advisor(folder, "tune", target, *shape, *options, *more, "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert isinstance(found, dict)
-    return found
+    return printed(folder, "tune", target, *shape, *options)["record"]
 
 
 def pasted(line: str) -> Any:
@@ -91,9 +87,7 @@ def typed(folder: Path, line: str) -> Any:
     """What a line typed into a shell says, as JSON."""
     name, *words = shlex.split(line)
     assert name == "advisor"
-    done = advisor(folder, *words, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return printed(folder, *words)
 
 
 def command_in(said: str) -> str:
@@ -117,7 +111,7 @@ def test_what_is_printed_of_a_record(
 ) -> None:
     """The line for a script; and the command that measures again, where the record is stale."""
     tune(here, "model.py", ("--max-memory", "3GiB"))  # another record of a like target
-    record = tune(here, target, options)["record"]
+    record = tune(here, target, options)
     shown = advisor(here, "show", record["id"]).stdout
     (line,) = (line for line in shown.splitlines() if "advisor.apply(" in line)
     assert line.strip() == record["script"]
@@ -259,7 +253,7 @@ def test_a_store_elsewhere_stands_in_the_command(here: Path, stores: str) -> Non
 
 
 def test_the_command_where_the_code_has_changed(here: Path, unmeasured: list[Task]) -> None:
-    record = tune(here, ODD, ("--optimizer", "adamw"))["record"]
+    record = tune(here, ODD, ("--optimizer", "adamw"))
     (here / ODD).write_text(MODEL.replace(".mean((2, 3))", ".amax((2, 3))"))
     done = advisor(here, "verify", record["id"])
     assert done.returncode == 2 and "has changed since" in done.stderr
