@@ -138,11 +138,8 @@ def length_given(length: int | str | None) -> dict[str, Any]:
 
 
 def split(what: str | Model | Sequence[str] | None) -> tuple[Model, tuple[str, ...]]:
-    """(Model, words of the command) of the first argument of `tune`; one of them is empty.
-
-    Raises:
-        UsageError: `what` is neither a target's name nor a list of words.
-    """
+    """(Model, words of the command) of the first argument of `tune`; one of them is empty. Raises
+    UsageError if `what` is neither a target's name nor a list of words."""
     if what is None or isinstance(what, str | Model):
         model = Model.of(what)
         if not isinstance(model.target, str | None):

@@ -108,17 +108,12 @@ def forget_studies(records: Records, record: Record) -> None:
 
 @contextlib.contextmanager
 def measuring(records: Records, what: Sequence[str], devices: Sequence[str]) -> Iterator[None]:
-    """Context manager: locks devices, and a command or target, while they are measured.
+    """Context manager: locks devices (by their `lock_names`), and the words of a command or target,
+    while they are measured. Raises Busy if another process holds a lock, UsageError if the store
+    has no folder.
 
     A GPU's lock covers all tunings of this user on this machine. The CPU's lock covers one store
     only, because other users share the cores anyway.
-
-    Args:
-        what: words of the command, or the target.
-        devices: as `lock_names` returns them.
-
-    Raises:
-        Busy: another process holds a lock. UsageError: the store has no folder.
     """
     own = own_folder()
     locks = []
@@ -155,14 +150,8 @@ def lock_names(device: str | None = None) -> list[str]:
 def locked(
     folder: Path, name: str, said: str = "measures this very key now; wait for it"
 ) -> Iterator[None]:
-    """Context manager: holds the lock `name` in a folder.
-
-    Args:
-        said: the end of the message if another process holds the lock.
-
-    Raises:
-        Busy: another process holds it. StoreError: the folder cannot be written, or is a link.
-    """
+    """Context manager: holds the lock `name` in a folder. Raises Busy with a message that ends with
+    `said` if another process holds it, StoreError if the folder cannot be written or is a link."""
     from filelock import FileLock, Timeout
 
     lock, holder = FileLock(study_file(folder, f"{name}.lock")), study_file(folder, f"{name}.pid")

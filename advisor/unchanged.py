@@ -96,11 +96,8 @@ def too_little(known: Record, plan: Plan) -> str:
 
 def _files(command: Sequence[str]) -> Iterator[list[Any]]:
     """Generator: yields [path, size, time of change] of each file that a command names, and of the
-    files with SUFFIXES below the working folder.
-
-    Raises:
-        OSError: the working folder was removed, or has too many files.
-    """
+    files with SUFFIXES below the working folder. Raises OSError if that folder was removed, or has
+    too many files."""
     paths = [Path(word.rpartition("=")[2]) for word in command]
     seen = 0
     for folder, below, names in os.walk(Path.cwd()):

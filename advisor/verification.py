@@ -179,12 +179,9 @@ def judged(
     base: Sequence[float],
     wrong: str = "",
 ) -> tuple[str, str]:
-    """(Verdict, reason) of a record from the speed-ups `now` of its winners.
-
-    Args:
-        rates, base: samples/s of each turn of the winner for `Record.use`, and of the baseline.
-        wrong: the fault that the comparison with strict fp32 found, or ''.
-    """
+    """(Verdict, reason) of a record from the speed-ups `now` of its winners. `rates`, `base`:
+    samples/s of each turn of the winner for `Record.use`, and of the baseline. `wrong`: the fault
+    that the comparison with strict fp32 found, or ''."""
     then, middle = record.winner(record.use), statistics.median_high(rates)
     kept = KEPT_RATE * then.samples_per_s
     host = record.baseline.samples_per_s / statistics.median_high(base)
@@ -245,11 +242,8 @@ class Remeasurement:
         return revised
 
     def race(self, configs: Sequence[Config], needed: Sequence[Config]) -> Rates:
-        """Measure configs in turn, the first as reference. Returns samples/s of each round.
-
-        Raises:
-            WorkerError: a config in `needed` no longer runs, or there was no time for it.
-        """
+        """Measure configs in turn, the first as reference. Returns samples/s of each round. Raises
+        WorkerError if a config in `needed` no longer runs, or there was no time for it."""
         rates, reasons = race(self._visitor, configs)
         for config in needed:
             if not rates.get(config):
@@ -315,10 +309,7 @@ class Remeasurement:
 
     def compare(self, config: Config) -> tuple[str, Trial | None]:
         """(How a config compares with strict fp32, the trial), or (why it is not compared, None).
-
-        Raises:
-            WorkerError: the baseline or the config no longer runs.
-        """
+        Raises WorkerError if the baseline or the config no longer runs."""
         task = self.record.key.task
         if not needs_comparison(config, self.base):
             return "the advice changes no numbers", None
@@ -396,15 +387,10 @@ def _opened(
 
 
 def _own_target(record: Record, *, trusted: bool) -> str:
-    """The target to run if the user names none: the record's own file.
-
-    Args:
-        trusted: the user or their team signed the record. Only then may a file with the same name
-            and code replace one in another folder, such as that of a server's worker.
-
-    Raises:
-        UsageError: the user must name the target, as a record alone imports and builds nothing.
-    """
+    """The target to run if the user names none: the record's own file. If the record is `trusted`
+    (the user or their team signed it), also a file with the same name and code, because the record
+    may be of another folder, such as that of a server's worker. Raises UsageError if the user must
+    name the target, as a record alone imports and builds nothing."""
     here, tuned, why = local_target(record), record.target, "its file is not under this folder"
     spec = None
     with contextlib.suppress(UsageError):
