@@ -237,8 +237,8 @@ class Tuning:
 
     def _of_fp8(self) -> str:
         """A line that says whether the tuning may try fp8, or why not."""
-        wide, capability = self.opened.facts.wide, self.opened.key.environment.device
-        why = fp8.lacking(capability.compute_capability, wide)
+        wide, device = self.opened.facts.wide, self.opened.key.environment.device
+        why = fp8.lacking(device.compute_capability, wide)
         if self.task.command or self.task.mode != "train":
             why = "no layer of a run is replaced" if self.task.command else "it is for training"
         if why:

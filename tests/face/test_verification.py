@@ -218,21 +218,14 @@ def test_what_is_as_fast_without_is_set_back(channels_last: float, idle: list[st
     assert decode(encode(revised)) == revised
 
 
-@pytest.mark.parametrize(
-    ("fails", "budget_s", "said"),
-    [
-        ({("precision", "bf16"): "failed"}, 400.0, "bf16 no longer runs here: it is made"),
-        ({}, 4.0, "no time was left to measure"),
-    ],
-)
-def test_an_advice_that_cannot_be_measured(
-    fails: dict[tuple[str, object], str], budget_s: float, said: str
-) -> None:
+def test_an_advice_that_cannot_be_measured() -> None:
     record = replace(examples.record(), input=Config())
-    place = place_of(record, step_s=1.0 if budget_s < 5 else 1 / 30)
-    place.fails |= fails
-    with pytest.raises(WorkerError, match=said):
-        again(record, place, budget_s).parts()
+    failing, slow = place_of(record), place_of(record, step_s=1.0)
+    failing.fails = {("precision", "bf16"): "failed"}
+    with pytest.raises(WorkerError, match="bf16 no longer runs here: it is made"):
+        again(record, failing).parts()
+    with pytest.raises(WorkerError, match="no time was left to measure"):
+        again(record, slow, 4.0).parts()
 
 
 def test_what_was_measured_once_is_no_part() -> None:
@@ -244,23 +237,14 @@ def test_what_was_measured_once_is_no_part() -> None:
     assert (part.knob, part.ratio) == (Config(fused_optimizer=True), pytest.approx(2.0))
 
 
-@pytest.mark.parametrize(
-    ("low", "ratio", "high", "idle"),
-    [
-        (0.97, 1.0, 1.03, True),
-        (1.001, 1.005, 1.009, True),
-        (1.2, 1.3, 1.4, False),
-        (0.2, 1.1, 6.0, False),
-        (0.0, 5.0, 29348.73, False),
-    ],
-)
-def test_which_knob_contributes_nothing(low: float, ratio: float, high: float, idle: bool) -> None:
-    """Not one of which nothing is known."""
-    assert is_idle(Part(knob=Config(precision="bf16"), ratio=ratio, low=low, high=high)) == idle
+def part(low: float, ratio: float, high: float) -> Part:
+    return Part(knob=Config(precision="bf16"), ratio=ratio, low=low, high=high)
 
 
-def test_a_part_that_cannot_be_told_has_no_figures() -> None:
-    unknown = Part(knob=Config(precision="bf16"), ratio=5.0, low=0.0, high=29348.73)
+def test_what_contributes_nothing_is_known_and_what_cannot_be_told_has_no_figures() -> None:
+    idle, unknown = [part(0.97, 1.0, 1.03), part(1.001, 1.005, 1.009)], part(0.0, 5.0, 29348.73)
+    assert all(map(is_idle, idle))
+    assert not any(map(is_idle, [part(1.2, 1.3, 1.4), part(0.2, 1.1, 6.0), unknown]))
     (row,) = parts_table(replace(examples.record(), input=Config(), parts=(unknown,))).rows
     said = " ".join(row.cells)
     assert "bf16" in said and "could not tell" in said
