@@ -10,16 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from advisor.cache.task import Task
-from advisor.tuners import environment, fingerprint
-from advisor.tuners import target as targets
+from advisor.tuners import environment
 from advisor.tuners.act.pilot.script_facts import ScriptFacts, model_facts
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.run.mapped_options import MappedOptions
 from advisor.tuners.measure.worker import child, parent
 from advisor.tuners.measure.worker.bench import Bench
-from advisor.tuners.measure.worker.child import recognise
 from advisor.tuners.measure.worker.wire import DataFacts, Facts, WorkerJob
 from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.race import SearchResult
@@ -28,49 +27,23 @@ from tests.builders import GAINS, SCRIPT, MadeUp, net_of
 from tests.cache import examples
 
 
-@contextlib.contextmanager
-def unheard() -> Iterator[None]:
-    """What a model prints stays with its worker."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
-
-
 class Started(contextlib.AbstractContextManager[Any]):
     def __exit__(self, *_exc: object) -> None: ...
 
 
-class Describing(Started):
-    """A worker that builds the model and knows it again, in this process, and measures nothing."""
+class InProcess(Started):
+    """A worker that takes the model's first steps, and loads its data, in this process."""
 
     def __init__(self, job: WorkerJob, *, deadline_s: float) -> None:
         self._job = job
 
     def describe(self) -> Facts:
-        task = self._job.task
-        with unheard():
-            loaded = targets.load(targets.parse(task.target), task.model_args)
-            model = targets.build(loaded)
-        facts = model_facts([model])
-        hooks = fingerprint.of_hooks(loaded.make_batch, loaded.loss)
-        recognise(self._job, loaded.spec.name, facts["model"], hooks)
-        return Facts(
-            name=loaded.spec.name,
-            hooks=hooks,
-            code=loaded.spec.code,
-            device_uuid="",
-            memory_bytes=0,
-            peak_bytes=1,
-            step_s=0.001,
-            **facts,
-        )
-
-
-class InProcess(Describing):
-    """A worker that takes the model's first steps, and loads its data, in this process."""
-
-    def describe(self) -> Facts:
-        with unheard():
-            return child.describe(Bench(self._job))
+        # What a model prints, and determinism, stay with its worker.
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            facts = child.describe(Bench(self._job))
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
+        return facts
 
     def describe_data(self, most_s: float) -> DataFacts:
         return Bench(self._job).describe_data()
@@ -97,19 +70,19 @@ def unmeasured() -> Iterator[list[Task]]:
         return SearchResult(baseline=made.baseline, winners=made.winners, raced=made.raced)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parent, "Worker", Describing)
+        patch.setattr(parent, "Worker", InProcess)
         patch.setattr("advisor.tuners.measure.run.run.Run", DescribedRun)
         patch.setattr(Tuning, "search", search)
         patch.setattr(sys, "path", [*sys.path])
         yield measured
 
 
-class Worker(MadeUp, Describing):
+class Worker(MadeUp, InProcess):
     """A worker that describes the model and measures by made-up gains."""
 
     def __init__(self, job: WorkerJob, *, deadline_s: float) -> None:
         MadeUp.__init__(self, plain(job.task, job.device))
-        Describing.__init__(self, job, deadline_s=deadline_s)
+        InProcess.__init__(self, job, deadline_s=deadline_s)
 
 
 @contextlib.contextmanager
