@@ -80,8 +80,8 @@ def unmeasured() -> Iterator[list[Task]]:
 class Worker(MadeUp, InProcess):
     """A worker that describes the model and measures by made-up gains."""
 
-    def __init__(self, job: WorkerJob, *, deadline_s: float) -> None:
-        MadeUp.__init__(self, plain(job.task, job.device))
+    def __init__(self, job: WorkerJob, *, deadline_s: float, **how: Any) -> None:
+        MadeUp.__init__(self, plain(job.task, job.device), **how)
         InProcess.__init__(self, job, deadline_s=deadline_s)
 
 
@@ -98,10 +98,8 @@ def made_up(
     started: list[Worker] = []
 
     def begun(job: WorkerJob, *, deadline_s: float) -> Worker:
-        worker = kind(job, deadline_s=deadline_s)
-        MadeUp.__init__(worker, worker.baseline, gains=gains, **more)
-        started.append(worker)
-        return worker
+        started.append(kind(job, deadline_s=deadline_s, gains=gains, **more))
+        return started[-1]
 
     def now() -> float:
         return started[-1].time if started else 0.0
