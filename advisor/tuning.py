@@ -179,7 +179,7 @@ class Tuning:
         with locked(self.records.studies, study), ScratchFolder() as folder:
             loader_s = min(LOADER_S, LOADER_SHARE * self.plan.seconds) if self.space.inputs else 0.0
             clock = Clock(self.plan.seconds, reserve_s=loader_s)
-            found = self.search(similar, study, fresh, clock, folder)
+            found = self.search(self._first_guesses(similar), study, fresh, clock, folder)
             return self._kept(found, self._record(found, study, clock), clear, replaces)
 
     def _is_alike(self, known: Record) -> bool:
@@ -246,9 +246,9 @@ class Tuning:
         return f"{wide} linear layer{'s' * (wide != 1)} may be tried in fp8. {fp8.CAVEAT}"
 
     def search(
-        self, similar: Sequence[SimilarRecord], name: str, fresh: bool, clock: Clock, folder: Path
+        self, first: Sequence[Config], name: str, fresh: bool, clock: Clock, folder: Path
     ) -> SearchResult:
-        """The result of the study `name`; `folder`: for compiled code."""
+        """The result of the study `name`. `first`: tried first; `folder`: for compiled code."""
         plan, task, space, runner = self.plan, self.task, self.space, self.opened.runner
         if plan.seconds < 12 * (step_s := self.opened.facts.step_s):
             raise UsageError(
@@ -265,7 +265,7 @@ class Tuning:
             # The rest of an online run must repay a compilation. Assume that the rest is as long
             # as the tuning, and that compiled code saves a third of it.
             most_s=WORTH * plan.seconds if self.opened.online else math.inf,
-            first=self._first_guesses(similar),
+            first=first,
             seed=plan.seed,
             length=plan.length(task.batch),
             modules=self.opened.facts.modules,
