@@ -108,20 +108,18 @@ def tune(
     given = {"shape": shape} | permit.given
     if not command and model.target is None:
         raise UsageError("target None: expected a name, such as model.py:Net")
-    workload: Workload = (
-        RunWorkload(command, permissions(given))
-        if command
-        else TargetWorkload(Task.of(str(model.target), model.given | given))
-    )
+    workload: Workload
+    if command:
+        workload = RunWorkload(command, permissions(given))
+    else:
+        workload = TargetWorkload(Task.of(str(model.target), model.given | given))
     return tuned(workload, plan, cache=urls_of(store), progress=progress_of(on_event))
 
 
-def tuned(
-    workload: Workload, plan: Plan, *, cache: Cache = None, progress: Progress | None = None
-) -> Tuned:
+def tuned(workload: Workload, plan: Plan, *, cache: Cache, progress: Progress) -> Tuned:
     """As `tune`, with a checked workload and plan."""
     set_up_logging()
-    records, progress = open_records(cache, fallback=True), progress or Progress()
+    records = open_records(cache, fallback=True)
     with measuring(records, workload.words, lock_names(workload.device)):
         if not isinstance(workload, RunWorkload):
             return measured(workload, plan, records, progress)
