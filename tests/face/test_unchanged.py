@@ -69,12 +69,20 @@ def test_it_is_where_something_has_changed(
     made: Record, change: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WIDTH", "8")
-    begun = asked()
-    begun.remember(made)
+    asked().remember(made)
     assert asked().known() == made
     change()
     assert asked().known() is None
-    begun.remember(made)  # not what changed while it ran
+
+
+def test_a_call_during_which_something_changed_is_not_remembered(
+    made: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WIDTH", "8")
+    begun = asked()
+    monkeypatch.setenv("WIDTH", "16")
+    begun.remember(made)
+    monkeypatch.setenv("WIDTH", "8")
     assert asked().known() is None
 
 
