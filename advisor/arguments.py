@@ -1,28 +1,47 @@
-"""Arguments of the public functions: Model, Permit, Budget, commands and stores."""
+"""Arguments of the public functions: Model, Permit, Budget, commands, stores and `on_event`."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-from advisor.cache.config import Value
+from advisor.cache.config import Config, Value
 from advisor.cache.settings import Cache
-from advisor.errors import UsageError
+from advisor.errors import UsageError, check_type
+from advisor.tuners.search.plan import Progress
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from advisor.store import Store
+    from advisor.tuners.search.journal import JournaledTrial
 
 OnEvent = Callable[[Mapping[str, Any]], None]
 """A function that is called with a dictionary for each event; see `advisor.tune`."""
+_KEYWORDS = {"args": "model_args", "time": "budget"}
+"""Fields that have another keyword in a Task or a Plan."""
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class _Arguments:
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are not None, except the target, by their keyword in a Task or a Plan."""
+        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        length = length_given(fields.pop("length", None))
+        return length | {
+            _KEYWORDS.get(name, name): value
+            for name, value in fields.items()
+            if value is not None and name != "target"
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Model(_Arguments):
     """A model and how it is trained. A lookup accepts any value of a field that is None.
 
     Attributes:
@@ -55,17 +74,9 @@ class Model:
         """Wrap a target in a Model, unless it is one."""
         return target if isinstance(target, Model) else cls(target)
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """The fields that are not None, by their keyword in a Task."""
-        found = _given(self)
-        found.pop("target", None)
-        args = found.pop("args", None)
-        return found if args is None else found | {"model_args": args}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Permit:
+class Permit(_Arguments):
     """What a tuning may change. A lookup serves only configs that this permits.
 
     Attributes:
@@ -94,14 +105,9 @@ class Permit:
     tolerance: float | None = None
     map: Mapping[str, str] | None = None
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """The fields that are not None, by their keyword in a Task."""
-        return _given(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class Budget(_Arguments):
     """How long a tuning measures, and the length of the job that it tunes for.
 
     Attributes:
@@ -123,14 +129,6 @@ class Budget:
     seed: int | None = None
     force: bool | None = None
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """The fields that are not None, by their keyword in a Plan."""
-        found = _given(self)
-        if "time" in found:
-            found["budget"] = found.pop("time")
-        return found | length_given(found.pop("length", None))
-
 
 def length_given(length: int | str | None) -> dict[str, Any]:
     """The length of a job as a field of a Plan: `duration` for a text, else `steps`."""
@@ -140,11 +138,8 @@ def length_given(length: int | str | None) -> dict[str, Any]:
 
 
 def split(what: str | Model | Sequence[str] | None) -> tuple[Model, tuple[str, ...]]:
-    """(Model, words of the command) of the first argument of `tune`; one of them is empty.
-
-    Raises:
-        UsageError: `what` is neither a target's name nor a list of words.
-    """
+    """(Model, words of the command) of the first argument of `tune`; one of them is empty. Raises
+    UsageError if `what` is neither a target's name nor a list of words."""
     if what is None or isinstance(what, str | Model):
         model = Model.of(what)
         if not isinstance(model.target, str | None):
@@ -163,6 +158,42 @@ def urls_of(store: Store | Cache) -> Cache:
     return (store.urls or None) if isinstance(store, Store) else store
 
 
-def _given(one: Any) -> dict[str, Any]:
-    fields = (field.name for field in dataclasses.fields(one))
-    return {name: value for name in fields if (value := getattr(one, name)) is not None}
+class Events(Progress):
+    """Reports progress to `on_event`."""
+
+    def __init__(self, on_event: OnEvent) -> None:
+        self._on_event = on_event
+
+    def visited(self, done: JournaledTrial, what: str, best: Config, left_s: float) -> None:
+        trial, ratio, compared = done
+        measured = trial.measurement
+        self._on_event(
+            {
+                "event": "trial",
+                "number": trial.number,
+                "config": dict(trial.config),
+                "outcome": compared.outcome if compared else measured.outcome,
+                "samples_per_s": measured.samples_per_s,
+                "ratio": ratio.mean,
+                "low": ratio.low,
+                "high": ratio.high,
+                "best": dict(best),
+                "left_s": left_s,
+            }
+        )
+
+    def phase(self, what: str) -> None:
+        self._on_event({"event": "phase", "text": what})
+
+    def notice(self, text: str) -> None:
+        self._on_event({"event": "notice", "text": text})
+
+    def warning(self, text: str) -> None:
+        self._on_event({"event": "warning", "text": text})
+
+
+def progress_of(on_event: OnEvent | None) -> Progress:
+    """The Progress that calls `on_event`, or a silent one for None. Raises UsageError if
+    `on_event` is not callable."""
+    check_type("on_event", on_event, (Callable, NoneType), "a function that takes a dictionary")
+    return Events(on_event) if on_event is not None else Progress()

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -124,9 +123,8 @@ def tune_again(record: Record, cache: Cache = None) -> str:
     from advisor.tuners.search.plan import Plan
 
     made = record.provenance
-    plan = Plan(steps=made.steps or None, duration_s=made.duration_s or None)
-    if made.effort in EFFORTS:
-        plan = dataclasses.replace(plan, effort=made.effort)
+    effort = made.effort if made.effort in EFFORTS else "normal"
+    plan = Plan(effort=effort, steps=made.steps or None, duration_s=made.duration_s or None)
     force = ["--force"] if record.stale else []
     return _tune(local_task(record), [*shell(plan), *force, *_cache(cache)])
 
@@ -226,8 +224,7 @@ def local_target(record: Record) -> str:
         return name
     near = [Path(record.key.task.target.partition(".py")[0] + ".py"), Path(file)]
     near = [one for one in near if one.is_file()]
-    below = (one / file for one in _folders_below() if (one / file).is_file())
-    own = (one for one in itertools.chain(near, below) if origin_of(one) == origin)
+    own = (one for one in itertools.chain(near, _below(file)) if origin_of(one) == origin)
     copies = (one for one in near if is_copy(parse(str(one)), record.target))
     path = next(itertools.chain(own, copies), None)
     return name if path is None else f"{path}{colon}{attribute}"
@@ -241,22 +238,19 @@ def is_copy(spec: Spec, target: Target) -> bool:
     return not dataclasses.replace(spec, attribute=attribute).edited(target.code)
 
 
-def _folders_below() -> Iterator[Path]:
-    with contextlib.suppress(OSError):
-        yield from _walked(Path.cwd())
+def _below(file: str) -> Iterator[Path]:
+    """Yields the files of this name in folders below the current one."""
+    with contextlib.suppress(OSError):  # the current folder may have been removed
+        yield from (one / file for one in _folders(Path.cwd()) if (one / file).is_file())
 
 
 @functools.lru_cache(maxsize=1)
-def _walked(top: Path) -> tuple[Path, ...]:
-    """The folders below `top`, relative to it. Cached: a list of records walks them once."""
-    found = []
-    for seen, (folder, below, _files) in enumerate(os.walk(top)):
-        place = Path(folder).relative_to(top)
-        below[:] = [name for name in sorted(below) if not name.startswith(".")]
-        if len(place.parts) >= MAX_DEPTH or seen >= MAX_FOLDERS:
-            below.clear()
-        found.append(place)
-    return tuple(found[1:])
+def _folders(top: Path) -> tuple[Path, ...]:
+    """Folders below `top`, relative to it, without hidden ones. Cached: a list of records looks for
+    them once."""
+    levels = (top.glob("[!.]*/" * depth) for depth in range(1, MAX_DEPTH + 1))
+    found = itertools.islice(itertools.chain.from_iterable(levels), MAX_FOLDERS)
+    return tuple(one.relative_to(top) for one in found)
 
 
 def device_for(record: Record) -> str:

@@ -17,15 +17,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from advisor.arguments import progress_of
 from advisor.cache.record import PILOT
 from advisor.errors import AdvisorError
-from advisor.events import progress_of
 from advisor.open_store import open_records
 from advisor.resolve.answer import gain
 from advisor.tuners.measure.run.run import AttachedRun
 from advisor.tuners.measure.run.session import AttachedScript
 from advisor.tuners.search.plan import Plan
-from advisor.tuning import Tuning
+from advisor.tuning import measured
 from advisor.workload import RunWorkload
 
 
@@ -41,7 +41,7 @@ def tune_online(message: Mapping[str, Any]) -> None:
     workload = RunWorkload(message["command"], given, attached=run)
     records = open_records(message["cache"], fallback=True)
     plan = Plan.of({"budget": message["tune_s"]})
-    record = Tuning(workload, plan, records, progress_of(_log)).run().record
+    record = measured(workload, plan, records, progress_of(_log)).record
     run.leave(record.winner(PILOT).config, gain(record, PILOT))
 
 

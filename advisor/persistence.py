@@ -53,10 +53,9 @@ def keep(records: Records, record: Record, anew: bool, progress: Progress) -> By
     records.remove((s, name) for s, name in before if s is kept and records.is_ours(name))
     for store, fault in zip(records.stores, faults, strict=False):
         if isinstance(store, Remote):
-            progress.warning(
-                f"{fault}; the record is kept in {kept.url}. To push it later: "
-                f"advisor sync {shlex.quote(kept.url)} {shlex.quote(store.url)}"
-            )
+            push = f"advisor sync {shlex.quote(kept.url)} {shlex.quote(store.url)}"
+            said = f"{fault}; the record is kept in {kept.url}. To push it later: {push}"
+            progress.warning(said)
     return kept
 
 
@@ -109,30 +108,25 @@ def forget_studies(records: Records, record: Record) -> None:
 
 @contextlib.contextmanager
 def measuring(records: Records, what: Sequence[str], devices: Sequence[str]) -> Iterator[None]:
-    """Context manager: locks devices, and a command or target, while they are measured.
+    """Context manager: locks devices (by their `lock_names`), and the words of a command or target,
+    while they are measured. Raises Busy if another process holds a lock, UsageError if the store
+    has no folder.
 
     A GPU's lock covers all tunings of this user on this machine. The CPU's lock covers one store
     only, because other users share the cores anyway.
-
-    Args:
-        what: words of the command, or the target.
-        devices: as `lock_names` returns them.
-
-    Raises:
-        Busy: another process holds a lock. UsageError: the store has no folder.
     """
     own = own_folder()
-    locks = [(records.studies, list(what), "measures this very command now; wait for it")]
-    for device in sorted(set(devices), reverse=True):
+    locks = []
+    for device in sorted(set(devices)):
         if device == HOST:
-            said = "measures on this host's CPU now; wait for it"
-            locks.append((records.studies, [HOST], said))
+            locks.append((records.studies, [HOST], "measures on this host's CPU now; wait for it"))
         else:
             folder = own / "devices" if own else records.studies
             said = f"measures on GPU {device} now; wait for it, or set CUDA_VISIBLE_DEVICES"
             locks.append((folder, [device, platform.node()], said))
+    locks.append((records.studies, list(what), "measures this very command now; wait for it"))
     with contextlib.ExitStack() as held:
-        for folder, parts, said in reversed(locks):
+        for folder, parts, said in locks:
             # A folder that cannot be written gets no lock here: `check_writable` reports it.
             with contextlib.suppress(StoreError):
                 held.enter_context(locked(folder, fingerprint(parts)[:12], said))
@@ -156,14 +150,8 @@ def lock_names(device: str | None = None) -> list[str]:
 def locked(
     folder: Path, name: str, said: str = "measures this very key now; wait for it"
 ) -> Iterator[None]:
-    """Context manager: holds the lock `name` in a folder.
-
-    Args:
-        said: the end of the message if another process holds the lock.
-
-    Raises:
-        Busy: another process holds it. StoreError: the folder cannot be written, or is a link.
-    """
+    """Context manager: holds the lock `name` in a folder. Raises Busy with a message that ends with
+    `said` if another process holds it, StoreError if the folder cannot be written or is a link."""
     from filelock import FileLock, Timeout
 
     lock, holder = FileLock(study_file(folder, f"{name}.lock")), study_file(folder, f"{name}.pid")

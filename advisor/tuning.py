@@ -8,10 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import advisor
-from advisor.arguments import Budget, Model, OnEvent, Permit, split, urls_of
+from advisor.arguments import Budget, Model, OnEvent, Permit, progress_of, split, urls_of
 from advisor.cache.config import Config
 from advisor.cache.key import fingerprint
 from advisor.cache.kinds import Shape
@@ -22,7 +21,6 @@ from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
 from advisor.cache.task import Task, permissions
 from advisor.errors import UsageError, check_type
-from advisor.events import progress_of
 from advisor.open_store import Cache, open_records
 from advisor.persistence import check_writable, keep, keep_artifacts, lock_names, locked, measuring
 from advisor.resolve.answer import is_clear, length_of
@@ -34,9 +32,10 @@ from advisor.tuners.scratch import ScratchFolder
 from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
 from advisor.tuners.search.race import SearchResult
+from advisor.tuners.search.space import Space
 from advisor.tuners.search.tuner import SearchOptions, Tuner, tuned_loader
-from advisor.unchanged import CommandCall, larger
-from advisor.workload import OpenWorkload, RunWorkload, TargetWorkload, Workload
+from advisor.unchanged import CommandCall, too_little
+from advisor.workload import OpenWorkload, RunWorkload, TargetWorkload, Workload, without_own
 
 LOADER_S, LOADER_SHARE = 25.0, 0.25
 """Seconds reserved to tune a workload's loader (two turns of a second for some ten settings), and
@@ -109,116 +108,112 @@ def tune(
     given = {"shape": shape} | permit.given
     if not command and model.target is None:
         raise UsageError("target None: expected a name, such as model.py:Net")
-    workload: Workload = (
-        RunWorkload(command, permissions(given))
-        if command
-        else TargetWorkload(Task.of(str(model.target), model.given | given))
-    )
+    workload: Workload
+    if command:
+        workload = RunWorkload(command, permissions(given))
+    else:
+        workload = TargetWorkload(Task.of(str(model.target), model.given | given))
     return tuned(workload, plan, cache=urls_of(store), progress=progress_of(on_event))
 
 
-def tuned(
-    workload: Workload, plan: Plan, *, cache: Cache = None, progress: Progress | None = None
-) -> Tuned:
+def tuned(workload: Workload, plan: Plan, *, cache: Cache, progress: Progress) -> Tuned:
     """As `tune`, with a checked workload and plan."""
     set_up_logging()
     records = open_records(cache, fallback=True)
-    tuning = Tuning(workload, plan, records, progress or Progress())
     with measuring(records, workload.words, lock_names(workload.device)):
         if not isinstance(workload, RunWorkload):
-            return tuning.run()
+            return measured(workload, plan, records, progress)
         call = CommandCall(records, workload.words, workload.permitted, plan)
         if not plan.force and (known := call.known()) is not None:
             return Tuned(record=known, known=True, finished=True)
-        before = call.state()
-        found = tuning.run()
+        found = measured(workload, plan, records, progress)
         if found.finished and not found.earlier:
-            call.remember(found.record, before)
+            call.remember(found.record)
         return found
 
 
-class _Earlier(NamedTuple):
-    """How the records of earlier calls affect this one."""
-
-    answer: Record | None = None  # this record already answers the call: nothing is measured
-    clear: Record | None = None  # this record must not be replaced by a less certain one
-    fresh: bool = False  # start a new study
-    replaced: bool = False  # replace older records, whatever their effort
+def measured(workload: Workload, plan: Plan, records: Records, progress: Progress) -> Tuned:
+    """As `tuned`; the caller holds the locks. Measures nothing if a record answers already."""
+    max_artifacts()  # raises on a wrong ADVISOR_MAX_ARTIFACTS before anything is measured
+    check_writable(records, progress)
+    with workload.open(records, progress, plan) as opened:
+        space = workload.space(opened, plan, progress)
+        return Tuning(opened, space, plan, records, progress).run()
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    workload: Workload
+    """One tuning of an open workload."""
+
+    opened: OpenWorkload
+    space: Space
     plan: Plan
     records: Records
     progress: Progress
 
+    @property
+    def task(self) -> Task:
+        return self.opened.task
+
     def run(self) -> Tuned:
-        """Open the workload, and search unless a record answers already."""
-        max_artifacts()  # raises on a wrong ADVISOR_MAX_ARTIFACTS before anything is measured
-        check_writable(self.records, self.progress)
-        with self.workload.open(self.plan, self.records, self.progress) as opened:
-            similar = self.records.similar(opened.key, opened.facts.family)
-            for fault in self.records.unreachable:
-                self.progress.notice(f"{fault}; the tuning ignores this store's records")
-            earlier = self._earlier(opened, similar)
-            if earlier.answer is not None:
-                known = self._named(earlier.answer, opened)
-                return Tuned(record=known, known=True, finished=True)
-            if "fp8" in opened.task.precisions:
-                self.progress.notice(_of_fp8(opened))
-            first = _first_guesses(opened, similar, self.progress)
-            return self.search(opened, first, earlier)
+        """Search and store the record, unless a record answers already."""
+        key, id = self.opened.key, f"{self.opened.key.id}@{self.task.batch}"
+        similar = self.records.similar(key, self.opened.facts.family)
+        for fault in self.records.unreachable:
+            self.progress.notice(f"{fault}; the tuning ignores this store's records")
+        own = [one.record for one in similar if one.record.id == id and self._is_alike(one.record)]
+        known = max(own, key=self._standing, default=None)
+        if known is not None and not self.plan.force:
+            if not (why := self._why_again(known)):
+                return Tuned(record=self._named(known), known=True, finished=True)
+            self.progress.notice(why)
+        if "fp8" in self.task.precisions:
+            self.progress.notice(self._of_fp8())
+        fresh = self.plan.force or (known is not None and known.stale != "")
+        replaces = fresh or (known is not None and not known.compares)
+        exact = [one for one in own if compare(key, one.key) == ("exact", ()) and is_clear(one)]
+        clear = max(exact, key=lambda one: one.provenance.created, default=None)
+        study = study_name(self.opened, self.space)
+        with locked(self.records.studies, study), ScratchFolder() as folder:
+            loader_s = min(LOADER_S, LOADER_SHARE * self.plan.seconds) if self.space.inputs else 0.0
+            clock = Clock(self.plan.seconds, reserve_s=loader_s)
+            found = self.search(self._first_guesses(similar), study, fresh, clock, folder)
+            return self._kept(found, self._record(found, study, clock), clear, replaces)
 
-    def _earlier(self, opened: OpenWorkload, similar: Sequence[SimilarRecord]) -> _Earlier:
-        """Decide how the existing records of this task affect this call."""
-        plan, own = self.plan, f"{opened.key.id}@{opened.task.batch}"
-        found = [
-            one.record
-            for one in similar
-            if one.record.id == own and _measured_alike(one.record.key.task, opened.task)
-        ]
-        exact = [one for one in found if compare(opened.key, one.key) == ("exact", ())]
-        clear = max(filter(is_clear, exact), key=lambda one: one.provenance.created, default=None)
-        if plan.force or not found:
-            return _Earlier(clear=clear, fresh=plan.force, replaced=plan.force)
+    def _is_alike(self, known: Record) -> bool:
+        """Whether a record of this key was measured alike: on made-up data, or as a run. With
+        `map`, the runs must also have the same command."""
+        then, now = known.key.task, self.task
+        if not now.command or not then.command:
+            return not now.command and not then.command
+        return not now.map or command_digest(then.command) == command_digest(now.command)
 
-        def standing(one: Record) -> tuple[bool, ...]:
-            enough = suffices(one.provenance.effort, plan.effort)
-            return not one.stale, one.compares, enough, one.target == opened.target
+    def _standing(self, one: Record) -> tuple[bool, ...]:
+        """Sort key of the records that may answer this call."""
+        enough = suffices(one.provenance.effort, self.plan.effort)
+        return not one.stale, one.compares, enough, one.target == self.opened.target
 
-        known = max(found, key=standing)
-        if known.stale:
-            self.progress.notice(f"the record is marked stale ({known.stale}): measuring again")
-            return _Earlier(clear=clear, fresh=True, replaced=True)
-        if not known.compares and opened.space.is_choice:
-            self.progress.notice(f"only {opened.task.baseline} was measured so far: continuing")
-            return _Earlier(replaced=True)
-        if lacks := self._lacks(known, opened.task):
-            self.progress.notice(f"already tuned {lacks}")
-            return _Earlier(clear=clear)
-        return _Earlier(answer=known)
-
-    def _lacks(self, known: Record, task: Task) -> str:
+    def _why_again(self, known: Record) -> str:
         """Why a record does not answer this call, and what the call does; '' if it answers."""
-        plan, then, made = self.plan, known.key.task, known.provenance
+        task, then = self.task, known.key.task
         loaders = [(one.data, one.data_args, one.any_order) for one in (task, then)]
-        if task.data and loaders[0] != loaders[1]:
-            return "without this data; now tuning its loader"
-        if more := set(task.map) - set(then.map):
-            return f"without --map {', '.join(sorted(more))}; now tuning it"
-        if not suffices(made.effort, plan.effort):
-            return f"{made.how}; continuing with --effort {plan.effort}"
-        if larger(plan, made):
-            return f"with --budget {made.budget_s:g}s; continuing with {plan.seconds:g}s"
-        if length_of(known) != plan.length(task.batch):
-            return "for a job of another length; choosing again"
+        if not known.stale:
+            if not known.compares and self.space.is_choice:
+                return f"only {task.baseline} was measured so far: continuing"
+            if task.data and loaders[0] != loaders[1]:
+                return "already tuned without this data; now tuning its loader"
+            if more := set(task.map) - set(then.map):
+                return f"already tuned without --map {', '.join(sorted(more))}; now tuning it"
+        if why := too_little(known, self.plan):
+            return why
+        if length_of(known) != self.plan.length(task.batch):
+            return "already tuned for a job of another length; choosing again"
         return ""
 
-    def _named(self, record: Record, opened: OpenWorkload) -> Record:
+    def _named(self, record: Record) -> Record:
         """The record under this call's target. If the same model was tuned under another name or
         with other code, store the record under this one too."""
-        target, task = opened.target, opened.task
+        target, task = self.opened.target, self.task
         if task.command:
             if record.target != target:
                 self.progress.notice(f"tuned before as {record.target.name}, which trains the same")
@@ -238,33 +233,68 @@ class Tuning:
             self.progress.notice(f"tuned as {record.target.name}; now known as {target.name} too")
         return named
 
-    def search(self, opened: OpenWorkload, first: Sequence[Config], earlier: _Earlier) -> Tuned:
-        """Search and store the result, while holding the lock of this key."""
-        studies, seconds, step_s = self.records.studies, self.plan.seconds, opened.facts.step_s
-        if seconds < 12 * step_s:
+    def _of_fp8(self) -> str:
+        """A line that says whether the tuning may try fp8, or why not."""
+        wide, device = self.opened.facts.wide, self.opened.key.environment.device
+        why = fp8.lacking(device.compute_capability, wide)
+        if self.task.command or self.task.mode != "train":
+            why = "no layer of a run is replaced" if self.task.command else "it is for training"
+        if why:
+            return f"fp8 is not tried: {why}"
+        return f"{wide} linear layer{'s' * (wide != 1)} may be tried in fp8. {fp8.CAVEAT}"
+
+    def search(
+        self, first: Sequence[Config], name: str, fresh: bool, clock: Clock, folder: Path
+    ) -> SearchResult:
+        """The result of the study `name`. `first`: tried first; `folder`: for compiled code."""
+        plan, task, space, runner = self.plan, self.task, self.space, self.opened.runner
+        if plan.seconds < 12 * (step_s := self.opened.facts.step_s):
             raise UsageError(
-                f"budget {seconds:g}s is too small for one trial and torch's default: a step "
+                f"budget {plan.seconds:g}s is too small for one trial and torch's default: a step "
                 f"takes {step_s:.2g} s; give at least {max(30.0, 60 * step_s):.0f}s"
             )
-        name = study_name(opened)
-        with locked(studies, name), ScratchFolder() as folder:
-            study, damage = open_study(studies, name, fresh=earlier.fresh)
-            if damage:
-                self.progress.notice(damage)
-            options = self._options(opened, first, folder)
-            loader_s = min(LOADER_S, LOADER_SHARE * seconds) if opened.space.inputs else 0.0
-            clock = Clock(seconds, reserve_s=loader_s)
-            tuner = Tuner(opened.runner, opened.space, study, options, self.progress, clock)
-            self._tell_start(opened, tuner.known)
-            found = tuner.run()
-            if opened.space.inputs and not found.interrupted:
-                clock.release()
-                step = next(w.choice.config for w in found.winners if w.use == LOOP and not w.free)
-                found = tuned_loader(opened.runner, opened.space, step, found, clock, self.progress)
-            return self._kept(opened, self._record(opened, found, name, clock), found, earlier)
+        study, damage = open_study(self.records.studies, name, fresh=fresh)
+        if damage:
+            self.progress.notice(damage)
+        options = SearchOptions(
+            compares=task.mode == "train" and task.tolerance > 0,
+            baseline=task.baseline,
+            trials=plan.trials,
+            # The rest of an online run must repay a compilation. Assume that the rest is as long
+            # as the tuning, and that compiled code saves a third of it.
+            most_s=WORTH * plan.seconds if self.opened.online else math.inf,
+            first=first,
+            seed=plan.seed,
+            length=plan.length(task.batch),
+            modules=self.opened.facts.modules,
+            folder=folder if max_artifacts() else None,
+            without=without_own(self.opened, space.default),
+        )
+        tuner = Tuner(runner, space, study, options, self.progress, clock)
+        self._tell_start(tuner.known)
+        found = tuner.run()
+        if space.inputs and not found.interrupted:
+            clock.release()
+            step = next(w.choice.config for w in found.winners if w.use == LOOP and not w.free)
+            found = tuned_loader(runner, space, step, found, clock, self.progress)
+        return found
 
-    def _tell_start(self, opened: OpenWorkload, resumed: int) -> None:
-        facts, task, device = opened.facts, opened.task, opened.key.environment.device
+    def _first_guesses(self, similar: Sequence[SimilarRecord]) -> list[Config]:
+        """Winners of similar records: stale ones, of other shapes or devices, of one family."""
+        chosen: dict[Config, SimilarRecord] = {}
+        for one in similar:
+            default = one.record.baseline.config.knobs
+            for winner in reversed(one.record.winners):
+                config = winner.choice.config.knobs
+                if config != default and len(chosen) < MAX_SIMILAR:
+                    chosen.setdefault(config, one)
+        others = (one for one in chosen.values() if one.record.key.id != self.opened.key.id)
+        for record_id, what in dict.fromkeys((one.record.id, one.what) for one in others):
+            self.progress.notice(f"tried first: the advice of record {record_id} ({what})")
+        return list(chosen)
+
+    def _tell_start(self, resumed: int) -> None:
+        facts, task, device = self.opened.facts, self.task, self.opened.key.environment.device
         self.progress.phase(
             f"{facts.name}: {facts.parameters:,} parameters, {task.inputs}, batch {task.batch}, "
             f"{task.mode}, on {device.name}"
@@ -272,57 +302,36 @@ class Tuning:
         if resumed:
             configs = f"{resumed} config{'s' * (resumed != 1)}"
             self.progress.phase(f"continuing an earlier tuning, which measured {configs}")
-        keeps = "Ctrl-C keeps the best config so far"
-        self.progress.phase(f"budget {self.plan.seconds:g}s; {keeps}")
+        self.progress.phase(f"budget {self.plan.seconds:g}s; Ctrl-C keeps the best config so far")
         if line := environment.bf16_notice(device.kind, task.precisions):
             self.progress.notice(line)
 
     def _kept(
-        self, opened: OpenWorkload, record: Record, found: SearchResult, earlier: _Earlier
+        self, found: SearchResult, record: Record, clear: Record | None, replaces: bool
     ) -> Tuned:
-        """Store the record, unless it is uncertain and a clear earlier record exists."""
-        remarks, clear = found.remarks, None if is_clear(record) else earlier.clear
-        if clear is not None:
+        """Store the record, unless it is uncertain and a `clear` earlier record exists.
+        `replaces`: remove earlier versions, whatever their effort."""
+        remarks, earlier = found.remarks, clear is not None and not is_clear(record)
+        if clear is not None and earlier:
             remarks += (
                 "This tuning was cut short, raced nothing or was too noisy to tell: the earlier "
                 "record stays in use, and is shown here.",
             )
-            record = self._named(clear, opened)
+            record = self._named(clear)
         else:
-            store = keep(self.records, record, earlier.replaced, self.progress)
+            store = keep(self.records, record, replaces, self.progress)
             keep_artifacts(self.records, record, found.artifacts, store, self.progress)
         return Tuned(
             record=record,
             known=False,
-            finished=record.compares or not opened.space.is_choice,
+            finished=record.compares or not self.space.is_choice,
             interrupted=found.interrupted,
-            earlier=clear is not None,
+            earlier=earlier,
             remarks=remarks,
         )
 
-    def _options(
-        self, opened: OpenWorkload, first: Sequence[Config], folder: Path
-    ) -> SearchOptions:
-        plan, task = self.plan, opened.task
-        return SearchOptions(
-            compares=task.mode == "train" and task.tolerance > 0,
-            baseline=task.baseline,
-            trials=plan.trials,
-            # The rest of an online run must repay a compilation. Assume that the rest is as long
-            # as the tuning, and that compiled code saves a third of it.
-            most_s=WORTH * plan.seconds if opened.online else math.inf,
-            first=first,
-            seed=plan.seed,
-            length=plan.length(task.batch),
-            modules=opened.facts.modules,
-            folder=folder if max_artifacts() else None,
-            without=opened.without,
-        )
-
-    def _record(
-        self, opened: OpenWorkload, found: SearchResult, study: str, clock: Clock
-    ) -> Record:
-        plan, facts = self.plan, opened.facts
+    def _record(self, found: SearchResult, study: str, clock: Clock) -> Record:
+        plan, facts = self.plan, self.opened.facts
         effort = plan.effort if found.complete else INTERRUPTED
         made = Provenance(
             created=time.time(),
@@ -336,13 +345,13 @@ class Tuning:
             budget_s=plan.seconds,
             modules=facts.modules,
             parameters=facts.parameters,
-            effort=WITHIN if opened.online else effort,
+            effort=WITHIN if self.opened.online else effort,
             steps=plan.steps or 0,
             duration_s=plan.duration_s or 0.0,
         )
         return Record(
-            key=opened.key,
-            target=opened.target,
+            key=self.opened.key,
+            target=self.opened.target,
             baseline=found.baseline,
             winners=found.winners,
             input=found.input,
@@ -353,43 +362,7 @@ class Tuning:
         )
 
 
-def study_name(opened: OpenWorkload) -> str:
+def study_name(opened: OpenWorkload, space: Space) -> str:
     """The name of the study. Made-up data and a run have different studies under one key."""
-    digest = fingerprint([opened.task.baseline, opened.space.digest])[:12]
+    digest = fingerprint([opened.task.baseline, space.digest])[:12]
     return f"{opened.key.id}@{opened.task.batch}-{digest}"
-
-
-def _measured_alike(then: Task, now: Task) -> bool:
-    """Whether two tasks with one key are measured alike: both on made-up data, or both as runs.
-    With `map`, the runs must also have the same command."""
-    if not now.command or not then.command:
-        return not now.command and not then.command
-    return not now.map or command_digest(then.command) == command_digest(now.command)
-
-
-def _of_fp8(opened: OpenWorkload) -> str:
-    """A line that says whether the tuning may try fp8, or why not."""
-    task, wide = opened.task, opened.facts.wide
-    why = fp8.lacking(opened.key.environment.device.compute_capability, wide)
-    if task.command or task.mode != "train":
-        why = "no layer of a run is replaced" if task.command else "it is for training"
-    if why:
-        return f"fp8 is not tried: {why}"
-    return f"{wide} linear layer{'s' * (wide != 1)} may be tried in fp8. {fp8.CAVEAT}"
-
-
-def _first_guesses(
-    opened: OpenWorkload, similar: Sequence[SimilarRecord], progress: Progress
-) -> list[Config]:
-    """The winners of similar records: stale ones, of other shapes or devices, of one family."""
-    chosen: dict[Config, SimilarRecord] = {}
-    for one in similar:
-        default = one.record.baseline.config.knobs
-        for winner in reversed(one.record.winners):
-            config = winner.choice.config.knobs
-            if config != default and len(chosen) < MAX_SIMILAR:
-                chosen.setdefault(config, one)
-    others = (one for one in chosen.values() if one.record.key.id != opened.key.id)
-    for record_id, what in dict.fromkeys((one.record.id, one.what) for one in others):
-        progress.notice(f"tried first: the advice of record {record_id} ({what})")
-    return list(chosen)

@@ -10,18 +10,18 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from advisor.cache.codec import to_plain
 from advisor.cache.key import fingerprint
-from advisor.cache.record import Provenance, Record
+from advisor.cache.match import Query, compare
+from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.stores.filesystem import write_whole
-from advisor.command_snippets import staleness
+from advisor.command_snippets import device_for
 from advisor.errors import AdvisorError
+from advisor.tuners.environment import detect
 from advisor.tuners.search.plan import Plan, suffices
 
 SUFFIXES = (".py", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg")
@@ -33,16 +33,18 @@ _OF_TERMINALS = ("SSH_", "TERM", "TMUX", "XDG_SESSION", "DBUS_", "VTE_")
 """Names, and starts of names, of variables that depend on the terminal and affect no training."""
 
 
-@dataclass(frozen=True, slots=True)
 class CommandCall:
     """One call of `advisor tune -- COMMAND`. `permitted`: fields of a Task."""
 
-    records: Records
-    command: tuple[str, ...]
-    permitted: Mapping[str, Any]
-    plan: Plan
+    def __init__(
+        self, records: Records, command: tuple[str, ...], permitted: Mapping[str, Any], plan: Plan
+    ) -> None:
+        self.records, self.command, self.permitted, self.plan = records, command, permitted, plan
+        name = f"{fingerprint(list(command))[:12]}.json"
+        self._file = records.studies.parent / "runs" / name
+        self._state = self._state_now()
 
-    def state(self) -> str:
+    def _state_now(self) -> str:
         """A digest of everything that the result may depend on; '' if a part is unknown."""
         plan = dataclasses.replace(self.plan, budget_s=None, trials=None, force=False)
         try:
@@ -61,41 +63,41 @@ class CommandCall:
         """The record of an earlier equal call, or None if anything has changed since."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AdvisorError):
             kept = json.loads(self._file.read_text())
-            if not kept["state"] or kept["state"] != self.state():
+            if not self._state or kept["state"] != self._state:
                 return None
             record = self.records.get(kept["record"])
-            made, same = record.provenance, record.key.task.command == self.command
-            enough = suffices(made.effort, self.plan.effort) and not larger(self.plan, made)
-            sound = same and enough and record.compares and not record.stale
-            if sound and not staleness(record) and _are_installed(record.key.libraries):
+            key = record.key
+            here = Query(environment=detect(device_for(record)), threads=key.threads)
+            same = key.task.command == self.command and compare(here, key)[0] == "exact"
+            if same and record.compares and not too_little(record, self.plan):
                 return record
         return None
 
-    def remember(self, record: Record, before: str) -> None:
-        """Note the record of this call, unless the state changed from `before`, at its start."""
+    def remember(self, record: Record) -> None:
+        """Note the record of this call, unless the state has changed since the call began."""
         with contextlib.suppress(OSError, AdvisorError):
-            if before and before == self.state():
-                made = {"state": before, "record": record.id}
+            if self._state and self._state == self._state_now():
+                made = {"state": self._state, "record": record.id}
                 write_whole(self._file, json.dumps(made).encode())
 
-    @property
-    def _file(self) -> Path:
-        name = fingerprint(list(self.command))[:12]
-        return self.records.studies.parent / "runs" / f"{name}.json"
 
-
-def larger(plan: Plan, made: Provenance) -> bool:
-    """Whether a plan's budget is larger than that of a record, so that the tuning continues."""
-    return plan.seconds > made.budget_s
+def too_little(known: Record, plan: Plan) -> str:
+    """Why a record does not suffice for a plan, and what the call does; '' if it suffices."""
+    made = known.provenance
+    if known.stale:
+        return f"the record is marked stale ({known.stale}): measuring again"
+    if not suffices(made.effort, plan.effort):
+        return f"already tuned {made.how}; continuing with --effort {plan.effort}"
+    if plan.seconds > made.budget_s:
+        spent = f"already tuned with --budget {made.budget_s:g}s"
+        return f"{spent}; continuing with {plan.seconds:g}s"
+    return ""
 
 
 def _files(command: Sequence[str]) -> Iterator[list[Any]]:
     """Generator: yields [path, size, time of change] of each file that a command names, and of the
-    files with SUFFIXES below the working folder.
-
-    Raises:
-        OSError: the working folder was removed, or has too many files.
-    """
+    files with SUFFIXES below the working folder. Raises OSError if that folder was removed, or has
+    too many files."""
     paths = [Path(word.rpartition("=")[2]) for word in command]
     seen = 0
     for folder, below, names in os.walk(Path.cwd()):
@@ -109,11 +111,3 @@ def _files(command: Sequence[str]) -> Iterator[list[Any]]:
             found = path.stat()
             if stat.S_ISREG(found.st_mode):
                 yield [str(path), found.st_size, found.st_mtime_ns]
-
-
-def _are_installed(libraries: Sequence[str]) -> bool:
-    """Whether libraries such as 'torchvision==0.26.0' are installed in these versions."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        pairs = [one.partition("==")[::2] for one in libraries]
-        return all(metadata.version(name) == version for name, version in pairs)
-    return False

@@ -9,33 +9,31 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
-from advisor.arguments import Model, OnEvent, split, urls_of
+from advisor.arguments import Model, OnEvent, progress_of, split, urls_of
 from advisor.cache.config import Config
 from advisor.cache.kinds import Duration
-from advisor.cache.match import compare
 from advisor.cache.record import FLAGS, PILOT, RACED, Part, Record, Trial
 from advisor.cache.records import Records
 from advisor.cache.settings import Cache
 from advisor.cache.shown import speedup, tells, times
 from advisor.cache.task import Task, checked, permissions, permitted
-from advisor.command_snippets import about, device_for, is_copy, local_target
+from advisor.command_snippets import about, device_for, is_copy, local_target, staleness
 from advisor.errors import UsageError, WorkerError, check_type
-from advisor.events import progress_of
 from advisor.open_store import open_records
 from advisor.persistence import lock_names, measuring
 from advisor.resolve.lookups import set_up_logging
 from advisor.store import Store
 from advisor.tuners import environment
 from advisor.tuners.decisions import PAIRS
-from advisor.tuners.knobs import WORKERS, SearchContext, described, needs_comparison
+from advisor.tuners.knobs import BY_NAME, WORKERS, SearchContext, described, needs_comparison
 from advisor.tuners.measure.runner import ConfigFailed, Runner
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import SampleCosts
-from advisor.tuners.search.plan import EXPLAIN, VERIFY, Clock
+from advisor.tuners.search.plan import EXPLAIN, VERIFY, Clock, Plan
 from advisor.tuners.search.race import Rates, race
 from advisor.tuners.search.ratio import Ratio, paired
-from advisor.tuners.search.space import Space
 from advisor.tuners.search.tuner import measurement_of
 from advisor.tuners.search.visit import Visitor
 from advisor.tuners.target import parse
@@ -120,7 +118,8 @@ def explain(
         WorkerError: the advice cannot be measured. Busy: another process measures it. StoreError.
     """
     with _opened("explain", key, what, map, budget, store, on_event) as again:
-        costs = again.costs()
+        seconds = min(COSTS_S, COSTS * again.clock.budget_s)
+        costs = cast(Worker, again.runner).costs(seconds) if again.loaded else None
         parts = again.parts()
         idle = [next(iter(one.knob)) for one in parts if one.stage == "compute" and is_idle(one)]
         explained = dataclasses.replace(again.record, parts=tuple(parts))
@@ -150,7 +149,9 @@ def verify(
         record, base, advised = again.record, again.base, again.advised
         uses = (FLAGS, PILOT) if record.key.task.command else RACED
         winners = {use: record.winner(use).config for use in uses}
-        numerics, wrong = again.compared()
+        how, trial = again.compare(advised)
+        outcome = trial.measurement.outcome if trial else ""
+        wrong = f"it no longer trains like fp32: {how}" if outcome == "wrong" else ""
         configs = list(dict.fromkeys([base, *winners.values()]))
         rates = again.race(configs, configs)
         now = {use: paired(rates[one], rates[base]) for use, one in winners.items() if one != base}
@@ -159,7 +160,6 @@ def verify(
             reason += f"; measure on a quieter machine, or with more than {again.clock.budget_s:g}s"
         elif reason != record.stale:
             record = again.revise(dataclasses.replace(record, stale=reason))
-        here = dataclasses.replace(record.key, environment=environment.detect(device_for(record)))
         middle = statistics.median_high
         return Verified(
             record=record,
@@ -167,8 +167,8 @@ def verify(
             reason=reason,
             now=now,
             samples_per_s=(middle(rates[base]), middle(rates[advised])),
-            numerics=numerics,
-            differs=tuple(str(one) for one in compare(here, record.key)[1]),
+            numerics=f"{'' if outcome in ('ok', 'wrong') else 'not '}compared with fp32: {how}",
+            differs=tuple(str(one) for one in staleness(record)),
         )
 
 
@@ -179,12 +179,9 @@ def judged(
     base: Sequence[float],
     wrong: str = "",
 ) -> tuple[str, str]:
-    """(Verdict, reason) of a record from the speed-ups `now` of its winners.
-
-    Args:
-        rates, base: samples/s of each turn of the winner for `Record.use`, and of the baseline.
-        wrong: the fault that the comparison with strict fp32 found, or ''.
-    """
+    """(Verdict, reason) of a record from the speed-ups `now` of its winners. `rates`, `base`:
+    samples/s of each turn of the winner for `Record.use`, and of the baseline. `wrong`: the fault
+    that the comparison with strict fp32 found, or ''."""
     then, middle = record.winner(record.use), statistics.median_high(rates)
     kept = KEPT_RATE * then.samples_per_s
     host = record.baseline.samples_per_s / statistics.median_high(base)
@@ -230,17 +227,11 @@ class Remeasurement:
     """Measures a record again; `loaded`: its loader too, because its data was named."""
 
     def __init__(
-        self,
-        record: Record,
-        records: Records,
-        runner: Runner,
-        clock: Clock,
-        *,
-        loaded: bool = False,
+        self, record: Record, records: Records, runner: Runner, clock: Clock, loaded: bool = False
     ) -> None:
         self.record, self.clock, self.loaded = record, clock, loaded
         self.base, self.advised = record.baseline.config, record.winner(record.use).config
-        self._records, self._runner = records, runner
+        self._records, self.runner = records, runner
         self._visitor = Visitor(runner, self.base, clock, lambda _config: None)
         self._rates: Rates = {}
 
@@ -251,11 +242,8 @@ class Remeasurement:
         return revised
 
     def race(self, configs: Sequence[Config], needed: Sequence[Config]) -> Rates:
-        """Measure configs in turn, the first as reference. Returns samples/s of each round.
-
-        Raises:
-            WorkerError: a config in `needed` no longer runs, or there was no time for it.
-        """
+        """Measure configs in turn, the first as reference. Returns samples/s of each round. Raises
+        WorkerError if a config in `needed` no longer runs, or there was no time for it."""
         rates, reasons = race(self._visitor, configs)
         for config in needed:
             if not rates.get(config):
@@ -267,13 +255,6 @@ class Remeasurement:
         if why is None or why.outcome == "timed_out":
             return WorkerError(f"no time was left to measure {named}; give a larger --budget")
         return WorkerError(f"{named} no longer runs here: {why}; tune again with --force")
-
-    def costs(self) -> SampleCosts | None:
-        """What a sample of the data costs a loader worker; None if no data was named."""
-        if not self.loaded:
-            return None
-        assert isinstance(self._runner, Worker)  # a run has no data of its own
-        return self._runner.costs(min(COSTS_S, COSTS * self.clock.budget_s))
 
     def parts(self) -> list[Part]:
         """The contribution of each knob of the advice and its loader, the largest first."""
@@ -294,11 +275,10 @@ class Remeasurement:
         """By loader knob: the advice without that knob. Without workers, no loader knob is left."""
         fed, device = self.record.input, self.record.key.environment.device.kind
         context = SearchContext(device=device, loaded=True, workers=2, any_order=True)
-        own = Space.of(context).default_input
         return {
-            name: Config(self.advised | ({} if name == WORKERS else fed) | {name: own[name]})
+            name: Config(self.advised | ({} if name == WORKERS else fed) | {name: values[0]})
             for name in fed
-            if name in own
+            if (values := BY_NAME[name].values(context))
         }
 
     def simplified(self, record: Record, idle: Sequence[str]) -> tuple[Record, tuple[str, ...]]:
@@ -308,63 +288,42 @@ class Remeasurement:
         self.clock.release()
         for names in dict.fromkeys([tuple(idle), tuple(idle[-1:])]) if idle else ():
             simple = self.advised.replace(**{name: self.base[name] for name in names})
-            if not self._is_level(simple):
+            rates = self._rates
+            if simple not in rates:
+                rates, _lost = race(self._visitor, [self.base, self.advised, simple])
+            turns, advised = (rates.get(one, []) for one in (simple, self.advised))
+            if len(turns) < PAIRS or not advised or not paired(turns, advised).level:
                 continue
-            check = None if self._exempt(simple) else self._compare(simple)
+            _how, check = self.compare(simple)
             if check is not None and check.measurement.outcome == "wrong":
                 continue
             winners = []
             for one in record.winners:
                 choice = dataclasses.replace(one.choice, config=simple, loaded_step_s=0.0)
                 choice = record.baseline if simple == self.base else choice
-                advised = one.choice.config == self.advised
-                winners.append(dataclasses.replace(one, choice=choice) if advised else one)
+                is_advised = one.choice.config == self.advised
+                winners.append(dataclasses.replace(one, choice=choice) if is_advised else one)
             trials = record.trials if check is None else (*record.trials, check)
             return dataclasses.replace(record, winners=tuple(winners), trials=trials), names
         return record, ()
 
-    def _is_level(self, simple: Config) -> bool:
-        """Whether a simpler config is as fast as the advice."""
-        three, rates = [self.base, self.advised, simple], self._rates
-        if simple not in rates:
-            try:
-                rates = self.race(three, three)
-            except WorkerError:
-                return False
-        return len(rates[simple]) >= PAIRS and paired(rates[simple], rates[self.advised]).level
-
-    def compared(self) -> tuple[str, str]:
-        """(A line on the comparison of the advice with strict fp32, the fault found or '').
-
-        Raises:
-            WorkerError: the baseline or the advice no longer runs.
-        """
-        if why := self._exempt(self.advised):
-            return f"not compared with fp32: {why}", ""
-        for one in (self.base, self.advised):  # so that the compared code is the timed code
-            try:
-                self._visitor.block(one)
-            except ConfigFailed as exc:
-                raise self._lost(one, exc) from exc
-        said = self._compare(self.advised).measurement
-        wrong = said.outcome == "wrong"
-        how = "compared" if said.ok or wrong else "not compared"
-        fault = f"it no longer trains like fp32: {said.reason}" if wrong else ""
-        return f"{how} with fp32: {said.reason}", fault
-
-    def _exempt(self, config: Config) -> str:
-        """Why a config is not compared with strict fp32, or ''."""
+    def compare(self, config: Config) -> tuple[str, Trial | None]:
+        """(How a config compares with strict fp32, the trial), or (why it is not compared, None).
+        Raises WorkerError if the baseline or the config no longer runs."""
         task = self.record.key.task
         if not needs_comparison(config, self.base):
-            return "the advice changes no numbers"
-        if task.mode != "train":
-            return "inference"
-        return "" if task.tolerance else "it was tuned with --no-verify"
-
-    def _compare(self, config: Config) -> Trial:
+            return "the advice changes no numbers", None
+        if task.mode != "train" or not task.tolerance:
+            return "inference" if task.mode != "train" else "it was tuned with --no-verify", None
+        for one in (self.base, config):  # so that the compared code is the timed code
+            if one not in self._visitor.built:
+                try:
+                    self._visitor.block(one)
+                except ConfigFailed as exc:
+                    raise self._lost(one, exc) from exc
         began = self.clock.now()
         compared = self._visitor.compare(config)
-        return Trial(
+        return compared.reason, Trial(
             number=len(self.record.trials),
             config=config,
             measurement=measurement_of(compared),
@@ -400,9 +359,9 @@ def _opened(
     set_up_logging()
     check_type("key", key, str, "a record's, as 'ae1bff61eea5@64'")
     options = permissions({"map": map}).get("map", {})
-    budget_s = Duration().checked("budget", budget)
+    plan = Plan(budget_s=Duration().checked("budget", budget))
     (model, command), cache = split(what), urls_of(store)
-    records = open_records(cache, fallback=True)
+    records, progress = open_records(cache, fallback=True), progress_of(on_event)
     records.first_writable()
     stored = records.one(key)
     record, task = stored.record, stored.record.key.task
@@ -411,42 +370,39 @@ def _opened(
     if command:
         workload = RunWorkload(command, permitted(task), options=options)
     else:
-        target = _target(record, model.target, trusted=stored.trusted)
         # Use no data that only the record names.
         data = checked(Task, {"data": model.data, "data_args": model.data_args})
-        own = {"data": "", "data_args": Config(), **data, "target": target}
-        workload = TargetWorkload(dataclasses.replace(task, **own, device=device_for(record)))
-    reserve_s = min(SIMPLER_S, SIMPLER * budget_s) if verb == "explain" else 0.0
-    running = workload.reopen(record, records, progress_of(on_event))
-    with measuring(records, workload.words, lock_names(workload.device)), running as runner:
-        clock = Clock(budget_s, reserve_s=reserve_s)
-        yield Remeasurement(record, records, runner, clock, loaded=bool(model.data))
+        own = {"data": "", "data_args": Config(), **data, "device": device_for(record)}
+        target = model.target or _own_target(record, trusted=stored.trusted)
+        workload = TargetWorkload(dataclasses.replace(task, target=str(target), **own))
+    plan = dataclasses.replace(plan, seed=record.provenance.seed)
+    with (
+        measuring(records, workload.words, lock_names(workload.device)),
+        workload.open(records, progress, plan, record) as opened,
+    ):
+        opened.runner.baseline = record.baseline.config
+        reserve_s = min(SIMPLER_S, SIMPLER * plan.seconds) if verb == "explain" else 0.0
+        clock = Clock(plan.seconds, reserve_s=reserve_s)
+        yield Remeasurement(record, records, opened.runner, clock, bool(model.data))
 
 
-def _target(record: Record, named: object, *, trusted: bool) -> str:
-    """The target that is run: the one that the user names, else the record's own file.
-
-    Args:
-        trusted: the user or their team signed the record. Only then may a file with the same name
-            and code replace one in another folder, such as that of a server's worker.
-
-    Raises:
-        UsageError: the user must name the target, as a record alone imports and builds nothing.
-    """
-    if isinstance(named, str):
-        return named
-    here, tuned, arguments = local_target(record), record.target, record.key.task.model_args
-    why, spec = "its file is not under this folder", None
+def _own_target(record: Record, *, trusted: bool) -> str:
+    """The target to run if the user names none: the record's own file. If the record is `trusted`
+    (the user or their team signed it), also a file with the same name and code, because the record
+    may be of another folder, such as that of a server's worker. Raises UsageError if the user must
+    name the target, as a record alone imports and builds nothing."""
+    here, tuned, why = local_target(record), record.target, "its file is not under this folder"
+    spec = None
     with contextlib.suppress(UsageError):
         spec = parse(here)
     if spec is not None and spec.kind == "module":
         why = "a record alone has nothing imported"
+    elif arguments := record.key.task.model_args:
+        why = f"it is built with {', '.join(arguments)}"
     elif spec is not None:
         own = spec.kind == "torchvision" or spec.origin == tuned.origin
         if own or (trusted and is_copy(spec, tuned)):
-            if not arguments:
-                return here
-            why = f"it is built with {', '.join(arguments)}"
+            return here
     raise UsageError(f"record {record.id} is of {tuned.name}, and {why}: name it with --target")
 
 
@@ -454,12 +410,12 @@ def _refuse(record: Record, line: str, model: Model, command: Sequence[str]) -> 
     """Raise UsageError if the record is of another device, if the record of a run comes without its
     command, or that of a target with one. `line`: the command line to type instead."""
     device, now = record.key.environment.device, environment.detect(device_for(record)).device
+    why = ""
     if now != device:
         why = f"is of {device.name}, and this machine has {now.name}: use {device.name}"
     elif record.key.task.command and (model.target is not None or not command):
         why = f"is of a run: give its command, as in: {line}"
     elif command and not record.key.task.command:
         why = f"is of {record.target.name}, which needs no command; run: {line}"
-    else:
-        return
-    raise UsageError(f"record {record.id} {why}")
+    if why:
+        raise UsageError(f"record {record.id} {why}")

@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from advisor.bootstrap import INJECTED
 from advisor.cache.config import BATCH, Config, Value
-from advisor.cache.key import Device, Environment, Key, fingerprint
+from advisor.cache.key import Environment, Key, fingerprint
 from advisor.cache.match import compare
 from advisor.cache.record import PILOT, Record, Target
 from advisor.cache.records import Records
@@ -35,25 +35,18 @@ from advisor.tuners.target import parse
 
 DATA_S = 60.0
 """Timeout to create a dataset, in seconds; twice the budget if that is longer."""
-DEADLINE_S = 300.0
-"""Timeout of one measurement of a record's config, in seconds: enough to compile the config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenWorkload:
-    """A workload that has made its first steps, and its search space.
-
-    Attributes:
-        without: configs that each lack one of the script's own settings, to measure its cost.
-        online: the run continues after the search.
-    """
+    """A workload that has made its first steps. `seen`: of a run. `online`: the run continues after
+    the search."""
 
     runner: Runner
     facts: Facts
     key: Key
     target: Target
-    space: Space
-    without: Sequence[Config] = ()
+    seen: ScriptFacts | None = None
     online: bool = False
 
     @property
@@ -72,39 +65,35 @@ class TargetWorkload:
         self.words, self.device = (task.target,), task.device or environment.default_device()
         self._task, self._environment = task, environment.detect(self.device)
 
-    def _worker(self, deadline_s: float, seed: int, known: tuple[str, ...] = ()) -> parent.Worker:
-        job = WorkerJob(task=self._task, device=self.device, seed=seed, known=known)
-        return parent.Worker(job, deadline_s=deadline_s)
-
     @contextlib.contextmanager
-    def open(self, plan: Plan, records: Records, progress: Progress) -> Iterator[OpenWorkload]:
-        """Context manager: starts the workload, yields its search space, and ends the process."""
-        task = self._task
-        with self._worker(max(30.0, plan.seconds), plan.seed) as worker:
-            facts = worker.describe()
-            _check_device(self.device, facts.device_uuid)
-            key = _key(task, self._environment, facts, facts.hooks)
-            context = _search_context(key, plan, facts)
-            if task.data:
-                context = _with_loader(context, worker, task, plan, progress)
-            space = Space.of(context)
-            worker.baseline = space.default
-            target = Target(name=facts.name, origin=self._spec.origin, code=facts.code)
-            yield OpenWorkload(runner=worker, facts=facts, key=key, target=target, space=space)
-
-    @contextlib.contextmanager
-    def reopen(self, record: Record, records: Records, progress: Progress) -> Iterator[Runner]:
-        """Context manager: yields a Runner for a record. Raises UsageError for another model's."""
-        known = record.key.model, record.key.hooks
-        with self._worker(DEADLINE_S, record.provenance.seed, known) as worker:
+    def open(
+        self, records: Records, progress: Progress, plan: Plan, record: Record | None = None
+    ) -> Iterator[OpenWorkload]:
+        """Context manager: starts the workload, waits for its first steps, and ends the process.
+        Raises UsageError unless the workload is the one of `record`."""
+        known = () if record is None else (record.key.model, record.key.hooks)
+        job = WorkerJob(task=self._task, device=self.device, seed=plan.seed, known=known)
+        with parent.Worker(job, deadline_s=max(30.0, plan.seconds)) as worker:
             try:
-                worker.describe()
+                facts = worker.describe()
             except TargetError as exc:
-                if CHANGED not in str(exc):
+                if record is None or CHANGED not in str(exc):
                     raise
                 raise UsageError(f"record {record.id}: {exc}; run: {tune_again(record)}") from exc
-            worker.baseline = record.baseline.config
-            yield worker
+            _check_device(self.device, facts.device_uuid)
+            key = _key(self._task, self._environment, facts, facts.hooks)
+            target = Target(name=facts.name, origin=self._spec.origin, code=facts.code)
+            yield OpenWorkload(runner=worker, facts=facts, key=key, target=target)
+
+    def space(self, opened: OpenWorkload, plan: Plan, progress: Progress) -> Space:
+        """The search space; its default becomes the runner's baseline."""
+        task, context = self._task, _search_context(opened, plan)
+        if task.data:
+            limits = _data_limits(cast(parent.Worker, opened.runner), task, plan, progress)
+            context = dataclasses.replace(context, any_order=task.any_order, **limits)
+        space = Space.of(context)
+        opened.runner.baseline = space.default
+        return space
 
 
 class RunWorkload:
@@ -148,47 +137,53 @@ class RunWorkload:
             self.words, injected=INJECTED, log=log, show=self._show, options=self._options
         )
 
-    def _key(self, seen: ScriptFacts) -> Key:
-        task = seen.task(self.words, self.permitted)
-        return _key(task, environment.detect(seen.device), seen)
-
     @contextlib.contextmanager
-    def open(self, plan: Plan, records: Records, progress: Progress) -> Iterator[OpenWorkload]:
+    def open(
+        self, records: Records, progress: Progress, plan: Plan, record: Record | None = None
+    ) -> Iterator[OpenWorkload]:
         with self._start(records, progress) as run:
             seen = run.describe()
-            for line in seen.lines():
-                progress.notice(line)
-            key = self._key(seen)
+            task = seen.task(self.words, self.permitted)
+            key = _key(task, environment.detect(seen.device), seen)
+            if record is not None and (other := _other_run(record, key, seen, run)):
+                raise UsageError(f"record {record.id} is not of this run: {other}")
             facts = _facts_of_run(seen, key)
-            space = _space_of_run(seen, key, plan, facts, run.command.names)
-            online = self._attached is not None
-            if online:
-                space.leave_out(_replays)
-            _prepare(run, key, space.default)
-            _try_options(run, space)
+            run.memory = facts.memory_bytes
+            run.tolerance = task.tolerance if task.mode == "train" else 0.0
             yield OpenWorkload(
                 runner=run,
                 facts=facts,
                 key=key,
-                target=Target(name=key.task.target, origin=""),
-                space=space,
-                without=() if online else _without_own(seen, space.default),
-                online=online,
+                target=Target(name=task.target, origin=""),
+                seen=seen,
+                online=self._attached is not None,
             )
 
-    @contextlib.contextmanager
-    def reopen(self, record: Record, records: Records, progress: Progress) -> Iterator[Runner]:
-        with self._start(records, progress) as run:
-            seen = run.describe()
-            key = self._key(seen)
-            kind, differs = compare(key, record.key)
-            other = "; ".join(map(str, differs)) if kind == "miss" else ""
-            if key.task.batch != record.batch:
-                other = f"batch {record.batch} -> {key.task.batch}"
-            if other := other or _other_loader(record, seen, run):
-                raise UsageError(f"record {record.id} is not of this run: {other}")
-            _prepare(run, record.key, record.baseline.config)
-            yield run
+    def space(self, opened: OpenWorkload, plan: Plan, progress: Progress) -> Space:
+        run, seen = cast(runs.Run, opened.runner), cast(ScriptFacts, opened.seen)
+        for line in seen.lines():
+            progress.notice(line)
+        mapped = run.command.names
+        feeds = bool(set(INPUT_PIPELINE) & set(mapped))
+        context = dataclasses.replace(
+            _search_context(opened, plan),
+            use=PILOT,
+            workers=seen.room if feeds else seen.workers,
+            mapped=mapped,
+            varies=seen.varies,
+            own=seen.own,
+            # The pilot does not change workers that the script itself starts by an option.
+            kept=(*seen.kept, *INPUT_PIPELINE) if feeds else seen.kept,
+        )
+        if BATCH not in mapped:
+            context = dataclasses.replace(context, batches=(opened.task.batch,))
+        space = Space.of(context)
+        if opened.online:
+            # CUDA graphs fail if a script reads their outputs too late.
+            space.leave_out(lambda name, value: value in BY_NAME[name].graphs)
+        run.baseline = space.default
+        _try_options(run, space)
+        return space
 
 
 Workload = TargetWorkload | RunWorkload
@@ -205,8 +200,14 @@ def _key(task: Task, where: Environment, seen: Facts | ScriptFacts, hooks: str =
     )
 
 
-def _other_loader(record: Record, seen: ScriptFacts, run: runs.Run) -> str:
-    """Why a run cannot use the loader settings of a record (not part of the key), or ''."""
+def _other_run(record: Record, key: Key, seen: ScriptFacts, run: runs.Run) -> str:
+    """Why a record is not of this run, or why this run cannot use its loader settings (which are
+    not part of the key); else ''."""
+    kind, differs = compare(key, record.key)
+    if key.task.batch != record.batch:
+        return f"batch {record.batch} -> {key.task.batch}"
+    if kind == "miss":
+        return "; ".join(map(str, differs))
     feeds = record.winner(record.use).config.changed(record.baseline.config).only(*INPUT_PIPELINE)
     if not feeds.without(*run.command.names) or seen.workers:
         return ""
@@ -214,30 +215,19 @@ def _other_loader(record: Record, seen: ScriptFacts, run: runs.Run) -> str:
     return f"the record has {described(feeds, Config())}, not possible in this run ({why})"
 
 
-def _prepare(run: runs.Run, key: Key, baseline: Config) -> None:
-    """Set the baseline, device memory and tolerance of a run that was described."""
-    task = key.task
-    run.baseline, run.memory = baseline, _memory_of(key.environment.device)
-    run.tolerance = task.tolerance if task.mode == "train" else 0.0
-
-
 def _facts_of_run(seen: ScriptFacts, key: Key) -> Facts:
-    names = (one.name for one in dataclasses.fields(Facts))
+    names, device = (one.name for one in dataclasses.fields(Facts)), key.environment.device
     return Facts(
         name=key.task.target,
         hooks="",
         code="",
         device_uuid=environment.device_uuid(seen.device),
-        memory_bytes=_memory_of(key.environment.device),
+        # A CPU shares the host's memory.
+        memory_bytes=device.memory_gib * 2**30 if device.kind != "cpu" else 0,
         peak_bytes=0,
         step_s=0.0,
         **{name: getattr(seen, name) for name in names if hasattr(seen, name)},
     )
-
-
-def _memory_of(device: Device) -> int:
-    """Bytes of a device's own memory; 0 for a CPU, which shares the host's."""
-    return device.memory_gib * 2**30 if device.kind != "cpu" else 0
 
 
 def _new_log(records: Records, command: tuple[str, ...]) -> Path:
@@ -253,33 +243,12 @@ def _new_log(records: Records, command: tuple[str, ...]) -> Path:
     return file
 
 
-def _space_of_run(
-    seen: ScriptFacts, key: Key, plan: Plan, facts: Facts, mapped: tuple[str, ...]
-) -> Space:
-    """The search space of a run; `mapped`: knobs that options of the command set."""
-    feeds = bool(set(INPUT_PIPELINE) & set(mapped))
-    context = dataclasses.replace(
-        _search_context(key, plan, facts),
-        use=PILOT,
-        workers=seen.room if feeds else seen.workers,
-        mapped=mapped,
-        varies=seen.varies,
-        own=seen.own,
-        # The pilot does not change workers that the script itself starts by an option.
-        kept=(*seen.kept, *INPUT_PIPELINE) if feeds else seen.kept,
-    )
-    if BATCH not in mapped:
-        context = dataclasses.replace(context, batches=(key.task.batch,))
-    return Space.of(context)
-
-
-def _replays(name: str, value: Value) -> bool:
-    """Whether a value uses CUDA graphs, which fail if a script reads their outputs too late."""
-    return value in BY_NAME[name].graphs
-
-
-def _without_own(seen: ScriptFacts, default: Config) -> list[Config]:
-    """The baseline without the script's own autocast, and without its own compilation."""
+def without_own(opened: OpenWorkload, default: Config) -> list[Config]:
+    """The baseline without the script's own autocast, and without its own compilation, to measure
+    their cost; [] for an online run."""
+    seen = opened.seen
+    if seen is None or opened.online:
+        return []
     return [
         default.replace(**{name: BY_NAME[name].default})
         for name in (*FORMATS, COMPILE)
@@ -299,8 +268,9 @@ def _try_options(run: runs.Run, space: Space) -> None:
             run.try_option(name, others[0])
 
 
-def _search_context(key: Key, plan: Plan, facts: Facts) -> SearchContext:
-    task, device, much = key.task, key.environment.device, plan.much
+def _search_context(opened: OpenWorkload, plan: Plan) -> SearchContext:
+    task, facts, much = opened.task, opened.facts, plan.much
+    device = opened.key.environment.device
     return SearchContext(
         device=device.kind,
         capability=device.compute_capability,
@@ -346,20 +316,18 @@ def _check_device(named: str, uuid: str) -> None:
         )
 
 
-def _with_loader(
-    context: SearchContext, worker: parent.Worker, task: Task, plan: Plan, progress: Progress
-) -> SearchContext:
+def _data_limits(
+    worker: parent.Worker, task: Task, plan: Plan, progress: Progress
+) -> dict[str, Any]:
+    """Load the data, and return what `loader_limits` finds, as fields of a SearchContext."""
     most_s = min(parent.LOAD_S, max(DATA_S, 2 * plan.seconds))
     progress.notice(
         f"data {task.data!r}: creating the dataset and a batch; advisor gives up after {most_s:g} s"
     )
-    data = worker.describe_data(most_s)
-    workers, by_name, lines = loader_limits(data)
+    workers, by_name, lines = loader_limits(worker.describe_data(most_s))
     for line in lines:
         progress.notice(line)
-    return dataclasses.replace(
-        context, loaded=True, workers=workers, by_name=by_name, any_order=task.any_order
-    )
+    return {"loaded": True, "workers": workers, "by_name": by_name}
 
 
 def loader_limits(data: DataFacts) -> tuple[int, bool, list[str]]:

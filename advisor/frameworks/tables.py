@@ -6,11 +6,12 @@ A row's lines of Python do what the knob itself does (`tuners.knobs`); tests com
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from advisor.cache.config import BATCH, Value
-from advisor.frameworks.words import (
-    ConfigContext,
+from advisor.cache.config import BATCH
+from advisor.frameworks.framework import (
+    Added,
     Framework,
     LazyObject,
     Row,
@@ -26,20 +27,19 @@ if TYPE_CHECKING:
 _MATMUL, _CUDNN = "torch.backends.cuda.matmul.allow_tf32", "torch.backends.cudnn.allow_tf32"
 
 
-def _row(*unset: Value | None, **needs: Callable[[Any], Any]) -> Row:
-    """A row that computes the Setup's fields from the value; an `unset` value needs no Setup."""
-    return lambda value, _context: (
-        Setup() if value in unset else Setup(**{name: make(value) for name, make in needs.items()})
+def _keyword(where: str, name: str, *unset: object) -> Row:
+    """A row that adds the keyword `name` to a field of a Setup, unless the value is `unset`."""
+    return lambda _setup, value: {} if value in unset else {where: {name: value}}
+
+
+_setting, _argument = partial(_keyword, "settings"), partial(_keyword, "loader")
+
+
+def _flags(unset: object, *lines: str) -> Row:
+    """A row that adds lines, with the value in place of {}, unless the value is `unset`."""
+    return lambda _setup, value: (
+        {} if value == unset else {"flags": [line.format(value) for line in lines]}
     )
-
-
-def _setting(name: str, *unset: Value | None) -> Row:
-    return _row(*unset, settings=lambda value: {name: value})
-
-
-def _argument(name: str, *unset: Value | None) -> Row:
-    """Like `_setting`, for an argument of the user's own DataLoader."""
-    return _row(*unset, loader=lambda value: {name: value})
 
 
 def _precision(
@@ -48,34 +48,36 @@ def _precision(
     """`half`: settings for bf16 and fp16; `sets_tf32`: whether compiling turns TF32 on; `switch`:
     the setting for TF32. It sets only torch's new flags, so lines of Python set the old ones."""
 
-    def row(value: Value, context: ConfigContext) -> Setup | None:
+    def row(setup: Setup, value: str) -> Added | None:
         if value == "fp8":
             return None  # advisor chooses the layers
-        found = Setup(settings=half.get(str(value), {}))
-        resets = sets_tf32 and context.config.get("compile", "none") != "none"
-        if context.device == "cuda" and (value != "default" or resets):
-            # In half precision, operations that stay in float32 use TF32.
-            on = value not in ("default", "fp32")
-            flags = f"{_MATMUL} = {on}", f"{_CUDNN} = {value != 'fp32'}"
-            after = flags[:1] if resets and not on else ()
-            found += Setup(settings={switch: on} if switch else {}, flags=flags, after=after)
-        return found
+        settings = half.get(value, {})
+        resets = sets_tf32 and setup.config.get("compile", "none") != "none"
+        if not setup.on_cuda or (value == "default" and not resets):
+            return {"settings": settings}
+        # In half precision, operations that stay in float32 use TF32.
+        on = value not in ("default", "fp32")
+        return {
+            "settings": {**settings, switch: on} if switch else settings,
+            "flags": [f"{_MATMUL} = {on}", f"{_CUDNN} = {value != 'fp32'}"],
+            "after": [f"{_MATMUL} = False"] if resets and not on else [],
+        }
 
     return row
 
 
-def _compile(of_mode: Callable[[str], Setup], *, avoids: bool = True) -> Row:
-    """`of_mode`: the Setup for a mode of torch.compile or for backend 'cudagraphs'; `avoids`: add
+def _compile(of_mode: Callable[[str], Added], *, avoids: bool = True) -> Row:
+    """`of_mode`: what a mode of torch.compile, or the backend 'cudagraphs', needs; `avoids`: add
     lines that switch off known faults of inductor in the torch that measured."""
 
-    def row(value: Value, context: ConfigContext) -> Setup | None:
+    def row(setup: Setup, value: str) -> Added | None:
         if value == "blocks":
             return None  # Accelerate's own regional compilation compiles the rest in pieces, too
         if value == "none":
-            return Setup()
-        avoided = avoiding(context.torch) if avoids and value != "cudagraphs" else {}
-        flags = tuple(f"torch._inductor.config.{name} = {it}" for name, it in avoided.items())
-        return of_mode(str(value)) + Setup(flags=flags)
+            return {}
+        faults = avoiding(setup.torch) if avoids and value != "cudagraphs" else {}
+        flags = [f"torch._inductor.config.{name} = {it}" for name, it in faults.items()]
+        return {**of_mode(value), "flags": flags}
 
     return row
 
@@ -84,30 +86,28 @@ def _batch(accumulation: str, size: str = "") -> Row:
     """`accumulation`: the name of the setting for gradient accumulation; `size`: that for the batch
     size, '' if the user makes the DataLoader."""
 
-    def row(_value: Value, context: ConfigContext) -> Setup | None:
-        if context.accumulation is None:
+    def row(setup: Setup, _value: int) -> Added | None:
+        if setup.accumulation is None:
             return None
-        samples, calls = context.accumulation
+        samples, calls = setup.accumulation
         if not samples:
-            return Setup()  # the run's own batch size is not known
+            return {}  # the run's own batch size is not known
         settings = {accumulation: calls} if calls > 1 else {}
         if size:
-            return Setup(settings={size: samples} | settings)
-        return Setup(settings=settings, loader={"batch_size": samples})
+            return {"settings": {size: samples} | settings}
+        return {"settings": settings, "loader": {"batch_size": samples}}
 
     return row
 
 
-def _channels_last(value: Value, context: ConfigContext) -> Setup:
+def _channels_last(setup: Setup, value: bool) -> Added:
     # Only the weights: the first layer converts its input.
-    layout = "channels_last_3d" if len(context.task.sample) == 4 else "channels_last"
-    line = f"model = model.to(memory_format=torch.{layout})"
-    return Setup(model=(line,)) if value else Setup()
+    layout = "channels_last_3d" if len(setup.task.sample) == 4 else "channels_last"
+    return {"model": [f"model = model.to(memory_format=torch.{layout})"]} if value else {}
 
 
-def _threads(value: Value, context: ConfigContext) -> Setup:
-    changed = value != context.default.get("threads")
-    return Setup(flags=(f"torch.set_num_threads({value})",)) if changed else Setup()
+def _threads(setup: Setup, value: int) -> Added | None:
+    return _flags(setup.default.get("threads"), "torch.set_num_threads({})")(setup, value)
 
 
 _DETERMINISTIC = (
@@ -117,30 +117,26 @@ _DETERMINISTIC = (
 )
 _SCRIPT: Mapping[str, Row] = {
     "channels_last": _channels_last,
-    "cudnn_benchmark": _row(False, flags=lambda _on: ("torch.backends.cudnn.benchmark = True",)),
-    "cudnn_deterministic": _row(False, flags=lambda _on: _DETERMINISTIC),
-    "fused_optimizer": _row(False, optimizer=lambda on: {"fused": on}),
+    "cudnn_benchmark": _flags(False, "torch.backends.cudnn.benchmark = True"),
+    "cudnn_deterministic": _flags(False, *_DETERMINISTIC),
+    "fused_optimizer": _keyword("optimizer", "fused", False),
     "threads": _threads,
     "num_workers": _argument("num_workers", None, 0),
     "prefetch_factor": _argument("prefetch_factor", None, 2),
     "in_order": _argument("in_order", None, True),
-    "sharing": _row(
-        "file_descriptor",
-        flags=lambda how: (f"torch.multiprocessing.set_sharing_strategy({how!r})",),
-    ),
+    "sharing": _flags("file_descriptor", "torch.multiprocessing.set_sharing_strategy({!r})"),
     "persistent_workers": _argument("persistent_workers", None, False),
     "pin_memory": _argument("pin_memory", None, False),
 }
 """Rows of a framework that leaves these knobs to the script."""
 
 
-def _by_accelerate(mode: str) -> Setup:
+def _by_accelerate(mode: str) -> Added:
     if mode in ("cudagraphs", "default"):
-        return Setup(settings={"dynamo_backend": mode.replace("default", "inductor")})
+        return {"settings": {"dynamo_backend": mode.replace("default", "inductor")}}
     how = {"backend": "inductor", "mode": mode}
-    return Setup(
-        settings={"dynamo_plugin": LazyObject("accelerate.utils", "TorchDynamoPlugin", how)}
-    )
+    plugin = LazyObject("accelerate.utils", "TorchDynamoPlugin", how)
+    return {"settings": {"dynamo_plugin": plugin}}
 
 
 accelerate = Framework(
@@ -158,15 +154,15 @@ accelerate = Framework(
 )
 
 
-def _by_hf(mode: str) -> Setup:
+def _by_hf(mode: str) -> Added:
     name = "torch_compile_backend" if mode == "cudagraphs" else "torch_compile_mode"
-    return Setup(settings={"torch_compile": True, name: mode})
+    return {"settings": {"torch_compile": True, name: mode}}
 
 
-def _hf_optimizer(value: Value, context: ConfigContext) -> Setup | None:
-    if context.task.optimizer != "adamw":  # the optimizer is the user's own
-        return _SCRIPT["fused_optimizer"](value, context)
-    return Setup(settings={"optim": "adamw_torch_fused" if value else "adamw_torch"})
+def _hf_optimizer(setup: Setup, value: bool) -> Added | None:
+    if setup.task.optimizer != "adamw":  # the optimizer is the user's own
+        return _SCRIPT["fused_optimizer"](setup, value)
+    return {"settings": {"optim": "adamw_torch_fused" if value else "adamw_torch"}}
 
 
 hf = Framework(
@@ -184,7 +180,7 @@ hf = Framework(
         "prefetch_factor": _setting("dataloader_prefetch_factor", 2),
         "in_order": only(True),
         "persistent_workers": _setting("dataloader_persistent_workers", None, False),
-        "pin_memory": _row(settings=lambda on: {"dataloader_pin_memory": bool(on)}),
+        "pin_memory": lambda _setup, on: {"settings": {"dataloader_pin_memory": bool(on)}},
     },
     devices={"cuda": {}, "cpu": {"use_cpu": True}},
     makes_loader=True,
@@ -209,9 +205,9 @@ class _Lightning(Framework):
         return AdvisorCallback(*self._advised(target, asked, on_model=True))
 
 
-def _by_lightning(mode: str) -> Setup:
+def _by_lightning(mode: str) -> Added:
     name = "backend" if mode == "cudagraphs" else "mode"
-    return Setup(model=(f'model.compile({name}="{mode}")',))
+    return {"model": [f'model.compile({name}="{mode}")']}
 
 
 lightning = _Lightning(
@@ -223,8 +219,8 @@ lightning = _Lightning(
             {"bf16": {"precision": "bf16-mixed"}, "fp16": {"precision": "16-mixed"}}
         ),
         "cudnn_benchmark": _setting("benchmark", None, False),
-        "cudnn_deterministic": _row(
-            False, settings=lambda on: {"deterministic": on}, flags=lambda _on: _DETERMINISTIC
+        "cudnn_deterministic": lambda _setup, on: (
+            {"settings": {"deterministic": on}, "flags": _DETERMINISTIC} if on else {}
         ),
         BATCH: _batch("accumulate_grad_batches"),
         "compile": _compile(_by_lightning),
@@ -233,32 +229,32 @@ lightning = _Lightning(
 )
 
 
-def _timm_precision(value: Value, _context: ConfigContext) -> Setup | None:
-    if half := {"bf16": "bfloat16", "fp16": "float16"}.get(str(value)):
-        return Setup(settings={"amp": True, "amp_dtype": half})
-    return None if value in ("fp32", "fp8") else Setup()
+def _timm_precision(_setup: Setup, value: str) -> Added | None:
+    if half := {"bf16": "bfloat16", "fp16": "float16"}.get(value):
+        return {"settings": {"amp": True, "amp_dtype": half}}
+    return None if value in ("fp32", "fp8") else {}
 
 
-def _timm_channels_last(value: Value, context: ConfigContext) -> Setup | None:
-    if value and len(context.task.sample) != 3:
+def _timm_channels_last(setup: Setup, value: bool) -> Added | None:
+    if value and len(setup.task.sample) != 3:
         return None
-    return Setup(settings={"channels_last": True} if value else {})
+    return {"settings": {"channels_last": True}} if value else {}
 
 
-def _by_timm(mode: str) -> Setup:
+def _by_timm(mode: str) -> Added:
     if mode == "cudagraphs":
-        return Setup(settings={"torchcompile": mode})
-    return Setup(settings={"torchcompile": "inductor", "torchcompile_mode": mode})
+        return {"settings": {"torchcompile": mode}}
+    return {"settings": {"torchcompile": "inductor", "torchcompile_mode": mode}}
 
 
-def _of_timm(context: ConfigContext, setup: Setup) -> list[str]:
-    if context.device != "cuda":
+def _timm_notes(setup: Setup) -> list[str]:
+    if not setup.on_cuda:
         return []
-    faults = avoiding(context.torch) if "torchcompile_mode" in setup.settings else ()
-    lines = [f"compiles with {name}, known to be wrong in torch {context.torch}" for name in faults]
-    if not context.config.get("cudnn_benchmark"):
+    faults = avoiding(setup.torch) if "torchcompile_mode" in setup.settings else ()
+    lines = [f"compiles with {name}, known to be wrong in torch {setup.torch}" for name in faults]
+    if not setup.config.get("cudnn_benchmark"):
         lines.append("sets cudnn.benchmark to True")
-    if context.config.get("precision") == "default":
+    if setup.config.get("precision") == "default":
         lines.append("switches TF32 on for matrix products")
     return [f"{line}; the record was measured without it" for line in lines]
 
@@ -272,7 +268,9 @@ timm = Framework(
         "cudnn_benchmark": only(False, True),
         "cudnn_deterministic": only(False),
         BATCH: _batch("grad_accum_steps", "batch_size"),
-        "fused_optimizer": _row(False, settings=lambda on: {"opt_kwargs": {"fused": on}}),
+        "fused_optimizer": lambda _setup, on: (
+            {"settings": {"opt_kwargs": {"fused": on}}} if on else {}
+        ),
         "compile": _compile(_by_timm, avoids=False),
         "num_workers": _setting("workers"),
         "in_order": only(True),
@@ -280,6 +278,6 @@ timm = Framework(
         "pin_memory": _setting("pin_mem", None, False),
     },
     devices={"cuda": {"device": "cuda"}, "cpu": {"device": "cpu"}},
-    notes=_of_timm,
+    notes=_timm_notes,
     makes_loader=True,
 )

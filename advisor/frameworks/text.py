@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+import jinja2
 
 from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.cache.shown import times
 from advisor.errors import NoRecord, printable
-from advisor.frameworks.words import FIELDS, ConfigContext, Framework, LazyObject, Setup
+from advisor.frameworks.framework import Framework, LazyObject
 from advisor.resolve.answer import answer
 from advisor.resolve.request import Request
+
+_CHANGES = ("flags", "model", "after", "optimizer", "loader")
+"""Fields of a Setup with what the script changes itself."""
 
 
 class Emitted:
@@ -25,9 +31,9 @@ class Emitted:
 
     Attributes:
         reason: what the config is, as '1.50x torch's default at batch 64'.
+        setup: its unsupported values all belong to the input pipeline.
         beyond: faster choices of the record by their names in a report, each with the values that
             the framework cannot express.
-        unsupported: such values of the chosen config; all belong to the input pipeline.
 
     Raises:
         NoRecord: the framework cannot express the record's baseline.
@@ -36,22 +42,20 @@ class Emitted:
     def __init__(
         self, framework: Framework, record: Record, *, batch: int | None = None, free: bool = False
     ) -> None:
-        def lacks(config: Config, at: int | None = None) -> Config:
-            return framework.setup(ConfigContext(record, config, at))[1]
+        def lacks(config: Config, at: int | None = None) -> dict[str, Any]:
+            return framework.setup(record, config, at).unsupported
 
         task, title = record.key.task, framework.title
         if task.mode != "train":
             raise NoRecord(f"{record.id} was tuned for mode {task.mode}; {title} only trains")
-        if lost := lacks(record.baseline.config):
-            told = _keywords(lost)
-            raise NoRecord(f"{title} has no setting for {told}, with which {record.id} is tuned")
+        if wanting := _keywords(lacks(record.baseline.config)):
+            raise NoRecord(f"{title} has no setting for {wanting}, with which {record.id} is tuned")
         request = Request(
             batch=batch, free=free, fits=lambda _record, config: not lacks(config, batch)
         )
         answered = answer(record, request)
         self.framework, self.reason = framework, answered.reason
-        self.context = ConfigContext(record, answered.config, batch)
-        self.setup, self.unsupported = framework.setup(self.context)
+        self.setup = framework.setup(record, answered.config, batch)
         self.beyond = {
             name: (choice, lost)
             for name, choice in record.choices.items()
@@ -61,51 +65,56 @@ class Emitted:
 
 def text(found: Emitted) -> str:
     """The whole output: settings in the framework's format, and the rest as comments."""
-    call = found.framework.call
-    code = _python(found.setup, call) if call else _yaml(found.setup)
-    below = _comments([*_by_hand(found), *_notes(found)])
-    return "\n".join(filter(None, [_comments(_head(found)), code, below]))
+    setup = found.setup
+    objects = [value for value in setup.settings.values() if isinstance(value, LazyObject)]
+    return _template().render(
+        found=found,
+        framework=found.framework,
+        setup=setup,
+        record=setup.record,
+        task=setup.task,
+        imports=sorted({line.partition(".")[0] for line in setup.flags}),
+        objects=objects,
+        notes=found.framework.notes(setup),
+    )
 
 
-def _comments(lines: Iterable[str]) -> str:
-    """Each line as a comment, without line breaks, because a record may contain any text."""
-    return "".join(f"# {printable(line)}\n" for line in lines)
+@functools.cache
+def _template() -> jinja2.Template:
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("advisor.report"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        # A record may contain any text: what it says stays on its line.
+        finalize=lambda value: printable(str(value)),
+    )
+    templates.filters |= {
+        "json": json.dumps,
+        "keywords": _keywords,
+        "literal": _literal,
+        "times": times,
+    }
+    return templates.get_template("emit.txt")
 
 
 def data(found: Emitted) -> dict[str, Any]:
     """The content of `text`, for JSON."""
-    setup, settings = found.setup, found.setup.settings
-    lacks = {name: dict(values) for name, (_choice, values) in found.beyond.items()}
-    pipeline = {"input pipeline": dict(found.unsupported)} if found.unsupported else {}
-    made = {n: _literal(v) for n, v in settings.items() if isinstance(v, LazyObject)}
+    setup = found.setup
+    lacks = {name: values for name, (_choice, values) in found.beyond.items()}
+    if setup.unsupported:
+        lacks["input pipeline"] = setup.unsupported
+    made = {n: _literal(v) for n, v in setup.settings.items() if isinstance(v, LazyObject)}
     return {
         "framework": found.framework.title,
-        "record": found.context.record.id,
+        "record": setup.record.id,
         "reason": found.reason,
-        "config": dict(found.context.config),
-        **{field.name: getattr(setup, field.name) for field in FIELDS},
-        "settings": {**settings, **made},
-        "by_itself": found.framework.notes(found.context, setup),
-        "not_expressed": lacks | pipeline,
+        "config": dict(setup.config),
+        "settings": {**setup.settings, **made},
+        **{name: getattr(setup, name) for name in _CHANGES},
+        "by_itself": found.framework.notes(setup),
+        "not_expressed": lacks,
     }
-
-
-def _python(setup: Setup, call: str) -> str:
-    """Lines for the switches and a dictionary `arguments`; `call`: the call that takes it."""
-    used = [n for n in ("os", "torch") if any(line.startswith(f"{n}.") for line in setup.flags)]
-    made = [value for value in setup.settings.values() if isinstance(value, LazyObject)]
-    imports = [f"import {name}" for name in used]
-    imports += [f"from {one.module} import {one.name}" for one in made]
-    settings = [f'    "{name}": {_literal(value)},' for name, value in setup.settings.items()]
-    body = ["arguments = {", *settings, "}"] if settings else ["arguments = {}"]
-    lines = [*imports, *([""] if imports else []), *setup.flags, *body, f"# {call}"]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _yaml(setup: Setup) -> str:
-    # A line of JSON is a line of YAML.
-    lines = [f"{name}: {json.dumps(value)}\n" for name, value in setup.settings.items()]
-    return "# python train.py -c advised.yaml DATA\n" + "".join(lines)
 
 
 def _literal(value: object) -> str:
@@ -116,45 +125,3 @@ def _literal(value: object) -> str:
 
 def _keywords(given: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={_literal(value)}" for name, value in given.items())
-
-
-def _head(found: Emitted) -> Iterator[str]:
-    context, record = found.context, found.context.record
-    task, device = record.key.task, record.key.environment.device.name
-    yield f"{record.id}: {record.target.name}, {task.inputs}, batch {record.batch}, on {device}"
-    yield f"{found.reason}, for all of these settings together"
-    if record.stale:
-        yield f"marked stale by advisor verify: {record.stale}"
-    size, calls = context.accumulation or (0, 0)
-    if size and calls > 1:
-        each = f" in each of {context.processes} processes" * (context.processes > 1)
-        made = f"{calls} batches of {size}{each} make one of {context.batch}"
-        yield f"{made}, by gradient accumulation"
-
-
-def _by_hand(found: Emitted) -> Iterator[str]:
-    """Yields comments with the lines that the user adds to the script."""
-    setup, title = found.setup, found.framework.title
-    for where, lines in (
-        (f"Add for the model, before {title} gets it", setup.model),
-        (f"Add just before training starts, because {title} switches TF32 on", setup.after),
-    ):
-        if lines:
-            yield f"{where}:"
-            yield from (f"    {line}" for line in lines)
-    for where, given in (("optimizer", setup.optimizer), ("DataLoader", setup.loader)):
-        if given:
-            yield f"Add to the arguments of your {where}: {_keywords(given)}"
-
-
-def _notes(found: Emitted) -> Iterator[str]:
-    """Yields comments: settings that the framework changes itself, and those that it lacks."""
-    for line in found.framework.notes(found.context, found.setup):
-        yield f"By itself, {found.framework.title} {line}."
-    lost = [
-        f"    {name}, {times(choice.speedup)}: {_keywords(lacks)}"
-        for name, (choice, lacks) in found.beyond.items()
-    ]
-    if found.unsupported:
-        lost.append(f"    input pipeline: {_keywords(found.unsupported)}")
-    yield from [f"{found.framework.title} has no setting for:", *lost] if lost else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -12,7 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 from unittest import mock
 
 import pytest
@@ -102,6 +103,13 @@ def advisor(folder: Path, *arguments: str, process: bool = False, **env: str) ->
             except SystemExit as exc:  # how click ends a completion
                 code = int(exc.code or 0)
         return Done(arguments, code, _text(out), _text(err))
+
+
+def printed(folder: Path, command: str, *arguments: str) -> Any:
+    """What `advisor COMMAND --json` prints in a folder, where it succeeds."""
+    done = advisor(folder, command, "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @contextlib.contextmanager

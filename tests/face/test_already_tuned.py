@@ -17,10 +17,9 @@ import pytest
 import advisor as package
 from advisor.cache.config import Config
 from advisor.cache.task import Task
-from advisor.command_snippets import tune_again
 from advisor.tuners.measure.runner import Block
 from tests.cache import examples
-from tests.face.commands import MODEL, SHAPE, advisor
+from tests.face.commands import MODEL, SHAPE, Done, advisor, printed
 from tests.face.unmeasured import Worker, made_up
 
 TUNE = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu")
@@ -37,11 +36,15 @@ DROPPING = MODEL.replace(
 ).replace("self.head(self.conv(x)", "self.head(self.dropout(self.conv(x))")
 
 
+def tune(folder: Path, *options: str, code: int = 0) -> Done:
+    done = advisor(folder, *TUNE, *options)
+    assert done.returncode == code, done.stderr
+    return done
+
+
 def tuned(folder: Path, *options: str) -> tuple[str, str]:
     """(Status, id) of what `advisor tune` found."""
-    done = advisor(folder, *TUNE, *options, "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = printed(folder, *TUNE, *options)
     return found["status"], found["record"]["id"]
 
 
@@ -65,6 +68,7 @@ OTHERS = (
 
 
 def test_another_permission_is_not_tuned_already(here: Path, unmeasured: list[Task]) -> None:
+    (here / "model.py").write_text(MODEL.replace("self.conv(x)", "self.conv(x.float())"))
     found = {one: tuned(here, *one.split()) for one in OTHERS}
     assert {status for status, _id in found.values()} == {"tuned"}
     assert len(set(found.values())) == len(found)
@@ -75,36 +79,50 @@ def test_another_permission_is_not_tuned_already(here: Path, unmeasured: list[Ta
     assert advisor(here, *TUNE).stdout.startswith("Already tuned, ")
 
 
-def test_a_smaller_budget_goes_on_with_the_default_one(here: Path, unmeasured: list[Task]) -> None:
-    _, first = tuned(here, "--budget", "5s")
-    assert tuned(here, "--budget", "5s") == ("known", first)
-    done = advisor(here, *TUNE)
-    assert "tuned with --budget 5s; continuing with 300s" in done.stderr
-    assert "Already tuned" not in done.stdout and tuned(here) == ("known", first)
-    assert tuned(here, "--budget", "60s") == ("known", first)
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ("--budget 5s", "--budget 5s", ""),
+        ("--budget 5s", "", "already tuned with --budget 5s; continuing with 300s"),
+        ("", "--budget 60s", ""),
+        ("--effort quick", "", "already tuned with --effort quick; continuing with --effort nor"),
+        ("--effort exhaustive", "", ""),
+        ("--steps 300", "--steps 300", ""),
+        ("--steps 300", "", "already tuned for a job of another length; choosing again"),
+        ("--duration 1h", "--duration 2h", "already tuned for a job of another length"),
+    ],
+)
+def test_more_goes_on_and_less_does_not(
+    here: Path, unmeasured: list[Task], first: str, second: str, said: str
+) -> None:
+    _, id = tuned(here, *first.split())
+    done = tune(here, *second.split())
+    assert said in done.stderr and ("Already tuned" in done.stdout) == (not said)
+    assert len(unmeasured) == 1 + bool(said)
+    assert tuned(here, *second.split()) == ("known", id)
+
+
+ONLY = ("--fixed-batch", "--no-verify", "--precisions", "default")
 
 
 def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
     """The same command goes on, each time with a budget of its own, until something was raced."""
-    only = ("--fixed-batch", "--effort", "quick", "--precisions", "default", "--no-verify")
+    only, unfinished = (*ONLY, "--effort", "quick"), ("--json", "--for", "https://x")
     with made_up({("channels_last", True): 2.0}, step_s=0.1):
-        first = advisor(here, *TUNE, *only, "--budget", "3s")
-        assert first.returncode == 0 and "Already tuned" not in first.stdout
+        first = tune(here, *only, "--budget", "3s")
         assert "trial 1:" not in first.stderr, "the budget was meant for the default alone"
         assert first.stdout.splitlines()[-1] == (
             "Not tuned yet: the same command continues. Give a larger --budget, or no --trials."
         )
-        assert "In your script" not in first.stdout, "there is nothing to follow yet"
+        assert "Already tuned" not in first.stdout and "In your script" not in first.stdout
         assert "nothing else raced" in " ".join(advisor(here, "show").stdout.split())
-        advice = lookup(strict=True)
-        assert "torch's default: nothing else was measured" in advice.served.reason
-        again = advisor(here, *TUNE, *only, "--budget", "3s", "--json", "--for", "https://x")
-        assert (again.returncode, json.loads(again.stdout)["status"]) == (3, "unfinished")
+        assert "torch's default: nothing else was measured" in lookup(strict=True).served.reason
+        again = tune(here, *only, "--budget", "3s", *unfinished, code=3)
+        assert json.loads(again.stdout)["status"] == "unfinished"
         assert "continuing an earlier tuning, which measured 1 config\n" in again.stderr
-        last = advisor(here, *TUNE, *only, "--budget", "10s", "--json")
-        assert json.loads(last.stdout)["status"] == "tuned", last.stderr
-        assert advisor(here, *TUNE, *only, "--budget", "3s").stdout.startswith("Already tuned, ")
-    assert len(json.loads(advisor(here, "show", "--json").stdout)["records"]) == 1
+        assert tuned(here, *only, "--budget", "10s")[0] == "tuned"
+        assert tune(here, *only, "--budget", "3s").stdout.startswith("Already tuned, ")
+    assert len(printed(here, "show")["records"]) == 1
 
 
 class Interrupting(Worker):
@@ -117,39 +135,20 @@ class Interrupting(Worker):
 
 
 def test_an_interrupted_tuning_keeps_its_best_and_goes_on(here: Path) -> None:
-    only = ("--fixed-batch", "--no-verify", "--precisions", "default", "--budget", "90s")
+    only = (*ONLY, "--budget", "90s")
     gains = {("compile", "default"): 2.0, ("channels_last", True): 1.5}
+    kept = "Interrupted: the best config so far is kept; the same command continues."
     with made_up(gains, kind=Interrupting):
-        stopped = advisor(here, *TUNE, *only)
-    assert stopped.returncode == 130, stopped.stderr
-    assert (
-        "Interrupted: the best config so far is kept; the same command continues." in stopped.stdout
-    )
+        assert kept in tune(here, *only, code=130).stdout
     best = lookup(strict=True)
     with made_up(gains):
-        again = advisor(here, *TUNE, *only)
-        assert again.returncode == 0
+        again = tune(here, *only)
         assert "tuned until it was cut short; continuing with --effort normal" in again.stderr
         assert "continuing an earlier tuning" in again.stderr
         found = lookup(strict=True)
         assert best.config["channels_last"] and best.config["compile"] == "none"
         assert found.config["channels_last"] and found.config["compile"] != "none"
-        assert advisor(here, *TUNE, *only).stdout.startswith("Already tuned, ")
-
-
-def test_more_effort_goes_on_and_less_does_not(here: Path) -> None:
-    only = ("--fixed-batch", "--no-compile", "--no-verify")
-    with made_up():
-        status, first = tuned(here, *only, "--budget", "6s", "--steps", "300")
-        kept = lookup(strict=True).record
-        assert status == "tuned" and kept is not None and "--steps 300" in tune_again(kept)
-        less = ("--effort", "quick", "--budget", "6s", "--steps", "300")
-        assert tuned(here, *only, *less) == ("known", first)
-        more = advisor(here, *TUNE, *only, "--effort", "exhaustive", "--budget", "3s")
-    assert "tuned with --effort normal; continuing with --effort exhaustive" in more.stderr
-    now = lookup(strict=True).record
-    assert now is not None and "--effort exhaustive" in tune_again(now)
-    assert (now.provenance.effort, now.provenance.steps) == ("exhaustive", 0)
+        assert tune(here, *only).stdout.startswith("Already tuned, ")
 
 
 def busy_host(seconds: float) -> float:
@@ -169,19 +168,17 @@ def busy_host(seconds: float) -> float:
 def test_an_uncertain_tuning_replaces_no_clear_record(
     here: Path, how: dict[str, Any], options: tuple[str, ...], code: int
 ) -> None:
-    only = ("--fixed-batch", "--no-verify", "--precisions", "default", "--budget", "90s")
-    gains = {("channels_last", True): 1.5}
+    only, gains = (*ONLY, "--budget", "90s"), {("channels_last", True): 1.5}
     with made_up(gains):
-        assert advisor(here, *TUNE, *only).returncode == 0
+        tune(here, *only)
     clear = lookup(strict=True).record
     with made_up(gains, **how):
-        again = advisor(here, *TUNE, *only, *options, "--force")
-    assert again.returncode == code, again.stderr
+        again = tune(here, *only, *options, "--force", code=code)
     line = "or was too noisy to tell: the earlier record stays in use, and is shown here."
     assert line in again.stdout and "best so far is kept" not in again.stdout
     assert lookup(strict=True).record == clear
     with made_up({}):  # quiet, and sure that nothing gains
-        assert "stays in use" not in advisor(here, *TUNE, *only, "--force").stdout
+        assert "stays in use" not in tune(here, *only, "--force").stdout
     assert lookup(strict=True).record != clear
 
 
@@ -208,121 +205,97 @@ def test_what_counts_as_raced() -> None:
         assert one.compares == compares
 
 
-class TestCodeThatChanged:
-    """Is another model, whatever it is called: a miss, and measured anew."""
-
-    @pytest.mark.parametrize(
-        ("before", "after"),
-        [
-            (MODEL, MODEL.replace(".mean((2, 3))", ".amax((2, 3))")),
-            (MODEL, MODEL.replace("return self.head(", "x = x * 2\n        return self.head(")),
-            (DROPPING, DROPPING.replace("0.1", "0.5")),
-            (MODEL + HOOKS, (MODEL + HOOKS).replace("torch.randn(", "torch.rand(")),
-            (MODEL + HOOKS, (MODEL + HOOKS).replace("cross_entropy(output, target)",
-                                                    "cross_entropy(output, target) * 2")),
-            (MODEL, MODEL + HOOKS),
-        ],
-        ids=["forward", "a line more", "dropout", "make_batch", "loss", "hooks at all"],
-    )  # fmt: skip
-    def test_counts(self, here: Path, unmeasured: list[Task], before: str, after: str) -> None:
-        (here / "model.py").write_text(before)
-        status, first = tuned(here)
-        assert (status, tuned(here)) == ("tuned", ("known", first))
-        (here / "model.py").write_text(after)
-        with pytest.warns(package.AdvisorWarning) as seen:
-            advice = lookup()
-        assert (advice.status, len(seen)) == ("miss", 1)
-        said = "the code of model.py:Net has changed since it was tuned; run: advisor tune"
-        assert said in str(seen[0].message)
-        told = advisor(here, "why", "model.py:Net", "--device", "cpu").stdout
-        assert f"not served  {first} model.py:Net: code as tuned -> edited since" in told
-        assert "code as tuned -> edited since" in advisor(here, "show", "--json").stdout
-        status, second = tuned(here)
-        assert status == "tuned" and second != first
-        assert served() == ("exact", second)
-        for command in ("verify", "explain"):
-            done = advisor(here, command, first, "--budget", "3s")
-            assert done.returncode == 2 and "has changed since" in done.stderr
-            assert "holds" not in done.stdout
-        (here / "model.py").write_text(before)
-        assert tuned(here) == ("known", first)
-
-    def test_does_not_where_nothing_is_computed_otherwise(
-        self, here: Path, unmeasured: list[Task]
-    ) -> None:
-        _, first = tuned(here)
-        formatted = MODEL.replace(
-            "        return self.head(self.conv(x).mean((2, 3)))",
-            '        """Says what it does."""\n        # and why\n'
-            "        return self.head(\n            self.conv(x).mean((2, 3)),\n        )",
-        )
-        (here / "model.py").write_text(f"# A model.\n\n\n{formatted}")
-        assert served("model.py") == ("exact", first)
-        assert tuned(here) == ("known", first)
-
-    def test_more_than_the_model_was_edited(self, here: Path, unmeasured: list[Task]) -> None:
-        """By name that is not known to be the same; `tune` builds the model, and knows."""
-        _, first = tuned(here)
-        for text in (MODEL + "print('made')\n", MODEL, MODEL + "print('made')\n"):
-            (here / "model.py").write_text(text)
-            with pytest.warns(package.AdvisorWarning, match="code of model.py:Net has changed"):
-                assert lookup().status == "miss"
-            done = advisor(here, *TUNE)
-            assert done.stdout.startswith("Already tuned, ")
-            assert "the edited code of model.py:Net computes the same" in done.stderr
-            assert served() == ("exact", first)
-            assert "edited" not in advisor(here, *TUNE).stderr
-        assert len(unmeasured) == 1
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (MODEL, MODEL.replace(".mean((2, 3))", ".amax((2, 3))")),
+        (MODEL, MODEL.replace("return self.head(", "x = x * 2\n        return self.head(")),
+        (DROPPING, DROPPING.replace("0.1", "0.5")),
+        (MODEL + HOOKS, (MODEL + HOOKS).replace("torch.randn(", "torch.rand(")),
+        (MODEL + HOOKS, (MODEL + HOOKS).replace("(output, target)\n", "(output, target) * 2\n")),
+        (MODEL, MODEL + HOOKS),
+    ],
+    ids=["forward", "a line more", "dropout", "make_batch", "loss", "hooks at all"],
+)
+def test_code_that_changed_is_another_model(
+    here: Path, unmeasured: list[Task], before: str, after: str
+) -> None:
+    """Whatever it is called: a miss, and measured anew."""
+    (here / "model.py").write_text(before)
+    status, first = tuned(here)
+    assert (status, tuned(here)) == ("tuned", ("known", first))
+    (here / "model.py").write_text(after)
+    said = "the code of model.py:Net has changed since it was tuned; run: advisor tune"
+    with pytest.warns(package.AdvisorWarning, match=said) as seen:
+        assert (lookup().status, len(seen)) == ("miss", 1)
+    told = advisor(here, "why", "model.py:Net", "--device", "cpu").stdout
+    assert f"not served  {first} model.py:Net: code as tuned -> edited since" in told
+    assert "code as tuned -> edited since" in advisor(here, "show", "--json").stdout
+    status, second = tuned(here)
+    assert status == "tuned" and second != first
+    assert served() == ("exact", second)
+    (here / "model.py").write_text(before)
+    assert tuned(here) == ("known", first)
 
 
-class TestNames:
-    def test_a_folder_that_moved(self, here: Path, unmeasured: list[Task]) -> None:
-        """Is the same target as long as its code is the same."""
-        _, first = tuned(here)
-        moved = here / "moved"
-        moved.mkdir()
-        shutil.move(here / "model.py", moved / "model.py")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(moved)
-            assert served() == ("exact", first)
-            with (moved / "model.py").open("a") as file:
-                file.write("print('made')\n")
-            with pytest.warns(package.AdvisorWarning, match="file another of this name"):
-                assert lookup().status == "miss"
-            done = advisor(moved, *TUNE)
-            assert done.stdout.startswith("Already tuned, ")
-            assert "now known as model.py:Net too" in done.stderr
-            assert served() == ("exact", first)
-        assert len(unmeasured) == 1
+def test_code_that_computes_the_same_is_the_same_model(here: Path, unmeasured: list[Task]) -> None:
+    _, first = tuned(here)
+    formatted = MODEL.replace(
+        "        return self.head(self.conv(x).mean((2, 3)))",
+        '        """Says what it does."""\n        # and why\n'
+        "        return self.head(\n            self.conv(x).mean((2, 3)),\n        )",
+    )
+    (here / "model.py").write_text(f"# A model.\n\n\n{formatted}")
+    assert served("model.py") == ("exact", first)
+    assert tuned(here) == ("known", first)
+    # By name it is not known to be the same; `tune` builds the model, and knows.
+    for text in (MODEL + "print('made')\n", MODEL, MODEL + "print('made')\n"):
+        (here / "model.py").write_text(text)
+        with pytest.warns(package.AdvisorWarning, match="code of model.py:Net has changed"):
+            assert lookup().status == "miss"
+        done = tune(here)
+        assert done.stdout.startswith("Already tuned, ")
+        assert "the edited code of model.py:Net computes the same" in done.stderr
+        assert served() == ("exact", first)
+        assert "edited" not in tune(here).stderr
+    assert len(unmeasured) == 1
 
-    def test_the_same_model_under_another_name(self, here: Path, unmeasured: list[Task]) -> None:
-        """It is one record, whatever it is called."""
-        _, first = tuned(here)
-        (here / "other.py").write_text(MODEL)
-        done = advisor(here, *("tune", "other.py"), *TUNE[2:], "--json")
-        assert json.loads(done.stdout)["status"] == "known" and len(unmeasured) == 1
-        for name in ("model.py:Net", "other.py:Net", "other.py"):
-            assert served(name) == ("exact", first)
-        assert len(json.loads(advisor(here, "show", "--json").stdout)["records"]) == 1
+
+def test_names_and_folders_do_not_matter(
+    here: Path, unmeasured: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, first = tuned(here)
+    (here / "other.py").write_text(MODEL)
+    assert printed(here, "tune", "other.py", *TUNE[2:])["status"] == "known"
+    for name in ("model.py:Net", "other.py:Net", "other.py"):
+        assert served(name) == ("exact", first)
+    assert len(printed(here, "show")["records"]) == 1
+    moved = here / "moved"
+    moved.mkdir()
+    shutil.move(here / "model.py", moved / "model.py")
+    monkeypatch.chdir(moved)
+    assert served() == ("exact", first)
+    with (moved / "model.py").open("a") as file:
+        file.write("print('made')\n")
+    with pytest.warns(package.AdvisorWarning, match="file another of this name"):
+        assert lookup().status == "miss"
+    done = tune(moved)
+    assert done.stdout.startswith("Already tuned, ")
+    assert "now known as model.py:Net too" in done.stderr
+    assert served() == ("exact", first) and len(unmeasured) == 1
 
 
 def test_what_made_up_data_gave_is_never_told_as_a_run(here: Path, unmeasured: list[Task]) -> None:
     """They have one key, and records of their own; another command of the same key has no other."""
 
-    def told(*words: str) -> tuple[str, dict[str, Any], str]:
-        done = advisor(here, "tune", "--json", *words)
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        return found["status"], found["record"], done.stderr
-
-    target = ("model.py", "--shape", SHAPE, "--device", "cpu")
-    status, made_up, _ = told(*target)
-    assert status == "tuned"
-    status, first, _ = told("--force", "--", sys.executable, "a.py")
-    assert (status, first["id"]) == ("tuned", made_up["id"]), "they share a key"
+    a, b = ((sys.executable, f"{name}.py") for name in "ab")
+    made_up = printed(here, *TUNE)["record"]
+    run = printed(here, "tune", "--force", "--", *a)
+    first = run["record"]
+    assert (run["status"], first["id"]) == ("tuned", made_up["id"]), "they share a key"
     assert first["provenance"]["study"] != made_up["provenance"]["study"]
-    status, second, said = told("--", sys.executable, "b.py")
-    assert (status, second) == ("known", first)
-    assert f"tuned before as {sys.executable} a.py, which trains the same" in said
-    assert told(*target)[:2] == ("known", made_up), "--force has left it"
+    done = advisor(here, "tune", "--json", "--", *b)
+    assert json.loads(done.stdout) == {"status": "known", "record": first}
+    assert f"tuned before as {' '.join(a)}, which trains the same" in done.stderr
+    assert printed(here, *TUNE)["record"] == made_up, "--force has left it"
     assert len(unmeasured) == 2

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from advisor.cache.task import Task
 from advisor.open_store import open_records
 from advisor.tuners import environment
 from tests.builders import lookup_arguments, net_of
-from tests.face.commands import MODEL, SHAPE, advisor, script
+from tests.face.commands import MODEL, SHAPE, advisor, printed, script
 
 ARGUED = MODEL.replace("width=8)", "width=8, name='', scale=1.0, bias=True, extra=None)")
 WORDS = """
@@ -34,42 +33,34 @@ class Net(nn.Sequential):
 """
 ODD = "it's a model $HOME.py"
 
+ARGUMENTS = (
+    *("--model-arg", "width=4", "--model-arg", 'name=it\'s "so" a b', "--model-arg", "scale=0.5"),
+    *("--model-arg", "bias=false", "--model-arg", "extra=none"),
+)
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "plain": ("model.py", ()),
     "in a subfolder": ("examples/x.py:Net", ()),
     "a blank and a quote": (ODD, ()),
-    "arguments": (
-        "argued.py:Net",
-        (
-            *("--model-arg", "width=4", "--model-arg", 'name=it\'s "so" a b'),
-            *("--model-arg", "scale=0.5", "--model-arg", "bias=false", "--model-arg", "extra=none"),
-        ),
-    ),
-    "adamw": ("model.py", ("--optimizer", "adamw")),
-    "inference": ("model.py", ("--mode", "infer")),
+    "arguments": ("argued.py:Net", ARGUMENTS),
     "words": ("words.py", ("--dtype", "int64", "--vocab", "50", "--shape", "4x16")),
-    "precisions": ("model.py", ("--precisions", "default,bf16")),
-    "max memory": ("model.py", ("--max-memory", "1.5GiB")),
-    "odd memory": ("model.py", ("--max-memory", "1234567891")),
-    "tolerance": ("model.py", ("--tolerance", "0.05")),
-    "not verified": ("model.py", ("--no-verify",)),
-    "not compiled": ("model.py", ("--no-compile", "--no-step-graph")),
-    "deterministic": ("model.py", ("--deterministic",)),
-    "batches": ("model.py", ("--batches", "2,16")),
-    "one batch": ("model.py", ("--fixed-batch",)),
     "a mix": ("model.py", ("--shape", "2x3x10x10", "--shape", "6x3x6x6", "--shape", "4x3x8x8")),
-    "a job": ("model.py", ("--steps", "500", "--effort", "quick")),
-    "some time": ("model.py", ("--duration", "2h")),
+} | {
+    options: ("model.py", tuple(options.split()))
+    for options in (
+        *("", "--optimizer adamw", "--mode infer", "--precisions default,bf16"),
+        *("--max-memory 1.5GiB", "--max-memory 1234567891", "--tolerance 0.05", "--no-verify"),
+        *("--no-compile --no-step-graph", "--deterministic", "--batches 2,16", "--fixed-batch"),
+        *("--steps 500 --effort quick", "--duration 2h"),
+    )
 }
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: list[Task]) -> Iterator[Path]:
     (tmp_path / "examples").mkdir()
-    for name in ("model.py", "examples/x.py", ODD):
-        (tmp_path / name).write_text(MODEL)
-    (tmp_path / "argued.py").write_text(ARGUED)
-    (tmp_path / "words.py").write_text(WORDS)
+    tuned = MODEL.replace("nn.Linear(width, 4)", "nn.Linear(width, 5)")
+    files = {"argued.py": ARGUED, "words.py": WORDS, "tuned.py": tuned}
+    for name, source in (files | dict.fromkeys(("model.py", "examples/x.py", ODD), MODEL)).items():
+        (tmp_path / name).write_text(source)
     monkeypatch.chdir(tmp_path)
     # As a script in this folder, not as the runner of these tests.
     monkeypatch.setattr(
@@ -78,34 +69,25 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: list[Task]
     yield tmp_path
 
 
-def tune(folder: Path, target: str, options: tuple[str, ...], *more: str) -> dict[str, Any]:
+def tune(folder: Path, target: str, options: tuple[str, ...]) -> Any:
+    """The record of a target, as JSON."""
     shape = () if "--shape" in options else ("--shape", SHAPE)
-    done = advisor(folder, "tune", target, *shape, *options, *more, "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert isinstance(found, dict)
-    return found
+    return printed(folder, "tune", target, *shape, *options)["record"]
 
 
 def pasted(line: str) -> Any:
     """The advice of a line pasted into a script, without touching this process's flags."""
-    scope: dict[str, Any] = {"advisor": Unset()}
+    unset = SimpleNamespace(apply=package.lookup, Model=package.Model, Permit=package.Permit)
+    scope: dict[str, Any] = {"advisor": unset}
     exec(line.strip(), scope)
     return scope["advice"]
-
-
-class Unset:
-    apply = staticmethod(package.lookup)
-    Model, Permit = package.Model, package.Permit
 
 
 def typed(folder: Path, line: str) -> Any:
     """What a line typed into a shell says, as JSON."""
     name, *words = shlex.split(line)
     assert name == "advisor"
-    done = advisor(folder, *words, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return printed(folder, *words)
 
 
 def command_in(said: str) -> str:
@@ -129,7 +111,7 @@ def test_what_is_printed_of_a_record(
 ) -> None:
     """The line for a script; and the command that measures again, where the record is stale."""
     tune(here, "model.py", ("--max-memory", "3GiB"))  # another record of a like target
-    record = tune(here, target, options)["record"]
+    record = tune(here, target, options)
     shown = advisor(here, "show", record["id"]).stdout
     (line,) = (line for line in shown.splitlines() if "advisor.apply(" in line)
     assert line.strip() == record["script"]
@@ -178,27 +160,20 @@ def test_the_line_for_a_script_elsewhere(here: Path, monkeypatch: pytest.MonkeyP
         ("words.py", {"shape": "4x16", "dtype": "int64", "vocab": 50}),
         ("model.py", {"mode": "infer", "batch": 32}),
         ("model.py", {"shape": [(4, 3, 8, 8), (2, 3, 6, 6)]}),
+        ("tuned.py:Net", {"shape": (4, 3, 9, 9)}),
     ],
 )
 def test_the_command_that_ends_a_miss(here: Path, target: str, asked: dict[str, Any]) -> None:
+    """Beside a record of its own, it is as that record was tuned, but for what was asked for."""
+    tune(here, "tuned.py:Net", ("--optimizer", "adamw", "--max-memory", "1GiB"))
     asked = {"shape": (4, 3, 8, 8), **asked}
     command = command_in(missed(target, **asked))
+    assert ("--optimizer adamw" in command) == ("optimizer" in asked or target == "tuned.py:Net")
     found = typed(here, command)
     assert found["status"] == "tuned"
     # What a file has is known once it was tuned.
     advice = package.lookup(**lookup_arguments(target, strict=True, **asked))
     assert (advice.status, advice.record.id) == ("exact", found["record"]["id"])  # type: ignore[union-attr]
-
-
-def test_the_command_that_ends_a_miss_beside_a_record(here: Path) -> None:
-    """Is as that record was tuned, but for what was asked for otherwise."""
-    tune(here, "examples/x.py:Net", ("--optimizer", "adamw", "--max-memory", "1GiB"))
-    said = missed("examples/x.py:Net", shape=(4, 3, 9, 9))
-    command = command_in(said)
-    assert "--optimizer adamw" in command and "4x3x9x9" in command
-    found = typed(here, command)["record"]
-    advice = package.lookup("examples/x.py:Net", shape=(4, 3, 9, 9), strict=True)
-    assert advice.record is not None and advice.record.id == found["id"]
 
 
 @pytest.mark.e2e
@@ -278,21 +253,9 @@ def test_a_store_elsewhere_stands_in_the_command(here: Path, stores: str) -> Non
 
 
 def test_the_command_where_the_code_has_changed(here: Path, unmeasured: list[Task]) -> None:
-    record = tune(here, ODD, ("--optimizer", "adamw"))["record"]
+    record = tune(here, ODD, ("--optimizer", "adamw"))
     (here / ODD).write_text(MODEL.replace(".mean((2, 3))", ".amax((2, 3))"))
     done = advisor(here, "verify", record["id"])
     assert done.returncode == 2 and "has changed since" in done.stderr
     again = typed(here, command_in(done.stderr.strip()))
     assert again["status"] == "tuned" and again["record"]["id"] != record["id"]
-
-
-@pytest.mark.e2e
-def test_in_a_shell_and_in_a_script(here: Path) -> None:
-    """The same by a real shell and a real script: once, with all that wants quotes."""
-    record = tune(here, "argued.py:Net", CASES["arguments"][1])["record"]
-    source = f"import advisor\n{record['script']}\nprint(advice.record.id)\n"
-    ran = script(here, source)
-    assert ran.stdout.split() == [record["id"]], ran.stderr
-    line = command_in(missed(ODD, shape=(4, 3, 9, 9))).replace("advisor", 'printf "%s\\n"', 1)
-    words = subprocess.check_output(["sh", "-c", line], text=True).splitlines()
-    assert words == ["tune", ODD, "--shape", "4x3x9x9"]

@@ -41,7 +41,6 @@ def test_hostile(case: hostile.Case, here: Path) -> None:
         assert one.code in (0, 1, 2), (command, one)
         assert "Traceback" not in one.said, (command, one.said)
         assert all(char.isprintable() or char == "\n" for char in one.said), (command, one.said)
-        assert one.seconds < 30, command  # not for ever; on a busy host too
         assert command != "apply" or one.said.count("\n") <= 1
     assert not list(here.rglob("ran"))
     assert not lost(case, here)

@@ -11,7 +11,6 @@ from advisor.cache.config import Config
 from advisor.cache.record import Choice, Measurement, Record, Trial
 from advisor.cache.task import Task
 from advisor.frameworks.tables import hf
-from advisor.frameworks.words import ConfigContext
 from advisor.report import tables
 from advisor.report.sections import report
 from advisor.report.text import ratios
@@ -97,4 +96,4 @@ def test_a_record_with_fp8_says_what_no_comparison_shows() -> None:
     config = DEFAULT.replace(precision="fp8")
     found = dataclasses.replace(made, winners=winners(choice(config), choice(config)))
     assert list(tables.remarks(found)).count(fp8.CAVEAT) == 1
-    assert hf.setup(ConfigContext(found, config))[1]["precision"] == "fp8"
+    assert hf.setup(found, config).unsupported["precision"] == "fp8"

@@ -32,7 +32,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
     key = dataclasses.replace(KEY, environment=detect("cpu"), task=task, threads=own_threads())
     made = record(key)
     open_records(None).put(made)
-    asked().remember(made, asked().state())
+    asked().remember(made)
     return made
 
 
@@ -54,37 +54,45 @@ def edited(name: str) -> Callable[[], object]:
     return lambda: Path(name).write_text("something else")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        edited("train.py"),
-        edited("model.py"),
-        edited("conf.json"),
-        edited("new.yaml"),
-        lambda: os.environ.__setitem__("WIDTH", "16"),
-        lambda: os.chdir(".."),
-    ],
-    ids=["script", "module", "named file", "new file", "variable", "folder"],
-)
+CHANGES: dict[str, Callable[[], object]] = {
+    "script": edited("train.py"),
+    "module": edited("model.py"),
+    "named file": edited("conf.json"),
+    "new file": edited("new.yaml"),
+    "variable": lambda: os.environ.__setitem__("WIDTH", "16"),
+    "folder": lambda: os.chdir(".."),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_it_is_where_something_has_changed(
-    change: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+    made: Record, change: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WIDTH", "8")
-    one = asked()
-    (found,) = open_records(None).all()
-    one.remember(found, one.state())
-    assert one.known() is not None
+    asked().remember(made)
+    assert asked().known() == made
     change()
-    assert one.known() is None
+    assert asked().known() is None
+
+
+def test_a_call_during_which_something_changed_is_not_remembered(
+    made: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WIDTH", "8")
+    begun = asked()
+    monkeypatch.setenv("WIDTH", "16")
+    begun.remember(made)
+    monkeypatch.setenv("WIDTH", "8")
+    assert asked().known() is None
 
 
 def test_what_was_asked_otherwise_is_measured(made: Record) -> None:
     larger = f"{made.provenance.budget_s + 1:g}s"
-    others: list[dict[str, object]] = [{"effort": "exhaustive"}, {"steps": 500}]
-    for other in (*others, {"precisions": "default"}, {"budget": larger}):
+    for other in ({"effort": "exhaustive"}, {"steps": 500}, {"precisions": "default"}):
         assert asked(**other).known() is None
-    records = open_records(None)
-    records.put(dataclasses.replace(made, stale="slower", revised=made.provenance.created + 1))
+    assert asked(budget=larger).known() is None
+    changes = {"stale": "slower", "revised": made.provenance.created + 1}
+    open_records(None).put(dataclasses.replace(made, **changes))  # type: ignore[arg-type]
     assert asked().known() is None
 
 
@@ -92,12 +100,5 @@ def test_a_smaller_budget_is_not_the_default_one(made: Record) -> None:
     brief = dataclasses.replace(made.provenance, budget_s=5.0, seconds=5.0)
     again = dataclasses.replace(made, provenance=brief, revised=made.provenance.created + 1)
     open_records(None).put(again)
-    asked().remember(again, asked().state())
+    asked().remember(again)
     assert asked().known() is None and asked(budget="5s").known() == again
-
-
-def test_what_changed_while_it_ran_is_not_remembered(made: Record) -> None:
-    before = asked().state()
-    Path("model.py").write_text("width = 16")
-    asked().remember(made, before)
-    assert asked().known() is None

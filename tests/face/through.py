@@ -1,16 +1,15 @@
-"""One hostile store through every command and apply(): what each did, said and took."""
+"""One hostile store through every command and apply(): what each did and said."""
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 import advisor as package
+from advisor.open_store import open_records
 from tests import hostile
 from tests.cache.examples import record
 from tests.face.commands import MODEL, SHAPE, advisor
@@ -18,7 +17,6 @@ from tests.face.unmeasured import unmeasured
 
 OTHER = hostile.OTHER.id
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "apply": (),
     "show": ("show",),
     "show it": ("show", OTHER),
     "report": ("report", OTHER, "--html", "-"),
@@ -29,13 +27,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Happened:
-    """`code`: of the command; of apply(), 0 where it went on and 1 where it raised."""
+class Happened(NamedTuple):
+    """`code`: of the command; of apply(), which goes on, 0."""
 
     code: int
     said: str
-    seconds: float
 
 
 def through(case: hostile.Case, folder: Path) -> dict[str, Happened]:
@@ -47,38 +43,23 @@ def through(case: hostile.Case, folder: Path) -> dict[str, Happened]:
     (folder / "model.py").write_text(MODEL)
     url = case.make(folder)
     (folder / "url").write_text(url)
-    happened = {}
     with unmeasured():
+        happened = {"apply": Happened(0, _warned(folder, url))}
         for name, words in COMMANDS.items():
-            act = _command(folder, url, words) if words else _apply(folder, url)
-            began = time.monotonic()
-            code, said = act()
-            happened[name] = Happened(code, said, time.monotonic() - began)
+            done = advisor(folder, *words, "--cache", url)
+            happened[name] = Happened(done.returncode, done.stdout + done.stderr)
     return happened
 
 
-def _command(folder: Path, url: str, words: tuple[str, ...]) -> Callable[[], tuple[int, str]]:
-    def act() -> tuple[int, str]:
-        done = advisor(folder, *words, "--cache", url)
-        return done.returncode, done.stdout + done.stderr
-
-    return act
-
-
-def _apply(folder: Path, url: str) -> Callable[[], tuple[int, str]]:
-    def act() -> tuple[int, str]:
-        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
-            patch.chdir(folder)
-            warnings.simplefilter("always")
-            package.lookup(package.Model("model.py:Net", device="cpu"), shape=SHAPE, store=url)
-        return 0, "\n".join(str(one.message) for one in seen)
-
-    return act
+def _warned(folder: Path, url: str) -> str:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
+        patch.chdir(folder)
+        warnings.simplefilter("always")
+        package.lookup(package.Model("model.py:Net", device="cpu"), shape=SHAPE, store=url)
+    return "\n".join(str(one.message) for one in seen)
 
 
 def lost(case: hostile.Case, folder: Path) -> bool:
     """Whether the honest record is not there any more."""
-    from advisor.open_store import open_records
-
     url = (folder / "url").read_text()
     return case.honest and record().id not in {one.id for one in open_records(url).all()}

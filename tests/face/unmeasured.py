@@ -6,83 +6,54 @@ import contextlib
 import dataclasses
 import io
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 
-from advisor.cache.config import Config
 from advisor.cache.task import Task
-from advisor.persistence import keep
-from advisor.tuners import fingerprint
-from advisor.tuners import target as targets
+from advisor.tuners import environment
 from advisor.tuners.act.pilot.script_facts import ScriptFacts, model_facts
 from advisor.tuners.knobs import plain
 from advisor.tuners.measure.run.mapped_options import MappedOptions
 from advisor.tuners.measure.worker import child, parent
 from advisor.tuners.measure.worker.bench import Bench
-from advisor.tuners.measure.worker.child import recognise
 from advisor.tuners.measure.worker.wire import DataFacts, Facts, WorkerJob
 from advisor.tuners.search.plan import Clock
-from advisor.tuning import Tuned, Tuning, study_name
+from advisor.tuners.search.race import SearchResult
+from advisor.tuning import Tuning
 from tests.builders import GAINS, SCRIPT, MadeUp, net_of
 from tests.cache import examples
 
 
-class Describing:
-    """A worker that builds the model and knows it again, in this process, and measures nothing."""
+class Started(contextlib.AbstractContextManager[Any]):
+    def __exit__(self, *_exc: object) -> None: ...
+
+
+class InProcess(Started):
+    """A worker that takes the model's first steps, and loads its data, in this process."""
 
     def __init__(self, job: WorkerJob, *, deadline_s: float) -> None:
         self._job = job
 
-    def __enter__(self) -> Describing:
-        return self
-
-    def __exit__(self, *_exc: object) -> None: ...
-
     def describe(self) -> Facts:
-        task = self._job.task
-        # What a model prints stays with its worker.
+        # What a model prints, and determinism, stay with its worker.
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            loaded = targets.load(targets.parse(task.target), task.model_args)
-            model = targets.build(loaded)
-        facts = model_facts([model])
-        hooks = fingerprint.of_hooks(loaded.make_batch, loaded.loss)
-        recognise(self._job, loaded.spec.name, facts["model"], hooks)
-        return Facts(
-            name=loaded.spec.name,
-            hooks=hooks,
-            code=loaded.spec.code,
-            device_uuid="",
-            memory_bytes=0,
-            peak_bytes=1,
-            step_s=0.001,
-            **facts,
-        )
-
-
-class InProcess(Describing):
-    """A worker that takes the model's first steps, and loads its data, in this process."""
-
-    def describe(self) -> Facts:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            return child.describe(Bench(self._job))
+            facts = child.describe(Bench(self._job))
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
+        return facts
 
     def describe_data(self, most_s: float) -> DataFacts:
         return Bench(self._job).describe_data()
 
 
-class DescribedRun:
+class DescribedRun(Started):
     """A run that is never started: its script trains model.py's Net, of 4x3x8x8, by SGD."""
 
     def __init__(self, command: Sequence[str], **_how: Any) -> None:
         self.command = MappedOptions(command, {})
-
-    def __enter__(self) -> DescribedRun:
-        return self
-
-    def __exit__(self, *_exc: object) -> None: ...
 
     def describe(self) -> ScriptFacts:
         return dataclasses.replace(SCRIPT, **model_facts([net_of("model.py")]), shape=(4, 3, 8, 8))
@@ -93,39 +64,25 @@ def unmeasured() -> Iterator[list[Task]]:
     """Tuning remembers a made-up record; the tasks that would have been measured."""
     measured: list[Task] = []
 
-    def search(tuning: Tuning, opened: Any, first: Sequence[Config], earlier: Any) -> Tuned:
-        measured.append(opened.task)
-        made = examples.record(opened.key)
-        plan = tuning.plan
-        provenance = dataclasses.replace(
-            made.provenance,
-            created=time.time(),  # of two with the same, either counts
-            study=study_name(opened),
-            effort=plan.effort,
-            budget_s=plan.seconds,
-            steps=plan.steps or 0,
-            duration_s=plan.duration_s or 0.0,
-        )
-        record = dataclasses.replace(
-            made, target=opened.target, input=Config(), provenance=provenance, trials=()
-        )
-        keep(tuning.records, record, earlier.fresh, tuning.progress)
-        return Tuned(record=record, known=False, finished=True)
+    def search(tuning: Tuning, *_given: object) -> SearchResult:
+        measured.append(tuning.task)
+        made = examples.record(tuning.opened.key)
+        return SearchResult(baseline=made.baseline, winners=made.winners, raced=made.raced)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parent, "Worker", Describing)
+        patch.setattr(parent, "Worker", InProcess)
         patch.setattr("advisor.tuners.measure.run.run.Run", DescribedRun)
         patch.setattr(Tuning, "search", search)
         patch.setattr(sys, "path", [*sys.path])
         yield measured
 
 
-class Worker(MadeUp, Describing):
+class Worker(MadeUp, InProcess):
     """A worker that describes the model and measures by made-up gains."""
 
-    def __init__(self, job: WorkerJob, *, deadline_s: float) -> None:
-        MadeUp.__init__(self, plain(job.task, job.device))
-        Describing.__init__(self, job, deadline_s=deadline_s)
+    def __init__(self, job: WorkerJob, *, deadline_s: float, **how: Any) -> None:
+        MadeUp.__init__(self, plain(job.task, job.device), **how)
+        InProcess.__init__(self, job, deadline_s=deadline_s)
 
 
 @contextlib.contextmanager
@@ -141,10 +98,8 @@ def made_up(
     started: list[Worker] = []
 
     def begun(job: WorkerJob, *, deadline_s: float) -> Worker:
-        worker = kind(job, deadline_s=deadline_s)
-        MadeUp.__init__(worker, worker.baseline, gains=gains, **more)
-        started.append(worker)
-        return worker
+        started.append(kind(job, deadline_s=deadline_s, gains=gains, **more))
+        return started[-1]
 
     def now() -> float:
         return started[-1].time if started else 0.0
@@ -152,5 +107,7 @@ def made_up(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parent, "Worker", begun)
         patch.setitem(Clock.__init__.__kwdefaults__, "now", now)  # type: ignore[arg-type]
+        # On any host, bf16 is offered only where it gains.
+        patch.setattr(environment, "cpu_has_bf16", lambda: ("precision", "bf16") in gains)
         patch.setattr(sys, "path", [*sys.path])
         yield started

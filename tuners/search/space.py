@@ -26,8 +26,6 @@ class Space:
         """Knobs that are tried on leaders only."""
         self.default = Config({name: values[0] for name, values in self.choices.items()})
         """The baseline: the values of torch, or of the script, at the user's batch."""
-        self.default_input = Config({name: values[0] for name, values in self.inputs.items()})
-        """DataLoader's own defaults."""
 
     @classmethod
     def of(cls, here: SearchContext) -> Space:

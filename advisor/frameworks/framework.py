@@ -7,71 +7,18 @@ get that config, and `advisor emit` names the knob.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from advisor.cache.config import Config, Value
+from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.cache.task import Task
 from advisor.errors import UsageError
 
 if TYPE_CHECKING:
     from advisor.tuners.act.advice import Advice
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigContext:
-    """A config of a record. `asked_batch`: the user's batch size; None for the record's."""
-
-    record: Record
-    config: Config
-    asked_batch: int | None = None
-
-    @property
-    def batch(self) -> int:
-        return self.asked_batch or self.record.batch
-
-    @property
-    def task(self) -> Task:
-        return self.record.key.task
-
-    @property
-    def device(self) -> str:
-        """'cuda' or 'cpu'."""
-        return self.record.key.environment.device.kind
-
-    @property
-    def torch(self) -> str:
-        """The version that the config was measured with."""
-        return self.record.key.environment.software.torch
-
-    @property
-    def default(self) -> Config:
-        """torch's default config. The task's baseline may differ, for example by determinism."""
-        from advisor.tuners.knobs import TORCH
-
-        return Config(self.record.baseline.config | TORCH)
-
-    @property
-    def processes(self) -> int:
-        """The number of processes that share a batch."""
-        return self.task.processes if self.task.command else 1
-
-    @property
-    def accumulation(self) -> tuple[int, int] | None:
-        """Returns (samples in one call of the model in one process, 0 if unknown; calls in each
-        process per batch of the user); None if no number of calls makes up that batch."""
-        from advisor.tuners.act.pilot.script_facts import micro_batches
-
-        size, micro = self.config.batch or self.batch, micro_batches(self.task)
-        parts, rest = divmod(self.batch, size) if size < self.batch else (1, 0)
-        if rest:
-            return None
-        samples, rest = divmod(size, micro * self.processes)
-        return (0 if rest else samples), parts * micro
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,37 +33,69 @@ class LazyObject:
         return getattr(importlib.import_module(self.module), self.name)(**self.keywords)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Setup:
-    """The framework's settings for a config, and the changes that the script needs.
+    """A config of a record, as settings of a framework and as changes that the script needs.
 
     Attributes:
+        batch: the user's batch size.
         flags: lines of Python at the start of the script; each sets a switch of the process.
         model: lines of Python on `model`, before the framework gets it.
         after: lines of Python once the framework's own object is made.
         optimizer, loader: keyword arguments for the user's optimizer and DataLoader.
+        unsupported: the values, by knob, that the framework cannot express.
     """
 
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    flags: tuple[str, ...] = ()
-    model: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-    loader: Mapping[str, Any] = field(default_factory=dict)
+    record: Record
+    config: Config
+    batch: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    flags: list[str] = field(default_factory=list)
+    model: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    loader: dict[str, Any] = field(default_factory=dict)
+    unsupported: dict[str, Any] = field(default_factory=dict)
 
-    def __add__(self, other: Setup) -> Setup:
-        both: dict[str, Any] = {}
-        for name in (one.name for one in FIELDS):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            both[name] = mine + theirs if isinstance(mine, tuple) else {**mine, **theirs}
-        return Setup(**both)
+    @property
+    def task(self) -> Task:
+        return self.record.key.task
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.record.key.environment.device.kind == "cuda"
+
+    @property
+    def torch(self) -> str:
+        """The version that the config was measured with."""
+        return self.record.key.environment.software.torch
+
+    @property
+    def default(self) -> Config:
+        """torch's default config. The task's baseline may differ, for example by determinism."""
+        from advisor.tuners.knobs import TORCH
+
+        return Config(self.record.baseline.config | TORCH)
+
+    @property
+    def accumulation(self) -> tuple[int, int] | None:
+        """Returns (samples in one call of the model in one process, 0 if unknown; calls in each
+        process per batch of the user); None if no number of calls makes up that batch."""
+        from advisor.tuners.act.pilot.script_facts import micro_batches
+
+        size, micro = self.config.batch or self.batch, micro_batches(self.task)
+        parts, rest = divmod(self.batch, size) if size < self.batch else (1, 0)
+        if rest:
+            return None
+        samples, rest = divmod(size, micro * self.task.processes)
+        return (0 if rest else samples), parts * micro
 
 
-FIELDS = dataclasses.fields(Setup)
-
-Row = Callable[[Value, ConfigContext], Setup | None]
-"""Returns a value's Setup; None if the framework cannot express the value. A row also gets torch's
-default values, because the framework's defaults may differ."""
+Added = Mapping[str, Any]
+"""Settings, lines and arguments, by the field of a Setup that they are added to."""
+Row = Callable[[Setup, Any], Added | None]
+"""What a knob's value adds to a Setup; None if the framework cannot express the value. A row also
+gets torch's default values, because the framework's defaults may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,20 +114,22 @@ class Framework:
     call: str
     rows: Mapping[str, Row]
     devices: Mapping[str, Mapping[str, object]]
-    notes: Callable[[ConfigContext, Setup], list[str]] = lambda _context, _setup: []
+    notes: Callable[[Setup], list[str]] = lambda _setup: []
     makes_loader: bool = False
 
-    def setup(self, context: ConfigContext) -> tuple[Setup, Config]:
-        """Returns (a config's Setup, the values that this framework cannot express)."""
-        whole, unsupported = Setup(settings=self.devices[context.device]), {}
-        for name, value in context.config.items():
-            row = self.rows.get(name) or only(context.default.get(name))
-            needs = row(value, context)
-            if needs is None:
-                unsupported[name] = value
-            else:
-                whole += needs
-        return whole, Config(unsupported)
+    def setup(self, record: Record, config: Config, batch: int | None = None) -> Setup:
+        """A config's Setup; `batch`: the user's batch size, if it is not the record's."""
+        device = record.key.environment.device.kind
+        setup = Setup(record, config, batch or record.batch, settings={**self.devices[device]})
+        for name, value in config.items():
+            row = self.rows.get(name) or only(setup.default.get(name))
+            added = row(setup, value)
+            if added is None:
+                setup.unsupported[name] = value
+            for where, more in (added or {}).items():
+                held = getattr(setup, where)
+                held.extend(more) if isinstance(held, list) else held.update(more)
+        return setup
 
     def arguments(self, target: Any = None, **asked: Any) -> dict[str, Any]:
         """Return keyword arguments for the framework, and set the process's switches.
@@ -179,22 +160,22 @@ class Framework:
         batch = named_batch({**asked, "batch": None} if free else asked)
 
         def fits(record: Record, config: Config) -> bool:
-            needs, unsupported = self.setup(ConfigContext(record, config, batch))
-            by_hand = needs.optimizer or needs.after or (needs.model and not on_model)
-            return not unsupported and not by_hand
+            setup = self.setup(record, config, batch)
+            by_hand = setup.optimizer or setup.after or (setup.model and not on_model)
+            return not setup.unsupported and not by_hand
 
         advice = lookup_for(target, asked, fits)
         advice.hand_over()
         if advice.record is None:
             return advice, {}
-        settings = self.setup(ConfigContext(advice.record, advice.config, batch))[0].settings
+        settings = self.setup(advice.record, advice.config, batch).settings
         with installed():
             return advice, {n: v() if isinstance(v, LazyObject) else v for n, v in settings.items()}
 
 
-def only(*values: Value | None) -> Row:
+def only(*values: object) -> Row:
     """The row of a knob without a setting: only `values`, the framework's own behaviour, work."""
-    return lambda value, _context: Setup() if value in values else None
+    return lambda _setup, value: {} if value in values else None
 
 
 @contextlib.contextmanager
