@@ -3,9 +3,11 @@
 python examples/compare_run.py python examples/train_mnist_plain.py --epochs 100
 
 The command prints its own speed, as '1,234 samples/s', repeatedly. The first line is left out,
-and the command is stopped 15 s after that line.
+and the command is stopped 15 s after that line. If advisor advises nothing, there is nothing to
+compare.
 """
 
+import json
 import os
 import re
 import statistics
@@ -13,7 +15,7 @@ import subprocess
 import sys
 import threading
 
-ADVISED = [sys.executable, "-m", "advisor", "run", "--"]
+ADVISOR = [sys.executable, "-m", "advisor"]
 SECONDS = 15.0
 TURNS = 2
 
@@ -37,18 +39,30 @@ def speed(name: str, command: list[str]) -> float:
     return found
 
 
+def advised_speedup(command: list[str]) -> tuple[float, str]:
+    """The measured speed-up of the advice for a command, 1 if there is none, and the reason."""
+    why = [*ADVISOR, "why", "--json", "--", *command]
+    told = json.loads(subprocess.run(why, stdout=subprocess.PIPE, check=True).stdout)
+    served = told["served"]
+    found = [one["speedup"] for one in told["records"] if one["id"] == served["record"]]
+    return max(found, default=1.0), served["reason"]
+
+
 def main() -> None:
     command = sys.argv[1:]
     if not command:
         sys.exit("no command: append the command to run, e.g. python train.py")
+    speedup, reason = advised_speedup(command)
+    if speedup == 1:
+        print(f"No advice for this machine ({reason}).")
+        print("On an H200, advisor made transformers' run_clm.py 5.1 times as fast: see")
+        print("docs/benchmarks.md")
+        return
     ratios = []
     for _turn in range(TURNS):
         plain = speed("unmodified:  ", command)
-        ratios.append(speed("advisor run: ", [*ADVISED, *command]) / plain)
-    print(f"{statistics.geometric_mean(ratios):.2f}x as fast")
-    if min(ratios) <= 1:
-        print("No clear speed-up on this machine. On an H200, the same two commands made")
-        print("transformers' run_clm.py 5.1 times as fast: docs/benchmarks.md")
+        ratios.append(speed("advisor run: ", [*ADVISOR, "run", "--", *command]) / plain)
+    print(f"{statistics.geometric_mean(ratios):.2f}x as fast ({min(ratios):.2f}-{max(ratios):.2f})")
 
 
 if __name__ == "__main__":
