@@ -12,10 +12,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-from advisor.cache.match import MISS, Match
+from advisor.cache.explanation import Explanation
+from advisor.cache.match import Match
 from advisor.cache.reader import Listing, RecordFilter, StoredRecord, united
 from advisor.cache.records import Records
 from advisor.cache.stores import ByteStore, Remote
@@ -29,59 +28,30 @@ DEADLINE_S = 1.0
 _SHORTEST_S = 0.01
 MAX_REFUSED = 8
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """The choice among the records found so far.
-
-    Attributes:
-        match: the record that is meant, or a miss.
-        held: the record that is served; None if none is.
-        final: no other store could have a better one.
-        answer: the part of the record that is served.
-        refused: why no config is served although a record fits; else ''.
-    """
-
-    match: Match = MISS
-    held: StoredRecord | None = None
-    final: bool = False
-    answer: Any = None
-    refused: str = ""
-
-
-Choose = Callable[[Sequence[StoredRecord]], Chosen]
-
-
-@dataclass(slots=True)
-class LookupResult:
-    """The answers of the stores.
-
-    Attributes:
-        held: the records found, each once, and where they are.
-        chosen: the choice among them; None if no store could be read.
-        stores: the URL of each store asked, in order, with its answer in words and the time taken.
-        refused: one line for each record that may not be used.
-        failed: the errors of stores that could not be read.
-    """
-
-    held: list[StoredRecord] = field(default_factory=list)
-    chosen: Chosen | None = None
-    stores: list[tuple[str, str]] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    failed: list[StoreError] = field(default_factory=list)
+Choose = Callable[[Sequence[StoredRecord]], Match]
 
 
 def ask(
-    records: Records, sought: RecordFilter, choose: Choose, *, deadline_s: float = DEADLINE_S
-) -> LookupResult:
-    """Look into one store after another until a choice is final, on every rank alike.
+    records: Records,
+    sought: RecordFilter,
+    choose: Choose,
+    found: Explanation,
+    *,
+    deadline_s: float = DEADLINE_S,
+) -> tuple[Match | None, list[StoredRecord]]:
+    """Look into one store after another until a match is final, on every rank alike.
 
     Each store gets half of the time that is left, the last one all of it. A remote store also gets
     no more than its `timeout_s`; its late answer is kept locally for the next run. Rank 0 copies a
-    record that is found in a later store into the stores before it.
+    record that is found in a later store into the stores before it. `found` gets the answers of
+    the stores.
+
+    Returns:
+        (The match; None if no store could be read. The records found, each once.)
     """
     until = time.monotonic() + deadline_s
-    result = LookupResult()
+    match: Match | None = None
+    held: list[StoredRecord] = []
     behind: list[ByteStore] = []
     for store in records.stores:
         began = time.perf_counter()
@@ -92,27 +62,28 @@ def ask(
             read = functools.partial(records.look_into, store, sought)
             listing = _read(store, read, seconds, functools.partial(_keep, records, choose))
         except StoreError as exc:
-            result.failed.append(exc)
-            result.stores.append((store.url, str(exc).removeprefix(f"cache {store.url}: ")))
+            found.failed.append(str(exc))
+            found.stores.append((store.url, str(exc).removeprefix(f"cache {store.url}: ")))
             continue
-        result.refused += listing.damaged[:MAX_REFUSED]
+        found.refused += listing.damaged[:MAX_REFUSED]
         if (more := len(listing.damaged) - MAX_REFUSED) > 0:
-            result.refused.append(f"{store.url}: {more} more that cannot be used")
-        result.held = united([*result.held, *listing.held])
+            found.refused.append(f"{store.url}: {more} more that cannot be used")
+        held = united([*held, *listing.held])
         number = len(listing.held)
         count = f"{number} record{'s' * (number != 1)} found" if number else "no record found"
         took = f"{(time.perf_counter() - began) * 1e3:.1f} ms"
-        result.stores.append((store.url, f"{count} ({took})"))
-        result.chosen = choose(result.held)
-        if result.chosen.final:
+        found.stores.append((store.url, f"{count} ({took})"))
+        match = choose(held)
+        if match.final:
             break
         behind.append(store)
-    if result.chosen and result.chosen.held and _writes():
-        _write_back(records, result.chosen.held, behind, until)
-    return result
+    if match and match.held and _writes():
+        _write_back(records, match.held, behind, until)
+    return match, held
 
 
 def _left(until: float, store: ByteStore) -> float:
+    """Seconds that this store may take; a remote store at most its `timeout_s`."""
     if (seconds := until - time.monotonic()) < _SHORTEST_S:
         raise StoreError(f"cache {store.url}: not asked, the stores before it took all the time")
     return seconds

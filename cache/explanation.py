@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from advisor.cache.match import Difference, Query
 from advisor.cache.signing import UNSIGNED
@@ -11,8 +13,7 @@ from advisor.cache.task import Task, rows
 MAX_LISTED = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NearMiss:
+class NearMiss(Struct, frozen=True, kw_only=True):
     """A record of the target that was not served, and every field in which it differs. `signed`: by
     the reader or their team."""
 
@@ -23,27 +24,29 @@ class NearMiss:
     differs: tuple[Difference, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Explanation:
     """Explains one lookup; its str() is for people.
 
     Attributes:
         target: as asked for; '' for the running script's.
-        stores: the URL of each store that was asked, in order, and its answer in words.
+        stores: the URL of each store that was asked, in order, its answer in words and the time.
+        refused: one line for each record that may not be used.
+        failed: one line for each store that could not be read.
         served: id of the record whose advice is served, or ''.
         status: 'exact', 'stale', 'nearest' or 'miss'; `reason` as `advice.reason`.
-        refused: one line for each record that may not be used.
         near_misses: the other records of the target, the nearest first.
     """
 
     target: str
     query: Query
-    stores: tuple[tuple[str, str], ...]
-    served: str
-    status: str
-    reason: str
-    refused: tuple[str, ...]
-    near_misses: tuple[NearMiss, ...]
+    stores: list[tuple[str, str]] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    served: str = ""
+    status: str = "miss"
+    reason: str = ""
+    near_misses: tuple[NearMiss, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"looked for  {self.target or 'what was tuned for this script'}"]
@@ -68,10 +71,6 @@ class Explanation:
         for name, row in rows(Task).items():
             if name in query.given and name != "target":
                 found[row.keyword] = " ".join(row.kind.texts(query.given[name]))
-        return found | {
-            "device": here.device.name,
-            "driver": here.software.driver,
-            "CUDA": here.software.cuda,
-            "cuDNN": here.software.cudnn,
-            "torch": here.software.torch,
-        }
+        software = here.software
+        versions = {"driver": software.driver, "CUDA": software.cuda, "cuDNN": software.cudnn}
+        return found | {"device": here.device.name} | versions | {"torch": software.torch}

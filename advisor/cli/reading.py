@@ -227,7 +227,7 @@ def why(
 def _why(target: str, asked: dict[str, Any], strict: bool) -> Output:
     """The output of `advisor why TARGET`."""
     from advisor.report.data import explained
-    from advisor.resolve.find import preview
+    from advisor.resolve.lookups import preview
     from advisor.resolve.request import Request
     from advisor.tuners.knobs import described
 

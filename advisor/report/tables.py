@@ -223,9 +223,9 @@ def parts(record: Record) -> Table:
 def _pays(record: Record) -> Iterator[str]:
     """From which step on the advice pays, and the seconds of its first step, if they are known."""
     advised = record.winner(record.use)
-    for steps, one in break_even(record):
-        if one.config == advised.config != record.baseline.config:
-            after = f" ({duration(one.pace.time_s(steps))})" if steps > 1 else ""
+    for steps, config, pace in break_even(record):
+        if config == advised.config != record.baseline.config:
+            after = f" ({duration(pace.time_s(steps))})" if steps > 1 else ""
             yield f"The advice pays from step {steps:,} on{after}."
     if advised.loaded_step_s and advised.first_step_s:
         fresh, loaded = duration(advised.first_step_s), duration(advised.loaded_step_s)

@@ -11,7 +11,7 @@ from advisor.cache.records import Records
 from advisor.command_snippets import device_for, staleness
 from advisor.open_store import Cache
 from advisor.resolve.failures import Failures
-from advisor.resolve.find import preview
+from advisor.resolve.lookups import preview
 from advisor.resolve.request import Request
 from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.environment import detect

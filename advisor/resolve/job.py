@@ -89,8 +89,8 @@ def _spec_of(request: Request, query: Query, near: Record | None) -> JobSpec:
     }
     if cpu and not task.command:
         options["device"] = "cpu"
-    if request.steps or request.seconds:
-        options |= {"steps": request.steps or None, "duration": request.seconds or None}
+    if request.plan.length(1):
+        options |= {"steps": request.plan.steps, "duration": request.plan.duration_s}
     return JobSpec(
         command=task.command,
         target="" if task.command else task.target,
@@ -114,7 +114,7 @@ def _sent(url: str, spec: JobSpec, folder: Path, cache: Cache) -> str:
     submission = Submission.of(spec, folder)
     code = submission.code
     if code is not None and not script().resolve().is_relative_to(code.root):
-        raise UsageError(f"{script()} is outside {code.root}, and only that folder is sent")
+        raise UsageError(f"{script()} lies outside {code.root}, and only that folder is sent")
     job = Client(url).ask(submission)
     with suppress(OSError):
         make_folder(stamp.parent)

@@ -15,8 +15,7 @@ from advisor.command_snippets import tune_again
 from advisor.errors import NoRecord
 from advisor.resolve.command_overrides import CommandOverrides
 from advisor.resolve.failures import Failures
-from advisor.resolve.find import GOES_ON
-from advisor.resolve.lookups import known_to_any_rank, serve, warn
+from advisor.resolve.lookups import GOES_ON, known_to_any_rank, serve, warn
 from advisor.resolve.request import Request
 from advisor.tuners import knobs
 from advisor.tuners.act.advice_usage import defer_to_pilot, disclaim_other_models, is_followed
@@ -79,18 +78,14 @@ class RecordGuide:
         asked, overrides, task = self._asked, self._overrides, self._task(seen)
         own_batch = overrides.own_batch if overrides and overrides.batch == task.batch else None
 
-        def make() -> Request:
-            shown = {"model": seen.model, "device": seen.device, "threads": seen.threads}
-            return asked.of_run(task, own_batch, **shown)
-
-        known = {"device": seen.device, "cache": asked.cache, "quiet": asked.quiet}
-        advice, notices = serve(make, known, strict=self._strict)
+        shown = {"model": seen.model, "device": seen.device, "threads": seen.threads}
+        advice = serve(asked.of_run(task, own_batch, **shown), strict=self._strict)
         self._strict = False  # only for the run's first model
         record = advice.record
         if overrides is not None and (why := overrides.mismatch(record, task.batch)):
             warn(why)
         if record is None or (asked.quiet and not record.compares):
-            warn(*notices)
+            warn(advice.served.notice)
             return None
         config, own = _followed(record, advice.config, seen)
         if why := known_to_any_rank(self._failures(seen).of(config, record)):
@@ -100,7 +95,7 @@ class RecordGuide:
                 f"again: {line}"
             )
             return self.finish(own, own, f"{knobs.described(config, own)} failed: {why}")
-        warn(*notices)
+        warn(advice.served.notice)
         return self._follow(advice, record.baseline.config, config, own)
 
     def _follow(self, advice: Advice, base: Config, config: Config, own: Config) -> BlockRequest:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from advisor.arguments import Permit
 from advisor.cache import settings
 from advisor.cache.config import Config
+from advisor.cache.kinds import Duration
 from advisor.cache.match import Query
-from advisor.cache.record import CAPTURE, LOOP, PILOT, Choice, Record
+from advisor.cache.record import CAPTURE, LOOP, PILOT, Record
 from advisor.cache.shown import size
 from advisor.cache.task import Task, checked
-from advisor.errors import UsageError, check_type
+from advisor.errors import AdvisorError, UsageError, check_type
 from advisor.open_store import Cache
-from advisor.tuners import knobs
-from advisor.tuners.length import Length, Pace
+from advisor.tuners import environment, fingerprint, knobs
+from advisor.tuners.length import Length
 from advisor.tuners.search.plan import Plan
 from advisor.tuners.torch_facts import torch
 
@@ -32,25 +34,11 @@ _SHOWN = ("command", "shapes", "dtype", "mode", "optimizer", "processes", "other
 """Fields of a Task that the first steps of a run show."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A config that ran at a batch.
-
-    Attributes:
-        samples_per_s: in the steady state, with its interval from `low` to `high`.
-        raced: measured in turn with the default, not once.
-        faster: the race was sure that the config beats the default, or had another batch.
-        pace: its first step and steady step, if these were computed for a job.
-    """
-
-    config: Config
-    samples_per_s: float
-    low: float
-    high: float
-    peak_bytes: int
-    raced: bool = False
-    faster: bool = False
-    pace: Pace = Pace(batch=0, first_step_s=0.0, step_s=0.0)  # noqa: RUF009 # immutable
+class _Ran(Protocol):
+    @property
+    def config(self) -> Config: ...
+    @property
+    def peak_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +50,12 @@ class Request:
         given: checked fields of a Task; a missing field may have any value.
         batch: the batch that the script names; None for any batch, or for the best (`free`).
         use: how the script uses advice; `fits`: whether it can follow a config.
-        steps, seconds: the length of the job; both 0 for the steady state.
+        plan: the length of the job.
         on_miss: None for the configured value.
         model, threads: those of a run; None for those of the target and this process.
         folder: the folder in which a run was started, if known.
         quiet: do not report a miss, because a pilot or a search then takes over.
+        wrong: the fault of a wrong argument, which the lookup raises.
     """
 
     target: str | nn.Module | None = None
@@ -76,32 +65,36 @@ class Request:
     device: str = ""
     free: bool = False
     fits: Fits = field(default=lambda _record, _config: True, compare=False)
-    steps: int = 0
-    seconds: float = 0.0
+    plan: Plan = Plan()  # noqa: RUF009 # immutable
     on_miss: str | None = None
     cache: Cache = None
     model: str | None = None
     threads: int | None = None
     folder: Path | None = None
     quiet: bool = False
+    wrong: Exception | None = None
 
     @classmethod
     def of(cls, target: object, asked: Mapping[str, Any]) -> Request:
         """A request from fields of a Task by keyword, and `batch`, `capture`, `steps`, `duration`,
-        `cache`, `on_miss`, `fits` and `quiet`. Raises UsageError if one is wrong."""
-        from advisor.tuners.environment import default_device
-
+        `cache`, `on_miss`, `fits`, `tune` and `quiet`. Raises UsageError if one is wrong."""
         if not isinstance(target, str | None) and not isinstance(target, torch.nn.Module):
             raise UsageError(f"target {target!r}: expected a target's name or an nn.Module")
         own = dict(asked)
         check_type("permit", own.pop("permit", Permit()), Permit)
+        if (tune := own.pop("tune", None)) is not None and target is not None:
+            Duration().checked("tune", tune)
+            raise UsageError(
+                f"tune={tune!r} tunes the running script, and takes no target; leave one of them "
+                "out, or measure the target before, with advisor tune"
+            )
         batch, capture = own.pop("batch", None), own.pop("capture", False)
         plan = Plan.of({name: own.pop(name, None) for name in ("steps", "duration")})
         names = ("cache", "on_miss", "fits", "quiet")
         unchanged = {name: own.pop(name) for name in names if name in own}
         _check_on_miss(unchanged.get("on_miss") or "default")
         given = {"mode": "train"} | checked(Task, own)
-        named = known_batch(given, batch)
+        named = _known_batch(given, batch)
         if batch not in (None, "free") and named is None:
             raise UsageError(f"batch {batch!r}: expected a number of at least 1, or 'free'")
         if given["mode"] == "infer":
@@ -110,16 +103,30 @@ class Request:
             given["deterministic"] = True
         return cls(
             target=target,
-            device=given.pop("device", None) or default_device(),
+            device=given.pop("device", None) or environment.default_device(),
             given=given,
             batch=named,
             free=batch == "free",
             use=CAPTURE if capture else LOOP,
-            steps=plan.steps or 0,
-            seconds=plan.duration_s or 0.0,
+            plan=plan,
             folder=folder(),
             **unchanged,
         )
+
+    @classmethod
+    def attempt(cls, target: object, asked: Mapping[str, Any]) -> Request:
+        """As `of`, but a wrong argument is raised by the lookup; what is right of the device, the
+        batch and the rest is kept for the advice that changes nothing."""
+        try:
+            return cls.of(target, asked)
+        except Exception as exc:  # `serve` reports it
+            sound: dict[str, Any] = {}
+            for name in ("shape", "device"):
+                with contextlib.suppress(AdvisorError):
+                    sound |= checked(Task, {name: asked.get(name)})
+            batch, quiet = _known_batch(sound, asked.get("batch")), bool(asked.get("quiet"))
+            device = sound.get("device") or environment.default_device()
+            return cls(device=device, batch=batch, cache=asked.get("cache"), quiet=quiet, wrong=exc)
 
     def of_run(self, task: Task, own_batch: int | None = None, **seen: Any) -> Request:
         """This request for a run whose first steps have shown its task. `own_batch`: the user's
@@ -143,9 +150,8 @@ class Request:
     @property
     def called(self) -> str:
         """The target as a person calls it; '' for the running script's."""
-        return (
-            self.target or "" if isinstance(self.target, str | None) else type(self.target).__name__
-        )
+        target = self.target
+        return target or "" if isinstance(target, str | None) else type(target).__name__
 
     @property
     def miss_action(self) -> str:
@@ -156,11 +162,9 @@ class Request:
 
     def length(self, batch: int) -> Length | None:
         """The job's length at its own batch, else at `batch`; None if no length is given."""
-        if not self.steps and not self.seconds:
-            return None
-        return Length(batch=self.batch or batch, steps=self.steps, seconds=self.seconds)
+        return self.plan.length(self.batch or batch)
 
-    def allows(self, record: Record, one: Choice | Candidate) -> bool:
+    def allows(self, record: Record, one: _Ran) -> bool:
         """Whether this script may be served a config of the record."""
         most = self.given.get("max_memory", 0)
         return (
@@ -172,19 +176,16 @@ class Request:
 
     def query(self) -> Query:
         """The query for the stores. Raises AdvisorError if the device does not exist."""
-        from advisor.tuners import fingerprint
-        from advisor.tuners.environment import detect, own_threads
-
         model, threads = self.model, self.threads
         if model is None and not isinstance(self.target, str | None):
             model = fingerprint.of_model(self.target)
         if self.device != "cpu":
             threads = 0
         return Query(
-            environment=detect(self.device),
+            environment=environment.detect(self.device),
             given=self.given,
             model=model,
-            threads=own_threads() if threads is None else threads,
+            threads=environment.own_threads() if threads is None else threads,
         )
 
 
@@ -193,7 +194,7 @@ def _check_on_miss(value: object) -> None:
         raise UsageError(f"on_miss {value!r}: expected one of {', '.join(settings.ON_MISS)}")
 
 
-def known_batch(given: Mapping[str, Any], batch: object) -> int | None:
+def _known_batch(given: Mapping[str, Any], batch: object) -> int | None:
     """The batch size that the script names; None if it names none or a wrong one."""
     if type(batch) is int and batch >= 1:
         return batch

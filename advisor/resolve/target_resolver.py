@@ -58,11 +58,6 @@ class TargetResolver:
             return moved
         return *moved, Difference(field="model_args", wanted=_listed(given), found=_listed(built))
 
-    def is_similar(self, match: Match) -> bool:
-        """Whether the nearest record is of the same kind of device, CPU or GPU."""
-        here, near = self.query.environment.device.kind, match.record
-        return near is not None and near.key.environment.device.kind == here
-
     def _moved(self, record: Record) -> Iterator[Difference]:
         target, named = record.target, self._named
         spec = self._specs.get(target.origin)
@@ -92,24 +87,21 @@ class TargetResolver:
     def match(self, found: Sequence[Record]) -> Match:
         """The best match. Raises NoRecord if records of several targets or samples fit."""
         mine = [one for one in found if not self.differences(one)]
-        match = best(self.query, mine)
-        if not match.fits:
-            return match if mine else self._elsewhere(found)
-        if self._request.has_model or len(mine) == 1:
-            return match
-        fitting = [record for record in mine if best(self.query, [record]).fits]
-        plain = [record for record in fitting if record.key.task.model_args == NONE]
-        if plain and "model_args" not in self._request.given:
-            # Without model_args, prefer the model that was built without them.
-            fitting, match = plain, best(self.query, plain)
-        rivals = {(r.target.name, r.key.task.model_args, r.key.task.inputs): r for r in fitting}
-        if len(rivals) < 2:
-            return match
-        listed = "; ".join(map(_named, rivals.values()))
-        raise NoRecord(
-            f"several records fit: {listed}. Name one: apply(target, shape=..., dtype=..., "
-            "model_args=...)"
-        )
+        fitting = [one for one in mine if best(self.query, [one]).fits]
+        if not fitting:
+            return best(self.query, mine) if mine else self._elsewhere(found)
+        if not self._request.has_model:
+            if "model_args" not in self._request.given:  # prefer the model that is built without
+                plain = [one for one in fitting if one.key.task.model_args == NONE]
+                fitting = plain or fitting
+            rivals = {(r.target.name, r.key.task.model_args, r.key.task.inputs): r for r in fitting}
+            if len(rivals) > 1:
+                listed = "; ".join(map(_named, rivals.values()))
+                raise NoRecord(
+                    f"several records fit: {listed}. Name one: apply(target, shape=..., "
+                    "dtype=..., model_args=...)"
+                )
+        return best(self.query, fitting)
 
     def _elsewhere(self, found: Sequence[Record]) -> Match:
         """A miss, because no record has this target, with the nearest record of its name."""

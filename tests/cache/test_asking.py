@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from advisor.cache.asking import MAX_REFUSED, Chosen, LookupResult, ask
+from advisor.cache.asking import MAX_REFUSED, ask
+from advisor.cache.explanation import Explanation
+from advisor.cache.match import Match, Query
 from advisor.cache.name import Name
 from advisor.cache.reader import RecordFilter, StoredRecord
 from advisor.cache.records import Records
@@ -20,24 +22,23 @@ from advisor.cache.stores import ByteStore, Remote, open_store
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged
-from tests.cache.examples import KEY, changed, record
+from tests.cache.examples import ENVIRONMENT, KEY, changed, record
 from tests.forks import until
 
 ROOT = Path(__file__).parents[2]
 
 
-def first(held: Sequence[StoredRecord]) -> Chosen:
+def first(held: Sequence[StoredRecord]) -> Match:
     """The newest of all, with which one goes on where it is stale."""
     best = max(held, key=lambda one: one.record.provenance.created, default=None)
-    return Chosen(held=best, final=best is not None and not best.record.stale)
+    return Match(held=best, final=best is not None and not best.record.stale)
 
 
-def asked(records: Records, **more: float) -> LookupResult:
-    return ask(records, RecordFilter(target="model.py:Net"), first, **more)
-
-
-def served(said: LookupResult) -> StoredRecord | None:
-    return said.chosen.held if said.chosen else None
+def asked(records: Records, **more: float) -> tuple[StoredRecord | None, Explanation]:
+    """The record that is served, and what the stores said."""
+    said = Explanation(target="", query=Query(environment=ENVIRONMENT))
+    match, _held = ask(records, RecordFilter(target="model.py:Net"), first, said, **more)
+    return match and match.held, said
 
 
 Found = dict[str, bytes | RecordDamaged]
@@ -64,13 +65,13 @@ def test_the_first_that_has_it_is_the_last_asked(stores: list[ByteStore]) -> Non
     Records(stores[0]).put(replace(record(), stale="slower now"))  # which does not end the search
     Records(stores[1]).put(record(created=1.72e9))
     Records(stores[2]).put(record(created=1.73e9))
-    said = asked(Records(stores))
-    one = served(said)
+    one, said = asked(Records(stores))
     assert one is not None and one.store is stores[1] and one.record == record(created=1.72e9)
     assert [url for url, _said in said.stores] == [store.url for store in stores[:2]]
     assert all(line.startswith("1 record found (") for _url, line in said.stores)
-    (_url, line), *_ = asked(Records(open_store(f"{stores[0].url}/none"))).stores
-    assert line.startswith("no record found (")
+    one, said = asked(Records(open_store(f"{stores[0].url}/none")))
+    ((_url, line),) = said.stores
+    assert one is None and line.startswith("no record found (")
 
 
 @pytest.mark.parametrize(("rank", "copied"), [(None, True), ("0", True), ("1", False)])
@@ -80,7 +81,7 @@ def test_every_rank_sees_the_same_and_one_writes_back(
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
     Records(stores[2]).put(record())
-    one = served(asked(Records(stores)))
+    one, _said = asked(Records(stores))
     assert one is not None and one.record == record()
     assert [bool(store.keys()) for store in stores[:2]] == [copied, copied]
 
@@ -90,12 +91,12 @@ def test_one_deadline_for_all(tmp_path: Path) -> None:
     after = open_store(f"dir:{tmp_path}/c")
     Records(after).put(record())
     began = time.monotonic()
-    said = asked(Records([*hanging, after]), deadline_s=0.2)
+    one, said = asked(Records([*hanging, after]), deadline_s=0.2)
     assert time.monotonic() - began < 20
     assert "no answer within" in said.stores[0][1]
     assert "not asked, the stores before it" in said.stores[-1][1]
-    assert len(said.failed) == 21 and said.chosen is None
-    assert served(asked(Records([hanging[0], after]), deadline_s=1.0)) is not None
+    assert len(said.failed) == 21 and one is None
+    assert asked(Records([hanging[0], after]), deadline_s=1.0)[0] is not None
     for store in hanging:
         store.release.set()
 
@@ -113,7 +114,7 @@ def test_what_nobody_waits_for_ends(tmp_path: Path) -> None:
                 ended.set()
 
     Records(DirStore(tmp_path)).put(record())
-    assert len(asked(Records(Endless(tmp_path)), deadline_s=0.1).failed) == 1
+    assert len(asked(Records(Endless(tmp_path)), deadline_s=0.1)[1].failed) == 1
     assert ended.wait(20)
 
 
@@ -125,7 +126,7 @@ def test_what_is_late_from_far_is_kept_near(stores: list[ByteStore]) -> None:
 
     far = Far(Path(stores[2].url.partition(":")[2]))
     Records(stores[2]).put(record())
-    assert served(asked(Records([far, stores[0]]))) is None
+    assert asked(Records([far, stores[0]]))[0] is None
     far.release.set()
     until(stores[0].keys)
     assert Records(stores[0]).all() == [record()]
@@ -133,14 +134,13 @@ def test_what_is_late_from_far_is_kept_near(stores: list[ByteStore]) -> None:
 
 FORK = """
 import os, sys, threading, time, signal
-from advisor.cache.asking import Chosen, ask
-from advisor.cache.reader import EVERYTHING
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
+from tests.cache.test_asking import asked
 records = Records([open_store(url) for url in sys.argv[1:]])
 stop = False
 def look():
-    return ask(records, EVERYTHING, lambda held: Chosen(held=held[0] if held else None))
+    return asked(records)[0]
 def always():
     while not stop:
         look()
@@ -152,12 +152,12 @@ for _ in range(40):
     child = os.fork()
     if child == 0:
         signal.alarm(60)
-        os._exit(0 if look().chosen.held is not None else 3)
+        os._exit(0 if look() is not None else 3)
     children.append(child)
 codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 stop = True
 for thread in threads: thread.join()
-assert look().chosen.held is not None
+assert look() is not None
 print(codes.count(0))
 """
 
@@ -176,8 +176,8 @@ def test_few_of_many_that_are_refused_are_told(stores: list[ByteStore]) -> None:
     for threads in range(20):
         bad = record(key=changed(KEY, "threads", threads + 1))
         stores[0].put(Name.of(bad, b"rubbish").text, b"rubbish")
-    said = asked(Records(stores[0]))
-    assert served(said) is not None
+    one, said = asked(Records(stores[0]))
+    assert one is not None
     assert len(said.refused) == MAX_REFUSED + 1
     assert said.refused[-1] == f"{stores[0].url}: {20 - MAX_REFUSED} more that cannot be used"
 

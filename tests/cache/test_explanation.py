@@ -26,11 +26,9 @@ def test_a_miss() -> None:
     said = Explanation(
         target="model.py:Net",
         query=Query(environment=examples.ENVIRONMENT, given=given, model=examples.KEY.model),
-        served="",
-        status="miss",
         reason="nothing there",
-        stores=(("dir:/a", "1 record"), ("redis://b", "did not answer")),
-        refused=("1 is damaged", "2 is not signed"),
+        stores=[("dir:/a", "1 record"), ("redis://b", "did not answer")],
+        refused=["1 is damaged", "2 is not signed"],
         near_misses=(near(16, signed=False), *[near(32, edited, strict)] * (MAX_LISTED + 1)),
     )
     *lines, more = str(said).splitlines()

@@ -13,6 +13,7 @@ from advisor.cache.record import Choice, Measurement, Record, Trial
 from advisor.errors import NoRecord
 from advisor.resolve.answer import answer, break_even, carry_over, unverified
 from advisor.resolve.request import Request
+from advisor.tuners.search.plan import Plan
 from tests.builders import measured as trial
 from tests.builders import verified
 from tests.cache import examples
@@ -28,11 +29,10 @@ COMPILED = BASE.replace(compile="default")
 
 def request(**given: Any) -> Request:
     """What a script asks, that captures nothing and leaves the batch to the record."""
-    own: dict[str, Any] = {"batch": None, "use": "loop"}
-    names = ("batch", "free", "use", "steps", "seconds", "fits")
-    own |= {name: given.pop(name) for name in names if name in given}
+    own = {name: given.pop(name) for name in ("batch", "free", "use") if name in given}
+    plan = Plan(steps=given.pop("steps", None), duration_s=given.pop("seconds", None))
     given = {"mode": "train", **given}
-    return Request(target="model.py:Net", given=given, device="cuda:0", **own)
+    return Request(target="model.py:Net", given=given, device="cuda:0", plan=plan, **own)
 
 
 def choice(config: Config, rate: float, first_step_s: float = 0.0, peak_bytes: int = GIB) -> Choice:
@@ -335,8 +335,8 @@ def test_without_the_default_beside_it_there_is_no_answer() -> None:
 
 def test_break_even() -> None:
     rows = break_even(compiled())
-    assert [(steps, one.config) for steps, one in rows] == [(1, BASE), (939, COMPILED)]
-    assert [one.config for _steps, one in break_even(compiled(), "flags")] == [BASE]
+    assert [(steps, config) for steps, config, _pace in rows] == [(1, BASE), (939, COMPILED)]
+    assert [config for _steps, config, _pace in break_even(compiled(), "flags")] == [BASE]
 
 
 def test_a_run_pays_for_nothing_that_was_tried_in_it() -> None:
@@ -351,7 +351,7 @@ def test_a_run_pays_for_nothing_that_was_tried_in_it() -> None:
     made = replace(record(baseline=base, flags=base, loop=won), trials=trials)
     task = replace(made.key.task, command=("python", "train.py"))
     rows = break_even(replace(made, key=replace(made.key, task=task)))
-    assert [(steps, one.config) for steps, one in rows] == [(1, BASE), (938, COMPILED)]
+    assert [(steps, config) for steps, config, _pace in rows] == [(1, BASE), (938, COMPILED)]
 
 
 TIMELESS = "there was no time"

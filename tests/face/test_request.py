@@ -11,6 +11,7 @@ import torch
 from advisor.errors import UsageError
 from advisor.resolve.request import Request
 from advisor.tuners import environment
+from advisor.tuners.search.plan import Plan
 from tests.cache import examples
 
 NOTHING: dict[str, Any] = dict.fromkeys(
@@ -38,8 +39,8 @@ ASKED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
         },
     ),
     ({"target": "model.py", "capture": True}, {"target": "model.py", "use": "capture"}),
-    ({"device": "cuda:1", "steps": 900}, {"device": "cuda:1", "steps": 900}),
-    ({"duration": "2h", "cache": "dir:/a"}, {"seconds": 7200.0, "cache": "dir:/a"}),
+    ({"device": "cuda:1", "steps": 900}, {"device": "cuda:1", "plan": Plan(steps=900)}),
+    ({"duration": "2h", "cache": "dir:/a"}, {"plan": Plan(duration_s=7200.0), "cache": "dir:/a"}),
     ({"shape": "8x3", "batch": 4}, {"batch": 4, "free": False}),
     ({"batch": 1}, {"batch": 1, "free": False}),
     ({"shape": "8x3", "batch": "free"}, {"batch": None, "free": True}),

@@ -35,6 +35,7 @@ class Served:
     config: Config = field(default_factory=Config)
     status: str = EXACT  # or STALE, 'nearest' (from a similar record), 'miss', 'disabled'
     reason: str = ""  # one line: which advice was served, or why none was
+    notice: str = ""  # what to tell the user, if anything
     doubt: str = ""  # part of the reason, '; not verified ...', if not compared with strict fp32
     signed: bool = True  # whether the reader or their team signed the record
     record: Record | None = None
