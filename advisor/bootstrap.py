@@ -18,7 +18,7 @@ from advisor.tuners.act.pilot.protocol import (
 )
 
 if TYPE_CHECKING:
-    from advisor.resolve.command_overrides import CommandOverrides
+    from advisor.resolve.commands import CommandOverrides
     from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, Guide
     from advisor.tuners.act.pilot.script_facts import ScriptFacts
 
@@ -71,7 +71,7 @@ class LazyGuide:
             from advisor.resolve.online import OnlineTuner
 
             return OnlineTuner(run["command"], asked, tune_s=run["tune_s"])
-        from advisor.resolve.command_overrides import CommandOverrides
+        from advisor.resolve.commands import CommandOverrides
 
         overrides = CommandOverrides(**run["options"]) if run["options"] else None
         return RecordGuide(run["command"], asked, overrides)

@@ -57,7 +57,7 @@ def run(
             raise UsageError("--map restarts your command and --tune does not; give one of them")
     words, options = command, None
     if named:
-        from advisor.resolve.command_overrides import override
+        from advisor.resolve.commands import override
 
         try:
             words, options = override(command, named, cache)

@@ -16,8 +16,7 @@ from advisor.command_snippets import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Table
 from advisor.report.text import age, duration, outcome, rate, ratio, ratios, spread
-from advisor.resolve.answer import break_even, is_clear, unverified
-from advisor.resolve.doubt import DOUBTFUL, doubtful
+from advisor.resolve.answer import DOUBTFUL, break_even, doubtful, is_clear, unverified
 from advisor.tuners.knobs import INPUT_PIPELINE, caveats, described
 
 WAITED = 0.1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from advisor.cache.config import Config
@@ -22,11 +22,10 @@ from advisor.cache.record import (
 )
 from advisor.cache.shown import interval, times
 from advisor.errors import NoRecord
-from advisor.resolve.doubt import doubtful, without_doubtful
 from advisor.resolve.request import Request
 from advisor.tuners import knobs
 from advisor.tuners.act.advice_usage import Served
-from advisor.tuners.doubt import unsteady
+from advisor.tuners.doubt import is_doubtful, unsteady
 from advisor.tuners.length import Length, Pace, first_step_seen
 from advisor.tuners.length import break_even as overtaking
 
@@ -34,8 +33,10 @@ NOISE = 1.03
 """A smaller ratio between two configs that were measured once each may be noise."""
 LEAST_GAIN = 1.01
 """A smaller gain is not advised, if no race chose the config."""
-SHORTEST_S, LONGEST_S = 1e-12, 1e9
-"""Step times outside this range are ignored: no clock can have measured them."""
+DOUBTFUL = (
+    "Doubtful: the baseline's speed changed during the race by more than the result's interval, as "
+    "on a busy host; configs that seemed to gain are not advised"
+)
 
 
 def answer(record: Record, request: Request) -> Served:
@@ -62,8 +63,8 @@ def _served(
     flags: Config | None = None,
     gains: Mapping[str, float] | None = None,
 ) -> Served:
-    """A config as Served. If it has `gains`, also whether its numerics are in doubt."""
-    doubt = "" if gains is None else unverified(record, config)
+    """A config as Served; the reason says whether its numerics are in doubt."""
+    doubt = unverified(record, config)
     return Served(
         config=Config(config | record.input),
         reason=reason + doubt,
@@ -171,11 +172,11 @@ def _not_measured(record: Record, request: Request) -> str:
     )
 
 
-def break_even(record: Record, use: str = LOOP) -> list[tuple[int, Config, Pace]]:
-    """For jobs of at least a number of steps at the user's batch: the best config and its pace."""
+def break_even(record: Record) -> list[tuple[int, Config, Pace]]:
+    """For jobs of at least a number of steps at the user's batch: a loop's best config and pace."""
     default = record.baseline.config
     found = _candidates(record, record.batch, timed=True)
-    known = [(one.config, one.pace) for one in found if knobs.follows(use, one.config, default)]
+    known = [(one.config, one.pace) for one in found if knobs.follows(LOOP, one.config, default)]
     return [(steps, *known[i]) for steps, i in overtaking([pace for _config, pace in known])]
 
 
@@ -183,10 +184,11 @@ def _candidates(record: Record, batch: int, *, timed: bool) -> Iterator[_Candida
     """Yields torch's default at a batch, then the configs that ran there and are clearly faster and
     verified, or that won a race; nothing if the default did not run. `timed`: only configs whose
     first step is known."""
-    default, choices = record.baseline.config.at(batch), _choices(record)
+    own, default, trials = record.baseline.config, record.baseline.config.at(batch), record.trials
+    choices = [record.baseline, *(one.choice for one in record.winners), *record.raced]
     ran: dict[Config, Measurement | Choice] = {
         trial.config: trial.measurement
-        for trial in record.trials
+        for trial in trials
         if trial.stage == "compute" and trial.measurement.ok and trial.origin != "reference"
     }
     ran |= {one.config: one for one in choices}
@@ -196,45 +198,29 @@ def _candidates(record: Record, batch: int, *, timed: bool) -> Iterator[_Candida
     # In the steady state, no config may count as faster than the advice, which won the race.
     won, advised = record.winner(CAPTURE), {one.choice.config for one in record.winners}
     most = won.samples_per_s if won.batch == batch and not length_of(record) else math.inf
-    first_steps = _first_steps(record)
+    fresh = {one.config: one.first_step_s for one in choices if one.first_step_s > 0}
+    # In a run, every changed knob costs its first step, and the baseline costs nothing.
+    paying = tuple(own) if record.key.task.command else knobs.FIRST_STEP_COSTS
+    # Each fresh process pays this; the trials, in one process, paid it only once.
+    loading = max(0.0, fresh.get(own, 0.0) - first_step_seen(trials, own, paying))
     for config, seen in ((default, base), *ran.items()):
         if config.batch != batch:
             continue
-        rate, first_step_s = seen.samples_per_s, first_steps(config)
+        rate, raced = seen.samples_per_s, isinstance(seen, Choice)
         if seen is not base:
             rate, clear = min(most, rate), seen.low > NOISE * base.high
             if isinstance(seen, Choice) and batch == record.batch:
                 clear = seen.speedup_low > 1
             if config not in advised and (not clear or unverified(record, config)):
                 continue
-        step_s = batch / rate if rate > 0 else math.inf
-        if timed and not all(SHORTEST_S < t < LONGEST_S for t in (step_s, first_step_s)):
-            if seen is base:
-                return
-            continue
-        pace = Pace(batch=batch, first_step_s=first_step_s, step_s=step_s)
-        yield _Candidate(config, rate, seen.peak_bytes, isinstance(seen, Choice), pace)
-
-
-def _first_steps(record: Record) -> Callable[[Config], float]:
-    """Returns a function: seconds of a config's first step in a fresh process; 0 if not known."""
-    default = record.baseline.config
-    fresh = {one.config: one.first_step_s for one in _choices(record) if one.first_step_s > 0}
-    # In a run, every changed knob costs its first step, and the baseline costs nothing.
-    paying = tuple(default) if record.key.task.command else knobs.FIRST_STEP_COSTS
-    # Each fresh process pays this; the trials, in one process, paid it only once.
-    seen = first_step_seen(record.trials, default, paying)
-    loading = max(0.0, fresh.get(default, 0.0) - seen)
-
-    def first_step_s(config: Config) -> float:
-        seen = first_step_seen(record.trials, config, paying)
-        return fresh.get(config) or (seen and seen + loading)
-
-    return first_step_s
-
-
-def _choices(record: Record) -> list[Choice]:
-    return [record.baseline, *(one.choice for one in record.winners), *record.raced]
+        first_step_s = first_step_seen(trials, config, paying)
+        first_step_s = fresh.get(config) or (first_step_s and first_step_s + loading)
+        if not timed or (first_step_s and rate):
+            step_s = batch / rate if rate else math.inf
+            pace = Pace(batch=batch, first_step_s=first_step_s, step_s=step_s)
+            yield _Candidate(config, rate, seen.peak_bytes, raced, pace)
+        elif seen is base:
+            return
 
 
 def length_of(record: Record) -> Length | None:
@@ -332,4 +318,28 @@ def carry_over(record: Record, request: Request, query: Query) -> Served:
         record=record,
         use=request.use,
         default=Config(record.baseline.config | knobs.TORCH),
+    )
+
+
+def doubtful(record: Record) -> bool:
+    """Whether the host was too busy during a record's race. Such a record counts in no mean."""
+    best, own = record.winner(record.use), record.baseline
+    deciding = record.raced if best.config == own.config else (best,)
+    return any(is_doubtful(one, own) for one in deciding)
+
+
+def without_doubtful(record: Record) -> Record:
+    """The record without doubtful configs. Its baseline replaces doubtful winners."""
+    own, winners = record.baseline, [one.choice for one in record.winners]
+    dropped = {one.config for one in (*winners, *record.raced) if is_doubtful(one, own)}
+    if not dropped:
+        return record
+    return dataclasses.replace(
+        record,
+        winners=tuple(
+            dataclasses.replace(one, choice=own) if one.choice.config in dropped else one
+            for one in record.winners
+        ),
+        raced=tuple(one for one in record.raced if one.config not in dropped),
+        trials=tuple(one for one in record.trials if one.config not in dropped),
     )

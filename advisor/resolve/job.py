@@ -78,25 +78,20 @@ def _spec_of(request: Request, query: Query, near: Record | None) -> JobSpec:
         raise UsageError(
             "give apply() a target by its name and a shape, or neither, for the script's own run"
         )
-    processes = task.processes
+    processes, cpu = task.processes, request.device == "cpu"
     if int(os.environ.get("LOCAL_WORLD_SIZE") or processes) < processes:
         raise UsageError("the run uses several machines, and a tuning uses one")
-    cpu = request.device == "cpu"
     options: dict[str, Any] = {  # values as in JSON
         row.keyword: row.kind.texts(value) if isinstance(value, Config) else value
         for row, value in changed(task)
-        if row.keyword != "device"
     }
-    if cpu and not task.command:
-        options["device"] = "cpu"
-    if request.plan.length(1):
-        options |= {"steps": request.plan.steps, "duration": request.plan.duration_s}
-    return JobSpec(
-        command=task.command,
+    options |= {"device": "cpu" if cpu else None, "steps": request.plan.steps}
+    return JobSpec.given(
+        task.command,
+        options | {"duration": request.plan.duration_s},
+        0 if cpu else processes,
         target="" if task.command else task.target,
-        options=options,
         gpu="" if cpu else query.environment.device.name,
-        gpus=0 if cpu else processes,
     )
 
 

@@ -336,7 +336,6 @@ def test_without_the_default_beside_it_there_is_no_answer() -> None:
 def test_break_even() -> None:
     rows = break_even(compiled())
     assert [(steps, config) for steps, config, _pace in rows] == [(1, BASE), (939, COMPILED)]
-    assert [config for _steps, config, _pace in break_even(compiled(), "flags")] == [BASE]
 
 
 def test_a_run_pays_for_nothing_that_was_tried_in_it() -> None:

@@ -13,8 +13,7 @@ from advisor.cache.key import Key
 from advisor.cache.record import Choice, Record
 from advisor.report import tables
 from advisor.report.sections import report
-from advisor.resolve.answer import answer
-from advisor.resolve.doubt import doubtful
+from advisor.resolve.answer import answer, doubtful
 from advisor.tuners.decisions import LOOKS
 from advisor.tuners.doubt import unsteady
 from advisor.tuners.search.race import choice_of, choose
