@@ -218,7 +218,7 @@ def why(
     """
     asked = collected(Task, options)
     if target is not None:
-        return _why(target, asked | options | {"cache": cache}, strict)
+        return _why(target, asked | options | {"store": cache}, strict)
     if asked or any(options.values()):
         raise UsageError("for a command, leave out --shape and the other options of a TARGET")
     return _why_command(command, cache, strict)
@@ -244,7 +244,7 @@ def _why(target: str, asked: dict[str, Any], strict: bool) -> Output:
         what = described(served.config, served.default)
         text.append(f"served      {found.served}: {what}, batch {batch}")
     elif found is not None and not found.near_misses:
-        newest = open_records(asked["cache"]).newest(MAX_RECORDS)
+        newest = open_records(asked["store"]).newest(MAX_RECORDS)
         if names := sorted({one.record.target.name for one in newest}):
             text.append(f"records of  {', '.join(names)}")
     missed = strict and served.record is None

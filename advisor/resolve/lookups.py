@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from advisor.arguments import Model, Permit, length_given, urls_of
+from advisor.arguments import Model, Permit
 from advisor.cache import settings
 from advisor.cache.artifacts import Purpose, StoredArtifacts
 from advisor.cache.asking import ask
@@ -32,7 +32,6 @@ from advisor.cache.reader import StoredRecord
 from advisor.cache.record import Record
 from advisor.cache.records import be_patient
 from advisor.cache.signing import UNSIGNED
-from advisor.cache.task import Task, rows
 from advisor.command_snippets import tune_again, tune_first
 from advisor.errors import (
     AdvisorError,
@@ -116,13 +115,12 @@ def apply(
         AdvisorError: with strict=True, if there is no advice.
     """
     given = dict(locals())
-    strict = given.pop("strict")
-    target, asked = _asked(**given)
-    if target is None:
+    model, strict = Model.of(given.pop("target")), given.pop("strict")
+    if model.target is None:
         from advisor.resolve.online import apply_to_script
 
-        return apply_to_script(asked, strict=strict)
-    advice = advise(Request.attempt(target, asked), strict=strict)
+        return apply_to_script(model, given, strict=strict)
+    advice = advise(Request.attempt(model, given), strict=strict)
     advice.set_flags()
     return advice
 
@@ -153,24 +151,7 @@ def lookup_for(target: Any, given: Mapping[str, Any], fits: Fits | None = None) 
     inspect.signature(lookup).bind(target, **given)
     own = dict(given) if fits is None else {**given, "fits": fits}
     strict = bool(own.pop("strict", False))
-    return advise(Request.attempt(*_asked(target, **own)), strict=strict)
-
-
-def _asked(
-    target: str | nn.Module | Model | None,
-    permit: Any = Permit(),
-    length: int | str | None = None,
-    store: Store | Cache = None,
-    **own: Any,
-) -> tuple[str | nn.Module | None, dict[str, Any]]:
-    """The target, and the other arguments of `lookup` as `Request.of` takes them."""
-    model = Model.of(target)
-    asked = {row.keyword for row in rows(Task).values() if row.asked}
-    if not isinstance(permit, Permit):
-        own, permit = own | {"permit": permit}, Permit()  # the request refuses this value
-    given = (model.given | permit.given).items()
-    described = {name: value for name, value in given if name in asked}
-    return model.target, own | described | length_given(length) | {"cache": urls_of(store)}
+    return advise(Request.attempt(target, own), strict=strict)
 
 
 def advise(request: Request, *, strict: bool) -> Advice:

@@ -29,7 +29,7 @@ from advisor.cache.task import permissions
 from advisor.open_store import open_records
 from advisor.resolve.lookups import GOES_ON, WAIT_S, advise, tell, warn
 from advisor.resolve.record_guide import RecordGuide
-from advisor.resolve.request import Request, folder
+from advisor.resolve.request import Request
 from advisor.tuners.act.pilot.pilot import ACTIVE_PILOT
 from advisor.tuners.act.pilot.protocol import ADDRESS, RUN, BlockRequest, BlockResult, PilotClient
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
@@ -38,6 +38,7 @@ from advisor.tuners.faults import failure, stopped
 from advisor.tuners.search.plan import Plan
 
 if TYPE_CHECKING:
+    from advisor.arguments import Model
     from advisor.tuners.act.advice import Advice
 
 PATIENCE_S, PATIENCE_RANKS_S = 60.0, 600.0
@@ -50,23 +51,23 @@ PERMISSIONS = ("precisions", "deterministic", "max_memory", "tolerance", "compil
 _searches = itertools.count()
 
 
-def apply_to_script(asked: Mapping[str, Any], *, strict: bool) -> Advice:
+def apply_to_script(model: Model, asked: Mapping[str, Any], *, strict: bool) -> Advice:
     """The advice for the script's file. Attaches a pilot, which looks up the run's own record."""
-    request = Request.attempt(None, {**asked, "quiet": True})
-    guide, tune, cache = None, asked["tune"], asked.get("cache")
+    request = Request.attempt(model, {**asked, "quiet": True})
+    guide, tune = None, asked["tune"]
     try:  # on every rank: only rank 0 looks up, but every rank has a pilot
-        given = permissions({name: asked.get(name) for name in PERMISSIONS})
-        run = Request(given=given, cache=cache, on_miss=asked.get("on_miss"), folder=folder())
+        given = permissions({n: v for n, v in asked["permit"].given.items() if n in PERMISSIONS})
+        run = dataclasses.replace(request, given=given, plan=Plan(), quiet=False)
         guide = RecordGuide(own_command(), run, strict=strict)
         if tune is not None:
             seconds = Plan.of({"budget": Duration().checked("tune", tune)}).seconds
             guide = OnlineTuner(own_command(), run, tune_s=seconds, strict=strict)
-        open_records(cache, patient=False)  # a wrong URL raises now, not in the pilot
+        open_records(request.cache, patient=False)  # a wrong URL raises now, not in the pilot
     except Exception as exc:  # `serve` reports it
         request = dataclasses.replace(request, wrong=request.wrong or exc)
     advice = advise(request, strict=strict)
     advice.set_flags()
-    if guide is None or request.wrong or settings.disabled() or asked.get("mode") == "infer":
+    if guide is None or request.wrong or settings.disabled() or request.given["mode"] == "infer":
         return advice
     comparer = None
     if tune is not None:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from advisor.arguments import Permit
+from advisor.arguments import Model, Permit, length_given, urls_of
 from advisor.cache import settings
 from advisor.cache.config import Config
 from advisor.cache.kinds import Duration
 from advisor.cache.match import Query
 from advisor.cache.record import CAPTURE, LOOP, PILOT, Record
 from advisor.cache.shown import size
-from advisor.cache.task import Task, checked
+from advisor.cache.task import Task, checked, rows
 from advisor.errors import AdvisorError, UsageError, check_type
 from advisor.open_store import Cache
 from advisor.tuners import environment, fingerprint, knobs
@@ -76,24 +76,29 @@ class Request:
 
     @classmethod
     def of(cls, target: object, asked: Mapping[str, Any]) -> Request:
-        """A request from fields of a Task by keyword, and `batch`, `capture`, `steps`, `duration`,
-        `cache`, `on_miss`, `fits`, `tune` and `quiet`. Raises UsageError if one is wrong."""
-        if not isinstance(target, str | None) and not isinstance(target, torch.nn.Module):
-            raise UsageError(f"target {target!r}: expected a target's name or an nn.Module")
-        own = dict(asked)
-        check_type("permit", own.pop("permit", Permit()), Permit)
-        if (tune := own.pop("tune", None)) is not None and target is not None:
+        """A request from the arguments of `advisor.apply`, from fields of a Task by keyword, and
+        `steps`, `duration`, `fits` and `quiet`. Raises UsageError if one is wrong."""
+        model, own = Model.of(target), dict(asked)  # type: ignore[arg-type]
+        if not isinstance(model.target, str | None | torch.nn.Module):
+            raise UsageError(f"target {model.target!r}: expected a target's name or an nn.Module")
+        permit = own.pop("permit", Permit())
+        check_type("permit", permit, Permit)
+        if (tune := own.pop("tune", None)) is not None and model.target is not None:
             Duration().checked("tune", tune)
             raise UsageError(
                 f"tune={tune!r} tunes the running script, and takes no target; leave one of them "
                 "out, or measure the target before, with advisor tune"
             )
         batch, capture = own.pop("batch", None), own.pop("capture", False)
-        plan = Plan.of({name: own.pop(name, None) for name in ("steps", "duration")})
-        names = ("cache", "on_miss", "fits", "quiet")
+        length = {name: own.pop(name, None) for name in ("steps", "duration")}
+        plan = Plan.of(length | length_given(own.pop("length", None)))
+        names = ("on_miss", "fits", "quiet")
         unchanged = {name: own.pop(name) for name in names if name in own}
         _check_on_miss(unchanged.get("on_miss") or "default")
-        given = {"mode": "train"} | checked(Task, own)
+        cache = urls_of(own.pop("store", None))
+        may_ask = {row.keyword for row in rows(Task).values() if row.asked}
+        described = {n: v for n, v in (model.given | permit.given).items() if n in may_ask}
+        given = {"mode": "train"} | checked(Task, own | described)
         named = _known_batch(given, batch)
         if batch not in (None, "free") and named is None:
             raise UsageError(f"batch {batch!r}: expected a number of at least 1, or 'free'")
@@ -102,31 +107,33 @@ class Request:
         if given.get("deterministic") is None and _is_deterministic():
             given["deterministic"] = True
         return cls(
-            target=target,
+            target=model.target,
             device=given.pop("device", None) or environment.default_device(),
             given=given,
             batch=named,
             free=batch == "free",
             use=CAPTURE if capture else LOOP,
             plan=plan,
+            cache=cache,
             folder=folder(),
             **unchanged,
         )
 
     @classmethod
     def attempt(cls, target: object, asked: Mapping[str, Any]) -> Request:
-        """As `of`, but a wrong argument is raised by the lookup; what is right of the device, the
-        batch and the rest is kept for the advice that changes nothing."""
+        """As `of`, but a wrong argument is raised by the lookup; what is right of the device and
+        the shape is kept for the advice that changes nothing."""
         try:
             return cls.of(target, asked)
         except Exception as exc:  # `serve` reports it
+            device = target.device if isinstance(target, Model) else None
             sound: dict[str, Any] = {}
-            for name in ("shape", "device"):
+            for name, value in (("shape", asked.get("shape")), ("device", device)):
                 with contextlib.suppress(AdvisorError):
-                    sound |= checked(Task, {name: asked.get(name)})
+                    sound |= checked(Task, {name: value})
             batch, quiet = _known_batch(sound, asked.get("batch")), bool(asked.get("quiet"))
             device = sound.get("device") or environment.default_device()
-            return cls(device=device, batch=batch, cache=asked.get("cache"), quiet=quiet, wrong=exc)
+            return cls(device=device, batch=batch, quiet=quiet, wrong=exc)
 
     def of_run(self, task: Task, own_batch: int | None = None, **seen: Any) -> Request:
         """This request for a run whose first steps have shown its task. `own_batch`: the user's

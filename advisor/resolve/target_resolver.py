@@ -134,16 +134,18 @@ def spec_of(text: str) -> Spec:
 
 def script() -> Path:
     """The running script's file; without a script, a path that does not exist."""
-    file = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "(no script)")
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    if not file:
+        return Path("(no script)")
     with contextlib.suppress(FileNotFoundError):  # the current folder is gone
-        return file.absolute()
-    return file
+        return Path(file).absolute()
+    return Path(file)
 
 
 def _around_script() -> list[Spec]:
     """The script and the modules in its folder; within a package, in the folders above too."""
     here = script()
-    files = {here}
+    files = {here} if here.is_absolute() else set()
     for folder in here.parents if here.is_file() else ():
         files |= set(folder.glob("*.py"))
         if not (folder / "__init__.py").is_file():

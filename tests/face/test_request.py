@@ -15,7 +15,7 @@ from advisor.tuners.search.plan import Plan
 from tests.cache import examples
 
 NOTHING: dict[str, Any] = dict.fromkeys(
-    ("batch", "capture", "cache", "steps", "duration", "on_miss", "shape", "device", "mode")
+    ("batch", "capture", "store", "steps", "duration", "on_miss", "shape", "device", "mode")
 )
 
 
@@ -40,7 +40,7 @@ ASKED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ),
     ({"target": "model.py", "capture": True}, {"target": "model.py", "use": "capture"}),
     ({"device": "cuda:1", "steps": 900}, {"device": "cuda:1", "plan": Plan(steps=900)}),
-    ({"duration": "2h", "cache": "dir:/a"}, {"plan": Plan(duration_s=7200.0), "cache": "dir:/a"}),
+    ({"duration": "2h", "store": "dir:/a"}, {"plan": Plan(duration_s=7200.0), "cache": "dir:/a"}),
     ({"shape": "8x3", "batch": 4}, {"batch": 4, "free": False}),
     ({"batch": 1}, {"batch": 1, "free": False}),
     ({"shape": "8x3", "batch": "free"}, {"batch": None, "free": True}),
