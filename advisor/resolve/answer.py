@@ -104,7 +104,7 @@ def _no_gain(record: Record) -> str:
     return "nothing measured is clearly faster" if record.compares else "nothing else was measured"
 
 
-class _Candidate(NamedTuple):
+class Candidate(NamedTuple):
     """A config that ran. `raced`: measured in turn with torch's default, not once."""
 
     config: Config
@@ -136,7 +136,7 @@ def _best(record: Record, request: Request, length: Length | None = None) -> Ser
     if base is None or not found:
         raise NoRecord(_not_measured(record, request))
 
-    def rate(one: _Candidate) -> float:
+    def rate(one: Candidate) -> float:
         return length.rate(one.pace) if length else one.samples_per_s
 
     best = max(found, key=rate)
@@ -180,7 +180,7 @@ def break_even(record: Record) -> list[tuple[int, Config, Pace]]:
     return [(steps, *known[i]) for steps, i in overtaking([pace for _config, pace in known])]
 
 
-def _candidates(record: Record, batch: int, *, timed: bool) -> Iterator[_Candidate]:
+def _candidates(record: Record, batch: int, *, timed: bool) -> Iterator[Candidate]:
     """Yields torch's default at a batch, then the configs that ran there and are clearly faster and
     verified, or that won a race; nothing if the default did not run. `timed`: only configs whose
     first step is known."""
@@ -218,7 +218,7 @@ def _candidates(record: Record, batch: int, *, timed: bool) -> Iterator[_Candida
         if not timed or (first_step_s and rate):
             step_s = batch / rate if rate else math.inf
             pace = Pace(batch=batch, first_step_s=first_step_s, step_s=step_s)
-            yield _Candidate(config, rate, seen.peak_bytes, raced, pace)
+            yield Candidate(config, rate, seen.peak_bytes, raced, pace)
         elif seen is base:
             return
 
@@ -306,11 +306,10 @@ def carry_over(record: Record, request: Request, query: Query) -> Served:
             and (sound or not knobs.needs_comparison(alone))
         )
 
-    safe = (k for k in knobs.KNOBS if k.name in held and is_safe(k, held[k.name]))
-    found = Config({knob.name: held[knob.name] for knob in safe})
-    batch = request.batch
-    if batch is None and sample == record.key.task.sample and here.memory_gib >= there.memory_gib:
-        batch = record.batch
+    mine = (knob for knob in knobs.KNOBS if knob.name in held)
+    found = Config({k.name: held[k.name] for k in mine if is_safe(k, held[k.name])})
+    fits = sample == record.key.task.sample and here.memory_gib >= there.memory_gib
+    batch = request.batch or (record.batch if fits else None)
     return Served(
         config=found if batch is None else found.at(batch),
         status="nearest",

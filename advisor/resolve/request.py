@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from advisor.arguments import Model, Permit, length_given, urls_of
 from advisor.cache import settings
 from advisor.cache.config import Config
-from advisor.cache.kinds import Duration
+from advisor.cache.kinds import Duration, SingleChoice
 from advisor.cache.match import Query
 from advisor.cache.record import CAPTURE, LOOP, PILOT, Record
 from advisor.cache.shown import size
@@ -28,17 +28,14 @@ from advisor.tuners.torch_facts import torch
 if TYPE_CHECKING:
     from torch import nn
 
+    from advisor.cache.record import Choice
+    from advisor.resolve.answer import Candidate
+
 Fits = Callable[[Record, Config], bool]
 """Whether a config of a record can be followed whole, e.g. by a framework."""
+_ON_MISS = SingleChoice(settings.ON_MISS)
 _SHOWN = ("command", "shapes", "dtype", "mode", "optimizer", "processes", "others", "script")
 """Fields of a Task that the first steps of a run show."""
-
-
-class _Ran(Protocol):
-    @property
-    def config(self) -> Config: ...
-    @property
-    def peak_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +76,9 @@ class Request:
         """A request from the arguments of `advisor.apply`, from fields of a Task by keyword, and
         `steps`, `duration`, `fits` and `quiet`. Raises UsageError if one is wrong."""
         model, own = Model.of(target), dict(asked)  # type: ignore[arg-type]
-        if not isinstance(model.target, str | None | torch.nn.Module):
+        if not isinstance(model.target, str | None) and not isinstance(
+            model.target, torch.nn.Module
+        ):
             raise UsageError(f"target {model.target!r}: expected a target's name or an nn.Module")
         permit = own.pop("permit", Permit())
         check_type("permit", permit, Permit)
@@ -94,7 +93,7 @@ class Request:
         plan = Plan.of(length | length_given(own.pop("length", None)))
         names = ("on_miss", "fits", "quiet")
         unchanged = {name: own.pop(name) for name in names if name in own}
-        _check_on_miss(unchanged.get("on_miss") or "default")
+        _ON_MISS.checked("on_miss", unchanged.get("on_miss") or "default")
         cache = urls_of(own.pop("store", None))
         may_ask = {row.keyword for row in rows(Task).values() if row.asked}
         described = {n: v for n, v in (model.given | permit.given).items() if n in may_ask}
@@ -106,6 +105,9 @@ class Request:
             given.pop("optimizer", None)
         if given.get("deterministic") is None and _is_deterministic():
             given["deterministic"] = True
+        folder = None
+        with contextlib.suppress(OSError):  # the current folder was removed
+            folder = Path.cwd()
         return cls(
             target=model.target,
             device=given.pop("device", None) or environment.default_device(),
@@ -115,7 +117,7 @@ class Request:
             use=CAPTURE if capture else LOOP,
             plan=plan,
             cache=cache,
-            folder=folder(),
+            folder=folder,
             **unchanged,
         )
 
@@ -163,15 +165,13 @@ class Request:
     @property
     def miss_action(self) -> str:
         """One of settings.ON_MISS. Raises UsageError if the configured value is not."""
-        on_miss = self.on_miss or settings.on_miss() or "default"
-        _check_on_miss(on_miss)
-        return on_miss
+        return _ON_MISS.checked("on_miss", self.on_miss or settings.on_miss() or "default")
 
     def length(self, batch: int) -> Length | None:
         """The job's length at its own batch, else at `batch`; None if no length is given."""
         return self.plan.length(self.batch or batch)
 
-    def allows(self, record: Record, one: _Ran) -> bool:
+    def allows(self, record: Record, one: Choice | Candidate) -> bool:
         """Whether this script may be served a config of the record."""
         most = self.given.get("max_memory", 0)
         return (
@@ -196,25 +196,12 @@ class Request:
         )
 
 
-def _check_on_miss(value: object) -> None:
-    if value not in settings.ON_MISS:
-        raise UsageError(f"on_miss {value!r}: expected one of {', '.join(settings.ON_MISS)}")
-
-
 def _known_batch(given: Mapping[str, Any], batch: object) -> int | None:
     """The batch size that the script names; None if it names none or a wrong one."""
     if type(batch) is int and batch >= 1:
         return batch
     shapes = given.get("shapes")
     return int(shapes[0][0]) if batch is None and shapes else None
-
-
-def folder() -> Path | None:
-    """The current folder; None if it was removed."""
-    try:
-        return Path.cwd()
-    except OSError:
-        return None
 
 
 def _is_deterministic() -> bool:
