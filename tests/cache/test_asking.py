@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +25,6 @@ from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged
 from tests.cache.examples import ENVIRONMENT, KEY, changed, record
 from tests.forks import until
-
-ROOT = Path(__file__).parents[2]
 
 
 def first(held: Sequence[StoredRecord]) -> Match:
@@ -132,43 +131,35 @@ def test_what_is_late_from_far_is_kept_near(stores: list[ByteStore]) -> None:
     assert Records(stores[0]).all() == [record()]
 
 
-FORK = """
-import os, sys, threading, time, signal
-from advisor.cache.records import Records
-from advisor.cache.stores import open_store
-from tests.cache.test_asking import asked
-records = Records([open_store(url) for url in sys.argv[1:]])
-stop = False
-def look():
-    return asked(records)[0]
-def always():
-    while not stop:
-        look()
-threads = [threading.Thread(target=always, daemon=True) for _ in range(4)]
-for thread in threads: thread.start()
-time.sleep(0.2)
-children = []
-for _ in range(40):
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        os._exit(0 if look() is not None else 3)
-    children.append(child)
-codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-stop = True
-for thread in threads: thread.join()
-assert look() is not None
-print(codes.count(0))
-"""
-
-
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_forked_children_find_it_too(tmp_path: Path) -> None:
     """While four threads of the parent are reading: whatever lock one holds is not held on."""
-    url = f"disk:{tmp_path}/s"
-    Records(open_store(url)).put(record())
-    words = [sys.executable, "-c", FORK, url]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert done.stdout.strip() == "40", done.stderr[-2000:]
+    records, stop = Records(open_store(f"disk:{tmp_path}/s")), threading.Event()
+    records.put(record())
+
+    def always() -> None:
+        while not stop.is_set():
+            asked(records)
+
+    def forked() -> int:
+        if child := os.fork():
+            return child
+        found = None
+        try:
+            signal.alarm(60)
+            found, _said = asked(records)
+        finally:
+            os._exit(0 if found is not None else 3)
+
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(4):
+            threads.submit(always)
+        try:
+            children = [forked() for _ in range(40)]
+            codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        finally:
+            stop.set()
+    assert codes == [0] * 40 and asked(records)[0] is not None
 
 
 def test_few_of_many_that_are_refused_are_told(stores: list[ByteStore]) -> None:
