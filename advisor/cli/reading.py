@@ -227,7 +227,7 @@ def why(
 def _why(target: str, asked: dict[str, Any], strict: bool) -> Output:
     """The output of `advisor why TARGET`."""
     from advisor.report.data import explained
-    from advisor.resolve.lookups import preview
+    from advisor.resolve.lookups import look_up
     from advisor.resolve.request import Request
     from advisor.tuners.knobs import described
 
@@ -237,7 +237,7 @@ def _why(target: str, asked: dict[str, Any], strict: bool) -> Output:
     if asked["on_miss"] is None and settings.on_miss() not in _SERVED:
         asked["on_miss"] = "default"  # `why` tunes nothing
     request = Request.of(target, asked)
-    served = preview(request)
+    served = look_up(request)
     found, batch = served.explanation, served.config.batch or request.batch
     text = [f"{served.status}: {served.reason}"] if found is None else [str(found)]
     if found is not None and found.served:

@@ -17,7 +17,7 @@ from advisor.command_snippets import device_for, staleness
 from advisor.errors import NoRecord
 from advisor.open_store import Cache, open_records
 from advisor.resolve.failures import Failures
-from advisor.resolve.lookups import preview
+from advisor.resolve.lookups import look_up
 from advisor.resolve.request import Request
 from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.environment import default_device, detect
@@ -63,7 +63,7 @@ def served_to_run(command: Sequence[str], found: Sequence[StoredRecord], cache: 
     record = next(raced, known[0])
     key, device = record.key, device_for(record)
     asked = Request(cache=cache, on_miss="default", device=device, model=key.model)
-    served = preview(asked.of_run(key.task))
+    served = look_up(asked.of_run(key.task))
     if served.record is None:
         return served
     if why := Failures(cache, key.model, key.task).of(served.config, served.record):

@@ -209,6 +209,8 @@ def _advice(served: Served, request: Request) -> Advice:
 def look_up(request: Request) -> Served:
     """The Served for a request; status 'miss' if no record fits. Raises UsageError, and StoreError
     if no store can be read."""
+    if settings.disabled():
+        return DISABLED
     if request.wrong is not None:
         raise request.wrong
     resolver = TargetResolver(request, request.query())
@@ -237,11 +239,6 @@ def look_up(request: Request) -> Served:
     found.served, found.status = record.id if record else "", served.status
     found.reason, found.near_misses = served.reason, _near_misses(resolver, held, found.served)
     return dataclasses.replace(served, explanation=found)
-
-
-def preview(request: Request) -> Served:
-    """As `look_up`; a miss if advice is disabled."""
-    return DISABLED if settings.disabled() else look_up(request)
 
 
 def _choose(held: Sequence[StoredRecord], request: Request, resolver: TargetResolver) -> Match:
