@@ -25,7 +25,7 @@ from advisor.cache.stores import open_store
 from advisor.cache.stores.dir import DirStore
 from advisor.tuners.knobs import TORCH
 from tests.builders import lookup_arguments
-from tests.face.test_apply import record, remember
+from tests.face.test_apply import NET, record, remember
 
 __all__ = ["record"]
 
@@ -112,7 +112,7 @@ def test_where_the_current_folder_is_gone(here: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("given", [Path("store"), ["store"], (Path("store"),)])
 def test_a_store_given_as_a_path(record: Any, own_surroundings: Path, given: Any) -> None:
     Path("store").symlink_to(own_surroundings)
-    asked = advisor.Model("model.py:Net", device="cpu")
+    asked = NET
     assert advisor.apply(asked, store=given).status == "exact"
 
 
@@ -144,7 +144,7 @@ def test_odd_variables(
     before = process()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        advice = advisor.apply(advisor.Model("model.py:Net", device="cpu"))
+        advice = advisor.apply(NET)
         advisor.apply("model.py:Net", capture=True)
     # A rank other than the first leaves the saying to that one.
     assert advice.status == "miss" and len(seen) == (0 if variable == "RANK" else 2)
@@ -201,7 +201,7 @@ def test_odd_models(record: Any, make: Callable[[], nn.Module]) -> None:
     unharmed(make(), shape=(4, 2))
     if make is not NoLength:
         with pytest.warns(advisor.AdvisorWarning, match=r"not the one tuned|cannot be compared"):
-            advisor.lookup(advisor.Model("model.py:Net", device="cpu")).prepare(make())
+            advisor.lookup(NET).prepare(make())
 
 
 NAN, INF = float("nan"), float("inf")
@@ -267,7 +267,7 @@ def test_the_catch_all_says_where_it_went_wrong(
     assert logged.exc_info is not None and logged.exc_info[0] is ZeroDivisionError
     assert "broken" in caplog.text  # the traceback
     with pytest.raises(ZeroDivisionError):
-        advisor.apply(advisor.Model("model.py:Net", device="cpu"), strict=True)
+        advisor.apply(NET, strict=True)
 
 
 @pytest.mark.parametrize("users", [False, True])
@@ -286,7 +286,7 @@ def test_an_advice_that_is_the_default_changes_nothing(
             for name, value in (("benchmark", True), ("enabled", False), ("allow_tf32", False)):
                 monkeypatch.setattr(torch.backends.cudnn, name, value)
         before = process()
-        advice = advisor.apply(advisor.Model("model.py:Net", device="cpu"), shape=(4, 3, 8, 8))
+        advice = advisor.apply(NET, shape=(4, 3, 8, 8))
         assert (advice.status, process()) == ("exact", before)
     finally:
         torch.set_num_threads(threads)
