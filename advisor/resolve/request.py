@@ -18,7 +18,7 @@ from advisor.cache.match import Query
 from advisor.cache.record import CAPTURE, LOOP, PILOT, Record
 from advisor.cache.shown import size
 from advisor.cache.task import Task, checked, rows
-from advisor.errors import AdvisorError, UsageError, check_type
+from advisor.errors import UsageError, check_type
 from advisor.open_store import Cache
 from advisor.tuners import environment, fingerprint, knobs
 from advisor.tuners.length import Length
@@ -131,7 +131,7 @@ class Request:
             device = target.device if isinstance(target, Model) else None
             sound: dict[str, Any] = {}
             for name, value in (("shape", asked.get("shape")), ("device", device)):
-                with contextlib.suppress(AdvisorError):
+                with contextlib.suppress(Exception):
                     sound |= checked(Task, {name: value})
             batch, quiet = _known_batch(sound, asked.get("batch")), bool(asked.get("quiet"))
             device = sound.get("device") or environment.default_device()
