@@ -83,7 +83,6 @@ def ask(
 
 
 def _left(until: float, store: ByteStore) -> float:
-    """Seconds that this store may take; a remote store at most its `timeout_s`."""
     if (seconds := until - time.monotonic()) < _SHORTEST_S:
         raise StoreError(f"cache {store.url}: not asked, the stores before it took all the time")
     return seconds

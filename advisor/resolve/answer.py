@@ -213,8 +213,9 @@ def _candidates(record: Record, batch: int, *, timed: bool) -> Iterator[Candidat
                 clear = seen.speedup_low > 1
             if config not in advised and (not clear or unverified(record, config)):
                 continue
-        first_step_s = first_step_seen(trials, config, paying)
-        first_step_s = fresh.get(config) or (first_step_s and first_step_s + loading)
+        first_step_s = fresh.get(config, 0.0)
+        if timed and not first_step_s and (seen_s := first_step_seen(trials, config, paying)):
+            first_step_s = seen_s + loading
         if not timed or (first_step_s and rate):
             step_s = batch / rate if rate else math.inf
             pace = Pace(batch=batch, first_step_s=first_step_s, step_s=step_s)

@@ -43,7 +43,6 @@ from advisor.errors import (
 )
 from advisor.open_store import Cache, open_records
 from advisor.resolve.answer import answer, carry_over
-from advisor.resolve.job import request_tuning
 from advisor.resolve.request import Fits, Request
 from advisor.resolve.target_resolver import CODE, TargetResolver, script
 from advisor.tuners import knobs
@@ -289,6 +288,8 @@ def _served(request: Request, resolver: TargetResolver, match: Match, found: Exp
         return dataclasses.replace(served, reason=reason, notice=notice)
     why = match.refused or _why_missed(request, resolver, match)
     if request.miss_action == "request" and not request.quiet:
+        from advisor.resolve.job import request_tuning
+
         why += f"; {request_tuning(request, resolver.query, near)}"
     faults = [fault for fault in (*found.failed, *found.refused) if fault not in why]
     return missed("; ".join([why, *faults]), quiet=request.quiet)

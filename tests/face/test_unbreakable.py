@@ -157,13 +157,8 @@ def test_odd_variables(
     "text",
     [
         "[tool.advisor\n",
-        "[tool]\nadvisor = 3\n",
         "tool = 3\nadvisor = 1\n",
-        "[tool.advisor]\ncache = 3\n",
         "[tool.advisor]\ncache = ['']\n",
-        "[tool.advisor]\ncache = [[1]]\n",
-        "[tool.advisor]\non-miss = 3\n",
-        "[tool.advisor]\ncahce = 'x'\n",
         "[tool.advisor]\ncache = 'floppy:x'\n",
         "[tool.advisor]\nx = " + "[" * 5000,
         "advisor \udc80",
