@@ -41,8 +41,8 @@ DOUBTFUL = (
 
 def answer(record: Record, request: Request) -> Served:
     """The record's best config for a request. Raises NoRecord if no measured config fits it."""
-    length = request.length(record.batch)
-    request = dataclasses.replace(request, batch=request.batch or record.batch)
+    batch = request.batch or record.batch
+    length, request = request.plan.length(batch), dataclasses.replace(request, batch=batch)
     reliable = without_doubtful(record)
     found = _best(reliable, request, length) if length else _steady(reliable, request)
     if reliable is record:
@@ -120,8 +120,8 @@ def _best(record: Record, request: Request, length: Length | None = None) -> Ser
     batch = request.batch or record.batch
     default, sizes = record.baseline.config.at(batch), [batch]
     if length and request.free:
-        ran = {one.config.batch for one in record.trials if one.stage == "compute"}
-        sizes = sorted({record.batch} | ran)
+        tried = {one.config.batch for one in record.trials if one.stage == "compute"}
+        sizes = sorted({record.batch} | tried)
     known = [one for size in sizes for one in _candidates(record, size, timed=length is not None)]
     found = [one for one in known if request.allows(record, one)]
     base = next((one for one in known if one.config == default), None)
@@ -134,7 +134,12 @@ def _best(record: Record, request: Request, length: Length | None = None) -> Ser
         unknown = f"; the job's length is not counted, because torch's default {why}"
         return dataclasses.replace(steady, reason=steady.reason + unknown)
     if base is None or not found:
-        raise NoRecord(_not_measured(record, request))
+        ran = {t.config for t in record.trials if t.measurement.ok and t.stage == "compute"}
+        batches = sorted({record.batch} | {one.batch for one in ran if one.knobs == default.knobs})
+        raise NoRecord(
+            f"{record.target.name} was not measured at {request}, or torch's default was not; "
+            f"measured batches: {', '.join(map(str, batches))}"
+        )
 
     def rate(one: Candidate) -> float:
         return length.rate(one.pace) if length else one.samples_per_s
@@ -160,16 +165,6 @@ def _best(record: Record, request: Request, length: Length | None = None) -> Ser
         if chosen.batch == batch and request.allows(record, chosen):
             gains, flags = {FLAGS: chosen.speedup} | gains, chosen.config
     return _served(record, request, best.config, reason, flags=flags, gains=gains)
-
-
-def _not_measured(record: Record, request: Request) -> str:
-    default = record.baseline.config.knobs
-    ran = {t.config for t in record.trials if t.measurement.ok and t.stage == "compute"}
-    sizes = sorted({record.batch} | {one.batch for one in ran if one.knobs == default})
-    return (
-        f"{record.target.name} was not measured at {request}, or torch's default was not; "
-        f"measured batches: {', '.join(map(str, sizes))}"
-    )
 
 
 def break_even(record: Record) -> list[tuple[int, Config, Pace]]:

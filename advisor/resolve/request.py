@@ -21,7 +21,6 @@ from advisor.cache.task import Task, checked, rows
 from advisor.errors import UsageError, check_type
 from advisor.open_store import Cache
 from advisor.tuners import environment, fingerprint, knobs
-from advisor.tuners.length import Length
 from advisor.tuners.search.plan import Plan
 from advisor.tuners.torch_facts import torch
 
@@ -166,10 +165,6 @@ class Request:
     def miss_action(self) -> str:
         """One of settings.ON_MISS. Raises UsageError if the configured value is not."""
         return _ON_MISS.checked("on_miss", self.on_miss or settings.on_miss() or "default")
-
-    def length(self, batch: int) -> Length | None:
-        """The job's length at its own batch, else at `batch`; None if no length is given."""
-        return self.plan.length(self.batch or batch)
 
     def allows(self, record: Record, one: Choice | Candidate) -> bool:
         """Whether this script may be served a config of the record."""
