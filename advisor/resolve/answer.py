@@ -177,8 +177,8 @@ def break_even(record: Record) -> list[tuple[int, Config, Pace]]:
 
 def _candidates(record: Record, batch: int, *, timed: bool) -> Iterator[Candidate]:
     """Yields torch's default at a batch, then the configs that ran there and are clearly faster and
-    verified, or that won a race; nothing if the default did not run. `timed`: only configs whose
-    first step is known."""
+    verified; nothing if the default did not run. `timed`: only configs whose first step is known,
+    and all that won a race."""
     own, default, trials = record.baseline.config, record.baseline.config.at(batch), record.trials
     choices = [record.baseline, *(one.choice for one in record.winners), *record.raced]
     ran: dict[Config, Measurement | Choice] = {
@@ -191,8 +191,8 @@ def _candidates(record: Record, batch: int, *, timed: bool) -> Iterator[Candidat
     if base is None:
         return
     # In the steady state, no config may count as faster than the advice, which won the race.
-    won, advised = record.winner(CAPTURE), {one.choice.config for one in record.winners}
-    most = won.samples_per_s if won.batch == batch and not length_of(record) else math.inf
+    best, advised = record.winner(CAPTURE), {one.choice.config for one in record.winners}
+    most = best.samples_per_s if best.batch == batch and not length_of(record) else math.inf
     fresh = {one.config: one.first_step_s for one in choices if one.first_step_s > 0}
     # In a run, every changed knob costs its first step, and the baseline costs nothing.
     paying = tuple(own) if record.key.task.command else knobs.FIRST_STEP_COSTS
@@ -206,7 +206,8 @@ def _candidates(record: Record, batch: int, *, timed: bool) -> Iterator[Candidat
             rate, clear = min(most, rate), seen.low > NOISE * base.high
             if isinstance(seen, Choice) and batch == record.batch:
                 clear = seen.speedup_low > 1
-            if config not in advised and (not clear or unverified(record, config)):
+            won = timed and config in advised
+            if not won and (not clear or unverified(record, config)):
                 continue
         first_step_s = fresh.get(config, 0.0)
         if timed and not first_step_s and (seen_s := first_step_seen(trials, config, paying)):
