@@ -1,4 +1,5 @@
-"""Look into the stores for a training script: one after another, within one deadline for all.
+"""Look into the stores for a training script: one after another, within one deadline for all; and
+explain what was looked for, where, and why a record or none was served.
 
 A training run never waits for its advice: a store that does not answer in time counts as a miss.
 Each store is read in a thread, which is abandoned if it hangs, as when the network is down.
@@ -12,13 +13,17 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from advisor.cache.explanation import Explanation
-from advisor.cache.match import Match
+from msgspec import Struct
+
+from advisor.cache.match import Difference, Match, Query
 from advisor.cache.reader import Listing, RecordFilter, StoredRecord, united
 from advisor.cache.records import Records
+from advisor.cache.signing import UNSIGNED
 from advisor.cache.stores import ByteStore, Remote
 from advisor.cache.stores.timeout import run_with_timeout
+from advisor.cache.task import Task, rows
 from advisor.errors import AdvisorError, StoreError
 
 _log = logging.getLogger("advisor")
@@ -26,7 +31,7 @@ _log = logging.getLogger("advisor")
 DEADLINE_S = 1.0
 """For all stores together. A local store takes 2 ms, a cold network file system some 100 ms."""
 _SHORTEST_S = 0.01
-MAX_REFUSED = 8
+MAX_REFUSED, MAX_LISTED = 8, 8
 
 Choose = Callable[[Sequence[StoredRecord]], Match]
 
@@ -128,3 +133,66 @@ def _write_back(
             run_with_timeout(seconds, copy, store.url, lambda _done: None)
         except StoreError as exc:  # read-only or away
             _log.debug("not copied: %s", exc)
+
+
+class NearMiss(Struct, frozen=True, kw_only=True):
+    """A record of the target that was not served, and every field in which it differs. `signed`: by
+    the reader or their team."""
+
+    id: str
+    target: str
+    store: str
+    signed: bool
+    differs: tuple[Difference, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Explanation:
+    """Explains one lookup; its str() is for people.
+
+    Attributes:
+        target: as asked for; '' for the running script's.
+        stores: the URL of each store that was asked, in order, its answer in words and the time.
+        refused: one line for each record that may not be used.
+        failed: one line for each store that could not be read.
+        served: id of the record whose advice is served, or ''.
+        status: 'exact', 'stale', 'nearest' or 'miss'; `reason` as `advice.reason`.
+        near_misses: the other records of the target, the nearest first.
+    """
+
+    target: str
+    query: Query
+    stores: list[tuple[str, str]] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    served: str = ""
+    status: str = "miss"
+    reason: str = ""
+    near_misses: tuple[NearMiss, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"looked for  {self.target or 'what was tuned for this script'}"]
+        wanted = self._wanted().items()
+        lines += [f"  {name:<14}{value}" for name, value in wanted if value not in (None, "")]
+        for url, said in self.stores:
+            lines.append(f"{'looked in' if url == self.stores[0][0] else '':<12}{url}: {said}")
+        lines.append(f"{self.status:<12}{self.reason}")
+        lines += [f"refused     {line}" for line in self.refused]
+        for near in self.near_misses[:MAX_LISTED]:
+            differs = ", ".join(map(str, near.differs))
+            fits = "it fits, but cannot serve this (see above), or another was preferred"
+            unsigned = "" if near.signed else f" ({UNSIGNED})"
+            lines.append(f"not served  {near.id} {near.target}{unsigned}: {differs or fits}")
+        if (more := len(self.near_misses) - MAX_LISTED) > 0:
+            lines.append(f"            and {more} more; see: advisor show")
+        return "\n".join(lines)
+
+    def _wanted(self) -> dict[str, object]:
+        query, here = self.query, self.query.environment
+        found: dict[str, object] = {"model": query.model[:12] if query.model else None}
+        for name, row in rows(Task).items():
+            if name in query.given and name != "target":
+                found[row.keyword] = " ".join(row.kind.texts(query.given[name]))
+        software = here.software
+        versions = {"driver": software.driver, "CUDA": software.cuda, "cuDNN": software.cudnn}
+        return found | {"device": here.device.name} | versions | {"torch": software.torch}

@@ -22,10 +22,9 @@ import msgpack
 from advisor.arguments import Model, Permit
 from advisor.cache import settings
 from advisor.cache.artifacts import Purpose, StoredArtifacts
-from advisor.cache.asking import ask
+from advisor.cache.asking import Explanation, NearMiss, ask
 from advisor.cache.codec import from_plain, to_plain, unpack
 from advisor.cache.config import Config
-from advisor.cache.explanation import Explanation, NearMiss
 from advisor.cache.kinds import Shape
 from advisor.cache.match import MISS, Match, compare
 from advisor.cache.reader import StoredRecord

@@ -1,7 +1,9 @@
-"""How stores are asked for a training script: in order, in time, on every rank alike."""
+"""How stores are asked for a training script: in order, in time, on every rank alike; and what an
+explanation says of it."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -13,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from advisor.cache.asking import MAX_REFUSED, ask
-from advisor.cache.explanation import Explanation
-from advisor.cache.match import Match, Query
+from advisor.cache.asking import MAX_LISTED, MAX_REFUSED, Explanation, NearMiss, ask
+from advisor.cache.config import Config
+from advisor.cache.match import Difference, Match, Query
 from advisor.cache.name import Name
 from advisor.cache.reader import RecordFilter, StoredRecord
 from advisor.cache.records import Records
+from advisor.cache.shown import interval, size, speedup
 from advisor.cache.stores import ByteStore, Remote, open_store
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.timeout import check_deadline
@@ -211,3 +214,67 @@ def test_only_what_is_looked_for_is_read(tmp_path: Path) -> None:
         listing = records.look_into(store, RecordFilter(similar_to=one.key, family="f0", most=most))
         assert {held.record for held in listing.held} == {one, newer} and len(listing.left) == more
         assert len(read) == most + 1  # its own model's, and of others the newest
+
+
+def near(number: int, *differs: Difference, signed: bool = True) -> NearMiss:
+    where = {"target": "model.py:Net", "store": "dir:/a"}
+    return NearMiss(id=f"{number}", signed=signed, differs=differs, **where)
+
+
+def test_a_miss() -> None:
+    edited = Difference(field="code", wanted="edited since", found="as tuned")
+    strict = Difference(field="deterministic", wanted=False, found=True)
+    given = {"shapes": ((8, 3, 256, 256),), "mode": "train", "deterministic": False}
+    given |= {"model_args": Config(a=1, b="x")}
+    said = Explanation(
+        target="model.py:Net",
+        query=Query(environment=ENVIRONMENT, given=given, model=KEY.model),
+        reason="nothing there",
+        stores=[("dir:/a", "1 record"), ("redis://b", "did not answer")],
+        refused=["1 is damaged", "2 is not signed"],
+        near_misses=(near(16, signed=False), *[near(32, edited, strict)] * (MAX_LISTED + 1)),
+    )
+    *lines, more = str(said).splitlines()
+    assert more.strip() == "and 2 more; see: advisor show"
+    assert lines[: 2 - MAX_LISTED] == [
+        "looked for  model.py:Net",
+        "  model         abababababab",
+        "  shape         8x3x256x256",
+        "  mode          train",
+        "  model_args    a=1 b=x",
+        "  deterministic False",
+        "  device        NVIDIA H200",
+        "  driver        580.1",
+        "  CUDA          13.0",
+        "  cuDNN         91900",
+        "  torch         2.11.0",
+        "looked in   dir:/a: 1 record",
+        "            redis://b: did not answer",
+        "miss        nothing there",
+        "refused     1 is damaged",
+        "refused     2 is not signed",
+        "not served  16 model.py:Net (unsigned): it fits, but cannot serve this (see above), or "
+        "another was preferred",
+        "not served  32 model.py:Net: code as tuned -> edited since, deterministic True -> False",
+    ]
+
+
+def test_a_size_has_the_unit_that_fits() -> None:
+    texts = {0: "-", 512: "512 B", 1000 * 1024: "1000 KiB", 2**20: "1 MiB", 3 * 2**29: "1.5 GiB"}
+    assert {count: size(count) for count in texts} == texts
+    assert size(5000 * 2**40) == "5000 TiB"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (1.36, 1.41, "1.36-1.41"),
+        (1.78, 15.27, "1.78-15.27"),
+        (0.2, 0.9, "0.20-0.90"),
+        (0.0, math.inf, "could not tell"),
+        (0.6, 1.8, "could not tell"),
+    ],
+)
+def test_figures_that_say_nothing_are_not_shown(low: float, high: float, text: str) -> None:
+    assert interval(low, high) == text
+    assert speedup(1.9, low, high) == (text if text == "could not tell" else f"1.90x ({text})")

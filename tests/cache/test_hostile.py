@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.cache import exchange
-from advisor.cache.asking import ask
+from advisor.cache.asking import Explanation, ask
 from advisor.cache.codec import decode, encode
-from advisor.cache.explanation import Explanation
 from advisor.cache.garbage import garbage
 from advisor.cache.match import MISS, Query
 from advisor.cache.reader import RecordFilter
