@@ -67,9 +67,11 @@ class LazyGuide:
             from advisor.resolve.online import OnlineTuner
 
             return OnlineTuner(run["command"], asked, tune_s=run["tune_s"])
-        from advisor.resolve.commands import CommandOverrides
+        overrides = None
+        if run["options"]:
+            from advisor.resolve.commands import CommandOverrides
 
-        overrides = CommandOverrides(**run["options"]) if run["options"] else None
+            overrides = CommandOverrides(**run["options"])
         return RecordGuide(run["command"], asked, overrides)
 
     def takes_over(self) -> bool:

@@ -131,9 +131,11 @@ def test_every_knob_can_be_read_by_its_name(
     if status == "disabled":
         monkeypatch.setenv("ADVISOR_DISABLE", "1")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", advisor.AdvisorWarning)
-        advice = look(shape=(4, 3, 9, 9) if status == "miss" else None)
-    assert advice.status == status
+        warnings.simplefilter("ignore" if status == "miss" else "error")
+        advice = advisor.apply(NET, shape=(4, 3, 9 if status == "miss" else 8, 8))
+    assert (advice.status, advice.batch_size) == (status, 4)
+    if status == "disabled":
+        assert advice.config == Config() and torch.get_num_threads() == THREADS
     for knob in KNOBS:
         assert getattr(advice.config, knob.name) == advice.config.get(knob.name, knob.default)
     with pytest.raises(AttributeError, match="config has no 'thread'"):
@@ -172,15 +174,6 @@ def test_miss(record: Record, arguments: Any, says: str) -> None:
     assert flags == (torch.get_num_threads(), torch.get_float32_matmul_precision())
     with pytest.raises(advisor.NoRecord):
         advisor.apply(**asked | {"strict": True})
-
-
-def test_disabled(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ADVISOR_DISABLE", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        advice = advisor.apply(NET, shape=(4, 3, 8, 8))
-    assert (advice.status, advice.config, advice.batch_size) == ("disabled", Config(), 4)
-    assert torch.get_num_threads() == THREADS
 
 
 def test_apply_sets_what_lookup_leaves(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
