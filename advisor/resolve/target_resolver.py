@@ -50,11 +50,18 @@ class TargetResolver:
         return RecordFilter(target=named.name, query=query, now=now)
 
     def match(self, found: Sequence[Record]) -> Match:
-        """The best match. Raises NoRecord if records of several targets or samples fit."""
+        """The best match, or a miss with the nearest record. Raises NoRecord if records of several
+        targets or samples fit."""
         mine = [one for one in found if not self.differences(one)]
         fitting = [one for one in mine if best(self.query, [one]).fits]
         if not fitting:
-            return best(self.query, mine) if mine else self._elsewhere(found)
+            own = [one for one in found if all(d.field != FILE for d in self.differences(one))]
+            # Without a name, records of files that the script does not import do not count.
+            match = best(self.query, mine or own or (found if self._named else ()))
+            if match.record is None:
+                return MISS
+            differs = () if match.fits else match.differs
+            return Match(record=match.record, differs=self.differences(match.record) + differs)
         if not self._request.has_model:
             if "model_args" not in self._request.given:  # prefer the model that is built without
                 plain = [one for one in fitting if one.key.task.model_args == NONE]
@@ -66,17 +73,6 @@ class TargetResolver:
                     "apply(target, shape=..., dtype=..., model_args=...)"
                 )
         return best(self.query, fitting)
-
-    def _elsewhere(self, found: Sequence[Record]) -> Match:
-        """A miss, because no record has this target, with the nearest record of its name."""
-        own = [one for one in found if FILE not in {d.field for d in self.differences(one)}]
-        if not own and self._named is None:
-            return MISS  # the files lie beside the script, which does not import them
-        match = best(self.query, own or found)
-        if match.record is None:
-            return MISS
-        differs = () if match.fits else match.differs
-        return Match(record=match.record, differs=self.differences(match.record) + differs)
 
     def differences(self, record: Record) -> tuple[Difference, ...]:
         """How a record's target differs from the requested one: in its file, its present code, or
