@@ -184,7 +184,6 @@ def serve(request: Request, *, strict: bool) -> Advice:
 
 def _advice(served: Served, request: Request) -> Advice:
     from advisor.tuners.act.advice import Advice
-    from advisor.tuners.act.artifacts import Fetch
 
     batch, config = None if request.free else request.batch, served.config
     if batch is not None and config.batch:
@@ -193,6 +192,8 @@ def _advice(served: Served, request: Request) -> Advice:
     advice = Advice(knobs.Advised(config), device=request.device, batch_size=batch, served=served)
     if record is None or served.status not in (EXACT, STALE) or not knobs.compiles(config):
         return advice
+    from advisor.tuners.act.artifacts import Fetch
+
     purpose = Purpose.of(record, served.config, detect(request.device), tools())
 
     def find() -> StoredArtifacts | None:
