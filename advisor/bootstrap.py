@@ -18,7 +18,7 @@ from advisor.tuners.act.pilot.protocol import (
 )
 
 if TYPE_CHECKING:
-    from advisor.resolve.command_overrides import CommandOverrides
+    from advisor.resolve.commands import CommandOverrides
     from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, Guide
     from advisor.tuners.act.pilot.script_facts import ScriptFacts
 
@@ -34,23 +34,19 @@ def attach() -> None:
     from advisor.cache import settings
     from advisor.tuners.act.pilot.pilot import ACTIVE_PILOT
 
-    guide = from_environment()
-    if guide is not None:
+    guide, run = from_environment(), json.loads(os.environ.get(RUN) or "{}")
+    if guide is None and (not run or settings.disabled()):
+        return
+    comparer = None
+    if guide is not None or run["tune_s"]:
         from advisor.tuners.measure.run.recorded_steps import RecordedSteps
 
-        if (folder := checkpoints()) is not None:
-            from advisor.tuners.act.pilot.checkpoints import Redirection
+        comparer = RecordedSteps(careful=guide is None)
+    if guide is not None and (folder := checkpoints()) is not None:
+        from advisor.tuners.act.pilot.checkpoints import Redirection
 
-            Redirection(folder).install()
-        ACTIVE_PILOT.attach(guide, RecordedSteps())
-    elif (text := os.environ.get(RUN)) and not settings.disabled():
-        run = json.loads(text)
-        comparer = None
-        if run["tune_s"]:
-            from advisor.tuners.measure.run.recorded_steps import RecordedSteps
-
-            comparer = RecordedSteps(careful=True)
-        ACTIVE_PILOT.attach(LazyGuide(run), comparer)
+        Redirection(folder).install()
+    ACTIVE_PILOT.attach(guide or LazyGuide(run), comparer)
 
 
 class LazyGuide:
@@ -71,9 +67,11 @@ class LazyGuide:
             from advisor.resolve.online import OnlineTuner
 
             return OnlineTuner(run["command"], asked, tune_s=run["tune_s"])
-        from advisor.resolve.command_overrides import CommandOverrides
+        overrides = None
+        if run["options"]:
+            from advisor.resolve.commands import CommandOverrides
 
-        overrides = CommandOverrides(**run["options"]) if run["options"] else None
+            overrides = CommandOverrides(**run["options"])
         return RecordGuide(run["command"], asked, overrides)
 
     def takes_over(self) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 from tests import hostile
-from tests.face.through import COMMANDS, Happened, lost, through
+from tests.face.test_hostile import COMMANDS, Happened, lost, through
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Look into the stores for a training script: one after another, within one deadline for all.
+"""Look into the stores for a training script: one after another, within one deadline for all; and
+explain what was looked for, where, and why a record or none was served.
 
 A training run never waits for its advice: a store that does not answer in time counts as a miss.
 Each store is read in a thread, which is abandoned if it hangs, as when the network is down.
@@ -13,13 +14,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from advisor.cache.match import MISS, Match
+from msgspec import Struct
+
+from advisor.cache.match import Difference, Match, Query
 from advisor.cache.reader import Listing, RecordFilter, StoredRecord, united
 from advisor.cache.records import Records
+from advisor.cache.signing import UNSIGNED
 from advisor.cache.stores import ByteStore, Remote
 from advisor.cache.stores.timeout import run_with_timeout
+from advisor.cache.task import Task, rows
 from advisor.errors import AdvisorError, StoreError
 
 _log = logging.getLogger("advisor")
@@ -27,61 +31,32 @@ _log = logging.getLogger("advisor")
 DEADLINE_S = 1.0
 """For all stores together. A local store takes 2 ms, a cold network file system some 100 ms."""
 _SHORTEST_S = 0.01
-MAX_REFUSED = 8
+MAX_REFUSED, MAX_LISTED = 8, 8
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """The choice among the records found so far.
-
-    Attributes:
-        match: the record that is meant, or a miss.
-        held: the record that is served; None if none is.
-        final: no other store could have a better one.
-        answer: the part of the record that is served.
-        refused: why no config is served although a record fits; else ''.
-    """
-
-    match: Match = MISS
-    held: StoredRecord | None = None
-    final: bool = False
-    answer: Any = None
-    refused: str = ""
-
-
-Choose = Callable[[Sequence[StoredRecord]], Chosen]
-
-
-@dataclass(slots=True)
-class LookupResult:
-    """The answers of the stores.
-
-    Attributes:
-        held: the records found, each once, and where they are.
-        chosen: the choice among them; None if no store could be read.
-        stores: the URL of each store asked, in order, with its answer in words and the time taken.
-        refused: one line for each record that may not be used.
-        failed: the errors of stores that could not be read.
-    """
-
-    held: list[StoredRecord] = field(default_factory=list)
-    chosen: Chosen | None = None
-    stores: list[tuple[str, str]] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    failed: list[StoreError] = field(default_factory=list)
+Choose = Callable[[Sequence[StoredRecord]], Match]
 
 
 def ask(
-    records: Records, sought: RecordFilter, choose: Choose, *, deadline_s: float = DEADLINE_S
-) -> LookupResult:
-    """Look into one store after another until a choice is final, on every rank alike.
+    records: Records,
+    sought: RecordFilter,
+    choose: Choose,
+    found: Explanation,
+    *,
+    deadline_s: float = DEADLINE_S,
+) -> tuple[Match | None, list[StoredRecord]]:
+    """Look into one store after another until a match is final, on every rank alike.
 
     Each store gets half of the time that is left, the last one all of it. A remote store also gets
     no more than its `timeout_s`; its late answer is kept locally for the next run. Rank 0 copies a
-    record that is found in a later store into the stores before it.
+    record that is found in a later store into the stores before it. `found` gets the answers of
+    the stores.
+
+    Returns:
+        (The match; None if no store could be read. The records found, each once.)
     """
     until = time.monotonic() + deadline_s
-    result = LookupResult()
+    match: Match | None = None
+    held: list[StoredRecord] = []
     behind: list[ByteStore] = []
     for store in records.stores:
         began = time.perf_counter()
@@ -92,24 +67,24 @@ def ask(
             read = functools.partial(records.look_into, store, sought)
             listing = _read(store, read, seconds, functools.partial(_keep, records, choose))
         except StoreError as exc:
-            result.failed.append(exc)
-            result.stores.append((store.url, str(exc).removeprefix(f"cache {store.url}: ")))
+            found.failed.append(str(exc))
+            found.stores.append((store.url, str(exc).removeprefix(f"cache {store.url}: ")))
             continue
-        result.refused += listing.damaged[:MAX_REFUSED]
+        found.refused += listing.damaged[:MAX_REFUSED]
         if (more := len(listing.damaged) - MAX_REFUSED) > 0:
-            result.refused.append(f"{store.url}: {more} more that cannot be used")
-        result.held = united([*result.held, *listing.held])
+            found.refused.append(f"{store.url}: {more} more that cannot be used")
+        held = united([*held, *listing.held])
         number = len(listing.held)
         count = f"{number} record{'s' * (number != 1)} found" if number else "no record found"
         took = f"{(time.perf_counter() - began) * 1e3:.1f} ms"
-        result.stores.append((store.url, f"{count} ({took})"))
-        result.chosen = choose(result.held)
-        if result.chosen.final:
+        found.stores.append((store.url, f"{count} ({took})"))
+        match = choose(held)
+        if match.final:
             break
         behind.append(store)
-    if result.chosen and result.chosen.held and _writes():
-        _write_back(records, result.chosen.held, behind, until)
-    return result
+    if match and match.held and _writes():
+        _write_back(records, match.held, behind, until)
+    return match, held
 
 
 def _left(until: float, store: ByteStore) -> float:
@@ -158,3 +133,66 @@ def _write_back(
             run_with_timeout(seconds, copy, store.url, lambda _done: None)
         except StoreError as exc:  # read-only or away
             _log.debug("not copied: %s", exc)
+
+
+class NearMiss(Struct, frozen=True, kw_only=True):
+    """A record of the target that was not served, and every field in which it differs. `signed`: by
+    the reader or their team."""
+
+    id: str
+    target: str
+    store: str
+    signed: bool
+    differs: tuple[Difference, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Explanation:
+    """Explains one lookup; its str() is for people.
+
+    Attributes:
+        target: as asked for; '' for the running script's.
+        stores: the URL of each store that was asked, in order, its answer in words and the time.
+        refused: one line for each record that may not be used.
+        failed: one line for each store that could not be read.
+        served: id of the record whose advice is served, or ''.
+        status: 'exact', 'stale', 'nearest' or 'miss'; `reason` as `advice.reason`.
+        near_misses: the other records of the target, the nearest first.
+    """
+
+    target: str
+    query: Query
+    stores: list[tuple[str, str]] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    served: str = ""
+    status: str = "miss"
+    reason: str = ""
+    near_misses: tuple[NearMiss, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"looked for  {self.target or 'what was tuned for this script'}"]
+        wanted = self._wanted().items()
+        lines += [f"  {name:<14}{value}" for name, value in wanted if value not in (None, "")]
+        for url, said in self.stores:
+            lines.append(f"{'looked in' if url == self.stores[0][0] else '':<12}{url}: {said}")
+        lines.append(f"{self.status:<12}{self.reason}")
+        lines += [f"refused     {line}" for line in self.refused]
+        for near in self.near_misses[:MAX_LISTED]:
+            differs = ", ".join(map(str, near.differs))
+            fits = "it fits, but cannot serve this (see above), or another was preferred"
+            unsigned = "" if near.signed else f" ({UNSIGNED})"
+            lines.append(f"not served  {near.id} {near.target}{unsigned}: {differs or fits}")
+        if (more := len(self.near_misses) - MAX_LISTED) > 0:
+            lines.append(f"            and {more} more; see: advisor show")
+        return "\n".join(lines)
+
+    def _wanted(self) -> dict[str, object]:
+        query, here = self.query, self.query.environment
+        found: dict[str, object] = {"model": query.model[:12] if query.model else None}
+        for name, row in rows(Task).items():
+            if name in query.given and name != "target":
+                found[row.keyword] = " ".join(row.kind.texts(query.given[name]))
+        software = here.software
+        versions = {"driver": software.driver, "CUDA": software.cuda, "cuDNN": software.cudnn}
+        return found | {"device": here.device.name} | versions | {"torch": software.torch}

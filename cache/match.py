@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 
@@ -16,6 +16,9 @@ from advisor.cache.key import PLACE, VARIANT, Environment, Field, Key, fields, f
 from advisor.cache.key import of_environment as environment_fields
 from advisor.cache.record import Record
 from advisor.cache.task import Task, rows
+
+if TYPE_CHECKING:
+    from advisor.cache.reader import StoredRecord
 
 MatchKind = Literal["exact", "compatible", "miss"]
 
@@ -81,12 +84,23 @@ class Difference(Struct, frozen=True, kw_only=True):
         return f"{label} {_shown(self.field, self.found)} -> {_shown(self.field, self.wanted)}"
 
 
-class Match(Struct, frozen=True, kw_only=True):
-    """The record that answers, or on a miss the nearest one, if there is any."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """The record that answers, or on a miss the nearest one, if there is any.
+
+    Attributes:
+        answer: the part of the record that is served; `held`: where the record is. Both are None
+            if nothing is served; `refused` says why, if a record fits.
+        final: no other store could have a better record.
+    """
 
     kind: MatchKind = "miss"
     record: Record | None = None
     differs: tuple[Difference, ...] = ()
+    held: StoredRecord | None = None
+    answer: Any = None
+    refused: str = ""
+    final: bool = False
 
     @property
     def fits(self) -> bool:

@@ -32,6 +32,9 @@ class Length:
     steps: int = 0
     seconds: float = 0.0
 
+    def __str__(self) -> str:
+        return f"{self.steps} steps" if self.steps else f"{self.seconds:g} s"
+
     def rate(self, pace: Pace) -> float:
         """Samples per second over the whole job."""
         if self.steps:

@@ -31,7 +31,7 @@ from advisor.report import sections, tables
 from advisor.report.data import as_data, explained
 from advisor.report.text import spread
 from advisor.resolve.commands import of_command, served_to_run, state_of
-from advisor.resolve.find import preview
+from advisor.resolve.lookups import look_up
 from advisor.resolve.request import Request
 from advisor.tuners.environment import default_device, detect
 from advisor.tuners.knobs import described
@@ -193,7 +193,7 @@ def why(
     """
     asked = options.collected(Task, given)
     if target is not None:
-        yield from _why(target, asked | given | {"cache": cache}, strict)
+        yield from _why(target, asked | given | {"store": cache}, strict)
     elif asked or any(given.values()):
         raise UsageError("for a command, leave out --shape and the other options of a TARGET")
     else:
@@ -208,14 +208,14 @@ def _why(target: str, asked: dict[str, Any], strict: bool) -> Parts:
     if asked["on_miss"] is None and settings.on_miss() not in _SERVED:
         asked["on_miss"] = "default"  # `why` tunes nothing
     request = Request.of(target, asked)
-    served = preview(request)
+    served = look_up(request)
     found, batch = served.explanation, served.config.batch or request.batch
     yield f"{served.status}: {served.reason}" if found is None else str(found)
     if found is not None and found.served:
         what = described(served.config, served.default)
         yield f"served      {found.served}: {what}, batch {batch}"
     elif found is not None and not found.near_misses:
-        newest = open_records(asked["cache"]).newest(MAX_RECORDS)
+        newest = open_records(asked["store"]).newest(MAX_RECORDS)
         if names := sorted({one.record.target.name for one in newest}):
             yield f"records of  {', '.join(names)}"
     missed = strict and served.record is None

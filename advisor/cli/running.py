@@ -52,7 +52,7 @@ def run(
         if named:
             raise UsageError("--map restarts your command and --tune does not; give one of them")
     if named:
-        from advisor.resolve.command_overrides import override
+        from advisor.resolve.commands import override
 
         try:
             words, overrides = override(command, named, cache)

@@ -149,7 +149,8 @@ class Framework:
         # First: torch's import may start a pilot, which must not find advisor half imported.
         import torch  # noqa: F401
 
-        from advisor.resolve.lookups import lookup_for, named_batch
+        from advisor.resolve.lookups import lookup_for
+        from advisor.resolve.request import Request
 
         free = asked.get("batch") == "free"
         if free and not self.makes_loader:
@@ -157,7 +158,8 @@ class Framework:
                 f"batch 'free': {self.title} does not make the loader, your script does; give a "
                 "batch size, or see advisor emit --batch free"
             )
-        batch = named_batch({**asked, "batch": None} if free else asked)
+        named = {"shape": asked.get("shape"), "batch": None if free else asked.get("batch")}
+        batch = Request.attempt(None, named).batch
 
         def fits(record: Record, config: Config) -> bool:
             setup = self.setup(record, config, batch)

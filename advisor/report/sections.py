@@ -10,7 +10,7 @@ from advisor.cache.record import Record
 from advisor.report import feeding, tables
 from advisor.report.data import Comparison, Estimate, Report, Section, Timeline, Tried
 from advisor.report.text import spread
-from advisor.resolve.doubt import doubtful
+from advisor.resolve.answer import doubtful
 from advisor.tuners.knobs import described
 
 

@@ -16,8 +16,7 @@ from advisor.command_snippets import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Section, Table
 from advisor.report.text import age, duration, outcome, rate, ratios, spread
-from advisor.resolve.answer import break_even, is_clear, unverified
-from advisor.resolve.doubt import DOUBTFUL, doubtful
+from advisor.resolve.answer import DOUBTFUL, break_even, doubtful, is_clear, unverified
 from advisor.tuners.knobs import INPUT_PIPELINE, caveats, described
 
 WAITED = 0.1
@@ -154,9 +153,9 @@ def remarks(record: Record) -> Iterator[str]:
         yield f"Chosen for a job of {made.steps:,} steps."
     elif made.duration_s:
         yield f"Chosen for a job of {duration(made.duration_s)}."
-    for steps, one in break_even(record):
-        if one.config == advised.config != baseline.config:
-            after = f" ({duration(one.pace.time_s(steps))})" if steps > 1 else ""
+    for steps, config, pace in break_even(record):
+        if config == advised.config != baseline.config:
+            after = f" ({duration(pace.time_s(steps))})" if steps > 1 else ""
             yield f"The advice pays from step {steps:,} on{after}."
     if advised.loaded_step_s and advised.first_step_s:
         fresh, loaded = duration(advised.first_step_s), duration(advised.loaded_step_s)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from advisor.cache.config import Config
 from advisor.cache.match import Query
@@ -22,35 +22,35 @@ from advisor.cache.record import (
 )
 from advisor.cache.shown import interval, times
 from advisor.errors import NoRecord
-from advisor.resolve.doubt import doubtful, without_doubtful
-from advisor.resolve.request import Candidate, Request
+from advisor.resolve.request import Request
 from advisor.tuners import knobs
 from advisor.tuners.act.advice_usage import Served
-from advisor.tuners.doubt import unsteady
+from advisor.tuners.doubt import is_doubtful, unsteady
 from advisor.tuners.length import Length, Pace, first_step_seen
 from advisor.tuners.length import break_even as overtaking
 
 NOISE = 1.03
 """A smaller ratio between two configs that were measured once each may be noise."""
 LEAST_GAIN = 1.01
-"""For a job of known length, a smaller gain is not advised."""
-ONCE = 1.03
-"""For a job of known length, a config that was measured once counts as this much slower than the
-low end of its interval."""
-SHORTEST_S, LONGEST_S = 1e-12, 1e9
-"""Step times outside this range are ignored: no clock can have measured them."""
+"""A smaller gain is not advised, if no race chose the config."""
+DOUBTFUL = (
+    "Doubtful: the baseline's speed changed during the race by more than the result's interval, as "
+    "on a busy host; configs that seemed to gain are not advised"
+)
 
 
 def answer(record: Record, request: Request) -> Served:
     """The record's best config for a request. Raises NoRecord if no measured config fits it."""
-    length = request.length(record.batch)
-    request = dataclasses.replace(request, batch=request.batch or record.batch)
+    batch = request.batch or record.batch
+    length, request = request.plan.length(batch), dataclasses.replace(request, batch=batch)
     reliable = without_doubtful(record)
-    found = _steady(reliable, request) if length is None else _over(reliable, request, length)
-    reason, busy = found.reason, "the host was too busy to tell what"
-    if reliable is not record:
-        own = f"{record.key.task.baseline}: {busy} gains"
-        reason = f"{reason}; {busy} else gains" if reliable.compares else own
+    found = _best(reliable, request, length) if length else _steady(reliable, request)
+    if reliable is record:
+        return found
+    busy = "the host was too busy to tell what"
+    reason = f"{record.key.task.baseline}: {busy} gains"
+    if reliable.compares:
+        reason = f"{found.reason}; {busy} else gains"
     return dataclasses.replace(found, reason=reason, record=record)
 
 
@@ -63,8 +63,8 @@ def _served(
     flags: Config | None = None,
     gains: Mapping[str, float] | None = None,
 ) -> Served:
-    """A config as Served. If it has `gains`, also whether its numerics are in doubt."""
-    doubt = "" if gains is None else unverified(record, config)
+    """A config as Served; the reason says whether its numerics are in doubt."""
+    doubt = unverified(record, config)
     return Served(
         config=Config(config | record.input),
         reason=reason + doubt,
@@ -79,116 +79,153 @@ def _served(
 
 
 def _steady(record: Record, request: Request) -> Served:
+    """The best config without counting the first step: the winner of the race if it fits, with the
+    gains of the other uses, else the best of all that ran."""
     choice = record.winner(request.use, free=request.free)
     if request.free:
         request = dataclasses.replace(request, batch=choice.batch)
-    if request.batch == choice.batch and request.allows(record, choice):
-        return _raced(record, choice, request)
-    return _from_trials(record, request)
-
-
-def _raced(record: Record, choice: Choice, request: Request) -> Served:
-    """The winner for a use, with the gains of the other uses."""
+    if request.batch != choice.batch or not request.allows(record, choice):
+        return _best(record, request)
     winners = {use: record.winner(use, free=request.free) for use in RACED}
     wider = USES[USES.index(request.use) + 1 :]
     allowed = {u: one for u, one in winners.items() if u in wider or request.allows(record, one)}
-    baseline, made = record.key.task.baseline, record.provenance
-    what = f"{times(choice.speedup)} {baseline} at batch {record.batch}"
+    baseline = record.key.task.baseline
+    reason = f"{times(choice.speedup)} {baseline} at batch {record.batch}"
     if choice.config == record.baseline.config:
-        what = f"{baseline}: {_no_gain(record)}"
-    if made.steps or made.duration_s:
-        job = f"{made.steps} steps" if made.steps else f"{made.duration_s:g} s"
-        what += f" in the steady state, chosen for a job of {job}"
+        reason = f"{baseline}: {_no_gain(record)}"
+    if length := length_of(record):
+        reason += f" in the steady state, chosen for a job of {length}"
     flags = allowed.get(FLAGS, record.baseline).config
     gains = {use: one.speedup for use, one in allowed.items()}
-    return _served(record, request, choice.config, what, flags=flags, gains=gains)
+    return _served(record, request, choice.config, reason, flags=flags, gains=gains)
 
 
 def _no_gain(record: Record) -> str:
     return "nothing measured is clearly faster" if record.compares else "nothing else was measured"
 
 
-def _from_trials(record: Record, request: Request) -> Served:
-    """The best measured config for a batch or for limits that no race covered."""
+class Candidate(NamedTuple):
+    """A config that ran. `raced`: measured in turn with torch's default, not once."""
+
+    config: Config
+    samples_per_s: float
+    peak_bytes: int
+    raced: bool
+    pace: Pace
+
+
+def _best(record: Record, request: Request, length: Length | None = None) -> Served:
+    """The fastest config of all that ran: over a job, first step included, or in the steady state.
+    For batches and limits that no race covered, and for jobs of another length."""
     batch = request.batch or record.batch
-    known = _measured(record, batch)
-    base = known.get(record.baseline.config.at(batch))
-    fitting = [
-        one
-        for one in known.values()
-        if request.allows(record, one) and not unverified(record, one.config)
-    ]
-    if not fitting or base is None:
-        default = record.baseline.config.knobs
-        ran = {t.config for t in record.trials if t.measurement.ok and t.stage == "compute"}
-        sizes = sorted({record.batch} | {one.batch for one in ran if one.knobs == default})
-        raise NoRecord(
-            f"{record.target.name} was not measured at {request}, or torch's default was not; "
-            f"measured batches: {', '.join(map(str, sizes))}"
-        )
-    raced_here = batch == record.batch
-    # Single measurements differ only if the difference exceeds their own spread.
-    better = [
-        one
-        for one in fitting
-        if one is not base
-        and (one.faster if one.raced and raced_here else one.low > NOISE * base.high)
-    ]
-    if not better:
-        reason = f"torch's default: nothing measured beats it at {request}"
-        return _served(record, request, base.config, reason)
-    best = max(better, key=lambda one: one.samples_per_s)
-    speedup = best.samples_per_s / base.samples_per_s
-    how = "raced" if best.raced and raced_here else "each measured once"
-    flags, gains, alone = record.winner(FLAGS), {request.use: speedup}, base.config
-    if flags.batch == batch and request.allows(record, flags):
-        gains, alone = {FLAGS: flags.speedup} | gains, flags.config
-    reason = f"{times(speedup)} torch's default at batch {batch}, {how}"
-    return _served(record, request, best.config, reason, flags=alone, gains=gains)
-
-
-def _over(record: Record, request: Request, length: Length) -> Served:
-    """The config with the most samples/s over a job, first step included."""
-    sizes = {record.batch} | {t.config.batch for t in record.trials if t.stage == "compute"}
-    found = [
-        one
-        for size in (sorted(sizes) if request.free else [length.batch])
-        for one in _candidates(record, size)
-        if request.allows(record, one)
-    ]
-    default = record.baseline.config.at(length.batch)
-    base = next((one for one in found if one.config == default), None)
-    if not record.compares and all(one == base for one in found):
+    default, sizes = record.baseline.config.at(batch), [batch]
+    if length and request.free:
+        tried = {one.config.batch for one in record.trials if one.stage == "compute"}
+        sizes = sorted({record.batch} | tried)
+    known = [one for size in sizes for one in _candidates(record, size, timed=length is not None)]
+    found = [one for one in known if request.allows(record, one)]
+    base = next((one for one in known if one.config == default), None)
+    if length and not record.compares and all(one is base for one in found):
         return _steady(record, request)  # the length makes no difference
-    if base is None:
-        steady = _steady(record, request)
-        why = "has no known first step"
-        if _candidates(record, length.batch):
+    if length and base not in found:
+        steady, why = _steady(record, request), "has no known first step"
+        if base is not None:
             why = "is not among what is permitted"
         unknown = f"; the job's length is not counted, because torch's default {why}"
         return dataclasses.replace(steady, reason=steady.reason + unknown)
-    best = max(found, key=lambda one: length.rate(one.pace))
-    job = f"{length.steps} steps" if length.steps else f"{length.seconds:g} s"
-    rate, default_rate = length.rate(best.pace), length.rate(base.pace)
-    if rate < LEAST_GAIN * default_rate or best == base:
-        reason = f"torch's default: over {job} at batch {length.batch} no config pays"
-        return _served(record, request, base.config, reason)
-    gain = rate / default_rate if default_rate else float("inf")
-    rates = "raced" if best.raced and base.raced else "each measured once"
-    reason = (
-        f"{times(gain)} torch's default over {job} at batch {best.pace.batch}, "
-        f"{best.pace.first_step_s:.3g} s of first step counted ({rates})"
-    )
-    # A script that only calls apply() gets the default: no race was for a job's length.
-    flags = record.baseline.config.at(best.config.batch)
-    return _served(record, request, best.config, reason, flags=flags, gains={request.use: gain})
+    if base is None or not found:
+        ran = {t.config for t in record.trials if t.measurement.ok and t.stage == "compute"}
+        batches = sorted({record.batch} | {one.batch for one in ran if one.knobs == default.knobs})
+        raise NoRecord(
+            f"{record.target.name} was not measured at {request}, or torch's default was not; "
+            f"measured batches: {', '.join(map(str, batches))}"
+        )
+
+    def rate(one: Candidate) -> float:
+        return length.rate(one.pace) if length else one.samples_per_s
+
+    best = max(found, key=rate)
+    if best is base or rate(best) < LEAST_GAIN * rate(base):
+        beaten = f"nothing measured beats it at {request}"
+        if length:
+            beaten = f"over {length} at batch {batch} no config pays"
+        return _served(record, request, default, f"torch's default: {beaten}")
+    gain = rate(best) / rate(base) if rate(base) else math.inf
+    reason, how = f"{times(gain)} torch's default", "each measured once"
+    if best.raced and base.raced:
+        how = "raced"
+    # A script that only calls apply() gets the default, unless a race at this batch chose flags.
+    flags, chosen = default.at(best.config.batch), record.winner(FLAGS)
+    gains = {request.use: gain}
+    if length:
+        first = f"{best.pace.first_step_s:.3g} s of first step counted"
+        reason += f" over {length} at batch {best.config.batch}, {first} ({how})"
+    else:
+        reason += f" at batch {batch}, {how}"
+        if chosen.batch == batch and request.allows(record, chosen):
+            gains, flags = {FLAGS: chosen.speedup} | gains, chosen.config
+    return _served(record, request, best.config, reason, flags=flags, gains=gains)
 
 
-def break_even(record: Record, use: str = LOOP) -> list[tuple[int, Candidate]]:
-    """Pairs (steps, the best config for jobs of at least these steps), at the user's batch."""
-    default, found = record.baseline.config, _candidates(record, record.batch)
-    known = [one for one in found if knobs.follows(use, one.config, default)]
-    return [(steps, known[i]) for steps, i in overtaking([one.pace for one in known])]
+def break_even(record: Record) -> list[tuple[int, Config, Pace]]:
+    """For jobs of at least a number of steps at the user's batch: a loop's best config and pace."""
+    default = record.baseline.config
+    found = _candidates(record, record.batch, timed=True)
+    known = [(one.config, one.pace) for one in found if knobs.follows(LOOP, one.config, default)]
+    return [(steps, *known[i]) for steps, i in overtaking([pace for _config, pace in known])]
+
+
+def _candidates(record: Record, batch: int, *, timed: bool) -> Iterator[Candidate]:
+    """Yields torch's default at a batch, then the configs that ran there and are clearly faster and
+    verified; nothing if the default did not run. `timed`: only configs whose first step is known,
+    and all that won a race."""
+    own, default, trials = record.baseline.config, record.baseline.config.at(batch), record.trials
+    choices = [record.baseline, *(one.choice for one in record.winners), *record.raced]
+    ran: dict[Config, Measurement | Choice] = {
+        trial.config: trial.measurement
+        for trial in trials
+        if trial.stage == "compute" and trial.measurement.ok and trial.origin != "reference"
+    }
+    ran |= {one.config: one for one in choices}
+    base = ran.pop(default, None)
+    if base is None:
+        return
+    # In the steady state, no config may count as faster than the advice, which won the race.
+    best, advised = record.winner(CAPTURE), {one.choice.config for one in record.winners}
+    most = best.samples_per_s if best.batch == batch and not length_of(record) else math.inf
+    fresh = {one.config: one.first_step_s for one in choices if one.first_step_s > 0}
+    # In a run, every changed knob costs its first step, and the baseline costs nothing.
+    paying = tuple(own) if record.key.task.command else knobs.FIRST_STEP_COSTS
+    # Each fresh process pays this; the trials, in one process, paid it only once.
+    loading = max(0.0, fresh.get(own, 0.0) - first_step_seen(trials, own, paying))
+    for config, seen in ((default, base), *ran.items()):
+        if config.batch != batch:
+            continue
+        rate, raced = seen.samples_per_s, isinstance(seen, Choice)
+        if seen is not base:
+            rate, clear = min(most, rate), seen.low > NOISE * base.high
+            if isinstance(seen, Choice) and batch == record.batch:
+                clear = seen.speedup_low > 1
+            won = timed and config in advised
+            if not won and (not clear or unverified(record, config)):
+                continue
+        first_step_s = fresh.get(config, 0.0)
+        if timed and not first_step_s and (seen_s := first_step_seen(trials, config, paying)):
+            first_step_s = seen_s + loading
+        if not timed or (first_step_s and rate):
+            step_s = batch / rate if rate else math.inf
+            pace = Pace(batch=batch, first_step_s=first_step_s, step_s=step_s)
+            yield Candidate(config, rate, seen.peak_bytes, raced, pace)
+        elif seen is base:
+            return
+
+
+def length_of(record: Record) -> Length | None:
+    """The job that a record's advice was chosen for; None for the steady state."""
+    made = record.provenance
+    if not (made.steps or made.duration_s):
+        return None
+    return Length(batch=record.batch, steps=made.steps, seconds=made.duration_s)
 
 
 def _comparison(record: Record, config: Config) -> Measurement | None:
@@ -266,11 +303,10 @@ def carry_over(record: Record, request: Request, query: Query) -> Served:
             and (sound or not knobs.needs_comparison(alone))
         )
 
-    safe = (k for k in knobs.KNOBS if k.name in held and is_safe(k, held[k.name]))
-    found = Config({knob.name: held[knob.name] for knob in safe})
-    batch = request.batch
-    if batch is None and sample == record.key.task.sample and here.memory_gib >= there.memory_gib:
-        batch = record.batch
+    mine = (knob for knob in knobs.KNOBS if knob.name in held)
+    found = Config({k.name: held[k.name] for k in mine if is_safe(k, held[k.name])})
+    fits = sample == record.key.task.sample and here.memory_gib >= there.memory_gib
+    batch = request.batch or (record.batch if fits else None)
     return Served(
         config=found if batch is None else found.at(batch),
         status="nearest",
@@ -281,72 +317,25 @@ def carry_over(record: Record, request: Request, query: Query) -> Served:
     )
 
 
-def _measured(record: Record, batch: int) -> dict[Config, Candidate]:
-    """Every config that ran at a batch, with the figures of its race, else of its trial."""
-    tried: dict[Config, Measurement | Choice] = {
-        trial.config: trial.measurement
-        for trial in record.trials
-        if trial.stage == "compute" and trial.measurement.ok and trial.origin != "reference"
-    }
-    raced = {one.config: one for one in _choices(record)}
-    return {
-        config: Candidate(
-            config=config,
-            samples_per_s=seen.samples_per_s,
-            low=seen.low,
-            high=seen.high,
-            peak_bytes=seen.peak_bytes,
-            raced=config in raced,
-            faster=isinstance(seen, Choice) and (seen.speedup_low > 1 or batch != record.batch),
-        )
-        for config, seen in (tried | raced).items()
-        if config.batch == batch
-    }
+def doubtful(record: Record) -> bool:
+    """Whether the host was too busy during a record's race. Such a record counts in no mean."""
+    best, own = record.winner(record.use), record.baseline
+    deciding = record.raced if best.config == own.config else (best,)
+    return any(is_doubtful(one, own) for one in deciding)
 
 
-def _candidates(record: Record, batch: int) -> list[Candidate]:
-    """Configs that may be the best for some job at one batch size, torch's default first, each with
-    its pace. Configs without a known first step are left out; [] if the default is one of them."""
-    known, default = _measured(record, batch), record.baseline.config
-    base = known.get(default.at(batch))
-    if base is None:
-        return []
-    # In the steady state, no config may count as faster than the advice, which won the race.
-    best = record.winner(CAPTURE)
-    most = best.samples_per_s if best.batch == batch and not length_of(record) else math.inf
-    advised = {one.choice.config for one in record.winners}
-    fresh = {c.config: c.first_step_s for c in _choices(record) if c.first_step_s > 0}
-    # In a run, every changed knob costs its first step, and the baseline costs nothing.
-    paying = tuple(default) if record.key.task.command else knobs.FIRST_STEP_COSTS
-    # Each fresh process pays this; the trials, in one process, paid it only once.
-    seen = first_step_seen(record.trials, default, paying)
-    loading = max(0.0, fresh.get(default, 0.0) - seen)
-    found = []
-    for one in [base, *(other for other in known.values() if other is not base)]:
-        rate = one.samples_per_s
-        if one is not base:
-            rate = min(most, one.samples_per_s if one.raced else one.low / ONCE)
-            counts = one.faster if one.raced else rate > base.samples_per_s
-            if one.config not in advised and (not counts or unverified(record, one.config)):
-                continue
-        seen = first_step_seen(record.trials, one.config, paying)
-        first_step_s = fresh.get(one.config) or (seen and seen + loading)
-        step_s = batch / rate if rate > 0 else 0.0
-        if all(SHORTEST_S < seconds < LONGEST_S for seconds in (step_s, first_step_s)):
-            pace = Pace(batch=batch, first_step_s=first_step_s, step_s=step_s)
-            found.append(dataclasses.replace(one, pace=pace))
-        elif one is base:
-            return []
-    return found
-
-
-def length_of(record: Record) -> Length | None:
-    """The job that a record's advice was chosen for; None for the steady state."""
-    made = record.provenance
-    if not (made.steps or made.duration_s):
-        return None
-    return Length(batch=record.batch, steps=made.steps, seconds=made.duration_s)
-
-
-def _choices(record: Record) -> list[Choice]:
-    return [record.baseline, *(one.choice for one in record.winners), *record.raced]
+def without_doubtful(record: Record) -> Record:
+    """The record without doubtful configs. Its baseline replaces doubtful winners."""
+    own, winners = record.baseline, [one.choice for one in record.winners]
+    dropped = {one.config for one in (*winners, *record.raced) if is_doubtful(one, own)}
+    if not dropped:
+        return record
+    return dataclasses.replace(
+        record,
+        winners=tuple(
+            dataclasses.replace(one, choice=own) if one.choice.config in dropped else one
+            for one in record.winners
+        ),
+        raced=tuple(one for one in record.raced if one.config not in dropped),
+        trials=tuple(one for one in record.trials if one.config not in dropped),
+    )

@@ -1,21 +1,28 @@
-"""The records of a command, and the advice of a run, without starting the command."""
+"""The records of a command, found without starting it: for `advisor why -- COMMAND`, and for
+`advisor run --map`, which sets options of the command to the values that a record advises."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from advisor.cache.reader import StoredRecord
-from advisor.cache.record import Record
+from advisor.cache.config import BATCH, Value
+from advisor.cache.match import Query
+from advisor.cache.name import command_digest
+from advisor.cache.reader import RecordFilter, StoredRecord
+from advisor.cache.record import PILOT, Record
 from advisor.cache.records import Records
 from advisor.command_snippets import device_for, staleness
-from advisor.open_store import Cache
+from advisor.errors import NoRecord
+from advisor.open_store import Cache, open_records
 from advisor.resolve.failures import Failures
-from advisor.resolve.find import preview
+from advisor.resolve.lookups import look_up
 from advisor.resolve.request import Request
 from advisor.tuners.act.advice_usage import Served
-from advisor.tuners.environment import detect
+from advisor.tuners.environment import default_device, detect
 from advisor.tuners.measure.run.guarded_process import isolated
+from advisor.tuners.measure.run.mapped_options import MappedOptions
 
 MAX_READ = 1_000
 """The most records that are read, the newest first."""
@@ -56,9 +63,72 @@ def served_to_run(command: Sequence[str], found: Sequence[StoredRecord], cache: 
     record = next(raced, known[0])
     key, device = record.key, device_for(record)
     asked = Request(cache=cache, on_miss="default", device=device, model=key.model)
-    served = preview(asked.of_run(key.task))
+    served = look_up(asked.of_run(key.task))
     if served.record is None:
         return served
     if why := Failures(cache, key.model, key.task).of(served.config, served.record):
         return Served(status="miss", reason=f"this run failed with the advice ({why})")
     return served
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandOverrides:
+    """Options of a command that the record with the id `record` has set; `said`: these options.
+
+    `batch`: the samples per step that they set, 0 for none; `own_batch`: the user's batch.
+    """
+
+    record: str
+    said: str
+    batch: int
+    own_batch: int
+
+    def mismatch(self, served: Record | None, batch: int) -> str:
+        """A warning if the command trains another model or batch than the record says; else ''."""
+        if self.batch and batch != self.batch:
+            what = f"has {batch} samples a step, not {self.batch}"
+        elif served is None or served.id != self.record:
+            what = f"is of record {served.id}" if served else "has no record"
+        else:
+            return ""
+        return f"{self.said} was set as record {self.record} advises, and this run {what}"
+
+
+def override(
+    command: Sequence[str], options: Mapping[str, Value], cache: Cache = None
+) -> tuple[tuple[str, ...], CommandOverrides]:
+    """(The command with its options set to what its record advises, these options). The model is
+    unknown before the start, so the record is found by the words of the command, whatever the
+    numbers in them.
+
+    `options`: of the command, by the knob that `--map` names. Raises NoRecord if no record fits.
+    """
+    mapped = MappedOptions(command, options)
+    # Search under each name, because every command has its own record of a key.
+    records, alike = open_records(cache), command_digest(command)
+    known = [
+        one.record
+        for here in {detect(default_device()), detect("cpu")}
+        for one in records.held(RecordFilter(command=alike, query=Query(environment=here)))
+        if one.record.key.environment.device == here.device
+        and set(options) <= set(one.record.key.task.map)
+        and not one.record.stale
+    ]
+    if not known:
+        words = [word for pair in options.items() for word in ("--map", "=".join(map(str, pair)))]
+        line = shlex.join(["advisor", "tune", *words, "--", *command])
+        raise NoRecord(f"this command was not tuned with {shlex.join(words)}; run: {line}")
+    exact = tuple(command)
+    record = max(
+        known, key=lambda one: (one.key.task.command == exact, one.provenance.created, one.id)
+    )
+    free, task = BATCH in mapped.names, record.key.task
+    chosen = record.winner(PILOT, free=free)
+    then = MappedOptions(task.command, options)
+    numbers = then.numbers(chosen.config, record.baseline.config, task.processes)
+    return mapped.put(numbers), CommandOverrides(
+        record=record.id,
+        said=mapped.described(numbers),
+        batch=chosen.batch if free else 0,
+        own_batch=record.batch,
+    )

@@ -6,7 +6,6 @@ Each config is a small file in the folder of studies, valid until the record is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from advisor.open_store import Cache, open_records
 MAX_BYTES = 4096
 READ_S, WRITE_S = 0.2, 1.0
 """Timeouts in seconds: the file system may not respond."""
+_FAULTS = (OSError, StoreError, UsageError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,32 +32,31 @@ class Failures:
     model: str
     task: Task
 
+    def _file(self, config: Config) -> Path:
+        run = fingerprint([self.model, self.task.decisive, self.task.batch])[:12]
+        records = open_records(self.cache, patient=False, fallback=True)
+        return records.study(f"{run}-{config.knobs.digest}.failed")
+
     def keep(self, config: Config, why: str) -> bool:
         """Store that a config failed, and why. Returns whether that was possible."""
 
-        def write(file: Path) -> str:
+        def write() -> bool:
+            file = self._file(config)
             make_folder(file.parent)
-            file.write_text(why)
-            return str(file)
+            return file.write_text(why) >= 0
 
-        return bool(self._try(config, WRITE_S, write))
+        with contextlib.suppress(*_FAULTS):
+            return run_with_timeout(WRITE_S, write, "failures")
+        return False
 
     def of(self, config: Config, record: Record) -> str:
         """Why a config failed since its record was measured; '' if it did not."""
 
-        def read(file: Path) -> str:
+        def read() -> str:
+            file = self._file(config)
             text = read_regular(file, MAX_BYTES).decode(errors="replace")
             return text if file.stat().st_mtime > record.provenance.created else ""
 
-        return printable(self._try(config, READ_S, read))
-
-    def _try(self, config: Config, seconds: float, act: Callable[[Path], str]) -> str:
-        run = fingerprint([self.model, self.task.decisive, self.task.batch])[:12]
-
-        def with_file() -> str:
-            records = open_records(self.cache, patient=False, fallback=True)
-            return act(records.study(f"{run}-{config.knobs.digest}.failed"))
-
-        with contextlib.suppress(OSError, StoreError, UsageError):
-            return run_with_timeout(seconds, with_file, "failures")
+        with contextlib.suppress(*_FAULTS):
+            return printable(run_with_timeout(READ_S, read, "failures"))
         return ""

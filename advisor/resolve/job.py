@@ -78,25 +78,20 @@ def _spec_of(request: Request, query: Query, near: Record | None) -> JobSpec:
         raise UsageError(
             "give apply() a target by its name and a shape, or neither, for the script's own run"
         )
-    processes = task.processes
+    processes, cpu = task.processes, request.device == "cpu"
     if int(os.environ.get("LOCAL_WORLD_SIZE") or processes) < processes:
         raise UsageError("the run uses several machines, and a tuning uses one")
-    cpu = request.device == "cpu"
     options: dict[str, Any] = {  # values as in JSON
         row.keyword: row.kind.texts(value) if isinstance(value, Config) else value
         for row, value in changed(task)
-        if row.keyword != "device"
     }
-    if cpu and not task.command:
-        options["device"] = "cpu"
-    if request.steps or request.seconds:
-        options |= {"steps": request.steps or None, "duration": request.seconds or None}
-    return JobSpec(
-        command=task.command,
+    options |= {"device": "cpu" if cpu else None, "steps": request.plan.steps}
+    return JobSpec.given(
+        task.command,
+        options | {"duration": request.plan.duration_s},
+        0 if cpu else processes,
         target="" if task.command else task.target,
-        options=options,
         gpu="" if cpu else query.environment.device.name,
-        gpus=0 if cpu else processes,
     )
 
 
@@ -114,7 +109,7 @@ def _sent(url: str, spec: JobSpec, folder: Path, cache: Cache) -> str:
     submission = Submission.of(spec, folder)
     code = submission.code
     if code is not None and not script().resolve().is_relative_to(code.root):
-        raise UsageError(f"{script()} is outside {code.root}, and only that folder is sent")
+        raise UsageError(f"{script()} lies outside {code.root}, and only that folder is sent")
     job = Client(url).ask(submission)
     with suppress(OSError):
         make_folder(stamp.parent)

@@ -1,4 +1,8 @@
-"""apply() and lookup(): the advice for a training script."""
+"""apply() and lookup(): the advice for a training script.
+
+One lookup: the arguments become a Request, the stores are asked for its records, one record is
+chosen, and the part of it that fits is the Served that an Advice acts on.
+"""
 
 from __future__ import annotations
 
@@ -15,35 +19,42 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from advisor.arguments import Model, Permit, length_given, urls_of
+from advisor.arguments import Model, Permit
 from advisor.cache import settings
 from advisor.cache.artifacts import Purpose, StoredArtifacts
+from advisor.cache.asking import Explanation, NearMiss, ask
 from advisor.cache.codec import from_plain, to_plain, unpack
 from advisor.cache.config import Config
-from advisor.cache.kinds import Duration, Shape, Shapes
+from advisor.cache.kinds import Shape
+from advisor.cache.match import MISS, Match, compare
+from advisor.cache.reader import StoredRecord
 from advisor.cache.record import Record
 from advisor.cache.records import be_patient
-from advisor.cache.task import Task, rows
+from advisor.cache.signing import UNSIGNED
+from advisor.command_snippets import tune_again, tune_first
 from advisor.errors import (
     AdvisorError,
     AdvisorWarning,
     NoRecord,
     RecordDamaged,
-    UsageError,
+    StoreError,
     printable,
 )
 from advisor.open_store import Cache, open_records
-from advisor.resolve.find import DISABLED, GOES_ON, look_up
-from advisor.resolve.request import Fits, Request, known_batch
+from advisor.resolve.answer import answer, carry_over
+from advisor.resolve.request import Fits, Request
+from advisor.resolve.target_resolver import CODE, TargetResolver, script
+from advisor.tuners import knobs
 from advisor.tuners.act.advice_usage import EXACT, STALE, Served
 from advisor.tuners.act.ranks import Group
+from advisor.tuners.environment import detect, tools
+from advisor.tuners.target import EDITED
 
 if TYPE_CHECKING:
     from torch import nn
 
     from advisor.store import Store
     from advisor.tuners.act.advice import Advice
-    from advisor.tuners.act.artifacts import Fetch
 
 _LIBRARIES = ("advisor", "torch")
 """A warning skips the lines of these packages, and names the user's own line."""
@@ -51,6 +62,8 @@ PATIENCE_S = 2.0
 """Timeout of remote stores for compiled code, in seconds."""
 WAIT_S = 60.0
 """Seconds that ranks wait for rank 0's lookup, which usually takes milliseconds."""
+DISABLED = Served(status="disabled", reason="ADVISOR_DISABLE is set")
+GOES_ON = "Training goes on unmodified"
 _calls = itertools.count()
 _log = logging.getLogger("advisor")
 
@@ -100,23 +113,12 @@ def apply(
         AdvisorError: with strict=True, if there is no advice.
     """
     given = dict(locals())
-    tune, strict = given.pop("tune"), given.pop("strict")
-    target, asked = _asked(**given)
-    if target is None:
+    model, strict = Model.of(given.pop("target")), given.pop("strict")
+    if model.target is None:
         from advisor.resolve.online import apply_to_script
 
-        return apply_to_script(asked, tune=tune, strict=strict)
-
-    def request() -> Request:
-        if tune is not None:
-            Duration().checked("tune", tune)
-            raise UsageError(
-                f"tune={tune!r} tunes the running script, and takes no target; leave one of them "
-                "out, or measure the target before, with advisor tune"
-            )
-        return Request.of(target, asked)
-
-    advice = advise(request, asked, strict=strict)
+        return apply_to_script(model, given, strict=strict)
+    advice = advise(Request.attempt(model, given), strict=strict)
     advice.set_flags()
     return advice
 
@@ -147,54 +149,29 @@ def lookup_for(target: Any, given: Mapping[str, Any], fits: Fits | None = None) 
     inspect.signature(lookup).bind(target, **given)
     own = dict(given) if fits is None else {**given, "fits": fits}
     strict = bool(own.pop("strict", False))
-    target, asked = _asked(target, **own)
-    return advise(lambda: Request.of(target, asked), asked, strict=strict)
+    return advise(Request.attempt(target, own), strict=strict)
 
 
-def _asked(
-    target: str | nn.Module | Model | None,
-    permit: Any = Permit(),
-    length: int | str | None = None,
-    store: Store | Cache = None,
-    **own: Any,
-) -> tuple[str | nn.Module | None, dict[str, Any]]:
-    """The target, and the other arguments of `lookup` as `Request.of` takes them."""
-    model = Model.of(target)
-    asked = {row.keyword for row in rows(Task).values() if row.asked}
-    if not isinstance(permit, Permit):
-        own, permit = own | {"permit": permit}, Permit()  # the request refuses this value
-    given = (model.given | permit.given).items()
-    described = {name: value for name, value in given if name in asked}
-    return model.target, own | described | length_given(length) | {"cache": urls_of(store)}
-
-
-def advise(make: Callable[[], Request], asked: Mapping[str, Any], *, strict: bool) -> Advice:
+def advise(request: Request, *, strict: bool) -> Advice:
     """The advice of `serve`. All of its messages become one warning."""
-    advice, notices = serve(make, asked, strict=strict)
-    warn(*notices)
+    advice = serve(request, strict=strict)
+    warn(advice.served.notice)
     return advice
 
 
-def serve(
-    make: Callable[[], Request], asked: Mapping[str, Any], *, strict: bool
-) -> tuple[Advice, list[str]]:
-    """(The advice for a request, the same on every rank; messages for the user). The advice changes
-    nothing if advisor is disabled, no record fits or an error occurs; strict=True raises instead.
-
-    `asked`: the arguments of the request; `device`, `cache`, `quiet` and the batch are read.
-    """
-    from advisor.tuners.knobs import TORCH
-
+def serve(request: Request, *, strict: bool) -> Advice:
+    """The advice for a request, the same on every rank; `served.notice` is for the user. The advice
+    changes nothing if advisor is disabled, no record fits or an error occurs; strict=True raises
+    instead."""
     set_up_logging()
-    notices: list[str] = []
     if settings.disabled():
-        return _advice(DISABLED, asked), notices
+        return _advice(DISABLED, request)
     try:
         # In a process group one rank decides for all: ranks that train differently hang.
-        served = broadcast_from_rank0(lambda: look_up(make(), notices))
-        if strict and served.status == "miss" and not asked.get("quiet"):
+        served = broadcast_from_rank0(lambda: look_up(request))
+        if strict and served.status == "miss" and not request.quiet:
             raise NoRecord(served.reason)
-        return _advice(served, asked), notices
+        return _advice(served, request)
     except Exception as exc:  # the one catch-all: whatever goes wrong, training goes on
         if strict:
             raise
@@ -202,8 +179,167 @@ def serve(
         if not isinstance(exc, AdvisorError):
             _log.error("the lookup failed; please report this", exc_info=exc)
             why = f"the lookup failed ({type(exc).__name__}: {exc})"
-    served = Served(status="miss", reason=why, config=TORCH, default=TORCH)
-    return _advice(served, asked), [f"{why}. {GOES_ON}"]
+    return _advice(missed(why), request)
+
+
+def _advice(served: Served, request: Request) -> Advice:
+    from advisor.tuners.act.advice import Advice
+
+    batch, config = None if request.free else request.batch, served.config
+    if batch is not None and config.batch:
+        config = config.at(batch)  # the batch of this rank
+    batch, record = config.batch or batch, served.record
+    advice = Advice(knobs.Advised(config), device=request.device, batch_size=batch, served=served)
+    if record is None or served.status not in (EXACT, STALE) or not knobs.compiles(config):
+        return advice
+    from advisor.tuners.act.artifacts import Fetch
+
+    purpose = Purpose.of(record, served.config, detect(request.device), tools())
+
+    def find() -> StoredArtifacts | None:
+        records = open_records(request.cache, patient=False, fallback=True)
+        be_patient(records.stores, PATIENCE_S)
+        return records.artifacts.find(purpose)
+
+    advice.artifacts = Fetch(find)
+    return advice
+
+
+def look_up(request: Request) -> Served:
+    """The Served for a request; status 'miss' if no record fits. Raises UsageError, and StoreError
+    if no store can be read."""
+    if settings.disabled():
+        return DISABLED
+    if request.wrong is not None:
+        raise request.wrong
+    resolver = TargetResolver(request, request.query())
+    records = open_records(request.cache, patient=False, fallback=True)
+    found = Explanation(target=request.called, query=resolver.query)
+
+    def choose(held: Sequence[StoredRecord]) -> Match:
+        """Prefer records that the user or their team signed. Without a key, all are equal."""
+        ours = [one for one in held if records.is_ours(one.name)]
+        match = _choose(ours, request, resolver)
+        if match.final or len(ours) == len(held):
+            return match
+        return dataclasses.replace(_choose(held, request, resolver), final=False)
+
+    match, held = ask(records, resolver.sought(), choose, found)
+    if match is None:
+        raise StoreError("; ".join(found.failed))
+    served = _served(request, resolver, match, found)
+    if (record := served.record) is not None:
+        away = [f"{fault}; the lookup went on without this store" for fault in found.failed]
+        signed = next(one.trusted for one in held if one.record is record)
+        reason = served.reason if signed else f"{served.reason}; {UNSIGNED}"
+        notice = ". ".join(filter(None, [served.notice, *away]))
+        served = dataclasses.replace(served, signed=signed, reason=reason, notice=notice)
+        _log.info("record %s (%s): %s", record.id, served.status, reason)
+    found.served, found.status = record.id if record else "", served.status
+    found.reason, found.near_misses = served.reason, _near_misses(resolver, held, found.served)
+    return dataclasses.replace(served, explanation=found)
+
+
+def _choose(held: Sequence[StoredRecord], request: Request, resolver: TargetResolver) -> Match:
+    match = MISS
+    try:
+        match = resolver.match([one.record for one in held])
+        record = match.record
+        if record is None or not match.fits:
+            return match
+        served = answer(record, request)
+    except NoRecord as exc:  # several records fit, or the record lacks this batch
+        remedy = f"; {tune_first(request, match.record)}" if match.record else ""
+        return dataclasses.replace(match, refused=f"{exc}{remedy}")
+    there = next(one for one in held if one.record is record)
+    final = match.kind == "exact" and not record.stale
+    return dataclasses.replace(match, held=there, answer=served, final=final)
+
+
+def _served(request: Request, resolver: TargetResolver, match: Match, found: Explanation) -> Served:
+    """The answer of a match, STALE if its record is stale or differs from the request; else the
+    safe part of the nearest record if `on_miss` says so, else a miss."""
+    near, answered = match.record, match.answer
+    differs = ", ".join(map(str, match.differs))
+    if answered is not None:
+        served: Served = answered
+        assert near is not None
+        doubts = [f"measured elsewhere: {differs}"] if differs else []
+        doubts += [f"marked stale by advisor verify: {near.stale}"] if near.stale else []
+        if not doubts:
+            return served
+        why, notice = "; ".join(doubts), ""
+        if served.config.changed(served.default):
+            notice = (
+                f"the advice for {near.target.name} is used and may be out of date ({why}). To "
+                f"measure again: {tune_again(near, request.cache)}"
+            )
+        reason = f"{served.reason}; {why}"
+        return dataclasses.replace(served, reason=reason, notice=notice, status=STALE)
+    here = resolver.query.environment.device.kind
+    similar = near is not None and near.key.environment.device.kind == here
+    if near is not None and similar and not match.refused and request.miss_action == "nearest":
+        served = carry_over(near, request, resolver.query)
+        reason = f"the nearest record, {near.id}, differs in {differs}; {served.reason}"
+        notice = (
+            f"{request.called or near.target.name} was not tuned for this request; {reason}. To "
+            f"tune, {tune_first(request, near)}"
+        )
+        return dataclasses.replace(served, reason=reason, notice=notice)
+    why = match.refused or _why_missed(request, resolver, match)
+    if request.miss_action == "request" and not request.quiet:
+        from advisor.resolve.job import request_tuning
+
+        why += f"; {request_tuning(request, resolver.query, near)}"
+    faults = [fault for fault in (*found.failed, *found.refused) if fault not in why]
+    return missed("; ".join([why, *faults]), quiet=request.quiet)
+
+
+def missed(why: str, *, quiet: bool = False) -> Served:
+    """The Served of a miss. `quiet`: without a notice."""
+    notice = "" if quiet else f"{why}. {GOES_ON}"
+    torch = knobs.TORCH
+    return Served(status="miss", reason=why, config=torch, default=torch, notice=notice)
+
+
+def _why_missed(request: Request, resolver: TargetResolver, match: Match) -> str:
+    """Why no record fits, and the command to run."""
+    near, differs = match.record, match.differs
+    if near is not None and differs and differs[0].field == CODE:
+        first, differs = differs[0], differs[1:]
+        if first.wanted != EDITED:  # its code cannot be compared
+            in_hand = "give the model itself: advisor.apply(model)"
+            return f"the code of {near.target.name} is {first.wanted}; {in_hand}"
+        what = f"the code of {near.target.name} has changed since it was tuned"
+    else:
+        this = "" if isinstance(request.target, str) else "this "
+        what = f"{this}{request.called} was not tuned for this request"
+        if request.given.get("command"):
+            what = "this run was not tuned"
+        elif request.target is None:
+            what = f"nothing was tuned for {script().name} or a module that it imports"
+        what += f" on {resolver.query.environment.device.name}"
+    if differs:
+        what += f" (the nearest record differs in {', '.join(map(str, differs))})"
+    return f"{what}; {tune_first(request, near)}"
+
+
+def _near_misses(
+    resolver: TargetResolver, held: Sequence[StoredRecord], served: str
+) -> tuple[NearMiss, ...]:
+    """The records that were not served, the nearest first."""
+    others = [
+        NearMiss(
+            id=one.record.id,
+            target=one.record.target.name,
+            store=one.store.url,
+            signed=one.trusted,
+            differs=resolver.differences(one.record) + compare(resolver.query, one.record.key)[1],
+        )
+        for one in held
+        if one.record.id != served
+    ]
+    return tuple(sorted(others, key=lambda one: len(one.differs)))
 
 
 def broadcast_from_rank0(decide: Callable[[], Served]) -> Served:
@@ -254,58 +390,10 @@ def known_to_any_rank(fault: str) -> str:
     return fault
 
 
-def _advice(served: Served, asked: Mapping[str, Any]) -> Advice:
-    from advisor.tuners.act.advice import Advice
-    from advisor.tuners.knobs import Advised, compiles
-
-    device, batch, config = _device(asked.get("device")), named_batch(asked), served.config
-    if batch is not None and config.batch:
-        config = config.at(batch)  # the batch of this rank
-    batch = config.batch or batch
-    advice = Advice(Advised(config), device=device, batch_size=batch, served=served)
-    if served.record is not None and served.status in (EXACT, STALE) and compiles(served.config):
-        advice.artifacts = _artifacts(served.record, served.config, device, asked.get("cache"))
-    return advice
-
-
-def _artifacts(record: Record, config: Config, device: str, cache: Cache) -> Fetch:
-    from advisor.tuners.act.artifacts import Fetch
-    from advisor.tuners.environment import detect, tools
-
-    purpose = Purpose.of(record, config, detect(device), tools())
-
-    def find() -> StoredArtifacts | None:
-        records = open_records(cache, patient=False, fallback=True)
-        be_patient(records.stores, PATIENCE_S)
-        return records.artifacts.find(purpose)
-
-    return Fetch(find)
-
-
-def named_batch(asked: Mapping[str, object]) -> int | None:
-    """The batch that the arguments name; None if they name none or a wrong one."""
-    given = {}
-    with contextlib.suppress(AdvisorError):
-        if asked.get("shape") is not None:
-            given["shapes"] = Shapes().checked("shape", asked["shape"])
-    return known_batch(given, asked.get("batch"))
-
-
-def _device(asked: object) -> str:
-    """The requested device if PyTorch knows it, else the default device."""
-    from advisor.tuners.environment import default_device
-    from advisor.tuners.torch_facts import torch
-
-    if asked is not None and isinstance(asked, str | torch.device):
-        with contextlib.suppress(RuntimeError):
-            return str(torch.device(asked))
-    return default_device()
-
-
-def warn(*messages: str) -> None:
-    """Show all messages as one warning, on rank 0 only. The warning names the user's own line, if
+def warn(message: str) -> None:
+    """Show a message as a warning, on rank 0 only. The warning names the user's own line, if
     any."""
-    message = printable(". ".join(messages))  # parts may come from a store
+    message = printable(message)  # parts may come from a store
     if not message:
         return
     if not _speaks():

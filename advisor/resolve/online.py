@@ -27,10 +27,9 @@ from advisor.cache import settings
 from advisor.cache.kinds import Duration
 from advisor.cache.task import permissions
 from advisor.open_store import open_records
-from advisor.resolve.find import GOES_ON
-from advisor.resolve.lookups import WAIT_S, advise, tell, warn
+from advisor.resolve.lookups import GOES_ON, WAIT_S, advise, tell, warn
 from advisor.resolve.record_guide import RecordGuide
-from advisor.resolve.request import Request, folder
+from advisor.resolve.request import Request
 from advisor.tuners.act.pilot.pilot import ACTIVE_PILOT
 from advisor.tuners.act.pilot.protocol import ADDRESS, RUN, BlockRequest, BlockResult, PilotClient
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
@@ -39,6 +38,7 @@ from advisor.tuners.faults import failure, stopped
 from advisor.tuners.search.plan import Plan
 
 if TYPE_CHECKING:
+    from advisor.arguments import Model
     from advisor.tuners.act.advice import Advice
 
 PATIENCE_S, PATIENCE_RANKS_S = 60.0, 600.0
@@ -51,24 +51,23 @@ PERMISSIONS = ("precisions", "deterministic", "max_memory", "tolerance", "compil
 _searches = itertools.count()
 
 
-def apply_to_script(asked: Mapping[str, Any], *, tune: float | str | None, strict: bool) -> Advice:
+def apply_to_script(model: Model, asked: Mapping[str, Any], *, strict: bool) -> Advice:
     """The advice for the script's file. Attaches a pilot, which looks up the run's own record."""
-    asked = {**asked, "quiet": True}
-    found: Request | Exception
+    request = Request.attempt(model, {**asked, "quiet": True})
+    guide, tune = None, asked["tune"]
     try:  # on every rank: only rank 0 looks up, but every rank has a pilot
-        found, guide = Request.of(None, asked), _guide(asked, tune, strict)
-        open_records(asked.get("cache"), patient=False)  # a wrong URL raises now, not in the pilot
+        given = permissions({n: v for n, v in asked["permit"].given.items() if n in PERMISSIONS})
+        run = dataclasses.replace(request, given=given, plan=Plan(), quiet=False)
+        guide = RecordGuide(own_command(), run, strict=strict)
+        if tune is not None:
+            seconds = Plan.of({"budget": Duration().checked("tune", tune)}).seconds
+            guide = OnlineTuner(own_command(), run, tune_s=seconds, strict=strict)
+        open_records(request.cache, patient=False)  # a wrong URL raises now, not in the pilot
     except Exception as exc:  # `serve` reports it
-        found, guide = exc, None
-
-    def request() -> Request:
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    advice = advise(request, asked, strict=strict)
+        request = dataclasses.replace(request, wrong=request.wrong or exc)
+    advice = advise(request, strict=strict)
     advice.set_flags()
-    if guide is None or settings.disabled() or asked.get("mode") == "infer":
+    if guide is None or request.wrong or settings.disabled() or request.given["mode"] == "infer":
         return advice
     comparer = None
     if tune is not None:
@@ -77,20 +76,6 @@ def apply_to_script(asked: Mapping[str, Any], *, tune: float | str | None, stric
         comparer = RecordedSteps(careful=True)
     ACTIVE_PILOT.attach(guide, comparer)
     return advice
-
-
-def _guide(asked: Mapping[str, Any], tune: float | str | None, strict: bool) -> RecordGuide:
-    """The pilot's guide for this script's run. Raises UsageError if an argument is wrong."""
-    run = Request(
-        given=permissions({name: asked.get(name) for name in PERMISSIONS}),
-        cache=asked.get("cache"),
-        on_miss=asked.get("on_miss"),
-        folder=folder(),
-    )
-    if tune is None:
-        return RecordGuide(own_command(), run, strict=strict)
-    seconds = Plan.of({"budget": Duration().checked("tune", tune)}).seconds
-    return OnlineTuner(own_command(), run, tune_s=seconds, strict=strict)
 
 
 def release() -> None:

@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING
 from advisor.cache import settings
 from advisor.cache.config import Config
 from advisor.cache.record import Record
-from advisor.cache.task import Task
 from advisor.command_snippets import tune_again
 from advisor.errors import NoRecord
-from advisor.resolve.command_overrides import CommandOverrides
 from advisor.resolve.failures import Failures
-from advisor.resolve.find import GOES_ON
-from advisor.resolve.lookups import known_to_any_rank, serve, warn
+from advisor.resolve.lookups import GOES_ON, known_to_any_rank, serve, warn
 from advisor.resolve.request import Request
 from advisor.tuners import knobs
 from advisor.tuners.act.advice_usage import defer_to_pilot, disclaim_other_models, is_followed
@@ -26,7 +23,7 @@ from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.faults import failure, may_be_config_error, stopped
 
 if TYPE_CHECKING:
-    from advisor.tuners.act.advice import Advice
+    from advisor.resolve.commands import CommandOverrides
 
 _log = logging.getLogger("advisor")
 
@@ -52,6 +49,7 @@ class RecordGuide:
         self._flags_before = Config()
         self._request, self._reason = BlockRequest(config=Config()), ""
         self._seen: ScriptFacts | None = None
+        self._failures: Failures | None = None
         self._strict = strict
 
     def takes_over(self) -> bool:
@@ -75,52 +73,38 @@ class RecordGuide:
     def advice_for(self, seen: ScriptFacts) -> BlockRequest | None:
         """The request with the advice for a run. None if no record fits, or if a search is to start
         and the record compares nothing."""
-        self._seen = seen
-        asked, overrides, task = self._asked, self._overrides, self._task(seen)
+        asked, overrides = self._asked, self._overrides
+        task = seen.task(self._command, asked.given)
+        self._seen, self._failures = seen, Failures(asked.cache, seen.model, task)
         own_batch = overrides.own_batch if overrides and overrides.batch == task.batch else None
-
-        def make() -> Request:
-            shown = {"model": seen.model, "device": seen.device, "threads": seen.threads}
-            return asked.of_run(task, own_batch, **shown)
-
-        known = {"device": seen.device, "cache": asked.cache, "quiet": asked.quiet}
-        advice, notices = serve(make, known, strict=self._strict)
+        shown = {"model": seen.model, "device": seen.device, "threads": seen.threads}
+        advice = serve(asked.of_run(task, own_batch, **shown), strict=self._strict)
         self._strict = False  # only for the run's first model
         record = advice.record
         if overrides is not None and (why := overrides.mismatch(record, task.batch)):
             warn(why)
         if record is None or (asked.quiet and not record.compares):
-            warn(*notices)
+            warn(advice.served.notice)
             return None
         config, own = _followed(record, advice.config, seen)
-        if why := known_to_any_rank(self._failures(seen).of(config, record)):
+        if why := known_to_any_rank(self._failures.of(config, record)):
             line = tune_again(dataclasses.replace(record, stale=why), asked.cache)
             warn(
                 f"the advice is left out: this run failed with it ({why}). {GOES_ON}. To measure "
                 f"again: {line}"
             )
             return self.finish(own, own, f"{knobs.described(config, own)} failed: {why}")
-        warn(*notices)
-        return self._follow(advice, record.baseline.config, config, own)
-
-    def _follow(self, advice: Advice, base: Config, config: Config, own: Config) -> BlockRequest:
-        assert self._seen is not None
-        reason = advice.served.reason
+        warn(advice.served.notice)
+        base, reason = record.baseline.config, advice.served.reason
         if advice.artifacts is not None and knobs.compiles(config):
             advice.artifacts.load()  # the next call of the model compiles
             reason += f"; {advice.artifacts.said}" if advice.artifacts.said else ""
         feeds = advice.config.changed(base).only(*knobs.INPUT_PIPELINE)
         if left := feeds.only(*(name for name in feeds if config.get(name) != feeds[name])):
-            reason = self._without(left, _why_unfed(self._seen), reason, alone=config == own)
+            reason = _without(left, _why_unfed(seen), reason, alone=config == own)
         elif config == own and advice.config != base:
             reason = "the script itself already does what is advised"
         return self.finish(config, own, reason)
-
-    def _task(self, seen: ScriptFacts) -> Task:
-        return seen.task(self._command, self._asked.given)
-
-    def _failures(self, seen: ScriptFacts) -> Failures:
-        return Failures(self._asked.cache, seen.model, self._task(seen))
 
     def finish(
         self, config: Config, own: Config, reason: str, *, say: Callable[[str], None] = _log.info
@@ -132,17 +116,6 @@ class RecordGuide:
         defer_to_pilot(line)
         self._request, self._reason = BlockRequest(config=config, own=own), reason
         return self._request
-
-    @staticmethod
-    def _without(left: Config, why: str, reason: str, *, alone: bool) -> str:
-        """Report loader advice that is not in force (only in the log if the user wanted that).
-        Returns the reason for the rest of the advice; `alone`: there is no rest."""
-        what = knobs.described(left, Config())
-        say = _log.info if settings.is_on("ADVISOR_KEEP_LOADER") else warn
-        say(f"{what}: {_NOT_IN_FORCE}; {why}")
-        if alone:
-            return f"{what}: all that is {_NOT_IN_FORCE}"
-        return f"without {what}, with which it was measured: {reason}"
 
     def next(self, result: BlockResult) -> BlockRequest:
         raise NotImplementedError  # the first request is the last
@@ -165,7 +138,7 @@ class RecordGuide:
             config, own = self._request.config, self._request.own
             left = config.changed(own).only(*knobs.INPUT_PIPELINE)
             fed = config.replace(**own.only(*left))
-            self.finish(fed, own, self._without(left, str(exc), self._reason, alone=fed == own))
+            self.finish(fed, own, _without(left, str(exc), self._reason, alone=fed == own))
             return
         warn(
             f"the advice failed ({type(exc).__name__}: {exc}). The failed call is repeated without "
@@ -180,8 +153,8 @@ class RecordGuide:
         store that: the next start leaves the config out."""
         said = f"under advice, a possible cause: {knobs.described(request.config, request.own)}"
         if may_be_config_error(exc) and not request.steps:
-            assert self._seen is not None
-            kept = self._failures(self._seen).keep(request.config, failure(exc)[1])
+            assert self._failures is not None
+            kept = self._failures.keep(request.config, failure(exc)[1])
             said += "; the next start leaves it out" if kept else "; that could not be stored"
         return f"{said}. ADVISOR_DISABLE=1 runs the script unmodified"
 
@@ -195,6 +168,17 @@ def _followed(record: Record, advised: Config, seen: ScriptFacts) -> tuple[Confi
     if knobs.workers(config) > max(seen.workers, knobs.workers(own)):
         config = config.replace(**{knobs.WORKERS: seen.workers})
     return config, own
+
+
+def _without(left: Config, why: str, reason: str, *, alone: bool) -> str:
+    """Report loader advice that is not in force (only in the log if the user wanted that). Returns
+    the reason for the rest of the advice; `alone`: there is no rest."""
+    what = knobs.described(left, Config())
+    say = _log.info if settings.is_on("ADVISOR_KEEP_LOADER") else warn
+    say(f"{what}: {_NOT_IN_FORCE}; {why}")
+    if alone:
+        return f"{what}: all that is {_NOT_IN_FORCE}"
+    return f"without {what}, with which it was measured: {reason}"
 
 
 def _why_unfed(seen: ScriptFacts) -> str:

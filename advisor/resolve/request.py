@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
@@ -9,48 +10,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from advisor.arguments import Permit
+from advisor.arguments import Model, Permit, length_given, urls_of
 from advisor.cache import settings
 from advisor.cache.config import Config
+from advisor.cache.kinds import Duration, SingleChoice
 from advisor.cache.match import Query
-from advisor.cache.record import CAPTURE, LOOP, PILOT, Choice, Record
+from advisor.cache.record import CAPTURE, LOOP, PILOT, Record
 from advisor.cache.shown import size
-from advisor.cache.task import Task, checked
+from advisor.cache.task import Task, checked, rows
 from advisor.errors import UsageError, check_type
 from advisor.open_store import Cache
-from advisor.tuners import knobs
-from advisor.tuners.length import Length, Pace
+from advisor.tuners import environment, fingerprint, knobs
 from advisor.tuners.search.plan import Plan
 from advisor.tuners.torch_facts import torch
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from advisor.cache.record import Choice
+    from advisor.resolve.answer import Candidate
+
 Fits = Callable[[Record, Config], bool]
 """Whether a config of a record can be followed whole, e.g. by a framework."""
+_ON_MISS = SingleChoice(settings.ON_MISS)
 _SHOWN = ("command", "shapes", "dtype", "mode", "optimizer", "processes", "others", "script")
 """Fields of a Task that the first steps of a run show."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A config that ran at a batch.
-
-    Attributes:
-        samples_per_s: in the steady state, with its interval from `low` to `high`.
-        raced: measured in turn with the default, not once.
-        faster: the race was sure that the config beats the default, or had another batch.
-        pace: its first step and steady step, if these were computed for a job.
-    """
-
-    config: Config
-    samples_per_s: float
-    low: float
-    high: float
-    peak_bytes: int
-    raced: bool = False
-    faster: bool = False
-    pace: Pace = Pace(batch=0, first_step_s=0.0, step_s=0.0)  # noqa: RUF009 # immutable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +46,12 @@ class Request:
         given: checked fields of a Task; a missing field may have any value.
         batch: the batch that the script names; None for any batch, or for the best (`free`).
         use: how the script uses advice; `fits`: whether it can follow a config.
-        steps, seconds: the length of the job; both 0 for the steady state.
+        plan: the length of the job.
         on_miss: None for the configured value.
         model, threads: those of a run; None for those of the target and this process.
         folder: the folder in which a run was started, if known.
         quiet: do not report a miss, because a pilot or a search then takes over.
+        wrong: the fault of a wrong argument, which the lookup raises.
     """
 
     target: str | nn.Module | None = None
@@ -76,50 +61,80 @@ class Request:
     device: str = ""
     free: bool = False
     fits: Fits = field(default=lambda _record, _config: True, compare=False)
-    steps: int = 0
-    seconds: float = 0.0
+    plan: Plan = Plan()  # noqa: RUF009 # immutable
     on_miss: str | None = None
     cache: Cache = None
     model: str | None = None
     threads: int | None = None
     folder: Path | None = None
     quiet: bool = False
+    wrong: Exception | None = None
 
     @classmethod
     def of(cls, target: object, asked: Mapping[str, Any]) -> Request:
-        """A request from fields of a Task by keyword, and `batch`, `capture`, `steps`, `duration`,
-        `cache`, `on_miss`, `fits` and `quiet`. Raises UsageError if one is wrong."""
-        from advisor.tuners.environment import default_device
-
-        if not isinstance(target, str | None) and not isinstance(target, torch.nn.Module):
-            raise UsageError(f"target {target!r}: expected a target's name or an nn.Module")
-        own = dict(asked)
-        check_type("permit", own.pop("permit", Permit()), Permit)
+        """A request from the arguments of `advisor.apply`, from fields of a Task by keyword, and
+        `steps`, `duration`, `fits` and `quiet`. Raises UsageError if one is wrong."""
+        model, own = Model.of(target), dict(asked)  # type: ignore[arg-type]
+        if not isinstance(model.target, str | None) and not isinstance(
+            model.target, torch.nn.Module
+        ):
+            raise UsageError(f"target {model.target!r}: expected a target's name or an nn.Module")
+        permit = own.pop("permit", Permit())
+        check_type("permit", permit, Permit)
+        if (tune := own.pop("tune", None)) is not None and model.target is not None:
+            Duration().checked("tune", tune)
+            raise UsageError(
+                f"tune={tune!r} tunes the running script, and takes no target; leave one of them "
+                "out, or measure the target before, with advisor tune"
+            )
         batch, capture = own.pop("batch", None), own.pop("capture", False)
-        plan = Plan.of({name: own.pop(name, None) for name in ("steps", "duration")})
-        names = ("cache", "on_miss", "fits", "quiet")
+        length = {name: own.pop(name, None) for name in ("steps", "duration")}
+        plan = Plan.of(length | length_given(own.pop("length", None)))
+        names = ("on_miss", "fits", "quiet")
         unchanged = {name: own.pop(name) for name in names if name in own}
-        _check_on_miss(unchanged.get("on_miss") or "default")
-        given = {"mode": "train"} | checked(Task, own)
-        named = known_batch(given, batch)
+        _ON_MISS.checked("on_miss", unchanged.get("on_miss") or "default")
+        cache = urls_of(own.pop("store", None))
+        may_ask = {row.keyword for row in rows(Task).values() if row.asked}
+        described = {n: v for n, v in (model.given | permit.given).items() if n in may_ask}
+        given = {"mode": "train"} | checked(Task, own | described)
+        named = _known_batch(given, batch)
         if batch not in (None, "free") and named is None:
             raise UsageError(f"batch {batch!r}: expected a number of at least 1, or 'free'")
         if given["mode"] == "infer":
             given.pop("optimizer", None)
         if given.get("deterministic") is None and _is_deterministic():
             given["deterministic"] = True
+        folder = None
+        with contextlib.suppress(OSError):  # the current folder was removed
+            folder = Path.cwd()
         return cls(
-            target=target,
-            device=given.pop("device", None) or default_device(),
+            target=model.target,
+            device=given.pop("device", None) or environment.default_device(),
             given=given,
             batch=named,
             free=batch == "free",
             use=CAPTURE if capture else LOOP,
-            steps=plan.steps or 0,
-            seconds=plan.duration_s or 0.0,
-            folder=folder(),
+            plan=plan,
+            cache=cache,
+            folder=folder,
             **unchanged,
         )
+
+    @classmethod
+    def attempt(cls, target: object, asked: Mapping[str, Any]) -> Request:
+        """As `of`, but a wrong argument is raised by the lookup; what is right of the device and
+        the shape is kept for the advice that changes nothing."""
+        try:
+            return cls.of(target, asked)
+        except Exception as exc:  # `serve` reports it
+            device = target.device if isinstance(target, Model) else None
+            sound: dict[str, Any] = {}
+            for name, value in (("shape", asked.get("shape")), ("device", device)):
+                with contextlib.suppress(Exception):
+                    sound |= checked(Task, {name: value})
+            batch, quiet = _known_batch(sound, asked.get("batch")), bool(asked.get("quiet"))
+            device = sound.get("device") or environment.default_device()
+            return cls(device=device, batch=batch, quiet=quiet, wrong=exc)
 
     def of_run(self, task: Task, own_batch: int | None = None, **seen: Any) -> Request:
         """This request for a run whose first steps have shown its task. `own_batch`: the user's
@@ -143,22 +158,13 @@ class Request:
     @property
     def called(self) -> str:
         """The target as a person calls it; '' for the running script's."""
-        return (
-            self.target or "" if isinstance(self.target, str | None) else type(self.target).__name__
-        )
+        target = self.target
+        return target or "" if isinstance(target, str | None) else type(target).__name__
 
     @property
     def miss_action(self) -> str:
         """One of settings.ON_MISS. Raises UsageError if the configured value is not."""
-        on_miss = self.on_miss or settings.on_miss() or "default"
-        _check_on_miss(on_miss)
-        return on_miss
-
-    def length(self, batch: int) -> Length | None:
-        """The job's length at its own batch, else at `batch`; None if no length is given."""
-        if not self.steps and not self.seconds:
-            return None
-        return Length(batch=self.batch or batch, steps=self.steps, seconds=self.seconds)
+        return _ON_MISS.checked("on_miss", self.on_miss or settings.on_miss() or "default")
 
     def allows(self, record: Record, one: Choice | Candidate) -> bool:
         """Whether this script may be served a config of the record."""
@@ -172,41 +178,25 @@ class Request:
 
     def query(self) -> Query:
         """The query for the stores. Raises AdvisorError if the device does not exist."""
-        from advisor.tuners import fingerprint
-        from advisor.tuners.environment import detect, own_threads
-
         model, threads = self.model, self.threads
         if model is None and not isinstance(self.target, str | None):
             model = fingerprint.of_model(self.target)
         if self.device != "cpu":
             threads = 0
         return Query(
-            environment=detect(self.device),
+            environment=environment.detect(self.device),
             given=self.given,
             model=model,
-            threads=own_threads() if threads is None else threads,
+            threads=environment.own_threads() if threads is None else threads,
         )
 
 
-def _check_on_miss(value: object) -> None:
-    if value not in settings.ON_MISS:
-        raise UsageError(f"on_miss {value!r}: expected one of {', '.join(settings.ON_MISS)}")
-
-
-def known_batch(given: Mapping[str, Any], batch: object) -> int | None:
+def _known_batch(given: Mapping[str, Any], batch: object) -> int | None:
     """The batch size that the script names; None if it names none or a wrong one."""
     if type(batch) is int and batch >= 1:
         return batch
     shapes = given.get("shapes")
     return int(shapes[0][0]) if batch is None and shapes else None
-
-
-def folder() -> Path | None:
-    """The current folder; None if it was removed."""
-    try:
-        return Path.cwd()
-    except OSError:
-        return None
 
 
 def _is_deterministic() -> bool:

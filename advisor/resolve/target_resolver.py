@@ -49,23 +49,42 @@ class TargetResolver:
             now = Target(name=named.name, code=named.code, origin=named.origin)
         return RecordFilter(target=named.name, query=query, now=now)
 
+    def match(self, found: Sequence[Record]) -> Match:
+        """The best match, or a miss with the nearest record. Raises NoRecord if records of several
+        targets or samples fit."""
+        mine = [one for one in found if not self.differences(one)]
+        fitting = [one for one in mine if best(self.query, [one]).fits]
+        if not fitting:
+            own = [one for one in found if all(d.field != FILE for d in self.differences(one))]
+            # Without a name, records of files that the script does not import do not count.
+            match = best(self.query, mine or own or (found if self._named else ()))
+            if match.record is None:
+                return MISS
+            differs = () if match.fits else match.differs
+            return Match(record=match.record, differs=self.differences(match.record) + differs)
+        if not self._request.has_model:
+            if "model_args" not in self._request.given:  # prefer the model that is built without
+                plain = [one for one in fitting if one.key.task.model_args == NONE]
+                fitting = plain or fitting
+            rivals = {(r.target.name, r.key.task.model_args, r.key.task.inputs): r for r in fitting}
+            if len(rivals) > 1:
+                raise NoRecord(
+                    f"several records fit: {'; '.join(map(_named, rivals.values()))}. Name one: "
+                    "apply(target, shape=..., dtype=..., model_args=...)"
+                )
+        return best(self.query, fitting)
+
     def differences(self, record: Record) -> tuple[Difference, ...]:
         """How a record's target differs from the requested one: in its file, its present code, or
         the arguments that the model is built with."""
-        moved, built = tuple(self._moved(record)), record.key.task.model_args
+        moved, built = tuple(self._moved(record.target)), record.key.task.model_args
         given = self._request.given.get("model_args", built)
         if given == built:
             return moved
         return *moved, Difference(field="model_args", wanted=_listed(given), found=_listed(built))
 
-    def is_similar(self, match: Match) -> bool:
-        """Whether the nearest record is of the same kind of device, CPU or GPU."""
-        here, near = self.query.environment.device.kind, match.record
-        return near is not None and near.key.environment.device.kind == here
-
-    def _moved(self, record: Record) -> Iterator[Difference]:
-        target, named = record.target, self._named
-        spec = self._specs.get(target.origin)
+    def _moved(self, target: Target) -> Iterator[Difference]:
+        named, spec = self._named, self._specs.get(target.origin)
         if spec is None:
             if named is not None and not is_copy(named, target):
                 yield Difference(field=FILE, wanted="this one", found="another of this name")
@@ -88,39 +107,6 @@ class TargetResolver:
     @functools.cached_property
     def _read(self) -> frozenset[str]:
         return frozenset(map(origin_of, {script(), *source.imported_by(script())}))
-
-    def match(self, found: Sequence[Record]) -> Match:
-        """The best match. Raises NoRecord if records of several targets or samples fit."""
-        mine = [one for one in found if not self.differences(one)]
-        match = best(self.query, mine)
-        if not match.fits:
-            return match if mine else self._elsewhere(found)
-        if self._request.has_model or len(mine) == 1:
-            return match
-        fitting = [record for record in mine if best(self.query, [record]).fits]
-        plain = [record for record in fitting if record.key.task.model_args == NONE]
-        if plain and "model_args" not in self._request.given:
-            # Without model_args, prefer the model that was built without them.
-            fitting, match = plain, best(self.query, plain)
-        rivals = {(r.target.name, r.key.task.model_args, r.key.task.inputs): r for r in fitting}
-        if len(rivals) < 2:
-            return match
-        listed = "; ".join(map(_named, rivals.values()))
-        raise NoRecord(
-            f"several records fit: {listed}. Name one: apply(target, shape=..., dtype=..., "
-            "model_args=...)"
-        )
-
-    def _elsewhere(self, found: Sequence[Record]) -> Match:
-        """A miss, because no record has this target, with the nearest record of its name."""
-        own = [one for one in found if FILE not in {d.field for d in self.differences(one)}]
-        if not own and self._named is None:
-            return MISS  # the files lie beside the script, which does not import them
-        match = best(self.query, own or found)
-        if match.record is None:
-            return MISS
-        differs = () if match.fits else match.differs
-        return Match(record=match.record, differs=self.differences(match.record) + differs)
 
 
 def _named(record: Record) -> str:
@@ -155,12 +141,9 @@ def script() -> Path:
 def _around_script() -> list[Spec]:
     """The script and the modules in its folder; within a package, in the folders above too."""
     here = script()
-    if not here.is_absolute():
-        return []
-    files = {here}
-    if here.is_file():
-        for folder in here.parents:
-            files |= set(folder.glob("*.py"))
-            if not (folder / "__init__.py").is_file():
-                break
+    files = {here} if here.is_absolute() else set()
+    for folder in here.parents if here.is_file() else ():
+        files |= set(folder.glob("*.py"))
+        if not (folder / "__init__.py").is_file():
+            break
     return [Spec(kind="file", place=str(one), attribute="", file=str(one)) for one in files]

@@ -24,8 +24,7 @@ from advisor.cache.name import Name, command_digest, ranked
 from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.errors import RecordDamaged, UsageError
-from advisor.resolve.answer import is_clear, unverified
-from advisor.resolve.doubt import doubtful
+from advisor.resolve.answer import doubtful, is_clear, unverified
 from advisor.service import blobs
 from advisor.service.schema import Item
 from advisor.service.tokens import Caller, note

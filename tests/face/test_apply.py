@@ -45,6 +45,7 @@ ALONE = DEFAULT.replace(threads=OTHER)
 """What a script that calls nothing but apply() can follow."""
 WIDE = FAST.at(16)
 GIB = 2**30
+NET = advisor.Model("model.py:Net", device="cpu")
 
 
 def remember(**changes: Any) -> Record:
@@ -80,7 +81,7 @@ def runs_as(patch: pytest.MonkeyPatch, file: Path) -> None:
 
 def look(**arguments: Any) -> advisor.Advice:
     """What lookup gives for model.py:Net on the CPU."""
-    return advisor.lookup(advisor.Model("model.py:Net", device="cpu"), **arguments)
+    return advisor.lookup(NET, **arguments)
 
 
 def told(**arguments: Any) -> tuple[advisor.Advice, str]:
@@ -130,9 +131,11 @@ def test_every_knob_can_be_read_by_its_name(
     if status == "disabled":
         monkeypatch.setenv("ADVISOR_DISABLE", "1")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", advisor.AdvisorWarning)
-        advice = look(shape=(4, 3, 9, 9) if status == "miss" else None)
-    assert advice.status == status
+        warnings.simplefilter("ignore" if status == "miss" else "error")
+        advice = advisor.apply(NET, shape=(4, 3, 9 if status == "miss" else 8, 8))
+    assert (advice.status, advice.batch_size) == (status, 4)
+    if status == "disabled":
+        assert advice.config == Config() and torch.get_num_threads() == THREADS
     for knob in KNOBS:
         assert getattr(advice.config, knob.name) == advice.config.get(knob.name, knob.default)
     with pytest.raises(AttributeError, match="config has no 'thread'"):
@@ -173,27 +176,18 @@ def test_miss(record: Record, arguments: Any, says: str) -> None:
         advisor.apply(**asked | {"strict": True})
 
 
-def test_disabled(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ADVISOR_DISABLE", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        advice = advisor.apply(advisor.Model("model.py:Net", device="cpu"), shape=(4, 3, 8, 8))
-    assert (advice.status, advice.config, advice.batch_size) == ("disabled", Config(), 4)
-    assert torch.get_num_threads() == THREADS
-
-
 def test_apply_sets_what_lookup_leaves(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     look()
     assert torch.get_num_threads() == THREADS
-    advisor.apply(advisor.Model("model.py:Net", device="cpu"))
+    advisor.apply(NET)
     assert torch.get_num_threads() == OTHER
 
 
 def test_determinism_is_never_undone(record: Record) -> None:
     torch.use_deterministic_algorithms(True)
     with pytest.warns(advisor.AdvisorWarning, match="deterministic"):
-        advice = advisor.apply(advisor.Model("model.py:Net", device="cpu"))
+        advice = advisor.apply(NET)
     assert advice.status == "miss"
     assert torch.are_deterministic_algorithms_enabled()
     kept = remember(deterministic=True)
@@ -248,7 +242,7 @@ def test_tune_moves_a_damaged_store_aside(
     with pytest.raises(advisor.StoreError):
         look(strict=True)
     found = advisor.tune(
-        advisor.Model("model.py:Net", device="cpu"),
+        NET,
         shape=(4, 3, 8, 8),
         on_event=lambda event: said.append(event["text"]),
     )

@@ -190,30 +190,27 @@ def test_where_there_is_nothing_nothing_is_said(
     assert found.status == "exact" and found.artifacts is None
 
 
+@pytest.mark.parametrize(
+    ("most_s", "why"),
+    [(0.01, "not found within 0.01 s"), (60.0, "cache redis://gone: refused")],
+    ids=["late", "away"],
+)
 def test_a_store_that_does_not_answer_is_waited_for_so_long_only(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, most_s: float, why: str
 ) -> None:
     answers = threading.Event()
 
     def find() -> StoredArtifacts | None:
-        answers.wait(60)
-        return None
+        answers.wait(60 if most_s < 1 else 0)
+        raise StoreError("cache redis://gone: refused")
 
-    monkeypatch.setattr(acting, "AWAITED_S", 0.01)
+    monkeypatch.setattr(acting, "AWAITED_S", most_s)
     fetch = Fetch(find)
     fetch.begin()
     fetch.load()
     answers.set()
-    assert fetch.said == "artifacts: not found within 0.01 s; compiled anew"
-
-    def fails() -> StoredArtifacts | None:
-        raise StoreError("cache redis://gone: refused")
-
-    monkeypatch.setattr(acting, "AWAITED_S", 60.0)
-    fetch = Fetch(fails)
-    fetch.load()
-    assert fetch.said == "artifacts: cache redis://gone: refused; compiled anew"
-    assert len(caplog.records) == 2
+    assert fetch.said == f"artifacts: {why}; compiled anew"
+    assert len(caplog.records) == 1
 
 
 def test_it_is_loaded_right_before_the_first_call() -> None:

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from advisor.arguments import Budget, Model, Permit
 from advisor.cli import cli
 from advisor.errors import AdvisorWarning
 from tests import forks
-from tests.face.test_why import keep_run
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -153,18 +151,6 @@ def said_by(script: str, *words: str) -> list[str]:
 def test_the_ordinary_script_trains_and_says_its_speed() -> None:
     (line,) = said_by("train_mnist_plain.py", "--epochs", "1", "--samples", "256")
     assert re.fullmatch(r"epoch 1: [\d,]+ samples/s, loss [\d.]+, accuracy [\d.]+%", line)
-
-
-def test_a_command_is_compared_with_itself_under_its_advice() -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "import os\nfor _ in 'abc': print(24 if 'ADVISOR_RUN' in os.environ else 12, 'samples/s')",
-    ]
-    turn = ["unmodified:    12 samples/s", "advisor run:   24 samples/s"]
-    assert said_by("compare_run.py", *command)[0].startswith("No advice for this machine (no reco")
-    keep_run(*command)
-    assert said_by("compare_run.py", *command) == [*turn, *turn, "2.00x as fast (2.00-2.00)"]
 
 
 def headings(page: Path) -> set[str]:

@@ -13,8 +13,7 @@ from advisor.cache.key import Key
 from advisor.cache.record import Choice, Record
 from advisor.report import tables
 from advisor.report.sections import report
-from advisor.resolve.answer import answer
-from advisor.resolve.doubt import doubtful
+from advisor.resolve.answer import answer, doubtful
 from advisor.tuners.decisions import LOOKS
 from advisor.tuners.doubt import unsteady
 from advisor.tuners.search.race import choice_of, choose
@@ -85,19 +84,16 @@ def test_noise_of_single_turns_is_no_doubt(noise: float) -> None:
     assert sum(told) < (20 if noise < 0.3 else 100)  # twofold movement is always one
 
 
-def test_what_is_doubtful_is_no_winner() -> None:
-    for own, winner in ((STEADY, FAST), (BUSY, OWN)):
-        baseline, fast = raced(own)
-        found = choose(SPACE, {OWN: list(baseline.rounds), FAST: list(fast.rounds)}, {})
-        assert advised(found, "loop") == winner
-
-
-def test_on_a_gpu_a_load_slows_all_configs_alike() -> None:
-    space = Space({"channels_last": (False, True), "batch_size": (64,)})
-    fast = space.default.replace(channels_last=True)
-    baseline, found = raced(BUSY)
-    rates = {space.default: list(baseline.rounds), fast: list(found.rounds)}
-    assert advised(choose(space, rates, {}), "loop") == fast
+@pytest.mark.parametrize(
+    ("own", "threads", "winner"), [(STEADY, True, FAST), (BUSY, True, OWN), (BUSY, False, FAST)]
+)
+def test_what_is_doubtful_is_no_winner(own: list[float], threads: bool, winner: Config) -> None:
+    """On a GPU, which has no threads, a load slows all configs alike."""
+    space = SPACE if threads else Space({"channels_last": (False, True), "batch_size": (64,)})
+    kept = ["channels_last", "batch_size", *["threads"] * threads]
+    baseline, fast = raced(own)
+    rates = {OWN.only(*kept): list(baseline.rounds), FAST.only(*kept): list(fast.rounds)}
+    assert advised(choose(space, rates, {}), "loop") == winner.only(*kept)
 
 
 def test_a_doubtful_record_is_not_advised_and_says_so() -> None:

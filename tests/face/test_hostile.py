@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from rich.console import Console
@@ -23,8 +26,65 @@ from advisor.tuners.search.journal import JournaledTrial
 from advisor.tuners.search.ratio import LEVEL, Ratio
 from tests import hostile
 from tests.cache.examples import KEY, record, trial
-from tests.face.commands import MODEL, advisor
-from tests.face.through import lost, through
+from tests.face.commands import MODEL, SHAPE, advisor
+from tests.face.unmeasured import unmeasured
+
+OTHER = hostile.OTHER.id
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "apply": (),
+    "show": ("show",),
+    "show it": ("show", OTHER),
+    "report": ("report", OTHER, "--html", "-"),
+    "why": ("why", "model.py:Net", "--shape", SHAPE),
+    "tune": ("tune", "model.py", "--shape", SHAPE, "--device", "cpu"),
+    "verify": ("verify", OTHER, "--budget", "3s"),
+    "gc": ("gc", "--yes"),
+}
+
+
+class Happened(NamedTuple):
+    """`code`: of the command; of apply(), 0 where it went on and 1 where it raised."""
+
+    code: int
+    said: str
+    seconds: float
+
+
+def through(case: hostile.Case, folder: Path) -> dict[str, Happened]:
+    """Make the store in a folder, beside a model, and ask every command of it.
+
+    Tuning measures nothing: it is refused, or remembers a made-up record in the store. The store's
+    URL is then in the file `url`.
+    """
+    (folder / "model.py").write_text(MODEL)
+    url = case.make(folder)
+    (folder / "url").write_text(url)
+    happened = {}
+    with unmeasured():
+        for name, words in COMMANDS.items():
+            began = time.monotonic()
+            if words:
+                done = advisor(folder, *words, "--cache", url)
+                code, said = done.returncode, done.stdout + done.stderr
+            else:
+                code, said = 0, applied(folder, url)
+            happened[name] = Happened(code, said, time.monotonic() - began)
+    return happened
+
+
+def applied(folder: Path, url: str) -> str:
+    """What a lookup in a folder warns of."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
+        patch.chdir(folder)
+        warnings.simplefilter("always")
+        package.lookup(package.Model("model.py:Net", device="cpu"), shape=SHAPE, store=url)
+    return "\n".join(str(one.message) for one in seen)
+
+
+def lost(case: hostile.Case, folder: Path) -> bool:
+    """Whether the honest record is not there any more."""
+    url = (folder / "url").read_text()
+    return case.honest and record().id not in {one.id for one in open_records(url).all()}
 
 
 @pytest.fixture

@@ -25,16 +25,12 @@ WIDE = Config(width=2)
 SMALL = ((32, 3, 256, 256),)
 
 
-def request(target: str | nn.Module | None = None, **given: Any) -> Request:
-    given = {"mode": "train", **given}
-    return Request(target=target, given=given, batch=None, use="loop", device="cuda:0")
-
-
 def meant(
     found: list[Record], target: str | nn.Module | None = None, query: Query = QUERY, **given: Any
 ) -> Match:
     """The match among some records, as a request for this target means it."""
-    return TargetResolver(request(target, **given), query).match(found)
+    request = Request(target=target, given={"mode": "train", **given})
+    return TargetResolver(request, query).match(found)
 
 
 def record(name: str = "model.py:Net", origin: str = "", code: str = "", **task: Any) -> Record:
@@ -193,22 +189,13 @@ class TestSeveral:
             meant(found)
         assert listed in str(refused.value)
 
-    @pytest.mark.parametrize(
-        ("found", "given"),
-        [
-            ([record()], {}),
-            # The same at another batch is no rival.
-            ([record(), record(shapes=SMALL)], {"shapes": SMALL}),
-            # Only what fits is a rival.
-            (
-                [record("a.py:Net"), record("b.py:Net", deterministic=True)],
-                {"deterministic": True},
-            ),
-        ],
-    )
-    def test_the_last_is_meant(self, found: list[Record], given: dict[str, Any]) -> None:
-        match = meant(found, None, asking(**given))
-        assert match.fits and match.record is found[-1]
+    def test_the_same_at_another_batch_or_what_does_not_fit_is_no_rival(self) -> None:
+        for other, found, given in (
+            (record(), record(shapes=SMALL), {"shapes": SMALL}),
+            (record("a.py:Net"), record("b.py:Net", deterministic=True), {"deterministic": True}),
+        ):
+            match = meant([other, found], None, asking(**given))
+            assert match.fits and match.record is found
 
     def test_without_arguments_the_model_without_them_is_meant(self) -> None:
         plain, wide = record(), record(model_args=WIDE)
@@ -241,7 +228,7 @@ class TestScript:
     @staticmethod
     def origins() -> frozenset[str]:
         """The files that a lookup without a target asks for."""
-        return TargetResolver(request(), QUERY).sought().origins or frozenset()
+        return TargetResolver(Request(), QUERY).sought().origins or frozenset()
 
     def test_its_origins_are_the_modules_beside_it(self, train: Path) -> None:
         folder = train.parent

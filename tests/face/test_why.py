@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from advisor.tuners.environment import own_threads
 from tests.builders import lookup_arguments, record_here, verified
 from tests.cache.examples import choice, winners
 from tests.face.commands import MODEL, advisor
+from tests.face.test_documents import said_by
 
 BASE = Config(batch_size=4, precision="default", channels_last=False, cudnn_deterministic=False)
 FAST = BASE.replace(channels_last=True)
@@ -124,6 +126,11 @@ def test_only_signed_records(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert look_up()[0].status == "exact"
 
 
+def stores_asked(advice: package.Advice) -> list[str]:
+    assert advice.explanation is not None
+    return [url for url, _said in advice.explanation.stores]
+
+
 class TestSeveralStores:
     def test_a_hit_behind_is_written_back(self, here: Path) -> None:
         keep(made(), f"dir:{here}/team")
@@ -132,8 +139,7 @@ class TestSeveralStores:
         assert (advice.status, said) == ("exact", "")
         assert advice.explanation is not None and advice.explanation.near_misses == ()
         assert open_store(urls[0]).keys() == open_store(urls[1]).keys()
-        (first,) = look_up(cache=urls)[0].explanation.stores  # type: ignore[union-attr]
-        assert first[0] == urls[0]  # the second is not asked any more
+        assert stores_asked(look_up(cache=urls)[0]) == urls[:1]  # the second is not asked any more
 
     @pytest.mark.parametrize("other", [{}, {"tolerance": 0.5}])
     def test_a_stranger_s_before_does_not_hide_ones_own(
@@ -147,40 +153,31 @@ class TestSeveralStores:
         Records(open_store(urls[0])).put(replace(theirs, provenance=date))
         advice, said = look_up(cache=urls)
         assert (advice.status, said, advice.config) == ("exact", "", FAST)
-        assert "unsigned" not in advice.reason and advice.explanation is not None
-        assert [url for url, _said in advice.explanation.stores] == urls[:2]
+        assert "unsigned" not in advice.reason and stores_asked(advice) == urls[:2]
         advice, _said = look_up(cache=urls)
         assert advice.config == FAST  # copied before, where the search now ends
-        assert advice.explanation is not None and len(advice.explanation.stores) == 1
+        assert stores_asked(advice) == urls[:1]
 
-    def test_a_stranger_s_is_served_where_nothing_else_is_and_said_to_be(
-        self, here: Path, own_surroundings: Path
-    ) -> None:
+    def test_a_stranger_s_is_served_where_nothing_else_is_and_said_to_be(self, here: Path) -> None:
         urls = [f"dir:{here}/theirs", f"dir:{here}/behind"]
-        theirs = made(FAST.replace(threads=1))
+        theirs, mine = made(FAST.replace(threads=1)), made(mode="infer")
         Records(open_store(urls[0])).put(theirs)
-        advice, _said = look_up(cache=urls)
-        assert advice.explanation is not None and len(advice.explanation.stores) == 1  # no key
-        keep(made(mode="infer"), urls[1])
+        assert stores_asked(look_up(cache=urls)[0]) == urls[:1]  # no key
+        keep(mine, urls[1])
         advice, said = look_up(cache=urls)
         assert (advice.status, said, advice.record) == ("exact", "", theirs)
         assert advice.reason.startswith("not in force yet; ")
-        assert advice.reason.endswith("; unsigned")
-        assert advice.explanation is not None and len(advice.explanation.stores) == 2
+        assert advice.reason.endswith("; unsigned") and stores_asked(advice) == urls
         assert advice.served.reason.endswith("; unsigned")
         asked = ("--cache", ",".join(urls))
-        told = advisor(here, "why", "model.py:Net", "--shape", "4x3x8x8", *asked).stdout
-        assert "; unsigned" in told
-        told = advisor(here, "why", "model.py:Net", "--shape", "4x3x8x8", "--mode", "infer", *asked)
-        assert f"not served  {theirs.id} model.py:Net (unsigned): mode" in told.stdout
+        model = ("model.py:Net", "--shape", "4x3x8x8")
+        assert "; unsigned" in advisor(here, "why", *model, *asked).stdout
+        said = advisor(here, "why", *model, "--mode", "infer", *asked).stdout
+        assert f"not served  {theirs.id} model.py:Net (unsigned): mode" in said
         shown = json.loads(advisor(here, "show", "--json", *asked).stdout)["records"]
-        assert {one["id"]: one["signed"] for one in shown} == {
-            theirs.id: False,
-            made(mode="infer").id: True,
-        }
-        assert advisor(here, "show", *asked).stdout.count("unsigned") == 1
-        assert "unsigned" in advisor(here, "show", theirs.id, *asked).stdout
-        assert "unsigned" not in advisor(here, "show", made(mode="infer").id, *asked).stdout
+        assert {one["id"]: one["signed"] for one in shown} == {theirs.id: False, mine.id: True}
+        for which, times in (((), 1), ((theirs.id,), 1), ((mine.id,), 0)):
+            assert advisor(here, "show", *which, *asked).stdout.count("unsigned") == times
 
     def test_one_s_own_that_cannot_answer_does_not_stand_before_a_stranger_s(
         self, here: Path
@@ -195,17 +192,24 @@ class TestSeveralStores:
         keep(made(), f"dir:{here}/team")
         done = advisor(here, "export", "some.pack", "--cache", f"dir:{here}/team")
         assert done.returncode == 0, done.stderr
-        urls = [f"pack:{here}/some.pack", f"dir:{here}/none"]
-        advice, said = look_up(cache=urls)
+        advice, said = look_up(cache=[f"pack:{here}/some.pack", f"dir:{here}/none"])
         assert (advice.status, said) == ("exact", "")
-        advice, said = look_up(cache=[f"pack:{here}/none.pack", f"dir:{here}/team"])
-        assert advice.status == "exact" and "No such file" in said
 
-    @pytest.mark.parametrize("url", ["redis://127.0.0.1:1", "redis://host.invalid:1"])
-    def test_a_dead_remote_is_passed_over_with_one_warning(self, here: Path, url: str) -> None:
+    @pytest.mark.parametrize(
+        ("url", "why"),
+        [
+            ("redis://127.0.0.1:1", "127.0.0.1"),
+            ("redis://host.invalid:1", "host.invalid"),
+            ("pack:none.pack", "No such file"),
+        ],
+    )
+    def test_a_dead_store_is_passed_over_with_one_warning(
+        self, here: Path, url: str, why: str
+    ) -> None:
         keep(made(), f"dir:{here}/mine")
         advice, said = look_up(cache=[url, f"dir:{here}/mine"])
-        assert advice.status == "exact" and "went on without this store" in said
+        assert advice.status == "exact" and why in said
+        assert "went on without this store" in said
 
 
 def test_the_command(here: Path, own_surroundings: Path) -> None:
@@ -277,15 +281,11 @@ def keep_run(*command: str, **changes: object) -> Record:
     return one
 
 
-def why(here: Path, *words: str) -> list[str]:
-    return advisor(here, "why", *words).stdout.splitlines()
-
-
 def test_why_of_a_command_is_what_was_tuned_for_its_words(here: Path) -> None:
     """It is not started: there is no such script."""
     keep_run(*TYPED, device__name="Xeon of another")
     one = keep_run(*TYPED[:2])
-    said = why(here, "--", *TYPED)
+    said = advisor(here, "why", "--", *TYPED).stdout.splitlines()
     assert said[0] == "looked for  python train.py --lr '0.1 0.2'"
     assert "of another device: Xeon of another: channels_last, 1.50x (1.47-1.53)" in said[2]
     found = json.loads(advisor(here, "why", "--strict", "--json", "--", *TYPED[:2]).stdout)
@@ -299,29 +299,39 @@ def test_why_of_a_command_is_what_was_tuned_for_its_words(here: Path) -> None:
 def test_why_of_a_command_says_what_its_run_is_served(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("--strict", "--", *TYPED[:2])
-    missed = advisor(here, "why", "--strict", "--", "python", "other.py")
-    assert missed.returncode == 1
-    assert missed.stdout.splitlines()[-1] == (
-        "served      nothing; no record has exactly this command; `advisor run` also finds one "
-        "of the same model and inputs. To tune: advisor tune -- python other.py"
+    def served(*words: str, missed: bool = True) -> str:
+        done = advisor(here, "why", "--strict", "--", *words)
+        assert done.returncode == missed
+        return done.stdout.splitlines()[-1].removeprefix("served      ")
+
+    assert served("python", "other.py") == (
+        "nothing; no record has exactly this command; `advisor run` also finds one of the same "
+        "model and inputs. To tune: advisor tune -- python other.py"
     )
+    keep_run(*TYPED, device__name="Xeon of another")
+    assert served(*TYPED).startswith("nothing; this run was not tuned on")
     one = keep_run(*TYPED[:2], software__torch="2.0.1")
     speedup = f"{one.id}: channels_last; 1.50x your unmodified script at batch 4"
-    assert why(here, *words)[-1].startswith(f"served      {speedup}; measured elsewhere: torch 2")
+    stale = served(*TYPED[:2], missed=False)
+    assert stale.startswith(f"{speedup}; measured elsewhere: torch 2")
     one = keep_run(*TYPED[:2])
     speedup = f"{one.id}: channels_last; 1.50x your unmodified script at batch 4"
-    assert why(here, *words)[-1] == f"served      {speedup}"
-    isolated = ("--strict", "--", "python", "-I", "train.py")
-    assert why(here, *isolated)[-1] == "served      nothing; python -I keeps advisor out"
+    assert served(*TYPED[:2], missed=False) == speedup
+    assert served("python", "-I", "train.py") == "nothing; python -I keeps advisor out"
     Failures(None, one.key.model, one.key.task).keep(FAST, "RuntimeError: view")
-    assert why(here, *words)[-1].endswith("; this run failed with the advice (RuntimeError: view)")
+    said = served(*TYPED[:2])
+    assert said.endswith("; this run failed with the advice (RuntimeError: view)")
     monkeypatch.setenv("ADVISOR_DISABLE", "1")
-    assert advisor(here, "why", *words).returncode == 1
-    assert why(here, *words)[-1] == "served      nothing; ADVISOR_DISABLE is set"
+    assert served(*TYPED[:2]) == "nothing; ADVISOR_DISABLE is set"
 
 
-def test_why_of_a_command_of_another_device_is_a_miss(here: Path) -> None:
-    keep_run(*TYPED, device__name="Xeon of another")
-    assert why(here, "--", *TYPED)[-1].startswith("served      nothing; this run was not tuned on")
-    assert advisor(here, "why", "--strict", "--", *TYPED).returncode == 1
+def test_a_command_is_compared_with_itself_under_its_advice(here: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "import os\nfor _ in 'abc': print(24 if 'ADVISOR_RUN' in os.environ else 12, 'samples/s')",
+    ]
+    turn = ["unmodified:    12 samples/s", "advisor run:   24 samples/s"]
+    assert said_by("compare_run.py", *command)[0].startswith("No advice for this machine (no reco")
+    keep_run(*command)
+    assert said_by("compare_run.py", *command) == [*turn, *turn, "2.00x as fast (2.00-2.00)"]

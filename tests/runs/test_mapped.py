@@ -14,7 +14,7 @@ from advisor.bootstrap import INJECTED
 from advisor.cache.config import Config
 from advisor.cache.name import command_digest
 from advisor.errors import UsageError
-from advisor.resolve.command_overrides import CommandOverrides
+from advisor.resolve.commands import CommandOverrides
 from advisor.tuners.measure.run.mapped_options import MappedOptions
 from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import RunEnded

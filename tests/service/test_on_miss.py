@@ -80,7 +80,7 @@ def test_what_is_not_found_is_asked_for_once(
     (job,) = asked(team)
     assert (job["target"], job["gpus"], job["gpu"], job["folder"]) == ("model.py:Net", 0, "", "")
     options = {"shape": [[4, 3, 8, 8]], "device": "cpu", "precisions": ["default", "bf16"]}
-    options |= {"model_args": ["width=4"], "steps": 500, "duration": None}
+    options |= {"model_args": ["width=4"], "steps": 500}
     assert job["options"] == options and len(job["archive"]) == 64
     missed(**wanted)
     assert "no tuning is asked for: this job was requested 0 min ago" in caplog.text

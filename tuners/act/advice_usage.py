@@ -7,15 +7,17 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from advisor.cache.config import Config, Value
-from advisor.cache.explanation import Explanation
 from advisor.cache.record import LOOP, USES, Record
 from advisor.cache.shown import times
 from advisor.cache.signing import UNSIGNED
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.knobs import Knob, caveats, described
+
+if TYPE_CHECKING:
+    from advisor.cache.asking import Explanation
 
 _log = logging.getLogger("advisor")
 
@@ -35,6 +37,7 @@ class Served:
     config: Config = field(default_factory=Config)
     status: str = EXACT  # or STALE, 'nearest' (from a similar record), 'miss', 'disabled'
     reason: str = ""  # one line: which advice was served, or why none was
+    notice: str = ""  # what to tell the user, if anything
     doubt: str = ""  # part of the reason, '; not verified ...', if not compared with strict fp32
     signed: bool = True  # whether the reader or their team signed the record
     record: Record | None = None
