@@ -326,11 +326,11 @@ def test_why_of_a_command_says_what_its_run_is_served(
 
 
 def test_a_command_is_compared_with_itself_under_its_advice(here: Path) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "import os\nfor _ in 'abc': print(24 if 'ADVISOR_RUN' in os.environ else 12, 'samples/s')",
-    ]
+    script = here / "speed.py"
+    script.write_text(
+        "import os\nfor _ in 'abc': print(24 if 'ADVISOR_RUN' in os.environ else 12, 'samples/s')"
+    )
+    command = [sys.executable, str(script)]
     turn = ["unmodified:    12 samples/s", "advisor run:   24 samples/s"]
     assert said_by("compare_run.py", *command)[0].startswith("No advice for this machine (no reco")
     keep_run(*command)
