@@ -292,7 +292,7 @@ def _values(known: Mapping[str, Any]) -> int:
 
 @functools.cache
 def _installed(library: str) -> str:
-    """The same library in the version installed here: 'torchvision==0.26.0'."""
+    """A record's library in the version that is installed here, such as 'torchvision==0.26.0'."""
     name = library.partition("==")[0]
     try:
         return f"{name}=={importlib.metadata.version(name)}"

@@ -172,7 +172,7 @@ def _read_own(path: Path) -> tuple[bytes, str]:
 @functools.cache
 def _warn_once(path: str, why: str) -> None:
     remedy = "run chmod 600 on the file, and chmod go-w on the folders above it"
-    _log.warning("%s holds a secret, and %s; %s", path, why, remedy)
+    _log.warning("the secret in %s is not safe: %s; %s", path, why, remedy)
 
 
 def _make_key(path: Path) -> tuple[bytes, str]:

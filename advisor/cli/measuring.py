@@ -133,7 +133,7 @@ def _again_options(budget: str) -> options.Decorator:
 
 
 def _again(command: tuple[str, ...], model: Model, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `explain` and `verify` after the key, which they check."""
+    """Returns the options of a command line as arguments of `explain` and `verify`."""
     if command and (model.target or model.data):
         raise UsageError("give either --target and --data, or your command after --")
     return {

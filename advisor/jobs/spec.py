@@ -96,7 +96,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise UsageError(f"gpus {self.gpus}: expected 0 for the CPU, or 1 to {MAX_GPUS}")
         device = str(self.options.get("device") or "")
         if device and (device == "cpu") != (self.gpus == 0):
-            raise UsageError(f"device {device[:20]!r}, gpus {self.gpus}: give gpus 0 for the CPU")
+            count = f"device {device[:20]!r} with gpus {self.gpus}"
+            raise UsageError(f"{count}: expected gpus 0 for device cpu, and 1 or more otherwise")
 
     @classmethod
     def given(

@@ -25,6 +25,7 @@ from advisor.errors import NoRecord
 from advisor.resolve.request import Request
 from advisor.tuners import knobs
 from advisor.tuners.act.advice_usage import Served
+from advisor.tuners.decisions import NOTABLE
 from advisor.tuners.doubt import is_doubtful, unsteady
 from advisor.tuners.length import Length, Pace, first_step_seen
 from advisor.tuners.length import break_even as overtaking
@@ -252,7 +253,9 @@ def is_clear(record: Record) -> bool:
     best, own = record.winner(record.use), record.baseline
     if record.stale or not record.compares or record.provenance.effort == INTERRUPTED:
         return False
-    if best.config == own.config and unsteady(own.rounds):
+    # A config that seemed to gain, and still lost, was too noisy to tell.
+    noisy = unsteady(own.rounds) or any(one.speedup >= NOTABLE for one in record.raced)
+    if best.config == own.config and noisy:
         return False
     return not doubtful(record) and not unverified(record, best.config)
 

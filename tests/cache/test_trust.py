@@ -313,8 +313,8 @@ def test_a_key_that_others_may_have_signs_records_and_no_code(
     assert keyring.own == own.own and not keyring.for_code.signs
     remedy = "run chmod 600 on the file, and chmod go-w on the folders above it"
     assert [line.getMessage() for line in caplog.records] == [
-        f"{secret} holds a secret, and others can read {secret} (mode 444); {remedy}",
-        f"{data}/advisor/key holds a secret, and others can write {data} (mode 777); {remedy}",
+        f"the secret in {secret} is not safe: others can read {secret} (mode 444); {remedy}",
+        f"the secret in {data}/advisor/key is not safe: others can write {data} (mode 777); {remedy}",
     ]
     (data / "advisor" / "key").unlink()
     monkeypatch.delenv("ADVISOR_SECRET_FILE")

@@ -187,7 +187,7 @@ class CallHooks:
 
 
 def in_backward() -> bool:
-    """Whether backward runs: there, checkpointing calls modules again, and may raise to stop."""
+    """Whether backward runs. Activation checkpointing calls modules again in backward."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -155,7 +155,7 @@ class Redirection:
         return plain(trainer, to, *args, **kwargs)
 
     def _is_users(self, path: Any) -> bool:
-        """Whether a path is, or a folder holds, a checkpoint that is older than this process."""
+        """Whether a file is a checkpoint older than this process, or a folder holds one."""
         below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
         with contextlib.suppress(OSError):
             return any(

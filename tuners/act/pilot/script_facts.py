@@ -155,7 +155,7 @@ def model_facts(models: Sequence[nn.Module]) -> dict[str, Any]:
 def _script_settings(
     observer: LoopObserver, trained: Sequence[TrainedModel], loading: LoaderFacts
 ) -> tuple[Config, tuple[str, ...], tuple[str, ...]]:
-    """The fields `own`, `kept` and `limits` of ScriptFacts."""
+    """What a script sets itself, what stays, and why: `own`, `kept`, `limits` of ScriptFacts."""
     script = ScriptSettings(
         weights=[weight for one in trained for weight in one.model.parameters()],
         autocast=observer.autocast,
