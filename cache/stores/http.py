@@ -114,9 +114,7 @@ class HttpStore(Remote):
             page = self.client.decoded(self._ask("GET", asked)[1], _PAGE)
             names = [*page.keys, *page.sizes]
             if any(name <= after for name in names):
-                raise self.client.unexpected(
-                    "its list of records never ends: a page repeats earlier names"
-                )
+                raise self.client.unexpected("its list repeats earlier names and never ends")
             yield page
             after, more = max(names, default=""), page.more and bool(names)
 

@@ -312,11 +312,12 @@ def test_a_key_that_others_may_have_signs_records_and_no_code(
     keyring = KeyRing.from_environment()
     assert keyring.own == own.own and not keyring.for_code.signs
     remedy = "run chmod 600 on the file, and chmod go-w on the folders above it"
+    own = data / "advisor" / "key"
     assert [line.getMessage() for line in caplog.records] == [
         f"the secret in {secret} is not safe: others can read {secret} (mode 444); {remedy}",
-        f"the secret in {data}/advisor/key is not safe: others can write {data} (mode 777); {remedy}",
+        f"the secret in {own} is not safe: others can write {data} (mode 777); {remedy}",
     ]
-    (data / "advisor" / "key").unlink()
+    own.unlink()
     monkeypatch.delenv("ADVISOR_SECRET_FILE")
     made = KeyRing.from_environment().ready()
     assert made.own and made.exposed == f"others can write {data} (mode 777)"
