@@ -28,7 +28,7 @@ _ENOUGH = 2 * 2**30
 """Bytes; a session whose tests pass leaves nothing, and has a third of it at most."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """What is imported is no garbage: a collection that looks through it takes 0.3 s each time.
 
     Folders of tests are in memory, where there is enough of it: tests end processes, not machines,
@@ -37,8 +37,6 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
     if "PYTEST_DEBUG_TEMPROOT" not in os.environ and _in_memory():
         os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_MEMORY)
-    if config.getoption("numprocesses", None):
-        forks.server()  # one for all processes
 
 
 def _in_memory() -> bool:
@@ -91,8 +89,10 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For what is set up before a test has surroundings of its own."""
+    """For what is set up before a test has surroundings of its own. Workers and commands that this
+    process starts are forks: see tests/forks.py."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guarded_process, "subprocess", forks.FORKING)
         folder = tmp_path_factory.mktemp("nobody")
         patch.setenv("ADVISOR_CACHE", str(folder / "cache"))
         patch.setenv("XDG_DATA_HOME", str(folder / "data"))
@@ -100,42 +100,22 @@ def nothing_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def forks_are_measured() -> Iterator[None]:
-    """Workers and commands that this process starts are forks: see tests/forks.py."""
-    with forks.instead_of_guarded_processes():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def real_processes_end_to_end(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if request.node.get_closest_marker("e2e"):
-        monkeypatch.setattr(guarded_process, "subprocess", subprocess)
-
-
 @pytest.fixture(autouse=True)
 def own_surroundings(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Path:
     """Points ADVISOR_CACHE to a fresh folder, which is returned and does not exist yet."""
+    if request.node.get_closest_marker("e2e"):
+        monkeypatch.setattr(guarded_process, "subprocess", subprocess)
     folder = tmp_path_factory.mktemp("advisor") / "cache"
-    monkeypatch.setenv("ADVISOR_CACHE", str(folder))
     monkeypatch.setenv("XDG_DATA_HOME", str(folder.parent / "data"))  # the user's own key
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in (
-        *("ADVISOR_DISABLE", "ADVISOR_LOG", "ADVISOR_ON_MISS", "ADVISOR_SIGNED_ONLY"),
-        *(
-            "ADVISOR_MAX_ARTIFACTS",
-            "ADVISOR_SECRET",
-            "ADVISOR_SECRET_FILE",
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-        ),
-    ):
-        monkeypatch.delenv(name, raising=False)
+    for name in [*os.environ]:
+        if name.startswith("ADVISOR_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("ADVISOR_CACHE", str(folder))
     return folder
 
 
