@@ -153,7 +153,7 @@ def test_checkpoints_are_those_of_the_script(tmp_path: Path) -> None:
     """One that was made without the pilot loads under it."""
     resumed = (str(tmp_path / "0.pt"),)
     variants = [Variant(), Variant(HALF), Variant(None, resumed), Variant({}, resumed)]
-    *_, (alone, _), (under, _) = trained(FOLDER / "copies.py", tmp_path, *variants)
+    *_, (alone, _), (under, _) = trained(FOLDER / "evaluation.py", tmp_path, *variants)
     assert differing(alone, under) == []
     (load := tmp_path / "load.py").write_text(LOAD)
     read = []
