@@ -61,17 +61,28 @@ class Asking(Looks):
 
 
 class Net(nn.Module):
-    """Where it is given labels it returns its loss too, as Hugging Face's models do."""
+    """Where it is given labels it returns its loss too, as Hugging Face's models do.
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    Args:
+        inner, outer: what becomes of its hidden values, and of its outputs.
+    """
+
+    def __init__(
+        self,
+        dropout: float = 0.3,
+        *,
+        inner: Callable[[Tensor], Tensor] = nn.Identity(),  # noqa: B008 # has no state
+        outer: Callable[[Tensor], Tensor] = nn.Identity(),  # noqa: B008
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(10, 32)
         self.first, self.norm = nn.Linear(32, 64), nn.BatchNorm1d(64)
         self.dropout, self.last = nn.Dropout(dropout), nn.Linear(64, 4)
+        self.inner, self.outer = inner, outer
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
-        hidden = self.norm(self.first(self.embedding(tokens).mean(1))).relu()
-        found = self.last(self.dropout(hidden))
+        hidden = self.inner(self.norm(self.first(self.embedding(tokens).mean(1))).relu())
+        found = self.outer(self.last(self.dropout(hidden)))
         if labels is None:
             return found
         return {"loss": nn.functional.cross_entropy(found.float(), labels), "logits": found}
@@ -106,36 +117,33 @@ def trained(
         assert left_behind() == []
 
 
-def same(ours: nn.Module, theirs: nn.Module) -> bool:
-    weights = theirs.state_dict()
-    return all(torch.equal(weight, weights[name]) for name, weight in ours.state_dict().items())
-
-
 @pytest.fixture(autouse=True)
 def _same_weights() -> None:
     torch.manual_seed(0)
 
 
-def twins(make: Callable[[], Net]) -> tuple[Net, Net]:
-    """Two models with the same weights."""
+def beside_alone(make: Callable[[], Net], guide: Asking, **how: Any) -> tuple[Net, Net]:
+    """A model that is trained while it is compared, and one with the same weights that trains
+    alone, to the same bits."""
     net, alone = make(), make()
     alone.load_state_dict(net.state_dict())
+    trained(alone, None, **how)
+    trained(net, guide, **how)
+    weights = alone.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in net.state_dict().items())
     return net, alone
 
 
 @pytest.mark.parametrize("how", [{}, {"within": True}, {"micro": 3}])
 def test_half_precision_passes_and_the_run_is_the_same_to_the_bit(how: dict[str, Any]) -> None:
-    net, alone = twins(lambda: Net(0.3))
     guide = Asking(HALF, {"fused_optimizer": True})
-    trained(alone, None, **how)
-    trained(net, guide, **how)
+    beside_alone(Net, guide, **how)
     assert [one.outcome for one in guide.found] == ["ok", "ok"], guide.found
-    assert same(alone, net)
 
 
 @pytest.mark.parametrize("steps", [10, POINTS + 2])  # or it leaves in the middle
 def test_nothing_of_the_model_or_its_optimizer_stays_alive(steps: int) -> None:
-    net, guide = Net(0.3), Asking(HALF)
+    net, guide = Net(), Asking(HALF)
     trained(net, guide, steps=steps)
     assert bool(guide.found) == (steps == 10)
     there = weakref.ref(net)
@@ -157,44 +165,30 @@ class _Off(torch.autograd.Function):
         return gradients[0] * (1 + ctx.by), None
 
 
-class WrongGradient(Net):
-    """Its outputs are right; the gradients of what comes before `last` are not."""
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
-        hidden = self.first(self.embedding(tokens).mean(1)).relu()
-        return self.last(self.dropout(_Off.apply(hidden, 2.0)))
+def too_large(found: Tensor) -> Tensor:
+    return found * (1.2 if found.dtype == torch.bfloat16 else 1.0)
 
 
-class WrongOutput(Net):
-    """In bf16 its outputs are too large."""
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
-        found = super().forward(tokens)
-        return found * (1.2 if found.dtype == torch.bfloat16 else 1.0)
-
-
-class Failing(Net):
-    """It cannot be run in bf16."""
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
-        if torch.is_autocast_enabled("cpu"):
-            raise RuntimeError("no half")
-        return super().forward(tokens)
+def failing(found: Tensor) -> Tensor:
+    if torch.is_autocast_enabled("cpu"):
+        raise RuntimeError("no half")
+    return found
 
 
 @pytest.mark.parametrize(
-    ("kind", "outcome", "said"),
+    ("how", "outcome", "said"),
     [
-        (WrongGradient, "wrong", "gradient"),
-        (WrongOutput, "wrong", "allowed"),
-        (Failing, "failed", "RuntimeError: no half"),
+        # Right outputs, and wrong gradients of what comes before.
+        ({"inner": lambda hidden: _Off.apply(hidden, 2.0)}, "wrong", "gradient"),
+        ({"outer": too_large}, "wrong", "allowed"),
+        ({"outer": failing}, "failed", "RuntimeError: no half"),
     ],
 )
 def test_what_is_wrong_is_found_and_the_script_goes_on(
-    kind: type[Net], outcome: str, said: str
+    how: dict[str, Any], outcome: str, said: str
 ) -> None:
     guide = Asking(HALF)
-    trained(kind(0.3), guide)
+    trained(Net(**how), guide)
     assert guide.found[0].outcome == outcome, guide.found
     assert said in guide.found[0].reason
     assert guide.found[0].blames == ("format" if outcome == "wrong" else "")
@@ -205,7 +199,7 @@ def test_what_was_compiled_is_compared_without_compiling_again(
 ) -> None:
     monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
     guide = Asking({**HALF, "compile": "default"}, HALF, {**HALF, "compile": "default"})
-    trained(Net(0.3), guide, steps=12)
+    trained(Net(), guide, steps=12)
     assert [one.outcome for one in guide.found] == ["ok"] * 3, guide.found
     assert guide.compiled[0] == guide.compiled[2]
 
@@ -272,7 +266,7 @@ class Counting(Net):
     """Keeps what it came to in an attribute, and rebinds a buffer."""
 
     def __init__(self) -> None:
-        super().__init__(0.3)
+        super().__init__()
         self.register_buffer("mean", torch.zeros(4))
         self.calls = 0
 
@@ -302,24 +296,20 @@ class Collecting(Net):
 
 
 def test_where_a_run_counts_what_calls_leave_behind_is_put_back() -> None:
-    (net, alone), guide = twins(Counting), Asking(HALF, careful=True)
-    trained(alone, None)
-    trained(net, guide)
+    guide = Asking(HALF, careful=True)
+    net, alone = beside_alone(Counting, guide)
     assert guide.found[0].ok, guide.found
     assert vars(net)["calls"] == vars(alone)["calls"] == 10
-    assert same(alone, net)
 
 
 @pytest.mark.parametrize(
     "kept", [list, lambda: torch.zeros(4), lambda: torch.Generator().manual_seed(3)]
 )
 def test_where_a_run_counts_a_model_that_changes_more_is_not_called_again(kept: Any) -> None:
-    (net, alone), guide = twins(lambda: Collecting(kept())), Asking(HALF, careful=True)
-    trained(alone, None)
-    trained(net, guide)
+    guide = Asking(HALF, careful=True)
+    net, _ = beside_alone(lambda: Collecting(kept()), guide)
     assert guide.found[0].outcome == UNVERIFIED
     assert "changes Collecting.kept, which could not be restored" in guide.found[0].reason
-    assert same(alone, net)
     assert not isinstance(found := vars(net)["kept"], list) or len(found) == 10
 
 
@@ -337,9 +327,7 @@ def test_memory_that_is_full_within_the_scripts_own_step_costs_the_comparison_al
     def full(_tensor: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("full")
 
-    (net, alone), guide = twins(Net), Asking(HALF)
-    trained(alone, None)
+    guide = Asking(HALF)
     monkeypatch.setattr("advisor.tuners.measure.run.recorded_steps._fresh", full)
-    trained(net, guide)
+    beside_alone(Net, guide)
     assert guide.found[0].outcome == UNVERIFIED and "full" in guide.found[0].reason
-    assert same(alone, net)
