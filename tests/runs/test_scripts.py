@@ -1,8 +1,10 @@
 """Ordinary training scripts under the pilot, and those of Hugging Face, Lightning, Accelerate and
-timm: unmodified they train the same to the bit, in bf16 nearly the same."""
+timm: unmodified they train the same to the bit, in bf16 nearly the same; `advisor tune` on some."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 
 from advisor.cache.config import Config
 from tests import forks
+from tests.face.commands import advisor, own
 from tests.runs.forked import Variant, Weights, trained
 
 FOLDER = Path(__file__).parent / "scripts"
@@ -155,3 +158,55 @@ def test_checkpoints_are_those_of_the_script(tmp_path: Path) -> None:
         assert forks.run(load, str(whole), str(weights)).returncode == 0
         read.append({n: (w.dtype, w.shape) for n, w in torch.load(weights).items()})
     assert read[0] == read[1]
+
+
+VERDICTS = (
+    "Start it like this:",
+    "Nothing measured clearly gains on this machine; run it as usual.",
+    "Could not tell what gains on this machine; run it as usual.",
+    "Not tuned yet: ",
+)
+TOO_BUSY = r"could not be measured: give a larger --budget|too small .* give at least \d+s"
+ENDLESS = ("gan", "lengths", "keywords", "teacher_student")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["evaluation", "own_autocast", *(pytest.param(one, marks=pytest.mark.long) for one in ENDLESS)],
+)
+def test_one_is_tuned_and_told_one_thing(name: str, tmp_path: Path) -> None:
+    (work := tmp_path / "work").mkdir()
+    for checkpoint in ("last.pt", "last.whole"):
+        (work / checkpoint).write_bytes(b"of a run before")
+    source = (FOLDER / f"{name}.py").read_text().replace("break", "continue")
+    (work / "train.py").write_text(re.sub(r"in range\(\d\):", "in range(10**9):", source))
+    before = contents(work)
+    command = ("python", "train.py", "last.pt")
+
+    options = ("--effort", "quick", "--budget", "3s")
+    done = advisor(work, "tune", *options, "--", *command, **own(tmp_path))
+    assert contents(work) == before
+    assert "hangs" not in done.stdout + done.stderr
+    if done.returncode:  # a host so busy that not even the script itself was measured
+        assert re.search(TOO_BUSY, done.stderr), done.stderr
+        return
+
+    lines = done.stdout.splitlines()
+    (verdict,) = (line for line in lines if line.startswith(VERDICTS))
+    advises = verdict == VERDICTS[0]
+    started = f"    advisor run -- {shlex.join(command)}"
+    assert (lines[-1] == started) == advises == any("at your batch  " in one for one in lines)
+    remedies = re.findall(r"--force|--budget \w+", done.stdout)
+    assert len(set(remedies)) == len(remedies) <= 2, done.stdout
+    if not verdict.startswith(VERDICTS[3]):
+        why = advisor(work, "why", "--", *command, **own(tmp_path)).stdout
+        assert (": unmodified" in why) != advises, why
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What lies in a folder, by its path."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
