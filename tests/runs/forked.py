@@ -7,8 +7,9 @@ import importlib
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -73,34 +74,40 @@ class Looks:
     config_dropped = failed
 
 
-@dataclass
-class There(Looks):
-    """A guide that has two steps made with some values, then two as the script is; and so on.
+class Ordered(Looks):
+    """A guide that gives orders one after the other; the last one is to stay.
+
+    Attributes:
+        results: of the orders so far.
+    """
+
+    def __init__(self, orders: Callable[[Space], Iterator[BlockRequest]]) -> None:
+        self._given, self.results = orders, list[BlockResult]()
+
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
+        self.seen, self._orders = seen, self._given(space_of(seen))
+        return next(self._orders)
+
+    def next(self, result: BlockResult) -> BlockRequest:
+        self.results.append(result)
+        return next(self._orders)
+
+
+def there_and_back(values: Mapping[str, Value], space: Space) -> Iterator[BlockRequest]:
+    """Two steps with some values, then two as the script is; and so on.
 
     Where values change no number bf16 is compared with fp32 in between, which is to leave nothing.
     """
-
-    values: Mapping[str, Value]
-
-    def begin(self, seen: ScriptFacts) -> BlockRequest:
-        self.seen = seen
-        space = space_of(seen)
-        own = space.default
-        offered = {name: v for name, v in self.values.items() if space.offers(name, v)}
-        there = BlockRequest(config=own.replace(**offered), steps=2, own=own)
-        between = [BlockRequest(config=own, steps=2), there, BlockRequest(config=own, steps=2)]
-        if self.values.keys() <= set(knobs.INPUT_PIPELINE):
-            half = there.config.replace(precision="bf16")
-            asked = comparison(half, own, TOLERANCE, COMPARES_S)
-            between = [BlockRequest(config=own, steps=1, compare=asked)]
-        self.orders = iter([*between, BlockRequest(config=there.config)])
-        return there
-
-    def next(self, result: BlockResult) -> BlockRequest:
-        assert result.outcome == "ok", result.reason
-        assert result.reason or result.steps == 2
-        assert result.samples > 0
-        return next(self.orders)
+    own = space.default
+    config = own.replace(**{name: v for name, v in values.items() if space.offers(name, v)})
+    there = BlockRequest(config=config, steps=2, own=own)
+    yield there
+    if values.keys() <= set(knobs.INPUT_PIPELINE):
+        asked = comparison(config.replace(precision="bf16"), own, TOLERANCE, COMPARES_S)
+        yield BlockRequest(config=own, steps=1, compare=asked)
+    else:
+        yield from (BlockRequest(config=own, steps=2), there, BlockRequest(config=own, steps=2))
+    yield BlockRequest(config=config)
 
 
 def left_behind() -> list[str]:
@@ -162,11 +169,14 @@ def _one_by_one(library: str, script: str, folder: Path, variants: Sequence[Vari
 def _train(script: str, out: str, variant: Variant) -> None:
     os.chdir(Path(out).parent)
     torch.set_num_threads(1)
-    guide = There(Config(variant.values or {}))
+    guide = Ordered(partial(there_and_back, variant.values or {}))
     pilot = None if variant.values is None else Pilot(guide, RecordedSteps())
     sys.argv = [script, out, *variant.words]
     runpy.run_path(script, run_name="__main__")
     if pilot is not None:
         pilot.release()
         assert not left_behind(), left_behind()
+        for result in guide.results:
+            assert (result.outcome, result.samples > 0) == ("ok", True), result.reason
+            assert result.reason or result.steps == 2
         Path(out).with_suffix(".seen").write_bytes(msgpack.packb(to_plain(guide.seen)))

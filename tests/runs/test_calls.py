@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,52 +13,42 @@ import torch
 from torch import Tensor, nn
 
 from advisor.cache.config import Config, Value
-from advisor.tuners import compiling, knobs
+from advisor.tuners import compiling
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.pilot.pilot import Pilot
-from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, CompareRequest
-from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.decisions import POINTS
-from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.run.recorded_steps import RecordedSteps
-from advisor.tuners.measure.runner import UNVERIFIED, Compared
-from tests.runs.forked import Looks, left_behind, space_of
+from advisor.tuners.measure.run.run import comparison
+from advisor.tuners.measure.runner import UNVERIFIED
+from advisor.tuners.search.space import Space
+from tests.runs.forked import COMPARES_S, TOLERANCE, Ordered, left_behind
 
 HALF: Mapping[str, Value] = {"precision": "bf16"}
 
 
-class Asking(Looks):
+class Asking(Ordered):
     """A guide that has configs compared one after the other, then leaves the script unmodified."""
 
     def __init__(self, *asked: Mapping[str, Value], careful: bool = False) -> None:
+        super().__init__(partial(comparisons, asked))
         self.watch = RecordedSteps(careful=careful)
-        self._asked = list(asked)
-        self.found: list[Compared] = []
         self.compiled: list[int] = []
-        self._own = Config()
-
-    def begin(self, seen: ScriptFacts) -> BlockRequest:
-        self._own = Config(space_of(seen).default | {"compile": "none"})
-        return self._order()
 
     def next(self, result: BlockResult) -> BlockRequest:
-        self.found.append(Compared(result.outcome, result.reason, result.blames))
         self.compiled.append(graphs_compiled())
-        return self._order()
+        return super().next(result)
 
-    def _order(self) -> BlockRequest:
-        own = self._own
-        if not self._asked:
-            return BlockRequest(config=own, own=own)
-        candidate, fp32 = own.replace(**self._asked.pop(0)), knobs.strict(own)
-        plain = plain_of(candidate, fp32)
-        asked = CompareRequest(
-            fp32=fp32, plain=plain, candidate=candidate, tolerance=0.02, left_s=60.0
-        )
+
+def comparisons(asked: Sequence[Mapping[str, Value]], space: Space) -> Iterator[BlockRequest]:
+    own = Config(space.default | {"compile": "none"})
+    for number, values in enumerate(asked):
         # What the first comparison has kept serves the next ones.
-        steps = 1 if self.found else POINTS
-        return BlockRequest(config=own, own=own, steps=steps, compare=asked)
+        steps = 1 if number else POINTS
+        compare = comparison(own.replace(**values), own, TOLERANCE, COMPARES_S)
+        yield BlockRequest(config=own, own=own, steps=steps, compare=compare)
+    yield BlockRequest(config=own, own=own)
 
 
 class Net(nn.Module):
@@ -138,14 +129,14 @@ def beside_alone(make: Callable[[], Net], guide: Asking, **how: Any) -> tuple[Ne
 def test_half_precision_passes_and_the_run_is_the_same_to_the_bit(how: dict[str, Any]) -> None:
     guide = Asking(HALF, {"fused_optimizer": True})
     beside_alone(Net, guide, **how)
-    assert [one.outcome for one in guide.found] == ["ok", "ok"], guide.found
+    assert [one.outcome for one in guide.results] == ["ok", "ok"], guide.results
 
 
 @pytest.mark.parametrize("steps", [10, POINTS + 2])  # or it leaves in the middle
 def test_nothing_of_the_model_or_its_optimizer_stays_alive(steps: int) -> None:
     net, guide = Net(), Asking(HALF)
     trained(net, guide, steps=steps)
-    assert bool(guide.found) == (steps == 10)
+    assert bool(guide.results) == (steps == 10)
     there = weakref.ref(net)
     del net
     gc.collect()
@@ -189,9 +180,9 @@ def test_what_is_wrong_is_found_and_the_script_goes_on(
 ) -> None:
     guide = Asking(HALF)
     trained(Net(**how), guide)
-    assert guide.found[0].outcome == outcome, guide.found
-    assert said in guide.found[0].reason
-    assert guide.found[0].blames == ("format" if outcome == "wrong" else "")
+    assert guide.results[0].outcome == outcome, guide.results
+    assert said in guide.results[0].reason
+    assert guide.results[0].blames == ("format" if outcome == "wrong" else "")
 
 
 def test_what_was_compiled_is_compared_without_compiling_again(
@@ -200,7 +191,7 @@ def test_what_was_compiled_is_compared_without_compiling_again(
     monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
     guide = Asking({**HALF, "compile": "default"}, HALF, {**HALF, "compile": "default"})
     trained(Net(), guide, steps=12)
-    assert [one.outcome for one in guide.found] == ["ok"] * 3, guide.found
+    assert [one.outcome for one in guide.results] == ["ok"] * 3, guide.results
     assert guide.compiled[0] == guide.compiled[2]
 
 
@@ -237,7 +228,7 @@ def test_blocks_that_are_compiled_are_compared_as_they_are(
     monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
     guide = Asking({"compile": "blocks"})
     trained(Repeating(broken), guide)
-    found = guide.found[0]
+    found = guide.results[0]
     assert (found.outcome, found.blames) == (("wrong", "code") if broken else ("ok", "")), found
     assert not broken or "gradient of blocks" in found.reason
 
@@ -258,8 +249,8 @@ class Hiding(Net):
 def test_of_a_model_without_gradients_of_outputs_no_end_of_steps_is_looked_at() -> None:
     guide = Asking(HALF)
     trained(Hiding(), guide, within=True, steps=8 * POINTS + 10)
-    assert guide.found[0].outcome == UNVERIFIED
-    assert guide.found[0].reason == "no gradient came back to what the model returned"
+    assert guide.results[0].outcome == UNVERIFIED
+    assert guide.results[0].reason == "no gradient came back to what the model returned"
 
 
 class Counting(Net):
@@ -298,7 +289,7 @@ class Collecting(Net):
 def test_where_a_run_counts_what_calls_leave_behind_is_put_back() -> None:
     guide = Asking(HALF, careful=True)
     net, alone = beside_alone(Counting, guide)
-    assert guide.found[0].ok, guide.found
+    assert guide.results[0].outcome == "ok", guide.results
     assert vars(net)["calls"] == vars(alone)["calls"] == 10
 
 
@@ -308,8 +299,8 @@ def test_where_a_run_counts_what_calls_leave_behind_is_put_back() -> None:
 def test_where_a_run_counts_a_model_that_changes_more_is_not_called_again(kept: Any) -> None:
     guide = Asking(HALF, careful=True)
     net, _ = beside_alone(lambda: Collecting(kept()), guide)
-    assert guide.found[0].outcome == UNVERIFIED
-    assert "changes Collecting.kept, which could not be restored" in guide.found[0].reason
+    assert guide.results[0].outcome == UNVERIFIED
+    assert "changes Collecting.kept, which could not be restored" in guide.results[0].reason
     assert not isinstance(found := vars(net)["kept"], list) or len(found) == 10
 
 
@@ -317,7 +308,7 @@ def test_where_a_run_counts_hooks_of_the_script_do_not_run_again() -> None:
     net, guide, seen = Net(), Asking(HALF, careful=True), []
     net.first.register_forward_hook(lambda _module, _args, found: seen.append(found.shape))
     trained(net, guide)
-    assert guide.found[0].outcome == UNVERIFIED and "hooks" in guide.found[0].reason
+    assert guide.results[0].outcome == UNVERIFIED and "hooks" in guide.results[0].reason
     assert len(seen) == 10
 
 
@@ -330,4 +321,4 @@ def test_memory_that_is_full_within_the_scripts_own_step_costs_the_comparison_al
     guide = Asking(HALF)
     monkeypatch.setattr("advisor.tuners.measure.run.recorded_steps._fresh", full)
     beside_alone(Net, guide)
-    assert guide.found[0].outcome == UNVERIFIED and "full" in guide.found[0].reason
+    assert guide.results[0].outcome == UNVERIFIED and "full" in guide.results[0].reason
