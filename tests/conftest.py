@@ -3,7 +3,6 @@
 import gc
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,38 +47,24 @@ def _in_memory() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests marked `gpu` where there is no CUDA device. Folders come in reverse: short
-    files are last then, and processes that share the files end together."""
+    """Folders come in reverse: short files are last then, and processes that share the files end
+    together."""
     items.sort(key=lambda item: item.path.parent.name, reverse=True)
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
-    import torch  # here, because it takes seconds and most selections do not need it
 
-    if torch.cuda.is_available():
-        return
-    for item in marked:
-        item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch  # here, because it takes seconds and most selections do not need it
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
 
 
 def pytest_collection_finish() -> None:
     """From here on there is garbage, beside what was imported."""
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
     gc.enable()
-
-
-_MANY = 100
-_looked_through = 0
-"""Modules that no collection looks through any more."""
-
-
-def pytest_runtest_logfinish() -> None:
-    """Where a test has imported a library, that is no garbage either."""
-    global _looked_through
-    if len(sys.modules) > _looked_through + _MANY:
-        gc.collect()
-        gc.freeze()
-        _looked_through = len(sys.modules)
 
 
 def pytest_sessionfinish() -> None:
