@@ -142,10 +142,10 @@ class Variant:
 
 
 def trained(
-    script: Path, folder: Path, *variants: Variant, library: str = "torch"
+    script: Path, folder: Path, *variants: Variant, libraries: tuple[str, ...] = ()
 ) -> list[tuple[Weights, ScriptFacts | None]]:
-    """What a script saves under each, and what the pilot saw; its library is imported once."""
-    assert forks.call(_one_by_one, library, str(script), folder, variants).wait(240) == 0
+    """What a script saves under each, and what the pilot saw; libraries are imported once."""
+    assert forks.call(_one_by_one, libraries, str(script), folder, variants).wait(240) == 0
     found = []
     for number in range(len(variants)):
         file = folder / f"{number}.seen"
@@ -155,8 +155,11 @@ def trained(
     return found
 
 
-def _one_by_one(library: str, script: str, folder: Path, variants: Sequence[Variant]) -> None:
-    importlib.import_module(library)
+def _one_by_one(
+    libraries: Sequence[str], script: str, folder: Path, variants: Sequence[Variant]
+) -> None:
+    for library in libraries:
+        importlib.import_module(library)
     gc.freeze()  # no collection of a fork looks through it
     for number, one in enumerate(variants):
         out = str(folder / f"{number}.pt")

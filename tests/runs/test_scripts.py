@@ -27,14 +27,14 @@ NEAR = 0.25
 
 @dataclass(frozen=True)
 class Framework:
-    """A script, the library that it imports, and what is to be seen of it.
+    """A script, the libraries that it imports, and what is to be seen of it.
 
     Attributes:
         own: what it does itself; `half`: whether it can do bf16 itself.
     """
 
     script: str
-    library: str
+    libraries: tuple[str, ...]
     seen: Mapping[str, object]
     word: str = ""
     own: Config = field(default_factory=Config)
@@ -43,13 +43,13 @@ class Framework:
 
 ACCELERATE_TIMM = Framework(
     "accelerate_timm",
-    "timm",
+    ("timm", "accelerate"),
     {"shape": (16, 3, 32, 32), "others": "2 micro-batches", "optimizer": "adamw"},
 )
 LONG = [
     Framework(
         "transformers_trainer",
-        "transformers.trainer",
+        ("transformers.trainer",),
         {
             "shape": (8, 12),
             "others": "labels 1 int64; num_items_in_batch 1 float32; 2 micro-batches",
@@ -59,12 +59,12 @@ LONG = [
     ),
     Framework(
         "lightning_trainer",
-        "lightning",
+        ("lightning",),
         {"shape": (8, 3, 8, 8), "others": "", "optimizer": "adamw"},
     ),
     Framework(
         "lightning_trainer",
-        "lightning",
+        ("lightning",),
         {"shape": (8, 10, 1, 1), "others": "adam, adam", "optimizer": "adam"},
         word="gan",
         half=False,
@@ -116,7 +116,7 @@ def test_a_script_of_a_framework(case: Framework, tmp_path: Path) -> None:
     variants = [*(Variant(values, (case.word,)) for values in (None, {}, HALF)), *own]
     script = FOLDER.with_name("frameworks") / f"{case.script}.py"
     (alone, _), (kept, seen), (half, _), *rest = trained(
-        script, tmp_path, *variants, library=case.library
+        script, tmp_path, *variants, libraries=case.libraries
     )
     train_alike(alone, kept, half)
     assert differing(half, alone)
