@@ -7,6 +7,7 @@ USE := .venv/.installed
 DEV := .venv/.installed-dev
 MUT := .venv/.installed-mutants
 
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 RUN := $(BIN)/python examples/train_mnist_plain.py --samples 4096 --epochs 1000
 
 .PHONY: demo test test-all check lint mutants dev
@@ -17,16 +18,15 @@ demo: $(USE)
 	$(BIN)/python examples/compare_run.py $(RUN)
 
 ## Run the tests on two cores. A file's tests share fixtures, so a file stays with one process; in
-## file order, because otherwise the longest files come last. Compiled before, because processes that
-## tests start import it, and with PYTHONDONTWRITEBYTECODE each would compile.
+## file order, because otherwise the longest files come last. What is imported, and what pytest makes
+## of the tests, is compiled once, whatever the caller's shell says: all processes read it.
+test test-all: export PYTHONDONTWRITEBYTECODE =
 test: $(DEV)
-	$(BIN)/python -m compileall -q advisor tuners cache
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
 ## Also the tests marked long: Inductor, a Ray cluster, thousands of made-up requests.
 test-all: $(DEV)
-	$(BIN)/python -m compileall -q advisor tuners cache
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "long or not long"
+	$(PYTEST) -m "long or not long"
 
 ## Everything that CI checks.
 check: lint test

@@ -3,7 +3,6 @@
 import gc
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).with_name("started")), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
+from advisor.tuners import host
 from advisor.tuners.measure.run import guarded_process
 from tests import forks
 from tests.cache import servers
@@ -28,7 +28,7 @@ _ENOUGH = 2 * 2**30
 """Bytes; a session whose tests pass leaves nothing, and has a third of it at most."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """What is imported is no garbage: a collection that looks through it takes 0.3 s each time.
 
     Folders of tests are in memory, where there is enough of it: tests end processes, not machines,
@@ -37,8 +37,6 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
     if "PYTEST_DEBUG_TEMPROOT" not in os.environ and _in_memory():
         os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_MEMORY)
-    if config.getoption("numprocesses", None):
-        forks.server()  # one for all processes
 
 
 def _in_memory() -> bool:
@@ -50,38 +48,24 @@ def _in_memory() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests marked `gpu` where there is no CUDA device. Folders come in reverse: short
-    files are last then, and processes that share the files end together."""
+    """Folders come in reverse: short files are last then, and processes that share the files end
+    together."""
     items.sort(key=lambda item: item.path.parent.name, reverse=True)
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
-    import torch  # here, because it takes seconds and most selections do not need it
 
-    if torch.cuda.is_available():
-        return
-    for item in marked:
-        item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch  # here, because it takes seconds and most selections do not need it
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
 
 
 def pytest_collection_finish() -> None:
     """From here on there is garbage, beside what was imported."""
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
     gc.enable()
-
-
-_MANY = 100
-_looked_through = 0
-"""Modules that no collection looks through any more."""
-
-
-def pytest_runtest_logfinish() -> None:
-    """Where a test has imported a library, that is no garbage either."""
-    global _looked_through
-    if len(sys.modules) > _looked_through + _MANY:
-        gc.collect()
-        gc.freeze()
-        _looked_through = len(sys.modules)
 
 
 def pytest_sessionfinish() -> None:
@@ -91,8 +75,12 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For what is set up before a test has surroundings of its own."""
+    """For what is set up before a test has surroundings of its own. Workers and commands that this
+    process starts are forks: see tests/forks.py."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guarded_process, "subprocess", forks.FORKING)
+        cpu = host.cpu().replace("bf16", "")  # on any host, as on one without kernels for it
+        patch.setattr(host, "cpu", lambda: cpu)
         folder = tmp_path_factory.mktemp("nobody")
         patch.setenv("ADVISOR_CACHE", str(folder / "cache"))
         patch.setenv("XDG_DATA_HOME", str(folder / "data"))
@@ -100,42 +88,22 @@ def nothing_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def forks_are_measured() -> Iterator[None]:
-    """Workers and commands that this process starts are forks: see tests/forks.py."""
-    with forks.instead_of_guarded_processes():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def real_processes_end_to_end(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if request.node.get_closest_marker("e2e"):
-        monkeypatch.setattr(guarded_process, "subprocess", subprocess)
-
-
 @pytest.fixture(autouse=True)
 def own_surroundings(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Path:
     """Points ADVISOR_CACHE to a fresh folder, which is returned and does not exist yet."""
+    if request.node.get_closest_marker("e2e"):
+        monkeypatch.setattr(guarded_process, "subprocess", subprocess)
     folder = tmp_path_factory.mktemp("advisor") / "cache"
-    monkeypatch.setenv("ADVISOR_CACHE", str(folder))
     monkeypatch.setenv("XDG_DATA_HOME", str(folder.parent / "data"))  # the user's own key
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in (
-        *("ADVISOR_DISABLE", "ADVISOR_LOG", "ADVISOR_ON_MISS", "ADVISOR_SIGNED_ONLY"),
-        *(
-            "ADVISOR_MAX_ARTIFACTS",
-            "ADVISOR_SECRET",
-            "ADVISOR_SECRET_FILE",
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-        ),
-    ):
-        monkeypatch.delenv(name, raising=False)
+    for name in [*os.environ]:
+        if name.startswith("ADVISOR_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("ADVISOR_CACHE", str(folder))
     return folder
 
 

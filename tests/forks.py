@@ -8,33 +8,32 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
-import gc
 import importlib
-import importlib.util
-import json
+import multiprocessing
 import os
+import pickle
 import random
 import resource
 import runpy
-import select
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import context, process, reduction, resource_tracker, spawn
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 READ_AT_START = ("OMP_", "MKL_", "ONEDNN_", "LD_", "PYTHONHASHSEED", "PYTHONOPTIMIZE")
 """Variables that decide before a fork could: with another value a real Python is started."""
-_SHARED = "TESTS_FORKS"
-"""The variable with the path of the server that all processes of a session share."""
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["preloaded"])  # of tests/started, as PYTHONPATH of conftest.py says
+_STARTING = threading.Lock()
 
 
 def run(
@@ -51,6 +50,15 @@ def run(
             one.seek(0)
             said.append(one.read())
         return subprocess.CompletedProcess(command, code, *said)
+
+
+def call(target: Callable[..., None], *args: object) -> Fork:
+    """A process that calls a function, and prints where this one does."""
+    code = CALL.format(sys.path, pickle.dumps((target, args)))
+    return Fork([sys.executable, "-c", code], env=os.environ, stdout=1)
+
+
+CALL = "import pickle, sys; sys.path[:] = {}; target, args = pickle.loads({}); target(*args)"
 
 
 def until(holds: Callable[[], Any], within_s: float = 200.0) -> Any:
@@ -96,70 +104,69 @@ class Fork:
         stdout: int = subprocess.PIPE,
         stderr: int = 2,
         pass_fds: Sequence[int] = (),
-        line: socket.socket | None = None,
         **_how: object,
     ) -> None:
         self.stdout = None
-        if stdout == subprocess.PIPE:
+        if piped := stdout == subprocess.PIPE:
             ours, stdout = os.pipe()
             self.stdout = os.fdopen(ours, "rb")
-            pass_out = stdout
-        self._status, theirs = os.pipe()
-        self._code: int | None = None
-        asked = {
-            "words": list(words),
-            "env": dict(env),
-            "cwd": str(cwd or Path.cwd()),
-            "passed": list(pass_fds),
-            "memory": resource.getrlimit(resource.RLIMIT_AS),
-        }
-        with tempfile.TemporaryFile() as file:
-            file.write(json.dumps(asked).encode())
-            file.flush()
-            socket.send_fds(
-                line or server(), [b"?"], [file.fileno(), theirs, stdout, stderr, *pass_fds]
-            )
-        os.close(theirs)
-        if self.stdout is not None:
-            os.close(pass_out)
-        self.pid = int(self._line())
-
-    def _line(self) -> str:
-        found = b""
-        while not found.endswith(b"\n"):
-            if not (one := os.read(self._status, 1)):
-                raise RuntimeError("the server of forks is gone")
-            found += one
-        return found.decode().strip()
+        passed = {str(fd): _Descriptor(fd) for fd in pass_fds}
+        given = [_Descriptor(stdout), _Descriptor(stderr), passed]
+        memory = resource.getrlimit(resource.RLIMIT_AS)
+        args = [[*words], dict(env), str(cwd or Path.cwd()), memory, *given]
+        self._process = _SERVER.Process(target=_begin, args=args, daemon=True)
+        with _STARTING, mock.patch.object(spawn, "get_preparation_data", _same_path):
+            self._process.start()
+        if piped:
+            os.close(stdout)
+        self.pid: int = self._process.pid
+        self.kill = self._process.kill
 
     def poll(self) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.wait(0)
-        return None
+        self._process.join(0)
+        return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self._code is None:
-            if not select.select([self._status], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
-            self._code = int(self._line())
-            os.close(self._status)
-        return self._code
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        self._process.join(timeout)
+        if (code := self._process.exitcode) is None:
+            raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
+        return code
 
 
-class Popen:
+class _Descriptor:
+    """A descriptor that a fork is sent; there, its number."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self._fd),)
+
+
+def _received(sent: Any) -> int:
+    number: int = sent.detach()
+    return number
+
+
+def _same_path(_name: str) -> dict[str, Any]:
+    """All that a fork needs to find this module, in place of the main module of this process."""
+    return {"sys_path": [*sys.path]}
+
+
+def popen(words: Sequence[str], **how: Any) -> Any:
     """In the place of `subprocess.Popen` where guards are started: a guard and its worker, or its
     command, are forks if they are this Python's."""
+    here, there = (
+        {name: value for name, value in env.items() if name.startswith(READ_AT_START)}
+        for env in (os.environ, how["env"])
+    )
+    return (Fork if here == there and _forks(words[9:]) else subprocess.Popen)(words, **how)
 
-    def __new__(cls, words: Sequence[str], **how: Any) -> Any:
-        guarded = words[9:]
-        here = {n: v for n, v in os.environ.items() if n.startswith(READ_AT_START)}
-        there = {n: v for n, v in how["env"].items() if n.startswith(READ_AT_START)}
-        if here == there and _forks(guarded):
-            return Fork(words, **how)
-        return subprocess.Popen(words, **how)
+
+FORKING = types.SimpleNamespace(
+    **{name: getattr(subprocess, name) for name in subprocess.__all__} | {"Popen": popen}
+)
+"""In the place of the module subprocess."""
 
 
 def _forks(words: Sequence[str]) -> bool:
@@ -172,108 +179,14 @@ def _forks(words: Sequence[str]) -> bool:
     return bool(rest) and (rest[0] in ("-m", "-c") or not rest[0].startswith("-"))
 
 
-@contextlib.contextmanager
-def instead_of_guarded_processes() -> Iterator[None]:
-    """Have guards of this process start forks."""
-    from advisor.tuners.measure.run import guarded_process
-
-    plain = guarded_process.subprocess
-    forking = types.SimpleNamespace(
-        **{n: getattr(plain, n) for n in plain.__all__} | {"Popen": Popen}
-    )
-    guarded_process.subprocess = forking  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        guarded_process.subprocess = plain
-
-
-@functools.cache
-def server() -> socket.socket:
-    """A line to the server of this process and of those that it starts from here on."""
-    line = socket.socket(socket.AF_UNIX)
-    if _SHARED in os.environ:
-        line.connect(os.environ[_SHARED])
-        return line
-    folder = tempfile.mkdtemp()
-    os.environ[_SHARED] = f"{folder}/forks"
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(os.environ[_SHARED])
-        listening.listen()
-        line.connect(os.environ[_SHARED])
-        number = listening.fileno()
-        started = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(number)],
-            pass_fds=[number],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    atexit.register(_end, started, line, folder)
-    return line
-
-
-def _end(server: subprocess.Popen[bytes], line: socket.socket, folder: str) -> None:
-    """With the scripts that hang, if any do."""
-    line.close()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def serve(number: int) -> None:
-    """Fork for each message on a line, and tell how the forks end, until the last line is cut."""
-    listening = socket.socket(fileno=number)
-    lines: list[socket.socket] = []
-    running: dict[int, tuple[int, int]] = {}  # by a descriptor of the process
-    while True:
-        ready, _, _ = select.select([listening, *lines, *running], [], [])
-        for one in ready:
-            if one is listening:
-                lines.append(listening.accept()[0])
-            elif isinstance(one, socket.socket):
-                said, fds, _, _ = socket.recv_fds(one, 1, 16)
-                if not said:
-                    one.close()
-                    lines.remove(one)
-                    if not lines:
-                        return
-                    continue
-                asked = _asked(fds.pop(0))
-                status, *given = fds
-                if (process := os.fork()) == 0:
-                    os.close(status)
-                    for line in (listening, *lines):
-                        line.close()
-                    _begin(given, **asked)
-                running[os.pidfd_open(process)] = process, status
-                os.write(status, f"{process}\n".encode())
-                for fd in given:
-                    os.close(fd)
-            else:
-                process, status = running.pop(one)
-                _, ended = os.waitpid(process, 0)
-                os.close(one)
-                with contextlib.suppress(BrokenPipeError):
-                    os.write(status, f"{os.waitstatus_to_exitcode(ended)}\n".encode())
-                os.close(status)
-
-
-def _asked(fd: int) -> dict[str, Any]:
-    with os.fdopen(fd, "rb") as file:
-        file.seek(0)
-        found: dict[str, Any] = json.load(file)
-        return found
-
-
 def _begin(
-    fds: list[int],
-    *,
     words: list[str],
     env: dict[str, str],
     cwd: str,
-    passed: list[int],
-    memory: list[int],
+    memory: tuple[int, int],
+    out: int,
+    err: int,
+    passed: dict[str, int],
 ) -> None:
     """Be the process that was asked for; does not return."""
     code = 1
@@ -281,20 +194,33 @@ def _begin(
         os.setsid()
         # A runner started in the background ignores it, and so would its children.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        out, err, *theirs = fds
         os.dup2(out, 1)
         os.dup2(err, 2)
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(env)
         tempfile.tempdir = None
-        resource.setrlimit(resource.RLIMIT_AS, (memory[0], memory[1]))
-        numbers = dict(zip(map(str, passed), map(str, theirs), strict=True))
-        words = [numbers.get(word, word) for word in words]
-        _close_but(theirs)
+        resource.setrlimit(resource.RLIMIT_AS, memory)
+        _forget_the_server()
+        words = [str(passed.get(word, word)) for word in words]
+        _close_but([*passed.values()])
         code = _guard(words[3], words[4:]) if "-I" in words[:2] else _become(words)
-    finally:
-        os._exit(code)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+
+def _forget_the_server() -> None:
+    """Be a main process, for what it starts itself."""
+    preloaded = sys.modules.pop("preloaded")
+    process._current_process = preloaded.PROCESS  # type: ignore[attr-defined]
+    process._parent_process = None  # type: ignore[attr-defined]
+    context._default_context._actual_context = None  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
+    sys.path[:] = preloaded.PATH
+    for name in ("tests", "tests.forks"):
+        del sys.modules[name]
+    sys.stdin = os.fdopen(0, closefd=False)
 
 
 def _close_but(kept: list[int]) -> None:
@@ -366,38 +292,3 @@ def _become(command: list[str]) -> int:
         with contextlib.suppress(ValueError, OSError):
             stream.flush()
     return code
-
-
-class _Hidden:
-    """Finds torch once something imports it: all that it consists of is there again."""
-
-    def __init__(self) -> None:
-        names = [name for name in sys.modules if name == "torch" or name.startswith("torch.")]
-        self._modules = {name: sys.modules.pop(name) for name in names}
-        self._spec: Any = self._modules["torch"].__spec__
-
-    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> Any:
-        if name != "torch" or not self._modules:
-            return None
-        at = self._spec.origin
-        return importlib.util.spec_from_loader(name, self, origin=at)  # type: ignore[arg-type]
-
-    def create_module(self, _spec: Any) -> types.ModuleType:
-        return self._modules["torch"]
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        sys.modules.update(self._modules)
-        module.__spec__, self._modules = self._spec, {}
-
-
-if __name__ == "__main__":
-    import torch
-    import torch._dynamo  # what building an optimizer imports
-    import torch.utils.data  # noqa: F401
-
-    for one in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-        if one in sys.path:
-            sys.path.remove(one)
-    sys.meta_path.insert(0, _Hidden())
-    gc.freeze()  # no collection of a fork looks through it
-    serve(int(sys.argv[1]))

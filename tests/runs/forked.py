@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import gc
 import importlib
 import os
-import pickle
 import runpy
-import shutil
-import socket
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context, set_start_method
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import torch
-import torch._dynamo  # what building an optimizer imports
 import torch.utils.data
 from torch import Tensor
 
@@ -41,57 +35,6 @@ Weights = dict[str, Tensor]
 
 TOLERANCE = 0.02
 COMPARES_S = 60.0
-ROOT = Path(__file__).parents[2]
-
-gc.freeze()  # no collection of a fork looks through what was imported before it
-atexit.register(gc.unfreeze)  # nanobind tells of all that is still there at the end
-
-
-class Called:
-    """A function that is called in a fork of a process that has imported this module."""
-
-    def __init__(self, target: Callable[..., None], *args: object) -> None:
-        with tempfile.NamedTemporaryFile(delete=False) as file:
-            pickle.dump((target, args), file)
-        words = [sys.executable, "-c", CALL, file.name]
-        self._fork = forks.Fork(words, env=os.environ, stdout=1, line=_line())
-        self.pid = self._fork.pid
-        self.kill = self._fork.kill
-
-    def join(self, within_s: float) -> int:
-        """How it ended."""
-        return self._fork.wait(within_s)
-
-
-CALL = """
-import os, pickle, sys
-with open(sys.argv[1], "rb") as file:
-    target, args = pickle.load(file)
-os.unlink(sys.argv[1])
-target(*args)
-"""
-SERVE = f"""
-import sys
-import {__name__}
-from tests import forks
-forks.serve(int(sys.argv[1]))
-"""
-
-
-@functools.cache
-def _line() -> socket.socket:
-    """To a server that has imported this module, itself a fork of the one that has torch."""
-    path = Path(tempfile.mkdtemp()) / "forked"
-    line = socket.socket(socket.AF_UNIX)
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(path))
-        listening.listen()
-        line.connect(str(path))
-        number = listening.fileno()
-        words = [sys.executable, "-c", SERVE, str(number)]
-        forks.Fork(words, env=os.environ, cwd=ROOT, stdout=1, pass_fds=[number])
-    shutil.rmtree(path.parent)
-    return line
 
 
 def space_of(seen: ScriptFacts) -> Space:
@@ -131,52 +74,40 @@ class Looks:
     config_dropped = failed
 
 
-@dataclass
-class There(Looks):
-    """A guide that has two steps made with some values, then two as the script is; and so on.
+class Ordered(Looks):
+    """A guide that gives orders one after the other; the last one is to stay.
+
+    Attributes:
+        results: of the orders so far.
+    """
+
+    def __init__(self, orders: Callable[[Space], Iterator[BlockRequest]]) -> None:
+        self._given, self.results = orders, list[BlockResult]()
+
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
+        self.seen, self._orders = seen, self._given(space_of(seen))
+        return next(self._orders)
+
+    def next(self, result: BlockResult) -> BlockRequest:
+        self.results.append(result)
+        return next(self._orders)
+
+
+def there_and_back(values: Mapping[str, Value], space: Space) -> Iterator[BlockRequest]:
+    """Two steps with some values, then two as the script is; and so on.
 
     Where values change no number bf16 is compared with fp32 in between, which is to leave nothing.
     """
-
-    values: Mapping[str, Value]
-
-    def begin(self, seen: ScriptFacts) -> BlockRequest:
-        self.seen = seen
-        space = space_of(seen)
-        own = space.default
-        offered = {name: v for name, v in self.values.items() if space.offers(name, v)}
-        there = BlockRequest(config=own.replace(**offered), steps=2, own=own)
-        between = [BlockRequest(config=own, steps=2), there, BlockRequest(config=own, steps=2)]
-        if self.values.keys() <= set(knobs.INPUT_PIPELINE):
-            half = there.config.replace(precision="bf16")
-            asked = comparison(half, own, TOLERANCE, COMPARES_S)
-            between = [BlockRequest(config=own, steps=1, compare=asked)]
-        self.orders = iter([*between, BlockRequest(config=there.config)])
-        return there
-
-    def next(self, result: BlockResult) -> BlockRequest:
-        assert result.outcome == "ok", result.reason
-        assert result.reason or result.steps == 2
-        assert result.samples > 0
-        return next(self.orders)
-
-
-def _train(script: str, out: str, values: dict[str, Value] | None, *words: str) -> None:
-    os.chdir(Path(out).parent)
-    torch.set_num_threads(1)
-    set_start_method("fork", force=True)  # as in a process that no server of forks has started
-    guide = There(Config(values or {}))
-    pilot = None if values is None else Pilot(guide, RecordedSteps())
-    sys.argv = [script, out, *words]
-    runpy.run_path(script, run_name="__main__")
-    if pilot is not None:
-        pilot.release()
-        assert not left_behind(), left_behind()
-        _seen_beside(out).write_bytes(msgpack.packb(to_plain(guide.seen)))
-
-
-def _seen_beside(out: str) -> Path:
-    return Path(out).with_suffix(".seen")
+    own = space.default
+    config = own.replace(**{name: v for name, v in values.items() if space.offers(name, v)})
+    there = BlockRequest(config=config, steps=2, own=own)
+    yield there
+    if values.keys() <= set(knobs.INPUT_PIPELINE):
+        asked = comparison(config.replace(precision="bf16"), own, TOLERANCE, COMPARES_S)
+        yield BlockRequest(config=own, steps=1, compare=asked)
+    else:
+        yield from (BlockRequest(config=own, steps=2), there, BlockRequest(config=own, steps=2))
+    yield BlockRequest(config=config)
 
 
 def left_behind() -> list[str]:
@@ -210,40 +141,45 @@ class Variant:
     words: tuple[str, ...] = ()
 
 
-def _one_by_one(library: str, script: str, folder: str, variants: Sequence[Variant]) -> None:
-    importlib.import_module(library)
-    gc.freeze()
+def trained(
+    script: Path, folder: Path, *variants: Variant, libraries: tuple[str, ...] = ()
+) -> list[tuple[Weights, ScriptFacts | None]]:
+    """What a script saves under each, and what the pilot saw; libraries are imported once."""
+    assert forks.call(_one_by_one, libraries, str(script), folder, variants).wait(240) == 0
+    found = []
+    for number in range(len(variants)):
+        file = folder / f"{number}.seen"
+        seen = msgpack.unpackb(file.read_bytes()) if file.exists() else None
+        weights: Weights = torch.load(folder / f"{number}.pt")
+        found.append((weights, seen and from_plain(ScriptFacts, seen)))
+    return found
+
+
+def _one_by_one(
+    libraries: Sequence[str], script: str, folder: Path, variants: Sequence[Variant]
+) -> None:
+    for library in libraries:
+        importlib.import_module(library)
+    gc.freeze()  # no collection of a fork looks through it
     for number, one in enumerate(variants):
-        out = str(Path(folder) / f"{number}.pt")
-        values = None if one.values is None else dict(one.values)
-        process = get_context("fork").Process(target=_train, args=(script, out, values, *one.words))
+        out = str(folder / f"{number}.pt")
+        process = get_context("fork").Process(target=_train, args=(script, out, one))
         process.start()
         process.join(120)
         assert process.exitcode == 0, (one, process.exitcode)
 
 
-def variously(
-    script: Path, library: str, folder: Path, variants: Sequence[Variant]
-) -> list[tuple[Weights, ScriptFacts | None]]:
-    """What a script saves under each, and what the pilot saw; its library is imported once."""
-    args = (library, str(script), str(folder), tuple(variants))
-    assert Called(_one_by_one, *args).join(240) == 0
-    found: list[tuple[Weights, ScriptFacts | None]] = []
-    for number in range(len(variants)):
-        out = folder / f"{number}.pt"
-        file = _seen_beside(str(out))
-        seen = (
-            from_plain(ScriptFacts, msgpack.unpackb(file.read_bytes())) if file.exists() else None
-        )
-        found.append((torch.load(out), seen))
-    return found
-
-
-def trained(script: Path, folder: Path, values: Mapping[str, Value] | None = None) -> Weights:
-    """What a script saves: by itself, or under a pilot that switches to these values and back."""
-    folder.mkdir(parents=True, exist_ok=True)
-    out = folder / f"{script.stem}.pt"
-    given = None if values is None else dict(values)
-    assert Called(_train, str(script), str(out), given).join(120) == 0
-    weights: Weights = torch.load(out)
-    return weights
+def _train(script: str, out: str, variant: Variant) -> None:
+    os.chdir(Path(out).parent)
+    torch.set_num_threads(1)
+    guide = Ordered(partial(there_and_back, variant.values or {}))
+    pilot = None if variant.values is None else Pilot(guide, RecordedSteps())
+    sys.argv = [script, out, *variant.words]
+    runpy.run_path(script, run_name="__main__")
+    if pilot is not None:
+        pilot.release()
+        assert not left_behind(), left_behind()
+        for result in guide.results:
+            assert (result.outcome, result.samples > 0) == ("ok", True), result.reason
+            assert result.reason or result.steps == 2
+        Path(out).with_suffix(".seen").write_bytes(msgpack.packb(to_plain(guide.seen)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,67 +13,68 @@ import torch
 from torch import Tensor, nn
 
 from advisor.cache.config import Config, Value
-from advisor.tuners import compiling, knobs
+from advisor.tuners import compiling
 from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.pilot.pilot import Pilot
-from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, CompareRequest
-from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.decisions import POINTS
-from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.run.recorded_steps import RecordedSteps
-from advisor.tuners.measure.runner import UNVERIFIED, Compared
+from advisor.tuners.measure.run.run import comparison
+from advisor.tuners.measure.runner import UNVERIFIED
 from advisor.tuners.measure.samples import Sample
-from tests.runs.forked import Looks, left_behind, space_of
+from advisor.tuners.search.space import Space
+from tests.runs.forked import COMPARES_S, TOLERANCE, Ordered, left_behind
 
 HALF: Mapping[str, Value] = {"precision": "bf16"}
 
 
-class Asking(Looks):
+class Asking(Ordered):
     """A guide that has configs compared one after the other, then leaves the script unmodified."""
 
     def __init__(self, *asked: Mapping[str, Value], careful: bool = False) -> None:
+        super().__init__(partial(comparisons, asked))
         self.watch = RecordedSteps(careful=careful)
-        self._asked = list(asked)
-        self.found: list[Compared] = []
         self.compiled: list[int] = []
-        self._own = Config()
-
-    def begin(self, seen: ScriptFacts) -> BlockRequest:
-        self._own = Config(space_of(seen).default | {"compile": "none"})
-        return self._order()
 
     def next(self, result: BlockResult) -> BlockRequest:
-        self.found.append(Compared(result.outcome, result.reason, result.blames))
         self.compiled.append(graphs_compiled())
-        return self._order()
+        return super().next(result)
 
-    def _order(self) -> BlockRequest:
-        own = self._own
-        if not self._asked:
-            return BlockRequest(config=own, own=own)
-        candidate, fp32 = own.replace(**self._asked.pop(0)), knobs.strict(own)
-        plain = plain_of(candidate, fp32)
-        asked = CompareRequest(
-            fp32=fp32, plain=plain, candidate=candidate, tolerance=0.02, left_s=60.0
-        )
+
+def comparisons(asked: Sequence[Mapping[str, Value]], space: Space) -> Iterator[BlockRequest]:
+    own = Config(space.default | {"compile": "none"})
+    for number, values in enumerate(asked):
         # What the first comparison has kept serves the next ones.
-        steps = 1 if self.found else POINTS
-        return BlockRequest(config=own, own=own, steps=steps, compare=asked)
+        steps = 1 if number else POINTS
+        compare = comparison(own.replace(**values), own, TOLERANCE, COMPARES_S)
+        yield BlockRequest(config=own, own=own, steps=steps, compare=compare)
+    yield BlockRequest(config=own, own=own)
 
 
 class Net(nn.Module):
-    """Where it is given labels it returns its loss too, as Hugging Face's models do."""
+    """Where it is given labels it returns its loss too, as Hugging Face's models do.
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    Args:
+        inner, outer: what becomes of its hidden values, and of its outputs.
+    """
+
+    def __init__(
+        self,
+        dropout: float = 0.3,
+        *,
+        inner: Callable[[Tensor], Tensor] = nn.Identity(),  # noqa: B008 # has no state
+        outer: Callable[[Tensor], Tensor] = nn.Identity(),  # noqa: B008
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(10, 32)
         self.first, self.norm = nn.Linear(32, 64), nn.BatchNorm1d(64)
         self.dropout, self.last = nn.Dropout(dropout), nn.Linear(64, 4)
+        self.inner, self.outer = inner, outer
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
-        hidden = self.norm(self.first(self.embedding(tokens).mean(1))).relu()
-        found = self.last(self.dropout(hidden))
+        hidden = self.inner(self.norm(self.first(self.embedding(tokens).mean(1))).relu())
+        found = self.outer(self.last(self.dropout(hidden)))
         if labels is None:
             return found
         return {"loss": nn.functional.cross_entropy(found.float(), labels), "logits": found}
@@ -110,31 +112,28 @@ def trained(
         assert left_behind() == []
 
 
-def same(ours: nn.Module, theirs: nn.Module) -> bool:
-    weights = theirs.state_dict()
-    return all(torch.equal(weight, weights[name]) for name, weight in ours.state_dict().items())
-
-
 @pytest.fixture(autouse=True)
 def _same_weights() -> None:
     torch.manual_seed(0)
 
 
-def twins(make: Callable[[], Net]) -> tuple[Net, Net]:
-    """Two models with the same weights."""
+def beside_alone(make: Callable[[], Net], guide: Asking, **how: Any) -> tuple[Net, Net]:
+    """A model that is trained while it is compared, and one with the same weights that trains
+    alone, to the same bits."""
     net, alone = make(), make()
     alone.load_state_dict(net.state_dict())
+    trained(alone, None, **how)
+    trained(net, guide, **how)
+    weights = alone.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in net.state_dict().items())
     return net, alone
 
 
 @pytest.mark.parametrize("how", [{}, {"within": True}, {"micro": 3}])
 def test_half_precision_passes_and_the_run_is_the_same_to_the_bit(how: dict[str, Any]) -> None:
-    net, alone = twins(lambda: Net(0.3))
     guide = Asking(HALF, {"fused_optimizer": True})
-    trained(alone, None, **how)
-    trained(net, guide, **how)
-    assert [one.outcome for one in guide.found] == ["ok", "ok"], guide.found
-    assert same(alone, net)
+    beside_alone(Net, guide, **how)
+    assert [one.outcome for one in guide.results] == ["ok", "ok"], guide.results
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -150,7 +149,7 @@ def test_batches_of_other_sizes_are_compared(
 ) -> None:
     guide = Asking(HALF, HALF | {"fused_optimizer": True})
     trained(Net(dropout), guide, steps=14, sizes=sizes)
-    assert [one.outcome for one in guide.found] == ["ok", "ok"], guide.found
+    assert [one.outcome for one in guide.results] == ["ok", "ok"], guide.results
 
 
 def test_steps_of_one_signature_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,9 +169,9 @@ def test_steps_of_one_signature_are_repeated(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("steps", [10, POINTS + 2])  # or it leaves in the middle
 def test_nothing_of_the_model_or_its_optimizer_stays_alive(steps: int) -> None:
-    net, guide = Net(0.3), Asking(HALF)
+    net, guide = Net(), Asking(HALF)
     trained(net, guide, steps=steps)
-    assert bool(guide.found) == (steps == 10)
+    assert bool(guide.results) == (steps == 10)
     there = weakref.ref(net)
     del net
     gc.collect()
@@ -192,47 +191,33 @@ class _Off(torch.autograd.Function):
         return gradients[0] * (1 + ctx.by), None
 
 
-class WrongGradient(Net):
-    """Its outputs are right; the gradients of what comes before `last` are not."""
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
-        hidden = self.first(self.embedding(tokens).mean(1)).relu()
-        return self.last(self.dropout(_Off.apply(hidden, 2.0)))
+def too_large(found: Tensor) -> Tensor:
+    return found * (1.2 if found.dtype == torch.bfloat16 else 1.0)
 
 
-class WrongOutput(Net):
-    """In bf16 its outputs are too large."""
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
-        found = super().forward(tokens)
-        return found * (1.2 if found.dtype == torch.bfloat16 else 1.0)
-
-
-class Failing(Net):
-    """It cannot be run in bf16."""
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
-        if torch.is_autocast_enabled("cpu"):
-            raise RuntimeError("no half")
-        return super().forward(tokens)
+def failing(found: Tensor) -> Tensor:
+    if torch.is_autocast_enabled("cpu"):
+        raise RuntimeError("no half")
+    return found
 
 
 @pytest.mark.parametrize(
-    ("kind", "outcome", "said"),
+    ("how", "outcome", "said"),
     [
-        (WrongGradient, "wrong", "gradient"),
-        (WrongOutput, "wrong", "allowed"),
-        (Failing, "failed", "RuntimeError: no half"),
+        # Right outputs, and wrong gradients of what comes before.
+        ({"inner": lambda hidden: _Off.apply(hidden, 2.0)}, "wrong", "gradient"),
+        ({"outer": too_large}, "wrong", "allowed"),
+        ({"outer": failing}, "failed", "RuntimeError: no half"),
     ],
 )
 def test_what_is_wrong_is_found_and_the_script_goes_on(
-    kind: type[Net], outcome: str, said: str
+    how: dict[str, Any], outcome: str, said: str
 ) -> None:
     guide = Asking(HALF)
-    trained(kind(0.3), guide)
-    assert guide.found[0].outcome == outcome, guide.found
-    assert said in guide.found[0].reason
-    assert guide.found[0].blames == ("format" if outcome == "wrong" else "")
+    trained(Net(**how), guide)
+    assert guide.results[0].outcome == outcome, guide.results
+    assert said in guide.results[0].reason
+    assert guide.results[0].blames == ("format" if outcome == "wrong" else "")
 
 
 def test_what_was_compiled_is_compared_without_compiling_again(
@@ -240,8 +225,8 @@ def test_what_was_compiled_is_compared_without_compiling_again(
 ) -> None:
     monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
     guide = Asking({**HALF, "compile": "default"}, HALF, {**HALF, "compile": "default"})
-    trained(Net(0.3), guide, steps=12)
-    assert [one.outcome for one in guide.found] == ["ok"] * 3, guide.found
+    trained(Net(), guide, steps=12)
+    assert [one.outcome for one in guide.results] == ["ok"] * 3, guide.results
     assert guide.compiled[0] == guide.compiled[2]
 
 
@@ -278,7 +263,7 @@ def test_blocks_that_are_compiled_are_compared_as_they_are(
     monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
     guide = Asking({"compile": "blocks"})
     trained(Repeating(broken), guide)
-    found = guide.found[0]
+    found = guide.results[0]
     assert (found.outcome, found.blames) == (("wrong", "code") if broken else ("ok", "")), found
     assert not broken or "gradient of blocks" in found.reason
 
@@ -299,15 +284,15 @@ class Hiding(Net):
 def test_of_a_model_without_gradients_of_outputs_no_end_of_steps_is_looked_at() -> None:
     guide = Asking(HALF)
     trained(Hiding(), guide, within=True, steps=8 * POINTS + 10)
-    assert guide.found[0].outcome == UNVERIFIED
-    assert guide.found[0].reason == "no gradient came back to what the model returned"
+    assert guide.results[0].outcome == UNVERIFIED
+    assert guide.results[0].reason == "no gradient came back to what the model returned"
 
 
 class Counting(Net):
     """Keeps what it came to in an attribute, and rebinds a buffer."""
 
     def __init__(self) -> None:
-        super().__init__(0.3)
+        super().__init__()
         self.register_buffer("mean", torch.zeros(4))
         self.calls = 0
 
@@ -337,24 +322,20 @@ class Collecting(Net):
 
 
 def test_where_a_run_counts_what_calls_leave_behind_is_put_back() -> None:
-    (net, alone), guide = twins(Counting), Asking(HALF, careful=True)
-    trained(alone, None)
-    trained(net, guide)
-    assert guide.found[0].ok, guide.found
+    guide = Asking(HALF, careful=True)
+    net, alone = beside_alone(Counting, guide)
+    assert guide.results[0].outcome == "ok", guide.results
     assert vars(net)["calls"] == vars(alone)["calls"] == 10
-    assert same(alone, net)
 
 
 @pytest.mark.parametrize(
     "kept", [list, lambda: torch.zeros(4), lambda: torch.Generator().manual_seed(3)]
 )
 def test_where_a_run_counts_a_model_that_changes_more_is_not_called_again(kept: Any) -> None:
-    (net, alone), guide = twins(lambda: Collecting(kept())), Asking(HALF, careful=True)
-    trained(alone, None)
-    trained(net, guide)
-    assert guide.found[0].outcome == UNVERIFIED
-    assert "changes Collecting.kept, which could not be restored" in guide.found[0].reason
-    assert same(alone, net)
+    guide = Asking(HALF, careful=True)
+    net, _ = beside_alone(lambda: Collecting(kept()), guide)
+    assert guide.results[0].outcome == UNVERIFIED
+    assert "changes Collecting.kept, which could not be restored" in guide.results[0].reason
     assert not isinstance(found := vars(net)["kept"], list) or len(found) == 10
 
 
@@ -362,7 +343,7 @@ def test_where_a_run_counts_hooks_of_the_script_do_not_run_again() -> None:
     net, guide, seen = Net(), Asking(HALF, careful=True), []
     net.first.register_forward_hook(lambda _module, _args, found: seen.append(found.shape))
     trained(net, guide)
-    assert guide.found[0].outcome == UNVERIFIED and "hooks" in guide.found[0].reason
+    assert guide.results[0].outcome == UNVERIFIED and "hooks" in guide.results[0].reason
     assert len(seen) == 10
 
 
@@ -372,9 +353,7 @@ def test_memory_that_is_full_within_the_scripts_own_step_costs_the_comparison_al
     def full(_tensor: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("full")
 
-    (net, alone), guide = twins(Net), Asking(HALF)
-    trained(alone, None)
+    guide = Asking(HALF)
     monkeypatch.setattr("advisor.tuners.measure.run.recorded_steps._fresh", full)
-    trained(net, guide)
-    assert guide.found[0].outcome == UNVERIFIED and "full" in guide.found[0].reason
-    assert same(alone, net)
+    beside_alone(Net, guide)
+    assert guide.results[0].outcome == UNVERIFIED and "full" in guide.results[0].reason

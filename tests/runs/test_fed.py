@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ FED = """
 import sys
 from pathlib import Path
 
-if "apply" in sys.argv:
+if __name__ == "__main__":
     import advisor
     advisor.apply()
 
@@ -43,28 +42,21 @@ class Samples(Dataset):
             raise ValueError(f"no sample {number}")
         return torch.full((6,), float(number)), int(get_worker_info() is not None)
 
-def train(epochs=2, after=lambda step: None):
+def train(epochs):
     net = nn.Sequential(nn.Linear(6, 4), nn.ReLU())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    by_workers = step = 0
+    by_workers, opens_at = [], {"opens": 0, "later": 12}.get(sys.argv[-1])
     for _ in range(epochs):
         for x, workers in DataLoader(Samples(), batch_size=4):
             net(x).square().mean().backward()
             optimizer.step()
-            by_workers += int(workers.sum())
-            after(step)
-            step += 1
-    return by_workers
-
-held = []
-
-def opens(step):
-    at = {"opens": 0, "later": 12}.get(sys.argv[-1])
-    if step == at:
-        held.append(Path(__file__).open("rb"))
+            if len(by_workers) == opens_at:
+                file = Path(__file__).open("rb")
+            by_workers.append(int(workers.sum()))
+    return sum(by_workers)
 
 if __name__ == "__main__":
-    print(train(after=opens))
+    print(train(2))
 """
 LEFT = "1 loader worker: advised, and not in force; the loader: "
 OPEN = "train.py is open, and workers would share its file position"
@@ -75,7 +67,6 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Looks:
     """What was seen of the script, for which one worker was found, in a store on disk."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ADVISOR_CACHE", f"disk:{tmp_path / 'store'}")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     Path("train.py").write_text(FED)
     guide, charge = Looks(), ActivePilot()
     with pytest.MonkeyPatch.context() as patch:
@@ -91,27 +82,20 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Looks:
     return guide
 
 
-def ran(*words: str, run: bool = False, **env: str) -> subprocess.CompletedProcess[str]:
-    """The script with advice, in a fork of a process that has torch; or by `advisor run`."""
+def ran(*words: str, **env: str) -> tuple[int, str]:
+    """The samples that workers made and what the script says, with advice, in a fork."""
     told = os.environ | {"ADVISOR_LOG": "info"} | env
-    if run:
-        command = [sys.executable, "-m", "advisor", "run", "--", "python", "train.py", *words]
-        done = subprocess.run(command, env=told, capture_output=True, text=True)
-    else:
-        done = forks.run(Path("train.py"), "apply", *words, env=told)
+    done = forks.run(Path("train.py"), *words, env=told)
     assert done.returncode == 0, done.stderr
-    return done
+    return int(done.stdout), done.stderr
 
 
 @pytest.mark.usefixtures("tuned")
-@pytest.mark.parametrize(
-    "run", [pytest.param(True, marks=[pytest.mark.e2e, pytest.mark.long]), False]
-)
-def test_the_workers_that_were_found_are_at_work(run: bool) -> None:
-    done = ran(run=run)
-    assert int(done.stdout) >= 100, done.stderr
-    assert "in force: 1 loader worker; 1.50x" in done.stderr
-    assert "Warning" not in done.stderr
+def test_the_workers_that_were_found_are_at_work() -> None:
+    by_workers, said = ran()
+    assert by_workers >= 100, said
+    assert "in force: 1 loader worker; 1.50x" in said
+    assert "Warning" not in said
 
 
 ALONE = "in force: your unmodified script; 1 loader worker: all that is advised, and not in force"
@@ -133,22 +117,22 @@ RAISED = "; the loader goes on by itself"
 def test_a_loader_that_stays_unmodified_is_said_with_the_reason(
     how: str, by_workers: tuple[int, int], before: bool, end: str
 ) -> None:
-    done = ran(how)
-    assert int(done.stdout) in range(*by_workers)
-    (said,) = [line for line in done.stderr.splitlines() if "not in force; " in line]
+    made, log = ran(how)
+    assert made in range(*by_workers)
+    (said,) = [line for line in log.splitlines() if "not in force; " in line]
     assert said.endswith(end) and "AdvisorWarning: advisor: " in said
     assert (LEFT if end == OPEN else "in a worker: ValueError: no sample 40 (train.py:") in said
-    lines = [line for line in done.stderr.splitlines() if " in force: " in line]
+    lines = [line for line in log.splitlines() if " in force: " in line]
     assert lines[-1].endswith(ALONE)
     assert (len(lines) > 1) == before
 
 
 @pytest.mark.usefixtures("tuned")
 def test_a_user_who_asked_for_the_loader_to_stay_is_not_warned() -> None:
-    done = ran(ADVISOR_KEEP_LOADER="1")
-    assert int(done.stdout) == 0
-    assert f"INFO {LEFT}ADVISOR_KEEP_LOADER is set" in done.stderr
-    assert "Warning" not in done.stderr
+    by_workers, said = ran(ADVISOR_KEEP_LOADER="1")
+    assert by_workers == 0
+    assert f"INFO {LEFT}ADVISOR_KEEP_LOADER is set" in said
+    assert "Warning" not in said
 
 
 def test_no_more_workers_are_said_to_be_in_force_than_there_is_room_for(tuned: Looks) -> None:

@@ -17,7 +17,7 @@ import advisor
 from advisor.cache.config import Config
 from advisor.tuners.act import ranks
 from tests.cache.servers import free_port
-from tests.runs.forked import Called
+from tests.forks import call
 
 
 def train(how: str, env: Mapping[str, str], folder: Path) -> None:
@@ -77,8 +77,8 @@ def job(folder: Path, how: str, size: int = 2) -> list[str]:
     (folder / "model.py").write_text("from torch import nn\n\nclass Net(nn.Linear):\n    pass\n")
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(size)}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    running = [Called(train, how, env | {"RANK": str(rank)}, folder) for rank in range(size)]
-    assert [process.join(200) for process in running] == [0] * size
+    running = [call(train, how, env | {"RANK": str(rank)}, folder) for rank in range(size)]
+    assert [process.wait(200) for process in running] == [0] * size
     return [(folder / f"said-{rank}").read_text().strip() for rank in range(size)]
 
 

@@ -23,8 +23,7 @@ from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import describe
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import CHANGED, WorkerJob
-from tests.forks import alive, until
-from tests.runs.forked import Called
+from tests.forks import alive, call, until
 
 MEAN = """
 import os, signal, sys, threading, time
@@ -277,14 +276,14 @@ def tune_for_ever(path: Path, temporary: Path) -> None:
 def test_nothing_outlives_a_tuning_process_that_was_killed(tmp_path: Path) -> None:
     (path := tmp_path / "leaves.py").write_text(LEAVES)
     (temporary := tmp_path / "temporary").mkdir()
-    tuner = Called(tune_for_ever, path, temporary)
+    tuner = call(tune_for_ever, path, temporary)
     written(tmp_path / "spins")
     started = host.family(tuner.pid)[1:]
     assert len(started) >= 4
     (scratch,) = temporary.glob("advisor.*")
     assert list(scratch.glob("cc*.s"))
     tuner.kill()
-    tuner.join(60)
+    tuner.wait(60)
     until(lambda: not any(map(alive, started)))
     assert list(temporary.glob("advisor.*")) == []
 

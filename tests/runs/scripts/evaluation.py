@@ -1,8 +1,9 @@
-"""Evaluation before the first epoch and after each, with two workers; the best is kept, until none
-is better."""
+"""Two workers; after each epoch the whole model in a file, read again, and a deep copy of the best,
+until none is better. It may begin with weights of a run before."""
 
 import copy
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -24,17 +25,14 @@ def main() -> None:
     training = DataLoader(seen, batch_size=16, shuffle=True, num_workers=2)
     validation = DataLoader(unseen, batch_size=20)
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.Dropout(),
-        nn.Flatten(),
-        nn.Linear(288, 2),
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 2)
     )
+    whole = Path(sys.argv[1]).with_suffix(".whole")
+    if len(sys.argv) > 2:
+        model.load_state_dict(torch.load(sys.argv[2]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    best = accuracy(model, validation)
-    kept = copy.deepcopy(model.state_dict())
+    best, kept = accuracy(model, validation), copy.deepcopy(model)
     print(f"before: {best:.3f}")
     for epoch in range(4):
         for pictures, labels in training:
@@ -43,12 +41,16 @@ def main() -> None:
             loss.backward()
             optimizer.step()
         found = accuracy(model, validation)
+        torch.save(model, whole)
+        read = torch.load(whole, weights_only=False)
+        assert accuracy(read, validation) == found
         print(f"epoch {epoch}: {found:.3f}")
         if epoch > 1 and found <= best:
             break
-        best, kept = found, copy.deepcopy(model.state_dict())
+        best, kept = found, copy.deepcopy(model)
+        assert torch.equal(kept.eval()(x), read.eval()(x))
 
-    torch.save(kept, sys.argv[1])
+    torch.save(kept.state_dict(), sys.argv[1])
 
 
 if __name__ == "__main__":

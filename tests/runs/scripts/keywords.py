@@ -1,5 +1,7 @@
-"""A model that is called with keywords alone, one of them a dict, and gives back a dict."""
+"""A model that is called with keywords alone, one of them a dict, and gives back a dict; gradients
+of four batches gathered before a step; a copy follows slowly, and is kept too."""
 
+import copy
 import sys
 
 import torch
@@ -41,13 +43,19 @@ class Classifier(nn.Module):
 torch.manual_seed(0)
 dataset = Texts()
 model = Classifier()
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+averaged = copy.deepcopy(model).requires_grad_(False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
 for _ in range(2):
-    for batch in DataLoader(dataset, batch_size=8, shuffle=True):
+    for i, batch in enumerate(DataLoader(dataset, batch_size=4, shuffle=True), 1):
         output = model(**batch, labels=batch["input_ids"][:, 0] % 2)
-        optimizer.zero_grad()
-        output["loss"].backward()
-        optimizer.step()
+        (output["loss"] / 4).backward()
+        if i % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for slow, fast in zip(averaged.parameters(), model.parameters(), strict=True):
+                    slow.lerp_(fast, 0.1)
     print(f"loss {output['loss'].item():.4f}")
 
-torch.save(model.state_dict(), sys.argv[1])
+state = nn.ModuleDict({"trained": model, "averaged": averaged}).state_dict()
+torch.save(state, sys.argv[1])

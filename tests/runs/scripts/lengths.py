@@ -1,4 +1,4 @@
-"""Texts of many lengths: each batch as long as its longest, and a last batch that is smaller."""
+"""Texts of many lengths, clipped gradients, and a rate that moves every step."""
 
 import sys
 
@@ -32,14 +32,18 @@ torch.manual_seed(0)
 texts = [torch.randint(1, 40, (int(length),)) for length in torch.randint(3, 25, (100,))]
 loader = DataLoader(texts, batch_size=8, shuffle=True, collate_fn=collate)
 model = Tagger()
-optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.001, 0.02, 8, cycle_momentum=False)
 
 for _ in range(2):
     for tokens, lengths, labels in loader:
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
         loss = nn.functional.cross_entropy(model(tokens, lengths), labels)
         loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)
+        nn.utils.clip_grad_value_(model.parameters(), 0.05)
         optimizer.step()
-    print(f"loss {loss.item():.4f}")
+        scheduler.step()
+    print(f"loss {loss.item():.4f}, gradients' norm {norm:.4f}")
 
 torch.save(model.state_dict(), sys.argv[1])

@@ -1,4 +1,4 @@
-"""A script that has bf16 autocast and a fused optimizer of its own."""
+"""A script that has bf16 autocast, a fused optimizer and a loader's worker of its own."""
 
 import sys
 
@@ -14,8 +14,10 @@ model = nn.Sequential(
 model = model.to(memory_format=torch.channels_last)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
 
+loader = DataLoader(dataset, batch_size=16, shuffle=True, num_workers=1)
+
 for _ in range(2):
-    for x, y in DataLoader(dataset, batch_size=16, shuffle=True):
+    for x, y in loader:
         x = x.to(memory_format=torch.channels_last)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = nn.functional.cross_entropy(model(x), y)

@@ -1,31 +1,37 @@
-"""A frozen teacher, called first in every step, and the small student that learns from it."""
+"""A frozen teacher, called first in every step; two students under one optimizer, one for each side
+of a pair, and a temperature of theirs."""
 
+import itertools
 import sys
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from torch.nn.functional import cross_entropy, mse_loss, normalize
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
-dataset = TensorDataset(torch.randn(128, 12), torch.randint(4, (128,)))
-teacher = nn.Sequential(
-    nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
-)
+pictures = torch.randn(128, 3, 6, 6)
+dataset = TensorDataset(pictures, pictures.flatten(1)[:, :20] + 0.1 * torch.randn(128, 20))
+teacher = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 16))
 teacher.eval().requires_grad_(False)
-student = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4))
-optimizer = torch.optim.Adam(student.parameters(), lr=0.01)
+seeing = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 16))
+reading = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 16))
+warmth = nn.Parameter(torch.tensor(2.0))
+parameters = itertools.chain(seeing.parameters(), reading.parameters(), [warmth])
+optimizer = torch.optim.AdamW(parameters, lr=0.005)
 
 for _ in range(2):
-    for x, y in DataLoader(dataset, batch_size=16, shuffle=True):
+    for picture, text in DataLoader(dataset, batch_size=16, shuffle=True):
         with torch.no_grad():
-            wanted = log_softmax(teacher(x) / 2, dim=1)
-        output = student(x)
-        learned = kl_div(log_softmax(output / 2, 1), wanted, reduction="batchmean", log_target=True)
-        loss = 4 * learned + 0.1 * cross_entropy(output, y)
+            wanted = normalize(teacher(text))
+        seen, read = normalize(seeing(picture)), normalize(reading(text))
+        alike = warmth.exp() * seen @ read.T
+        pairs = torch.arange(len(alike))
+        loss = cross_entropy(alike, pairs) + cross_entropy(alike.T, pairs) + mse_loss(read, wanted)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     print(f"loss {loss.item():.4f}")
 
-torch.save(student.state_dict(), sys.argv[1])
+state = nn.ModuleDict({"seeing": seeing, "reading": reading}).state_dict()
+torch.save(state | {"warmth": warmth.detach()}, sys.argv[1])
