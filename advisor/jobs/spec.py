@@ -73,7 +73,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if bool(self.command) == bool(self.target):
             raise UsageError("command, target: give one of the two")
         if self.command and not Words().checked("command", self.command)[0]:
-            raise UsageError("command: expected the name of a program first")
+            raise UsageError("command: its first word, the program, is empty")
         if self.target.startswith("-"):
             raise UsageError(f"target {self.target[:80]!r}: expected a target such as model.py:Net")
         if "force" in self.options:

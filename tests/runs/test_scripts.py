@@ -167,21 +167,41 @@ VERDICTS = (
     "Not tuned yet: ",
 )
 TOO_BUSY = r"could not be measured: give a larger --budget|too small .* give at least \d+s"
-ENDLESS = ("gan", "lengths", "keywords", "teacher_student")
+BIG = FOLDER.parents[2] / "benchmarks" / "user_scripts"
+USER_SCRIPTS = {
+    "trainer": ("--samples 80 --batch-size 4 --epochs 999", "checkpoints/last.pt"),
+    "dcgan": ("--images 64 --batch-size 4 --width 8 --epochs 999", "samples/netG.pt"),
+    "lstm_padded": ("--sentences 200 --batch-size 8 --longest 12 --epochs 999", "lstm.pt"),
+    "autocast_workers": (
+        "--pictures 80 --batch-size 4 --width 4 --workers 1 --epochs 999",
+        "resnet.pt",
+    ),
+    "accumulate_ema": ("--batch-size 2 --length 16 --backend eager --steps 99999", "ckpt_500.pt"),
+    "two_models": ("--samples 80 --batch-size 8 --epochs 999", "large.pt"),
+}
+"""Arguments with which steps take milliseconds, and a checkpoint that the script would write."""
 
 
 @pytest.mark.parametrize(
     "name",
-    ["evaluation", "own_autocast", *(pytest.param(one, marks=pytest.mark.long) for one in ENDLESS)],
+    [
+        *("evaluation", "own_autocast"),
+        *(pytest.param(one, marks=pytest.mark.long) for one in USER_SCRIPTS),
+    ],
 )
 def test_one_is_tuned_and_told_one_thing(name: str, tmp_path: Path) -> None:
-    (work := tmp_path / "work").mkdir()
-    for checkpoint in ("last.pt", "last.whole"):
-        (work / checkpoint).write_bytes(b"of a run before")
-    source = (FOLDER / f"{name}.py").read_text().replace("break", "continue")
-    (work / "train.py").write_text(re.sub(r"in range\(\d\):", "in range(10**9):", source))
+    work = tmp_path / "work"
+    words, checkpoint = USER_SCRIPTS.get(name, ("last.pt", "last.whole"))
+    for one in (checkpoint, "last.pt"):
+        (work / one).parent.mkdir(parents=True, exist_ok=True)
+        (work / one).write_bytes(b"of a run before")
+    source = ((BIG if name in USER_SCRIPTS else FOLDER) / f"{name}.py").read_text()
+    if name not in USER_SCRIPTS:
+        source = source.replace("break", "continue")
+        source = re.sub(r"in range\(\d\):", "in range(10**9):", source)
+    (work / "train.py").write_text(source)
     before = contents(work)
-    command = ("python", "train.py", "last.pt")
+    command = ("python", "train.py", *words.split())
 
     options = ("--effort", "quick", "--budget", "3s")
     done = advisor(work, "tune", *options, "--", *command, **own(tmp_path))

@@ -24,7 +24,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 
 
 class GuardedProcess:
-    """A command in a session of its own, under the guard of `measure/worker/guard.py`; raises
+    """A command in its own session; `measure/worker/guard.py` ends it and its descendants. Raises
     OSError if no process can be started.
 
     Args:
