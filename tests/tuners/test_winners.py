@@ -13,7 +13,6 @@ from advisor.cache.config import Config
 from advisor.cache.record import RACED, Choice
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.length import Length, Pace
 from advisor.tuners.search.race import SearchResult, choose
 from advisor.tuners.search.ratio import Noise
 from advisor.tuners.search.space import Space
@@ -117,21 +116,6 @@ def test_each_use_has_the_best_that_it_can_follow() -> None:
     assert [one.config for one in winners] == [TF32, BF16, BF16, GRAPHED]
     # Each has its own interval against torch's default at the user's batch.
     assert [round(one.speedup, 3) for one in winners] == [1.2, 1.5, 1.5, 4.0]
-
-
-@pytest.mark.parametrize(("steps", "best"), [(1, PLAIN), (100, BF16), (1000, FAST)])
-def test_a_short_job_is_chosen_for_by_its_whole_time(steps: int, best: Config) -> None:
-    rates = turns({BF16: 150.0, FAST: 200.0})
-    job = Length(steps=steps, batch=64)
-
-    def weigh(config: Config, rate: float) -> float:
-        first_step_s = 30.0 if config == FAST else 1.0
-        return job.rate(Pace(batch=64, first_step_s=first_step_s, step_s=64 / rate))
-
-    found = winner(choose(SPACE, rates, {FAST: 7}, weigh))
-    assert found.config == best
-    # What is told of it is the steady state, as ever.
-    assert best != FAST or found == winner(choose(SPACE, rates, {FAST: 7}))
 
 
 @given(
