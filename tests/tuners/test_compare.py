@@ -268,23 +268,18 @@ def test_a_small_noisy_gradient_does_not_block_verification(fault: str, outcome:
 def test_references_are_made_once_and_a_fault_is_the_codes_alone(kind: str) -> None:
     step = Step(kind, "scale")
     references = References(step, FP32, tolerance=0.02)
-    assert references.compare(BF16, BF16, left_s=lambda: 1e9).ok
+
+    def found(candidate: Config, left_s: float = 1e9) -> tuple[str, str, str]:
+        one = references.compare(candidate, BF16, left_s=lambda: left_s)
+        return one.outcome, one.blames, one.reason
+
+    assert found(BF16, left_s=0.0)[0] == UNVERIFIED, "without time"
+    assert found(BF16)[0] == "ok"
     before = step.made[BF16]
-    assert references.compare(BF16, BF16, left_s=lambda: 1e9).ok
-    assert step.made[BF16] == before
-    found = references.compare(BOTH, BF16, left_s=lambda: 1e9)
-    assert (found.outcome, found.blames) == ("wrong", "code")
-    found = references.compare(BF16.replace(fused_optimizer=True), BF16, left_s=lambda: 1e9)
-    assert (found.outcome, found.blames) == ("wrong", "optimizer")
-    assert "last.weight is 0.05% off" in found.reason
-
-
-@pytest.mark.parametrize("kind", ["layers", "convolutions"])
-def test_without_time_nothing_is_verified(kind: str) -> None:
-    references = References(Step(kind), FP32, tolerance=0.02)
-    found = references.compare(BF16, BF16, left_s=lambda: 0.0)
-    assert found.outcome == UNVERIFIED
-    assert references.compare(BF16, BF16, left_s=lambda: 1e9).ok
+    assert found(BF16)[0] == "ok" and step.made[BF16] == before
+    assert found(BOTH)[:2] == WRONG_CODE
+    *verdict, reason = found(BF16.replace(fused_optimizer=True))
+    assert verdict == ["wrong", "optimizer"] and "last.weight is 0.05% off" in reason
 
 
 def test_draws_go_on_where_the_time_was_over() -> None:

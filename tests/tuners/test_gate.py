@@ -199,31 +199,27 @@ class Block(nn.Module):
         return x + (1 - self.rate) * self.body(x)
 
 
-def blocks(count: int) -> list[nn.Module]:
-    return [Block(index=at) for at in range(count)]
-
-
 def transformer(layers: int) -> nn.Module:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
     return nn.Sequential(nn.Linear(4, 16), encoder, nn.Linear(16, 4))
 
 
-def swapped() -> nn.Module:
-    """Two kinds in turn, of which one is there often enough."""
-    return nn.ModuleList(Block(8 if at % 3 else 16) for at in range(8))
+def row(count: int, make: Callable[[int], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*map(make, range(count)))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "a transformer": (lambda: transformer(6), 6),
     "three are few": (lambda: transformer(3), 0),
-    "by their kinds": (swapped, 5),
+    # Of two kinds in turn one is there often enough.
+    "by their kinds": (row(8, lambda at: Block(8 if at % 3 else 16)), 5),
     "a deep one": (torchvision.models.resnet152, 35 + 7),
-    "other rates": (lambda: nn.ModuleList(Block(rate=at / 10) for at in range(6)), 0),
-    "numbered": (lambda: nn.ModuleList(blocks(6)), 6),
-    "single layers": (lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), 0),
-    "nested": (lambda: nn.ModuleList(nn.Sequential(*blocks(4)) for _ in range(4)), 4),
-    "lazy": (lambda: nn.ModuleList(nn.Sequential(nn.LazyLinear(2)) for _ in range(4)), 4),
+    "other rates": (row(6, lambda at: Block(rate=at / 10)), 0),
+    "numbered": (row(6, lambda at: Block(index=at)), 6),
+    "single layers": (row(6, lambda _at: nn.Linear(4, 4)), 0),
+    "nested": (row(4, lambda _at: row(4, lambda at: Block(index=at))()), 4),
+    "lazy": (row(4, lambda _at: nn.Sequential(nn.LazyLinear(2))), 4),
 }
 
 

@@ -55,8 +55,10 @@ MODEL = "from torch import nn\nmodel = lambda: nn.Linear(3, 4)\n"
 
 
 @pytest.fixture(autouse=True)
-def forgotten(tmp_path: Path) -> Iterator[None]:
-    """A data.py of one test is none of the next."""
+def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A data.py of one test is none of the next; a worker that is gone is missed soon."""
+    batches = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    monkeypatch.setattr(batches._try_get_data, "__defaults__", (0.2,))
     yield
     sys.modules.pop("data", None)
     sys.path[:] = [path for path in sys.path if path != str(tmp_path)]
@@ -220,16 +222,20 @@ def test_workers_that_data_allows(
 
 
 class Slow(Dataset[Any]):
-    """Each sample takes a while of nobody's core."""
+    """Each sample takes a while of nobody's core; those from the number `at` on do as they do."""
 
-    def __init__(self, length: int = 10_000, takes_s: float = 0.002) -> None:
-        self.length, self.takes_s = length, takes_s
+    def __init__(
+        self, length: int = 10_000, does: Callable[[], object] = bool, at: int = 10_000
+    ) -> None:
+        self.length, self.does, self.at = length, does, at
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(self.takes_s)
+        if index >= self.at:
+            self.does()
+        time.sleep(0.0005)
         return torch.ones(3), index
 
 
@@ -259,19 +265,6 @@ def test_a_loader_without_batches_is_no_endless_one() -> None:
         fed(loader(Slow(length=2)))
 
 
-class Fails(Slow):
-    """Samples from the number `at` on do what `fails` does."""
-
-    def __init__(self, fails: Callable[[], object], at: int) -> None:
-        super().__init__(takes_s=0.0)
-        self.fails, self.at = fails, at
-
-    def __getitem__(self, index: int) -> Any:
-        if index >= self.at:
-            self.fails()
-        return super().__getitem__(index)
-
-
 def raising(exc: Exception) -> Callable[[], object]:
     def fails() -> None:
         raise exc
@@ -297,14 +290,13 @@ LINE = r"\(test_loading\.py:\d+\)"
         # Its pipe may end before torch has heard of the signal.
         (lambda: os.kill(os.getpid(), signal.SIGBUS), 21, 1, f"{BUS_ERROR}|{ENDED}"),
         (raising(RuntimeError(KILLED)), 0, 0, BUS_ERROR),
-        (lambda: os._exit(0), 0, 1, ENDED),
         (lambda: os._exit(0), 300, 1, ENDED),
         (lambda: os._exit(3), 0, 1, ENDED),
     ],
 )
 def test_loader_failures(fails: Callable[[], object], at: int, workers: int, said: str) -> None:
     with pytest.raises(Exception) as raised:
-        fed(loader(Fails(fails, at), num_workers=workers), 2_000)
+        fed(loader(Slow(does=fails, at=at), num_workers=workers), 2_000)
     assert re.fullmatch(said, failure(raised.value)[1])
     assert multiprocessing.active_children() == []
 
@@ -366,7 +358,7 @@ def test_in_a_worker_the_step_alone_and_fed(worker: Worker, stuck: Path) -> None
     stuck.touch()
     guard = worker._process.pid
     with pytest.raises(ConfigFailed) as failed:
-        worker.block(two, 2, deadline_s=2.0)
+        worker.block(two, 2, deadline_s=1.0)
     assert failed.value.outcome == "timed_out"
     with pytest.raises(ProcessLookupError):
         os.kill(guard, 0)

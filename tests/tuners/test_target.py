@@ -162,10 +162,15 @@ def code(folder: Path, text: str, name: str) -> str:
         ("nn.functional.dropout(y, RATE)", "nn.functional.dropout(y, RATE, training=False)", False),
     ],
 )
-def test_code_that_decides_the_model(tmp_path: Path, before: str, after: str, same: bool) -> None:
+@pytest.mark.parametrize("most", [fingerprint.MOST_PIECES, 1])
+def test_code_that_decides_the_model(
+    tmp_path: Path, before: str, after: str, same: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its pieces are too many its files count whole."""
+    monkeypatch.setattr(fingerprint, "MOST_PIECES", most)
     assert before in CODE
     known = code(tmp_path, CODE, "first.py")
-    assert (code(tmp_path, CODE.replace(before, after), "other.py") == known) is same
+    assert (code(tmp_path, CODE.replace(before, after), "other.py") == known) is (same and most > 1)
 
 
 def test_a_training_script_has_the_same_model(tmp_path: Path) -> None:
@@ -181,22 +186,18 @@ def test_a_training_script_has_the_same_model(tmp_path: Path) -> None:
     assert said == [same, same]
 
 
-def test_a_library_counts_by_its_names(tmp_path: Path) -> None:
-    installed = tmp_path / "site-packages"
-    installed.mkdir()
-    kept = [code(installed, CODE.replace("* 2", by), f"lib{by[-1]}.py") for by in ("* 5", "* 6")]
-    assert kept[0] == kept[1]
-
-
-def test_another_module_of_the_project_counts(tmp_path: Path) -> None:
-    found = []
-    for number in (2, 3):
-        folder = tmp_path / str(number)
-        folder.mkdir()
+def test_a_library_counts_by_its_names_and_the_projects_modules_by_their_code(
+    tmp_path: Path,
+) -> None:
+    kept, found = [], []
+    for number in (5, 6):
+        (installed := tmp_path / "site-packages").mkdir(exist_ok=True)
+        kept.append(code(installed, CODE.replace("* 2", f"* {number}"), f"lib{number}.py"))
+        (folder := tmp_path / str(number)).mkdir()
         write(folder, f"def twice(x): return x * {number}\n", f"parts{number}.py")
         text = f"import parts{number} as parts\n" + NET.replace("self.fc(x)", "parts.twice(x)")
         found.append(code(folder, text, f"whole{number}.py"))
-    assert found[0] != found[1]
+    assert kept[0] == kept[1] and found[0] != found[1]
 
 
 def test_where_there_is_no_source(tmp_path: Path) -> None:
@@ -232,12 +233,6 @@ def test_a_fingerprint_raises_nothing_and_knows_what_a_module_cannot_say() -> No
     assert same == train != other_rate != fingerprint.of_model(one)
     whole = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     assert fingerprint._code([Odd]) == [whole]
-
-
-def test_the_last_of_many_pieces_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "MOST_PIECES", 1)
-    same = code(tmp_path, CODE, "first.py")
-    assert code(tmp_path, CODE.replace("return x * 2", "return x * 3"), "other.py") != same
 
 
 def test_hooks(tmp_path: Path) -> None:
@@ -363,9 +358,7 @@ class TestSource:
         assert spec.edited(spec.code) == ""
 
     def test_what_is_no_file_is_said(self, tmp_path: Path) -> None:
-        path = tmp_path / "mine.py"
-        write(tmp_path, NET)
-        spec = parse(f"{path}:Net")
+        spec, path = parse(f"{write(tmp_path, NET)}:Net"), tmp_path / "mine.py"
         path.unlink()
         for make in (lambda: None, path.mkdir, lambda: (path.rmdir(), os.mkfifo(path))):
             make()

@@ -95,6 +95,8 @@ def test_kinds(tmp_path: Path, kind: str, mode: str) -> None:
 
 
 LINEAR = "model = lambda: nn.Linear(3, 4)"
+TEXT = "model = lambda: Between(nn.Linear(3, 4), lambda x: x, lambda _y: 'text')"
+NO_BATCH = f"{LINEAR}\nmake_batch = lambda batch_size, device: 5"
 
 
 @pytest.mark.parametrize(
@@ -130,21 +132,9 @@ def test_inputs_and_modes(tmp_path: Path, source: str, how: dict[str, object]) -
     ("source", "error", "said"),
     [
         ("model = lambda: nn.Flatten()", TargetFailed, "no trainable parameter"),
-        (
-            "model = lambda: Between(nn.Linear(3, 4), lambda x: x, lambda _y: 'text')",
-            TargetError,
-            r"output \(str\) holds no floating-point tensor; define loss",
-        ),
-        (
-            "model = lambda: nn.Linear(3, 4)\nmake_batch = lambda batch_size, device: 5",
-            TargetFailed,
-            r"make_batch must return \(inputs, target\)",
-        ),
-        (
-            "model = lambda: nn.Linear(3, 4)\ndef loss(output, target): raise KeyError('mine')\n",
-            TargetError,
-            "mine",
-        ),
+        (TEXT, TargetError, r"output \(str\) holds no floating-point tensor; define loss"),
+        (NO_BATCH, TargetFailed, r"make_batch must return \(inputs, target\)"),
+        (f"{LINEAR}\ndef loss(output, target): raise KeyError('mine')\n", TargetError, "mine"),
     ],
 )
 def test_refused(tmp_path: Path, source: str, error: type[Exception], said: str) -> None:
@@ -234,19 +224,17 @@ def test_samples_are_of_the_same_weights_and_batches_under_every_config(tmp_path
         made.block(config, 3, 1)
     held = subject(made)
     workload = made._built[one].workload
-    for point in (*range(POINTS), POINTS):
+    names = {"output", *(name for name, _ in workload.model.named_parameters())}
+    lasts = []
+    for point in range(POINTS + 1):
         first, second = (held.sample(config, point, 0) for config in (one, other))
         ones, others = (found.outputs | found.gradients for found in (first, second))
-        names = {"output", *(name for name, _ in workload.model.named_parameters())}
-        assert ones.keys() == others.keys() == names
-        for name, tensor in ones.items():
-            torch.testing.assert_close(tensor, others[name])
+        assert ones.keys() == names
+        torch.testing.assert_close(ones, others)
         assert first.loss == pytest.approx(second.loss) and not first.gradients["unused.bias"].any()
-    points = [held.sample(one, point, 0).gradients["last.weight"] for point in range(POINTS)]
-    assert not any(torch.equal(points[0], two) for two in points[1:]), "a batch each"
-    nudged = held.sample(one, POINTS, 0).gradients["last.weight"]
-    assert not torch.equal(nudged, points[0])
-    torch.testing.assert_close(nudged, points[0], rtol=1e-2, atol=1e-4)
+        lasts.append(first.gradients["last.weight"])
+    assert not any(torch.equal(lasts[0], two) for two in lasts[1:]), "a batch each"
+    torch.testing.assert_close(lasts[POINTS], lasts[0], rtol=1e-2, atol=1e-4)  # nudged
     held.restore([workload])
     fresh = dict(made.new_model().named_parameters())
     assert all(torch.equal(p, fresh[name]) for name, p in workload.model.named_parameters())
@@ -283,29 +271,24 @@ def test_gradients_are_those_of_the_loss_and_updates_those_of_the_optimizer(
     assert part < 1e-4, name
 
 
-def test_an_update_that_is_not_a_number_shows() -> None:
-    wanted, found = torch.tensor([1.0, 1.5]), torch.tensor([1.0, math.nan])
-    part, name = worst_update([("w", torch.ones(2), wanted, found)])
-    assert math.isnan(part) and name == "w"
-
-
 @pytest.mark.parametrize("knobs", [{}, {"step_graph": True}])
 def test_a_setting_that_the_optimizer_lost_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, object]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, bool]
 ) -> None:
     monkeypatch.setitem(RECORDERS, "cpu", AtenRecorder)
     plain = Workload._optimizer
 
     def without_decay(workload: Workload) -> torch.optim.Optimizer:
-        made = plain(workload)
-        for group in made.param_groups:
-            group["weight_decay"] = 0.0
+        (made := plain(workload)).param_groups[0]["weight_decay"] = 0.0
         return made
 
     monkeypatch.setattr(Workload, "_optimizer", without_decay)
-    made = eight(tmp_path, optimizer="adamw")
-    part, name = subject(made).optimizer_error(EIGHT.replace(**knobs))  # type: ignore[arg-type]
+    part, name = subject(eight(tmp_path, optimizer="adamw")).optimizer_error(EIGHT.replace(**knobs))
     assert part > 1e-4 and name
+    # As does an update that is not a number.
+    wanted, found = torch.tensor([1.0, 1.5]), torch.tensor([1.0, math.nan])
+    part, name = worst_update([("w", torch.ones(2), wanted, found)])
+    assert math.isnan(part) and name == "w"
 
 
 def test_a_captured_step_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
