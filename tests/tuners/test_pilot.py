@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import io
@@ -16,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 from advisor.cache.config import Config
@@ -25,7 +25,7 @@ from advisor.tuners import compiling
 from advisor.tuners.act import hooks
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import graphs_compiled, recompile_limit
-from advisor.tuners.act.hooks import Patch, StepHooks
+from advisor.tuners.act.hooks import Patch
 from advisor.tuners.act.pilot.loop_observer import (
     LoopObserver,
     TrainedModel,
@@ -291,11 +291,11 @@ class Loose:
         self.features, self.more, self.itself = features, more, self
 
 
+@dataclass(slots=True)
 class Slotted:
-    __slots__ = ("features", "more", "never")
-
-    def __init__(self, features: Tensor, more: dict[str, Tensor]) -> None:
-        self.features, self.more = features, more
+    features: Tensor
+    more: dict[str, Tensor]
+    never: int = dataclasses.field(init=False)
 
 
 class Table(dict[str, Any]):
@@ -328,23 +328,24 @@ def test_what_a_model_returns_is_as_it_always_was(kind: type[Any]) -> None:
 looks_for_gradients = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
+class Block(nn.Module):
+    def __init__(self, ran: list[str]) -> None:
+        super().__init__()
+        self.inner, self.ran = nn.Linear(8, 8), ran
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.ran.append("plainly")
+        return x + torch.tanh(self.inner(x))
+
+
 class Repeating(nn.Module):
     """Notes which of its blocks run as Python; a compiled one does so while it is traced only."""
-
-    class Block(nn.Module):
-        def __init__(self, ran: list[str]) -> None:
-            super().__init__()
-            self.inner, self.ran = nn.Linear(8, 8), ran
-
-        def forward(self, x: Tensor) -> Tensor:
-            if not torch.compiler.is_compiling():
-                self.ran.append("plainly")
-            return x + torch.tanh(self.inner(x))
 
     def __init__(self, *, in_backward: bool = False, reentrant: bool = False) -> None:
         super().__init__()
         self.ran: list[str] = []
-        self.blocks = nn.ModuleList(self.Block(self.ran) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(self.ran) for _ in range(4))
         self.in_backward, self.reentrant = in_backward, reentrant
 
     def forward(self, x: Tensor, *, stops: bool = False) -> Tensor:
@@ -355,38 +356,38 @@ class Repeating(nn.Module):
         return x
 
 
-@pytest.fixture
-def compiled_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
-
-
 @looks_for_gradients
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_repeated_blocks_compile_for_training(in_backward: bool, compiled_eagerly: None) -> None:
+def test_repeated_blocks_compile_for_training(
+    in_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
     net = Repeating(in_backward=in_backward)
     _optimizer, switch = switched(net)
     x = torch.randn(3, 8, requires_grad=True)  # as what another layer returns
     plain = torch.autograd.grad(net(x).sum(), net.parameters())
-    net.ran.clear()
+
+    def plainly(*, backward: bool = True) -> int:
+        """Blocks that run as Python in a call."""
+        net.ran.clear()
+        net.zero_grad()
+        output = net(x).sum()
+        if backward:
+            output.backward()
+            torch.testing.assert_close([weight.grad for weight in net.parameters()], list(plain))
+        return len(net.ran)
+
     torch.compiler.reset()
     before = graphs_compiled()
     for _ in range(2):
         switch.set(OWN.replace(compile="blocks"))
-        net.zero_grad()
-        net(x).sum().backward()
-        assert net.ran == [] and graphs_compiled() - before == 1
-        torch.testing.assert_close([weight.grad for weight in net.parameters()], list(plain))
+        assert plainly() == 0 and graphs_compiled() - before == 1
         net.eval()
-        net(x)
-        assert net.ran == ["plainly"] * 4
+        assert plainly(backward=False) == 4
         net.train()
-        net.ran.clear()
-        net(x).sum().backward()
-        assert net.ran == []
+        assert plainly() == 0
         switch.set(OWN)
-        net(x).sum().backward()
-        assert net.ran == ["plainly"] * (8 if in_backward else 4)
-        net.ran.clear()
+        assert plainly() == (8 if in_backward else 4)
     switch.set(OWN.replace(compile="blocks"))
     switch.release()
     assert all("_compiled_call_impl" not in vars(module) for module in net.modules())
@@ -503,30 +504,6 @@ def test_inputs_of_many_lengths_are_one_job_however_long_the_first_is() -> None:
     assert (fixed.shape, fixed.varies) == ((4, 5), False)
     assert "compile" in space_of(fixed).choices
     assert "dynamic_shapes" not in space_of(fixed).choices
-
-
-def test_what_comes_and_goes_within_a_step_disturbs_no_other_hook() -> None:
-    net, told, steps = Net(), list[str](), StepHooks()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    hooks_there = len(_global_optimizer_post_hooks)
-
-    def first(_optimizer: torch.optim.Optimizer) -> None:
-        told.append("first")
-        removes.pop()()
-        removes.append(steps.register(second))
-
-    def second(_optimizer: torch.optim.Optimizer) -> None:
-        told.append("second")
-        removes.pop()()
-
-    removes = [steps.register(first)]
-    other = register_optimizer_step_post_hook(lambda *_: told.append("theirs"))
-    for _ in range(3):
-        stepped(net, optimizer)
-    other.remove()
-    net(torch.ones(2, 3, 8, 8))
-    assert told == ["first", "theirs", "second", "theirs", "theirs"]
-    assert len(_global_optimizer_post_hooks) == hooks_there
 
 
 class Told(Looks):
@@ -723,30 +700,25 @@ def test_weights_keep_an_address_for_each_layout() -> None:
     stepped(net, optimizer)
     switch = switch_of(TrainedModel(net, net), optimizer)
 
-    def momenta() -> Tensor:
-        found: Tensor = optimizer.state[net.conv.weight]["exp_avg"]
-        return found
+    def there() -> list[Tensor]:
+        return [net.conv.weight.detach(), optimizer.state[net.conv.weight]["exp_avg"]]
 
     other = OWN.replace(channels_last=True)
     found: list[list[int]] = []
     for config in (OWN, other) * 3:
-        before = [net.conv.weight.detach().clone(), momenta().clone()]
+        before = [one.clone() for one in there()]
         switch.set(config)
-        after = [net.conv.weight.detach(), momenta()]
-        assert all(map(torch.equal, before, after))
-        found.append([one.data_ptr() for one in after])
+        assert all(map(torch.equal, before, there()))
+        found.append([one.data_ptr() for one in there()])
         stepped(net, optimizer)
-    assert found[0::2] == [found[0]] * 3
-    assert found[1::2] == [found[1]] * 3
-    assert found[0] != found[1]
+    assert found == [found[0], found[1]] * 3 and found[0] != found[1]
     # What the script loads is its own again.
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    loaded = momenta().clone()
+    loaded = there()[1].clone()
     switch.set(OWN)
-    assert torch.equal(loaded, momenta())
-    switch.set(other)
-    switch.set(OWN)
-    switch.forget(other)
+    assert torch.equal(loaded, there()[1])
+    for act in (switch.set, lambda _other: switch.set(OWN), switch.forget):
+        act(other)
     assert not switch._storages._kept
 
 
@@ -839,8 +811,10 @@ def test_graphs_outlast_a_switch_and_go_where_they_are_forgotten() -> None:
 
 @pytest.mark.gpu
 def test_a_generator_that_is_called_between_steps() -> None:
-    generator = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 16)).cuda()
-    critic = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).cuda()
+    def made(width: int, end: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, end)).cuda()
+
+    generator, critic = made(8, 16), made(16, 1)
     makes, tells = (torch.optim.Adam(net.parameters()) for net in (generator, critic))
     trained = [TrainedModel(net, net) for net in (generator, critic)]
     switch = switch_of(*trained, makes, tells, device="cuda:0")
@@ -862,9 +836,7 @@ def test_a_generator_that_is_called_between_steps() -> None:
             with torch.no_grad():
                 seen.append(generator(fixed))
 
-    for number in range(4):
-        step(number)
-    for config in (REPLAYED, OWN, REPLAYED):
+    for config in (OWN, REPLAYED, OWN, REPLAYED):
         switch.set(config)
         for number in range(12):
             step(number)
