@@ -184,7 +184,7 @@ def giving(sample: str) -> str:
         (
             giving("torch.ones(3)"),
             TargetError,
-            r"a batch must be \(inputs, target\), and it is Tensor; define make_collate",
+            r"must be \(inputs, target\), .* is Tensor;",
         ),
     ],
 )
@@ -258,10 +258,7 @@ def test_epochs_follow_one_another_and_waits_are_counted(workers: int) -> None:
     assert len([next(feeding) for _ in range(5)]) == 5 and feeding.waited_s > 0
     feeding.close()
     assert multiprocessing.active_children() == []
-
-
-def test_a_loader_without_batches_is_no_endless_one() -> None:
-    with pytest.raises(RuntimeError, match="gave no batch"):
+    with pytest.raises(RuntimeError, match="gave no batch"):  # and not without end
         fed(loader(Slow(length=2)))
 
 
@@ -391,19 +388,18 @@ def test_no_loaders_worker_outlives_the_one_who_measures(worker: Worker, stuck: 
 
 
 def test_data_that_ends_its_process_or_hangs_is_refused(tmp_path: Path) -> None:
-    hangs = tmp_path / "hangs"
     made = task(
         tmp_path,
-        f"""
+        """
         def make_dataset():
-            if os.path.exists({str(hangs)!r}): time.sleep(300)
+            if os.path.exists(__file__ + ".hangs"): time.sleep(300)
             os._exit(3)
         """,
     )
     with Worker(WorkerJob(task=made, device="cpu", seed=0), deadline_s=30.0) as worker:
         with pytest.raises(WorkerError, match=r"^data '.*data\.py': the worker process died"):
             worker.describe_data()
-        hangs.touch()
+        (tmp_path / "data.py.hangs").touch()
         with pytest.raises(WorkerError, match=r"no batch within 1 s.*larger --budget allows"):
             worker.describe_data(1.0)
 
@@ -435,9 +431,9 @@ def make_collate(dataset):
 
 def test_what_a_sample_costs_by_part(tmp_path: Path) -> None:
     """The order of what sleeps for so long is the same on a busy host."""
-    found = costs(load(task(tmp_path, COSTLY)), 8, 2.0)
-    told = {one.part: one for one in found.parts}
-    assert [one.part for one in found.parts][:2] == ["Resize", "Costly.read"]
+    found = costs(load(task(tmp_path, COSTLY)), 8, 1.0)
+    told = {one.part: one.where for one in found.parts}
+    assert [*told][:2] == ["Resize", "Costly.read"]
     assert told.keys() == {"Resize", "Costly.read", "collate", "Costly.__getitem__ itself"}
+    assert (told["Resize"], told["collate"]) == ("data.py:Resize", "collate")
     assert found.seconds > 0.8 * (0.008 + 0.004 + 0.02 / 8)
-    assert told["Resize"].where == "data.py:Resize" and told["collate"].where == "collate"

@@ -304,21 +304,9 @@ def test_what_a_script_does_between_steps_is_followed(
     assert same(*losses) and runs[0].failure == ""
 
 
-class Buffered(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.mean()
-        return super().forward(x - self.mean)
-
-
 HINDRANCES: list[tuple[dict[str, Any], str]] = [
     ({"hinder": lambda loss: loss.item()}, "waits for the device"),
     ({"hinder": lambda loss: print(end="") if loss > 0 else 1 / 0}, "waits for the device"),
-    ({"model": Buffered()}, "(the output of a replay|a replay.s change)"),
-    ({"hinder": lambda loss: random.random()}, "draws random numbers"),
 ]
 
 
@@ -333,12 +321,12 @@ HINDRANCES: list[tuple[dict[str, Any], str]] = [
     ],
 )
 def test_what_cannot_be_captured_is_named(where: str, how: dict[str, Any], reason: str) -> None:
-    training = Training(where, **copy.deepcopy(how))
+    training = Training(where, **how)
     with pytest.warns(AdvisorWarning, match=reason) as seen:
         losses = training.run(20)
     assert len([w for w in seen if issubclass(w.category, AdvisorWarning)]) == 1
     assert training.failure and all(loss == loss for loss in losses)
-    assert losses[-1] < losses[0] or "model" in how
+    assert losses[-1] < losses[0]
     # Nothing is left of the capture: the generator draws, graphs can be made.
     assert torch.rand(1, device=where) >= 0
     again = Training(where)

@@ -230,16 +230,15 @@ def test_a_fingerprint_raises_nothing_and_knows_what_a_module_cannot_say() -> No
 
 
 def test_hooks(tmp_path: Path) -> None:
-    def hooks(text: str, name: str) -> str:
-        found = load(parse(write(tmp_path, text, name) + ":Net"), Config())
+    def hooks(before: str, after: str, text: str = CODE) -> str:
+        path = write(tmp_path, text.replace(before, after), f"of{len(list(tmp_path.iterdir()))}.py")
+        found = load(parse(f"{path}:Net"), Config())
         return fingerprint.of_hooks(found.make_batch, found.loss)
 
-    same = hooks(CODE, "first.py")
-    assert same == hooks(CODE.replace("# why", "# otherwise"), "second.py")
-    assert same == hooks(CODE.replace("mixed(self.fc(x))", "self.fc(x)"), "third.py")
-    assert same != hooks(CODE.replace("torch.randn(", "torch.rand("), "fourth.py")
-    assert same != hooks(CODE.replace("output * RATE", "output"), "fifth.py")
-    assert hooks(NET, "sixth.py") == fingerprint.of_hooks(None, None) == ""
+    same = hooks("# why", "# otherwise")
+    assert same == hooks("mixed(self.fc(x))", "self.fc(x)")
+    assert same != hooks("torch.randn(", "torch.rand(") != hooks("output * RATE", "output") != same
+    assert hooks("", "", NET) == fingerprint.of_hooks(None, None) == ""
     losses = [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)]
     losses += [nn.functional.mse_loss, nn.functional.l1_loss]
     assert len({fingerprint.of_hooks(None, one) for one in losses}) == 4
@@ -310,14 +309,13 @@ class TestSource:
         (tmp_path / "inner").mkdir()
         for name in ("parts.py", "inner/deep.py"):
             (tmp_path / name).write_text("def f(x): return 2 * x\ndef g(x): return 5 * x\n")
-        (tmp_path / "inner" / "__init__.py").write_text(
-            "from .deep import f\nfrom . import deep\nagain = deep.f\n"
-        )
+        again = "from .deep import f\nfrom . import deep\nagain = deep.f\n"
+        (tmp_path / "inner" / "__init__.py").write_text(again)
+        file = "inner/deep.py" if "inner" in line else "parts.py"
         for inside in (False, True) if "*" not in line else (False,):
             head, local = ("", f"        {line}\n") if inside else (f"{line}\n", "")
             text = f"class Net:\n    def forward(self, x):\n{local}        return {used}(x)\n"
             write(tmp_path, head + text)
-            file = "inner/deep.py" if "inner" in line else "parts.py"
             assert self.differs(tmp_path, "2 * x", "3 * x", file)
             # Of a module that is imported inside a function, any part may be used.
             whole = "*" in line or line == "import inner.deep" or (inside and "." in used)
