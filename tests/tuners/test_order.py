@@ -11,7 +11,7 @@ from advisor.tuners.search.space import Space
 from tests.builders import GAINS, Heard, MadeUp, advised, space, speedup, tuned
 
 
-def visited(place: MadeUp, of: Space, budget_s: float = 600.0, modules: int = 150) -> list[str]:
+def visited(place: MadeUp, of: Space, budget_s: float = 200.0, modules: int = 150) -> list[str]:
     """What of each config differs from the baseline: 'bf16 channels_last'."""
     heard = Heard()
     tuned(place, of, budget_s, heard=heard, modules=modules)
@@ -75,7 +75,7 @@ def test_what_ran_elsewhere_is_not_blamed() -> None:
             return super()._switch(config, deadline_s)
 
     place, heard = OneFails(ON_A_GPU.default), Heard()
-    tuned(place, ON_A_GPU, 600.0, heard=heard)
+    tuned(place, ON_A_GPU, 300.0, heard=heard)
     assert any(trial.measurement.outcome == "failed" for trial in heard.trials)
     assert heard.best[-1]["compile"] == "reduce-overhead"
 
@@ -109,7 +109,7 @@ def test_where_steps_wait_for_data_the_loader_comes_first() -> None:
             return 1 / (batches_per_s * int(config["num_workers"] or 1))
 
         heard, place = Heard(), MadeUp(FROM_FILES.default, waits_s=waits_s)
-        return tuned(place, FROM_FILES, 300.0, heard=heard), heard
+        return tuned(place, FROM_FILES, 200.0, heard=heard), heard
 
     found, heard = fed(6)
     assert [trial.origin for trial in heard.trials[1:3]] == ["loader"] * 2
@@ -125,7 +125,7 @@ def test_where_steps_wait_for_data_the_loader_comes_first() -> None:
 
 def test_larger_batches_from_the_largest_on_then_what_leads_there() -> None:
     heard = Heard()
-    tuned(MadeUp(OF_A_WORKLOAD.default), OF_A_WORKLOAD, 600.0, heard=heard)
+    tuned(MadeUp(OF_A_WORKLOAD.default), OF_A_WORKLOAD, 300.0, heard=heard)
     batches = [trial.config for trial in heard.trials if trial.origin == "batch"]
     assert [config.batch for config in batches[:2]] == [256, 128] and not compiles(batches[0])
     assert any(compiles(config) and config.batch == 256 for config in batches)

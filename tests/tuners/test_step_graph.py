@@ -147,13 +147,13 @@ def test_replays_train_as_the_step_does(where: str, make: Any, how: dict[str, An
     runs = [Training(where, graph=graph, make=make, **how) for graph in (True, False)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        losses = [run.run(40) for run in runs]
+        losses = [run.run(24) for run in runs]
     assert runs[0].failure == ""
     assert same(*losses)
     for ours, theirs in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     norm = runs[0].model.get_submodule("norm")
-    assert int(norm.get_buffer("num_batches_tracked")) == 40
+    assert int(norm.get_buffer("num_batches_tracked")) == 24
     assert [type(g["lr"]) for g in runs[0].optimizer.param_groups] == [float]
 
 
@@ -168,7 +168,7 @@ def test_replays_train_as_the_step_does(where: str, make: Any, how: dict[str, An
 )
 def test_scaled_replays(where: str, make: Any, how: dict[str, Any], scale: float) -> None:
     runs = [Training(where, graph=graph, make=make, scale=scale, **how) for graph in (True, False)]
-    losses = [run.run(40) for run in runs]
+    losses = [run.run(24) for run in runs]
     assert runs[0].failure == ""
     assert losses[0] == pytest.approx(losses[1], rel=2e-3 if where == "cpu" else 2e-2)
     scales = [run.advice.scaler.get_scale() for run in runs]
@@ -526,7 +526,7 @@ def test_what_a_script_changes_between_steps_is_followed_or_named(
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if often == 1 else "error")
-            ends.append(owner.run(24, now_and_then))
+            ends.append(owner.run(16, now_and_then))
         assert not graph or ("changed at every step" in owner.step.failure) is (often == 1)
     assert repr(ends[0]) == repr(ends[1])
 

@@ -117,9 +117,9 @@ def test_before_the_baseline_was_measured_an_interruption_is_one() -> None:
 def test_a_failed_config_costs_itself(fails: dict[tuple[str, object], str], best: Config) -> None:
     place = MadeUp(BASE)
     place.fails = dict(fails)
-    found = tuned(place, SPACE, 150.0)
+    found = tuned(place, SPACE, 100.0)
     assert near_best(place, advised(found), best)
-    assert place.time <= 1.05 * 150 + 1
+    assert place.time <= 1.05 * 100 + 1
 
 
 @pytest.mark.parametrize(("compiling_s", "budget_s"), [(44.0, 90.0), (50.0, 100.0)])
@@ -192,7 +192,7 @@ def test_what_a_short_job_has_no_time_to_compile_is_not_advised(
     length: Length, first: tuple[Config, ...], compiled: bool
 ) -> None:
     place = MadeUp(BASE)
-    found = tuned(place, SPACE, 150.0, length=length, first=first)
+    found = tuned(place, SPACE, 100.0, length=length, first=first)
     assert (advised(found)["compile"] == "reduce-overhead") is compiled
     assert advised(found)["precision"] == "bf16"
     chosen = next(one.choice for one in found.winners if one.use == "pilot")
@@ -203,8 +203,8 @@ def test_what_a_short_job_has_no_time_to_compile_is_not_advised(
 @pytest.mark.parametrize(
     ("verdicts", "budget_s", "said", "why"),
     [
-        (WRONG_CODE, 150.0, "compile=reduce-overhead, bf16: 2.8", "does not train like fp32"),
-        (DOUBTED, 150.0, "compile=reduce-overhead, bf16: 2.8", "could not be compared"),
+        (WRONG_CODE, 100.0, "compile=reduce-overhead, bf16: 2.8", "does not train like fp32"),
+        (DOUBTED, 100.0, "compile=reduce-overhead, bf16: 2.8", "could not be compared"),
         ({}, 90.0, "compile=cudagraphs: 1.6", "another config is as fast or faster"),
         ({}, 20.0, "not measured for want of time", "--budget"),
     ],
@@ -234,7 +234,7 @@ def test_a_race_decides_unless_it_is_too_noisy(changes: dict[str, Any], least: f
             if what.startswith("final race"):
                 vars(place).update(changes)
 
-    found = tuned(place, SPACE, 300.0, heard=AtTheRace())
+    found = tuned(place, SPACE, 150.0, heard=AtTheRace())
     assert (advised(found) == BASE) is (least == 1.0) and truth.speedup(advised(found)) >= least
 
 
@@ -301,7 +301,7 @@ def test_load_becomes_no_advice(gains: dict[tuple[str, object], float], mean_s: 
 
 def test_what_was_compiled_is_kept_and_what_does_not_lead_is_freed(tmp_path: Path) -> None:
     place = MadeUp(BASE)
-    found = tuned(place, SPACE, 150.0, folder=tmp_path)
+    found = tuned(place, SPACE, 100.0, folder=tmp_path)
     assert set(found.artifacts) == {c for c in place.saved if c["compile"] != "none"}
     assert all(file.read_bytes() == b"compiled" for file in found.artifacts.values())
     assert advised(found) not in place.forgotten
@@ -311,10 +311,10 @@ def test_what_was_compiled_is_kept_and_what_does_not_lead_is_freed(tmp_path: Pat
 def test_visits_are_limited_by_number_and_by_what_they_are_worth() -> None:
     heard = Heard()
     place = MadeUp(BASE)
-    tuned(place, SPACE, 300.0, heard=heard, trials=4, compares=False)
+    tuned(place, SPACE, 150.0, heard=heard, trials=4, compares=False)
     assert len(heard.trials) == 4 and place.compared == []
     heard = Heard()
-    found = tuned(MadeUp(BASE), SPACE, 300.0, heard=heard, most_s=20.0)
+    found = tuned(MadeUp(BASE), SPACE, 150.0, heard=heard, most_s=20.0)
     assert not any(config["compile"] in ("default", "reduce-overhead") for config in heard.configs)
     assert not any("--budget" in line for line in found.remarks)
 
@@ -324,7 +324,7 @@ def test_a_comparison_is_kept_for_every_loader_of_its_code() -> None:
     of = space(workers=8)
     place = MadeUp(of.default)
     place.waits_s = lambda config: 1 / (20 * max(1, knobs.workers(config)))
-    found = tuned(place, of, 200.0)
+    found = tuned(place, of, 120.0)
     compared = [trial.config for trial in found.trials if trial.stage == NUMERICS]
     assert len({knobs.workers(config) for config in compared}) > 1
     codes = {config.without(*knobs.INPUT_PIPELINE) for config in compared}
@@ -339,7 +339,7 @@ def test_the_sampler_goes_on_where_the_recipe_ends(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Recipe, "__iter__", nothing)
     wide = space(use="capture", precisions=("default", "tf32", "bf16", "fp16"), compiles=False)
     place, heard = MadeUp(wide.default), Heard()
-    found = tuned(place, wide, 120.0, heard=heard)
+    found = tuned(place, wide, 60.0, heard=heard)
     assert {trial.origin for trial in heard.trials} == {"baseline", "sampler"}
     assert place.speedup(advised(found, "capture")) >= 2.3
     assert len(set(heard.configs)) == len(heard.configs)
