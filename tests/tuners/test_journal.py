@@ -154,28 +154,21 @@ def test_a_lock_that_was_left_is_not_waited_for(tmp_path: Path) -> None:
     assert time.monotonic() - began < 20  # Optuna waits for 30 s
 
 
-class Full:
-    """A disk that fills after some lines, in the middle of one."""
-
-    def __init__(self, lines: int) -> None:
-        self.left = lines
-        self.real = JournalFileBackend.append_logs
-
-    def append_logs(self, backend: JournalFileBackend, logs: list[dict[str, Any]]) -> None:
-        self.left -= 1
-        if self.left >= 0:
-            return self.real(backend, logs)
-        with Path(backend._file_path).open("ab") as file:
-            file.write(b'{"op_code": 8, "tri')
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
 @pytest.mark.parametrize("lines", range(5))
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: int) -> None:
     notices: list[str] = []
     journal = Journal(open_study(tmp_path, "s")[0], SPACE, notice=notices.append)
-    disk = Full(lines)
-    monkeypatch.setattr(JournalFileBackend, "append_logs", lambda *given: disk.append_logs(*given))
+    plain, left = JournalFileBackend.append_logs, iter([True] * lines)
+
+    def fill_up(backend: JournalFileBackend, logs: list[dict[str, Any]]) -> None:
+        """A disk that fills after some lines, in the middle of one."""
+        if next(left, False):
+            return plain(backend, logs)
+        with Path(backend._file_path).open("ab") as file:
+            file.write(b'{"op_code": 8, "tri')
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(JournalFileBackend, "append_logs", fill_up)
     for number in range(5):
         told(journal, number)
     assert len(notices) == 1 and "No space left on device" in notices[0]
