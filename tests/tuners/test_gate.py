@@ -16,7 +16,6 @@ from advisor.tuners.act import gate
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.act.compiled import graphs_compiled
-from advisor.tuners.act.gate import signature
 from advisor.tuners.act.pilot.loop_observer import TrainedModel
 from advisor.tuners.act.pilot.switch import ConfigSwitch
 from advisor.tuners.compiling import repeated
@@ -173,20 +172,6 @@ def test_what_is_forgotten_is_freed_and_compiled_again(backend: Backend, trained
     epoch(net, optimizer, [FULL] * 2)
     assert len(backend.made) == made + 1
     assert backend.called[-2:] == [made, made]
-
-
-X = torch.zeros(2)
-CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-    *(((one,), {}) for one in (X, torch.zeros(3), torch.zeros(2, requires_grad=True), True, False)),
-    *(((one,), {}) for one in (X.double(), None, 1, [X], (X,), {"x": X}, {"x": torch.zeros(3)})),
-    *(((), {name: True}) for name in ("a", "b")),
-]
-
-
-def test_signatures() -> None:
-    assert len({signature(*call) for call in CALLS}) == len(CALLS)
-    assert signature((X,), {}) == signature((torch.ones(2),), {})
-    assert signature((1,), {}) == signature((2,), {})
 
 
 class Block(nn.Module):
