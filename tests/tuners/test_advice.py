@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections import namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,24 +17,18 @@ from advisor.errors import AdvisorWarning
 from advisor.tuners.act import advice as acting
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.advice_usage import AdviceUsage, Served
-from advisor.tuners.act.process_flags import PROCESS_FLAGS, ProcessFlags
+from advisor.tuners.act.process_flags import ProcessFlags
 from advisor.tuners.act.replays import Replays
-from advisor.tuners.knobs import KNOBS
 from tests.cache import examples
 
 
 @pytest.fixture(autouse=True)
-def flags_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two threads by default, which nobody has set."""
+def two_threads(flags_restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, and nobody has set them."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(acting, "log_at_exit", lambda one: None)
-    flags = [(knob.flag, knob.flag.now()) for knob in KNOBS if knob.flag is not None]
     torch.set_num_threads(2)
-    yield
-    PROCESS_FLAGS.release()
-    for flag, held in flags:
-        (flag.back or flag.set)(held)
 
 
 def flags() -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,9 @@ COMPILED, BOTH = FP32.replace(compile="default"), BF16.replace(compile="default"
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
+def _one_thread(flags_restored: None) -> None:
     """Of tensors this small threads wait for each other longer than they compute."""
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Encoder(nn.Module):

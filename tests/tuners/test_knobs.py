@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -159,18 +158,6 @@ def test_what_follows_a_value_and_whether_it_is_compared(
 )
 def test_permitted(given: dict[str, Any], config: dict[str, Value], permitted: bool) -> None:
     assert knobs.permits(given, Config(config)) is permitted
-
-
-@pytest.fixture
-def flags_restored() -> Iterator[None]:
-    backend, threads = torch.backends.cudnn, torch.get_num_threads()
-    held = backend.benchmark, backend.deterministic, backend.enabled, backend.allow_tf32
-    precision = torch.get_float32_matmul_precision()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_float32_matmul_precision(precision)
-    backend.benchmark, backend.deterministic, backend.enabled, backend.allow_tf32 = held
-    torch.set_num_threads(threads)
 
 
 def test_the_users_own_workspace_stays(

@@ -181,11 +181,7 @@ def giving(sample: str) -> str:
             r"change the data to match --shape$",
         ),
         ("make_dataset = lambda: Samples(0)", TargetError, "it holds 0 samples, and a batch .* 8$"),
-        (
-            giving("torch.ones(3)"),
-            TargetError,
-            r"must be \(inputs, target\), .* is Tensor;",
-        ),
+        (giving("torch.ones(3)"), TargetError, r"must be \(inputs, target\), .* is Tensor;"),
     ],
 )
 def test_refused(tmp_path: Path, source: str, error: type[Exception], said: str) -> None:

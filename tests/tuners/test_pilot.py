@@ -26,12 +26,7 @@ from advisor.tuners.act import hooks
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import graphs_compiled, recompile_limit
 from advisor.tuners.act.hooks import Patch
-from advisor.tuners.act.pilot.loop_observer import (
-    LoopObserver,
-    TrainedModel,
-    batch_of,
-    inputs_of,
-)
+from advisor.tuners.act.pilot.loop_observer import LoopObserver, TrainedModel, batch_of, inputs_of
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts

@@ -161,10 +161,7 @@ def test_replays_train_as_the_step_does(where: str, make: Any, how: dict[str, An
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**36], ids=["as it is", "skipping at first"])
 @pytest.mark.parametrize(
     ("make", "how"),
-    [
-        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-        (torch.optim.AdamW, {"lr": 1e-3}),
-    ],
+    [(torch.optim.SGD, {"momentum": 0.9, "nesterov": True}), (torch.optim.AdamW, {"lr": 1e-3})],
 )
 def test_scaled_replays(where: str, make: Any, how: dict[str, Any], scale: float) -> None:
     runs = [Training(where, graph=graph, make=make, scale=scale, **how) for graph in (True, False)]
@@ -542,9 +539,7 @@ def test_a_schedule_and_a_counter_outside_cost_no_capture(recorder: AtenRecorder
     assert recorder.recordings == 1 and recorder.replays > 10
 
 
-def test_a_deep_change_is_found_by_a_later_comparison(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_deep_change_is_found_by_a_later_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graph, "CHECKED_AGAIN", 4)
     deep, owner = {"settings": {"inner": {"weight": 1.0}}}, Owner()
     owner.model.register_forward_hook(

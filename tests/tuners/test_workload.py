@@ -113,19 +113,16 @@ NO_BATCH = f"{LINEAR}\nmake_batch = lambda batch_size, device: 5"
         ("model = lambda: nn.Dropout()", {"mode": "infer", "shape": (3,)}),
     ],
 )
+@pytest.mark.usefixtures("flags_restored")
 def test_inputs_and_modes(tmp_path: Path, source: str, how: dict[str, object]) -> None:
     made, deterministic = bench(tmp_path, source, **how), "deterministic" in how
-    try:
-        describe(made)
-        assert torch.are_deterministic_algorithms_enabled() == deterministic
-        config = CONFIG.replace(cudnn_deterministic=deterministic, channels_last=True)
-        assert made.block(config, 2, 1).steps == 2
-        workload = made._built[config].workload
-        assert workload.model.training == (workload.loss is not None) == ("mode" not in how)
-        assert torch.are_deterministic_algorithms_enabled() == deterministic
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.deterministic = False
+    describe(made)
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
+    config = CONFIG.replace(cudnn_deterministic=deterministic, channels_last=True)
+    assert made.block(config, 2, 1).steps == 2
+    workload = made._built[config].workload
+    assert workload.model.training == (workload.loss is not None) == ("mode" not in how)
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
 
 
 @pytest.mark.parametrize(
