@@ -137,8 +137,7 @@ class Step:
         if fault == "stale":
             name, weight = list(self.model.named_parameters())[-2]
             stale = weight + (self._kept[-2] - weight).detach()
-            found: Tensor = torch.func.functional_call(self.model, {name: stale}, (inputs,))
-            return found
+            return torch.func.functional_call(self.model, {name: stale}, (inputs,))
         rates = [m for m in self.model.modules() if isinstance(m, nn.Dropout)]
         if fault == "dropout":
             for one in rates:
@@ -289,17 +288,14 @@ def test_draws_go_on_where_the_time_was_over() -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1),
-        functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, weight_decay=0.1),
-    ],
-    ids=["AdamW", "SGD"],
+    ("make", "how"), [(torch.optim.AdamW, {"lr": 1e-3}), (torch.optim.SGD, {"momentum": 0.9})]
 )
-def test_an_optimizer_that_skips_weight_decay_is_found_and_its_own_state_stays(make: Any) -> None:
+def test_an_optimizer_that_skips_weight_decay_is_found_and_its_own_state_stays(
+    make: Any, how: dict[str, float]
+) -> None:
     torch.manual_seed(0)
     net, told = _layers(), []
-    optimizer = make(net.parameters())
+    optimizer = make(net.parameters(), **{"lr": 1e-2, "weight_decay": 0.1, **how})
     optimizer.register_step_post_hook(lambda *_: told.append(1))
     for _ in range(3):
         net(torch.randn(8, 16)).square().mean().backward()

@@ -147,8 +147,7 @@ def test_a_checkpoint_calls_again_what_it_called(backend: Backend) -> None:
             gate.attach(self.inner, sizes=True, inference=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
-            return y
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
 
     net = Outer()
     for size in (FULL, *(SHORT for _ in range(2 * MIN_OBSERVED_STEPS))):

@@ -165,7 +165,6 @@ def test_the_users_own_workspace_stays(
 ) -> None:
     """Of cuBLAS, without which PyTorch raises in deterministic algorithms."""
     flag = BY_NAME["cudnn_deterministic"].flag
-    assert flag is not None
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     for own, there in (("", ":4096:8"), (":16:8", ":16:8")):
         if own:
@@ -198,7 +197,6 @@ def test_a_flag_is_read_and_set_back(
         torch.backends.cudnn.enabled = False
         torch.backends.cudnn.benchmark = True
     flag = BY_NAME[name].flag
-    assert flag is not None
     every = [knob.flag for knob in KNOBS if knob.flag is not None]
     before = [one.now() for one in every]
     flag.set(value)
@@ -212,7 +210,6 @@ def test_a_flag_is_read_and_set_back(
 def test_only_what_has_four_or_five_dimensions_is_laid_out() -> None:
     flat, deep = nn.Conv2d(1, 3, 3), nn.Conv3d(2, 3, 3)
     row, before = BY_NAME["channels_last"], deep.weight.stride()
-    assert row.model is not None and row.layout is not None
     for on in (False, True):
         row.model(nn.Sequential(flat, deep, nn.LazyConv2d(4, 3), nn.Linear(3, 2)), on)
         assert (deep.weight.stride() == before) is not on
@@ -241,9 +238,7 @@ def test_known_miscompilation_is_avoided(version: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch._inductor, "list_options", lambda: ["triton.mix_order_reduction"])
     monkeypatch.setattr(nn.Module, "compile", lambda _self, **given: called.append(given))
     for name, value in (("compile", "max-autotune"), ("dynamic_shapes", True)):
-        row = BY_NAME[name].model
-        assert row is not None
-        row(nn.Linear(2, 2), value)
+        BY_NAME[name].model(nn.Linear(2, 2), value)
     static, dynamic = called
     own, right = torch._inductor.list_mode_options("max-autotune"), {"fallback_random": True}
     if not MENDED[version]:
@@ -259,10 +254,8 @@ SINCE_THE_FAULT = pytest.mark.skipif(torch.__version__ < (2, 10), reason="has no
 def test_torch_compile_knows_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """It raises at once of one that it does not know; what it does not know is left out."""
     row = BY_NAME["compile"]
-    assert row.model is not None
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     for value in row.domain:
-        assert isinstance(value, str)
         net = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(4)))
         row.model(net, value)
         assert (net._compiled_call_impl is None) == (value in ("none", "blocks"))
@@ -301,7 +294,6 @@ def test_gradients_of_norms_with_a_shared_table() -> None:
     net = Modulated().cuda()
     x, weight = (torch.randn(1, 2**15, 1024, device="cuda") for _ in range(2))
     row, found = BY_NAME["compile"].model, []
-    assert row is not None
     for value in ("none", "default"):
         row(net, value)
         found += torch.autograd.grad((net(x) * weight).sum(), [net.table])
@@ -312,7 +304,6 @@ def test_gradients_of_norms_with_a_shared_table() -> None:
 def test_compiled_code_draws_what_the_model_draws_without_it() -> None:
     net = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.5), nn.Dropout(0.1), nn.Linear(64, 1))
     x, row, found = torch.rand(8, 32), BY_NAME["compile"].model, []
-    assert row is not None
     for value in ("none", "default"):
         row(net, value)
         torch.manual_seed(3)

@@ -389,17 +389,20 @@ def test_repeated_blocks_compile_for_training(
 
 
 @looks_for_gradients
-def test_where_compiled_blocks_fail_they_are_called_as_they_are(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("when", ["compiled", "called"])
+def test_where_blocks_fail_they_are_called_as_they_are(
+    when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net = Repeating()
+    net, charged = Repeating(), list[Exception]()
     _optimizer, switch = switched(net)
-    charged: list[Exception] = []
 
-    def breaks(*_: object) -> None:
+    def wrong(*_: object) -> None:
         raise RuntimeError("a wrong kernel")
 
-    monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": breaks})
+    def backend(*_: object) -> Callable[..., None] | None:
+        return wrong if when == "called" else wrong()
+
+    monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": backend})
     switch.set(OWN.replace(compile="blocks"), charged.append)
     for _ in range(2):
         net(torch.randn(3, 8))
@@ -784,8 +787,7 @@ def test_graphs_outlast_a_switch_and_go_where_they_are_forgotten() -> None:
             optimizer.zero_grad()
             net(x).square().mean().backward()
             optimizer.step()
-            switch.begin_step()
-            switch.spent()
+            switch.begin_step(freed=True)
 
     for config in (OWN, REPLAYED, LAID_OUT, OWN):
         steps(config)
@@ -825,8 +827,7 @@ def test_a_generator_that_is_called_between_steps() -> None:
         generator.zero_grad()
         critic(fake).mean().backward()
         makes.step()
-        switch.begin_step()
-        switch.spent()
+        switch.begin_step(freed=True)
         if number % 4 == 0:
             with torch.no_grad():
                 seen.append(generator(fixed))

@@ -24,8 +24,7 @@ f.keep()
 def read(folder: Path, **env: str) -> list[object]:
     (folder / "read.py").write_text(READ)
     done = forks.run(folder / "read.py", env=os.environ | env)
-    found: list[object] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 def test_facts_of_torch_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

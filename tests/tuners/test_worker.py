@@ -173,7 +173,6 @@ def test_a_search_for_algorithms_has_a_fresh_process(worker: Worker) -> None:
 
     def process_of(one: Config) -> int:
         worker.block(one, 1, deadline_s=60)
-        assert worker._process is not None
         return worker._process.pid
 
     first, *rest = [process_of(one) for one in (plain, other, plain, searching, other)]
@@ -235,7 +234,6 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prct
 def test_a_worker_killed_between_blocks_is_replaced(worker: Worker, which: int) -> None:
     """As where another process took the memory: no config is charged for it."""
     block(worker, 4)
-    assert worker._process is not None
     guard, child, *_ = host.family(worker._process.pid)
     os.kill((guard, child)[which], signal.SIGKILL)
     until(lambda: not alive(child))
@@ -249,7 +247,6 @@ def test_what_a_target_starts_ends_with_its_worker(tmp_path: Path) -> None:
     (path := tmp_path / "leaves.py").write_text(LEAVES)
     with Worker(job(path), deadline_s=60) as made:
         made.describe()
-        assert made._process is not None
         started = host.family(made._process.pid)
         scratch = made._scratch.path
         assert list(scratch.glob("cc*.s"))
@@ -401,7 +398,6 @@ def test_on_a_gpu_kept_code_is_timed_and_compared(tmp_path: Path, optimizer: str
         configs = [half, scaled, plain.replace(fused_optimizer=True)]
         configs += [one.replace(step_graph=True) for one in (half, scaled, compiled)]
         configs += [half.replace(compile=mode) for mode in ("cudagraphs", "reduce-overhead")]
-        assert worker._process is not None
         process = worker._process.pid
         for config in configs:
             for one in (plain, config, plain, config):
