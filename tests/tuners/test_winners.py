@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.cache.config import Config
@@ -118,6 +118,7 @@ def test_each_use_has_the_best_that_it_can_follow() -> None:
     assert [round(one.speedup, 3) for one in winners] == [1.2, 1.5, 1.5, 4.0]
 
 
+@settings(max_examples=40)
 @given(
     st.dictionaries(
         st.sampled_from([c for b in (64, 256) for c in SPACE.configs(b)]),
