@@ -101,7 +101,7 @@ class Step:
         other_masks: whether a seed gives other dropout masks in bf16, as on a GPU.
     """
 
-    def __init__(self, kind: str, fault: str = "", backend: str = "aot_eager") -> None:
+    def __init__(self, kind: str, fault: str = "", backend: str = "eager") -> None:
         model = MODELS[kind]
         self.model, self._compiled, self._kept = _built(kind, backend)
         self.draws, self.fault = model.draws, fault
