@@ -59,16 +59,6 @@ def space(device: str = "cuda", **more: Any) -> Space:
     return Space.of(SearchContext(device=device, **given))
 
 
-def task(**changes: Any) -> Task:
-    """A workload's."""
-    return replace(examples.TASK, **changes)
-
-
-def record(**changes: Any) -> Record:
-    """One of a workload."""
-    return replace(examples.record(), **changes)
-
-
 def net_of(name: str = "model.py:Net") -> nn.Module:
     """The model that a target names, below the current folder."""
     return target.build(target.load(target.parse(name), Config()))
@@ -301,12 +291,10 @@ class Heard(Progress):
         self.best: list[Config] = []
         self.notices: list[str] = []
         self.phases: list[str] = []
-        self.left_s: list[float] = []
 
     def visited(self, done: JournaledTrial, what: str, best: Config, left_s: float) -> None:
         self.trials.append(done.trial)
         self.best.append(best)
-        self.left_s.append(left_s)
 
     def notice(self, text: str) -> None:
         self.notices.append(text)

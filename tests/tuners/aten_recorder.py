@@ -28,17 +28,15 @@ class AtenRecorder:
     """
 
     device = "cpu"
+    random_state = staticmethod(torch.get_rng_state)
+    set_random_state = staticmethod(torch.set_rng_state)
 
     def __init__(self, fault: Callable[[str], bool] = lambda _name: False) -> None:
-        self.fault = fault
-        self.recordings = 0
-        self.replays = 0
-        self.side_steps = 0
-        self.exhausted = False
+        self.fault, self.exhausted = fault, False
+        self.recordings = self.replays = 0
 
     @contextmanager
     def side_stream(self) -> Iterator[list[str]]:
-        self.side_steps += 1
         waits: list[str] = []
         with _Waits(waits):
             yield waits
@@ -60,12 +58,6 @@ class AtenRecorder:
             tape.replay()
 
         return replay, output
-
-    def random_state(self) -> Any:
-        return torch.get_rng_state()
-
-    def set_random_state(self, state: Any) -> None:
-        torch.set_rng_state(state)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -106,8 +98,8 @@ class _Tape(TorchDispatchMode):
                 for tensor in _tensors(given.get(argument.name)):
                     self._keep(tensor)
         result = func(*args, **kwargs)
-        known = {_storage(tensor) for tensor in _tensors((args, kwargs))}
-        self.made |= {_storage(t) for t in _tensors(result) if _storage(t) not in known}
+        known = set(map(_storage, _tensors((args, kwargs))))
+        self.made |= set(map(_storage, _tensors(result))) - known
         if not self.fault(name):
             self.calls.append((func, args, kwargs, result))
         return result

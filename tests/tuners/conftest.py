@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from advisor.tuners.act.process_flags import PROCESS_FLAGS
+
 # A busy host is no fault.
 settings.register_profile("any host", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any host")
@@ -22,3 +24,18 @@ def one_process(tmp_path: Path) -> Iterator[None]:
     )
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def flags_restored() -> Iterator[None]:
+    """What torch has for the whole process is as it was afterwards."""
+    cudnn, threads = torch.backends.cudnn, torch.get_num_threads()
+    names = ("benchmark", "deterministic", "enabled", "allow_tf32")
+    held, precision = [getattr(cudnn, n) for n in names], torch.get_float32_matmul_precision()
+    yield
+    PROCESS_FLAGS.release()
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision(precision)
+    for name, value in zip(names, held, strict=True):
+        setattr(cudnn, name, value)
+    torch.set_num_threads(threads)

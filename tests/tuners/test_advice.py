@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections import namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,24 +17,18 @@ from advisor.errors import AdvisorWarning
 from advisor.tuners.act import advice as acting
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.advice_usage import AdviceUsage, Served
-from advisor.tuners.act.process_flags import PROCESS_FLAGS, ProcessFlags
+from advisor.tuners.act.process_flags import ProcessFlags
 from advisor.tuners.act.replays import Replays
-from advisor.tuners.knobs import KNOBS
 from tests.cache import examples
 
 
 @pytest.fixture(autouse=True)
-def flags_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two threads by default, which nobody has set."""
+def two_threads(flags_restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, and nobody has set them."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(acting, "log_at_exit", lambda one: None)
-    flags = [(knob.flag, knob.flag.now()) for knob in KNOBS if knob.flag is not None]
     torch.set_num_threads(2)
-    yield
-    PROCESS_FLAGS.release()
-    for flag, held in flags:
-        (flag.back or flag.set)(held)
 
 
 def flags() -> tuple[Any, ...]:
@@ -113,35 +106,32 @@ def stepper(*models: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
 
 
-def adversaries() -> tuple[nn.Linear, nn.Linear]:
-    torch.manual_seed(1)
-    return nn.Linear(2, 3), nn.Linear(3, 1)
-
-
 @pytest.mark.parametrize("precision", ["default", "fp16"])
 def test_a_generator_leaves_nothing_in_the_discriminator(precision: str) -> None:
     """Its backward pass fills the discriminator's gradients, which are not the next step's."""
     ends = []
     for advised in (True, False):
-        generator, discriminator = adversaries()
+        torch.manual_seed(1)
+        generator, discriminator = nn.Linear(2, 3), nn.Linear(3, 1)
         ours, theirs = stepper(generator, discriminator)
         advice = Advice(Config(precision=precision), device="cpu")
+
+        def step(
+            loss: Tensor, optimizer: torch.optim.Optimizer, advice: Any = advised and advice
+        ) -> None:
+            if advice:
+                return advice.step(loss, optimizer)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
         draw = torch.Generator().manual_seed(2)
         for _ in range(3):
             noise, real = torch.randn(4, 2, generator=draw), torch.randn(4, 3, generator=draw)
-            for optimizer, loss in (
-                (ours, lambda: -discriminator(generator(noise)).mean()),  # noqa: B023
-                (theirs, lambda: discriminator(real).square().mean()),  # noqa: B023
-            ):
-                if advised:
-                    advice.step(loss(), optimizer)
-                else:
-                    optimizer.zero_grad()
-                    loss().backward()
-                    optimizer.step()
+            step(-discriminator(generator(noise)).mean(), ours)
+            step(discriminator(real).square().mean(), theirs)
         ends.append([*generator.parameters(), *discriminator.parameters()])
-    for ours_, theirs_ in zip(*ends, strict=True):
-        torch.testing.assert_close(ours_, theirs_)
+    torch.testing.assert_close(*ends)
 
 
 def one_step(advice: Advice, how: str) -> None:
@@ -164,28 +154,22 @@ def one_step(advice: Advice, how: str) -> None:
         schedule.step()
 
 
-def test_fp16_without_a_scaler_is_named_once_and_the_script_s_hook_stays() -> None:
-    advice = Advice(Config(precision="fp16"), device="cpu")
+@pytest.mark.parametrize("how", ["step", "scaler", "own", "plain"])
+def test_fp16_without_a_scaler_is_named_once_and_the_script_s_hook_stays(how: str) -> None:
+    advice = Advice(Config(precision="fp16"), device="cpu", served=Served(reason="fast"))
+    advice.set_flags()
     with advice.autocast():  # what looks for a scaler is there
         pass
     theirs: list[torch.optim.Optimizer] = []
     hook = register_optimizer_step_post_hook(lambda optimizer, *_: theirs.append(optimizer))
-    with pytest.warns(AdvisorWarning, match="without a scaler") as said:
-        one_step(advice, "plain")
-    hook.remove()
-    assert len(said) == 1 and len(theirs) == 2
-    lines = advice.report().splitlines()
-    assert any("step" in line and line.startswith("not in effect") for line in lines)
-
-
-@pytest.mark.parametrize("how", ["step", "scaler", "own"])
-def test_fp16_with_any_scaler_is_in_effect(how: str) -> None:
-    advice = Advice(Config(precision="fp16"), device="cpu", served=Served(reason="fast"))
-    advice.set_flags()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         one_step(advice, how)
-    assert advice.reason == "fast"
+    hook.remove()
+    assert ["without a scaler" in str(one.message) for one in said] == [True] * (how == "plain")
+    assert len(theirs) == 2 and (advice.reason == "fast") == (how != "plain")
+    lines = [one for one in advice.report().splitlines() if one.startswith("not in effect")]
+    assert any("step" in line for line in lines) == (how == "plain")
 
 
 TORCHS = Config(precision="default", channels_last=False, threads=2, cudnn_benchmark=False)
@@ -266,13 +250,12 @@ def test_what_is_changed_after_it_was_set_is_not_in_effect(later: int) -> None:
 
 def test_no_speed_up_is_claimed_where_no_flag_was_set() -> None:
     """Looked up alone, and one whose flags alone are torch's own."""
-    advice = served(TORCHS.replace(threads=1))
-    advice.prepare(nn.Linear(1, 1))
-    assert advice.reason == "not in force yet; 1.84x once the script also calls set_flags"
-    advice = served(TORCHS.replace(threads=1), flags=TORCHS)
-    advice.set_flags()
-    assert advice.reason == "not in force yet; 1.84x once the loop also calls prepare"
-    assert "not in effect: threads=1: advice.prepare not used" in advice.report()
+    alone, plain = (served(TORCHS.replace(threads=1), **how) for how in ({}, {"flags": TORCHS}))
+    alone.prepare(nn.Linear(1, 1))
+    assert alone.reason == "not in force yet; 1.84x once the script also calls set_flags"
+    plain.set_flags()
+    assert plain.reason == "not in force yet; 1.84x once the loop also calls prepare"
+    assert "not in effect: threads=1: advice.prepare not used" in plain.report()
 
 
 def test_no_speed_up_is_claimed_for_another_model() -> None:
@@ -282,9 +265,8 @@ def test_no_speed_up_is_claimed_for_another_model() -> None:
     with pytest.warns(AdvisorWarning, match="is not the one tuned as"):
         advice.prepare(nn.Linear(1, 1))
     known = f"no speed-up is known: this model is not the one tuned as {good.target.name}"
-    assert advice.reason.startswith(known)
+    assert advice.reason.startswith(known) and advice.report().splitlines()[0] == advice.reason
     assert advice.reason.endswith("; 1.84x torch's default at batch 128")
-    assert advice.report().splitlines()[0] == advice.reason
 
 
 def test_what_was_put_in_force_is_released() -> None:
@@ -370,31 +352,26 @@ def test_outputs_of_replays_that_are_kept_stay(grad: bool) -> None:
 
 
 def test_gradients_that_gather_are_moved_out_of_a_replay_s_memory() -> None:
-    model, replays = Replaying(), Replays()
+    model, replays, x = Replaying(), Replays(), torch.ones(4, 2)
     replays.attach(model)
-    buffer = torch.ones(2, 2)
-    model.weight.grad = buffer
-    model(torch.ones(4, 2))
+    model.weight.grad = buffer = torch.ones(2, 2)
+    model(x)
     moved = model.weight.grad
-    assert moved is not buffer and torch.equal(moved, torch.ones(2, 2))
-    model(torch.ones(4, 2))
+    assert moved is not buffer and torch.equal(moved, buffer)
+    model(x)
     assert model.weight.grad is moved  # its own by now
     # Those of a step that is over need no copy.
     replays.stepped(stepper(model))
-    model(torch.ones(4, 2))
+    model(x)
     assert model.weight.grad is None
-
-
-def test_gradients_that_a_script_lets_go_of_are_not_moved_and_others_are() -> None:
-    model, replays = Replaying(), Replays()
-    replays.attach(model)
+    # Nor do those that a script lets go of; the bias is in no optimizer.
     left, kept = torch.ones(2, 2), torch.ones(2)
     model.weight.grad, model.bias.grad = left, kept
-    replays.let_go([torch.optim.SGD([model.weight], lr=0.1)])  # the bias is in no optimizer
-    model(torch.ones(4, 2))
+    replays.let_go([torch.optim.SGD([model.weight], lr=0.1)])
+    model(x)
     assert model.weight.grad is left and model.bias.grad is not kept
     # The next batch of the same step adds to what the first has left.
-    model(torch.ones(4, 2))
+    model(x)
     assert model.weight.grad is not left
     torch.testing.assert_close(model.weight.grad, left)
 

@@ -54,6 +54,10 @@ def test_what_is_saved_is_loaded_and_replaces_nothing(out: Path) -> None:
     torch.save(ONE, "last.pt")
     torch.save(TWO, f=out / "other.pt")
     assert (step(out / "last.pt"), step("other.pt"), users(out)) == (1.0, 2.0, BEFORE)
+    with open("by_hand", "wb") as file:
+        torch.save(TWO, file)
+    os.replace("by_hand", "last.pt")
+    assert (step("last.pt"), users(out)) == (2.0, BEFORE)
 
 
 def test_it_is_moved_copied_and_removed_where_it_lies(out: Path) -> None:
@@ -73,13 +77,6 @@ def test_it_is_moved_copied_and_removed_where_it_lies(out: Path) -> None:
     with pytest.raises(FileNotFoundError):
         torch.load("new.pt")
     assert users(out) == BEFORE
-
-
-def test_a_file_written_by_hand_replaces_no_checkpoint(out: Path) -> None:
-    with open("by_hand", "wb") as file:
-        torch.save(TWO, file)
-    os.replace("by_hand", "last.pt")
-    assert (step("last.pt"), users(out)) == (2.0, BEFORE)
 
 
 def test_what_is_no_checkpoint_is_as_ever(out: Path) -> None:

@@ -20,8 +20,7 @@ class Wide(nn.Module):
         self.attention = nn.MultiheadAttention(2048, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.narrow(self.wide(x))
-        return found
+        return self.narrow(self.wide(x))
 
 
 def test_which_layers_gain() -> None:

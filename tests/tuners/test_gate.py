@@ -16,7 +16,6 @@ from advisor.tuners.act import gate
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.act.compiled import graphs_compiled
-from advisor.tuners.act.gate import signature
 from advisor.tuners.act.pilot.loop_observer import TrainedModel
 from advisor.tuners.act.pilot.switch import ConfigSwitch
 from advisor.tuners.compiling import repeated
@@ -148,8 +147,7 @@ def test_a_checkpoint_calls_again_what_it_called(backend: Backend) -> None:
             gate.attach(self.inner, sizes=True, inference=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
-            return y
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
 
     net = Outer()
     for size in (FULL, *(SHORT for _ in range(2 * MIN_OBSERVED_STEPS))):
@@ -175,20 +173,6 @@ def test_what_is_forgotten_is_freed_and_compiled_again(backend: Backend, trained
     assert backend.called[-2:] == [made, made]
 
 
-X = torch.zeros(2)
-CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-    *(((one,), {}) for one in (X, torch.zeros(3), torch.zeros(2, requires_grad=True), True, False)),
-    *(((one,), {}) for one in (X.double(), None, 1, [X], (X,), {"x": X}, {"x": torch.zeros(3)})),
-    *(((), {name: True}) for name in ("a", "b")),
-]
-
-
-def test_signatures() -> None:
-    assert len({signature(*call) for call in CALLS}) == len(CALLS)
-    assert signature((X,), {}) == signature((torch.ones(2),), {})
-    assert signature((1,), {}) == signature((2,), {})
-
-
 class Block(nn.Module):
     def __init__(self, width: int = 8, rate: float = 0.0, index: int = 0) -> None:
         super().__init__()
@@ -199,31 +183,27 @@ class Block(nn.Module):
         return x + (1 - self.rate) * self.body(x)
 
 
-def blocks(count: int) -> list[nn.Module]:
-    return [Block(index=at) for at in range(count)]
-
-
 def transformer(layers: int) -> nn.Module:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
     return nn.Sequential(nn.Linear(4, 16), encoder, nn.Linear(16, 4))
 
 
-def swapped() -> nn.Module:
-    """Two kinds in turn, of which one is there often enough."""
-    return nn.ModuleList(Block(8 if at % 3 else 16) for at in range(8))
+def row(count: int, make: Callable[[int], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*map(make, range(count)))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "a transformer": (lambda: transformer(6), 6),
     "three are few": (lambda: transformer(3), 0),
-    "by their kinds": (swapped, 5),
+    # Of two kinds in turn one is there often enough.
+    "by their kinds": (row(8, lambda at: Block(8 if at % 3 else 16)), 5),
     "a deep one": (torchvision.models.resnet152, 35 + 7),
-    "other rates": (lambda: nn.ModuleList(Block(rate=at / 10) for at in range(6)), 0),
-    "numbered": (lambda: nn.ModuleList(blocks(6)), 6),
-    "single layers": (lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), 0),
-    "nested": (lambda: nn.ModuleList(nn.Sequential(*blocks(4)) for _ in range(4)), 4),
-    "lazy": (lambda: nn.ModuleList(nn.Sequential(nn.LazyLinear(2)) for _ in range(4)), 4),
+    "other rates": (row(6, lambda at: Block(rate=at / 10)), 0),
+    "numbered": (row(6, lambda at: Block(index=at)), 6),
+    "single layers": (row(6, lambda _at: nn.Linear(4, 4)), 0),
+    "nested": (row(4, lambda _at: row(4, lambda at: Block(index=at))()), 4),
+    "lazy": (row(4, lambda _at: nn.Sequential(nn.LazyLinear(2))), 4),
 }
 
 

@@ -9,53 +9,35 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from advisor.cache.config import Config
-from advisor.cache.record import Measurement, Trial
+from advisor.cache.record import Measurement
 from advisor.tuners.knobs import FIRST_STEP_COSTS
 from advisor.tuners.length import Length, Pace, break_even, first_step_seen
+from tests.builders import measured
 
 PLAIN = Pace(batch=64, first_step_s=2.0, step_s=0.5)
 TWICE = Pace(batch=128, first_step_s=3.0, step_s=0.75)
 
 
-def test_steps() -> None:
-    job = Length(batch=64, steps=5)
-    assert job.rate(PLAIN) == 80.0
-    # Less than one of its steps is still one step.
-    assert Length(batch=64, steps=1).rate(TWICE) == 64 / 3.0
-    # At twice the batch it is half as many steps.
-    assert job.rate(TWICE) == 320.0 / (3.0 + 1.5 * 0.75)
-    assert Length(batch=1, steps=1).rate(PLAIN) == 1 / 2.0
-
-
-def test_seconds() -> None:
-    job = Length(batch=64, seconds=10.0)
-    assert job.rate(PLAIN) == 64 * 8.0 / 0.5 / 10.0 == 102.4
-    assert job.rate(TWICE) == pytest.approx(128 * 7.0 / 0.75 / 10.0)
-    # Not one step is done before it ends.
-    assert Length(batch=64, seconds=1.5).rate(PLAIN) == 0.0
+@pytest.mark.parametrize(
+    ("job", "pace", "rate"),
+    [
+        (Length(batch=64, steps=5), PLAIN, 80.0),
+        # Less than one of its steps is still one step; at twice the batch half as many are made.
+        (Length(batch=64, steps=1), TWICE, 64 / 3.0),
+        (Length(batch=64, steps=5), TWICE, 320.0 / (3.0 + 1.5 * 0.75)),
+        (Length(batch=1, steps=1), PLAIN, 1 / 2.0),
+        (Length(batch=64, seconds=10.0), PLAIN, 64 * 8.0 / 0.5 / 10.0),
+        (Length(batch=64, seconds=10.0), TWICE, 128 * 7.0 / 0.75 / 10.0),
+        # Not one step is done before it ends.
+        (Length(batch=64, seconds=1.5), PLAIN, 0.0),
+    ],
+)
+def test_samples_a_second_of_a_whole_job(job: Length, pace: Pace, rate: float) -> None:
+    assert job.rate(pace) == pytest.approx(rate)
 
 
 def pace(first_step_s: float, step_s: float) -> Pace:
     return Pace(batch=1, first_step_s=first_step_s, step_s=step_s)
-
-
-@pytest.mark.parametrize(
-    ("paces", "rows"),
-    [
-        ([], []),
-        # 4 + s/2 is less than 1 + s from s = 7 on, with the first step counted in both.
-        ([(1, 1), (4, 0.5)], [(1, 0), (8, 1)]),
-        # Never the fastest: as slow a step, or a first step as dear for a slower one.
-        ([(1, 1), (2, 1), (1, 2)], [(1, 0)]),
-        # Of equal ones the first given.
-        ([(1, 1), (1, 1)], [(1, 0)]),
-        ([(1, 1), (3, 0.5), (23, 0.25)], [(1, 0), (6, 1), (82, 2)]),
-        # Two overtake at one step: the one that is the fastest there.
-        ([(1, 1), (4, 0.5), (4.1, 0.48)], [(1, 0), (7, 2)]),
-    ],
-)
-def test_break_even(paces: list[tuple[float, float]], rows: list[tuple[int, int]]) -> None:
-    assert break_even([pace(*one) for one in paces]) == rows
 
 
 @given(
@@ -68,6 +50,7 @@ def test_break_even(paces: list[tuple[float, float]], rows: list[tuple[int, int]
 @example([pace(0.0, 10.0), pace(20.0, 5.0), pace(41.0, 1.0)])  # the second is best of 6 steps only
 def test_break_even_is_the_lower_envelope(some: list[Pace]) -> None:
     table = break_even(some)
+    assert break_even([]) == []
     assert [start for start, _ in table] == sorted({start for start, _ in table})
     for steps in range(1, 130):
         _, taken = [row for row in table if row[0] <= steps][-1]
@@ -77,25 +60,14 @@ def test_break_even_is_the_lower_envelope(some: list[Pace]) -> None:
 BASE = Config(batch_size=64, compile="none", cudnn_benchmark=False, precision="default")
 
 
-def trial(config: Config, first_step_s: float, stage: str = "compute") -> Trial:
-    return Trial(
-        number=0,
-        config=config,
-        measurement=Measurement(outcome="ok", first_step_s=first_step_s),
-        stage=stage,
-        origin="guess",
-        seconds=1.0,
-    )
-
-
 def test_the_slowest_first_step_of_those_that_pay_for_nothing_else() -> None:
     paying = ("compile", "cudnn_benchmark")
     searching = BASE.replace(cudnn_benchmark=True)
     compiled = BASE.replace(compile="default")
     both = compiled.replace(cudnn_benchmark=True)
     seen = [(BASE, 1.0), (BASE.replace(precision="tf32"), 2.0), (searching, 4.0), (compiled, 9.0)]
-    trials = [trial(*one) for one in (*seen, (both, 3.0), (BASE.at(8), 50.0))]
-    trials.append(trial(BASE, 60.0, "input"))
+    trials = [measured(c, 1.0, s) for c, s in (*seen, (both, 3.0), (BASE.at(8), 50.0))]
+    trials.append(measured(BASE, 1.0, 60.0, stage="input"))
     assert first_step_seen(trials, BASE, paying) == 2.0
     assert first_step_seen(trials, searching, paying) == 4.0
     assert first_step_seen(trials, compiled, paying) == 9.0
@@ -108,6 +80,6 @@ def test_the_slowest_first_step_of_those_that_pay_for_nothing_else() -> None:
     none = [replace(one, measurement=Measurement(outcome="crashed")) for one in trials]
     assert first_step_seen(none, BASE, paying) == 0.0
     # What starts threads does not tell of what starts none.
-    threads = [trial(BASE.replace(threads=1), 0.002), trial(BASE.replace(threads=2), 0.15)]
+    threads = [measured(BASE.replace(threads=n), 1.0, s) for n, s in ((1, 0.002), (2, 0.15))]
     seen = [first_step_seen(threads, one.config, FIRST_STEP_COSTS) for one in threads]
     assert seen == [0.002, 0.15]

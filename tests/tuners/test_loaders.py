@@ -167,14 +167,10 @@ class Failing:
         raises(9)
 
 
-@pytest.mark.parametrize(
-    ("data", "sampler"),
-    [
-        (Numbered(fetch=lambda number: number == 10 and raises(number)), None),
-        (Numbered(), Failing()),
-    ],
-    ids=["data", "sampler"],
-)
+BAD = Numbered(fetch=lambda number: number == 10 and raises(number))
+
+
+@pytest.mark.parametrize(("data", "sampler"), [(BAD, None), (Numbered(), Failing())])
 def test_what_the_data_raises_is_the_scripts(fed: Loaders, data: Numbered, sampler: Any) -> None:
     loader = DataLoader(data, batch_size=3, sampler=sampler)
     looked_at(fed, loader)
@@ -196,24 +192,10 @@ def test_evaluation_is_left_alone_and_a_loader_that_is_made_anew_is_known(fed: L
             fed.seen()
             fed.set(WORKERS)
     assert found == [(False, False), (True, False)]
-
-
-def test_what_was_fetched_before_the_first_step_feeds_none(fed: Loaders) -> None:
-    epoch(DataLoader(Numbered(), batch_size=3))
+    # What was fetched before the first step feeds none.
+    epoch(DataLoader(data, batch_size=3))
     fed.restart_observation()
     assert not fed.seen().room
-
-
-class Said:
-    """A sampler that tells what it was asked for."""
-
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
-
-    def __iter__(self) -> Iterator[int]:
-        for number in range(24):
-            self.numbers.append(number)
-            yield number
 
 
 @pytest.mark.parametrize(("shared_bytes", "ahead"), [(2**30, 4), (24, 2)])
@@ -221,17 +203,23 @@ def test_workers_fetch_as_far_ahead_as_is_told_and_fits(
     fed: Loaders, monkeypatch: pytest.MonkeyPatch, shared_bytes: int, ahead: int
 ) -> None:
     monkeypatch.setattr(host, "shared_bytes", lambda: (shared_bytes, shared_bytes))
-    said = Said()
-    loader = DataLoader(Numbered(), batch_size=None, sampler=said)
+    asked: list[int] = []
+
+    class Said:
+        def __iter__(self) -> Iterator[int]:
+            return (asked.append(number) or number for number in range(24))
+
+    loader = DataLoader(Numbered(), batch_size=None, sampler=Said())  # type: ignore[arg-type]
     assert looked_at(fed, loader).most
-    said.numbers.clear()
+    asked.clear()
     fed.set({"num_workers": 1, "prefetch_factor": 4})
     next(iter(loader))
-    assert len(said.numbers) == 1 + ahead
+    assert len(asked) == 1 + ahead
 
 
 SHARED = "the loader: every worker would read all of an IterableDataset"
 STAY = "the loader: its workers stay from one epoch to the next"
+SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn"}
 
 
 @pytest.mark.parametrize(
@@ -249,6 +237,9 @@ STAY = "the loader: its workers stay from one epoch to the next"
 def test_left_alone(
     fed: Loaders, monkeypatch: pytest.MonkeyPatch, data: Dataset[Any], own: Given, why: str
 ) -> None:
+    # Only forked workers inherit what a script has, and its places in files.
+    spawned: DataLoader[Any] = DataLoader(Numbered(), **SPAWNED)
+    assert loaders._why_untouched(spawned) == "the loader: its workers are not forked"
     if "ADVISOR_KEEP_LOADER" in why:
         monkeypatch.setenv("ADVISOR_KEEP_LOADER", "1")
     one: DataLoader[Any] = DataLoader(data, **own)
@@ -256,14 +247,6 @@ def test_left_alone(
     assert looked_at(fed, one) == LoaderFacts(workers=len(own) and 1, room=2, why=why)
     fed.set(WORKERS)
     assert [str(batch) for batch in one] == plain
-
-
-def test_only_forked_workers_are_replaced() -> None:
-    """Others inherit nothing of the script; forked ones share its places in files."""
-    spawned: DataLoader[Any] = DataLoader(
-        Numbered(), 1, num_workers=1, multiprocessing_context="spawn"
-    )
-    assert loaders._why_untouched(spawned) == "the loader: its workers are not forked"
 
 
 @taking

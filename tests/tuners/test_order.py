@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from advisor.cache.config import Config
+from advisor.tuners.knobs import compiles
+from advisor.tuners.search.race import SearchResult
 from advisor.tuners.search.space import Space
-from tests.builders import GAINS, Heard, MadeUp, space, tuned
+from tests.builders import GAINS, Heard, MadeUp, advised, space, speedup, tuned
 
 
-def visited(place: MadeUp, of: Space, budget_s: float = 600.0, modules: int = 150) -> list[str]:
+def visited(place: MadeUp, of: Space, budget_s: float = 200.0, modules: int = 150) -> list[str]:
     """What of each config differs from the baseline: 'bf16 channels_last'."""
     heard = Heard()
     tuned(place, of, budget_s, heard=heard, modules=modules)
@@ -73,7 +75,7 @@ def test_what_ran_elsewhere_is_not_blamed() -> None:
             return super()._switch(config, deadline_s)
 
     place, heard = OneFails(ON_A_GPU.default), Heard()
-    tuned(place, ON_A_GPU, 600.0, heard=heard)
+    tuned(place, ON_A_GPU, 300.0, heard=heard)
     assert any(trial.measurement.outcome == "failed" for trial in heard.trials)
     assert heard.best[-1]["compile"] == "reduce-overhead"
 
@@ -94,43 +96,36 @@ def test_a_slower_format_may_gain_once_compiled(of: Space, bf16: float, first: l
 
 @pytest.mark.parametrize(("step_s", "graphs_first"), [(0.002, True), (0.03, False)])
 def test_a_small_fast_model_has_cuda_graphs_first(step_s: float, graphs_first: bool) -> None:
-    order = visited(MadeUp(ON_A_GPU.default, step_s=step_s), ON_A_GPU, modules=12)
+    order = visited(MadeUp(ON_A_GPU.default, step_s=step_s), ON_A_GPU, 150.0, modules=12)
     graphs, compiled = order.index("cudagraphs"), order.index("channels_last reduce-overhead bf16")
     assert (graphs < compiled) is graphs_first
 
 
-def delivers(batches_per_s: float) -> MadeUp:
-    """Steps that wait for workers, each of which delivers so many batches."""
-
-    def waits_s(config: Config) -> float:
-        return 1 / (batches_per_s * int(config["num_workers"] or 1))
-
-    return MadeUp(FROM_FILES.default, waits_s=waits_s)
-
-
 def test_where_steps_wait_for_data_the_loader_comes_first() -> None:
-    heard = Heard()
-    found = tuned(delivers(6), FROM_FILES, 600.0, heard=heard)
-    origins = [trial.origin for trial in heard.trials[1:]]
-    assert origins[:2] == ["loader"] * 2
+    def fed(batches_per_s: float) -> tuple[SearchResult, Heard]:
+        """Each worker delivers so many batches."""
+
+        def waits_s(config: Config) -> float:
+            return 1 / (batches_per_s * int(config["num_workers"] or 1))
+
+        heard, place = Heard(), MadeUp(FROM_FILES.default, waits_s=waits_s)
+        return tuned(place, FROM_FILES, 200.0, heard=heard), heard
+
+    found, heard = fed(6)
+    assert [trial.origin for trial in heard.trials[1:3]] == ["loader"] * 2
     assert [config["num_workers"] for config in heard.configs[:3]] == [2, 4, 8]
     recipe = [trial.config for trial in heard.trials if trial.origin == "recipe"]
     assert {config["num_workers"] for config in recipe[:3]} == {8}
-    pilot = next(one.choice for one in found.winners if one.use == "pilot")
-    assert pilot.config["num_workers"] == 8
+    assert advised(found)["num_workers"] == 8
     # Eight workers deliver 48 batches a second; the step alone would make 86.
-    assert pilot.speedup == pytest.approx(48 / 12, rel=0.15)
+    assert speedup(found) == pytest.approx(48 / 12, rel=0.15)
     assert any("the loader limits " in line for line in found.remarks)
-    heard = Heard()
-    tuned(delivers(1000), FROM_FILES, 300.0, heard=heard)
-    assert "loader" not in {trial.origin for trial in heard.trials}
+    assert "loader" not in {trial.origin for trial in fed(1000)[1].trials}
 
 
 def test_larger_batches_from_the_largest_on_then_what_leads_there() -> None:
-    place = MadeUp(OF_A_WORKLOAD.default)
     heard = Heard()
-    tuned(place, OF_A_WORKLOAD, 600.0, heard=heard)
+    tuned(MadeUp(OF_A_WORKLOAD.default), OF_A_WORKLOAD, 300.0, heard=heard)
     batches = [trial.config for trial in heard.trials if trial.origin == "batch"]
-    assert [config.batch for config in batches[:2]] == [256, 128]
-    assert batches[0]["compile"] == "none"
-    assert any(config["compile"] != "none" and config.batch == 256 for config in batches)
+    assert [config.batch for config in batches[:2]] == [256, 128] and not compiles(batches[0])
+    assert any(compiles(config) and config.batch == 256 for config in batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import io
@@ -16,8 +17,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn import functional
-from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 from advisor.cache.config import Config
@@ -26,23 +25,18 @@ from advisor.tuners import compiling
 from advisor.tuners.act import hooks
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import graphs_compiled, recompile_limit
-from advisor.tuners.act.hooks import Patch, StepHooks
-from advisor.tuners.act.pilot.loop_observer import (
-    LoopObserver,
-    TrainedModel,
-    batch_of,
-    inputs_of,
-)
+from advisor.tuners.act.hooks import Patch
+from advisor.tuners.act.pilot.loop_observer import LoopObserver, TrainedModel, batch_of, inputs_of
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
-from advisor.tuners.act.pilot.switch import ConfigSwitch, _detach_regions
+from advisor.tuners.act.pilot.switch import ConfigSwitch
 from advisor.tuners.act.pilot.trees import map_tensors
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.knobs import LoaderFacts
 from advisor.tuners.search.space import Space
 from tests.builders import space
-from tests.runs.forked import left_behind
+from tests.runs.forked import Looks, left_behind
 
 OWN = Config(
     precision="default", channels_last=False, fused_optimizer=False, compile="none", batch_size=4
@@ -200,15 +194,19 @@ def test_a_compilation_that_is_given_up_is_noticed(flown: Flown) -> None:
     assert getattr(torch._dynamo.config, recompile_limit()) == 9
 
 
+def in_half(switch: ConfigSwitch) -> list[Exception]:
+    """What is charged to bf16 from here on."""
+    switch.set(OWN.replace(precision="bf16"), (charged := list[Exception]()).append)
+    return charged
+
+
 def test_what_the_script_raises_is_its_own_and_the_advice_stays(flown: Flown) -> None:
     net, _optimizer, switch = flown
-    on_error: list[Exception] = []
-    switch.set(OWN.replace(precision="bf16"), on_error.append)
+    charged, batch = in_half(switch), torch.randn(4, 3, 8, 8)
 
     def refuses(*_: object) -> None:
         raise ValueError("bad batch")
 
-    batch = torch.randn(4, 3, 8, 8)
     hook = net.conv.register_forward_pre_hook(refuses)
     with pytest.raises(ValueError, match="bad batch") as caught:
         net(batch)
@@ -216,20 +214,16 @@ def test_what_the_script_raises_is_its_own_and_the_advice_stays(flown: Flown) ->
     assert "raised in a second call" in note
     hook.remove()
     net(batch)
-    assert net.dtypes[-1] == torch.bfloat16
-    assert not on_error
+    assert net.dtypes[-1] == torch.bfloat16 and not charged
 
 
 def test_a_checkpoint_that_stops_early_is_no_failure_of_the_advice(flown: Flown) -> None:
     """PyTorch raises in the second call, once it has what it needs."""
     net, _optimizer, switch = flown
-    on_error: list[Exception] = []
-    switch.set(OWN.replace(precision="bf16"), on_error.append)
+    charged = in_half(switch)
     net.dtypes.clear()
-    batch = torch.randn(4, 3, 8, 8)
-    checkpoint(net, batch, use_reentrant=False).sum().backward()
-    assert not on_error
-    assert net.dtypes == [torch.bfloat16]
+    checkpoint(net, torch.randn(4, 3, 8, 8), use_reentrant=False).sum().backward()
+    assert net.dtypes == [torch.bfloat16] and not charged
 
 
 def test_copies_and_evaluation_are_free_of_the_pilot(flown: Flown) -> None:
@@ -248,56 +242,35 @@ def test_copies_and_evaluation_are_free_of_the_pilot(flown: Flown) -> None:
     assert net.dtypes[-2:] == [torch.float32] * 2
 
 
-def parallels(hooked: bool) -> tuple[Net, Net, nn.parallel.DistributedDataParallel]:
-    """A model, a copy of it, and what exchanges the gradients of the first."""
-    net = Net()
-    other = copy.deepcopy(net)
-    parallel = nn.parallel.DistributedDataParallel(net)
-    if hooked:
-        parallel.register_comm_hook(None, default_hooks.allreduce_hook)
-    return net, other, parallel
-
-
-def assert_same_gradients(net: Net, other: Net, parallel: nn.Module) -> None:
-    batch = torch.randn(4, 3, 8, 8)
-    for model in (parallel, other):
-        model.zero_grad()
-        model(batch).square().mean().backward()
-    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-
-
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("hooked", [False, True])
 def test_gradients_that_are_exchanged_are_the_models_own(hooked: bool) -> None:
-    net, other, parallel = parallels(hooked)
+    """Also of a model that is prepared once it is wrapped."""
+    net = Net()
+    other, parallel = copy.deepcopy(net), nn.parallel.DistributedDataParallel(net)
+    if hooked:
+        parallel.register_comm_hook(None, default_hooks.allreduce_hook)
+
+    def assert_same_gradients() -> None:
+        batch = torch.randn(4, 3, 8, 8)
+        for model in (parallel, other):
+            model.zero_grad()
+            model(batch).square().mean().backward()
+        for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
     switch = switch_of(TrainedModel(parallel, net, ()))
     for channels_last in (False, True, False):
         switch.set(OWN.replace(channels_last=channels_last))
         for _ in range(3):  # the buckets are made anew after the first
-            assert_same_gradients(net, other, parallel)
+            assert_same_gradients()
         laid_out = net.conv.weight.is_contiguous(memory_format=torch.channels_last)
         assert laid_out == (channels_last and not hooked)
-
-
-@pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("hooked", [False, True])
-def test_a_model_that_is_wrapped_already_is_prepared(hooked: bool) -> None:
-    net, other, parallel = parallels(hooked)
+    switch.release()
     advice = Advice(Config(channels_last=True), device="cpu")
     with pytest.warns(AdvisorWarning, match="before") if hooked else nullcontext():
         assert advice.prepare(parallel) is parallel
-    assert_same_gradients(net, other, parallel)
-
-
-def test_the_loss_that_autocast_forbids_is_outside() -> None:
-    net = nn.Sequential(nn.Linear(3, 1), nn.Sigmoid())
-    optimizer = torch.optim.Adam(net.parameters())
-    switch = switch_of(TrainedModel(net, net, ()), optimizer)
-    switch.set(OWN.replace(precision="bf16"))
-    loss = functional.binary_cross_entropy(net(torch.randn(4, 3)), torch.ones(4, 1))
-    loss.backward()
-    assert loss.isfinite()
+    assert_same_gradients()
 
 
 @dataclass(frozen=True)
@@ -313,11 +286,11 @@ class Loose:
         self.features, self.more, self.itself = features, more, self
 
 
+@dataclass(slots=True)
 class Slotted:
-    __slots__ = ("features", "more", "never")
-
-    def __init__(self, features: Tensor, more: dict[str, Tensor]) -> None:
-        self.features, self.more = features, more
+    features: Tensor
+    more: dict[str, Tensor]
+    never: int = dataclasses.field(init=False)
 
 
 class Table(dict[str, Any]):
@@ -340,6 +313,7 @@ def test_what_a_model_returns_is_as_it_always_was(kind: type[Any]) -> None:
     _optimizer, switch = switched(net)
     switch.set(OWN.replace(precision="bf16", channels_last=True))
     found = net(torch.randn(4, 3, 8, 8))
+    assert not torch.is_autocast_enabled("cpu")  # which forbids some losses
     assert type(found) is kind and map_tensors(lambda tensor: tensor, found) is found
     assert (found.features.dtype, found.more["mean"].dtype) == (torch.float32, torch.float32)
     found.features.view(4, -1).sum().backward()
@@ -349,23 +323,24 @@ def test_what_a_model_returns_is_as_it_always_was(kind: type[Any]) -> None:
 looks_for_gradients = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
+class Block(nn.Module):
+    def __init__(self, ran: list[str]) -> None:
+        super().__init__()
+        self.inner, self.ran = nn.Linear(8, 8), ran
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.ran.append("plainly")
+        return x + torch.tanh(self.inner(x))
+
+
 class Repeating(nn.Module):
     """Notes which of its blocks run as Python; a compiled one does so while it is traced only."""
-
-    class Block(nn.Module):
-        def __init__(self, ran: list[str]) -> None:
-            super().__init__()
-            self.inner, self.ran = nn.Linear(8, 8), ran
-
-        def forward(self, x: Tensor) -> Tensor:
-            if not torch.compiler.is_compiling():
-                self.ran.append("plainly")
-            return x + torch.tanh(self.inner(x))
 
     def __init__(self, *, in_backward: bool = False, reentrant: bool = False) -> None:
         super().__init__()
         self.ran: list[str] = []
-        self.blocks = nn.ModuleList(self.Block(self.ran) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(self.ran) for _ in range(4))
         self.in_backward, self.reentrant = in_backward, reentrant
 
     def forward(self, x: Tensor, *, stops: bool = False) -> Tensor:
@@ -376,69 +351,70 @@ class Repeating(nn.Module):
         return x
 
 
-@pytest.fixture
-def compiled_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
-
-
 @looks_for_gradients
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_repeated_blocks_compile_for_training(in_backward: bool, compiled_eagerly: None) -> None:
+def test_repeated_blocks_compile_for_training(
+    in_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
     net = Repeating(in_backward=in_backward)
     _optimizer, switch = switched(net)
     x = torch.randn(3, 8, requires_grad=True)  # as what another layer returns
     plain = torch.autograd.grad(net(x).sum(), net.parameters())
-    net.ran.clear()
+
+    def plainly(*, backward: bool = True) -> int:
+        """Blocks that run as Python in a call."""
+        net.ran.clear()
+        net.zero_grad()
+        output = net(x).sum()
+        if backward:
+            output.backward()
+            torch.testing.assert_close([weight.grad for weight in net.parameters()], list(plain))
+        return len(net.ran)
+
     torch.compiler.reset()
     before = graphs_compiled()
     for _ in range(2):
         switch.set(OWN.replace(compile="blocks"))
-        net.zero_grad()
-        net(x).sum().backward()
-        assert net.ran == [] and graphs_compiled() - before == 1
-        torch.testing.assert_close([weight.grad for weight in net.parameters()], list(plain))
+        assert plainly() == 0 and graphs_compiled() - before == 1
         net.eval()
-        net(x)
-        assert net.ran == ["plainly"] * 4
+        assert plainly(backward=False) == 4
         net.train()
-        net.ran.clear()
-        net(x).sum().backward()
-        assert net.ran == []
+        assert plainly() == 0
         switch.set(OWN)
-        net(x).sum().backward()
-        assert net.ran == ["plainly"] * (8 if in_backward else 4)
-        net.ran.clear()
+        assert plainly() == (8 if in_backward else 4)
     switch.set(OWN.replace(compile="blocks"))
     switch.release()
     assert all("_compiled_call_impl" not in vars(module) for module in net.modules())
 
 
 @looks_for_gradients
-def test_where_compiled_blocks_fail_they_are_called_as_they_are(compiled_eagerly: None) -> None:
-    net = Repeating()
+@pytest.mark.parametrize("when", ["compiled", "called"])
+def test_where_blocks_fail_they_are_called_as_they_are(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, charged = Repeating(), list[Exception]()
     _optimizer, switch = switched(net)
-    on_error: list[Exception] = []
-    x = torch.randn(3, 8)
-    switch.set(OWN.replace(compile="blocks"), on_error.append)
 
-    def breaks(*_: object) -> None:
+    def wrong(*_: object) -> None:
         raise RuntimeError("a wrong kernel")
 
-    for block in net.blocks:
-        hooks.replace_call(block, breaks)
-    switch.calls[0].regions = _detach_regions(net)
-    switch.calls[0].put(True)
-    net(x)
-    assert net.ran == ["plainly"] * 4
-    assert [str(one) for one in on_error] == ["a wrong kernel"]
-    switch.drop_config()
-    net.ran.clear()
-    net(x)
-    assert net.ran == ["plainly"] * 4
+    def backend(*_: object) -> Callable[..., None] | None:
+        return wrong if when == "called" else wrong()
+
+    monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": backend})
+    switch.set(OWN.replace(compile="blocks"), charged.append)
+    for _ in range(2):
+        net(torch.randn(3, 8))
+        assert net.ran == ["plainly"] * 4
+        switch.drop_config()
+        net.ran.clear()
+    assert len(charged) == 1 and "a wrong kernel" in str(charged[0])
     assert all("_compiled_call_impl" not in vars(block) for block in net.blocks)
 
 
 IMAGES = (torch.zeros(4, 3, 8, 8),) * 4
+TOKENS = (torch.zeros(4, dtype=torch.int64),) * 4
 
 
 def seen(
@@ -447,10 +423,20 @@ def seen(
     """Of a script that made a step with each of the inputs."""
     observer = LoopObserver()
     for x in inputs:
+        x = x.to(net.weight.dtype) if isinstance(net, nn.Conv2d) else x
         net(x).sum().backward()
         observer.on_call(net, (x,), {"mask": x > 0})
         observer.on_step(optimizer)
     return ScriptFacts.of(observer, LoaderFacts())
+
+
+CONVOLUTION = functools.partial(nn.Conv2d, 3, 4, 3)
+FUSED = functools.partial(torch.optim.AdamW, fused=True)
+SPARSE = functools.partial(nn.Embedding, 4, 2, sparse=True)
+
+
+def laid_out() -> nn.Module:
+    return CONVOLUTION().to(memory_format=torch.channels_last)
 
 
 def space_of(one: ScriptFacts) -> Space:
@@ -458,51 +444,31 @@ def space_of(one: ScriptFacts) -> Space:
     return space(batches=(4,), **facts)
 
 
-class Half(Net):
-    """Its weights are in bf16."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.bfloat16())
-
-
-FUSED = functools.partial(torch.optim.AdamW, fused=True)
-
-
-def laid_out() -> nn.Module:
-    return Net().to(memory_format=torch.channels_last)
-
-
-def sparse() -> nn.Module:
-    return nn.Embedding(4, 2, sparse=True)
-
-
 @pytest.mark.parametrize(
     ("make", "optimizer", "knob", "offered", "said"),
     [
         # Neither fp16 nor a captured step, for which a script must be rewritten.
-        (Net, torch.optim.SGD, "precision", ("default", "tf32", "bf16"), ""),
-        (Net, torch.optim.SGD, "step_graph", (False,), ""),
+        (CONVOLUTION, torch.optim.SGD, "precision", ("default", "tf32", "bf16"), ""),
+        (CONVOLUTION, torch.optim.SGD, "step_graph", (False,), ""),
         (laid_out, torch.optim.SGD, "channels_last", (True,), "channels_last"),
-        (Net, FUSED, "fused_optimizer", (True,), "fused"),
-        (lambda: Half().bfloat16(), torch.optim.SGD, "precision", ("bf16",), "bf16"),
-        (Net, torch.optim.LBFGS, "precision", ("default",), "LBFGS"),
-        (sparse, torch.optim.SGD, "fused_optimizer", (False,), "a gradient is sparse"),
+        (CONVOLUTION, FUSED, "fused_optimizer", (True,), "fused"),
+        (lambda: CONVOLUTION().bfloat16(), torch.optim.SGD, "precision", ("bf16",), "bf16"),
+        (CONVOLUTION, torch.optim.LBFGS, "precision", ("default",), "LBFGS"),
+        (SPARSE, torch.optim.SGD, "fused_optimizer", (False,), "a gradient is sparse"),
     ],
 )
 def test_what_a_script_does_itself_is_kept(
     make: Callable[[], nn.Module], optimizer: Any, knob: str, offered: Any, said: str
 ) -> None:
     net = make()
-    inputs = [torch.zeros(4, dtype=torch.int64)] * 4 if isinstance(net, nn.Embedding) else IMAGES
-    one = seen(net, optimizer(net.parameters()), inputs)
+    one = seen(net, optimizer(net.parameters()), TOKENS if make is SPARSE else IMAGES)
     assert space_of(one).choices.get(knob) == offered
     assert any(said in line for line in one.lines()) or not said
 
 
 def test_sparse_gradients_are_stepped_without_fused_kernels() -> None:
-    net = nn.Embedding(4, 2, sparse=True)
-    optimizer, switch = switched(net)
-    net(torch.zeros(4, dtype=torch.int64)).sum().backward()
+    optimizer, switch = switched(net := SPARSE())
+    net(TOKENS[0]).sum().backward()
     switch.set(OWN.replace(fused_optimizer=True))
     optimizer.step()
     assert not optimizer.param_groups[0]["fused"]
@@ -538,56 +504,15 @@ def test_inputs_of_many_lengths_are_one_job_however_long_the_first_is() -> None:
     assert "dynamic_shapes" not in space_of(fixed).choices
 
 
-def test_what_comes_and_goes_within_a_step_disturbs_no_other_hook() -> None:
-    net, told, steps = Net(), list[str](), StepHooks()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    hooks_there = len(_global_optimizer_post_hooks)
-
-    def first(_optimizer: torch.optim.Optimizer) -> None:
-        told.append("first")
-        removes.pop()()
-        removes.append(steps.register(second))
-
-    def second(_optimizer: torch.optim.Optimizer) -> None:
-        told.append("second")
-        removes.pop()()
-
-    removes = [steps.register(first)]
-    other = register_optimizer_step_post_hook(lambda *_: told.append("theirs"))
-    for _ in range(3):
-        stepped(net, optimizer)
-    other.remove()
-    net(torch.ones(2, 3, 8, 8))
-    assert told == ["first", "theirs", "second", "theirs", "theirs"]
-    assert len(_global_optimizer_post_hooks) == hooks_there
-
-
-class Refusing:
-    """A guide that leaves every script alone, and counts how often it is asked."""
+class Told(Looks):
+    """A guide that leaves every script alone, counts how often it is asked, and keeps why not."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked, self.said = 0, ""
 
     def takes_over(self) -> bool:
         self.asked += 1
         return False
-
-    def begin(self, seen: ScriptFacts) -> BlockRequest:
-        raise AssertionError("it does not take over")
-
-    def next(self, result: BlockResult) -> BlockRequest:
-        raise AssertionError("it does not take over")
-
-    def failed(self, exc: BaseException) -> None:
-        raise AssertionError("nothing fails") from exc
-
-    config_dropped = failed
-
-
-class Told(Refusing):
-    """The same, that keeps why it was never asked."""
-
-    said = ""
 
     def failed(self, exc: BaseException) -> None:
         self.said = str(exc)
@@ -610,55 +535,44 @@ def test_what_is_called_within_is_no_model_of_its_own(reentrant: bool) -> None:
     assert [one.name for one in seen.inputs] == ["x"]
 
 
-@pytest.mark.parametrize("what", ["function", "model"])
-def test_what_a_script_compiles_is_not_compiled_again(what: str) -> None:
-    """The pilot's own hooks are part of what is traced while they are there."""
-    if what == "model" and torch.__version__ < (2, 7):
+@pytest.mark.parametrize(
+    ("what", "seen", "said"),
+    [
+        ("function", False, "use torch.compile(model) instead"),
+        ("layer", True, ""),
+        ("before", False, "calls model.compile(); use torch.compile(model)"),
+        ("after", True, ""),
+    ],
+)
+def test_what_a_script_compiles_is_not_compiled_again(what: str, seen: bool, said: str) -> None:
+    """The pilot's own hooks are part of what is traced; a model that compiles its own call is seen
+    if the pilot was there before."""
+    if what == "layer" and torch.__version__ < (2, 7):
         pytest.skip("torch 2.6 compiles no forward() of its own layers by their compile()")
     inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    net = nn.Sequential(inner, nn.Linear(4, 2)) if what == "model" else inner
+    net = nn.Sequential(inner, nn.Linear(4, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    call = net
-    if what == "model":
-        inner.compile(backend="eager")
-    else:
-        call = torch.compile(lambda x: net(x), backend="eager")
     torch.compiler.reset()
+    if what in ("layer", "before"):
+        (inner if what == "layer" else net).compile(backend="eager")
+    call = torch.compile(lambda x: net(x), backend="eager") if what == "function" else net
     before, guide = graphs_compiled(), Told()
     pilot = Pilot(guide)
+    if what == "after":
+        net.compile(backend="eager")
     for _ in range(8):
         optimizer.zero_grad()
         call(torch.randn(3, 4)).sum().backward()
         optimizer.step()
-    assert graphs_compiled() - before == 1
-    assert guide.asked == (what == "model")
-    assert ("use torch.compile(model) instead" in guide.said) == (what == "function")
     pilot.release()
-    assert left_behind() == []
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_a_model_that_compiles_its_own_call_is_seen_if_the_pilot_was_there_before(
-    before: bool,
-) -> None:
-    net, guide = Repeating(), Told()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    pilot = Pilot(guide) if before else None
-    net.compile(backend="eager")
-    compiled, pilot = graphs_compiled(), pilot or Pilot(guide)
-    for _ in range(8):
-        optimizer.zero_grad()
-        net(torch.randn(2, 8)).sum().backward()
-        optimizer.step()
-    pilot.release()
-    assert (guide.asked, graphs_compiled() - compiled, left_behind()) == (before, 1, [])
-    assert ("calls model.compile(); use torch.compile(model)" in guide.said) == (not before)
+    assert (guide.asked, graphs_compiled() - before, left_behind()) == (seen, 1, [])
+    assert bool(guide.said) == bool(said) and said in guide.said
 
 
 def test_a_pilot_that_leaves_is_gone_at_once_and_holds_on_to_no_model() -> None:
     """Before the next call of a model, which is when its hook goes; a cross-validation builds the
     next model then."""
-    net, guide = Net(), Refusing()
+    net, guide = Net(), Told()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     pilot = Pilot(guide)
     for _ in range(4):
@@ -672,15 +586,12 @@ def test_a_pilot_that_leaves_is_gone_at_once_and_holds_on_to_no_model() -> None:
     pilot.release()
 
 
-class Lapping(Refusing):
+class Lapping(Looks):
     """Has laps of five steps made, and keeps what each has in it."""
 
     def __init__(self) -> None:
         self.done = ""
         self.results: list[str] = []
-
-    def takes_over(self) -> bool:
-        return True
 
     def begin(self, seen: ScriptFacts) -> BlockRequest:
         return BlockRequest(config=OWN, own=OWN, steps=5)
@@ -734,26 +645,23 @@ def test_a_step_that_fails_under_a_config_is_made_without_it(
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         groups = [{"params": list(part.parameters())} for part in net]
         optimizer = kind(groups, lr=0.1)  # type: ignore[call-arg]
-        on_error: list[Exception] = []
+        charged: list[Exception] = []
         switch = switch_of(TrainedModel(net, net), optimizer)
         for step in range(3):
             optimizer.zero_grad()
             net(torch.ones(4, 3)).square().sum().backward()
-            if step == 1 and fused:
-                switch.set(OWN.replace(fused_optimizer=True), on_error.append)
-                with monkeypatch.context() as patch:
+            with monkeypatch.context() as patch:
+                if step == 1 and fused:
+                    switch.set(OWN.replace(fused_optimizer=True), charged.append)
                     patch.setattr(torch, kernel, failing(getattr(torch, kernel), works))
-                    optimizer.step()
-                assert [str(one) for one in on_error] == ["no such kernel"]
-                assert not optimizer.param_groups[0]["fused"]
-            else:
                 optimizer.step()
+        assert [str(one) for one in charged] == ["no such kernel"] * fused
+        assert not optimizer.param_groups[0]["fused"]
         switch.release()
         assert "step" not in vars(optimizer)
         states = [s for state in optimizer.state.values() for s in state.values() if s is not None]
         trained.append([p.detach() for p in net.parameters()] + states)
-    for one, other in zip(*trained, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*trained)
 
 
 def test_a_scheduler_that_comes_while_a_step_is_protected_works() -> None:
@@ -782,12 +690,6 @@ def test_a_patch_leaves_what_came_later() -> None:
         one.remove()
         names.append(Owner().name())
     assert names == ["theirs ours own", "theirs own", "own"]
-    ours.remove()  # again
-    owner = Owner()
-    its = patch(owner, "its")
-    assert (owner.name(), Owner().name()) == ("its own", "own")
-    its.remove()
-    assert not vars(owner)
 
 
 def test_weights_keep_an_address_for_each_layout() -> None:
@@ -796,30 +698,25 @@ def test_weights_keep_an_address_for_each_layout() -> None:
     stepped(net, optimizer)
     switch = switch_of(TrainedModel(net, net), optimizer)
 
-    def momenta() -> Tensor:
-        found: Tensor = optimizer.state[net.conv.weight]["exp_avg"]
-        return found
+    def there() -> list[Tensor]:
+        return [net.conv.weight.detach(), optimizer.state[net.conv.weight]["exp_avg"]]
 
     other = OWN.replace(channels_last=True)
     found: list[list[int]] = []
     for config in (OWN, other) * 3:
-        before = [net.conv.weight.detach().clone(), momenta().clone()]
+        before = [one.clone() for one in there()]
         switch.set(config)
-        after = [net.conv.weight.detach(), momenta()]
-        assert all(map(torch.equal, before, after))
-        found.append([one.data_ptr() for one in after])
+        assert all(map(torch.equal, before, there()))
+        found.append([one.data_ptr() for one in there()])
         stepped(net, optimizer)
-    assert found[0::2] == [found[0]] * 3
-    assert found[1::2] == [found[1]] * 3
-    assert found[0] != found[1]
+    assert found == [found[0], found[1]] * 3 and found[0] != found[1]
     # What the script loads is its own again.
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    loaded = momenta().clone()
+    loaded = there()[1].clone()
     switch.set(OWN)
-    assert torch.equal(loaded, momenta())
-    switch.set(other)
-    switch.set(OWN)
-    switch.forget(other)
+    assert torch.equal(loaded, there()[1])
+    for act in (switch.set, lambda _other: switch.set(OWN), switch.forget):
+        act(other)
     assert not switch._storages._kept
 
 
@@ -890,8 +787,7 @@ def test_graphs_outlast_a_switch_and_go_where_they_are_forgotten() -> None:
             optimizer.zero_grad()
             net(x).square().mean().backward()
             optimizer.step()
-            switch.begin_step()
-            switch.spent()
+            switch.begin_step(freed=True)
 
     for config in (OWN, REPLAYED, LAID_OUT, OWN):
         steps(config)
@@ -912,8 +808,10 @@ def test_graphs_outlast_a_switch_and_go_where_they_are_forgotten() -> None:
 
 @pytest.mark.gpu
 def test_a_generator_that_is_called_between_steps() -> None:
-    generator = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 16)).cuda()
-    critic = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).cuda()
+    def made(width: int, end: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, end)).cuda()
+
+    generator, critic = made(8, 16), made(16, 1)
     makes, tells = (torch.optim.Adam(net.parameters()) for net in (generator, critic))
     trained = [TrainedModel(net, net) for net in (generator, critic)]
     switch = switch_of(*trained, makes, tells, device="cuda:0")
@@ -929,15 +827,12 @@ def test_a_generator_that_is_called_between_steps() -> None:
         generator.zero_grad()
         critic(fake).mean().backward()
         makes.step()
-        switch.begin_step()
-        switch.spent()
+        switch.begin_step(freed=True)
         if number % 4 == 0:
             with torch.no_grad():
                 seen.append(generator(fixed))
 
-    for number in range(4):
-        step(number)
-    for config in (REPLAYED, OWN, REPLAYED):
+    for config in (OWN, REPLAYED, OWN, REPLAYED):
         switch.set(config)
         for number in range(12):
             step(number)

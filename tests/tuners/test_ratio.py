@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from advisor.tuners.decisions import CLEARLY, LOOKS
-from advisor.tuners.search.ratio import UNKNOWN_RATIO, Noise, Ratio, paired, ratio_of
+from advisor.tuners.search.ratio import UNKNOWN_RATIO, Noise, Ratio, ratio_of
 
 Draw = Callable[[random.Random, int], list[float]]
 """Logarithms of the rates of so many blocks in a row."""
@@ -56,8 +56,8 @@ def race(draw: Draw, rng: random.Random, configs: int) -> list[float]:
 @pytest.mark.parametrize("configs", [2, 4])
 @pytest.mark.parametrize(
     "draw",
-    [normal, busy(0.5), busy(0.8), busy(0.95), loaded(3), loaded(30)],
-    ids=["quiet", "busy 0.5", "busy 0.8", "busy 0.95", "load of 3 blocks", "load of 30 blocks"],
+    [normal, busy(0.5), busy(0.95), loaded(3), loaded(30)],
+    ids=["quiet", "busy 0.5", "busy 0.95", "load of 3 blocks", "load of 30 blocks"],
 )
 def test_an_interval_holds_the_truth_at_every_look(draw: Draw, configs: int) -> None:
     rng, races = random.Random(0), 200
@@ -99,14 +99,6 @@ def test_too_little_has_no_interval(logs: list[float], noise: Noise, expected: R
     found = ratio_of(logs, noise)
     assert (found.low, found.high) == (expected.low, expected.high)
     assert found.mean == pytest.approx(expected.mean) and not found.faster
-
-
-def test_two_turns_have_the_noise_of_the_baseline_and_their_own() -> None:
-    quiet = ratio_of([math.log(2)] * 2, Noise(0.01, 4))
-    assert quiet.high == pytest.approx(2 * math.exp(4.6 * 0.01 / math.sqrt(2))) and quiet.faster
-    apart = ratio_of([math.log(2), math.log(2.5)], Noise(0.01, 4))
-    assert apart.high / apart.mean == pytest.approx(1.25)
-    assert paired([4.0, 4.0, 9.0], [2.0, 2.0], Noise(0.01, 4)) == quiet
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 from advisor.tuners import scratch
 from advisor.tuners.measure.run.guarded_process import inductor_folder
 from advisor.tuners.scratch import ScratchFolder
+from tests import forks
 
 LEFT = """
 import os
@@ -35,8 +34,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def left(root: Path) -> Path:
     """The folder of a process that was killed."""
-    told = os.environ | {"TMPDIR": str(root)}
-    done = subprocess.run([sys.executable, "-c", LEFT], env=told, capture_output=True, text=True)
+    (root / "leave.py").write_text(LEFT)
+    done = forks.run(root / "leave.py", env=os.environ | {"TMPDIR": str(root)})
+    (root / "leave.py").unlink()
     return Path(done.stdout.strip())
 
 

@@ -50,27 +50,17 @@ def test_what_it_holds() -> None:
     # Five of six go together: a fused optimizer and fp16 do not.
     assert len(every) == len(set(every)) == 10 and all(map(space.holds, every))
     assert sum(map(space.is_expensive, every)) == 5
+    odd: list[dict[str, Any]] = [{"more": 1}, {"fused_optimizer": 1}, {"batch_size": 8}]
+    assert not any(space.holds(space.default.replace(**one)) for one in odd)
     assert not space.holds(space.default.without("precision"))
-    assert not space.holds(space.default.replace(more=1))
-    assert not space.holds(space.default.replace(fused_optimizer=1))
-    assert not space.holds(space.default.at(8))
-    offers = space.offers
-    assert offers("fused_optimizer", True) and not offers("fused_optimizer", 1)
-    assert not offers("threads", 1)
-
-
-def test_setting_a_knob_takes_back_what_conflicts_with_it() -> None:
-    space = small()
-    both = space.default.replace(fused_optimizer=True)
-    assert space.combined(both, "precision", "fp16") == space.default.replace(precision="fp16")
-    assert space.combined(both, "precision", "tf32") == both.replace(precision="tf32")
-    assert space.combined(space.default, "fused_optimizer", True) == both
-
-
-def test_what_is_nearest() -> None:
-    space = small()
+    offered = [("fused_optimizer", True), ("fused_optimizer", 1), ("threads", 1)]
+    assert [space.offers(*one) for one in offered] == [True, False, False]
     near = space.near({"fused_optimizer": True, "precision": "q", "more": 1, "batch_size": 64})
     assert near == space.default.replace(fused_optimizer=True)
+    # Setting a knob takes back what conflicts with it.
+    assert space.combined(near, "precision", "fp16") == space.default.replace(precision="fp16")
+    assert space.combined(near, "precision", "tf32") == near.replace(precision="tf32")
+    assert space.combined(space.default, "fused_optimizer", True) == near
 
 
 def test_the_digest_is_of_the_choices() -> None:
@@ -82,10 +72,8 @@ def test_the_digest_is_of_the_choices() -> None:
 
 
 def test_the_ladder() -> None:
-    assert ladder(4, fits=4) == (4,)
-    assert ladder(4, fits=3) == (4,)
-    assert ladder(4, fits=16) == (4, 8, 16)
-    assert ladder(4, fits=31) == (4, 8, 16)
+    found = [ladder(4, fits=fits) for fits in (3, 4, 16, 31)]
+    assert found == [(4,), (4,), (4, 8, 16), (4, 8, 16)]
     assert ladder(1, fits=10**6) == tuple(2**power for power in range(9))
 
 

@@ -162,41 +162,36 @@ def code(folder: Path, text: str, name: str) -> str:
         ("nn.functional.dropout(y, RATE)", "nn.functional.dropout(y, RATE, training=False)", False),
     ],
 )
-def test_code_that_decides_the_model(tmp_path: Path, before: str, after: str, same: bool) -> None:
+@pytest.mark.parametrize("most", [fingerprint.MOST_PIECES, 1])
+def test_code_that_decides_the_model(
+    tmp_path: Path, before: str, after: str, same: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its pieces are too many its files count whole."""
+    monkeypatch.setattr(fingerprint, "MOST_PIECES", most)
     assert before in CODE
     known = code(tmp_path, CODE, "first.py")
-    assert (code(tmp_path, CODE.replace(before, after), "other.py") == known) is same
+    assert (code(tmp_path, CODE.replace(before, after), "other.py") == known) is (same and most > 1)
 
 
 def test_a_training_script_has_the_same_model(tmp_path: Path) -> None:
-    same = code(tmp_path, CODE, "mine.py")
     tail = "import sys\nfrom advisor.tuners import fingerprint\n"
     tail += "batch = 64\nprint(fingerprint.of_model(Net()))\n"
-    said = []
-    for text in (HEAD + CODE + tail, "from mine import Net\n" + tail):
-        script = tmp_path / "train.py"
-        script.write_text(text)
-        done = forks.run(script)
-        said.append(done.stdout.strip())
-    assert said == [same, same]
+    (script := tmp_path / "train.py").write_text(HEAD + CODE + tail)
+    assert forks.run(script).stdout.strip() == code(tmp_path, CODE, "mine.py")
 
 
-def test_a_library_counts_by_its_names(tmp_path: Path) -> None:
-    installed = tmp_path / "site-packages"
-    installed.mkdir()
-    kept = [code(installed, CODE.replace("* 2", by), f"lib{by[-1]}.py") for by in ("* 5", "* 6")]
-    assert kept[0] == kept[1]
-
-
-def test_another_module_of_the_project_counts(tmp_path: Path) -> None:
-    found = []
-    for number in (2, 3):
-        folder = tmp_path / str(number)
-        folder.mkdir()
+def test_a_library_counts_by_its_names_and_the_projects_modules_by_their_code(
+    tmp_path: Path,
+) -> None:
+    kept, found = [], []
+    for number in (5, 6):
+        (installed := tmp_path / "site-packages").mkdir(exist_ok=True)
+        kept.append(code(installed, CODE.replace("* 2", f"* {number}"), f"lib{number}.py"))
+        (folder := tmp_path / str(number)).mkdir()
         write(folder, f"def twice(x): return x * {number}\n", f"parts{number}.py")
         text = f"import parts{number} as parts\n" + NET.replace("self.fc(x)", "parts.twice(x)")
         found.append(code(folder, text, f"whole{number}.py"))
-    assert found[0] != found[1]
+    assert kept[0] == kept[1] and found[0] != found[1]
 
 
 def test_where_there_is_no_source(tmp_path: Path) -> None:
@@ -234,23 +229,16 @@ def test_a_fingerprint_raises_nothing_and_knows_what_a_module_cannot_say() -> No
     assert fingerprint._code([Odd]) == [whole]
 
 
-def test_the_last_of_many_pieces_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "MOST_PIECES", 1)
-    same = code(tmp_path, CODE, "first.py")
-    assert code(tmp_path, CODE.replace("return x * 2", "return x * 3"), "other.py") != same
-
-
 def test_hooks(tmp_path: Path) -> None:
-    def hooks(text: str, name: str) -> str:
-        found = load(parse(write(tmp_path, text, name) + ":Net"), Config())
+    def hooks(before: str, after: str, text: str = CODE) -> str:
+        path = write(tmp_path, text.replace(before, after), f"of{len(list(tmp_path.iterdir()))}.py")
+        found = load(parse(f"{path}:Net"), Config())
         return fingerprint.of_hooks(found.make_batch, found.loss)
 
-    same = hooks(CODE, "first.py")
-    assert same == hooks(CODE.replace("# why", "# otherwise"), "second.py")
-    assert same == hooks(CODE.replace("mixed(self.fc(x))", "self.fc(x)"), "third.py")
-    assert same != hooks(CODE.replace("torch.randn(", "torch.rand("), "fourth.py")
-    assert same != hooks(CODE.replace("output * RATE", "output"), "fifth.py")
-    assert hooks(NET, "sixth.py") == fingerprint.of_hooks(None, None) == ""
+    same = hooks("# why", "# otherwise")
+    assert same == hooks("mixed(self.fc(x))", "self.fc(x)")
+    assert same != hooks("torch.randn(", "torch.rand(") != hooks("output * RATE", "output") != same
+    assert hooks("", "", NET) == fingerprint.of_hooks(None, None) == ""
     losses = [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)]
     losses += [nn.functional.mse_loss, nn.functional.l1_loss]
     assert len({fingerprint.of_hooks(None, one) for one in losses}) == 4
@@ -321,14 +309,13 @@ class TestSource:
         (tmp_path / "inner").mkdir()
         for name in ("parts.py", "inner/deep.py"):
             (tmp_path / name).write_text("def f(x): return 2 * x\ndef g(x): return 5 * x\n")
-        (tmp_path / "inner" / "__init__.py").write_text(
-            "from .deep import f\nfrom . import deep\nagain = deep.f\n"
-        )
+        again = "from .deep import f\nfrom . import deep\nagain = deep.f\n"
+        (tmp_path / "inner" / "__init__.py").write_text(again)
+        file = "inner/deep.py" if "inner" in line else "parts.py"
         for inside in (False, True) if "*" not in line else (False,):
             head, local = ("", f"        {line}\n") if inside else (f"{line}\n", "")
             text = f"class Net:\n    def forward(self, x):\n{local}        return {used}(x)\n"
             write(tmp_path, head + text)
-            file = "inner/deep.py" if "inner" in line else "parts.py"
             assert self.differs(tmp_path, "2 * x", "3 * x", file)
             # Of a module that is imported inside a function, any part may be used.
             whole = "*" in line or line == "import inner.deep" or (inside and "." in used)
@@ -363,9 +350,7 @@ class TestSource:
         assert spec.edited(spec.code) == ""
 
     def test_what_is_no_file_is_said(self, tmp_path: Path) -> None:
-        path = tmp_path / "mine.py"
-        write(tmp_path, NET)
-        spec = parse(f"{path}:Net")
+        spec, path = parse(f"{write(tmp_path, NET)}:Net"), tmp_path / "mine.py"
         path.unlink()
         for make in (lambda: None, path.mkdir, lambda: (path.rmdir(), os.mkfifo(path))):
             make()

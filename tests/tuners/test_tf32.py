@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -66,37 +64,29 @@ def every_sequence() -> None:
         elif place is not None:
             place(value)
 
-    @contextmanager
-    def cleaned() -> Iterator[None]:
-        # What set_float32 leaves to the user.
-        yield
-        if new:
-            wide.fp32_precision = "none"
-
     for first, precision, then in product(before, EXPECTED, after):
-        with cleaned():
-            act(*first)
-            held = Float32.now()
-            set_float32(precision)
-            held.put_back()
-            back = Float32.now()
-            # What torch refused to say, as the switches disagreed, is said by the new ones.
-            assert back.new == held.new, (first, precision)
-            assert held.matmul in (None, back.matmul), (first, precision)
-            assert held.cudnn in (None, back.cudnn), (first, precision)
-            set_float32(precision)
-            shown, legacy = EXPECTED[precision]
-            told = f"{first} {precision}"
-            assert (describe(), read(told)) == (shown, legacy), told
-            with cudnn.flags(enabled=True):
-                read(f"{told} in flags")
-            assert (describe(), read(f"{told} flags")) == (shown, legacy), told
-            set_float32(precision)
-            assert (describe(), read(f"{told} twice")) == (shown, legacy), told
-            if first[0] is wide and then[:2] == (cudnn, "allow_tf32") and precision != "fp32":
-                continue  # torch refuses this mix of the user's own, with or without us
+        told, expected = f"{first} {precision}", EXPECTED[precision]
+        act(*first)
+        held = Float32.now()
+        set_float32(precision)
+        held.put_back()
+        back = Float32.now()
+        # What torch refused to say, as the switches disagreed, is said by the new ones.
+        assert back.new == held.new, told
+        assert held.matmul in (None, back.matmul) and held.cudnn in (None, back.cudnn), told
+        set_float32(precision)
+        assert (describe(), read(told)) == expected, told
+        with cudnn.flags(enabled=True):
+            read(f"{told} in flags")
+        assert (describe(), read(f"{told} flags")) == expected, told
+        set_float32(precision)
+        assert (describe(), read(f"{told} twice")) == expected, told
+        # torch refuses this mix of the user's own, with or without us.
+        if not (first[0] is wide and then[:2] == (cudnn, "allow_tf32") and precision != "fp32"):
             act(*then)
             read(f"{told} {then}")
+        if new:  # what set_float32 leaves to the user
+            wide.fp32_precision = "none"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -67,17 +68,6 @@ def test_only_what_is_faster_and_verified_takes_the_lead(
     assert place.time <= 1.05 * 200
 
 
-def test_more_budget_never_gives_less() -> None:
-    """At 1% noise a tie of 3% may fall either way."""
-    for seed in range(2):
-        reached = []
-        for budget_s in (20.0, 45.0, 60.0, 90.0, 300.0):
-            place = MadeUp(BASE, noise=0.01, seed=seed)
-            reached.append(place.speedup(advised(tuned(place, SPACE, budget_s, seed=seed))))
-        assert all(more >= 0.97 * less for less, more in pairwise(reached)), (seed, reached)
-        assert reached[0] >= 1.4 and reached[2] >= 0.95 * reached[-1]
-
-
 @pytest.mark.parametrize(
     "stop",
     [KeyboardInterrupt(), WorkerError("the process is gone"), TargetFailed("step 400 raised")],
@@ -89,19 +79,17 @@ def test_whatever_stops_it_keeps_the_best_so_far(stop: BaseException) -> None:
     first, second = map(whole.blocks.index, list(dict.fromkeys(whole.blocks))[1:3])
     place = MadeUp(BASE)
     place.stops[first + 1] = stop
-    if isinstance(stop, KeyboardInterrupt):
+    ctrl_c = isinstance(stop, KeyboardInterrupt)
+    # Nothing was held against the baseline.
+    with nullcontext() if ctrl_c else pytest.raises(type(stop)):
         assert advised(tuned(place, SPACE, 90.0)) == BASE
-    else:  # nothing was held against the baseline
-        with pytest.raises(type(stop)):
-            tuned(place, SPACE, 90.0)
-    for number in range(second + 1, len(whole.blocks), 13):
+    for number in range(second + 1, len(whole.blocks), 29):
         place, heard = MadeUp(BASE), Heard()
         place.stops[number] = stop
         found = tuned(place, SPACE, 90.0, heard=heard)
-        assert found.interrupted == isinstance(stop, KeyboardInterrupt) and not found.complete
+        assert found.interrupted == ctrl_c and not found.complete
         assert near_best(place, advised(found), heard.best[-1], 0.97), number
-        if not found.interrupted:
-            assert any(str(stop) in line for line in heard.notices)
+        assert ctrl_c or any(str(stop) in line for line in heard.notices)
 
 
 def test_before_the_baseline_was_measured_an_interruption_is_one() -> None:
@@ -119,7 +107,6 @@ def test_before_the_baseline_was_measured_an_interruption_is_one() -> None:
     ("fails", "best"),
     [
         ({("compile", "reduce-overhead"): "failed"}, HALF.replace(compile="default")),
-        ({("compile", "reduce-overhead"): "crashed"}, HALF.replace(compile="default")),
         ({("compile", "reduce-overhead"): "out_of_memory"}, HALF.replace(compile="default")),
         ({("compile", "reduce-overhead"): "hangs"}, HALF),
         ({("fused_optimizer", True): "failed"}, LEADER),
@@ -130,9 +117,9 @@ def test_before_the_baseline_was_measured_an_interruption_is_one() -> None:
 def test_a_failed_config_costs_itself(fails: dict[tuple[str, object], str], best: Config) -> None:
     place = MadeUp(BASE)
     place.fails = dict(fails)
-    found = tuned(place, SPACE, 150.0)
+    found = tuned(place, SPACE, 100.0)
     assert near_best(place, advised(found), best)
-    assert place.time <= 1.05 * 150 + 1
+    assert place.time <= 1.05 * 100 + 1
 
 
 @pytest.mark.parametrize(("compiling_s", "budget_s"), [(44.0, 90.0), (50.0, 100.0)])
@@ -146,12 +133,19 @@ def test_a_long_compilation_is_expected_again(compiling_s: float, budget_s: floa
 
 
 @pytest.mark.parametrize("step_s", [0.001, 1 / 30, 0.4, 3.0])
-def test_the_budget_is_overrun_by_a_twentieth_and_a_block_at_most(step_s: float) -> None:
-    for seed, budget_s in enumerate((18.0, 33.0, 61.0, 75.0, 140.0)):
-        place = MadeUp(BASE, step_s=step_s, seed=seed)
-        found = tuned(place, SPACE, budget_s, seed=seed)
+def test_the_budget_is_overrun_by_a_twentieth_at_most(step_s: float) -> None:
+    """And more of it gives no less, where steps are short; at 1% noise a tie of 3% may fall
+    either way."""
+    reached = []
+    for budget_s in (18.0, 33.0, 61.0, 140.0):
+        place = MadeUp(BASE, step_s=step_s, noise=0.01)
+        found = tuned(place, SPACE, budget_s)
         assert place.time <= 1.05 * budget_s + 0.2
-        assert near_best(place, advised(found), BASE, 1.0)
+        reached.append(place.speedup(advised(found)))
+    if step_s <= 1 / 30:
+        assert all(more >= 0.97 * less for less, more in pairwise(reached)), reached
+        assert reached[0] >= 1.4 and reached[2] >= 0.95 * reached[-1]
+    assert min(reached) >= 1.0
 
 
 def test_a_journal_is_gone_on_with(tmp_path: Path) -> None:
@@ -161,16 +155,14 @@ def test_a_journal_is_gone_on_with(tmp_path: Path) -> None:
         place = MadeUp(BASE)
         place.stops[number] = KeyboardInterrupt()
         tuned(place, SPACE, 90.0, study=open_study(tmp_path, name)[0])
-        before = {c for c in place.blocks if c != BASE}
         again, heard = MadeUp(BASE), Heard()
         again.compiling_s = 5.0  # its compiler's cache
         found = tuned(again, SPACE, 60.0, study=open_study(tmp_path, name)[0], heard=heard)
         assert near_best(again, advised(found), LEADER)
-        measured_twice = set(heard.configs[1:]) & before
         origins = {trial.config: trial.origin for trial in heard.trials}
         # Again only what led, to race it, and what the interruption cut off.
-        anew = {config for config in measured_twice if origins[config] != "earlier run"}
-        assert anew <= {*place.blocks[number - 1 :]}
+        anew = {config for config, origin in origins.items() if origin != "earlier run"}
+        assert anew & {*place.blocks} - {BASE} <= {*place.blocks[number - 1 :]}
         assert len(found.trials) > len(heard.trials)
     # What the time was too short for is tried again.
     place = MadeUp(BASE)
@@ -188,33 +180,19 @@ def test_near_records_come_first_and_only_what_is_offered_of_them() -> None:
     assert heard.trials[1].origin == "near record"
 
 
-def test_with_the_batch_free_the_smallest_of_the_fast_is_advised() -> None:
-    free = space(use="capture", batches=(64, 128, 256, 512))
-    place = MadeUp(free.default)
-    place.fails[("batch_size", 512)] = "out_of_memory"
-    found = tuned(place, free, 300.0)
-    fixed, open_ = advised(found, "loop"), advised(found, "loop", free=True)
-    assert fixed.batch == 64 and open_.batch > 64
-    # A doubling gains 7%.
-    assert open_.batch == 256 and place.speedup(open_) >= 1.1 * place.speedup(fixed)
-
-
 @pytest.mark.parametrize(
     ("length", "first", "compiled"),
     [
-        (None, (), True),
         (Length(batch=64, steps=10**6), (), True),
-        (Length(batch=64, steps=300), (), False),
         (Length(batch=64, steps=300), (LEADER,), False),
         (Length(batch=64, seconds=20.0), (), False),
-        (Length(batch=64, seconds=3600.0), (), True),
     ],
 )
 def test_what_a_short_job_has_no_time_to_compile_is_not_advised(
-    length: Length | None, first: tuple[Config, ...], compiled: bool
+    length: Length, first: tuple[Config, ...], compiled: bool
 ) -> None:
     place = MadeUp(BASE)
-    found = tuned(place, SPACE, 150.0, length=length, first=first)
+    found = tuned(place, SPACE, 100.0, length=length, first=first)
     assert (advised(found)["compile"] == "reduce-overhead") is compiled
     assert advised(found)["precision"] == "bf16"
     chosen = next(one.choice for one in found.winners if one.use == "pilot")
@@ -225,8 +203,8 @@ def test_what_a_short_job_has_no_time_to_compile_is_not_advised(
 @pytest.mark.parametrize(
     ("verdicts", "budget_s", "said", "why"),
     [
-        (WRONG_CODE, 150.0, "compile=reduce-overhead, bf16: 2.8", "does not train like fp32"),
-        (DOUBTED, 150.0, "compile=reduce-overhead, bf16: 2.8", "could not be compared"),
+        (WRONG_CODE, 100.0, "compile=reduce-overhead, bf16: 2.8", "does not train like fp32"),
+        (DOUBTED, 100.0, "compile=reduce-overhead, bf16: 2.8", "could not be compared"),
         ({}, 90.0, "compile=cudagraphs: 1.6", "another config is as fast or faster"),
         ({}, 20.0, "not measured for want of time", "--budget"),
     ],
@@ -256,7 +234,7 @@ def test_a_race_decides_unless_it_is_too_noisy(changes: dict[str, Any], least: f
             if what.startswith("final race"):
                 vars(place).update(changes)
 
-    found = tuned(place, SPACE, 300.0, heard=AtTheRace())
+    found = tuned(place, SPACE, 150.0, heard=AtTheRace())
     assert (advised(found) == BASE) is (least == 1.0) and truth.speedup(advised(found)) >= least
 
 
@@ -309,7 +287,7 @@ def busy(seed: int, mean_s: float) -> Callable[[float], float]:
 @pytest.mark.parametrize("mean_s", [0.5, 2.0, 10.0])
 def test_load_becomes_no_advice(gains: dict[tuple[str, object], float], mean_s: float) -> None:
     told = []
-    for seed in range(3):
+    for seed in range(2):
         place = MadeUp(BASE, gains=gains, seed=seed, load=busy(seed, mean_s))
         found = tuned(place, SPACE, 90.0, seed=seed)
         truth = place.speedup(advised(found))
@@ -323,7 +301,7 @@ def test_load_becomes_no_advice(gains: dict[tuple[str, object], float], mean_s: 
 
 def test_what_was_compiled_is_kept_and_what_does_not_lead_is_freed(tmp_path: Path) -> None:
     place = MadeUp(BASE)
-    found = tuned(place, SPACE, 150.0, folder=tmp_path)
+    found = tuned(place, SPACE, 100.0, folder=tmp_path)
     assert set(found.artifacts) == {c for c in place.saved if c["compile"] != "none"}
     assert all(file.read_bytes() == b"compiled" for file in found.artifacts.values())
     assert advised(found) not in place.forgotten
@@ -333,10 +311,10 @@ def test_what_was_compiled_is_kept_and_what_does_not_lead_is_freed(tmp_path: Pat
 def test_visits_are_limited_by_number_and_by_what_they_are_worth() -> None:
     heard = Heard()
     place = MadeUp(BASE)
-    tuned(place, SPACE, 300.0, heard=heard, trials=4, compares=False)
+    tuned(place, SPACE, 150.0, heard=heard, trials=4, compares=False)
     assert len(heard.trials) == 4 and place.compared == []
     heard = Heard()
-    found = tuned(MadeUp(BASE), SPACE, 300.0, heard=heard, most_s=20.0)
+    found = tuned(MadeUp(BASE), SPACE, 150.0, heard=heard, most_s=20.0)
     assert not any(config["compile"] in ("default", "reduce-overhead") for config in heard.configs)
     assert not any("--budget" in line for line in found.remarks)
 
@@ -346,7 +324,7 @@ def test_a_comparison_is_kept_for_every_loader_of_its_code() -> None:
     of = space(workers=8)
     place = MadeUp(of.default)
     place.waits_s = lambda config: 1 / (20 * max(1, knobs.workers(config)))
-    found = tuned(place, of, 200.0)
+    found = tuned(place, of, 120.0)
     compared = [trial.config for trial in found.trials if trial.stage == NUMERICS]
     assert len({knobs.workers(config) for config in compared}) > 1
     codes = {config.without(*knobs.INPUT_PIPELINE) for config in compared}
@@ -361,7 +339,7 @@ def test_the_sampler_goes_on_where_the_recipe_ends(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Recipe, "__iter__", nothing)
     wide = space(use="capture", precisions=("default", "tf32", "bf16", "fp16"), compiles=False)
     place, heard = MadeUp(wide.default), Heard()
-    found = tuned(place, wide, 120.0, heard=heard)
+    found = tuned(place, wide, 60.0, heard=heard)
     assert {trial.origin for trial in heard.trials} == {"baseline", "sampler"}
     assert place.speedup(advised(found, "capture")) >= 2.3
     assert len(set(heard.configs)) == len(heard.configs)

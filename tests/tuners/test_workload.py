@@ -95,6 +95,8 @@ def test_kinds(tmp_path: Path, kind: str, mode: str) -> None:
 
 
 LINEAR = "model = lambda: nn.Linear(3, 4)"
+TEXT = "model = lambda: Between(nn.Linear(3, 4), lambda x: x, lambda _y: 'text')"
+NO_BATCH = f"{LINEAR}\nmake_batch = lambda batch_size, device: 5"
 
 
 @pytest.mark.parametrize(
@@ -111,40 +113,25 @@ LINEAR = "model = lambda: nn.Linear(3, 4)"
         ("model = lambda: nn.Dropout()", {"mode": "infer", "shape": (3,)}),
     ],
 )
+@pytest.mark.usefixtures("flags_restored")
 def test_inputs_and_modes(tmp_path: Path, source: str, how: dict[str, object]) -> None:
     made, deterministic = bench(tmp_path, source, **how), "deterministic" in how
-    try:
-        describe(made)
-        assert torch.are_deterministic_algorithms_enabled() == deterministic
-        config = CONFIG.replace(cudnn_deterministic=deterministic, channels_last=True)
-        assert made.block(config, 2, 1).steps == 2
-        workload = made._built[config].workload
-        assert workload.model.training == (workload.loss is not None) == ("mode" not in how)
-        assert torch.are_deterministic_algorithms_enabled() == deterministic
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.deterministic = False
+    describe(made)
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
+    config = CONFIG.replace(cudnn_deterministic=deterministic, channels_last=True)
+    assert made.block(config, 2, 1).steps == 2
+    workload = made._built[config].workload
+    assert workload.model.training == (workload.loss is not None) == ("mode" not in how)
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
 
 
 @pytest.mark.parametrize(
     ("source", "error", "said"),
     [
         ("model = lambda: nn.Flatten()", TargetFailed, "no trainable parameter"),
-        (
-            "model = lambda: Between(nn.Linear(3, 4), lambda x: x, lambda _y: 'text')",
-            TargetError,
-            r"output \(str\) holds no floating-point tensor; define loss",
-        ),
-        (
-            "model = lambda: nn.Linear(3, 4)\nmake_batch = lambda batch_size, device: 5",
-            TargetFailed,
-            r"make_batch must return \(inputs, target\)",
-        ),
-        (
-            "model = lambda: nn.Linear(3, 4)\ndef loss(output, target): raise KeyError('mine')\n",
-            TargetError,
-            "mine",
-        ),
+        (TEXT, TargetError, r"output \(str\) holds no floating-point tensor; define loss"),
+        (NO_BATCH, TargetFailed, r"make_batch must return \(inputs, target\)"),
+        (f"{LINEAR}\ndef loss(output, target): raise KeyError('mine')\n", TargetError, "mine"),
     ],
 )
 def test_refused(tmp_path: Path, source: str, error: type[Exception], said: str) -> None:
@@ -173,18 +160,25 @@ def subject(made: Bench) -> RepeatableWorkload:
     return RepeatableWorkload(made.new_model, made._workload, made.device)
 
 
+@pytest.fixture(autouse=True)
+def recorders(monkeypatch: pytest.MonkeyPatch) -> list[AtenRecorder]:
+    """What captures on a CPU here."""
+    made: list[AtenRecorder] = []
+    monkeypatch.setitem(RECORDERS, "cpu", lambda: made.append(AtenRecorder()) or made[-1])
+    return made
+
+
 def test_built_workloads_are_kept_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = eight(tmp_path)
     three = [EIGHT, EIGHT.replace(channels_last=True), EIGHT.replace(precision="fp32")]
-    for config in (*three, three[0]):
-        made.block(config, 1, 1)
-    workloads = {config: built.workload for config, built in made._built.items()}
-    assert list(workloads) == three
-    for config in three:
-        made.block(config, 1, 1)
-        assert made._built[config].workload is workloads[config]
+    kept = []
+    for _ in range(2):
+        for config in three:
+            made.block(config, 1, 1)
+        kept.append({config: built.workload for config, built in made._built.items()})
+    assert list(kept[0]) == three and kept[0] == kept[1]
     monkeypatch.setattr(made, "_free_bytes", lambda: 0)
     made.block(EIGHT.at(4), 1, 1)
     assert list(made._built) == [EIGHT.at(4)]
@@ -234,23 +228,20 @@ def test_samples_are_of_the_same_weights_and_batches_under_every_config(tmp_path
         made.block(config, 3, 1)
     held = subject(made)
     workload = made._built[one].workload
-    for point in (*range(POINTS), POINTS):
+    names = {"output", *(name for name, _ in workload.model.named_parameters())}
+    lasts = []
+    for point in range(POINTS + 1):
         first, second = (held.sample(config, point, 0) for config in (one, other))
         ones, others = (found.outputs | found.gradients for found in (first, second))
-        names = {"output", *(name for name, _ in workload.model.named_parameters())}
-        assert ones.keys() == others.keys() == names
-        for name, tensor in ones.items():
-            torch.testing.assert_close(tensor, others[name])
+        assert ones.keys() == names
+        torch.testing.assert_close(ones, others)
         assert first.loss == pytest.approx(second.loss) and not first.gradients["unused.bias"].any()
-    points = [held.sample(one, point, 0).gradients["last.weight"] for point in range(POINTS)]
-    assert not any(torch.equal(points[0], two) for two in points[1:]), "a batch each"
-    nudged = held.sample(one, POINTS, 0).gradients["last.weight"]
-    assert not torch.equal(nudged, points[0])
-    torch.testing.assert_close(nudged, points[0], rtol=1e-2, atol=1e-4)
+        lasts.append(first.gradients["last.weight"])
+    assert not any(torch.equal(lasts[0], two) for two in lasts[1:]), "a batch each"
+    torch.testing.assert_close(lasts[POINTS], lasts[0], rtol=1e-2, atol=1e-4)  # nudged
     held.restore([workload])
     fresh = dict(made.new_model().named_parameters())
     assert all(torch.equal(p, fresh[name]) for name, p in workload.model.named_parameters())
-    assert workload.optimizer is not None
     states = workload.optimizer.state.values()
     assert states and not any(bool(v.any()) for one in states for v in one.values())
     assert made.block(one, 2, 1).steps == 2
@@ -267,10 +258,9 @@ def test_samples_are_of_the_same_weights_and_batches_under_every_config(tmp_path
     ],
 )
 def test_gradients_are_those_of_the_loss_and_updates_those_of_the_optimizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, knobs: dict[str, object]
+    tmp_path: Path, optimizer: str, knobs: dict[str, object]
 ) -> None:
     """A GradScaler's factor is in neither, whoever divides by it."""
-    monkeypatch.setitem(RECORDERS, "cpu", AtenRecorder)
     made = eight(tmp_path, optimizer=optimizer)
     config = EIGHT.replace(**knobs)  # type: ignore[arg-type]
     made.block(config, 2, 1)
@@ -283,39 +273,26 @@ def test_gradients_are_those_of_the_loss_and_updates_those_of_the_optimizer(
     assert part < 1e-4, name
 
 
-def test_an_update_that_is_not_a_number_shows() -> None:
+@pytest.mark.parametrize("knobs", [{}, {"step_graph": True}])
+def test_a_setting_that_the_optimizer_lost_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, bool]
+) -> None:
+    plain = Workload._optimizer
+
+    def without_decay(workload: Workload) -> torch.optim.Optimizer:
+        (made := plain(workload)).param_groups[0]["weight_decay"] = 0.0
+        return made
+
+    monkeypatch.setattr(Workload, "_optimizer", without_decay)
+    part, name = subject(eight(tmp_path, optimizer="adamw")).optimizer_error(EIGHT.replace(**knobs))
+    assert part > 1e-4 and name
+    # As does an update that is not a number.
     wanted, found = torch.tensor([1.0, 1.5]), torch.tensor([1.0, math.nan])
     part, name = worst_update([("w", torch.ones(2), wanted, found)])
     assert math.isnan(part) and name == "w"
 
 
-@pytest.mark.parametrize("knobs", [{}, {"step_graph": True}])
-def test_a_setting_that_the_optimizer_lost_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, object]
-) -> None:
-    monkeypatch.setitem(RECORDERS, "cpu", AtenRecorder)
-    plain = Workload._optimizer
-
-    def without_decay(workload: Workload) -> torch.optim.Optimizer:
-        made = plain(workload)
-        for group in made.param_groups:
-            group["weight_decay"] = 0.0
-        return made
-
-    monkeypatch.setattr(Workload, "_optimizer", without_decay)
-    made = eight(tmp_path, optimizer="adamw")
-    part, name = subject(made).optimizer_error(EIGHT.replace(**knobs))  # type: ignore[arg-type]
-    assert part > 1e-4 and name
-
-
-def test_a_captured_step_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorders: list[AtenRecorder] = []
-
-    def recorder() -> AtenRecorder:
-        recorders.append(AtenRecorder())
-        return recorders[-1]
-
-    monkeypatch.setitem(RECORDERS, "cpu", recorder)
+def test_a_captured_step_is_compared(tmp_path: Path, recorders: list[AtenRecorder]) -> None:
     made = eight(tmp_path)
     captured = EIGHT.replace(step_graph=True)
     made.block(captured, 3, 1)
@@ -323,13 +300,11 @@ def test_a_captured_step_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyP
     before = own.replays, own.recordings
     compared = made.compare(captured, FP32.at(8), 60.0)
     assert compared.ok, compared
-    assert own.replays > before[0] and own.recordings == before[1], "nothing is captured anew"
     made.block(captured, 3, 1)
-    assert own.recordings == before[1]
+    assert own.replays > before[0] and own.recordings == before[1], "nothing is captured anew"
 
 
-def test_an_uncapturable_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RECORDERS, "cpu", AtenRecorder)
+def test_an_uncapturable_step_fails(tmp_path: Path) -> None:
     source = NET.replace("return self.last(", "float(x.sum())\n        return self.last(")
     made = bench(tmp_path, source, shape=(3,))
     with pytest.warns(AdvisorWarning), pytest.raises(ConfigFailed, match="no CUDA graph") as failed:
