@@ -66,10 +66,7 @@ class Plan:
         None,
     )
     duration_s: float | None = row(
-        kinds.Duration(),
-        "Length of the job as a time, instead of --steps.",
-        None,
-        keyword="duration",
+        kinds.Duration(), "Length of the job as a time, not in steps.", None, keyword="duration"
     )
     seed: int = row(kinds.Whole(0), "Seed of all randomness.", 0, printed=False)
     force: bool = row(
@@ -117,11 +114,7 @@ class Clock:
     `release`. `now` is a wall clock in seconds."""
 
     def __init__(
-        self,
-        budget_s: float,
-        *,
-        reserve_s: float = 0.0,
-        now: Callable[[], float] = time.monotonic,
+        self, budget_s: float, *, reserve_s: float = 0.0, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.budget_s, self._reserve_s = budget_s, reserve_s
         self.now = now

@@ -43,11 +43,7 @@ class GainPerSecond(optuna.samplers.RandomSampler):
     """
 
     def __init__(
-        self,
-        *,
-        seed: int,
-        among: Callable[[], Sequence[Config]],
-        best: Callable[[], float],
+        self, *, seed: int, among: Callable[[], Sequence[Config]], best: Callable[[], float]
     ) -> None:
         super().__init__(seed)
         self._among, self._best = among, best

@@ -118,9 +118,6 @@ class Space:
             if self._combines(config):
                 yield config
 
-    def is_expensive(self, config: Config) -> bool:
-        return bool(self.expensive_values(config))
-
     def expensive_values(self, values: Mapping[str, Value]) -> set[tuple[str, Value]]:
         """The (name, value) pairs of `values` that are expensive to compile."""
         names = (name for name in self.expensive if name in values)

@@ -159,7 +159,7 @@ class Tuner:
     def _notice_short_budget(self) -> None:
         """Notify the user if the budget has no time for the first config that compiles."""
         compiled = (self._space.near(changes) for changes in knobs.COMPILED)
-        config = next((one for one in compiled if self._space.is_expensive(one)), None)
+        config = next((one for one in compiled if self._space.expensive_values(one)), None)
         if config is None or self._costs.fits(config, needs_s := self._costs.visit_s(config)):
             return
         self._remedy = self._budget(needs_s)
@@ -349,9 +349,9 @@ class Tuner:
 
     def _untried(self) -> Iterator[str]:
         """A line on the first compiled config that had no time, if no compiled config leads."""
-        expensive = [one for one in self._passed_over if self._space.is_expensive(one)]
+        expensive = [one for one in self._passed_over if self._space.expensive_values(one)]
         best = self._visits.best(batch=self._space.batch).config
-        if expensive and not self._space.is_expensive(best):
+        if expensive and not self._space.expensive_values(best):
             remedy = self._remedy or self._budget(self._passed_over[expensive[0]])
             yield f"not measured for want of time: {self._named(expensive[0])}; {remedy}"
 

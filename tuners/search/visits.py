@@ -213,7 +213,7 @@ class TimeEstimates:
 
     def build_s(self, config: Config) -> float:
         """Seconds until a config's first step is done: as the slowest of its kind so far."""
-        if not self._space.is_expensive(config) or knobs.code(config) in self._visits.codes:
+        if not self._space.expensive_values(config) or knobs.code(config) in self._visits.codes:
             return 0.0
         return self._seen_s(config) or self._guessed_s(config)
 
@@ -240,7 +240,7 @@ class TimeEstimates:
     def _seen_s(self, config: Config) -> float:
         """Seconds of the slowest build of this config's kind so far; 0 if there was none."""
         guessed_s = self._guessed_s(config)
-        ran = [v for v in self._visits.values() if v.ok and self._space.is_expensive(v.config)]
+        ran = [v for v in self._visits.values() if v.ok and self._space.expensive_values(v.config)]
         alike = (v.first_s for v in ran if self._guessed_s(v.config) == guessed_s)
         return max(alike, default=0.0)
 

@@ -100,8 +100,7 @@ class Pilot:
         self._verdict: Verdict = OK
         self._loaders = Loaders(self._gave_up, override=settings.is_on("ADVISOR_OVERRIDE_LOADER"))
         self._calls = hooks.CallHooks(
-            self._guarded(self._called),
-            self._guarded(self._observer.on_autocast),
+            self._guarded(self._called), self._guarded(self._observer.on_autocast)
         )
         self._count_no_more = STEP_HOOKS.register(self._guarded(self._stepped))
         self._unhook_failure = hooks.on_script_failure(self._ended)

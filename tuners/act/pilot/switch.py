@@ -273,10 +273,7 @@ class ConfigSwitch:
                 tensor.grad = strided(tensor.grad, tensor.stride())
 
     def _set_optimizers(
-        self,
-        given: dict[str, Any],
-        on_error: OnError = None,
-        on_backward: OnError = None,
+        self, given: dict[str, Any], on_error: OnError = None, on_backward: OnError = None
     ) -> None:
         """Set these options in every parameter group; the script's other options stay."""
         for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
