@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 from collections.abc import Iterator
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,7 @@ def pytest_sessionfinish() -> None:
 def nothing_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """For what is set up before a test has surroundings of its own. Workers and commands that this
     process starts are forks: see tests/forks.py."""
+    get_temp_dir()  # of the server of forks: not in the folder of the first test that forks
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guarded_process, "subprocess", forks.FORKING)
         cpu = host.cpu().replace("bf16", "")  # on any host, as on one without kernels for it

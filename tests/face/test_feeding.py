@@ -37,7 +37,7 @@ def fed(rate: float, loader: Config, stage: str = "input", turns: int = 0) -> Tr
 def loaders(*measured: Trial, **advised: int | bool) -> Record:
     """A record whose step makes 5,506 samples/s, and makes fewer with the measured loaders."""
     trials = (fed(STEP, Config()), *measured)
-    return builders.record(trials=trials, input=Config(advised))
+    return replace(examples.record(), trials=trials, input=Config(advised))
 
 
 SEVERAL = (
@@ -60,7 +60,7 @@ def test_what_limits_the_run_and_what_a_sample_costs() -> None:
         "    without ToDtype: at most 3,653 samples/s",
     ]
     assert list(feeding.explained(STARVED, None))[1].startswith("With --data")
-    own = replace(STARVED.key, task=builders.task(data="own.py"))
+    own = replace(STARVED.key, task=replace(examples.TASK, data="own.py"))
     lines = list(feeding.explained(replace(STARVED, key=own), IMAGES, "data.py"))
     assert lines[1] == "That is for the data of own.py; the next lines are for data.py:"
     costs = SampleCosts(parts=(SampleCost(part="Dec", seconds=4e-3),))

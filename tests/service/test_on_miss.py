@@ -132,7 +132,7 @@ def test_what_cannot_be_sent_is_a_line_in_the_log(
     away = f"http://127.0.0.1:{servers.free_port()}"
     for change, says in (
         (("advisor.jobs.code_archive.MAX_PACKED", 200), "packed, at most 200 B can be sent; the "),
-        ((sys.modules["__main__"], "__file__", str(elsewhere)), "is outside"),
+        ((sys.modules["__main__"], "__file__", str(elsewhere)), "lies outside"),
         (
             (os.environ, "ADVISOR_TOKEN", team.tokens["read"]),
             "this needs role 'submit'; this token has role 'read'",
