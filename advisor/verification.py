@@ -187,7 +187,7 @@ def judged(
     host = record.baseline.samples_per_s / statistics.median_high(base)
     found = [_judged_use(record, use, ratio) for use, ratio in now.items()]
     slower = f"{middle:,.0f} samples/s now, {then.samples_per_s:,.0f} when it was tuned"
-    if record.use in now and middle < kept and host >= kept / middle:
+    if middle < kept and host >= kept / middle:
         beside = f"the host is {host:.2g}x slower than then, with {record.key.task.baseline} too"
         found.insert(0, (INCONCLUSIVE, f"{slower}: {beside}"))
     elif middle < kept:

@@ -138,7 +138,9 @@ def _digest_of(known: Mapping[str, Any]) -> str:
 
 def fingerprint(parts: object) -> str:
     """SHA-256 in hex of plain data: the order of mappings does not count, types do."""
-    return hashlib.sha256(msgpack.packb(_canonical(parts))).hexdigest()
+    # Names of files need not be UTF-8.
+    packed = msgpack.packb(_canonical(parts), unicode_errors="surrogateescape")
+    return hashlib.sha256(packed).hexdigest()
 
 
 def _canonical(parts: object) -> object:

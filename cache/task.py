@@ -229,7 +229,7 @@ class Task:
         found = checked(cls, given)
         if "shapes" not in found:
             raise UsageError("shape: give your batch and the sample, e.g. 64x3x256x256")
-        task = cls(target=target, **found)
+        task = cls(target=rows(Task)["target"].kind.checked("target", target), **found)
         if task.map:
             raise UsageError("map: a TARGET has no options; give your command after --")
         if (task.data_args or task.any_order) and not task.data:

@@ -492,10 +492,7 @@ KNOBS: tuple[Knob, ...] = (
         input_pipeline=True,
         mapped="num_workers",
         script=lambda script: _own_loading(
-            script,
-            script.loading.workers,
-            locked=not script.loading.most,
-            why=script.loading.why,
+            script, script.loading.workers, locked=not script.loading.most, why=script.loading.why
         ),
         loader=True,
     ),

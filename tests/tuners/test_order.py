@@ -123,6 +123,23 @@ def test_where_steps_wait_for_data_the_loader_comes_first() -> None:
     assert "loader" not in {trial.origin for trial in fed(1000)[1].trials}
 
 
+def test_workers_that_slow_the_steps_are_advised_by_what_they_deliver() -> None:
+    """On two cores, workers take time from the steps, which waited for 97% of theirs."""
+    of = space("cpu", workers=2, cores=2, threads=2)
+
+    def waits_s(config: Config) -> float:
+        return 0.064 if config["num_workers"] else 0.16
+
+    place = MadeUp(
+        of.default,
+        step_s=0.005,
+        gains={("num_workers", 2): 0.3, ("threads", 1): 1.2},
+        waits_s=waits_s,
+    )
+    found = tuned(place, of, 40.0)
+    assert advised(found)["num_workers"] == 2 and speedup(found) == pytest.approx(2.5, rel=0.1)
+
+
 def test_larger_batches_from_the_largest_on_then_what_leads_there() -> None:
     heard = Heard()
     tuned(MadeUp(OF_A_WORKLOAD.default), OF_A_WORKLOAD, 300.0, heard=heard)

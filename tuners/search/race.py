@@ -260,7 +260,7 @@ def gains(
         if (config := visit.config) not in chosen and config != own:
             raced = len(rates.get(config, ())) > 1
             ratio = paired(rates[config], rates[own], noise) if raced else visit.ratio
-            why = _why_not(visits, visit, ratio)
+            why = _why_not(visits, visit, ratio, alone=set(chosen) <= {own})
             turns = rates.get(config, rates[own])
             if is_doubtful(choice_of(config, turns, rates[own], {}, noise), baseline):
                 why = "doubtful: it may gain only while the host is busy"
@@ -274,7 +274,8 @@ def gains(
         )
 
 
-def _why_not(visits: Visits, visit: Visit, ratio: Ratio) -> str:
+def _why_not(visits: Visits, visit: Visit, ratio: Ratio, *, alone: bool) -> str:
+    """Why a config is not advised; `alone`: no other config is."""
     compared = visits.compared(visit.config)
     if compared is not None and not compared.ok:
         wrong = compared.outcome == "wrong"
@@ -285,4 +286,4 @@ def _why_not(visits: Visits, visit: Visit, ratio: Ratio) -> str:
         return "one turn is too few to tell"
     if ratio.high < math.inf and not ratio.faster:
         return "too noisy to tell" if ratio.low <= 1 else "too noisy to tell how much it gains"
-    return "another config is as fast or faster"
+    return "it was not in the final race" if alone else "another config is as fast or faster"

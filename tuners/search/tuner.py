@@ -239,7 +239,9 @@ class Tuner:
 
     def _visit(self, proposal: Proposal, asked: optuna.Trial) -> None:
         config = proposal.config
-        best = score(self._visits.best(batch=config.batch))
+        lead = self._visits.best(batch=config.batch)
+        # More workers gain what they deliver, not what a config would give without waiting.
+        best = lead.ratio.mean if proposal.origin == "loader" else score(lead)
         leave_s = self._costs.comparison_s(config) + self._costs.race_s([config], PAIRS)
         visit = self._visitor.visit(config, best, proposal.turn_s, leave_s)
         self._visits.add(visit)

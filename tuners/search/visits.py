@@ -158,7 +158,9 @@ class Visits(dict[Config, Visit]):
                 most = LEADERS if use == uses[0] and batch == own else 1
                 # A ratio that is too noisy to tell does not put out the best clear one.
                 clear = [one for one in safe if one.ratio.faster]
-                found |= dict.fromkeys(one.config for one in (*near[:most], *clear[:1]))
+                # If the first one waits for data, another may be faster as it is.
+                fastest = max(safe, key=lambda one: one.ratio.mean) if safe[0].waits else safe[0]
+                found |= dict.fromkeys(one.config for one in (*near[:most], *clear[:1], fastest))
         found.pop(self._space.default, None)
         return list(found)
 
