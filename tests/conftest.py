@@ -3,6 +3,7 @@
 import gc
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -78,8 +79,11 @@ def pytest_sessionfinish() -> None:
 def nothing_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """For what is set up before a test has surroundings of its own. Workers and commands that this
     process starts are forks: see tests/forks.py."""
+    # Python takes a file for unchanged if only its content is another, as of an edit in a test.
+    sys.dont_write_bytecode = True
     get_temp_dir()  # of the server of forks: not in the folder of the first test that forks
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
         patch.setattr(guarded_process, "subprocess", forks.FORKING)
         cpu = host.cpu().replace("bf16", "")  # on any host, as on one without kernels for it
         patch.setattr(host, "cpu", lambda: cpu)
