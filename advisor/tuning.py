@@ -33,7 +33,7 @@ from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
 from advisor.tuners.search.race import SearchResult
 from advisor.tuners.search.space import Space
-from advisor.tuners.search.tuner import SearchOptions, Tuner, tuned_loader
+from advisor.tuners.search.tuner import NUMERICS, SearchOptions, Tuner, tuned_loader
 from advisor.unchanged import CommandCall, too_little
 from advisor.workload import OpenWorkload, RunWorkload, TargetWorkload, Workload, without_own
 
@@ -336,7 +336,7 @@ class Tuning:
         made = Provenance(
             created=time.time(),
             seconds=clock.spent_s,
-            trials=len(found.trials),
+            trials=sum(one.stage != NUMERICS for one in found.trials),
             advisor=advisor.__version__,
             device_uuid=facts.device_uuid,
             host_cpu=environment.host_cpu(),

@@ -89,7 +89,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def _check_device(self) -> None:
         if self.gpu and not self.gpus:
-            raise UsageError(f"gpu {self.gpu[:80]!r}: gpus 0 means the CPU; give only one")
+            raise UsageError(f"gpu {self.gpu[:80]!r}: the job is for the CPU; leave gpu out")
         if self.gpu and not _GPU.fullmatch(self.gpu):
             raise UsageError(f"gpu {self.gpu[:80]!r}: expected a part of a GPU's name, e.g. H100")
         if not 0 <= self.gpus <= MAX_GPUS:

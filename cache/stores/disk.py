@@ -264,8 +264,9 @@ def write_pack(path: Path, parts: Iterable[Iterable[tuple[str, bytes]]]) -> None
             for part in parts:
                 made.put_all(part)
             made._database.replace(path)
-    except OSError as exc:
-        raise StoreError(f"pack {path}: {exc.strerror or exc}") from exc
+    except (OSError, StoreError) as exc:
+        said = getattr(exc, "strerror", None) or str(exc).partition(": ")[2].partition("; ")[0]
+        raise StoreError(f"pack {path}: {said or exc}") from exc
 
 
 def _planted(database: sqlite3.Connection) -> str:

@@ -80,7 +80,7 @@ SHAPES = ("64", "64x-3x8x8", "99999999999999999999x3x8x8")
 OPTIONS = [
     ("--budget soon", 2, "budget 'soon': expected a time above zero, as 90s"),
     ("--budget 1s", 2, "budget 1s: expected from 3s"),
-    ("--budget 900h", 2, "to 30 days; give at least 30s"),
+    ("--budget 900h", 2, "to 30 days; 30s or more is sensible"),
     ("--optimizer lion", 2, "'lion' is not one of 'sgd', 'adamw'"),
     ("--steps 0", 2, "steps '0': expected a number from 1"),
     ("--steps 5 --duration 2h", 2, "steps 5 and duration 7200s: a job has one length"),

@@ -254,7 +254,10 @@ REFUSED = (
     ("submit --budget 1s -- python train.py", "budget 1s"),
     ("submit --shape 1x8 -- python train.py", "--shape: read from the run"),
     ("submit --gpus 99 -- python train.py", "99"),
-    ("submit --device cpu --gpu H100 -- python train.py", "gpu 'H100': gpus 0 means the CPU"),
+    (
+        "submit --device cpu --gpu H100 -- python train.py",
+        "gpu 'H100': the job is for the CPU; leave gpu out",
+    ),
     ("submit --pip 'a b' -- python train.py", "--pip 'a b': expected one requirement"),
     ("submit -- python none.py", "there is no file none.py"),
     ("submit -- nosuchprog train.py", "command 'nosuchprog': no such program; give"),

@@ -90,8 +90,8 @@ class Plan:
             )
         if not MIN_BUDGET_S <= plan.seconds <= MAX_BUDGET_S:
             raise UsageError(
-                f"budget {plan.seconds:g}s: expected from {MIN_BUDGET_S:g}s, which is the shortest "
-                "race, to 30 days; give at least 30s"
+                f"budget {plan.seconds:g}s: expected from {MIN_BUDGET_S:g}s, the shortest race, "
+                "to 30 days; 30s or more is sensible"
             )
         return plan
 
