@@ -173,3 +173,12 @@ def script(folder: Path, source: str, *, process: bool = False, **env: str) -> D
     if not process:
         return forks.run(path, cwd=folder, env=os.environ | env)
     return _process([sys.executable, str(path)], folder, env)
+
+
+def said_by(script: str, *words: str) -> list[str]:
+    """The lines that a script of examples/ prints."""
+    root = Path(__file__).parents[2]
+    folder, env = root / "examples", os.environ | {"PYTHONPATH": str(root)}
+    done = forks.run(folder / script, *words, cwd=folder, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import shlex
 import subprocess
@@ -18,7 +17,7 @@ import advisor
 from advisor.arguments import Budget, Model, Permit
 from advisor.cli import cli
 from advisor.errors import AdvisorWarning
-from tests import forks
+from tests.face.commands import said_by
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -138,14 +137,6 @@ def test_make_demo_runs_commands_that_there_are() -> None:
     assert len(lines) == 2
     for line in lines:
         check_words(shlex.split(line))
-
-
-def said_by(script: str, *words: str) -> list[str]:
-    """The lines that a script of examples/ prints."""
-    folder, env = ROOT / "examples", os.environ | {"PYTHONPATH": str(ROOT)}
-    done = forks.run(folder / script, *words, cwd=folder, env=env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 def test_the_ordinary_script_trains_and_says_its_speed() -> None:

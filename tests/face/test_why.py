@@ -22,8 +22,7 @@ from advisor.resolve.failures import Failures
 from advisor.tuners.environment import own_threads
 from tests.builders import lookup_arguments, record_here, verified
 from tests.cache.examples import choice, winners
-from tests.face.commands import MODEL, advisor
-from tests.face.test_documents import said_by
+from tests.face.commands import MODEL, advisor, said_by
 
 BASE = Config(batch_size=4, precision="default", channels_last=False, cudnn_deterministic=False)
 FAST = BASE.replace(channels_last=True)
