@@ -35,7 +35,7 @@ from mutmut.mutation import trampoline
 # Each mutated function is called through one: where a warning points to, it is advisor's own.
 vars(trampoline)["__name__"] = "advisor.trampoline"
 # A process that a test starts runs the mutant too, and not what is installed.
-os.environ["PYTHONPATH"] = os.getcwd()
+os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ["PYTHONPATH"]])
 # mutmut notes which functions a test reaches in this process alone: it has that written down
 # beside the environment, and one started elsewhere would look for mutmut's settings and fail.
 if os.environ.get("MUTANT_UNDER_TEST") == "stats":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from advisor import tuning, verification
 from advisor.cache.task import Task
 from advisor.tuners import environment
 from advisor.tuners.act.pilot.script_facts import ScriptFacts, model_facts
@@ -106,7 +108,8 @@ def made_up(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parent, "Worker", begun)
-        patch.setitem(Clock.__init__.__kwdefaults__, "now", now)  # type: ignore[arg-type]
+        for module in (tuning, verification):
+            patch.setattr(module, "Clock", functools.partial(Clock, now=now))
         # On any host, bf16 is offered only where it gains.
         patch.setattr(environment, "cpu_has_bf16", lambda: ("precision", "bf16") in gains)
         patch.setattr(sys, "path", [*sys.path])
