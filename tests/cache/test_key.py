@@ -59,6 +59,7 @@ def test_what_the_digest_counts() -> None:
 def test_fingerprint() -> None:
     assert fingerprint({"a": 1, "b": [2]}) == fingerprint({"b": (2,), "a": 1})
     assert len({fingerprint(v) for v in (1, 1.0, True, "1", b"1", None, [1])}) == 7
+    assert fingerprint("not UTF-8: \udcff") != fingerprint("not UTF-8: ")
     with pytest.raises(TypeError):
         fingerprint({1, 2})
 

@@ -216,6 +216,12 @@ def test_what_is_refused(given: dict[str, object], says: str) -> None:
         task(**given)
 
 
+@pytest.mark.parametrize("target", ["", "a\nb.py", "\udcff.py"])
+def test_odd_targets_are_refused(target: str) -> None:
+    with pytest.raises(UsageError, match="expected text on one line"):
+        Task.of(target, {"shape": "4x64"})
+
+
 def test_what_does_not_matter_is_left_at_its_default() -> None:
     assert task(mode="infer", optimizer="adamw") == task(mode="infer", tolerance=0.3)
     assert task(vocab=7) == task()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
@@ -18,7 +19,8 @@ from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.signing import KeyRing
 from advisor.cache.stores import ByteStore, open_store
-from advisor.cache.stores.disk import PackStore, write_pack
+from advisor.cache.stores.disk import DiskStore, PackStore, write_pack
+from advisor.cache.stores.filesystem import write_whole
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError, UsageError
 from tests.cache.examples import ENVIRONMENT, INFER, KEY, SMALL, record
 
@@ -140,6 +142,28 @@ def test_a_pack_carries_and_is_a_store(tmp_path: Path) -> None:
         with pytest.raises(StoreDamaged):
             list(exchange.unpack(path, Records(other))[1])
         assert "damaged" in PackStore(path).health()
+
+
+def test_a_full_disk_is_told_with_the_users_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (records := Records(open_store(f"disk:{tmp_path}/s"))).put(VERSIONS[0])
+    path = tmp_path / "records.pack"
+
+    def put_all(store: DiskStore, _parts: object) -> None:
+        raise StoreError(f"cache {store.path}: database or disk is full; point elsewhere")
+
+    def fsync(_file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DiskStore, "put_all", put_all)
+    with pytest.raises(StoreError) as refused:
+        exchange.export(records, path)
+    assert str(refused.value) == f"pack {path}: database or disk is full"
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match=str(path)):
+        write_whole(path, b"a page")
+    assert not list(tmp_path.glob(".writing-*"))
 
 
 def test_only_signed_records_where_that_is_asked(tmp_path: Path) -> None:

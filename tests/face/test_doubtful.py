@@ -114,3 +114,8 @@ def test_a_race_that_found_nothing_on_a_busy_host_is_undecided() -> None:
     nothing = replace(doubted, winners=winners)
     assert doubtful(nothing)
     assert tables.nothing_to_gain(nothing).startswith("Could not tell what gains")
+    noisy = replace(nothing.raced[1], speedup=4.8, speedup_low=1.1, speedup_high=21.0)
+    for raced_one, said in ((noisy, "Could not tell"), (made(STEADY, 1.0).raced[1], "Nothing")):
+        quiet = replace(made(STEADY), raced=(made(STEADY).baseline, raced_one))
+        won = tuple(replace(one, choice=quiet.baseline) for one in quiet.winners)
+        assert tables.nothing_to_gain(replace(quiet, winners=won)).startswith(said)

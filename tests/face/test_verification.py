@@ -323,6 +323,12 @@ def test_the_verdict(
     assert (reason == "") == (verdict == HOLDS)
 
 
+def test_a_slower_host_does_not_refute_a_record_that_advises_nothing() -> None:
+    record = with_winners(examples.record(), lambda _one: examples.record().baseline)
+    rates = [record.baseline.samples_per_s / 9]
+    assert judged(record, {}, rates, rates)[0] == INCONCLUSIVE
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
