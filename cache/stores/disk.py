@@ -265,8 +265,8 @@ def write_pack(path: Path, parts: Iterable[Iterable[tuple[str, bytes]]]) -> None
                 made.put_all(part)
             made._database.replace(path)
     except (OSError, StoreError) as exc:
-        said = getattr(exc, "strerror", None) or str(exc).partition(": ")[2].partition("; ")[0]
-        raise StoreError(f"pack {path}: {said or exc}") from exc
+        cause = exc.__cause__ or exc  # what SQLite said, without the name of a temporary folder
+        raise StoreError(f"pack {path}: {getattr(cause, 'strerror', None) or cause}") from exc
 
 
 def _planted(database: sqlite3.Connection) -> str:

@@ -80,7 +80,7 @@ def test_stores_may_be_synced_in_any_order(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_several_stores_are_one(tmp_path: Path) -> None:
-    """The first that can be written keeps; what counts is of all; one that is away is told."""
+    """The first writable store gets records; all stores are read; an unreachable one is named."""
     away, first, second = map(
         open_store, ["redis://127.0.0.1:1", f"disk:{tmp_path}/a", f"dir:{tmp_path}/b"]
     )
@@ -151,7 +151,8 @@ def test_a_full_disk_is_told_with_the_users_file(
     path = tmp_path / "records.pack"
 
     def put_all(store: DiskStore, _parts: object) -> None:
-        raise StoreError(f"cache {store.path}: database or disk is full; point elsewhere")
+        full = OSError("database or disk is full")
+        raise StoreError(f"cache {store.path}: {full}; point elsewhere") from full
 
     def fsync(_file: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -96,7 +96,6 @@ class LoopObserver:
 
     def __init__(self) -> None:
         self.called: dict[nn.Module, TrainedModel] = {}  # outermost modules, called with gradients
-        self.calls = 0  # of such modules
         self.autocast: torch.dtype | None = None  # of the script's own autocast in such a call
         self.optimizers: list[torch.optim.Optimizer] = []  # in the order of their first steps
         self.frees_gradients = True  # whether gradients are freed between steps, as by `zero_grad`
@@ -116,7 +115,6 @@ class LoopObserver:
             from advisor.tuners.fingerprint import unwrapped
 
             self.called[module] = TrainedModel(module, unwrapped(module))
-        self.calls += 1
         self.called[module].saw(args, kwargs)
 
     def on_autocast(self, module: nn.Module) -> None:

@@ -42,8 +42,9 @@ UNSEEN_COMPILED = (
     "calls model.compile(); use torch.compile(model) instead"
 )
 EVALUATING = "the script trains its model in evaluation mode; call model.train() before training"
+_MOST_CALLS = 8 * MAX_OBSERVED_STEPS  # of a model before the first optimizer step
 BY_HAND = (
-    f"in {8 * MAX_OBSERVED_STEPS} calls of a model with gradients, no optimizer of torch.optim "
+    f"in {_MOST_CALLS} calls of a model with gradients, no optimizer of torch.optim "
     "made a step; advisor tunes scripts that train with such an optimizer"
 )
 UNSTEPPED = (
@@ -161,8 +162,8 @@ class Pilot:
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._observer.on_call(module, args, kwargs)
-        many = self._observer.calls >= 8 * MAX_OBSERVED_STEPS
-        if many and not self._looked and not is_followed():
+        made = sum(one.signatures.calls for one in self._observer.called.values())
+        if made >= _MOST_CALLS and not self._looked and not is_followed():
             self._stop(Stopped("unclear", BY_HAND))
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
