@@ -62,7 +62,7 @@ CALL = "import pickle, sys; sys.path[:] = {}; target, args = pickle.loads({}); t
 
 
 def until(holds: Callable[[], Any], within_s: float = 200.0) -> Any:
-    """What is found, as soon as it is something."""
+    """Waits until `holds` returns something true, and returns it."""
     end = time.monotonic() + within_s
     while not (found := holds()):
         assert time.monotonic() < end, f"it did not come about within {within_s:.0f} s"

@@ -78,7 +78,7 @@ def sync(source: str, to: str, **only: Any) -> Parts:
 
 
 def _copied(rows: Iterable[CopyResult], where: str) -> Parts:
-    """Each record's outcome as it is copied."""
+    """Yields the outcome of each record after its copy."""
     listed, counts = [], Counter[str]()
     for row in rows:
         counts[row.outcome] += 1

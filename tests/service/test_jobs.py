@@ -101,7 +101,7 @@ def sent(served: Served, data: bytes = CODE, role: str = "submit", digest: str =
 
 
 def of(served: Served, change: Callable[..., Any], *what: Any) -> Any:
-    """What one function does to the database, and its answer."""
+    """The result of one function in a transaction of its own."""
     with served.database.writing() as session:
         return change(session, *what)
 

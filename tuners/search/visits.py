@@ -86,7 +86,7 @@ class Visits(dict[Config, Visit]):
     # What was compared --------------------------------------------------------------------------
 
     def code(self, config: Config) -> Config:
-        """The config as it is compared: at the user's batch and with the user's loader."""
+        """The config for the comparison: at the user's batch, with the user's loader."""
         return config | self._own
 
     def compared(self, config: Config) -> Compared | None:
