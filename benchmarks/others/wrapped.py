@@ -5,7 +5,8 @@
 The first module with weights that the script calls counts as the trained model, or each outermost
 one with `--every`. Its calls in training go through autocast and torch.compile, if they have the
 shapes of the first one; all others stay eager. With `--seconds` it is ended after so many seconds
-of steps, the first of which do not count, and prints how many it made in a second.
+of steps, the first of which do not count, and prints how many it made in a second. With `--profile`
+it prints where the time of these steps goes: the GPU, waiting for the loader, anything else.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FORMATS = ("own", "tf32", "bf16")
 LAYOUTS = ("own", "channels_last")
 OWN = ("autocast", "compile")
 SETTLE_STEPS, SETTLE_S = 8, 2.0
-"""Steps of the optimizers, and seconds, that do not count."""
+"""Steps of the optimizers, and seconds, that do not count; for a profile, only the steps."""
 
 
 def main() -> None:
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--without", choices=OWN, help="what of the script's own is left out")
     parser.add_argument("--every", action="store_true", help="wrap every outermost model")
     parser.add_argument("--seconds", type=float, help="of steps, after which it is ended")
+    parser.add_argument("--profile", action="store_true", help="profile the steps of --seconds")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
@@ -56,7 +58,7 @@ def main() -> None:
     if args.without:
         leave_out(args.without)
     if args.seconds:
-        count_steps(args.seconds)
+        count_steps(args.seconds, Profile() if args.profile else None)
     if (args.compile, args.format, args.layout) != ("none", "own", "own"):
         wrap_called(args.compile, args.format, args.layout, every=args.every)
     sys.argv = [args.script, *args.arguments]
@@ -94,7 +96,60 @@ def leave_out(own: str) -> None:
         torch.autocast = lambda *args, **kwargs: nullcontext()
 
 
-def count_steps(seconds: float) -> None:
+class Profile:
+    """The seconds in which the GPU runs a kernel, and in which loaders are waited for."""
+
+    def __init__(self) -> None:
+        from torch.utils.data import dataloader
+
+        kinds = torch.profiler.ProfilerActivity
+        kind = kinds.CUDA if torch.cuda.is_available() else kinds.CPU
+        self._profiler = torch.profiler.profile(activities=[kind])
+        self._waited_s = self._begun_s = 0.0
+        take_next = dataloader._BaseDataLoaderIter.__next__
+
+        def timed(loader: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return take_next(loader)
+            finally:
+                self._waited_s += time.perf_counter() - begun
+
+        dataloader._BaseDataLoaderIter.__next__ = timed
+
+    def start(self) -> None:
+        synchronize()
+        self._begun_s = self._waited_s
+        self._profiler.start()
+
+    def result(self, steps: int, wall_s: float) -> dict[str, float]:
+        """Milliseconds of one step."""
+        synchronize()
+        self._profiler.stop()
+        spans = sorted(
+            (event.time_range.start, event.time_range.end)
+            for event in self._profiler.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        )
+        busy_us, until = 0.0, 0.0
+        for start, end in spans:  # kernels of several streams overlap
+            busy_us += max(0.0, end - max(start, until))
+            until = max(until, end)
+        waited_s = self._waited_s - self._begun_s
+        return {
+            "step_ms": 1e3 * wall_s / steps,
+            "gpu_busy_ms": 1e-3 * busy_us / steps,
+            "loader_waited_ms": 1e3 * waited_s / steps,
+            "kernels": len(spans) / steps,
+        }
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def count_steps(seconds: float, profile: Profile | None = None) -> None:
     """Prints the steps per second of the script's optimizers after so many seconds, and ends it."""
     begun, first, steps = 0.0, 0.0, 0
 
@@ -102,10 +157,14 @@ def count_steps(seconds: float) -> None:
         nonlocal begun, first, steps
         now, steps = time.perf_counter(), steps + 1
         first = first or now
-        if not begun and steps >= SETTLE_STEPS and now - first >= SETTLE_S:
-            begun, steps = now, 0
+        if not begun and steps >= SETTLE_STEPS and (profile or now - first >= SETTLE_S):
+            if profile is not None:
+                profile.start()
+            begun, steps = time.perf_counter(), 0
         elif begun and now - begun >= seconds:
-            print(json.dumps({"steps_per_s": steps / (now - begun)}), flush=True)
+            found = {"steps_per_s": steps / (now - begun)}
+            found |= profile.result(steps, now - begun) if profile is not None else {}
+            print(json.dumps(found), flush=True)
             os._exit(0)
 
     register_optimizer_step_post_hook(stepped)

@@ -52,8 +52,8 @@ FROM_FILES = space(workers=8, own=Config(num_workers=2))
             OF_A_WORKLOAD,
             [
                 "channels_last bf16",
-                "channels_last reduce-overhead bf16",
                 "channels_last bf16 step_graph",
+                "channels_last reduce-overhead bf16",
                 "channels_last default bf16 step_graph",
                 "channels_last default fused_optimizer bf16",
             ],

@@ -106,6 +106,8 @@ class Recipe:
     def _compiled(self) -> Iterator[Config | None]:
         if self._visits.baseline.step_s < FAST_STEP_S:
             yield from self._graphs_of_own()
+        if CAPTURE in self._uses:  # takes seconds; compiling a deep model takes two minutes
+            yield self._on(self._format, knobs.CAPTURED[0])
         format_ = None
         while format_ != self._format:  # it changes if a compiled config turns out wrong
             format_ = self._format
@@ -241,8 +243,7 @@ class Recipe:
 
 
 def _doublings(number: int, more: Sequence[Value]) -> list[Value]:
-    """Larger numbers, each at least twice the one before, from 2 on: with fast steps, one worker
-    gains nothing over none, but several workers do."""
+    """Larger numbers, doubling from 2 on: with fast steps, only several workers gain over none."""
     found: list[Value] = []
     for value in more:
         if _number(value) >= max(2, 2 * number):
