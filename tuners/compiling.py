@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from advisor.tuners.torch_facts import torch
@@ -34,16 +34,27 @@ _SAME_DRAWS = {"fallback_random": True}
 def compile_in_place(model: nn.Module, mode: str, **how: Any) -> None:
     """Compile a model in place, replacing an earlier compilation. `mode`: a mode of torch.compile,
     the backend 'cudagraphs', or BLOCKS. `how`: more arguments of torch.compile."""
-    # Not torch.compile(model), which changes the names in state_dict(). Not model.compile(): timm's
-    # task overrides it, and replaces its model with the compiled one.
-    compile_ = torch.nn.Module.compile
     if mode == "cudagraphs":
-        compile_(model, backend="cudagraphs")
+        _compile(model, backend="cudagraphs")
     elif mode == BLOCKS:
         for block in repeated(model):
-            compile_(block, **_by_inductor("default"))
+            _compile(block, **_by_inductor("default"))
     else:
-        compile_(model, **_by_inductor(mode), **how)
+        _compile(model, **_by_inductor(mode), **how)
+
+
+def _compile(model: nn.Module, **how: Any) -> None:
+    # Not torch.compile(model), which changes the names in state_dict(). Not model.compile(): timm's
+    # task overrides it, and replaces its model with the compiled one; and in torch 2.11 it compiles
+    # nothing of a model whose forward() is torch's own, such as nn.Sequential: only within a call.
+    call = model._call_impl
+    if type(model).forward.__module__.startswith("torch.nn."):
+        call = _within(call)
+    model._compiled_call_impl = torch.compile(call, **how)
+
+
+def _within(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: call(*args, **kwargs)
 
 
 def _by_inductor(mode: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from advisor.cache.record import Choice, Part, Winner
 from advisor.cache.task import PERMITTED, PRECISIONS, Task
 from advisor.tuners import compiling, fp8, knobs
 from advisor.tuners.act.advice import Advice
+from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.knobs import BY_NAME, KNOBS, TORCH, SearchContext
 from tests.cache import examples
 
@@ -298,6 +299,22 @@ def test_gradients_of_norms_with_a_shared_table() -> None:
         row(net, value)
         found += torch.autograd.grad((net(x) * weight).sum(), [net.table])
     assert float((found[1] - found[0]).norm() / found[0].norm()) < 1e-3
+
+
+class Derived(nn.Sequential):
+    """Its forward() is torch's own."""
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Derived])
+def test_a_model_of_torchs_own_layers_is_compiled(
+    kind: type[nn.Sequential], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "_by_inductor", lambda mode: {"backend": "eager"})
+    torch.compiler.reset()
+    net, before = kind(nn.Linear(4, 4), nn.ReLU()), graphs_compiled()
+    BY_NAME["compile"].model(net, "default")
+    net(torch.rand(2, 4))
+    assert graphs_compiled() == before + 1
 
 
 @pytest.mark.long  # that the option is given is tested above
