@@ -44,17 +44,13 @@ def compile_in_place(model: nn.Module, mode: str, **how: Any) -> None:
 
 
 def _compile(model: nn.Module, **how: Any) -> None:
-    # Not torch.compile(model), which changes the names in state_dict(). Not model.compile(): timm's
-    # task overrides it, and replaces its model with the compiled one; and in torch 2.11 it compiles
-    # nothing of a model whose forward() is torch's own, such as nn.Sequential: only within a call.
-    call = model._call_impl
+    # Not torch.compile(model): it changes the names in state_dict(). Not model.compile(): timm's
+    # task overrides it, and torch 2.11 compiles no forward() of its own, such as nn.Sequential's.
+    call: Callable[..., Any] = model._call_impl
     if type(model).forward.__module__.startswith("torch.nn."):
-        call = _within(call)
-    model._compiled_call_impl = torch.compile(call, **how)
-
-
-def _within(call: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: call(*args, **kwargs)
+        model._compiled_call_impl = torch.compile(lambda *args, **kw: call(*args, **kw), **how)
+    else:
+        model._compiled_call_impl = torch.compile(call, **how)
 
 
 def _by_inductor(mode: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,24 +45,19 @@ def one_size() -> Iterator[None]:
         yield
 
 
-class RecompileLimit:
-    """Raises torch.compile's limit of compilations per function, for several configs."""
+def raise_recompile_limit() -> Callable[[], None]:
+    """Raise torch.compile's limit of compilations per function, for several configs. Returns a
+    function that restores the script's own limit, unless the script has set another since."""
+    config, name = torch._dynamo.config, recompile_limit()
+    own = getattr(config, name)
+    raised = max(_RECOMPILATIONS, own)
+    setattr(config, name, raised)
 
-    def __init__(self) -> None:
-        self._own: int | None = None
+    def restore() -> None:
+        if getattr(config, name) == raised:
+            setattr(config, name, own)
 
-    def raise_it(self) -> None:
-        if self._own is None:
-            self._own = getattr(torch._dynamo.config, recompile_limit())
-            setattr(torch._dynamo.config, recompile_limit(), max(_RECOMPILATIONS, self._own))
-
-    def restore(self) -> None:
-        """Restore the script's own limit, unless the script has set another since."""
-        if self._own is not None:
-            now = getattr(torch._dynamo.config, recompile_limit())
-            if now == max(_RECOMPILATIONS, self._own):
-                setattr(torch._dynamo.config, recompile_limit(), self._own)
-            self._own = None
+    return restore
 
 
 class CompiledCode:

@@ -18,7 +18,7 @@ from advisor.cache.config import Config
 from advisor.tuners.act import hooks, layouts
 from advisor.tuners.act.applied import AppliedConfig
 from advisor.tuners.act.artifacts import restore_keys, use_stable_keys
-from advisor.tuners.act.compiled import CompiledCode, RecompileLimit, fallbacks, free
+from advisor.tuners.act.compiled import CompiledCode, fallbacks, free, raise_recompile_limit
 from advisor.tuners.act.gate import Gate
 from advisor.tuners.act.hooks import Patch
 from advisor.tuners.act.layouts import Storages, strided
@@ -133,8 +133,6 @@ class ConfigSwitch:
         self._attached.callback(restore_keys)
         self._replays = Replays()
         self._fallbacks = math.inf
-        self._recompile_limit = RecompileLimit()
-        self._attached.callback(self._recompile_limit.restore)
         self._compiled_code = CompiledCode()
         self._made: dict[Config, tuple[set[str], set[int]]] = {}
         self._seen = {own: AppliedConfig(own, own, device)}
@@ -358,7 +356,7 @@ class ConfigSwitch:
 
     def _compiled(self, call: ModelCall, applied: AppliedConfig) -> Gate:
         module = call.module
-        self._recompile_limit.raise_it()
+        self._attached.callback(raise_recompile_limit())
         use_stable_keys()
         hooks.replace_call(module, None)
         for knob, value in applied.rows:

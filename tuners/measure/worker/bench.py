@@ -25,7 +25,7 @@ from advisor.tuners.act import artifacts
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.act.applied import AppliedConfig
-from advisor.tuners.act.compiled import CompiledCode, RecompileLimit, free, graphs_compiled
+from advisor.tuners.act.compiled import CompiledCode, free, graphs_compiled, raise_recompile_limit
 from advisor.tuners.act.pilot.loop_observer import RngState
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.decisions import POINTS
@@ -65,7 +65,7 @@ class Bench:
         self._at_work: Config | None = None
         self._fed: tuple[Workload, LoaderFeed] | None = None
         self._references: dict[Config, References] = {}
-        self._limit, self._code = RecompileLimit(), CompiledCode()
+        self._code = CompiledCode()
         self.healthy = True  # whether this process may measure further configs
         if self._cuda:
             torch.cuda.set_device(self.device)
@@ -252,7 +252,7 @@ class Bench:
         if self._free_bytes() < self._peak_bytes:
             self.release()
         if AppliedConfig(config, TORCH, self.device).compiles:
-            self._limit.raise_it()
+            raise_recompile_limit()
             artifacts.use_stable_keys()
         before = self._allocated()
         self.reset_peak()
