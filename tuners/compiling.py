@@ -47,7 +47,7 @@ def _compile(model: nn.Module, **how: Any) -> None:
     # Not torch.compile(model): it changes the names in state_dict(). Not model.compile(): timm's
     # task overrides it, and torch 2.11 compiles no forward() of its own, such as nn.Sequential's.
     call: Callable[..., Any] = model._call_impl
-    if type(model).forward.__module__.startswith("torch.nn."):
+    if str(getattr(type(model).forward, "__module__", "")).startswith("torch.nn."):
         model._compiled_call_impl = torch.compile(lambda *args, **kw: call(*args, **kw), **how)
     else:
         model._compiled_call_impl = torch.compile(call, **how)

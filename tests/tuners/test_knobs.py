@@ -24,7 +24,6 @@ MODES = ("cudagraphs", "reduce-overhead", "default")
 REPEATING = ("cudagraphs", "blocks", "reduce-overhead", "default")
 OF_FULL = ("max-autotune-no-cudagraphs", "max-autotune")
 STRICT = (*PERMITTED, "fp32")
-"""All of them permitted."""
 SHARING = ("file_descriptor", "file_system")
 OFF_ON = (False, True)
 
@@ -229,7 +228,6 @@ MENDED = {"2.9.1": True, "2.10.0a0+41361538": False, "2.10.0": False, "2.11.0+cu
     "2.14.1": False, "2.15.0.dev20260801": False, "2.15.0+cu132": True, "3.0.0": True,
     "2.15.0a0+1a2b": False, "2.15.0rc1": False, "2.16.0a0": True, "": True, "of my own": True,
 }  # fmt: skip
-"""Whether mixed orders of reduction are right in a build of torch."""
 
 
 @pytest.mark.parametrize("version", MENDED)
@@ -253,7 +251,6 @@ SINCE_THE_FAULT = pytest.mark.skipif(torch.__version__ < (2, 10), reason="has no
 
 @SINCE_THE_FAULT
 def test_torch_compile_knows_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It raises at once of one that it does not know; what it does not know is left out."""
     row = BY_NAME["compile"]
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     for value in row.domain:
@@ -301,12 +298,15 @@ def test_gradients_of_norms_with_a_shared_table() -> None:
     assert float((found[1] - found[0]).norm() / found[0].norm()) < 1e-3
 
 
-def test_a_model_of_torchs_own_layers_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_whose_forward_is_no_code_of_the_user_are_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
-    net, before = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), graphs_compiled()
-    BY_NAME["compile"].model(net, "default")
-    net(torch.rand(2, 4))
-    assert graphs_compiled() == before + 1
+    layers, before = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), graphs_compiled()
+    for net in (layers, torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 2)))):
+        BY_NAME["compile"].model(net, "default")
+        net(torch.rand(2, 4))
+    assert graphs_compiled() == before + 2
 
 
 @pytest.mark.long  # that the option is given is tested above
