@@ -153,13 +153,6 @@ def tune_first(request: Request, near: Record | None) -> str:
     return f"run advisor tune {', '.join(needed)}"
 
 
-def task_first(request: Request, near: Record | None) -> Task | None:
-    """The Task that the command of `tune_first` tunes; None if a part of it is unknown."""
-    target, unless, given = _needed(request, near)
-    known = target and given["shapes"] and not unless
-    return Task(target=target, **given) if known else None
-
-
 def _needed(request: Request, near: Record | None) -> tuple[str, str, dict[str, Any]]:
     """(Target or '', remark about missing model arguments or '', the other fields of a Task)."""
     nearest = {} if near is None else {name: getattr(local_task(near), name) for name in rows(Task)}

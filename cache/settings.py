@@ -1,4 +1,4 @@
-"""Settings of a project or a shell: the stores, and what a miss does."""
+"""Settings of a project or a shell: the stores, and switches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pathlib import Path
 from advisor.errors import UsageError, reason
 
 _MAX_BYTES = 2**22
-ON_MISS = ("default", "nearest", "request")
-KNOWN = ("cache", "on-miss")
+KNOWN = ("cache",)
 MAX_ARTIFACTS = 64 * 2**20  # default for the most bytes of one config's artifacts, packed
 _MENTIONED = re.compile(rb"tool\s*\.\s*advisor|^\s*advisor\b", re.MULTILINE)
 _BETWEEN = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]+:|[/~.])")
@@ -80,17 +79,6 @@ def max_artifacts() -> int:
         return 0 if text == "0" else ByteSize().checked("ADVISOR_MAX_ARTIFACTS", text)
     except UsageError as exc:
         raise UsageError(f"{exc}, or 0 to keep none") from exc
-
-
-def on_miss() -> str | None:
-    """$ADVISOR_ON_MISS, else [tool.advisor] on-miss, else None."""
-    if variable := os.environ.get("ADVISOR_ON_MISS"):
-        return variable
-    file, table = _project()
-    found = table.get("on-miss")
-    if found is not None and not isinstance(found, str):
-        raise UsageError(f"{file}: [tool.advisor] on-miss: expected text, got {found!r}")
-    return found
 
 
 def _project_urls() -> list[str]:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advisor.arguments import Model, Permit, length_given, urls_of
-from advisor.cache import settings
 from advisor.cache.config import Config
-from advisor.cache.kinds import Duration, SingleChoice
+from advisor.cache.kinds import Duration
 from advisor.cache.match import Query
 from advisor.cache.record import CAPTURE, LOOP, PILOT, Record
 from advisor.cache.shown import size
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 Fits = Callable[[Record, Config], bool]
 """Whether a config of a record can be followed whole, e.g. by a framework."""
-_ON_MISS = SingleChoice(settings.ON_MISS)
 _SHOWN = ("command", "shapes", "dtype", "mode", "optimizer", "processes", "others", "script")
 """Fields of a Task that the first steps of a run show."""
 
@@ -42,12 +40,11 @@ class Request:
     """One lookup.
 
     Attributes:
-        target: a target's name, the model itself, or None for the running script's.
+        target: a target's name, the model itself, or None for the run of this script.
         given: checked fields of a Task; a missing field may have any value.
         batch: the batch that the script names; None for any batch, or for the best (`free`).
         use: how the script uses advice; `fits`: whether it can follow a config.
         plan: the length of the job.
-        on_miss: None for the configured value.
         model, threads: those of a run; None for those of the target and this process.
         folder: the folder in which a run was started, if known.
         quiet: do not report a miss, because a pilot or a search then takes over.
@@ -62,7 +59,6 @@ class Request:
     free: bool = False
     fits: Fits = field(default=lambda _record, _config: True, compare=False)
     plan: Plan = Plan()  # noqa: RUF009 # immutable
-    on_miss: str | None = None
     cache: Cache = None
     model: str | None = None
     threads: int | None = None
@@ -90,9 +86,7 @@ class Request:
         batch, capture = own.pop("batch", None), own.pop("capture", False)
         length = {name: own.pop(name, None) for name in ("steps", "duration")}
         plan = Plan.of(length | length_given(own.pop("length", None)))
-        names = ("on_miss", "fits", "quiet")
-        unchanged = {name: own.pop(name) for name in names if name in own}
-        _ON_MISS.checked("on_miss", unchanged.get("on_miss") or "default")
+        unchanged = {name: own.pop(name) for name in ("fits", "quiet") if name in own}
         cache = urls_of(own.pop("store", None))
         may_ask = {row.keyword for row in rows(Task).values() if row.asked}
         described = {n: v for n, v in (model.given | permit.given).items() if n in may_ask}
@@ -157,14 +151,9 @@ class Request:
 
     @property
     def called(self) -> str:
-        """The target as a person calls it; '' for the running script's."""
+        """The target as a person calls it; '' for a run."""
         target = self.target
         return target or "" if isinstance(target, str | None) else type(target).__name__
-
-    @property
-    def miss_action(self) -> str:
-        """One of settings.ON_MISS. Raises UsageError if the configured value is not."""
-        return _ON_MISS.checked("on_miss", self.on_miss or settings.on_miss() or "default")
 
     def allows(self, record: Record, one: Choice | Candidate) -> bool:
         """Whether this script may be served a config of the record."""

@@ -443,7 +443,8 @@ def test_no_pilot(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(advisor.AdvisorWarning, match="tune"):
         advisor.apply(tune="soon")
     assert left_behind() == []
-    advisor.apply(advisor.Model(mode="infer"))
+    with pytest.warns(advisor.AdvisorWarning, match="target None: give its name"):
+        advisor.apply(advisor.Model(mode="infer"))
     assert left_behind() == []
     monkeypatch.setenv("ADVISOR_DISABLE", "1")
     advisor.apply()
