@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from advisor.errors import UsageError, reason
+from advisor.errors import UsageError, printable, reason
+
+_log = logging.getLogger("advisor")
 
 _MAX_BYTES = 2**22
 KNOWN = ("cache",)
@@ -63,7 +66,17 @@ def _split(one: object) -> list[str]:
 
 
 def is_on(variable: str) -> bool:
-    return os.environ.get(variable, "") not in ("", "0")
+    return _means_on(variable, os.environ.get(variable, ""))
+
+
+@functools.cache
+def _means_on(variable: str, value: str) -> bool:
+    """Whether a variable's value means on. A value that means nothing counts as on."""
+    if value.lower() in ("", "0", "false", "no", "off"):
+        return False
+    if value.lower() not in ("1", "true", "yes", "on") and os.environ.get("RANK", "0") == "0":
+        _log.warning("%s=%s: expected 1 or 0; it counts as 1", variable, printable(value))
+    return True
 
 
 def disabled() -> bool:

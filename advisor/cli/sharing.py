@@ -135,23 +135,25 @@ def forget(key: str | None, everything: bool, cache: str | None) -> Parts:
     records = open_records(cache)
     versions = records.named(key)
     stuck = [f"{line}; nothing was removed from this store" for line in records.unreachable]
-    counts = Counter(name.record_id for _store, name in versions)
     readable: dict[str, Record] = {}
     with contextlib.suppress(StoreError):
         held = records.held(RecordFilter(id=(key or "").partition("@")[0]))
-        readable = {one.name.record_id: one.record for one in held if one.name.record_id in counts}
+        named = {name.record_id for _store, name in versions}
+        readable = {one.name.record_id: one.record for one in held if one.name.record_id in named}
     keys = {name.record_key for _store, name in versions}
     artifacts = [one for one in records.artifacts.listed() if one[1].record_key in keys]
     for record in readable.values():
         forget_studies(records, record)
-    records.remove([*versions, *((store, label) for store, label, _bytes in artifacts)])
+    gone = records.remove([*versions, *((store, label) for store, label, _bytes in artifacts)])
+    counts = Counter(one.record_id for one in gone if isinstance(one, Name))
     stuck += [f"{line}; this version stays" for line in records.stuck]
     for line in stuck:
         warn(line)
     for id, count in counts.items():
         what = readable[id].target.name if id in readable else "an unreadable record"
         yield f"forgetting {id} {what} ({count} version{'s' * (count > 1)})"
-    if not counts:
+    if not versions:
         yield "nothing to forget"
-    removed = {"forgotten": list(readable), "damaged": len(counts) - len(readable)}
+    forgotten = [id for id in readable if id in counts]
+    removed = {"forgotten": forgotten, "damaged": len(counts) - len(forgotten)}
     yield Output(lambda: removed, code=FAILED if stuck else DONE)

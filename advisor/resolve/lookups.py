@@ -412,4 +412,7 @@ def set_up_logging() -> None:
         handler.setFormatter(logging.Formatter("advisor %(levelname)s %(message)s"))
         _log.addHandler(handler)
         named = logging.getLevelNamesMapping().get(level.upper())
-        _log.setLevel(named if named is not None else logging.INFO)
+        _log.setLevel(logging.INFO if named is None else named)
+        if named is None and _speaks():
+            known = "expected debug, info, warning or error; it counts as info"
+            _log.warning("ADVISOR_LOG=%s: %s", printable(level), known)

@@ -88,9 +88,9 @@ class Request:
         plan = Plan.of(length | length_given(own.pop("length", None)))
         unchanged = {name: own.pop(name) for name in ("fits", "quiet") if name in own}
         cache = urls_of(own.pop("store", None))
-        may_ask = {row.keyword for row in rows(Task).values() if row.asked}
-        described = {n: v for n, v in (model.given | permit.given).items() if n in may_ask}
-        given = {"mode": "train"} | checked(Task, own | described)
+        check_type("capture", capture, bool | None, "True or False")
+        found = checked(Task, own | model.given | permit.given)
+        given = {"mode": "train"} | {n: v for n, v in found.items() if rows(Task)[n].asked}
         named = _known_batch(given, batch)
         if batch not in (None, "free") and named is None:
             raise UsageError(f"batch {batch!r}: expected a number of at least 1, or 'free'")

@@ -208,7 +208,7 @@ def test_gc_takes_what_one_wrote_and_is_damaged(records: Records, store: ByteSto
         assert reasons(records, store) == {text: "damaged: its bytes were changed"}
         (gone,) = garbage(records, store)
         assert (gone.kind, gone.key.record_id) == ("damaged", bad.id)
-        assert records.remove([(gone.store, gone.key)]) == 1
+        assert records.remove([(gone.store, gone.key)]) == [gone.key]
         assert records.all() == [good] and not records.damaged
     strict = Records(store, keyring=MINE, check=lambda _record: "an unknown knob")
     assert strict.all() == [] and reasons(strict, store) == {}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from advisor.arguments import Model, Permit
 from advisor.errors import UsageError
 from advisor.resolve.request import Request
 from advisor.tuners import environment
@@ -23,6 +24,7 @@ def of(target: object = None, **asked: Any) -> Request:
     return Request.of(target, {**NOTHING, "device": "cpu", **asked})
 
 
+OPTION = "KNOB=OPTION, e.g. batch=--batch-size; KNOB is one of batch, num_workers"
 ADAMW = {"mode": "train", "optimizer": "adamw"}
 ASKED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({}, {"given": {"mode": "train"}}),
@@ -71,6 +73,10 @@ def test_determinism_that_the_process_asks_for(monkeypatch: pytest.MonkeyPatch) 
             for odd in (0, "all", True)
         ),
         (None, {"mode": "test"}, "mode 'test': expected one of train, infer"),
+        (None, {"capture": "yes"}, "capture 'yes': expected True or False"),
+        (Model(data=3), {}, "data 3: expected text on one line"),
+        (Model(any_order="x"), {}, "any order 'x': expected True or False"),
+        (None, {"permit": Permit(map={"batch": 3})}, f"map {{'batch': 3}}: expected {OPTION}"),
     ],
 )
 def test_what_is_refused(target: object, asked: dict[str, Any], said: str) -> None:

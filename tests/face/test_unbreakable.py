@@ -25,6 +25,7 @@ from advisor.cache.stores import open_store
 from advisor.cache.stores.dir import DirStore
 from advisor.tuners.knobs import TORCH
 from tests.builders import lookup_arguments
+from tests.face.commands import script
 from tests.face.test_apply import NET, record, remember
 
 __all__ = ["record"]
@@ -120,7 +121,6 @@ VARIABLES: dict[str, tuple[str, ...]] = {
     "ADVISOR_CACHE": ("floppy:x", "disk:/dev/null/x", "\x01\x02", "dir:" + "x" * 5000),
     "ADVISOR_SECRET": ("²", "\udcff" * 40),
     "ADVISOR_SECRET_FILE": ("/nowhere", "/"),
-    "ADVISOR_LOG": ("²", "\udcff"),
     "WORLD_SIZE": ("²", "-3", "9" * 6000),
     "LOCAL_RANK": ("²", "-1", "9" * 6000),
     **dict.fromkeys(("ADVISOR_SIGNED_ONLY", "RANK"), ("²",)),
@@ -151,6 +151,28 @@ def test_odd_variables(
     assert "please report" not in caplog.text
     assert process() == before
     strictly()
+
+
+@pytest.mark.parametrize("value", ["2", "yes please", "\udcff"])
+@pytest.mark.parametrize(
+    ("variable", "counts"),
+    [
+        ("ADVISOR_LOG", "expected debug, info, warning or error; it counts as info"),
+        ("ADVISOR_DISABLE", "expected 1 or 0; it counts as 1"),
+        ("ADVISOR_KEEP_LOADER", "expected 1 or 0; it counts as 1"),
+    ],
+)
+def test_a_variable_that_means_nothing_is_one_line(
+    record: Any, here: Path, variable: str, counts: str, value: str
+) -> None:
+    source = (
+        "import advisor\n"
+        "for _ in 'ab': advisor.apply(advisor.Model('model.py:Net', device='cpu'))\n"
+        "from advisor.cache import settings\nfor _ in 'ab': settings.is_on('ADVISOR_KEEP_LOADER')\n"
+    )
+    said = script(here, source, **{variable: value}).stderr
+    line = f"{variable}={value}: {counts}".replace("\udcff", "?")
+    assert said.count(line) == 1, said
 
 
 @pytest.mark.parametrize(
