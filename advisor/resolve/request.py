@@ -7,7 +7,6 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advisor.arguments import Model, Permit, length_given, urls_of
@@ -46,7 +45,6 @@ class Request:
         use: how the script uses advice; `fits`: whether it can follow a config.
         plan: the length of the job.
         model, threads: those of a run; None for those of the target and this process.
-        folder: the folder in which a run was started, if known.
         quiet: do not report a miss, because a pilot or a search then takes over.
         wrong: the fault of a wrong argument, which the lookup raises.
     """
@@ -62,7 +60,6 @@ class Request:
     cache: Cache = None
     model: str | None = None
     threads: int | None = None
-    folder: Path | None = None
     quiet: bool = False
     wrong: Exception | None = None
 
@@ -98,9 +95,6 @@ class Request:
             given.pop("optimizer", None)
         if given.get("deterministic") is None and _is_deterministic():
             given["deterministic"] = True
-        folder = None
-        with contextlib.suppress(OSError):  # the current folder was removed
-            folder = Path.cwd()
         return cls(
             target=model.target,
             device=given.pop("device", None) or environment.default_device(),
@@ -110,7 +104,6 @@ class Request:
             use=CAPTURE if capture else LOOP,
             plan=plan,
             cache=cache,
-            folder=folder,
             **unchanged,
         )
 

@@ -238,7 +238,7 @@ def test_three_epochs_compile_nothing_after_the_first(how: str, backend: Backend
     gated.epoch(*begun(charge, looks), EPOCH)
     charge.release()
     open_records(None).put(compiled(looks.seen))
-    told = {"command": ["python", "train.py"], "tune_s": 0, "folder": "", "options": None}
+    told = {"command": ["python", "train.py"], "tune_s": 0, "options": None}
     if how == "apply":
         advisor.apply()
     net, optimizer = begun(charge, LazyGuide(told) if how == "run" else None)
