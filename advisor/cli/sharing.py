@@ -12,10 +12,10 @@ import click
 
 from advisor.cache import exchange, garbage
 from advisor.cache.artifacts import Label
-from advisor.cache.exchange import CopyResult, Wanted
+from advisor.cache.exchange import CopyResult
 from advisor.cache.name import Name
 from advisor.cache.reader import RecordFilter
-from advisor.cache.record import Record
+from advisor.cache.record import Record, Wanted
 from advisor.cache.stores.url import without_password
 from advisor.cli import options
 from advisor.cli.options import DONE, FAILED, Output, Parts, json_or_text, option, warn

@@ -210,7 +210,7 @@ def look_up(request: Request) -> Served:
         return DISABLED
     if request.wrong is not None:
         raise request.wrong
-    if request.target is None and not request.has_model:
+    if request.target is None and request.model is None:
         if request.quiet:
             return missed(AT_FIRST_STEPS, quiet=True)
         raise UsageError("target None: give its name, such as model.py:Net, or the model itself")

@@ -138,11 +138,6 @@ class Request:
         return f"batch {self.batch}{f' within {size(most)}' if most else ''}"
 
     @property
-    def has_model(self) -> bool:
-        """Whether the model itself is known, so that its name does not matter."""
-        return self.use == PILOT or not isinstance(self.target, str | None)
-
-    @property
     def called(self) -> str:
         """The target as a person calls it; '' for a run."""
         target = self.target
