@@ -123,7 +123,7 @@ def apply(
 
 
 def lookup(
-    target: str | nn.Module | Model,
+    target: str | nn.Module | Model | None = None,
     *,
     shape: Shape | Sequence[Shape] | None = None,
     batch: int | str | None = None,
@@ -133,7 +133,7 @@ def lookup(
     store: Store | Cache = None,
     strict: bool = False,
 ) -> Advice:
-    """As `apply`, but without setting flags of the process: call `advice.set_flags()` for that.
+    """As `apply` of a target, but without setting flags of the process: `advice.set_flags()` does.
 
     `lookup(...).explanation` says what was looked for, what was found, and in which fields every
     other record of the target differs.
