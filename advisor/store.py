@@ -103,7 +103,7 @@ class Store:
         from advisor.errors import StoreError
 
         records = self._open()
-        going = garbage.all_garbage(records)
+        going = garbage.find_garbage(records)
         _warn(records)
         if not dry_run:
             records.remove((one.store, one.key) for one in going)

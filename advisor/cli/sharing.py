@@ -103,7 +103,7 @@ def _copied(rows: Iterable[CopyResult], where: str) -> Parts:
 def gc(remove: bool, kinds: str | None, cache: str | None) -> Parts:
     """List or remove superseded, stale and damaged records, and oversized artifacts."""
     records = open_records(cache)
-    going = garbage.all_garbage(records, [kinds] if kinds else garbage.KINDS)
+    going = garbage.find_garbage(records, [kinds] if kinds else garbage.KINDS)
     options.complain(records)
     if remove:
         records.remove((one.store, one.key) for one in going)
