@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from advisor.arguments import Model, Permit, length_given, urls_of
@@ -66,12 +67,10 @@ class Request:
     @classmethod
     def of(cls, target: object, asked: Mapping[str, Any]) -> Request:
         """A request from the arguments of `advisor.apply`, from fields of a Task by keyword, and
-        `steps`, `duration`, `fits` and `quiet`. Raises UsageError if one is wrong."""
+        `fits` and `quiet`. Raises UsageError if one is wrong."""
         model, own = Model.of(target), dict(asked)  # type: ignore[arg-type]
-        if not isinstance(model.target, str | None) and not isinstance(
-            model.target, torch.nn.Module
-        ):
-            raise UsageError(f"target {model.target!r}: expected a target's name or an nn.Module")
+        kinds = (str, NoneType, torch.nn.Module)
+        check_type("target", model.target, kinds, "a target's name or an nn.Module")
         permit = own.pop("permit", Permit())
         check_type("permit", permit, Permit)
         if (tune := own.pop("tune", None)) is not None and model.target is not None:
@@ -81,8 +80,7 @@ class Request:
                 "out, or measure the target before, with advisor tune"
             )
         batch, capture = own.pop("batch", None), own.pop("capture", False)
-        length = {name: own.pop(name, None) for name in ("steps", "duration")}
-        plan = Plan.of(length | length_given(own.pop("length", None)))
+        plan = Plan.of(length_given(own.pop("length", None)))
         unchanged = {name: own.pop(name) for name in ("fits", "quiet") if name in own}
         cache = urls_of(own.pop("store", None))
         check_type("capture", capture, bool | None, "True or False")

@@ -16,7 +16,7 @@ from advisor.tuners.search.plan import Plan
 from tests.cache import examples
 
 NOTHING: dict[str, Any] = dict.fromkeys(
-    ("batch", "capture", "store", "steps", "duration", "shape", "device", "mode")
+    ("batch", "capture", "store", "length", "shape", "device", "mode")
 )
 
 
@@ -34,8 +34,8 @@ ASKED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
         {"given": {"shapes": ((8, 3, 4, 4),), **ADAMW, "compile": False}, "batch": 8},
     ),
     ({"target": "model.py", "capture": True}, {"target": "model.py", "use": "capture"}),
-    ({"device": "cuda:1", "steps": 900}, {"device": "cuda:1", "plan": Plan(steps=900)}),
-    ({"duration": "2h", "store": "dir:/a"}, {"plan": Plan(duration_s=7200.0), "cache": "dir:/a"}),
+    ({"device": "cuda:1", "length": 900}, {"device": "cuda:1", "plan": Plan(steps=900)}),
+    ({"length": "2h", "store": "dir:/a"}, {"plan": Plan(duration_s=7200.0), "cache": "dir:/a"}),
     ({"shape": "8x3", "batch": 4}, {"batch": 4, "free": False}),
     ({"batch": 1}, {"batch": 1, "free": False}),
     ({"shape": "8x3", "batch": "free"}, {"batch": None, "free": True}),
