@@ -127,7 +127,7 @@ def _table(file: Path) -> dict[str, object] | None:
     if found is not None and not isinstance(found, dict):
         raise UsageError(f"{file}: [tool.advisor]: expected a table")
     if others := {*(found or ())} - {"cache"}:
-        raise UsageError(f"{file}: [tool.advisor] {min(others)}: expected only cache")
+        raise UsageError(f"{file}: [tool.advisor] {min(others)}: no such setting; cache is one")
     return found
 
 
