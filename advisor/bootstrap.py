@@ -62,7 +62,7 @@ class LazyGuide:
         from advisor.resolve.request import Request
 
         run = self._run
-        asked = Request(folder=Path(run["folder"]) if run["folder"] else None)
+        asked = Request()
         if run["tune_s"]:
             from advisor.resolve.online import OnlineTuner
 
@@ -111,14 +111,6 @@ def environment(
         command: as typed; `overrides`: options of the command that a record has set.
         tune_s: seconds of tuning within the run; 0 for none.
     """
-    try:
-        folder = str(Path.cwd())
-    except OSError:  # the folder was removed
-        folder = ""
-    run = {
-        "command": command,
-        "tune_s": tune_s,
-        "folder": folder,
-        "options": dataclasses.asdict(overrides) if overrides is not None else None,
-    }
+    options = dataclasses.asdict(overrides) if overrides is not None else None
+    run = {"command": command, "tune_s": tune_s, "options": options}
     return {RUN: json.dumps(run), **injection_environment(INJECTED)}

@@ -143,38 +143,24 @@ def _tune(task: Task, more: Sequence[str]) -> str:
 def tune_first(request: Request, near: Record | None) -> str:
     """The remedy for a miss: 'run: advisor tune ...', where the nearest record fills in what the
     request leaves open; or a sentence that says what the command still needs."""
-    target, unless, given = _needed(request, near)
-    if target and given["shapes"]:
-        words = _tune(Task(target=target, **given), _cache(request.cache))
-        return f"run{unless}: {words}"
-    needed = [f"on {shlex.quote(target)}" if target else "on your model, named as file.py:Class"]
-    if not given["shapes"]:
-        needed.append("with your batch and one sample as --shape, such as 64x3x256x256")
-    return f"run advisor tune {', '.join(needed)}"
-
-
-def task_first(request: Request, near: Record | None) -> Task | None:
-    """The Task that the command of `tune_first` tunes; None if a part of it is unknown."""
-    target, unless, given = _needed(request, near)
-    known = target and given["shapes"] and not unless
-    return Task(target=target, **given) if known else None
-
-
-def _needed(request: Request, near: Record | None) -> tuple[str, str, dict[str, Any]]:
-    """(Target or '', remark about missing model arguments or '', the other fields of a Task)."""
     nearest = {} if near is None else {name: getattr(local_task(near), name) for name in rows(Task)}
     given = {**nearest, **request.given, "device": _named(request.device)}
-    target, unless = given.pop("target", ""), ""
+    target, unless, shapes = given.pop("target", ""), "", given.pop("shapes", ())
     if isinstance(request.target, str):
         target = request.target
     elif request.given.get("command"):
         target = shlex.join(request.given["command"])
     elif not target and request.target is not None:
         target, unless = _class_of(request.target, given.get("model_args", {}))
-    shapes = given.setdefault("shapes", ())
     if shapes and request.batch and len(shapes) == 1:
-        given["shapes"] = ((request.batch, *shapes[0][1:]),)
-    return target, unless, given
+        shapes = ((request.batch, *shapes[0][1:]),)
+    if target and shapes:
+        words = _tune(Task(target=target, shapes=shapes, **given), _cache(request.cache))
+        return f"run{unless}: {words}"
+    needed = [f"on {shlex.quote(target)}" if target else "on your model, named as file.py:Class"]
+    if not shapes:
+        needed.append("with your batch and one sample as --shape, such as 64x3x256x256")
+    return f"run advisor tune {', '.join(needed)}"
 
 
 def _class_of(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[str, str]:

@@ -8,20 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from advisor.cache.record import Record, Wanted, every
 from advisor.cache.settings import Cache, cache_urls
 from advisor.errors import check_type
 
 if TYPE_CHECKING:
     from advisor.cache.exchange import CopyResult
     from advisor.cache.garbage import Garbage
-    from advisor.cache.record import Record
     from advisor.cache.records import Records
-
-Wanted = Callable[["Record"], bool]
-
-
-def _every(_record: Record) -> bool:
-    return True
 
 
 class Store:
@@ -55,7 +49,7 @@ class Store:
         _warn(records)
         return found
 
-    def export(self, path: str | os.PathLike[str], *, only: Wanted = _every) -> int:
+    def export(self, path: str | os.PathLike[str], *, only: Wanted = every) -> int:
         """Write the records for which `only` is true into the pack `path`. Returns their number.
 
         Raises:
@@ -68,7 +62,7 @@ class Store:
         _warn(records)
         return count
 
-    def import_(self, path: str | os.PathLike[str], *, only: Wanted = _every) -> list[CopyResult]:
+    def import_(self, path: str | os.PathLike[str], *, only: Wanted = every) -> list[CopyResult]:
         """Copy the records of the pack `path` for which `only` is true into the first store that
         can be written. Returns each record's outcome.
 
@@ -80,7 +74,7 @@ class Store:
         return list(exchange.unpack(_file(path, only), self._open(), only)[1])
 
     def sync(
-        self, other: Store | str | os.PathLike[str], *, only: Wanted = _every
+        self, other: Store | str | os.PathLike[str], *, only: Wanted = every
     ) -> list[CopyResult]:
         """Copy the records that `other` lacks into `other`. Returns each record's outcome. Records
         in `other` stay unchanged.
@@ -109,7 +103,7 @@ class Store:
         from advisor.errors import StoreError
 
         records = self._open()
-        going = garbage.all_garbage(records)
+        going = garbage.find_garbage(records)
         _warn(records)
         if not dry_run:
             records.remove((one.store, one.key) for one in going)

@@ -38,14 +38,10 @@ def main() -> None:
         record = advisor.lookup(given.target, shape=given.shape, strict=True).record
     assert record is not None
     rows = []
-    table = Table("what has changed", "on a miss", "status", "carried", "said", box=None)
+    table = Table("what has changed", "status", "served", "said", box=None)
     for name, changed in cases(record).items():
-        for on_miss in ("default", "nearest"):
-            row = look_up(name, changed, given, on_miss)
-            if on_miss == "nearest" and row["status"] != "nearest":
-                continue
-            rows.append(row)
-            table.add_row(*(str(row[column]) for column in row))
+        rows.append(row := look_up(name, changed, given))
+        table.add_row(*map(str, row.values()))
     Console(width=200).print(table)
     results.append("matching", {"target": given.target, "rows": rows}, given.results)
 
@@ -81,9 +77,7 @@ def cases(record: Record) -> dict[str, Record | None]:
     }
 
 
-def look_up(
-    name: str, changed: Record | None, given: argparse.Namespace, on_miss: str
-) -> dict[str, str]:
+def look_up(name: str, changed: Record | None, given: argparse.Namespace) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         if changed is not None:
@@ -92,16 +86,14 @@ def look_up(
                 advisor.Model(given.target, optimizer="sgd"),
                 shape=given.shape,
                 store=f"dir:{folder}",
-                on_miss=on_miss,
             )
         else:
             advice = advisor.lookup(given.target, shape=given.shape)
             advice.prepare(nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)))
     return {
         "changed": name,
-        "on_miss": on_miss,
         "status": advice.status,
-        "carried": ", ".join(f"{k}={v}" for k, v in advice.config.items()) or "nothing",
+        "served": ", ".join(f"{k}={v}" for k, v in advice.config.items()) or "nothing",
         "said": " | ".join(str(one.message) for one in seen),
     }
 

@@ -156,7 +156,7 @@ class Explanation:
         refused: one line for each record that may not be used.
         failed: one line for each store that could not be read.
         served: id of the record whose advice is served, or ''.
-        status: 'exact', 'stale', 'nearest' or 'miss'; `reason` as `advice.reason`.
+        status: 'exact', 'stale' or 'miss'; `reason` as `advice.reason`.
         near_misses: the other records of the target, the nearest first.
     """
 

@@ -6,7 +6,7 @@ They are copied unmodified: fields of a newer version and each owner's signature
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -14,18 +14,12 @@ from msgspec import Struct
 
 from advisor.cache.name import Name
 from advisor.cache.reader import AT_ONCE
-from advisor.cache.record import Record
+from advisor.cache.record import Record, Wanted, every
 from advisor.cache.records import Records
 from advisor.cache.shown import size
 from advisor.cache.stores import BLOBS, ByteStore
 from advisor.cache.stores.disk import PackStore, write_pack
 from advisor.errors import NoRecord, RecordDamaged, Unauthorized, UsageError
-
-Wanted = Callable[[Record], bool]
-
-
-def every(_record: Record) -> bool:
-    return True
 
 
 class CopyResult(Struct, frozen=True, kw_only=True):

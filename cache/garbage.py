@@ -38,17 +38,12 @@ class Garbage(Struct, frozen=True, kw_only=True):
 KINDS = "superseded", "stale", "damaged", "oversized"  # only artifacts can be oversized
 
 
-def all_garbage(records: Records, kinds: Sequence[str] = KINDS) -> list[Garbage]:
+def find_garbage(records: Records, kinds: Sequence[str] = KINDS) -> list[Garbage]:
     """The garbage of all stores. Stores that cannot be read are in the records' `unreachable`.
     Raises StoreError if no store can be read."""
-    there = records.of_each(lambda store: garbage(records, store))
-    return [one for _store, going in there for one in going if one.kind in kinds]
-
-
-def garbage(records: Records, store: ByteStore) -> list[Garbage]:
-    """The garbage of one store. Raises StoreError if the store cannot be read."""
-    found = [*_versions(records, store), *_artifacts(records, store)]
-    return [Garbage(store=store, key=key, reason=reason) for key, reason in found]
+    there = records.of_each(lambda one: [*_versions(records, one), *_artifacts(records, one)])
+    going = (Garbage(store=at, key=key, reason=why) for at, found in there for key, why in found)
+    return [one for one in going if one.kind in kinds]
 
 
 def _versions(records: Records, store: ByteStore) -> Iterator[tuple[StoreKey, str]]:

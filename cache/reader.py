@@ -20,7 +20,6 @@ from advisor.cache.stores import ByteStore
 from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged
 
-ORIGINS_AT_ONCE = 1000  # in one request to a server; a script's folder may hold more files
 AT_ONCE = 64  # records that are fetched in one request
 
 Read = Callable[[Name, "bytes | RecordDamaged"], Record]
@@ -49,7 +48,7 @@ class RecordFilter:
 
     Attributes:
         model: the whole fingerprint; `id` the start of a key's.
-        target: its name; `file`: only the name of its file or module; `origins`: possible origins.
+        target: its name; `file`: only the name of its file or module.
         command: as `command_digest`.
         similar_to: a key; finds records of its model, or of this `family`.
         query, now: what a store that searches sorts by; `now` is the target as its file is now.
@@ -59,7 +58,6 @@ class RecordFilter:
     model: str | None = None
     target: str | None = None
     file: str | None = None
-    origins: frozenset[str] | None = None
     command: str | None = None
     id: str = ""
     batch: int | None = None
@@ -71,22 +69,22 @@ class RecordFilter:
 
     def keys(self, store: ByteStore) -> list[str]:
         """The keys in a store that may match; all keys, if the store does not search."""
-        if self.origins == frozenset():
-            return []
-        narrow = (self.model, self.target, self.file, self.origins, self.command, self.similar_to)
-        if not store.searches or (narrow == (None,) * 6 and not self.id):
+        narrow = (
+            self.model,
+            self.target,
+            self.file,
+            self.command,
+            self.similar_to,
+            self.id or None,
+        )
+        if not store.searches or narrow == (None,) * 6:
             return store.keys()
-        asked, origins = self.question(), sorted(map(text_digest, self.origins or ()))
-        found: dict[str, None] = {}
-        for start in range(0, len(origins) or 1, ORIGINS_AT_ONCE):
-            some = {"origins": origins[start : start + ORIGINS_AT_ONCE]} if origins else {}
-            found |= dict.fromkeys(store.search(asked | some))
-        return [*found]
+        return store.search(self.question())
 
     def question(self) -> dict[str, Any]:
-        """The filter as plain data without its origins, for a store that searches."""
+        """The filter as plain data, for a store that searches."""
         asked = {name: getattr(self, name) for name in ("model", "file", "command", "batch")}
-        asked |= {"target": self.target and text_digest(self.target), "id": self.id or None}
+        asked |= {"target": self.digest, "id": self.id or None}
         if self.query is not None:
             asked |= {"wanted": to_plain(self.query.stated), "near": self.query.batch}
         if self.now is not None:
@@ -97,33 +95,29 @@ class RecordFilter:
         return {name: value for name, value in asked.items() if value is not None}
 
     @property
-    def digests(self) -> frozenset[str] | None:
-        """Digests of the target, or of the origins; a name must hold one. None: any name fits."""
-        if self.target is not None:
-            return frozenset((text_digest(self.target),))
-        return None if self.origins is None else frozenset(map(text_digest, self.origins))
+    def digest(self) -> str | None:
+        """The digest of the target's name; None for any target."""
+        return self.target and text_digest(self.target)
 
     def matches(self, record: Record) -> bool:
-        """Whether a record is of this model, target and origin."""
-        target = record.target
+        """Whether a record is of this model and target."""
+        name = record.target.name
         if self.similar_to is not None and record.key.model != self.similar_to.model:
             return bool(self.family) and record.family == self.family
         return (
             self.model in (None, record.key.model)
             and self.command in (None, command_digest(record.key.task.command))
-            and self.target in (None, target.name)
-            and self.file in (None, target.name.partition(":")[0])
-            and (self.origins is None or target.origin in self.origins)
+            and self.target in (None, name)
+            and self.file in (None, name.partition(":")[0])
         )
 
     def versions(self, store: ByteStore, keyring: KeyRing) -> tuple[list[list[Name]], set[str]]:
         """The names of all versions of each record in a store to read, if one of the versions is of
-        the wanted target and origin; and the keys of the records beyond `most`."""
-        start, digests = PREFIX + (self.model or "")[:12], self.digests
+        the wanted target; and the keys of the records beyond `most`."""
+        start, digest = PREFIX + (self.model or "")[:12], self.digest
         texts = [text for text in self.keys(store) if text.startswith(start)]
-        if digests is not None:  # of target and origin; not parsed yet, as there may be thousands
-            some = (one for one in texts if one[20:32] in digests or one[33:45] in digests)
-            models = tuple({one[:20] for one in some})
+        if digest is not None:  # not parsed yet, as there may be thousands
+            models = tuple({one[:20] for one in texts if one[20:32] == digest})
             texts = [text for text in texts if text.startswith(models)]
         names: list[Name] = []
         for text in texts:
@@ -134,7 +128,7 @@ class RecordFilter:
             for key, several in grouped(names, lambda name: name.record_key).items()
             if several[0].id.startswith(self.id)
             and self.batch in (None, several[0].batch)
-            and (digests is None or any(digests.intersection(name.target) for name in several))
+            and (digest is None or any(digest == name.target[0] for name in several))
         }
         left: set[str] = set()
         if self.most is not None and len(found) > self.most:
@@ -157,7 +151,7 @@ class Listing:
     ) -> None:
         self.held: list[StoredRecord] = []
         self.damaged: list[str] = []
-        self._store, self._read, self._digests = store, read, wanted.digests
+        self._store, self._read, self._digest = store, read, wanted.digest
         versions, self.left = wanted.versions(store, keyring)
         for start in range(0, len(versions), AT_ONCE):
             orders = list(map(ranked, versions[start : start + AT_ONCE]))
@@ -176,8 +170,8 @@ class Listing:
         if one is None:
             return
         yield one
-        digest, wanted = one.record.key.digest, self._digests
-        targets = {name.target for name in names if wanted is None or wanted & {*name.target}}
+        digest, wanted = one.record.key.digest, self._digest
+        targets = {name.target for name in names if wanted in (None, name.target[0])}
         for target in sorted(targets - {one.name.target}):
             # Names that others give to a record of the reader's own do not count.
             fit = [n for n in names if n.target == target and n.trusted >= one.name.trusted]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -231,6 +231,13 @@ class Record:
                 name = "batch free" if one.use == LOOP else f"{name}, batch free"
             found.setdefault(one.choice.config, (name, one.choice))
         return dict(found.values())
+
+
+Wanted = Callable[[Record], bool]
+
+
+def every(_record: Record) -> bool:
+    return True
 
 
 _NAMES = {

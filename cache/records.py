@@ -219,16 +219,16 @@ class Records:
     def first_writable(self) -> ByteStore:
         return next(store for store, _ in self.of_each(lambda store: store.check_writable()))
 
-    def remove(self, going: Iterable[tuple[ByteStore, StoreKey]]) -> int:
-        """Remove these keys of stores. Returns how many there were."""
-        count = 0
+    def remove(self, going: Iterable[tuple[ByteStore, StoreKey]]) -> list[StoreKey]:
+        """Remove these keys of stores. Returns those that were there and are gone."""
+        gone: list[StoreKey] = []
         self.stuck = []
         for store, one in going:
             try:
-                count += store.delete(one.text)
+                gone += [one] * store.delete(one.text)
             except StoreError as exc:
                 self.stuck.append(f"{one.record_id}: {exc}")
-        return count
+        return gone
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,20 +1,21 @@
-"""Settings of a project or a shell: the stores, and what a miss does."""
+"""Settings of a project or a shell: the stores, and switches."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from advisor.errors import UsageError, reason
+from advisor.errors import UsageError, printable, reason
+
+_log = logging.getLogger("advisor")
 
 _MAX_BYTES = 2**22
-ON_MISS = ("default", "nearest", "request")
-KNOWN = ("cache", "on-miss")
 MAX_ARTIFACTS = 64 * 2**20  # default for the most bytes of one config's artifacts, packed
 _MENTIONED = re.compile(rb"tool\s*\.\s*advisor|^\s*advisor\b", re.MULTILINE)
 _BETWEEN = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]+:|[/~.])")
@@ -64,7 +65,17 @@ def _split(one: object) -> list[str]:
 
 
 def is_on(variable: str) -> bool:
-    return os.environ.get(variable, "") not in ("", "0")
+    return _means_on(variable, os.environ.get(variable, ""))
+
+
+@functools.cache
+def _means_on(variable: str, value: str) -> bool:
+    """Whether a variable's value means on. A value that means nothing counts as on."""
+    if value.lower() in ("", "0", "false", "no", "off"):
+        return False
+    if value.lower() not in ("1", "true", "yes", "on") and os.environ.get("RANK", "0") == "0":
+        _log.warning("%s=%s: expected 1 or 0; it counts as 1", variable, printable(value))
+    return True
 
 
 def disabled() -> bool:
@@ -82,19 +93,19 @@ def max_artifacts() -> int:
         raise UsageError(f"{exc}, or 0 to keep none") from exc
 
 
-def on_miss() -> str | None:
-    """$ADVISOR_ON_MISS, else [tool.advisor] on-miss, else None."""
-    if variable := os.environ.get("ADVISOR_ON_MISS"):
-        return variable
-    file, table = _project()
-    found = table.get("on-miss")
-    if found is not None and not isinstance(found, str):
-        raise UsageError(f"{file}: [tool.advisor] on-miss: expected text, got {found!r}")
-    return found
-
-
 def _project_urls() -> list[str]:
-    file, table = _project()
+    """[tool.advisor] cache of the nearest pyproject.toml that has such a table, upward from the
+    current folder, else from the running script's; a relative path starts from its folder."""
+    starts = []
+    with contextlib.suppress(OSError):  # the current folder is gone
+        starts.append(Path.cwd())
+    if script := getattr(sys.modules.get("__main__"), "__file__", None):
+        with contextlib.suppress(OSError, RuntimeError, TypeError, ValueError):
+            starts.append(Path(script).resolve().parent)
+    folders = dict.fromkeys(folder for start in starts for folder in (start, *start.parents))
+    files = (file for folder in folders if os.path.lexists(file := folder / "pyproject.toml"))
+    found = ((file, table) for file in files if (table := _table(file)) is not None)
+    file, table = next(found, (Path(), {}))
     given = table.get("cache", [])
     listed = [given] if isinstance(given, str) else given
     if not isinstance(listed, list) or not all(isinstance(url, str) and url for url in listed):
@@ -106,22 +117,6 @@ def _project_urls() -> list[str]:
     return [ProjectUrl(_RELATIVE.sub(beside_it, url)) for one in listed for url in _split(one)]
 
 
-def _project() -> tuple[Path, dict[str, object]]:
-    """[tool.advisor] of the nearest pyproject.toml that has it, upward from the current folder,
-    else from the running script's; empty if none has."""
-    starts = []
-    with contextlib.suppress(OSError):  # the current folder is gone
-        starts.append(Path.cwd())
-    if script := getattr(sys.modules.get("__main__"), "__file__", None):
-        with contextlib.suppress(OSError, RuntimeError, TypeError, ValueError):
-            starts.append(Path(script).resolve().parent)
-    folders = dict.fromkeys(folder for start in starts for folder in (start, *start.parents))
-    for file in (folder / "pyproject.toml" for folder in folders):
-        if os.path.lexists(file) and (table := _table(file)) is not None:
-            return file, table
-    return Path(), {}
-
-
 def _table(file: Path) -> dict[str, object] | None:
     from advisor.cache.stores.filesystem import read_regular  # here: the stores import this module
 
@@ -131,9 +126,8 @@ def _table(file: Path) -> dict[str, object] | None:
         raise UsageError(f"{file}: cannot be read ({reason(exc)})") from exc
     if found is not None and not isinstance(found, dict):
         raise UsageError(f"{file}: [tool.advisor]: expected a table")
-    for name in found or ():
-        if name not in KNOWN:
-            raise UsageError(f"{file}: [tool.advisor] {name}: expected one of {', '.join(KNOWN)}")
+    if others := {*(found or ())} - {"cache"}:
+        raise UsageError(f"{file}: [tool.advisor] {min(others)}: no such setting; cache is one")
     return found
 
 

@@ -131,9 +131,6 @@ class Knob:
     conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
     """Values of other knobs that permit only this knob's first value."""
     permitted: Callable[[Mapping[str, Any], Value], bool] | None = None  # by a task's given fields
-    transferable: bool = False
-    """May be followed unmeasured from a record of another shape or device: it takes no more
-    memory, changes no other numbers, and cannot fail."""
     shown: Callable[[Value], str] | None = None  # default: 'name', 'no name' or 'name=value'
     caveats: Mapping[Value, str] = field(default_factory=dict)  # limits of a short comparison
     stage: str = COMPUTE  # a workload's INPUT knobs are measured last, with the user's data
@@ -363,7 +360,6 @@ KNOBS: tuple[Knob, ...] = (
             value in ("default", *given.get("precisions", PRECISIONS))
             and (value != "fp8" or fp8.installed())
         ),
-        transferable=True,
         guess="alone",
         shown=str,
         script=_own_precision,
@@ -381,7 +377,6 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="channels_last",
         summary="channels-last memory format of weights and inputs (NHWC, NDHWC)",
-        transferable=True,
         values=_off_on(lambda here: here.convolves and here.dimensions in (4, 5)),
         guess="alone",
         script=_own_layout,
@@ -405,7 +400,6 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="cudnn_deterministic",
         summary="deterministic algorithms only (fixed by --deterministic)",
-        transferable=True,
         values=lambda here: (here.deterministic,),
         flag=Flag(set=_set_deterministic, now=_Determinism.now, back=_Determinism.put),
     ),
@@ -421,7 +415,6 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="fused_optimizer",
         summary="one fused kernel for the optimizer step (torch's default on CUDA is foreach)",
-        transferable=True,
         values=_off_on(lambda here: here.device == "cuda" and here.training),
         numerics=True,
         guess="leader",
@@ -549,7 +542,6 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="pin_memory",
         summary="page-locked host memory with asynchronous copies to the device",
-        transferable=True,
         # Without workers, pinning gains nothing.
         values=_off_on(lambda here: here.device == "cuda" and here.workers > 0),
         conflicts={"num_workers": (0,)},

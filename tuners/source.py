@@ -52,13 +52,6 @@ def digest(path: Path, names: tuple[str, ...]) -> str:
     return _known(path, names)[1]
 
 
-def imported_by(script: Path) -> set[Path]:
-    """The project's files that a script imports, as found in MAX_SOURCE_BYTES of source."""
-    with contextlib.suppress(TargetError):
-        return set(_known(script, (ALL,))[0])
-    return set()
-
-
 def _known(path: Path, names: tuple[str, ...]) -> tuple[dict[Path, _Stamp], str]:
     """As `_read`, but cached until one of the files changes. Raises TargetError."""
     known = _KNOWN.get((path, names))

@@ -10,7 +10,6 @@ from typing import Any
 import click
 from click.shell_completion import get_completion_class
 
-from advisor.cache import settings
 from advisor.cache.artifacts import compiled_digest
 from advisor.cache.codec import to_plain
 from advisor.cache.name import record_key
@@ -162,20 +161,11 @@ def emit(framework: str, key: str, batch: str | None, cache: str | None) -> Outp
     return Output(lambda: text.data(found), [text.text(found).removesuffix("\n")])
 
 
-_SERVED = ("default", "nearest")
-"""Values of $ADVISOR_ON_MISS without side effects; 'request' asks a server for a tuning."""
-
-
 @click.command(cls=OrCommand)
 @options.target_argument
 @options.row_options(Task, asked=True)
 @option("--batch N|free", "A batch other than --shape's, or the best one.")
 @option("--capture", "Look up for a script that uses advice.capture.")
-@option(
-    "--on-miss",
-    "If no record fits. default: torch's defaults; nearest: the safe part of the nearest record.",
-    type=click.Choice(_SERVED),
-)
 @option("--strict", "Exit code 1 if no record fits.")
 @options.cache
 @json_or_text
@@ -205,8 +195,6 @@ def _why(target: str, asked: dict[str, Any], strict: bool) -> Parts:
     batch = asked["batch"]
     if batch is not None and batch.isdecimal() and len(batch) < 10:
         asked["batch"] = int(batch)  # the request refuses other texts
-    if asked["on_miss"] is None and settings.on_miss() not in _SERVED:
-        asked["on_miss"] = "default"  # `why` tunes nothing
     request = Request.of(target, asked)
     served = look_up(request)
     found, batch = served.explanation, served.config.batch or request.batch

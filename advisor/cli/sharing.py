@@ -12,10 +12,10 @@ import click
 
 from advisor.cache import exchange, garbage
 from advisor.cache.artifacts import Label
-from advisor.cache.exchange import CopyResult, Wanted
+from advisor.cache.exchange import CopyResult
 from advisor.cache.name import Name
 from advisor.cache.reader import RecordFilter
-from advisor.cache.record import Record
+from advisor.cache.record import Record, Wanted
 from advisor.cache.stores.url import without_password
 from advisor.cli import options
 from advisor.cli.options import DONE, FAILED, Output, Parts, json_or_text, option, warn
@@ -103,7 +103,7 @@ def _copied(rows: Iterable[CopyResult], where: str) -> Parts:
 def gc(remove: bool, kinds: str | None, cache: str | None) -> Parts:
     """List or remove superseded, stale and damaged records, and oversized artifacts."""
     records = open_records(cache)
-    going = garbage.all_garbage(records, [kinds] if kinds else garbage.KINDS)
+    going = garbage.find_garbage(records, [kinds] if kinds else garbage.KINDS)
     options.complain(records)
     if remove:
         records.remove((one.store, one.key) for one in going)
@@ -135,23 +135,25 @@ def forget(key: str | None, everything: bool, cache: str | None) -> Parts:
     records = open_records(cache)
     versions = records.named(key)
     stuck = [f"{line}; nothing was removed from this store" for line in records.unreachable]
-    counts = Counter(name.record_id for _store, name in versions)
     readable: dict[str, Record] = {}
     with contextlib.suppress(StoreError):
         held = records.held(RecordFilter(id=(key or "").partition("@")[0]))
-        readable = {one.name.record_id: one.record for one in held if one.name.record_id in counts}
+        named = {name.record_id for _store, name in versions}
+        readable = {one.name.record_id: one.record for one in held if one.name.record_id in named}
     keys = {name.record_key for _store, name in versions}
     artifacts = [one for one in records.artifacts.listed() if one[1].record_key in keys]
     for record in readable.values():
         forget_studies(records, record)
-    records.remove([*versions, *((store, label) for store, label, _bytes in artifacts)])
+    gone = records.remove([*versions, *((store, label) for store, label, _bytes in artifacts)])
+    counts = Counter(one.record_id for one in gone if isinstance(one, Name))
     stuck += [f"{line}; this version stays" for line in records.stuck]
     for line in stuck:
         warn(line)
     for id, count in counts.items():
         what = readable[id].target.name if id in readable else "an unreadable record"
         yield f"forgetting {id} {what} ({count} version{'s' * (count > 1)})"
-    if not counts:
+    if not versions:
         yield "nothing to forget"
-    removed = {"forgotten": list(readable), "damaged": len(counts) - len(readable)}
+    forgotten = [id for id in readable if id in counts]
+    removed = {"forgotten": forgotten, "damaged": len(counts) - len(forgotten)}
     yield Output(lambda: removed, code=FAILED if stuck else DONE)

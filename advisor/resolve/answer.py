@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from advisor.cache.config import Config
-from advisor.cache.match import Query
 from advisor.cache.record import (
     CAPTURE,
     FLAGS,
@@ -271,53 +270,6 @@ def gain(record: Record, use: str) -> str:
         held = f"; verified against fp32: {check.reason}"
     doubt = unverified(record, choice.config) or held
     return f"{times(choice.speedup)} {record.key.task.baseline} ({spread}){doubt}"
-
-
-def carry_over(record: Record, request: Request, query: Query) -> Served:
-    """The part of a similar record's config that is safe to use unmeasured.
-
-    These are the `Knob.transferable` knobs that this device and the request permit. The batch is
-    the script's own, or the record's for the same sample on a device with no less memory.
-    """
-    from advisor.tuners.environment import cpu_has_bf16
-
-    here, there = query.environment.device, record.key.environment.device
-    sample = query.sample or record.key.task.sample
-    choice = record.winner(request.use)
-    held = choice.config | record.input
-    sound = not unverified(record, choice.config)
-    context = knobs.SearchContext(
-        device=here.kind,
-        capability=here.compute_capability,
-        cpu_bf16=here == there and cpu_has_bf16(),
-        dimensions=len(sample) + 1,
-        training=request.given["mode"] == "train",
-        deterministic=bool(request.given.get("deterministic")),
-        workers=1,
-    )
-
-    def is_safe(knob: knobs.Knob, value: Any) -> bool:
-        alone = Config({knob.name: value})
-        return (
-            knob.transferable
-            and value in knob.values(context)
-            and knobs.permits(request.given, alone)
-            and request.fits(record, alone)
-            and (sound or not knobs.needs_comparison(alone))
-        )
-
-    mine = (knob for knob in knobs.KNOBS if knob.name in held)
-    found = Config({k.name: held[k.name] for k in mine if is_safe(k, held[k.name])})
-    fits = sample == record.key.task.sample and here.memory_gib >= there.memory_gib
-    batch = request.batch or (record.batch if fits else None)
-    return Served(
-        config=found if batch is None else found.at(batch),
-        status="nearest",
-        reason=f"carried over, not measured: {knobs.described(found, nothing='nothing')}",
-        record=record,
-        use=request.use,
-        default=Config(record.baseline.config | knobs.TORCH),
-    )
 
 
 def doubtful(record: Record) -> bool:

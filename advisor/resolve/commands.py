@@ -62,7 +62,7 @@ def served_to_run(command: Sequence[str], found: Sequence[StoredRecord], cache: 
     raced = (one for one in known if one.compares and _is_of_this_device(one))
     record = next(raced, known[0])
     key, device = record.key, device_for(record)
-    asked = Request(cache=cache, on_miss="default", device=device, model=key.model)
+    asked = Request(cache=cache, device=device, model=key.model)
     served = look_up(asked.of_run(key.task))
     if served.record is None:
         return served

@@ -38,12 +38,13 @@ from advisor.errors import (
     NoRecord,
     RecordDamaged,
     StoreError,
+    UsageError,
     printable,
 )
 from advisor.open_store import Cache, open_records
-from advisor.resolve.answer import answer, carry_over
+from advisor.resolve.answer import answer
 from advisor.resolve.request import Fits, Request
-from advisor.resolve.target_resolver import CODE, TargetResolver, script
+from advisor.resolve.target_resolver import CODE, TargetResolver
 from advisor.tuners import knobs
 from advisor.tuners.act.advice_usage import EXACT, STALE, Served
 from advisor.tuners.act.ranks import Group
@@ -63,6 +64,7 @@ PATIENCE_S = 2.0
 WAIT_S = 60.0
 """Seconds that ranks wait for rank 0's lookup, which usually takes milliseconds."""
 DISABLED = Served(status="disabled", reason="ADVISOR_DISABLE is set")
+AT_FIRST_STEPS = "the run's record is looked up at its first training steps"
 GOES_ON = "Training goes on unmodified"
 _calls = itertools.count()
 _log = logging.getLogger("advisor")
@@ -77,7 +79,6 @@ def apply(
     permit: Permit = Permit(),
     length: int | str | None = None,
     store: Store | Cache = None,
-    on_miss: str | None = None,
     tune: float | str | None = None,
     strict: bool = False,
 ) -> Advice:
@@ -88,7 +89,7 @@ def apply(
 
     Args:
         target: a name as for `advisor tune`, the model itself, or an `advisor.Model`. None: the run
-            of this script, or a model that the script defines or imports.
+            of this script.
         shape: shape of one batch, (64, 3, 256, 256) or '64x3x256x256', or a list of shapes.
         batch: another batch size than shape's, or 'free' for the best one that was found.
         capture: the script gives its step to `advice.capture`.
@@ -96,8 +97,6 @@ def apply(
         length: of this job: its steps, as 500, or its time, as '2h', first step included.
         store: an `advisor.Store`, or one or several URLs; default: $ADVISOR_CACHE, else
             [tool.advisor] cache in pyproject.toml, else the user's cache folder.
-        on_miss: 'default', 'nearest' (the safe part of the nearest record) or 'request' (ask a
-            server for a tuning).
         tune: without a target: seconds, or '10m', in which a run that is not tuned yet tries
             configs between its steps. The run continues with the best and stores it.
         strict: raise instead of warning.
@@ -132,10 +131,9 @@ def lookup(
     permit: Permit = Permit(),
     length: int | str | None = None,
     store: Store | Cache = None,
-    on_miss: str | None = None,
     strict: bool = False,
 ) -> Advice:
-    """As `apply`, but without setting flags of the process: call `advice.set_flags()` for that.
+    """As `apply` of a target, but without setting flags of the process: `advice.set_flags()` does.
 
     `lookup(...).explanation` says what was looked for, what was found, and in which fields every
     other record of the target differs.
@@ -212,6 +210,10 @@ def look_up(request: Request) -> Served:
         return DISABLED
     if request.wrong is not None:
         raise request.wrong
+    if request.target is None and request.model is None:
+        if request.quiet:
+            return missed(AT_FIRST_STEPS, quiet=True)
+        raise UsageError("target None: give its name, such as model.py:Net, or the model itself")
     resolver = TargetResolver(request, request.query())
     records = open_records(request.cache, patient=False, fallback=True)
     found = Explanation(target=request.called, query=resolver.query)
@@ -257,8 +259,7 @@ def _choose(held: Sequence[StoredRecord], request: Request, resolver: TargetReso
 
 
 def _served(request: Request, resolver: TargetResolver, match: Match, found: Explanation) -> Served:
-    """The answer of a match, STALE if its record is stale or differs from the request; else the
-    safe part of the nearest record if `on_miss` says so, else a miss."""
+    """The answer of a match, STALE if its record is stale or differs from the request."""
     near, answered = match.record, match.answer
     differs = ", ".join(map(str, match.differs))
     if answered is not None:
@@ -276,21 +277,7 @@ def _served(request: Request, resolver: TargetResolver, match: Match, found: Exp
             )
         reason = f"{served.reason}; {why}"
         return dataclasses.replace(served, reason=reason, notice=notice, status=STALE)
-    here = resolver.query.environment.device.kind
-    similar = near is not None and near.key.environment.device.kind == here
-    if near is not None and similar and not match.refused and request.miss_action == "nearest":
-        served = carry_over(near, request, resolver.query)
-        reason = f"the nearest record, {near.id}, differs in {differs}; {served.reason}"
-        notice = (
-            f"{request.called or near.target.name} was not tuned for this request; {reason}. To "
-            f"tune, {tune_first(request, near)}"
-        )
-        return dataclasses.replace(served, reason=reason, notice=notice)
     why = match.refused or _why_missed(request, resolver, match)
-    if request.miss_action == "request" and not request.quiet:
-        from advisor.resolve.job import request_tuning
-
-        why += f"; {request_tuning(request, resolver.query, near)}"
     faults = [fault for fault in (*found.failed, *found.refused) if fault not in why]
     return missed("; ".join([why, *faults]), quiet=request.quiet)
 
@@ -316,8 +303,6 @@ def _why_missed(request: Request, resolver: TargetResolver, match: Match) -> str
         what = f"{this}{request.called} was not tuned for this request"
         if request.given.get("command"):
             what = "this run was not tuned"
-        elif request.target is None:
-            what = f"nothing was tuned for {script().name} or a module that it imports"
         what += f" on {resolver.query.environment.device.name}"
     if differs:
         what += f" (the nearest record differs in {', '.join(map(str, differs))})"
@@ -427,4 +412,7 @@ def set_up_logging() -> None:
         handler.setFormatter(logging.Formatter("advisor %(levelname)s %(message)s"))
         _log.addHandler(handler)
         named = logging.getLevelNamesMapping().get(level.upper())
-        _log.setLevel(named if named is not None else logging.INFO)
+        _log.setLevel(logging.INFO if named is None else named)
+        if named is None and _speaks():
+            known = "expected debug, info, warning or error; it counts as info"
+            _log.warning("ADVISOR_LOG=%s: %s", printable(level), known)

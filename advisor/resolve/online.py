@@ -52,8 +52,8 @@ _searches = itertools.count()
 
 
 def apply_to_script(model: Model, asked: Mapping[str, Any], *, strict: bool) -> Advice:
-    """The advice for the script's file. Attaches a pilot, which looks up the run's own record."""
-    request = Request.attempt(model, {**asked, "quiet": True})
+    """Advice that changes nothing yet. Attaches a pilot, which looks up the run's own record."""
+    request = Request.attempt(model, {**asked, "quiet": model.mode != "infer"})
     guide, tune = None, asked["tune"]
     try:  # on every rank: only rank 0 looks up, but every rank has a pilot
         given = permissions({n: v for n, v in asked["permit"].given.items() if n in PERMISSIONS})
@@ -67,7 +67,7 @@ def apply_to_script(model: Model, asked: Mapping[str, Any], *, strict: bool) -> 
         request = dataclasses.replace(request, wrong=request.wrong or exc)
     advice = advise(request, strict=strict)
     advice.set_flags()
-    if guide is None or request.wrong or settings.disabled() or request.given["mode"] == "infer":
+    if guide is None or request.wrong or settings.disabled() or not request.quiet:
         return advice
     comparer = None
     if tune is not None:

@@ -7,13 +7,12 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from advisor.arguments import Model, Permit, length_given, urls_of
-from advisor.cache import settings
 from advisor.cache.config import Config
-from advisor.cache.kinds import Duration, SingleChoice
+from advisor.cache.kinds import Duration
 from advisor.cache.match import Query
 from advisor.cache.record import CAPTURE, LOOP, PILOT, Record
 from advisor.cache.shown import size
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 Fits = Callable[[Record, Config], bool]
 """Whether a config of a record can be followed whole, e.g. by a framework."""
-_ON_MISS = SingleChoice(settings.ON_MISS)
 _SHOWN = ("command", "shapes", "dtype", "mode", "optimizer", "processes", "others", "script")
 """Fields of a Task that the first steps of a run show."""
 
@@ -42,14 +40,12 @@ class Request:
     """One lookup.
 
     Attributes:
-        target: a target's name, the model itself, or None for the running script's.
+        target: a target's name, the model itself, or None for the run of this script.
         given: checked fields of a Task; a missing field may have any value.
         batch: the batch that the script names; None for any batch, or for the best (`free`).
         use: how the script uses advice; `fits`: whether it can follow a config.
         plan: the length of the job.
-        on_miss: None for the configured value.
         model, threads: those of a run; None for those of the target and this process.
-        folder: the folder in which a run was started, if known.
         quiet: do not report a miss, because a pilot or a search then takes over.
         wrong: the fault of a wrong argument, which the lookup raises.
     """
@@ -62,23 +58,19 @@ class Request:
     free: bool = False
     fits: Fits = field(default=lambda _record, _config: True, compare=False)
     plan: Plan = Plan()  # noqa: RUF009 # immutable
-    on_miss: str | None = None
     cache: Cache = None
     model: str | None = None
     threads: int | None = None
-    folder: Path | None = None
     quiet: bool = False
     wrong: Exception | None = None
 
     @classmethod
     def of(cls, target: object, asked: Mapping[str, Any]) -> Request:
         """A request from the arguments of `advisor.apply`, from fields of a Task by keyword, and
-        `steps`, `duration`, `fits` and `quiet`. Raises UsageError if one is wrong."""
+        `fits` and `quiet`. Raises UsageError if one is wrong."""
         model, own = Model.of(target), dict(asked)  # type: ignore[arg-type]
-        if not isinstance(model.target, str | None) and not isinstance(
-            model.target, torch.nn.Module
-        ):
-            raise UsageError(f"target {model.target!r}: expected a target's name or an nn.Module")
+        kinds = (str, NoneType, torch.nn.Module)
+        check_type("target", model.target, kinds, "a target's name or an nn.Module")
         permit = own.pop("permit", Permit())
         check_type("permit", permit, Permit)
         if (tune := own.pop("tune", None)) is not None and model.target is not None:
@@ -88,15 +80,12 @@ class Request:
                 "out, or measure the target before, with advisor tune"
             )
         batch, capture = own.pop("batch", None), own.pop("capture", False)
-        length = {name: own.pop(name, None) for name in ("steps", "duration")}
-        plan = Plan.of(length | length_given(own.pop("length", None)))
-        names = ("on_miss", "fits", "quiet")
-        unchanged = {name: own.pop(name) for name in names if name in own}
-        _ON_MISS.checked("on_miss", unchanged.get("on_miss") or "default")
+        plan = Plan.of(length_given(own.pop("length", None)))
+        unchanged = {name: own.pop(name) for name in ("fits", "quiet") if name in own}
         cache = urls_of(own.pop("store", None))
-        may_ask = {row.keyword for row in rows(Task).values() if row.asked}
-        described = {n: v for n, v in (model.given | permit.given).items() if n in may_ask}
-        given = {"mode": "train"} | checked(Task, own | described)
+        check_type("capture", capture, bool | None, "True or False")
+        found = checked(Task, own | model.given | permit.given)
+        given = {"mode": "train"} | {n: v for n, v in found.items() if rows(Task)[n].asked}
         named = _known_batch(given, batch)
         if batch not in (None, "free") and named is None:
             raise UsageError(f"batch {batch!r}: expected a number of at least 1, or 'free'")
@@ -104,9 +93,6 @@ class Request:
             given.pop("optimizer", None)
         if given.get("deterministic") is None and _is_deterministic():
             given["deterministic"] = True
-        folder = None
-        with contextlib.suppress(OSError):  # the current folder was removed
-            folder = Path.cwd()
         return cls(
             target=model.target,
             device=given.pop("device", None) or environment.default_device(),
@@ -116,7 +102,6 @@ class Request:
             use=CAPTURE if capture else LOOP,
             plan=plan,
             cache=cache,
-            folder=folder,
             **unchanged,
         )
 
@@ -151,20 +136,10 @@ class Request:
         return f"batch {self.batch}{f' within {size(most)}' if most else ''}"
 
     @property
-    def has_model(self) -> bool:
-        """Whether the model itself is known, so that its name does not matter."""
-        return self.use == PILOT or not isinstance(self.target, str | None)
-
-    @property
     def called(self) -> str:
-        """The target as a person calls it; '' for the running script's."""
+        """The target as a person calls it; '' for a run."""
         target = self.target
         return target or "" if isinstance(target, str | None) else type(target).__name__
-
-    @property
-    def miss_action(self) -> str:
-        """One of settings.ON_MISS. Raises UsageError if the configured value is not."""
-        return _ON_MISS.checked("on_miss", self.on_miss or settings.on_miss() or "default")
 
     def allows(self, record: Record, one: Choice | Candidate) -> bool:
         """Whether this script may be served a config of the record."""

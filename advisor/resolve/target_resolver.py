@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,31 +16,25 @@ from advisor.cache.task import NONE
 from advisor.command_snippets import is_copy
 from advisor.errors import NoRecord, TargetError, UsageError
 from advisor.resolve.request import Request
-from advisor.tuners import source
-from advisor.tuners.target import Spec, origin_of, parse
+from advisor.tuners.target import Spec, parse
 
 CODE, FILE = "code", "file"
 """Values of `Difference.field`: the code of the target's file, and the file itself."""
 
 
 class TargetResolver:
-    """Finds the records that a request's target means. A name means one file, wherever tuned; no
-    name means the script's own files; a model means any file. Raises TargetError for a bad name."""
+    """Finds the records that a request's target means: a name means one file, wherever tuned; a
+    model means any file. Raises TargetError for a bad name."""
 
     def __init__(self, request: Request, query: Query) -> None:
         self._request, self.query = request, query
-        target = request.target
-        self._named = spec_of(target) if isinstance(target, str) else None
-        specs = [self._named] if self._named else [] if request.has_model else _around_script()
-        self._specs = {spec.origin: spec for spec in specs}
+        self._named = spec_of(request.target) if isinstance(request.target, str) else None
 
     def sought(self) -> RecordFilter:
         """The filter for the records of a store."""
         named, query = self._named, self.query
-        if self._request.has_model:
-            return RecordFilter(model=query.model, query=query)
         if named is None:
-            return RecordFilter(origins=frozenset(self._specs), query=query)
+            return RecordFilter(model=query.model, query=query)
         if not named.attribute:  # the record says which class or function was tuned
             return RecordFilter(file=named.name, query=query)
         now = None
@@ -56,13 +49,12 @@ class TargetResolver:
         fitting = [one for one in mine if best(self.query, [one]).fits]
         if not fitting:
             own = [one for one in found if all(d.field != FILE for d in self.differences(one))]
-            # Without a name, records of files that the script does not import do not count.
-            match = best(self.query, mine or own or (found if self._named else ()))
+            match = best(self.query, mine or own or found)
             if match.record is None:
                 return MISS
             differs = () if match.fits else match.differs
             return Match(record=match.record, differs=self.differences(match.record) + differs)
-        if not self._request.has_model:
+        if self._named is not None:
             if "model_args" not in self._request.given:  # prefer the model that is built without
                 plain = [one for one in fitting if one.key.task.model_args == NONE]
                 fitting = plain or fitting
@@ -84,29 +76,16 @@ class TargetResolver:
         return *moved, Difference(field="model_args", wanted=_listed(given), found=_listed(built))
 
     def _moved(self, target: Target) -> Iterator[Difference]:
-        named, spec = self._named, self._specs.get(target.origin)
-        if spec is None:
-            if named is not None and not is_copy(named, target):
-                yield Difference(field=FILE, wanted="this one", found="another of this name")
+        named = self._named
+        if named is None:
             return
         # The name may be the file alone: the record says what in the file was tuned.
-        tuned = dataclasses.replace(spec, attribute=target.name.rpartition(":")[2])
-        if named is None and not self._is_imported(spec):
-            yield Difference(field=FILE, wanted=f"imported by {script().name}", found="not")
+        tuned = dataclasses.replace(named, attribute=target.name.rpartition(":")[2])
+        if target.origin != named.origin:
+            if not is_copy(named, target):
+                yield Difference(field=FILE, wanted="this one", found="another of this name")
         elif edited := tuned.edited(target.code):
             yield Difference(field=CODE, wanted=edited, found="as tuned")
-
-    def _is_imported(self, spec: Spec) -> bool:
-        """Whether a file is the script or is imported by it: in its text, or already loaded."""
-        if spec.origin in self._read:
-            return True
-        name = Path(spec.file).name
-        loaded = (str(getattr(one, "__file__", "")) for one in list(sys.modules.values()))
-        return spec.origin in {origin_of(Path(one)) for one in loaded if one.endswith(name)}
-
-    @functools.cached_property
-    def _read(self) -> frozenset[str]:
-        return frozenset(map(origin_of, {script(), *source.imported_by(script())}))
 
 
 def _named(record: Record) -> str:
@@ -136,14 +115,3 @@ def script() -> Path:
     with contextlib.suppress(FileNotFoundError):  # the current folder is gone
         return Path(file).absolute()
     return Path(file)
-
-
-def _around_script() -> list[Spec]:
-    """The script and the modules in its folder; within a package, in the folders above too."""
-    here = script()
-    files = {here} if here.is_absolute() else set()
-    for folder in here.parents if here.is_file() else ():
-        files |= set(folder.glob("*.py"))
-        if not (folder / "__init__.py").is_file():
-            break
-    return [Spec(kind="file", place=str(one), attribute="", file=str(one)) for one in files]

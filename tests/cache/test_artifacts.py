@@ -10,7 +10,7 @@ import pytest
 from advisor.cache import exchange
 from advisor.cache.artifacts import Artifacts, Label, Purpose, Tools, pack_artifacts
 from advisor.cache.artifacts import unpack_artifacts as unpack
-from advisor.cache.garbage import garbage
+from advisor.cache.garbage import find_garbage
 from advisor.cache.name import record_key
 from advisor.cache.record import Record
 from advisor.cache.records import Records
@@ -150,7 +150,7 @@ def test_a_key_that_others_may_have_runs_no_code(store: ByteStore, which: str) -
 
 
 def reasons(store: ByteStore, keyring: KeyRing = MINE) -> dict[str, str]:
-    found = garbage(Records(store, keyring=keyring), store)
+    found = find_garbage(Records(store, keyring=keyring))
     return {one.name: one.reason for one in found if isinstance(one.key, Label)}
 
 

@@ -135,7 +135,7 @@ def test_gc_takes_what_the_same_gpu_has_outlived(url: str, why: str) -> None:
     assert len(there(url)) == (3 if why else 2)
 
 
-def test_gc_of_what_cannot_be_removed_says_so(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_removed_is_said_to_stay(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(url, GOOD, NEWER)
 
     def refuse(_store: object, _key: str) -> bool:
@@ -143,7 +143,11 @@ def test_gc_of_what_cannot_be_removed_says_so(url: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(DirStore, "delete", refuse)
     said = run("gc", "--cache", url, "--yes", code=1)
-    assert f"{GOOD.id}: cache: read-only; this version stays" in said
+    stays = f"{GOOD.id}: cache: read-only; this version stays"
+    assert stays in said
+    said = run("forget", GOOD.id, "--cache", url, "--json", code=1)
+    assert stays in said and "forgetting" not in said
+    assert json.loads(said.splitlines()[-1]) == {"forgotten": [], "damaged": 0}
 
 
 @pytest.mark.parametrize(

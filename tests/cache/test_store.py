@@ -115,7 +115,7 @@ class TestContract:
         assert records.get(one.id) == named  # the same key: the newest
         assert [held.record for held in records.newest(1)] == [named] and records.left == 1
         assert len(records.newest(2)) == 2 and records.left == 0
-        assert records.remove(records.versions(two)) == 1
+        assert len(records.remove(records.versions(two))) == 1
         assert records.versions(two) == [] and len(records.all()) == 1
 
     def test_a_damaged_record_is_skipped_and_named(self, store: ByteStore) -> None:
@@ -128,7 +128,7 @@ class TestContract:
         assert line.startswith(f"{bad.id}: record: not msgpack")
         with pytest.raises(RecordDamaged, match=bad.id):
             records.get(bad.id)
-        assert records.remove(records.named(bad.id)) == 1
+        assert len(records.remove(records.named(bad.id))) == 1
         assert records.all() == [good] and records.damaged == []
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from advisor.cache.codec import encode
-from advisor.cache.garbage import garbage
+from advisor.cache.garbage import find_garbage
 from advisor.cache.name import Name
 from advisor.cache.reader import RecordFilter
 from advisor.cache.record import Record, Target
@@ -168,8 +168,8 @@ def test_no_key_can_be_kept(
     assert KeyRing.from_environment().own_file is None
 
 
-def reasons(records: Records, store: ByteStore) -> dict[str, str]:
-    return {one.key.text: one.reason for one in garbage(records, store)}
+def reasons(records: Records) -> dict[str, str]:
+    return {one.key.text: one.reason for one in find_garbage(records)}
 
 
 def test_what_may_go_is_what_one_wrote_oneself(records: Records, store: ByteStore) -> None:
@@ -177,23 +177,23 @@ def test_what_may_go_is_what_one_wrote_oneself(records: Records, store: ByteStor
         records.put(one)
     put_raw(store, record(created=1.71e9), THEIRS)
     put_raw(store, record(created=NEW, effort="exhaustive", stale="says a stranger"))
-    (gone,) = reasons(records, store)
+    (gone,) = reasons(records)
     name = Name.parse(gone, MINE)
     assert name is not None and name.trusted and name.created == int(1.7e9 * 1e6)
-    assert reasons(Records(store, keyring=THEIRS), store) == {}
+    assert reasons(Records(store, keyring=THEIRS)) == {}
 
 
 def test_neither_more_effort_nor_another_name_goes(records: Records, store: ByteStore) -> None:
     records.put(record())
     named_too(records, record(), Target(name="other.py:Net", origin="0a"))
-    assert reasons(records, store) == {}
+    assert reasons(records) == {}
     records.put(record(created=1.72e9))
-    assert len(reasons(records, store)) == 1  # the first; the other name has no better version
+    assert len(reasons(records)) == 1  # the first; the other name has no better version
     best = record(created=1.7e9, effort="exhaustive")
     quick = record(created=1.72e9, effort="quick")
     for one in (best, quick, replace(best, stale="slower now", revised=1.73e9)):
         records.put(one, revises=best if one.stale else None)
-        going = reasons(records, store)
+        going = reasons(records)
         assert 3 in [name.effort for name in records.names(store) if name.text not in going]
 
 
@@ -205,13 +205,13 @@ def test_gc_takes_what_one_wrote_and_is_damaged(records: Records, store: ByteSto
         records.put(bad)
         (text,) = (name.text for name in records.names(store) if name.created == int(1.72e15))
         store.put(text, cut)
-        assert reasons(records, store) == {text: "damaged: its bytes were changed"}
-        (gone,) = garbage(records, store)
+        assert reasons(records) == {text: "damaged: its bytes were changed"}
+        (gone,) = find_garbage(records)
         assert (gone.kind, gone.key.record_id) == ("damaged", bad.id)
-        assert records.remove([(gone.store, gone.key)]) == 1
+        assert records.remove([(gone.store, gone.key)]) == [gone.key]
         assert records.all() == [good] and not records.damaged
     strict = Records(store, keyring=MINE, check=lambda _record: "an unknown knob")
-    assert strict.all() == [] and reasons(strict, store) == {}
+    assert strict.all() == [] and reasons(strict) == {}
 
 
 ANOTHER = 65534

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from advisor.cache.config import Config
-from advisor.cache.match import Query
 from advisor.cache.record import Choice, Measurement, Record, Trial
 from advisor.errors import NoRecord
-from advisor.resolve.answer import answer, break_even, carry_over, unverified
+from advisor.resolve.answer import answer, break_even, unverified
 from advisor.resolve.request import Request
 from advisor.tuners.search.plan import Plan
 from tests.builders import measured as trial
@@ -350,45 +349,3 @@ def test_unverified(
     assert unverified(made, config) == doubt
     if config.batch == made.batch:
         assert answer(made, request()).doubt == doubt
-
-
-def query(given: dict[str, Any] | None = None, **device: Any) -> Query:
-    environment = replace(examples.ENVIRONMENT, device=replace(examples.DEVICE, **device))
-    return Query(environment=environment, given=given or {})
-
-
-MEMORY = examples.DEVICE.memory_gib
-
-
-@pytest.mark.parametrize(
-    ("held", "asked", "look", "name", "value"),
-    [
-        (LAID, {}, query(), "precision", "tf32"),
-        (LAID, PLAIN, query(), "precision", None),
-        (LAID, {"deterministic": True}, query(), "cudnn_deterministic", None),
-        (LAID, {}, query(name="T4", capability="7.5", memory_gib=16), "precision", None),
-        (LAID, {}, query({"shapes": ((8, 128),)}), "channels_last", None),
-        (LAID, {}, query({"shapes": ((8, 3, 4, 16, 16),)}), "channels_last", True),
-        (LAID, {}, query(), "fused_optimizer", True),
-        (LAID, {"mode": "infer"}, query(), "fused_optimizer", None),
-        (LAID.replace(cudnn_benchmark=True), {}, query(), "cudnn_benchmark", None),
-        (LAID.replace(compile="default"), {}, query(), "compile", None),
-        # What did not match fp32 is left out.
-        (BF16.replace(channels_last=True), {}, query(), "precision", None),
-        (BF16.replace(channels_last=True), {}, query(), "channels_last", True),
-        # The batch is the script's own, or the record's if that is safe.
-        (LAID, {"batch": 8}, query(), "batch_size", 8),
-        (LAID, {}, query({"shapes": ((32, 3, 256, 256),)}), "batch_size", 64),
-        (LAID, {}, query({"shapes": ((32, 3, 64, 64),)}), "batch_size", None),
-        (LAID, {}, query(memory_gib=MEMORY - 1), "batch_size", None),
-        (LAID, {}, query(memory_gib=MEMORY + 1), "batch_size", 64),
-    ],
-)
-def test_what_is_carried_over_to_something_near(
-    held: Config, asked: dict[str, Any], look: Query, name: str, value: object
-) -> None:
-    best = held.replace(cudnn_deterministic=False, fused_optimizer=True)
-    checks = () if held.precision == "bf16" else (verified(best),)
-    found = carry_over(record(*checks, loop=choice(best, 1500.0)), request(**asked), look)
-    assert found.config.get(name) == value
-    assert (found.status, found.reason[:27]) == ("nearest", "carried over, not measured:")

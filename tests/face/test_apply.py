@@ -96,7 +96,6 @@ def told(**arguments: Any) -> tuple[advisor.Advice, str]:
 @pytest.mark.parametrize(
     ("arguments", "config"),
     [
-        ({"target": "model.py"}, FAST),
         ({"target": "model.py:Net", "shape": "4x3x8x8"}, FAST),
         ({"dtype": torch.float32, "optimizer": "sgd", "model_args": {}}, FAST),
         ({"precisions": "bf16", "device": torch.device("cpu")}, FAST),
@@ -115,7 +114,9 @@ def test_found(
     monkeypatch.setenv("WORLD_SIZE", "")
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")  # beside the script
-    advice = advisor.lookup(**lookup_arguments(**{"device": "cpu", "strict": True} | arguments))
+    advice = advisor.lookup(
+        **lookup_arguments(**{"target": "model.py", "device": "cpu", "strict": True} | arguments)
+    )
     assert (advice.status, advice.config, advice.record) == ("exact", config, record)
     assert advice.batch_size == advice.loader["batch_size"] == config["batch_size"]
     if config == FAST:
@@ -225,7 +226,7 @@ def test_beside_a_users_own_cache_and_tuners(record: Record, here: Path) -> None
         (here / f"{name}.py").write_text(f"MINE = '{name}'\n")
     source = (
         "import cache, tuners, config, record, target, model, advisor\n"
-        "advice = advisor.lookup(advisor.Model(device='cpu'))\n"
+        "advice = advisor.lookup(advisor.Model('model.py', device='cpu'))\n"
         "print(cache.MINE, tuners.MINE, advice.status)\n"
     )
     ran = script(here, source)

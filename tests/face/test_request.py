@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from advisor.arguments import Model, Permit
 from advisor.errors import UsageError
 from advisor.resolve.request import Request
 from advisor.tuners import environment
@@ -15,17 +16,15 @@ from advisor.tuners.search.plan import Plan
 from tests.cache import examples
 
 NOTHING: dict[str, Any] = dict.fromkeys(
-    ("batch", "capture", "store", "steps", "duration", "on_miss", "shape", "device", "mode")
+    ("batch", "capture", "store", "length", "shape", "device", "mode")
 )
-
-
-PANIC = "on_miss 'panic': expected one of default, nearest, request"
 
 
 def of(target: object = None, **asked: Any) -> Request:
     return Request.of(target, {**NOTHING, "device": "cpu", **asked})
 
 
+OPTION = "KNOB=OPTION, e.g. batch=--batch-size; KNOB is one of batch, num_workers"
 ADAMW = {"mode": "train", "optimizer": "adamw"}
 ASKED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({}, {"given": {"mode": "train"}}),
@@ -35,8 +34,8 @@ ASKED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
         {"given": {"shapes": ((8, 3, 4, 4),), **ADAMW, "compile": False}, "batch": 8},
     ),
     ({"target": "model.py", "capture": True}, {"target": "model.py", "use": "capture"}),
-    ({"device": "cuda:1", "steps": 900}, {"device": "cuda:1", "plan": Plan(steps=900)}),
-    ({"duration": "2h", "store": "dir:/a"}, {"plan": Plan(duration_s=7200.0), "cache": "dir:/a"}),
+    ({"device": "cuda:1", "length": 900}, {"device": "cuda:1", "plan": Plan(steps=900)}),
+    ({"length": "2h", "store": "dir:/a"}, {"plan": Plan(duration_s=7200.0), "cache": "dir:/a"}),
     ({"shape": "8x3", "batch": 4}, {"batch": 4, "free": False}),
     ({"batch": 1}, {"batch": 1, "free": False}),
     ({"shape": "8x3", "batch": "free"}, {"batch": None, "free": True}),
@@ -65,29 +64,19 @@ def test_determinism_that_the_process_asks_for(monkeypatch: pytest.MonkeyPatch) 
     assert of().given["deterministic"] is True
 
 
-def test_what_to_do_on_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert of().miss_action == "default"
-    for configured, asked, action in (
-        *(("nearest", asked, "nearest") for asked in (None, "")),
-        *(("nearest", "default", "default"), ("default", "request", "request")),
-        ("panic", "nearest", "nearest"),
-    ):
-        monkeypatch.setenv("ADVISOR_ON_MISS", configured)
-        assert of(on_miss=asked).miss_action == action
-    with pytest.raises(UsageError, match=f"^{PANIC}$"):
-        _ = of().miss_action
-
-
 @pytest.mark.parametrize(
     ("target", "asked", "said"),
     [
         (3, {}, "target 3: expected a target's name or an nn.Module"),
-        (None, {"on_miss": "panic"}, PANIC),
         *(
             (None, {"batch": odd}, f"batch {odd!r}: expected a number of at least 1, or 'free'")
             for odd in (0, "all", True)
         ),
         (None, {"mode": "test"}, "mode 'test': expected one of train, infer"),
+        (None, {"capture": "yes"}, "capture 'yes': expected True or False"),
+        (Model(data=3), {}, "data 3: expected text on one line"),
+        (Model(any_order="x"), {}, "any order 'x': expected True or False"),
+        (None, {"permit": Permit(map={"batch": 3})}, f"map {{'batch': 3}}: expected {OPTION}"),
     ],
 )
 def test_what_is_refused(target: object, asked: dict[str, Any], said: str) -> None:

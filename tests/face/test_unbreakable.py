@@ -25,6 +25,7 @@ from advisor.cache.stores import open_store
 from advisor.cache.stores.dir import DirStore
 from advisor.tuners.knobs import TORCH
 from tests.builders import lookup_arguments
+from tests.face.commands import script
 from tests.face.test_apply import NET, record, remember
 
 __all__ = ["record"]
@@ -86,7 +87,7 @@ def test_without_a_home(here: Path, no_home: None) -> None:
     said = unharmed()
     assert "ADVISOR_CACHE" in said
     strictly()
-    for cache in ("~/.cache/x", "disk:~/x", "~nobody_of_that_name/x"):
+    for cache in ("~/.cache/x", "disk:~/x", "~nobody_of_that_name/x", "a" * 5000):
         unharmed(cache=cache)
         strictly(cache=cache)
 
@@ -103,8 +104,8 @@ def test_where_the_current_folder_is_gone(here: Path, monkeypatch: pytest.Monkey
         strictly()
         for script in (None, "<stdin>", __file__):
             monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=script))
-            with pytest.warns(advisor.AdvisorWarning, match="nothing was tuned for"):
-                advisor.lookup(advisor.Model(device="cpu"))
+            with pytest.warns(advisor.AdvisorWarning, match="model.py:Net': cannot be found"):
+                advisor.lookup(NET)
     finally:
         os.chdir(here)
 
@@ -120,10 +121,9 @@ VARIABLES: dict[str, tuple[str, ...]] = {
     "ADVISOR_CACHE": ("floppy:x", "disk:/dev/null/x", "\x01\x02", "dir:" + "x" * 5000),
     "ADVISOR_SECRET": ("²", "\udcff" * 40),
     "ADVISOR_SECRET_FILE": ("/nowhere", "/"),
-    "ADVISOR_LOG": ("²", "\udcff"),
     "WORLD_SIZE": ("²", "-3", "9" * 6000),
     "LOCAL_RANK": ("²", "-1", "9" * 6000),
-    **dict.fromkeys(("ADVISOR_ON_MISS", "ADVISOR_SIGNED_ONLY", "RANK"), ("²",)),
+    **dict.fromkeys(("ADVISOR_SIGNED_ONLY", "RANK"), ("²",)),
     **dict.fromkeys(("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"), ("²",)),
 }
 
@@ -151,6 +151,28 @@ def test_odd_variables(
     assert "please report" not in caplog.text
     assert process() == before
     strictly()
+
+
+@pytest.mark.parametrize("value", ["2", "yes please", "\udcff"])
+@pytest.mark.parametrize(
+    ("variable", "counts"),
+    [
+        ("ADVISOR_LOG", "expected debug, info, warning or error; it counts as info"),
+        ("ADVISOR_DISABLE", "expected 1 or 0; it counts as 1"),
+        ("ADVISOR_KEEP_LOADER", "expected 1 or 0; it counts as 1"),
+    ],
+)
+def test_a_variable_that_means_nothing_is_one_line(
+    record: Any, here: Path, variable: str, counts: str, value: str
+) -> None:
+    source = (
+        "import advisor\n"
+        "for _ in 'ab': advisor.apply(advisor.Model('model.py:Net', device='cpu'))\n"
+        "from advisor.cache import settings\nfor _ in 'ab': settings.is_on('ADVISOR_KEEP_LOADER')\n"
+    )
+    said = script(here, source, **{variable: value}).stderr
+    line = f"{variable}={value}: {counts}".replace("\udcff", "?")
+    assert said.count(line) == 1, said
 
 
 @pytest.mark.parametrize(
@@ -211,9 +233,8 @@ ODD: dict[str, tuple[Any, ...]] = {
     "steps": (1.5, 10**400),
     "duration": ("soon", INF),
     "device": (3, "tpu"),
-    "on_miss": (3,),
     "permit": ({"a": 1}, None),
-    "cache": (3, 3.5, b"store", [3], [None], object(), "", "\0", "dir:\0", "a" * 5000),
+    "cache": (3, 3.5, b"store", [3], [None], object(), "", "\0", "dir:\0"),
     "tune": ("soon", "0s", 0, []),
 }
 

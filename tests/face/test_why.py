@@ -12,15 +12,14 @@ import pytest
 
 import advisor as package
 from advisor.cache.config import Config
-from advisor.cache.record import LOOP, Record
+from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cache.task import Task
-from advisor.errors import NoRecord
 from advisor.open_store import open_records
 from advisor.resolve.failures import Failures
 from advisor.tuners.environment import own_threads
-from tests.builders import lookup_arguments, record_here, verified
+from tests.builders import lookup_arguments, record_here
 from tests.cache.examples import choice, winners
 from tests.face.commands import MODEL, advisor, said_by
 
@@ -76,35 +75,6 @@ def test_where_nothing_is_applied_nothing_is_warned_of(here: Path) -> None:
     keep(made(BASE, software__driver="1.2"))
     advice, said = look_up()
     assert (advice.status, advice.config, said) == ("stale", BASE, "")
-
-
-def sound(one: Record) -> Record:
-    """The same, its advice held against strict fp32."""
-    return replace(one, trials=(*one.trials, verified(one.winner(LOOP).config)))
-
-
-class TestNearest:
-    def test_safe_knobs_are_carried(self, here: Path) -> None:
-        keep(sound(made(FAST.replace(compile="default", threads=2))))
-        advice, said = look_up(shape=(2, 3, 16, 16), on_miss="nearest")
-        assert advice.status == "nearest"
-        assert advice.config == Config(
-            batch_size=2, precision="default", channels_last=True, cudnn_deterministic=False
-        )
-        assert "3x8x8 -> 3x16x16" in said and "carried over, not measured: channels_last." in said
-        assert "advisor tune model.py:Net --shape 2x3x16x16" in said
-
-    def test_the_project_may_ask_for_it(self, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        keep(made())
-        (here / "pyproject.toml").write_text('[tool.advisor]\non-miss = "nearest"\n')
-        assert look_up(shape=(4, 3, 9, 9))[0].status == "nearest"
-        monkeypatch.setenv("ADVISOR_ON_MISS", "default")
-        assert look_up(shape=(4, 3, 9, 9))[0].status == "miss"
-        with pytest.raises(NoRecord):
-            look_up(shape=(4, 3, 9, 9), strict=True)
-        monkeypatch.setenv("ADVISOR_ON_MISS", "error")
-        advice, said = look_up(shape=(4, 3, 9, 9))
-        assert advice.status == "miss" and "'error': expected one of default, nearest" in said
 
 
 def test_a_planted_record_is_refused_with_its_reason(here: Path) -> None:
@@ -237,7 +207,6 @@ def test_the_command(here: Path, own_surroundings: Path) -> None:
         (("sync", "pack:missing", "dir:b"), 1, "No such file"),
         (("why", "nope.py"), 2, "there is no file"),
         (("why", "model.py", "--strict"), 1, ""),
-        (("why", "model.py", "--on-miss", "error"), 2, "'error' is not one of"),
         (("gc", "--cache", "redis://127.0.0.1:1"), 1, "127.0.0.1:1"),
         (("import", "model.py", "--cache", "redis://127.0.0.1:1"), 1, "127.0.0.1:1"),
         (("forget", "--all", "--cache", "redis://127.0.0.1:1"), 1, "127.0.0.1:1"),

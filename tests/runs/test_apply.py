@@ -173,6 +173,7 @@ def test_what_was_found_for_a_run_is_in_force_from_inside() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         advice = advisor.apply()
+        assert advice.reason == lookups.AT_FIRST_STEPS
         net = Net()
         trained(net)
     assert net.dtypes[0] == torch.float32
@@ -238,7 +239,7 @@ def test_three_epochs_compile_nothing_after_the_first(how: str, backend: Backend
     gated.epoch(*begun(charge, looks), EPOCH)
     charge.release()
     open_records(None).put(compiled(looks.seen))
-    told = {"command": ["python", "train.py"], "tune_s": 0, "folder": "", "options": None}
+    told = {"command": ["python", "train.py"], "tune_s": 0, "options": None}
     if how == "apply":
         advisor.apply()
     net, optimizer = begun(charge, LazyGuide(told) if how == "run" else None)
@@ -443,7 +444,9 @@ def test_no_pilot(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(advisor.AdvisorWarning, match="tune"):
         advisor.apply(tune="soon")
     assert left_behind() == []
-    advisor.apply(advisor.Model(mode="infer"))
+    for act in (advisor.lookup, lambda: advisor.apply(advisor.Model(mode="infer"))):
+        with pytest.warns(advisor.AdvisorWarning, match="target None: give its name"):
+            act()
     assert left_behind() == []
     monkeypatch.setenv("ADVISOR_DISABLE", "1")
     advisor.apply()

@@ -35,7 +35,7 @@ class Served:
     """A config, its origin and its measurements. The defaults fit a config without any."""
 
     config: Config = field(default_factory=Config)
-    status: str = EXACT  # or STALE, 'nearest' (from a similar record), 'miss', 'disabled'
+    status: str = EXACT  # or STALE, 'miss', 'disabled'
     reason: str = ""  # one line: which advice was served, or why none was
     notice: str = ""  # what to tell the user, if anything
     doubt: str = ""  # part of the reason, '; not verified ...', if not compared with strict fp32
