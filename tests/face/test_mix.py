@@ -123,9 +123,3 @@ def test_a_make_batch_must_know_the_shape(tmp_path: Path) -> None:
     with pytest.raises(TargetFailed, match=r"make_batch\(batch_size, device, shape\)"):
         describe(Bench(job(tmp_path / "two.py", mix=mix)))
     describe(Bench(job(tmp_path / "three.py", mix=mix)))
-
-
-def test_a_mix_is_tuned_at_its_batches(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    done = advisor(tmp_path, "tune", "model.py", *GIVEN, "--batches", "8")
-    assert done.returncode == 2 and "leave batches out" in done.stderr
