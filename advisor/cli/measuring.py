@@ -111,7 +111,7 @@ def _result(found: Tuned, command: tuple[str, ...], cache: str | None, url: str)
     if found.interrupted and not found.earlier:
         yield "Interrupted: the best config so far is kept; the same command continues."
     if found.finished:
-        yield from tables.start(record, cache, command, url=url)
+        yield from tables.use(record, cache, command=command, url=url).text()
     elif not found.interrupted:
         yield "\nNot tuned yet: the same command continues. Give a larger --budget, or no --trials."
 

@@ -53,16 +53,6 @@ def summary(record: Record) -> Iterator[str]:
     yield f"record {record.id}: {cost(record)}"
 
 
-def start(
-    record: Record, cache: str | None, command: Sequence[str] = (), *, url: str = ""
-) -> Iterator[str]:
-    """The lines of `use`, after an empty one."""
-    how = use(record, cache, command=command, url=url)
-    yield from ("", *how.lines)
-    if how.code:
-        yield from (f"{how.title}:", *(f"    {line}" for line in how.code))
-
-
 def use(
     record: Record,
     cache: str | None,

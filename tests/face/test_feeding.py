@@ -101,7 +101,7 @@ def test_the_gain_of_the_loader_and_how_to_apply_it() -> None:
     task = replace(STARVED.key.task, command=("python", "x.py"))
     run = replace(STARVED, key=replace(STARVED.key, task=task))
     for one, applies in ((STARVED, True), (replace(STARVED, input=Config()), False), (run, False)):
-        assert any(line in shown for shown in tables.start(one, None)) == applies
+        assert (line in tables.use(one, None).code) == applies
 
 
 FILES = {

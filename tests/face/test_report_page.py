@@ -278,11 +278,10 @@ def tried(*rates: tuple[Config, float]) -> tuple[Trial, ...]:
 def test_nothing_to_gain_is_not_started_with_an_advice(key: Key, effort: str, said: str) -> None:
     trials = tried((examples.DEFAULT, 100.0), (FAST, 150.0))
     record = replace(advises_nothing(key, effort=effort), trials=trials)
-    empty, line = tables.start(record, None)
-    assert list(tables.start(record, None, url="https://host")) == [empty, line]
-    assert empty == "" and line.startswith(said)
     section = report(record).sections[-1]
-    assert (section.name, section.lines, section.code) == ("script", (line,), ())
+    assert section == tables.use(record, None, url="https://host")
+    (line,) = section.lines
+    assert (section.name, section.code) == ("script", ()) and line.startswith(said)
     whole = [*tables.remarks(record), line]
     assert sum("--force" in one for one in whole) == (effort == "interrupted")
 
