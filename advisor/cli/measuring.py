@@ -168,7 +168,8 @@ def explain(key: str, command: tuple[str, ...], plot: Path | None, **given: Any)
     record, costs = found.record, found.costs
     yield from feeding.explained(record, costs, data)
     if record.parts:
-        yield tables.parts(record)
+        shown = tables.parts(record)
+        yield from (f"{shown.caption}:", shown)
         if found.dropped:
             yield f"\nRemoved, as the advice is no slower without: {', '.join(found.dropped)}"
         yield from (f"\n{line}" for line in tables.caveats_of(record))
