@@ -149,7 +149,7 @@ def report(key: str, file: Path, cache: str | None) -> None:
 @option("--batch N|free", "A batch other than the record's, or the best one.")
 @options.cache
 @json_or_text
-def emit(framework: str, key: str, batch: str | None, cache: str | None) -> Output:
+def emit(framework: str, key: str, batch: str | None, cache: str | None) -> Parts:
     """Print the record KEY as a framework's configuration."""
     from advisor.frameworks import tables, text
 
@@ -159,7 +159,8 @@ def emit(framework: str, key: str, batch: str | None, cache: str | None) -> Outp
     record = open_records(cache, fallback=True).get(key)
     number = int(batch) if batch and not free else None
     found = text.Emitted(getattr(tables, framework), record, batch=number, free=free)
-    return Output(lambda: text.data(found), [text.text(found).removesuffix("\n")])
+    yield text.text(found).removesuffix("\n")
+    yield Output(lambda: text.data(found))
 
 
 _SERVED = ("default", "nearest")
