@@ -27,7 +27,7 @@ from advisor.command_snippets import staleness
 from advisor.errors import UsageError
 from advisor.frameworks import NAMES
 from advisor.open_store import open_records
-from advisor.report import sections, tables
+from advisor.report import sections
 from advisor.report.data import as_data, explained
 from advisor.report.text import spread
 from advisor.resolve.commands import of_command, served_to_run, state_of
@@ -63,7 +63,7 @@ def show(key: str | None, most: int, cache: str | None) -> Parts:
     options.complain(records)
     if found:
         urls = [store.url for store in records.stores] if records.stores[1:] else []
-        yield tables.listing(found, urls)
+        yield sections.listing(found, urls)
         yield from (f"store {number}: {url}" for number, url in enumerate(urls, 1))
         if older:
             yield f"and {older:,} older; to list them: --most {len(found) + older}"
@@ -77,7 +77,7 @@ def show(key: str | None, most: int, cache: str | None) -> Parts:
     def document() -> dict[str, Any]:
         rows = [
             as_data(one.record, cache)
-            | {"stale": tables.changes(one.record, differs)}
+            | {"stale": sections.changes(one.record, differs)}
             | {"signed": one.trusted, "store": one.store.url}
             for one, differs in found
         ]
@@ -256,7 +256,7 @@ def env(device: str | None, cache: str | None) -> Parts:
     """Show this machine as records describe it, and the stores."""
     records = open_records(cache, fallback=True)
     found = detect(device or default_device())
-    rows, stores = tables.environment(found), []
+    rows, stores = sections.environment(found), []
     for store in records.stores:
         health = records.health(store)
         stores.append({"url": store.url, "health": health})

@@ -125,6 +125,7 @@ COMMANDS = [
     ("completion csh", "'csh' is not one of"),
     ("show --cache redis:localhost:1", "'redis:localhost:1': expected redis://"),
     ("run", "give your command after --, as in: advisor run -- python train.py"),
+    ("run --tune soon -- python x.py", "tune 'soon': expected a time above zero, as 90s"),
     *((f"tune model.py --shape {one}", f"shape {one!r}: expected") for one in SHAPES),
 ]
 

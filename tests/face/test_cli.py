@@ -22,7 +22,7 @@ from advisor.cache.task import Task
 from advisor.cli import cli
 from advisor.command_snippets import local_target
 from advisor.open_store import open_records
-from advisor.report import tables
+from advisor.report import sections
 from advisor.tuners.environment import detect
 from advisor.tuners.measure.runner import Compared
 from advisor.tuners.measure.worker import parent
@@ -136,7 +136,7 @@ def test_a_narrow_terminal_shows_the_config_whole() -> None:
     record = replace(made, winners=examples.winners(made.baseline, loop))
     for width in (80, 140):
         out = io.StringIO()
-        Console(width=width, file=out).print(tables.verdict(record))
+        Console(width=width, file=out).print(sections.verdict(record))
         shown = out.getvalue()
         assert "channels_last, bf16" in shown and "1.40x (1.37-1.43)" in shown
         assert ("turns" in shown) == (width == 140)

@@ -18,7 +18,7 @@ from advisor.cache.key import Key
 from advisor.cache.record import Part, Record, Trial
 from advisor.frameworks.tables import hf
 from advisor.open_store import open_records
-from advisor.report import tables
+from advisor.report import sections
 from advisor.report.data import Comparison, Timeline
 from advisor.report.html import across, page
 from advisor.report.sections import report
@@ -182,7 +182,7 @@ def test_every_section_has_its_numbers() -> None:
 
 
 def test_from_which_step_on_the_advice_pays() -> None:
-    assert "The advice pays from step 939 on (1m 02s)." in tables.remarks(compiled())
+    assert "The advice pays from step 939 on (1m 02s)." in sections.remarks(compiled())
 
 
 def test_what_is_empty_is_left_out() -> None:
@@ -279,10 +279,10 @@ def test_nothing_to_gain_is_not_started_with_an_advice(key: Key, effort: str, sa
     trials = tried((examples.DEFAULT, 100.0), (FAST, 150.0))
     record = replace(advises_nothing(key, effort=effort), trials=trials)
     section = report(record).sections[-1]
-    assert section == tables.use(record, None, url="https://host")
+    assert section == sections.use(record, None, url="https://host")
     (line,) = section.lines
     assert (section.name, section.code) == ("script", ()) and line.startswith(said)
-    whole = [*tables.remarks(record), line]
+    whole = [*sections.remarks(record), line]
     assert sum("--force" in one for one in whole) == (effort == "interrupted")
 
 
@@ -292,14 +292,14 @@ def test_a_trial_is_shown_with_the_ratio_that_was_told_when_it_ended() -> None:
     assert ratios(trials, own) == {0: 1.0, 1: 1.5, 2: 1.0, 3: 1.2}
     made = replace(advises_nothing(RUN), trials=trials)
     assert made.baseline.samples_per_s == 2000.0  # of the race
-    shown = {row.cells[0]: row.cells[4] for row in tables.trials(made).rows}
+    shown = {row.cells[0]: row.cells[4] for row in sections.trials(made).rows}
     assert shown == {"0": "1.00x", "1": "1.50x", "2": "1.00x", "3": "1.20x"}
 
 
 def test_a_record_with_fp8_says_what_no_comparison_shows() -> None:
     made, config = examples.record(), examples.DEFAULT.replace(precision="fp8")
-    assert fp8.CAVEAT not in list(tables.remarks(made))
+    assert fp8.CAVEAT not in list(sections.remarks(made))
     one = examples.choice(config)
     found = replace(made, winners=examples.winners(one, one))
-    assert list(tables.remarks(found)).count(fp8.CAVEAT) == 1
+    assert list(sections.remarks(found)).count(fp8.CAVEAT) == 1
     assert hf.setup(found, config).unsupported["precision"] == "fp8"
