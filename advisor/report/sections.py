@@ -251,11 +251,12 @@ def caveats_of(record: Record) -> Iterator[str]:
 
 def compared(record: Record) -> Iterator[str]:
     """The comparisons with strict fp32, and the advice that was not compared."""
-    default = record.baseline.config
+    default, lines = record.baseline.config, dict[str, None]()
     for trial in record.trials:
         if trial.stage == "numerics":
             state = outcome(trial.measurement) or "trains like fp32"
-            yield f"{described(trial.config, default)}: {state}, {trial.measurement.reason}"
+            lines[f"{described(trial.config, default)}: {state}, {trial.measurement.reason}"] = None
+    yield from lines  # a config that was compared at two batches may give the same line
     for name, choice in record.choices.items():
         if why := unverified(record, choice.config):
             yield f"{name}: {described(choice.config, default)}{why}"
