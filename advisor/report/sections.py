@@ -155,18 +155,17 @@ def use(
         command: the command of a run, as typed.
         url: the store's URL for a reader on another machine.
     """
-    gains = any(one.choice.config != record.baseline.config for one in record.winners)
-    if not gains and not record.input:
-        return Section("script", "What to do", lines=(nothing_to_gain(record),))
-    run = record.key.task.command
+    run, others = record.key.task.command, tuple(_other_uses(record, None if url else cache))
+    gains = record.input or record.winner(record.use).config != record.baseline.config
+    if not gains and (run or not others):
+        return Section("script", "What to do", lines=(nothing_to_gain(record),), code=others)
     title = "Start it like this" if run else "In your script"
     if url:
         title, line = f"{title}, with ADVISOR_CACHE={shlex.quote(url)}", line_anywhere(record)
     code = [line or script_line(record, cache, command=command)]
     if record.input and not run:
         code.append("loader = DataLoader(dataset, **advice.loader)")
-    code += [f"# {other}" for other in _other_uses(record, None if url else cache)]
-    return Section("script", title, code=tuple(code))
+    return Section("script", title, code=(*code, *others))
 
 
 def nothing_to_gain(record: Record) -> str:
@@ -185,17 +184,17 @@ def _other_uses(record: Record, cache: str | None) -> Iterator[str]:
     if record.key.task.command:
         if free.batch != record.batch:
             line = script_line(record, cache, free=True)
-            yield f"or, with the batch free {batch}: {line}"
+            yield f"# or, with the batch free {batch}: {line}"
         return
     for name, how in (
-        (CAPTURE, "or, for a step that is given to advice.capture, capture=True"),
-        (FLAGS, "a script that calls apply(TARGET) alone gets the flags alone"),
+        (CAPTURE, "# or, for a step that is given to advice.capture, capture=True"),
+        (FLAGS, "# a script that calls apply(TARGET) alone gets the flags alone"),
     ):
         winner = record.winner(name)
         if winner.config not in (advised.config, record.baseline.config):
             yield f"{how}: {spread(winner)}"
     if free.batch != record.batch:
-        yield f'or, with the batch free: batch="free" {batch}'
+        yield f'# or, with the batch free: batch="free" {batch}'
 
 
 def called(record: Record, config: Config) -> str:

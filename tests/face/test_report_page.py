@@ -286,6 +286,16 @@ def test_nothing_to_gain_is_not_started_with_an_advice(key: Key, effort: str, sa
     assert sum("--force" in one for one in whole) == (effort == "interrupted")
 
 
+def test_a_run_that_gains_at_a_larger_batch_alone_is_started_with_that_batch_only() -> None:
+    made = advises_nothing(RUN)
+    winners = examples.winners(
+        made.baseline, made.baseline, free_pilot=examples.choice(FAST.at(128), 3300.0, 1.65)
+    )
+    section = sections.use(replace(made, winners=winners), None)
+    (line,), (code,) = section.lines, section.code
+    assert line.startswith("Nothing measured clearly gains") and "# or, with the batch free" in code
+
+
 def test_a_trial_is_shown_with_the_ratio_that_was_told_when_it_ended() -> None:
     own = examples.DEFAULT
     trials = tried((own, 100.0), (FAST, 150.0), (own, 125.0), (FAST, 150.0))
