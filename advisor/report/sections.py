@@ -171,10 +171,16 @@ def use(
 def nothing_to_gain(record: Record) -> str:
     """What to do with a record that advises nothing."""
     how = "run it as usual" if record.key.task.command else "train as usual"
-    if record.compares and not is_clear(record):
+    if _undecided(record):
         again = "Give a larger --budget, or --force when the machine is quiet."
         return f"Could not tell what gains on this machine; {how}. {again}"
     return f"Nothing measured clearly gains on this machine; {how}."
+
+
+def _undecided(record: Record) -> bool:
+    """Whether a tuning that advises nothing was too short or too noisy to tell what gains."""
+    advises_nothing = record.winner(record.use).config == record.baseline.config
+    return advises_nothing and record.compares and not is_clear(record)
 
 
 def _other_uses(record: Record, cache: str | None) -> Iterator[str]:
@@ -316,6 +322,8 @@ def listing(
             state = f"stale: {', '.join(why)}"
         elif doubtful(record):
             state = "doubtful: the host was busy"
+        elif _undecided(record):
+            told, state = False, "could not tell what gains"
         table.row(
             record.id,
             record.key.environment.device.name,
