@@ -105,9 +105,11 @@ def _result(found: Tuned, command: tuple[str, ...], cache: str | None, url: str)
     record = found.record
     if found.known:
         yield f"Already tuned, {ago(record.provenance.created)}; --force measures again."
+    if found.earlier:  # what follows is of that record, and not of this tuning
+        yield from ("", *found.remarks)
     yield ""
     yield sections.verdict(record)
-    yield from ("", *sections.summary(record), *found.remarks)
+    yield from ("", *sections.summary(record), *(() if found.earlier else found.remarks))
     if found.interrupted and not found.earlier:
         yield "Interrupted: the best config so far is kept; the same command continues."
     if found.finished:
