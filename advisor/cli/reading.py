@@ -144,13 +144,16 @@ def report(key: str, file: Path, cache: str | None) -> None:
 
 
 @click.command()
-@click.argument("framework", type=click.Choice(NAMES), metavar=f"[{'|'.join(NAMES)}]")
+@click.argument("framework", type=click.Choice(NAMES), metavar="FRAMEWORK")
 @click.argument("key")
 @option("--batch N|free", "A batch other than the record's, or the best one.")
 @options.cache
 @json_or_text
 def emit(framework: str, key: str, batch: str | None, cache: str | None) -> Parts:
-    """Print the record KEY as a framework's configuration."""
+    """Print the record KEY as a framework's configuration.
+
+    FRAMEWORK is hf (transformers), lightning, accelerate or timm.
+    """
     from advisor.frameworks import tables, text
 
     free = batch == "free"
