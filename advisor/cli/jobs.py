@@ -17,6 +17,7 @@ from advisor.cli.options import (
     Number,
     OrCommand,
     Output,
+    Parts,
     collected,
     json_option,
     json_or_text,
@@ -167,18 +168,20 @@ def _show_log(client: Client, id: int, follow: bool, as_json: bool) -> None:
 )
 @server_option
 @json_or_text
-def jobs(id: int | None, states: tuple[str, ...], most: int, server: str | None) -> Output:
+def jobs(id: int | None, states: tuple[str, ...], most: int, server: str | None) -> Parts:
     """List the jobs of a server, or show the job ID."""
     from advisor.report import jobs as shown
 
     client = _client(server)
     if id is not None:
         job = client.job(id)
-        return Output(lambda: dataclasses.asdict(job), shown.lines(job))
+        yield from shown.lines(job)
+        yield Output(lambda: dataclasses.asdict(job))
+        return
     found = client.jobs(states, most)
     none = "No jobs; to submit one: advisor submit -- python train.py"
-    data = {"jobs": [dataclasses.asdict(job) for job in found]}
-    return Output(lambda: data, [shown.listing(found) if found else none])
+    yield shown.listing(found) if found else none
+    yield Output(lambda: {"jobs": [dataclasses.asdict(job) for job in found]})
 
 
 @click.command()
@@ -195,11 +198,11 @@ def logs(id: int, follow: bool, server: str | None, as_json: bool) -> None:
 @click.argument("id", type=_ID)
 @server_option
 @json_or_text
-def cancel(id: int, server: str | None) -> Output:
+def cancel(id: int, server: str | None) -> Parts:
     """Cancel the job ID, and end its processes. Exit code 1 if the job was over before."""
     client = _client(server)
     over = client.job(id).over  # the server answers 'cancelled' for earlier cancels too
     state = client.cancel(id)
     cancelled = state == "cancelled" and not over
-    text = f"job {id} {state}" if cancelled else f"job {id}: already {state}"
-    return Output(lambda: {"id": id, "state": state}, [text], DONE if cancelled else FAILED)
+    yield f"job {id} {state}" if cancelled else f"job {id}: already {state}"
+    yield Output(lambda: {"id": id, "state": state}, DONE if cancelled else FAILED)

@@ -16,7 +16,7 @@ from advisor.cache.task import Task, permissions
 from advisor.cli import options
 from advisor.cli.options import DONE, FAILED, OrCommand, Output, Parts, json_or_text, option, warn
 from advisor.errors import UsageError
-from advisor.report import feeding, plots, tables
+from advisor.report import feeding, plots, sections
 from advisor.report.data import as_data
 from advisor.report.progress import Shown
 from advisor.report.text import ago, spread
@@ -105,13 +105,15 @@ def _result(found: Tuned, command: tuple[str, ...], cache: str | None, url: str)
     record = found.record
     if found.known:
         yield f"Already tuned, {ago(record.provenance.created)}; --force measures again."
+    if found.earlier:  # what follows is of that record, and not of this tuning
+        yield from ("", *found.remarks)
     yield ""
-    yield tables.verdict(record)
-    yield from ("", *tables.summary(record), *found.remarks)
+    yield sections.verdict(record)
+    yield from ("", *sections.summary(record), *(() if found.earlier else found.remarks))
     if found.interrupted and not found.earlier:
         yield "Interrupted: the best config so far is kept; the same command continues."
     if found.finished:
-        yield from tables.start(record, cache, command, url=url)
+        yield from sections.use(record, cache, command=command, url=url).text()
     elif not found.interrupted:
         yield "\nNot tuned yet: the same command continues. Give a larger --budget, or no --trials."
 
@@ -168,10 +170,11 @@ def explain(key: str, command: tuple[str, ...], plot: Path | None, **given: Any)
     record, costs = found.record, found.costs
     yield from feeding.explained(record, costs, data)
     if record.parts:
-        yield tables.parts(record)
+        shown = sections.parts(record)
+        yield from (f"{shown.caption}:", shown)
         if found.dropped:
             yield f"\nRemoved, as the advice is no slower without: {', '.join(found.dropped)}"
-        yield from (f"\n{line}" for line in tables.caveats_of(record))
+        yield from (f"\n{line}" for line in sections.caveats_of(record))
         if plot is not None:
             plots.parts(record, plot)
             yield f"\nchart: {plot}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,31 +172,23 @@ json_option = option("--json", "One JSON document on stdout.", "as_json")
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The result of a command.
-
-    Attributes:
-        data: makes the document for --json.
-        text: lines and tables for people.
-        code: the exit code.
-    """
+    """The end of a command. `data`: makes the document for --json; `code`: the exit code."""
 
     data: Callable[[], Any]
-    text: Iterable[str | RenderableType] = ()
     code: int = DONE
 
 
 Parts = Iterator["str | RenderableType | Output"]
-"""Lines and tables for people, and last an Output without text."""
+"""Lines and tables for people, and last an Output."""
 
 
-def json_or_text(command: Callable[..., Parts | Output]) -> Command:
+def json_or_text(command: Callable[..., Parts]) -> Command:
     """Add --json, and print either the text or the document of a command."""
 
     @json_option
     @functools.wraps(command)
     def printed(*args: Any, as_json: bool, **given: Any) -> None:
-        made = command(*args, **given)
-        for part in [*made.text, made] if isinstance(made, Output) else made:
+        for part in command(*args, **given):
             if isinstance(part, Output):
                 if as_json:
                     click.echo(json.dumps(part.data()))

@@ -26,7 +26,7 @@ from advisor.command_snippets import staleness
 from advisor.errors import UsageError
 from advisor.frameworks import NAMES
 from advisor.open_store import open_records
-from advisor.report import sections, tables
+from advisor.report import sections
 from advisor.report.data import as_data, explained
 from advisor.report.text import spread
 from advisor.resolve.commands import of_command, served_to_run, state_of
@@ -62,7 +62,7 @@ def show(key: str | None, most: int, cache: str | None) -> Parts:
     options.complain(records)
     if found:
         urls = [store.url for store in records.stores] if records.stores[1:] else []
-        yield tables.listing(found, urls)
+        yield sections.listing(found, urls)
         yield from (f"store {number}: {url}" for number, url in enumerate(urls, 1))
         if older:
             yield f"and {older:,} older; to list them: --most {len(found) + older}"
@@ -76,7 +76,7 @@ def show(key: str | None, most: int, cache: str | None) -> Parts:
     def document() -> dict[str, Any]:
         rows = [
             as_data(one.record, cache)
-            | {"stale": tables.changes(one.record, differs)}
+            | {"stale": sections.changes(one.record, differs)}
             | {"signed": one.trusted, "store": one.store.url}
             for one, differs in found
         ]
@@ -143,13 +143,16 @@ def report(key: str, file: Path, cache: str | None) -> None:
 
 
 @click.command()
-@click.argument("framework", type=click.Choice(NAMES), metavar=f"[{'|'.join(NAMES)}]")
+@click.argument("framework", type=click.Choice(NAMES), metavar="FRAMEWORK")
 @click.argument("key")
 @option("--batch N|free", "A batch other than the record's, or the best one.")
 @options.cache
 @json_or_text
-def emit(framework: str, key: str, batch: str | None, cache: str | None) -> Output:
-    """Print the record KEY as a framework's configuration."""
+def emit(framework: str, key: str, batch: str | None, cache: str | None) -> Parts:
+    """Print the record KEY as a framework's configuration.
+
+    FRAMEWORK is hf (transformers), lightning, accelerate or timm.
+    """
     from advisor.frameworks import tables, text
 
     free = batch == "free"
@@ -158,7 +161,8 @@ def emit(framework: str, key: str, batch: str | None, cache: str | None) -> Outp
     record = open_records(cache, fallback=True).get(key)
     number = int(batch) if batch and not free else None
     found = text.Emitted(getattr(tables, framework), record, batch=number, free=free)
-    return Output(lambda: text.data(found), [text.text(found).removesuffix("\n")])
+    yield text.text(found).removesuffix("\n")
+    yield Output(lambda: text.data(found))
 
 
 @click.command(cls=OrCommand)
@@ -243,7 +247,7 @@ def env(device: str | None, cache: str | None) -> Parts:
     """Show this machine as records describe it, and the stores."""
     records = open_records(cache, fallback=True)
     found = detect(device or default_device())
-    rows, stores = tables.environment(found), []
+    rows, stores = sections.environment(found), []
     for store in records.stores:
         health = records.health(store)
         stores.append({"url": store.url, "health": health})

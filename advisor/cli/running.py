@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from advisor.cache.kinds import Duration
 from advisor.cache.task import permissions
 from advisor.cli import options
 from advisor.cli.options import OrCommand, warn
@@ -21,14 +22,13 @@ from advisor.tuners.measure.run.guarded_process import isolated, program
     "--tune TIME",
     "If no record fits, try configs between the steps of the run's first TIME, then continue with "
     "the best.",
-    "budget",
 )
 @options.map_option
 @options.loader
 def run(
     command: tuple[str, ...],
     cache: str | None,
-    budget: str | None,
+    tune: str | None,
     map: tuple[str, ...],
     loader: str | None,
 ) -> None:
@@ -45,10 +45,10 @@ def run(
     if option := isolated(command):
         warn(f"python {option} keeps advisor out; the run is unmodified")
     named = permissions({"map": map or None}).get("map")
-    if budget is not None:
+    if tune is not None:
         from advisor.tuners.search.plan import Plan
 
-        tune_s = Plan.of({"budget": budget}).seconds
+        tune_s = Plan.of({"budget": Duration().checked("tune", tune)}).seconds
         if named:
             raise UsageError("--map restarts your command and --tune does not; give one of them")
     if named:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from advisor.cli.options import Number, Output, json_or_text, option
+from advisor.cli.options import Number, Output, Parts, json_or_text, option
 from advisor.errors import UsageError
 from advisor.service.roles import ROLES
 
@@ -65,14 +65,15 @@ def _say(address: str, token: str | None) -> None:
 @option("--days N", "Days until it expires; default: never.", type=Number(1, 36500))
 @database_option
 @json_or_text
-def token(name: str, role: str, days: int | None, database: str | None) -> Output:
+def token(name: str, role: str, days: int | None, database: str | None) -> Parts:
     """Make a token called NAME, and show it once.
 
     Run it on the machine that has the server's database.
     """
     run, opened = _server(database)
     text = run.new_token(opened, name, role, days)
-    return Output(lambda: {"name": name, "role": role, "token": text}, [text])
+    yield text
+    yield Output(lambda: {"name": name, "role": role, "token": text})
 
 
 def _server(database: str | None) -> tuple[Any, Any]:

@@ -46,14 +46,14 @@ def _only(target: str | None, device: str | None, keys: tuple[str, ...]) -> Want
 @only_options
 @options.cache
 @json_or_text
-def export(file: Path, cache: str | None, **only: Any) -> Output:
+def export(file: Path, cache: str | None, **only: Any) -> Parts:
     """Write records into the pack FILE. To read the pack: --cache pack:FILE."""
     records = open_records(cache)
     count = exchange.export(records, file, _only(**only))
     options.complain(records)
     damaged = [*records.unreachable, *records.damaged]
-    data = {"file": str(file), "records": count, "damaged": damaged}
-    return Output(lambda: data, [f"{count} record{'s' * (count != 1)} in {file}"])
+    yield f"{count} record{'s' * (count != 1)} in {file}"
+    yield Output(lambda: {"file": str(file), "records": count, "damaged": damaged})
 
 
 @click.command(name="import")

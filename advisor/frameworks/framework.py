@@ -1,4 +1,4 @@
-"""A framework's table. For each knob, a row turns the knob's value into the framework's settings.
+"""A framework's table. A row turns a knob's value, if it is not torch's default, into settings.
 
 A knob without a row is never dropped: if its value is not torch's default, the framework does not
 get that config, and `advisor emit` names the knob.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from advisor.cache.config import Config
+from advisor.cache.config import BATCH, Config
+from advisor.cache.key import Environment
 from advisor.cache.record import Record
 from advisor.cache.task import Task
 from advisor.errors import UsageError
@@ -62,20 +63,9 @@ class Setup:
         return self.record.key.task
 
     @property
-    def on_cuda(self) -> bool:
-        return self.record.key.environment.device.kind == "cuda"
-
-    @property
-    def torch(self) -> str:
-        """The version that the config was measured with."""
-        return self.record.key.environment.software.torch
-
-    @property
-    def default(self) -> Config:
-        """torch's default config. The task's baseline may differ, for example by determinism."""
-        from advisor.tuners.knobs import TORCH
-
-        return Config(self.record.baseline.config | TORCH)
+    def environment(self) -> Environment:
+        """Where the config was measured."""
+        return self.record.key.environment
 
     @property
     def accumulation(self) -> tuple[int, int] | None:
@@ -91,11 +81,11 @@ class Setup:
         return (0 if rest else samples), parts * micro
 
 
+_DATALOADER = {"num_workers": 0, "prefetch_factor": 2}
 Added = Mapping[str, Any]
 """Settings, lines and arguments, by the field of a Setup that they are added to."""
 Row = Callable[[Setup, Any], Added | None]
-"""What a knob's value adds to a Setup; None if the framework cannot express the value. A row also
-gets torch's default values, because the framework's defaults may differ."""
+"""What a knob's value adds to a Setup; None if the framework cannot express the value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +96,8 @@ class Framework:
         title: the class or script that takes the settings: 'transformers.TrainingArguments'.
         call: how a script passes the dictionary `arguments`; '' if the settings are a YAML file.
         devices: settings for each kind of device.
+        differs: knobs whose default in the framework may differ from torch's: their rows also get
+            torch's default.
         notes: lines on what the framework does differently from the measurement.
         makes_loader: whether the framework makes the DataLoader, and takes a batch size.
     """
@@ -114,16 +106,24 @@ class Framework:
     call: str
     rows: Mapping[str, Row]
     devices: Mapping[str, Mapping[str, object]]
+    differs: Collection[str] = ()
     notes: Callable[[Setup], list[str]] = lambda _setup: []
     makes_loader: bool = False
 
     def setup(self, record: Record, config: Config, batch: int | None = None) -> Setup:
         """A config's Setup; `batch`: the user's batch size, if it is not the record's."""
+        from advisor.tuners.knobs import TORCH
+
         device = record.key.environment.device.kind
         setup = Setup(record, config, batch or record.batch, settings={**self.devices[device]})
+        # The task's baseline may differ from torch's default, for example by determinism.
+        default = record.baseline.config | TORCH | _DATALOADER
         for name, value in config.items():
-            row = self.rows.get(name) or only(setup.default.get(name))
-            added = row(setup, value)
+            same = value == default.get(name) and name not in (BATCH, *self.differs)
+            if value is None or same:
+                continue
+            row = self.rows.get(name)
+            added = row(setup, value) if row else None
             if added is None:
                 setup.unsupported[name] = value
             for where, more in (added or {}).items():
@@ -173,11 +173,6 @@ class Framework:
         settings = self.setup(advice.record, advice.config, batch).settings
         with installed():
             return advice, {n: v() if isinstance(v, LazyObject) else v for n, v in settings.items()}
-
-
-def only(*values: object) -> Row:
-    """The row of a knob without a setting: only `values`, the framework's own behaviour, work."""
-    return lambda _setup, value: {} if value in values else None
 
 
 @contextlib.contextmanager

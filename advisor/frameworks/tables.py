@@ -10,15 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import BATCH
-from advisor.frameworks.framework import (
-    Added,
-    Framework,
-    LazyObject,
-    Row,
-    Setup,
-    installed,
-    only,
-)
+from advisor.frameworks.framework import Added, Framework, LazyObject, Row, Setup, installed
 from advisor.tuners.compiling import avoiding
 
 if TYPE_CHECKING:
@@ -27,19 +19,17 @@ if TYPE_CHECKING:
 _MATMUL, _CUDNN = "torch.backends.cuda.matmul.allow_tf32", "torch.backends.cudnn.allow_tf32"
 
 
-def _keyword(where: str, name: str, *unset: object) -> Row:
-    """A row that adds the keyword `name` to a field of a Setup, unless the value is `unset`."""
-    return lambda _setup, value: {} if value in unset else {where: {name: value}}
+def _keyword(where: str, name: str) -> Row:
+    """A row that adds the keyword `name` to a field of a Setup."""
+    return lambda _setup, value: {where: {name: value}}
 
 
 _setting, _argument = partial(_keyword, "settings"), partial(_keyword, "loader")
 
 
-def _flags(unset: object, *lines: str) -> Row:
-    """A row that adds lines, with the value in place of {}, unless the value is `unset`."""
-    return lambda _setup, value: (
-        {} if value == unset else {"flags": [line.format(value) for line in lines]}
-    )
+def _flags(*lines: str) -> Row:
+    """A row that adds lines, with the value in place of {}."""
+    return lambda _setup, value: {"flags": [line.format(value) for line in lines]}
 
 
 def _precision(
@@ -53,7 +43,7 @@ def _precision(
             return None  # advisor chooses the layers
         settings = half.get(value, {})
         resets = sets_tf32 and setup.config.get("compile", "none") != "none"
-        if not setup.on_cuda or (value == "default" and not resets):
+        if setup.environment.device.kind != "cuda" or (value == "default" and not resets):
             return {"settings": settings}
         # In half precision, operations that stay in float32 use TF32.
         on = value not in ("default", "fp32")
@@ -73,9 +63,8 @@ def _compile(of_mode: Callable[[str], Added], *, avoids: bool = True) -> Row:
     def row(setup: Setup, value: str) -> Added | None:
         if value == "blocks":
             return None  # Accelerate's own regional compilation compiles the rest in pieces, too
-        if value == "none":
-            return {}
-        faults = avoiding(setup.torch) if avoids and value != "cudagraphs" else {}
+        version = setup.environment.software.torch
+        faults = avoiding(version) if avoids and value != "cudagraphs" else {}
         flags = [f"torch._inductor.config.{name} = {it}" for name, it in faults.items()]
         return {**of_mode(value), "flags": flags}
 
@@ -100,14 +89,10 @@ def _batch(accumulation: str, size: str = "") -> Row:
     return row
 
 
-def _channels_last(setup: Setup, value: bool) -> Added:
+def _channels_last(setup: Setup, _value: bool) -> Added:
     # Only the weights: the first layer converts its input.
     layout = "channels_last_3d" if len(setup.task.sample) == 4 else "channels_last"
-    return {"model": [f"model = model.to(memory_format=torch.{layout})"]} if value else {}
-
-
-def _threads(setup: Setup, value: int) -> Added | None:
-    return _flags(setup.default.get("threads"), "torch.set_num_threads({})")(setup, value)
+    return {"model": [f"model = model.to(memory_format=torch.{layout})"]}
 
 
 _DETERMINISTIC = (
@@ -117,18 +102,18 @@ _DETERMINISTIC = (
 )
 _SCRIPT: Mapping[str, Row] = {
     "channels_last": _channels_last,
-    "cudnn_benchmark": _flags(False, "torch.backends.cudnn.benchmark = True"),
-    "cudnn_deterministic": _flags(False, *_DETERMINISTIC),
-    "fused_optimizer": _keyword("optimizer", "fused", False),
-    "threads": _threads,
-    "num_workers": _argument("num_workers", None, 0),
-    "prefetch_factor": _argument("prefetch_factor", None, 2),
-    "in_order": _argument("in_order", None, True),
-    "sharing": _flags("file_descriptor", "torch.multiprocessing.set_sharing_strategy({!r})"),
-    "persistent_workers": _argument("persistent_workers", None, False),
-    "pin_memory": _argument("pin_memory", None, False),
+    "cudnn_benchmark": _flags("torch.backends.cudnn.benchmark = True"),
+    "cudnn_deterministic": _flags(*_DETERMINISTIC),
+    "fused_optimizer": _keyword("optimizer", "fused"),
+    "threads": _flags("torch.set_num_threads({})"),
+    "sharing": _flags("torch.multiprocessing.set_sharing_strategy({!r})"),
 }
 """Rows of a framework that leaves these knobs to the script."""
+_LOADER = {
+    name: _argument(name)
+    for name in ("num_workers", "prefetch_factor", "in_order", "persistent_workers", "pin_memory")
+}
+"""Rows of a framework whose script makes the DataLoader."""
 
 
 def _by_accelerate(mode: str) -> Added:
@@ -144,6 +129,7 @@ accelerate = Framework(
     call="Accelerator(**arguments)",
     rows={
         **_SCRIPT,
+        **_LOADER,
         "precision": _precision(
             {name: {"mixed_precision": name} for name in ("bf16", "fp16")}, sets_tf32=True
         ),
@@ -151,6 +137,7 @@ accelerate = Framework(
         "compile": _compile(_by_accelerate),
     },
     devices={"cuda": {}, "cpu": {"cpu": True}},
+    differs=("precision",),
 )
 
 
@@ -160,9 +147,9 @@ def _by_hf(mode: str) -> Added:
 
 
 def _hf_optimizer(setup: Setup, value: bool) -> Added | None:
-    if setup.task.optimizer != "adamw":  # the optimizer is the user's own
-        return _SCRIPT["fused_optimizer"](setup, value)
-    return {"settings": {"optim": "adamw_torch_fused" if value else "adamw_torch"}}
+    if setup.task.optimizer == "adamw":
+        return {"settings": {"optim": "adamw_torch_fused" if value else "adamw_torch"}}
+    return {"optimizer": {"fused": True}} if value else {}  # the user's own
 
 
 hf = Framework(
@@ -177,12 +164,12 @@ hf = Framework(
         "fused_optimizer": _hf_optimizer,
         "compile": _compile(_by_hf),
         "num_workers": _setting("dataloader_num_workers"),
-        "prefetch_factor": _setting("dataloader_prefetch_factor", 2),
-        "in_order": only(True),
-        "persistent_workers": _setting("dataloader_persistent_workers", None, False),
-        "pin_memory": lambda _setup, on: {"settings": {"dataloader_pin_memory": bool(on)}},
+        "prefetch_factor": _setting("dataloader_prefetch_factor"),
+        "persistent_workers": _setting("dataloader_persistent_workers"),
+        "pin_memory": _setting("dataloader_pin_memory"),
     },
     devices={"cuda": {}, "cpu": {"use_cpu": True}},
+    differs=("precision", "fused_optimizer", "num_workers", "pin_memory"),
     makes_loader=True,
 )
 
@@ -215,13 +202,15 @@ lightning = _Lightning(
     call="Trainer(**arguments)",
     rows={
         **_SCRIPT,
+        **_LOADER,
         "precision": _precision(
             {"bf16": {"precision": "bf16-mixed"}, "fp16": {"precision": "16-mixed"}}
         ),
-        "cudnn_benchmark": _setting("benchmark", None, False),
-        "cudnn_deterministic": lambda _setup, on: (
-            {"settings": {"deterministic": on}, "flags": _DETERMINISTIC} if on else {}
-        ),
+        "cudnn_benchmark": _setting("benchmark"),
+        "cudnn_deterministic": lambda _setup, on: {
+            "settings": {"deterministic": on},
+            "flags": _DETERMINISTIC,
+        },
         BATCH: _batch("accumulate_grad_batches"),
         "compile": _compile(_by_lightning),
     },
@@ -235,10 +224,8 @@ def _timm_precision(_setup: Setup, value: str) -> Added | None:
     return None if value in ("fp32", "fp8") else {}
 
 
-def _timm_channels_last(setup: Setup, value: bool) -> Added | None:
-    if value and len(setup.task.sample) != 3:
-        return None
-    return {"settings": {"channels_last": True}} if value else {}
+def _timm_channels_last(setup: Setup, _value: bool) -> Added | None:
+    return {"settings": {"channels_last": True}} if len(setup.task.sample) == 3 else None
 
 
 def _by_timm(mode: str) -> Added:
@@ -248,10 +235,11 @@ def _by_timm(mode: str) -> Added:
 
 
 def _timm_notes(setup: Setup) -> list[str]:
-    if not setup.on_cuda:
+    if setup.environment.device.kind != "cuda":
         return []
-    faults = avoiding(setup.torch) if "torchcompile_mode" in setup.settings else ()
-    lines = [f"compiles with {name}, known to be wrong in torch {setup.torch}" for name in faults]
+    version = setup.environment.software.torch
+    faults = avoiding(version) if "torchcompile_mode" in setup.settings else ()
+    lines = [f"compiles with {name}, known to be wrong in torch {version}" for name in faults]
     if not setup.config.get("cudnn_benchmark"):
         lines.append("sets cudnn.benchmark to True")
     if setup.config.get("precision") == "default":
@@ -265,19 +253,15 @@ timm = Framework(
     rows={
         "precision": _timm_precision,
         "channels_last": _timm_channels_last,
-        "cudnn_benchmark": only(False, True),
-        "cudnn_deterministic": only(False),
+        "cudnn_benchmark": lambda _setup, _on: {},  # train.py sets it itself
         BATCH: _batch("grad_accum_steps", "batch_size"),
-        "fused_optimizer": lambda _setup, on: (
-            {"settings": {"opt_kwargs": {"fused": on}}} if on else {}
-        ),
+        "fused_optimizer": lambda _setup, on: {"settings": {"opt_kwargs": {"fused": on}}},
         "compile": _compile(_by_timm, avoids=False),
         "num_workers": _setting("workers"),
-        "in_order": only(True),
-        "sharing": only("file_descriptor"),
-        "pin_memory": _setting("pin_mem", None, False),
+        "pin_memory": _setting("pin_mem"),
     },
     devices={"cuda": {"device": "cuda"}, "cpu": {"device": "cpu"}},
+    differs=("num_workers",),
     notes=_timm_notes,
     makes_loader=True,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -16,9 +15,6 @@ from advisor.errors import NoRecord, printable
 from advisor.frameworks.framework import Framework, LazyObject
 from advisor.resolve.answer import answer
 from advisor.resolve.request import Request
-
-_CHANGES = ("flags", "model", "after", "optimizer", "loader")
-"""Fields of a Setup with what the script changes itself."""
 
 
 class Emitted:
@@ -65,22 +61,6 @@ class Emitted:
 
 def text(found: Emitted) -> str:
     """The whole output: settings in the framework's format, and the rest as comments."""
-    setup = found.setup
-    objects = [value for value in setup.settings.values() if isinstance(value, LazyObject)]
-    return _template().render(
-        found=found,
-        framework=found.framework,
-        setup=setup,
-        record=setup.record,
-        task=setup.task,
-        imports=sorted({line.partition(".")[0] for line in setup.flags}),
-        objects=objects,
-        notes=found.framework.notes(setup),
-    )
-
-
-@functools.cache
-def _template() -> jinja2.Template:
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("advisor.report"),
         undefined=jinja2.StrictUndefined,
@@ -89,13 +69,10 @@ def _template() -> jinja2.Template:
         # A record may contain any text: what it says stays on its line.
         finalize=lambda value: printable(str(value)),
     )
-    templates.filters |= {
-        "json": json.dumps,
-        "keywords": _keywords,
-        "literal": _literal,
-        "times": times,
-    }
-    return templates.get_template("emit.txt")
+    shown = {"json": json.dumps, "keywords": _keywords, "literal": _literal, "times": times}
+    templates.filters |= shown
+    imports = sorted({line.partition(".")[0] for line in found.setup.flags})
+    return templates.get_template("emit.txt").render(found=found, imports=imports)
 
 
 def data(found: Emitted) -> dict[str, Any]:
@@ -104,6 +81,7 @@ def data(found: Emitted) -> dict[str, Any]:
     lacks = {name: values for name, (_choice, values) in found.beyond.items()}
     if setup.unsupported:
         lacks["input pipeline"] = setup.unsupported
+    changes = ("flags", "model", "after", "optimizer", "loader")  # that the script makes itself
     made = {n: _literal(v) for n, v in setup.settings.items() if isinstance(v, LazyObject)}
     return {
         "framework": found.framework.title,
@@ -111,7 +89,7 @@ def data(found: Emitted) -> dict[str, Any]:
         "reason": found.reason,
         "config": dict(setup.config),
         "settings": {**setup.settings, **made},
-        **{name: getattr(setup, name) for name in _CHANGES},
+        **{name: getattr(setup, name) for name in changes},
         "by_itself": found.framework.notes(setup),
         "not_expressed": lacks,
     }

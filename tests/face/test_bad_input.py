@@ -86,6 +86,7 @@ OPTIONS = [
     ("--steps 5 --duration 2h", 2, "steps 5 and duration 7200s: a job has one length"),
     ("--device tpu", 2, "'tpu': expected cpu, cuda or cuda:N"),
     ("--batches 8 --fixed-batch", 2, "exclude each other; give one of them"),
+    ("--batches 8 --shape 6x3x6x6", 2, "leave batches out"),
     ("--model-arg novalue", 2, "expected NAME=VALUE, each name once"),
     ("--seed -1", 2, "seed '-1': expected a number from 0"),
     ("--any-order", 2, "any order: needs data too, e.g. data.py:make_dataset"),
@@ -124,6 +125,7 @@ COMMANDS = [
     ("completion csh", "'csh' is not one of"),
     ("show --cache redis:localhost:1", "'redis:localhost:1': expected redis://"),
     ("run", "give your command after --, as in: advisor run -- python train.py"),
+    ("run --tune soon -- python x.py", "tune 'soon': expected a time above zero, as 90s"),
     *((f"tune model.py --shape {one}", f"shape {one!r}: expected") for one in SHAPES),
 ]
 

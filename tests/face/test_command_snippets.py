@@ -138,7 +138,7 @@ def test_the_line_for_a_script_elsewhere(here: Path, monkeypatch: pytest.MonkeyP
     """As a server's worker prints it, which keeps its record in a folder of its own."""
     told = ("--cache", "dir:scratch", "--for", "https://advisor.example")
     done = advisor(here, "tune", "examples/x.py", "--shape", SHAPE, *told)
-    assert "In your script, with ADVISOR_CACHE=https://advisor.example:\n" in done.stdout
+    assert "In your script, with ADVISOR_CACHE=https://advisor.example\n" in done.stdout
     (line,) = (line for line in done.stdout.splitlines() if "advisor.apply(" in line)
     assert "scratch" not in done.stdout and "cache=" not in line
     monkeypatch.setenv("ADVISOR_CACHE", f"dir:{here}/scratch")

@@ -110,33 +110,17 @@ def check_words(words: list[str]) -> None:
         assert (ROOT / words[1]).is_file()
 
 
-COMMANDS = sorted(
-    {
-        (page.name, line)
-        for page in PAGES
-        for line in shown(page)
-        if line.split(" ")[0] in ("advisor", "make", "python")
-    }
-)
+DEMO = ["make", "-n", "--no-print-directory", "-o", ".venv/.installed", "demo"]
 
 
-@pytest.mark.parametrize(("page", "line"), COMMANDS)
-def test_commands_that_are_shown_are_commands(page: str, line: str) -> None:
-    assert ("README.md", "advisor run -- python train.py") in COMMANDS
-    check_words(shlex.split(line, comments=True))
-
-
-def test_make_demo_runs_commands_that_there_are() -> None:
-    lines = subprocess.run(
-        ["make", "-n", "--no-print-directory", "-o", ".venv/.installed", "demo"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
-    assert len(lines) == 2
-    for line in lines:
-        check_words(shlex.split(line))
+def test_commands_that_are_shown_are_commands() -> None:
+    found = {line for page in PAGES for line in shown(page)}
+    commands = {one for one in found if one.split(" ")[0] in ("advisor", "make", "python")}
+    assert "advisor run -- python train.py" in commands
+    demo = subprocess.check_output(DEMO, cwd=ROOT, text=True).splitlines()
+    assert len(demo) == 2
+    for line in (*sorted(commands), *demo):
+        check_words(shlex.split(line, comments=True))
 
 
 def test_the_ordinary_script_trains_and_says_its_speed() -> None:
@@ -151,20 +135,14 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", one).strip().lower().replace(" ", "-") for one in found}
 
 
-def links() -> Iterator[tuple[str, str]]:
-    for page in PAGES:
-        for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"\s+", " ", page.read_text())):
-            if "://" not in link:
-                yield page.name, link
-
-
-@pytest.mark.parametrize(("page", "link"), sorted(set(links())))
-def test_links_between_pages_resolve(page: str, link: str) -> None:
-    source = next(one for one in PAGES if one.name == page)
-    path, _, anchor = link.partition("#")
-    target = (source.parent / path).resolve() if path else source
-    assert target.is_file()
-    assert not anchor or anchor in headings(target)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_resolve(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"\s+", " ", page.read_text())):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if "://" not in link:
+            assert target.is_file(), link
+            assert not anchor or anchor in headings(target), link
 
 
 def code_of(page: str) -> str:

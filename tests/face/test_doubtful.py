@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from advisor.cache.config import Config
 from advisor.cache.key import Key
 from advisor.cache.record import Choice, Record
-from advisor.report import tables
+from advisor.report import sections
 from advisor.report.sections import report
 from advisor.resolve.answer import answer, doubtful
 from advisor.tuners.decisions import LOOKS
@@ -102,20 +104,23 @@ def test_a_doubtful_record_is_not_advised_and_says_so() -> None:
     assert answer(sound, request(batch=64)).config == FAST
     served = answer(doubted, request(batch=64))
     assert served.config == OWN and "the host was too busy to tell what gains" in served.reason
-    assert not any("Doubtful" in line for line in tables.remarks(sound))
-    assert any("Doubtful: the baseline's speed changed" in line for line in tables.remarks(doubted))
+    assert "Doubtful" not in "\n".join(sections.remarks(sound))
+    assert "Doubtful: the baseline's speed changed" in "\n".join(sections.remarks(doubted))
     assert report(doubted).headline.startswith("Doubtful, and not advised")
     assert report(sound).headline.startswith("1.5")
 
 
 def test_a_race_that_found_nothing_on_a_busy_host_is_undecided() -> None:
-    doubted = made(BUSY)
-    winners = tuple(replace(one, choice=doubted.baseline) for one in doubted.winners)
-    nothing = replace(doubted, winners=winners)
-    assert doubtful(nothing)
-    assert tables.nothing_to_gain(nothing).startswith("Could not tell what gains")
-    noisy = replace(nothing.raced[1], speedup=4.8, speedup_low=1.1, speedup_high=21.0)
-    for raced_one, said in ((noisy, "Could not tell"), (made(STEADY, 1.0).raced[1], "Nothing")):
-        quiet = replace(made(STEADY), raced=(made(STEADY).baseline, raced_one))
-        won = tuple(replace(one, choice=quiet.baseline) for one in quiet.winners)
-        assert tables.nothing_to_gain(replace(quiet, winners=won)).startswith(said)
+    doubted, quiet = made(BUSY), made(STEADY)
+    noisy = replace(quiet.raced[1], speedup=4.8, speedup_low=1.1, speedup_high=21.0)
+    for one, fast, said, speedup, state in (
+        (doubted, doubted.raced[1], "Could not tell what", "?", "doubtful: the host was busy"),
+        (quiet, noisy, "Could not tell what gains", "?", "could not tell what gains"),
+        (quiet, made(STEADY, 1.0).raced[1], "Nothing measured clearly gains", "1.00x", "fresh"),
+    ):
+        own = one.baseline
+        nothing = replace(one, raced=(own, fast), winners=examples.winners(own, own))
+        assert sections.nothing_to_gain(nothing).startswith(said)
+        stored: Any = SimpleNamespace(record=nothing, trusted=True)
+        (row,) = sections.listing([(stored, ())]).rows
+        assert (row.cells[5], row.cells[7]) == (speedup, state)

@@ -10,7 +10,7 @@ import pytest
 
 from advisor.cache.config import Config
 from advisor.cache.record import Record, Trial
-from advisor.report import feeding, tables
+from advisor.report import feeding, sections
 from advisor.tuners.measure.worker.wire import SampleCost, SampleCosts
 from tests import builders
 from tests.cache import examples
@@ -101,7 +101,7 @@ def test_the_gain_of_the_loader_and_how_to_apply_it() -> None:
     task = replace(STARVED.key.task, command=("python", "x.py"))
     run = replace(STARVED, key=replace(STARVED.key, task=task))
     for one, applies in ((STARVED, True), (replace(STARVED, input=Config()), False), (run, False)):
-        assert any(line in shown for shown in tables.start(one, None)) == applies
+        assert (line in sections.use(one, None).code) == applies
 
 
 FILES = {

@@ -14,7 +14,7 @@ from advisor.cache.stores import open_store
 from advisor.errors import TargetFailed
 from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import describe
-from tests.face.commands import MODEL, advisor, own, script, take_over
+from tests.face.commands import MODEL, advisor, own, take_over
 from tests.face.unmeasured import made_up
 from tests.tuners.test_worker import config, job
 
@@ -90,16 +90,6 @@ def test_it_is_found_in_any_order_and_by_all_its_shapes_only(tuned: Path) -> Non
         assert "shapes 4x3x8x8+6x3x6x6+2x3x10x10 -> " in str(one.message)
 
 
-def test_the_lines_it_prints_name_all_shapes(tuned: Path) -> None:
-    with made_up():
-        done = advisor(tuned, "tune", "model.py", *GIVEN, *QUICK)
-    assert done.stdout.startswith("Already tuned, ")
-    line = next(x.strip() for x in done.stdout.splitlines() if "advisor.apply(" in x)
-    assert "shape=[(4, 3, 8, 8), (6, 3, 6, 6), (2, 3, 10, 10)]" in line
-    ran = script(tuned, f"import advisor\n{line}\nprint(advice.status)\n")
-    assert ran.stdout.strip() == "exact", ran.stderr
-
-
 def test_it_is_measured_again_as_a_mix(tuned: Path) -> None:
     with made_up({("channels_last", True): 2.0}):
         done = advisor(tuned, "verify", held().id, "--budget", "60s")
@@ -123,9 +113,3 @@ def test_a_make_batch_must_know_the_shape(tmp_path: Path) -> None:
     with pytest.raises(TargetFailed, match=r"make_batch\(batch_size, device, shape\)"):
         describe(Bench(job(tmp_path / "two.py", mix=mix)))
     describe(Bench(job(tmp_path / "three.py", mix=mix)))
-
-
-def test_a_mix_is_tuned_at_its_batches(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    done = advisor(tmp_path, "tune", "model.py", *GIVEN, "--batches", "8")
-    assert done.returncode == 2 and "leave batches out" in done.stderr

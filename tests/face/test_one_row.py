@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,46 +54,36 @@ sys.exit(done.stderr if done.returncode else 0)
 """A command for which the new knob makes a model 1.4 times as fast."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Copy:
-    """A copy of the sources, as they lie in the checkout, in place of the installed package."""
-
-    sources: Path
-    work: Path
-
-    def insert(self, name: str, before: str, text: str) -> None:
-        file = self.sources / name
-        source = file.read_text()
-        assert before in source
-        file.write_text(source.replace(before, text + before))
-
-    def script(self, source: str, *words: str) -> str:
-        """What a script prints."""
-        path = f"{self.sources}{os.pathsep}{ROOT}"  # the tests' own modules lie beside ours
-        env = os.environ | {"PYTHONPATH": path, "SLACK": "0"}
-        command = [sys.executable, "-W", "always", "-c", source, *words]
-        ran = subprocess.run(command, cwd=self.work, env=env, capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stderr
-        return ran.stdout
-
-    def advisor(self, *words: str) -> str:
-        """What a command prints."""
-        return self.script(COMMAND, *words)
+ROWS = (
+    ("cache/task.py", "\n    @classmethod\n    def of(", FIELD),
+    ("advisor/arguments.py", "    vocab: int | None = None\n", "    flavour: str | None = None\n"),
+    ("tuners/knobs.py", "    Knob(\n        name=THREADS,", KNOB),
+)
+"""(File, what the row stands before, the row)."""
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
-    """With a field and a knob more."""
-    folder = tmp_path_factory.mktemp("copy")
-    made = Copy(folder / "src", folder / "work")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """What code prints that imports, in place of the installed package, a copy of the sources with
+    these rows."""
+    sources, work = tmp_path_factory.mktemp("src"), tmp_path_factory.mktemp("work")
     for name in ("advisor", "tuners", "cache"):
-        shutil.copytree(ROOT / name, made.sources / name, symlinks=True)
-    made.work.mkdir()
-    made.insert("cache/task.py", "\n    @classmethod\n    def of(", FIELD)
-    vocab = "    vocab: int | None = None\n"
-    made.insert("advisor/arguments.py", vocab, "    flavour: str | None = None\n")
-    made.insert("tuners/knobs.py", "    Knob(\n        name=THREADS,", KNOB)
-    return made
+        shutil.copytree(ROOT / name, sources / name, symlinks=True)
+    for name, before, row in ROWS:
+        source = (sources / name).read_text()
+        assert before in source
+        (sources / name).write_text(source.replace(before, row + before))
+    (work / "model.py").write_text(MODEL)
+    path = f"{sources}{os.pathsep}{ROOT}"  # the tests' own modules lie beside ours
+    env = os.environ | {"PYTHONPATH": path, "SLACK": "0"}
+
+    def run(code: str, *words: str) -> str:
+        command = [sys.executable, "-W", "always", "-c", code, *words]
+        ran = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    return run
 
 
 def keywords(cls: Any, **more: object) -> set[str]:
@@ -112,23 +104,23 @@ def test_the_public_arguments_have_every_row() -> None:
 
 
 @pytest.mark.long
-def test_a_field_of_the_task(copy: Copy) -> None:
-    (copy.work / "model.py").write_text(MODEL)
-    assert "--flavour [plain|sour]" in copy.advisor("tune", "--help")
-    assert "--flavour [plain|sour]" in copy.advisor("why", "--help")
+def test_a_field_of_the_task(python: Callable[..., str]) -> None:
+    advisor = functools.partial(python, COMMAND)
+    assert "--flavour [plain|sour]" in advisor("tune", "--help")
+    assert "--flavour [plain|sour]" in advisor("why", "--help")
 
     tune = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu", "--json")
     quick = ("--budget", "6s", "--fixed-batch", "--no-compile", "--no-verify")
-    sour = json.loads(copy.advisor(*tune, *quick, "--flavour", "sour"))
-    plain = json.loads(copy.advisor(*tune, *quick))
+    sour = json.loads(advisor(*tune, *quick, "--flavour", "sour"))
+    plain = json.loads(advisor(*tune, *quick))
     assert (plain["status"], sour["status"]) == ("tuned", "tuned")
     assert plain["record"]["id"] != sour["record"]["id"]
-    again = json.loads(copy.advisor(*tune, *quick, "--flavour", "sour"))
+    again = json.loads(advisor(*tune, *quick, "--flavour", "sour"))
     assert (again["status"], again["record"]["id"]) == ("known", sour["record"]["id"])
 
     line = sour["record"]["script"]
     assert 'flavour="sour"' in line and "flavour" not in plain["record"]["script"]
-    told = copy.script(
+    told = python(
         f"import sys, advisor\n{line}\nprint(advice.record.id)\n"
         "print(advisor.lookup('model.py:Net', shape='4x3x8x8').record.id)\n"
         "sys.stderr = sys.stdout\n"
@@ -136,29 +128,29 @@ def test_a_field_of_the_task(copy: Copy) -> None:
     )
     assert told.split()[:2] == [sour["record"]["id"], plain["record"]["id"]]
     assert "--flavour sour" in told
-    why = copy.advisor("why", "model.py", "--shape", SHAPE, "--flavour", "sour")
+    why = advisor("why", "model.py", "--shape", SHAPE, "--flavour", "sour")
     assert "flavour plain -> sour" in why
 
 
 @pytest.mark.long
-def test_a_knob(copy: Copy) -> None:
+def test_a_knob(python: Callable[..., str]) -> None:
     """Of whole numbers from 0 on, which is what is read, by a mistake, as nothing at all."""
-    (copy.work / "sleepy.py").write_text(MODEL)
-    tune = ("tune", "sleepy.py", "--shape", SHAPE, "--device", "cpu", "--json")
+    advisor = functools.partial(python, COMMAND)
+    tune = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu", "--json")
     options = ("--budget", "16s", "--fixed-batch", "--no-compile")
     options += ("--precisions", "default")
-    found = json.loads(copy.advisor(*tune, *options))["record"]
+    found = json.loads(advisor(*tune, *options))["record"]
     chosen = {one["use"]: one["choice"]["config"]["slack"] for one in found["winners"]}
     assert chosen == {"flags": 9, "pilot": 9, "loop": 9, "capture": 9}
     assert found["baseline"]["config"]["slack"] == 0
 
-    assert "slack=9" in copy.advisor("explain", found["id"], "--budget", "8s")
-    assert "slack=9" in copy.advisor("show", found["id"])
-    served = copy.script(
+    assert "slack=9" in advisor("explain", found["id"], "--budget", "8s")
+    assert "slack=9" in advisor("show", found["id"])
+    served = python(
         "import os, advisor\n"
         f"{found['script']}\n"
         "print(os.environ['SLACK'], advice.config.slack)\n"
-        "missed = advisor.apply('sleepy.py:Net', shape='4x3x9x9')\n"
+        "missed = advisor.apply('model.py:Net', shape='4x3x9x9')\n"
         "print(missed.config.slack)"
     )
     assert served.split() == ["9", "9", "0"]

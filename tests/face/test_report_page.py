@@ -1,26 +1,29 @@
-"""The page of a record, and `advisor show KEY`, which says the same."""
+"""The report on a record: its page, `advisor show KEY`, and what is told to be done."""
 
 from __future__ import annotations
 
 import itertools
 import random
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from advisor.cache.config import Config
-from advisor.cache.record import Choice, Part, Record, Trial
-from advisor.cache.task import Task
+from advisor.cache.key import Key
+from advisor.cache.record import Part, Record, Trial
+from advisor.frameworks.tables import hf
 from advisor.open_store import open_records
-from advisor.report import tables
+from advisor.report import sections
 from advisor.report.data import Comparison, Timeline
 from advisor.report.html import across, page
 from advisor.report.sections import report
+from advisor.report.text import ratios
+from advisor.tuners import fp8
 from tests import builders
 from tests.cache import examples
 from tests.face.commands import advisor
@@ -35,7 +38,9 @@ TAGS = frozenset(
     )
 )
 SECTIONS = ("chosen", "tried", "knobs", "loader", "numerics", "script")
-T = TypeVar("T")
+RUN = examples.changed(
+    examples.changed(examples.KEY, "command", ("python", "train.py")), "target", "train.py"
+)
 FAST = examples.DEFAULT.replace(precision="bf16", channels_last=True)
 
 
@@ -128,12 +133,9 @@ def test_the_page_is_written_whole_in_place_of_an_older_one(tmp_path: Path) -> N
     assert [one.name for one in tmp_path.iterdir()] == ["page.html"]
 
 
-RUN = replace(examples.TASK, command=("python", "train.py"), target="train.py")
-
-
-@pytest.mark.parametrize("task", [examples.TASK, RUN], ids=["model", "run"])
-def test_a_terminal_says_the_same(task: Task, tmp_path: Path) -> None:
-    record = replace(full(), key=replace(examples.KEY, task=task))
+@pytest.mark.parametrize("key", [examples.KEY, RUN], ids=["model", "run"])
+def test_a_terminal_says_the_same(key: Key, tmp_path: Path) -> None:
+    record = replace(full(), key=key)
     open_records(None).put(record)
     shown = advisor(tmp_path, "show", record.id)
     assert shown.returncode == 0, shown.stderr
@@ -180,7 +182,7 @@ def test_every_section_has_its_numbers() -> None:
 
 
 def test_from_which_step_on_the_advice_pays() -> None:
-    assert "The advice pays from step 939 on (1m 02s)." in tables.remarks(compiled())
+    assert "The advice pays from step 939 on (1m 02s)." in sections.remarks(compiled())
 
 
 def test_what_is_empty_is_left_out() -> None:
@@ -190,6 +192,20 @@ def test_what_is_empty_is_left_out() -> None:
     for one in (made, nothing):
         assert tuple(section.name for section in report(one).sections) == left
     assert "The advice is torch's default" in well_made(page(nothing), left).text
+
+
+NAMES = ("name", "origin", "reason", "advisor", "effort", "stale")
+"""Fields of a record that hold any text."""
+
+
+def changed(value: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
+    """A record whose fields are what `change` makes of their names and values."""
+    if is_dataclass(value) and not isinstance(value, type):
+        held = {one.name: getattr(value, one.name) for one in fields(value)}
+        return replace(value, **{name: changed(one, change, name) for name, one in held.items()})
+    if isinstance(value, tuple):
+        return tuple(changed(one, change, name) for one in value)
+    return change(name, value)
 
 
 @pytest.mark.parametrize(
@@ -205,34 +221,18 @@ def test_what_is_empty_is_left_out() -> None:
     ],
 )
 def test_markup_in_a_record_is_text(text: str) -> None:
+    def odd(name: str, value: Any) -> Any:
+        if isinstance(value, Config) and name in ("config", "knob"):
+            return Config(value | {text: text})
+        return text if name in NAMES else value
+
     plain = full()
-    device = replace(plain.key.environment.device, name=text)
-    key = replace(plain.key, environment=replace(plain.key.environment, device=device))
-    odd = Config(FAST | {text: text})
-    loop = replace(plain.winners[1], choice=replace(plain.winners[1].choice, config=odd))
-    record = replace(
-        plain,
-        key=key,
-        target=replace(plain.target, name=text),
-        winners=(plain.winners[0], loop, *plain.winners[2:]),
-        trials=tuple(
-            replace(
-                one,
-                config=Config(one.config | {text: text}),
-                origin=text,
-                measurement=replace(one.measurement, reason=text),
-            )
-            for one in plain.trials
-        ),
-        parts=(replace(plain.parts[0], knob=Config({text: text})),),
-        provenance=replace(plain.provenance, advisor=text, effort=text),
-        stale=text,
-    )
+    record = replace(changed(plain, odd), baseline=plain.baseline)
     whole = page(record)
     honest, found = well_made(page(plain)), well_made(whole)
     assert set(found.tags) == set(honest.tags)
     assert not any("alert" in value for one in found.elements for value in one.attrib.values())
-    assert flat(text) in flat(found.text)
+    assert flat(found.text).count(flat(text)) > 20
     assert "<" not in text or text not in whole
 
 
@@ -240,38 +240,76 @@ EXTREMES = (5e-324, 1e-300, 0.5, 1.0, 1e17, 1e300, 1.7976931348623157e308)
 """Each is allowed for a speed or for seconds."""
 
 
-def strained(record: Record, seed: int) -> Record:
-    """With numbers that no clock has measured, and intervals that are none."""
-    chosen = random.Random(seed)
-
-    def of(one: T, *names: str, more: tuple[float, ...] = (0.0, -1e308)) -> T:
-        values = {name: chosen.choice((*EXTREMES, *more)) for name in names}
-        return replace(one, **values)  # type: ignore[type-var]
-
-    def choice(one: Choice) -> Choice:
-        one = of(one, "low", "high", "speedup_low", "speedup_high")
-        one = of(one, "samples_per_s", "speedup", "first_step_s", more=())
-        return replace(one, peak_bytes=chosen.choice((0, 1, 2**63)))
-
-    def trial(one: Trial) -> Trial:
-        measured = of(one.measurement, "low", "high", more=(-1.0,))
-        measured = of(measured, "samples_per_s", "step_s", "first_step_s", more=())
-        measured = replace(measured, peak_bytes=chosen.choice((0, 1, 2**63)))
-        return replace(of(one, "seconds", more=(0.0,)), measurement=measured)
-
-    return replace(
-        record,
-        baseline=choice(record.baseline),
-        winners=tuple(replace(one, choice=choice(one.choice)) for one in record.winners),
-        trials=tuple(map(trial, record.trials)),
-        parts=tuple(
-            of(of(one, "low", "high", more=(-1e308,)), "ratio", more=()) for one in record.parts
-        ),
-        provenance=of(record.provenance, "seconds", more=()),
-    )
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_numbers_that_nobody_measured_are_drawn_all_the_same(seed: int) -> None:
-    found = well_made(page(strained(full(), seed)))
+    """And intervals that are none."""
+    chosen = random.Random(seed)
+
+    def strained(name: str, value: Any) -> Any:
+        if name == "peak_bytes":
+            return chosen.choice((0, 1, 2**63))
+        none = (0.0, -1e308) * name.endswith(("low", "high"))
+        drawn = isinstance(value, float) and name not in ("created", "tolerance")
+        return chosen.choice(EXTREMES + none) if drawn else value
+
+    found = well_made(page(changed(full(), strained)))
     assert not re.search(r"\bnan\b", found.text)
+
+
+def advises_nothing(key: Key, **more: Any) -> Record:
+    made = examples.record(key, **more)
+    own = made.baseline
+    return replace(made, winners=examples.winners(own, own), input=Config(), raced=(own,))
+
+
+def tried(*rates: tuple[Config, float]) -> tuple[Trial, ...]:
+    found = (builders.measured(config, rate) for config, rate in rates)
+    return tuple(replace(one, number=number) for number, one in enumerate(found))
+
+
+@pytest.mark.parametrize(
+    ("key", "effort", "said"),
+    [
+        (RUN, "normal", "Nothing measured clearly gains on this machine; run it as usual."),
+        (examples.KEY, "normal", "Nothing measured clearly gains on this machine; train as usual."),
+        (RUN, "interrupted", "Could not tell what gains on this machine; run it as usual. Give a "),
+    ],
+)
+def test_nothing_to_gain_is_not_started_with_an_advice(key: Key, effort: str, said: str) -> None:
+    trials = tried((examples.DEFAULT, 100.0), (FAST, 150.0))
+    record = replace(advises_nothing(key, effort=effort), trials=trials)
+    section = report(record).sections[-1]
+    assert section == sections.use(record, None, url="https://host")
+    (line,) = section.lines
+    assert (section.name, section.code) == ("script", ()) and line.startswith(said)
+    whole = [*sections.remarks(record), line]
+    assert sum("--force" in one for one in whole) == (effort == "interrupted")
+
+
+def test_a_run_that_gains_at_a_larger_batch_alone_is_started_with_that_batch_only() -> None:
+    made = advises_nothing(RUN)
+    winners = examples.winners(
+        made.baseline, made.baseline, free_pilot=examples.choice(FAST.at(128), 3300.0, 1.65)
+    )
+    section = sections.use(replace(made, winners=winners), None)
+    (line,), (code,) = section.lines, section.code
+    assert line.startswith("Nothing measured clearly gains") and "# or, with the batch free" in code
+
+
+def test_a_trial_is_shown_with_the_ratio_that_was_told_when_it_ended() -> None:
+    own = examples.DEFAULT
+    trials = tried((own, 100.0), (FAST, 150.0), (own, 125.0), (FAST, 150.0))
+    assert ratios(trials, own) == {0: 1.0, 1: 1.5, 2: 1.0, 3: 1.2}
+    made = replace(advises_nothing(RUN), trials=trials)
+    assert made.baseline.samples_per_s == 2000.0  # of the race
+    shown = {row.cells[0]: row.cells[4] for row in sections.trials(made).rows}
+    assert shown == {"0": "1.00x", "1": "1.50x", "2": "1.00x", "3": "1.20x"}
+
+
+def test_a_record_with_fp8_says_what_no_comparison_shows() -> None:
+    made, config = examples.record(), examples.DEFAULT.replace(precision="fp8")
+    assert fp8.CAVEAT not in list(sections.remarks(made))
+    one = examples.choice(config)
+    found = replace(made, winners=examples.winners(one, one))
+    assert list(sections.remarks(found)).count(fp8.CAVEAT) == 1
+    assert hf.setup(found, config).unsupported["precision"] == "fp8"

@@ -20,7 +20,7 @@ from advisor.cache.records import Records
 from advisor.errors import WorkerError
 from advisor.open_store import open_records
 from advisor.persistence import measuring
-from advisor.report.tables import parts as parts_table
+from advisor.report.sections import parts as parts_table
 from advisor.tuners.measure.runner import Compared
 from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.ratio import Ratio

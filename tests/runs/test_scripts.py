@@ -161,7 +161,7 @@ def test_checkpoints_are_those_of_the_script(tmp_path: Path) -> None:
 
 
 VERDICTS = (
-    "Start it like this:",
+    "Start it like this",
     "Nothing measured clearly gains on this machine; run it as usual.",
     "Could not tell what gains on this machine; run it as usual.",
     "Not tuned yet: ",
