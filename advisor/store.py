@@ -93,7 +93,7 @@ class Store:
         return list(exchange.sync(open_records(urls), only))
 
     def prune(self, *, dry_run: bool = True) -> list[Garbage]:
-        """Find superseded and stale records and unused artifacts among those that you measured.
+        """Find superseded records and unused artifacts among those that you measured.
         Returns them; with `dry_run=False`, also removes them.
 
         Raises:

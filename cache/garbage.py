@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
 from advisor.cache.artifacts import bare_reason, compiled_digest
-from advisor.cache.match import place_of
 from advisor.cache.name import Name, StoreKey, ranked
 from advisor.cache.reader import grouped
-from advisor.cache.record import Record
 from advisor.cache.records import Records
 from advisor.cache.shown import size
 from advisor.cache.stores import BLOBS, ByteStore
@@ -35,7 +33,7 @@ class Garbage(Struct, frozen=True, kw_only=True):
         return self.key.text.removeprefix(BLOBS)
 
 
-KINDS = "superseded", "stale", "damaged", "oversized"  # only artifacts can be oversized
+KINDS = "superseded", "damaged", "oversized"  # only artifacts can be oversized
 
 
 def find_garbage(records: Records, kinds: Sequence[str] = KINDS) -> list[Garbage]:
@@ -47,9 +45,8 @@ def find_garbage(records: Records, kinds: Sequence[str] = KINDS) -> list[Garbage
 
 
 def _versions(records: Records, store: ByteStore) -> Iterator[tuple[StoreKey, str]]:
-    """Yields damaged versions; versions that rank behind a version of the same target's name with
-    as much effort; and records of an earlier driver."""
-    counting: list[tuple[Name, Record]] = []
+    """Yields damaged versions, and versions that rank behind a version of the same target's name
+    with as much effort."""
     own = [name for name in records.names(store) if name.trusted]
     for group in grouped(own, lambda name: (name.record_key, name.target)).values():
         first: Name | None = None
@@ -63,27 +60,8 @@ def _versions(records: Records, store: ByteStore) -> Iterator[tuple[StoreKey, st
                 yield name, "damaged: its bytes were changed"
             elif data is not None:
                 with contextlib.suppress(RecordDamaged):  # a newer version may read it
-                    counting.append((name, records.read(name, data)))
+                    records.read(name, data)
                     first = name
-    for name, change in _outdated(counting):
-        yield name, f"stale: {change} on the same GPU since"
-
-
-def _outdated(counting: Iterable[tuple[Name, Record]]) -> Iterator[tuple[Name, str]]:
-    """Yields each record of a GPU that has another driver now and was measured again for the same
-    task with as much effort, and the change of driver."""
-    known = [pair for pair in counting if pair[1].provenance.device_uuid]
-    for there in grouped(known, lambda pair: pair[1].provenance.device_uuid).values():
-        now = _driver(max((one for _, one in there), key=lambda one: one.provenance.created))
-        fresh = [pair for pair in there if _driver(pair[1]) == now and not pair[1].stale]
-        again = {(place_of(one.key), one.batch): name.effort for name, one in fresh}
-        for name, one in there:
-            if _driver(one) != now and again.get((place_of(one.key), one.batch), -1) >= name.effort:
-                yield name, f"driver {_driver(one)} -> {now}"
-
-
-def _driver(record: Record) -> str:
-    return record.key.environment.software.driver
 
 
 def _artifacts(records: Records, store: ByteStore) -> Iterator[tuple[StoreKey, str]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 
-from advisor.cache.key import PLACE, VARIANT, Environment, Field, Key, fields, fingerprint
+from advisor.cache.key import PLACE, VARIANT, Environment, Field, Key, fields
 from advisor.cache.key import of_environment as environment_fields
 from advisor.cache.record import Record
 from advisor.cache.task import Task, rows
@@ -182,12 +182,6 @@ def _inputs(known: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[str, ...]]:
         else:
             inputs[found[1], found[3]] = sizes
     return {(): first, **inputs, **more}
-
-
-def place_of(key: Key) -> str:
-    """A digest of the fields that make a lookup miss. Records with the same digest are variants."""
-    known = fields(key)
-    return fingerprint({name: known[name] for name in PLACE})
 
 
 def best(query: Query, records: Iterable[Record]) -> Match:

@@ -101,7 +101,7 @@ def _copied(rows: Iterable[CopyResult], where: str) -> Parts:
 @options.cache
 @json_or_text
 def gc(remove: bool, kinds: str | None, cache: str | None) -> Parts:
-    """List or remove superseded, stale and damaged records, and oversized artifacts."""
+    """List or remove superseded and damaged records, and oversized artifacts."""
     records = open_records(cache)
     going = garbage.find_garbage(records, [kinds] if kinds else garbage.KINDS)
     options.complain(records)

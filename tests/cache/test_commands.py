@@ -18,7 +18,7 @@ from advisor.cli import cli
 from advisor.errors import StoreError, UsageError
 from advisor.open_store import open_records
 from tests.cache import examples
-from tests.cache.examples import ENVIRONMENT, changed, record
+from tests.cache.examples import ENVIRONMENT, record
 
 GOOD, INFER, SMALL = record(), record(key=examples.INFER), record(key=examples.SMALL)
 NEWER = replace(GOOD, provenance=replace(GOOD.provenance, created=1.72e9))
@@ -118,21 +118,6 @@ def test_artifacts_are_shown_carried_tidied_and_forgotten(url: str, tmp_path: Pa
     assert f", in {url}; refused: in an unknown format\n" in shown
     run("forget", GOOD.id, "--cache", url)
     assert store.sizes() == {}
-
-
-@pytest.mark.parametrize("why", ["", "another GPU", "not told which", "stale", "less effort"])
-def test_gc_takes_what_the_same_gpu_has_outlived(url: str, why: str) -> None:
-    gpu = {"another GPU": "GPU-2", "not told which": ""}.get(why, "GPU-1")
-    effort = "quick" if why == "less effort" else "normal"
-    provenance = replace(NEWER.provenance, device_uuid=gpu, effort=effort)
-    key = changed(GOOD.key, "software.driver", "590.2")
-    stale = "slower by now" if why == "stale" else ""
-    # Two were measured under the old driver, one of them again under the new.
-    keep(url, GOOD, SMALL, replace(GOOD, key=key, provenance=provenance, stale=stale))
-    going = f"{GOOD.id}  stale: driver 580.1 -> 590.2 on the same GPU since  ({url})\n"
-    said = run("gc", "--cache", url, "--yes")
-    assert said == ("nothing to remove\n" if why else f"removing  {going}")
-    assert len(there(url)) == (3 if why else 2)
 
 
 def test_what_cannot_be_removed_is_said_to_stay(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
