@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +15,7 @@ from advisor.cache.task import Task, permissions
 from advisor.cli import options
 from advisor.cli.options import DONE, FAILED, OrCommand, Output, Parts, json_or_text, option, warn
 from advisor.errors import UsageError
-from advisor.report import feeding, plots, sections
+from advisor.report import feeding, sections
 from advisor.report.data import as_data
 from advisor.report.progress import Shown
 from advisor.report.text import ago, spread
@@ -149,11 +148,10 @@ def _again(command: tuple[str, ...], model: Model, given: Mapping[str, Any]) -> 
 
 @click.command(cls=OrCommand)
 @click.argument("key")
-@option("--plot FILE", "Also write a bar chart, .png or .svg.", type=FILE)
 @options.row_options(Task, "data", "data_args")
 @_again_options(EXPLAIN)
 @json_or_text
-def explain(key: str, command: tuple[str, ...], plot: Path | None, **given: Any) -> Parts:
+def explain(key: str, command: tuple[str, ...], **given: Any) -> Parts:
     """Measure what each knob of the record KEY's advice contributes.
 
     Knobs that contribute nothing leave the advice. For the record of a run, give its command as
@@ -162,8 +160,6 @@ def explain(key: str, command: tuple[str, ...], plot: Path | None, **given: Any)
     """
     from advisor import verification
 
-    if plot is not None:
-        plots.check(plot)
     data = given["data"] or ""
     model = Model(given["target"], data=data or None, data_args=given["data_args"] or None)
     found = verification.explain(key, **_again(command, model, given))
@@ -175,9 +171,6 @@ def explain(key: str, command: tuple[str, ...], plot: Path | None, **given: Any)
         if found.dropped:
             yield f"\nRemoved, as the advice is no slower without: {', '.join(found.dropped)}"
         yield from (f"\n{line}" for line in sections.caveats_of(record))
-        if plot is not None:
-            plots.parts(record, plot)
-            yield f"\nchart: {plot}"
     else:
         yield f"Nothing to explain: the advice is {record.key.task.baseline}."
     about = {"dropped": list(found.dropped), "costs": to_plain(costs) if costs else None}

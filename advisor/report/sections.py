@@ -68,7 +68,7 @@ def _sections(record: Record) -> Iterator[Section]:
         yield Section("tried", "What was tried", trials(record), chart=chart)
     if record.parts:
         title = "What each knob contributes"
-        yield Section("knobs", title, parts(record), chart=parts_chart(record))
+        yield Section("knobs", title, parts(record), chart=_parts_chart(record))
     if loaders := feeding.table(record):
         yield Section("loader", "The loader", loaders, tuple(feeding.remarks(record)))
     none = "Not needed: the advice changes no number format and compiles nothing."
@@ -90,7 +90,7 @@ def _race(record: Record) -> Comparison | None:
     return Comparison("The final race", axis, rows) if rows else None
 
 
-def parts_chart(record: Record) -> Comparison:
+def _parts_chart(record: Record) -> Comparison:
     """What each knob contributes, as `advisor explain` has measured."""
     rows = [Estimate(part_name(one), one.ratio, one.low, one.high) for one in record.parts]
     axis = "speed-up over the advice without this knob, with its 95% interval"

@@ -112,10 +112,9 @@ def test_what_cannot_be_measured_again(tuned: Path) -> None:
 
 def test_what_contributes_nothing_is_set_back(tuned: Path) -> None:
     record = advise({"precision": "bf16"})
-    done = advisor(tuned, "explain", record.id, "--budget", "20s", "--plot", "why.png")
+    done = advisor(tuned, "explain", record.id, "--budget", "20s")
     assert done.returncode == 0, done.stderr
     assert "Removed, as the advice is no slower without: precision" in done.stdout
-    assert (tuned / "why.png").stat().st_size > 1000
     _, now = held()
     parts = {next(iter(part.knob)): part for part in now.parts if part.stage == "compute"}
     assert set(parts) == {"channels_last", "precision"}
@@ -333,8 +332,6 @@ def test_a_slower_host_does_not_refute_a_record_that_advises_nothing() -> None:
     ("arguments", "said"),
     [
         (("explain", "ffffffffffff"), "no such record"),
-        (("explain", "KEY", "--plot", "why.txt"), "ends in .png or .svg"),
-        (("explain", "KEY", "--plot", "missing/why.png"), "why.png': cannot be written: "),
         (("explain", "KEY", "--target", "other.py"), "has changed since"),
         (("verify", "KEY", "--target", "nowhere.py"), "nowhere.py"),
         (("verify", "KEY", "--budget", "soon"), "expected a time"),
