@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         UsageError,
         WorkerError,
     )
-    from advisor.frameworks.tables import accelerate, hf, lightning
     from advisor.resolve.lookups import apply, lookup
     from advisor.resolve.online import release
     from advisor.store import Store
@@ -59,11 +58,8 @@ __all__ = [
     "UsageError",
     "WorkerError",
     "__version__",
-    "accelerate",
     "apply",
     "explain",
-    "hf",
-    "lightning",
     "lookup",
     "release",
     "tune",
@@ -72,7 +68,6 @@ __all__ = [
 
 _HOMES = {
     "advisor.arguments": ("Budget", "Model", "Permit"),
-    "advisor.frameworks.tables": ("accelerate", "hf", "lightning"),
     "advisor.resolve.online": ("release",),
     "advisor.resolve.lookups": ("apply", "lookup"),
     "advisor.store": ("Store",),

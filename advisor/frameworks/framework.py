@@ -6,32 +6,23 @@ get that config, and `advisor emit` names the knob.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from advisor.cache.config import BATCH, Config
 from advisor.cache.key import Environment
 from advisor.cache.record import Record
 from advisor.cache.task import Task
-from advisor.errors import UsageError
-
-if TYPE_CHECKING:
-    from advisor.tuners.act.advice import Advice
 
 
 @dataclass(frozen=True, slots=True)
-class LazyObject:
-    """A setting whose value is an object of the framework; a call imports and makes that object."""
+class ObjectSetting:
+    """A setting whose value is an object of the framework, which the script makes."""
 
     module: str
     name: str
     keywords: Mapping[str, object]
-
-    def __call__(self) -> Any:
-        return getattr(importlib.import_module(self.module), self.name)(**self.keywords)
 
 
 @dataclass(slots=True)
@@ -130,56 +121,3 @@ class Framework:
                 held = getattr(setup, where)
                 held.extend(more) if isinstance(held, list) else held.update(more)
         return setup
-
-    def arguments(self, target: Any = None, **asked: Any) -> dict[str, Any]:
-        """Return keyword arguments for the framework, and set the process's switches.
-
-            TrainingArguments(output_dir="out", **advisor.hf.arguments("model.py:Net"))
-
-        Takes the arguments of `advisor.lookup` except `capture`. Uses the best config that the
-        framework's arguments can express. If there is none, returns {} and warns once. With
-        `batch="free"`, only for transformers, gradient accumulation keeps your batch.
-        """
-        return self._advised(target, asked)[1]
-
-    def _advised(
-        self, target: Any, asked: Mapping[str, Any], *, on_model: bool = False
-    ) -> tuple[Advice, dict[str, Any]]:
-        """The advice and the settings; `on_model`: the caller lays out and compiles the model."""
-        # First: torch's import may start a pilot, which must not find advisor half imported.
-        import torch  # noqa: F401
-
-        from advisor.resolve.lookups import lookup_for
-        from advisor.resolve.request import Request
-
-        free = asked.get("batch") == "free"
-        if free and not self.makes_loader:
-            raise UsageError(
-                f"batch 'free': {self.title} does not make the loader, your script does; give a "
-                "batch size, or see advisor emit --batch free"
-            )
-        named = {"shape": asked.get("shape"), "batch": None if free else asked.get("batch")}
-        batch = Request.attempt(None, named).batch
-
-        def fits(record: Record, config: Config) -> bool:
-            setup = self.setup(record, config, batch)
-            by_hand = setup.optimizer or setup.after or (setup.model and not on_model)
-            return not setup.unsupported and not by_hand
-
-        advice = lookup_for(target, asked, fits)
-        advice.hand_over()
-        if advice.record is None:
-            return advice, {}
-        settings = self.setup(advice.record, advice.config, batch).settings
-        with installed():
-            return advice, {n: v() if isinstance(v, LazyObject) else v for n, v in settings.items()}
-
-
-@contextlib.contextmanager
-def installed() -> Iterator[None]:
-    """Context manager: raises UsageError if a framework imported inside is not installed."""
-    try:
-        yield
-    except ModuleNotFoundError as exc:
-        how = f"pip install 'torch-advisor[{exc.name}]'"
-        raise UsageError(f"{exc.name} is not installed; run: {how}") from exc

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from advisor.cache.config import BATCH
-from advisor.frameworks.framework import Added, Framework, LazyObject, Row, Setup, installed
+from advisor.frameworks.framework import Added, Framework, ObjectSetting, Row, Setup
 from advisor.tuners.compiling import avoiding
-
-if TYPE_CHECKING:
-    from advisor.frameworks.lightning_callback import AdvisorCallback
 
 _MATMUL, _CUDNN = "torch.backends.cuda.matmul.allow_tf32", "torch.backends.cudnn.allow_tf32"
 
@@ -120,7 +116,7 @@ def _by_accelerate(mode: str) -> Added:
     if mode in ("cudagraphs", "default"):
         return {"settings": {"dynamo_backend": mode.replace("default", "inductor")}}
     how = {"backend": "inductor", "mode": mode}
-    plugin = LazyObject("accelerate.utils", "TorchDynamoPlugin", how)
+    plugin = ObjectSetting("accelerate.utils", "TorchDynamoPlugin", how)
     return {"settings": {"dynamo_plugin": plugin}}
 
 
@@ -174,30 +170,12 @@ hf = Framework(
 )
 
 
-class _Lightning(Framework):
-    def callback(self, target: Any = None, **asked: Any) -> AdvisorCallback:
-        """Return a callback that also sets the model's memory format and compiles it.
-
-            advised = advisor.lightning.callback("model.py:Net", shape=(64, 3, 256, 256))
-            trainer = Trainer(callbacks=[advised], **advised.arguments)
-
-        Takes the same as `arguments`. The callback finds the tuned module in the LightningModule by
-        its fingerprint. If there is none, it warns once with AdvisorWarning.
-
-        Raises:
-            UsageError: lightning is not installed.
-        """
-        with installed():
-            from advisor.frameworks.lightning_callback import AdvisorCallback
-        return AdvisorCallback(*self._advised(target, asked, on_model=True))
-
-
 def _by_lightning(mode: str) -> Added:
     name = "backend" if mode == "cudagraphs" else "mode"
     return {"model": [f'model.compile({name}="{mode}")']}
 
 
-lightning = _Lightning(
+lightning = Framework(
     title="lightning.Trainer",
     call="Trainer(**arguments)",
     rows={

@@ -12,7 +12,7 @@ from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.cache.shown import times
 from advisor.errors import NoRecord, printable
-from advisor.frameworks.framework import Framework, LazyObject
+from advisor.frameworks.framework import Framework, ObjectSetting
 from advisor.resolve.answer import answer
 from advisor.resolve.request import Request
 
@@ -82,7 +82,7 @@ def data(found: Emitted) -> dict[str, Any]:
     if setup.unsupported:
         lacks["input pipeline"] = setup.unsupported
     changes = ("flags", "model", "after", "optimizer", "loader")  # that the script makes itself
-    made = {n: _literal(v) for n, v in setup.settings.items() if isinstance(v, LazyObject)}
+    made = {n: _literal(v) for n, v in setup.settings.items() if isinstance(v, ObjectSetting)}
     return {
         "framework": found.framework.title,
         "record": setup.record.id,
@@ -96,7 +96,7 @@ def data(found: Emitted) -> dict[str, Any]:
 
 
 def _literal(value: object) -> str:
-    if isinstance(value, LazyObject):
+    if isinstance(value, ObjectSetting):
         return f"{value.name}({_keywords(value.keywords)})"
     return json.dumps(value) if isinstance(value, str) else repr(value)
 

@@ -172,18 +172,3 @@ def test_the_code_of_the_loop_runs() -> None:
     finally:
         advisor.release()
     assert torch.isfinite(names["loss"])  # type: ignore[arg-type]
-
-
-@pytest.mark.filterwarnings("ignore")  # the frameworks' own, and that nothing is tuned
-def test_the_code_for_frameworks_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("transformers", "accelerate", "lightning"):
-        pytest.importorskip(name, reason=f"NOT CHECKED: {name} is not installed")
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    try:
-        exec(code_of("frameworks.md"), names)
-    finally:
-        from accelerate.state import AcceleratorState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
-    assert {"args", "accelerator", "trainer"} <= set(names)

@@ -20,21 +20,20 @@ import pytest
 import torch
 from torch import nn
 
-import advisor as package
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import Record, Target
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cache.task import Task
-from advisor.errors import AdvisorWarning, NoRecord, UsageError
+from advisor.errors import NoRecord
 from advisor.frameworks import NAMES, tables
 from advisor.frameworks.framework import Framework
 from advisor.frameworks.text import Emitted, data, text
-from advisor.tuners import fingerprint, tf32
+from advisor.tuners import tf32
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.environment import detect, own_threads
 from advisor.tuners.knobs import BY_NAME, KNOBS, TORCH
-from tests.builders import lookup_arguments, measured, net_of, record_here, verified
+from tests.builders import measured, verified
 from tests.cache import examples
 from tests.face.commands import advisor
 
@@ -369,97 +368,18 @@ def test_an_accelerator_is_made_of_it(mode: str) -> None:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def remember() -> Record:
-    """Of model.py:Net on this CPU: the loop's winner is laid out, the flags' has two threads."""
-    own = own_threads()
-    base = Config(precision="default", channels_last=False, compile="none", threads=own).at(4)
-    bf16, flags = base.replace(precision="bf16"), base.replace(threads=own + 1)
-    best, small = bf16.replace(channels_last=True), bf16.at(2)
-    rates = [(best, 400.0), (bf16, 300.0), (flags, 200.0), (small, 350.0), (base.at(2), 90.0)]
-    made = record_of(*rates, base=base, loop=best, flags=flags, free_loop=small)
-    found = record_here(made.baseline, made.winners, made.trials)
-    size = fingerprint.size(net_of())[1]
-    found = replace(found, provenance=replace(found.provenance, parameters=size))
-    Records(open_store(None)).put(found)
-    return found
-
-
-def asked(**more: Any) -> dict[str, Any]:
-    return lookup_arguments("model.py:Net", **{"shape": (4, 3, 8, 8), "device": "cpu", **more})
-
-
-def test_arguments_are_of_what_they_can_express_whole(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loop's winner needs a line on the model: the next best that was measured is served."""
-    monkeypatch.delenv("OMP_NUM_THREADS")  # whoever set them keeps them
-    remember()
-    hf = {"use_cpu": True, "bf16": True, "per_device_train_batch_size": 4}
-    assert package.hf.arguments(**asked()) == hf
-    lightning = {"accelerator": "cpu", "precision": "bf16-mixed"}
-    assert package.lightning.arguments(**asked()) == lightning
-    assert package.accelerate.arguments(**asked(precisions=["default"])) == {"cpu": True}
-    assert torch.get_num_threads() == own_threads() + 1
-    with pytest.raises(UsageError, match="does not make the loader, your script does"):
-        package.accelerate.arguments(**asked(batch="free"))
-
-
-def test_arguments_break_nothing(here: Path) -> None:
-    before = state()
-    with pytest.warns(AdvisorWarning, match="advisor tune"):
-        assert package.hf.arguments(**asked(shape=(4, 3, 9, 9))) == {}
-    assert state() == before
-    with pytest.raises(NoRecord):
-        package.hf.arguments(**asked(shape=(4, 3, 9, 9), strict=True))
-    with pytest.raises(TypeError, match="flavour"):
-        package.hf.arguments("model.py:Net", flavour="sour")
-
-
-@pytest.mark.filterwarnings("ignore")  # the framework's own
-def test_the_callback_lays_out_the_part_that_was_tuned(here: Path) -> None:
-    lightning = pytest.importorskip("lightning")
-    remember()
-
-    class Lit(lightning.LightningModule):  # type: ignore[misc]
-        def __init__(self, part: nn.Module) -> None:
-            super().__init__()
-            self.part = part
-
-        def training_step(self, batch: torch.Tensor, _number: int) -> torch.Tensor:
-            assert torch.is_autocast_enabled("cpu")
-            return self.part(batch).square().mean()  # type: ignore[no-any-return]
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def fit(part: nn.Module) -> None:
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = lightning.Trainer(
-            max_steps=2, default_root_dir=here, callbacks=[advised], **quiet, **advised.arguments
-        )
-        trainer.fit(Lit(part), torch.utils.data.DataLoader(torch.randn(8, 3, 8, 8), batch_size=4))
-
-    advised = package.lightning.callback(**asked())
-    assert advised.advice.config.channels_last is True
-    part = net_of()
-    fit(part)
-    weight = part.get_parameter("conv.weight")
-    assert weight.is_contiguous(memory_format=torch.channels_last)
-    assert not weight.is_contiguous()
-
-    with pytest.warns(AdvisorWarning, match="does not contain the module that was tuned"):
-        fit(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.LazyLinear(4)))
-
-
 def test_the_command(here: Path) -> None:
-    record = remember()
+    small, own = BF16.at(16), CUDA.at(16)
+    record = record_of((BF16, 400.0), (small, 500.0), (own, 90.0), loop=BF16, free_loop=small)
+    Records(open_store(None)).put(record)
     done = advisor(here, "emit", "lightning", record.id)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == text(emitted("lightning", record))
     assert "#     model = model.to(memory_format=torch.channels_last)\n" in done.stdout
     found = json.loads(advisor(here, "emit", "hf", record.id, "--batch", "free", "--json").stdout)
     settings = found["settings"]
-    assert settings["per_device_train_batch_size"] == settings["gradient_accumulation_steps"] == 2
+    assert settings["per_device_train_batch_size"] == 16
+    assert settings["gradient_accumulation_steps"] == 4
 
     for words, code, said in (
         (("keras", record.id), 2, "'keras' is not one of"),

@@ -13,7 +13,7 @@ from advisor import errors
 PUBLIC = """
     Advice AdvisorError AdvisorWarning Budget Busy Model NoRecord Permit RanksDiffer RecordDamaged
     RecordNewer Store StoreDamaged StoreError TargetError TargetFailed Unauthorized UsageError
-    WorkerError __version__ accelerate apply explain hf lightning lookup release tune verify
+    WorkerError __version__ apply explain lookup release tune verify
 """
 
 
@@ -47,10 +47,6 @@ def applied(store: str) -> str:
     ("code", "heavy"),
     [
         ("import advisor", "torch optuna rich"),
-        (
-            "import advisor; advisor.hf, advisor.lightning, advisor.accelerate",
-            "torch transformers lightning accelerate timm",
-        ),
         # Part of every start with `advisor run`.
         (
             "import os; os.execve = lambda *_: None; from advisor.cli import main; "
@@ -65,7 +61,7 @@ def applied(store: str) -> str:
         (applied("f'http://127.0.0.1:{silent.getsockname()[1]}'"), "urllib3"),
         (applied("'redis://127.0.0.1:1'"), "redis"),
     ],
-    ids=["import", "frameworks", "run", "apply", "server", "redis that is down"],
+    ids=["import", "run", "apply", "server", "redis that is down"],
 )
 def test_nothing_is_loaded_that_is_not_needed(code: str, heavy: str) -> None:
     code += f"; import sys; print([one for one in {heavy.split()} if one in sys.modules])"
