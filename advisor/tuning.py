@@ -23,7 +23,7 @@ from advisor.cache.task import Task, permissions
 from advisor.errors import UsageError, check_type
 from advisor.open_store import Cache, open_records
 from advisor.persistence import check_writable, keep, keep_artifacts, lock_names, locked, measuring
-from advisor.resolve.answer import is_clear, length_of
+from advisor.resolve.answer import advises, is_clear, length_of
 from advisor.resolve.lookups import set_up_logging
 from advisor.store import Store
 from advisor.tuners import environment, fp8
@@ -171,14 +171,13 @@ class Tuning:
             self.progress.notice(self._of_fp8())
         fresh = self.plan.force or (known is not None and known.stale != "")
         replaces = fresh or (known is not None and not known.compares)
-        exact = [one for one in own if compare(key, one.key) == ("exact", ()) and is_clear(one)]
-        clear = max(exact, key=lambda one: one.provenance.created, default=None)
+        exact = [one for one in own if compare(key, one.key) == ("exact", ())]
         study = study_name(self.opened, self.space)
         with locked(self.records.studies, study), ScratchFolder() as folder:
             loader_s = min(LOADER_S, LOADER_SHARE * self.plan.seconds) if self.space.inputs else 0.0
             clock = Clock(self.plan.seconds, reserve_s=loader_s)
             found = self.search(self._first_guesses(similar), study, fresh, clock, folder)
-            return self._kept(found, self._record(found, study, clock), clear, replaces)
+            return self._kept(found, self._record(found, study, clock), exact, replaces)
 
     def _is_alike(self, known: Record) -> bool:
         """Whether a record of this key was measured alike: on made-up data, or as a run. With
@@ -307,11 +306,14 @@ class Tuning:
             self.progress.notice(line)
 
     def _kept(
-        self, found: SearchResult, record: Record, clear: Record | None, replaces: bool
+        self, found: SearchResult, record: Record, known: Sequence[Record], replaces: bool
     ) -> Tuned:
-        """Store the record, unless it is uncertain and a `clear` earlier record exists.
-        `replaces`: remove earlier versions, whatever their effort."""
-        remarks, earlier = found.remarks, clear is not None and not is_clear(record)
+        """Store the record, unless it is uncertain and a clear one is `known`; or, if it advises
+        nothing, any that does. `replaces`: remove earlier versions, whatever their effort."""
+        remarks, none = found.remarks, not advises(record)
+        stays = [one for one in known if is_clear(one) or (none and advises(one))]
+        clear = max(stays, key=lambda one: one.provenance.created, default=None)
+        earlier = clear is not None and not is_clear(record)
         if clear is not None and earlier:
             remarks += (
                 "This tuning was cut short, raced nothing or was too noisy to tell: the earlier "

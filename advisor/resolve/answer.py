@@ -247,6 +247,11 @@ def unverified(record: Record, config: Config) -> str:
     return f"; not verified against fp32: {check.reason if check else why}"
 
 
+def advises(record: Record) -> bool:
+    """Whether a record advises anything, and was not marked stale."""
+    return not record.stale and record.winner(record.use).config != record.baseline.config
+
+
 def is_clear(record: Record) -> bool:
     """Whether a record's result is certain: not stale, cut short, noisy or unverified."""
     best, own = record.winner(record.use), record.baseline

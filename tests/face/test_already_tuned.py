@@ -141,6 +141,9 @@ def test_an_interrupted_tuning_keeps_its_best_and_goes_on(here: Path) -> None:
     with made_up(gains, kind=Interrupting):
         assert kept in tune(here, *only, code=130).stdout
     best = lookup(strict=True)
+    with made_up(gains, load=busy_host):
+        assert "the earlier record stays in use" in tune(here, *only, "--force").stdout
+    assert lookup(strict=True).record == best.record
     with made_up(gains):
         again = tune(here, *only)
         assert "tuned until it was cut short; continuing with --effort normal" in again.stderr

@@ -67,7 +67,8 @@ class _Figure:
 
     def __str__(self) -> str:
         give = f", give or take {self.unsure:.1%}" if self.error else ""
-        return f"{self.name} is {self.off:+.1%} off{give}{self.beside}; {self.limit:.1%} allowed"
+        allowed = f"{self.limit:.1%} allowed{' beyond that' if give else ''}"
+        return f"{self.name} is {self.off:+.1%} off{give}{self.beside}; {allowed}"
 
 
 class References:
