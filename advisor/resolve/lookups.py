@@ -287,10 +287,6 @@ def _served(request: Request, resolver: TargetResolver, match: Match, found: Exp
         )
         return dataclasses.replace(served, reason=reason, notice=notice)
     why = match.refused or _why_missed(request, resolver, match)
-    if request.miss_action == "request" and not request.quiet:
-        from advisor.resolve.job import request_tuning
-
-        why += f"; {request_tuning(request, resolver.query, near)}"
     faults = [fault for fault in (*found.failed, *found.refused) if fault not in why]
     return missed("; ".join([why, *faults]), quiet=request.quiet)
 
