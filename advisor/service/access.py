@@ -73,7 +73,8 @@ class Service:
         """The caller with this token; raises HTTPException as `owner` does."""
         address = self.address(request)
         found = self.owner(request, token, lambda session: tokens.find(session, token, address))
-        self.used[found.token] = time.time()
+        if found.attempt is None:
+            self.used[found.token] = time.time()
         return found
 
     def owner(self, request: Request, token: str, find: Callable[[Session], Owner | None]) -> Owner:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import json
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -26,6 +25,7 @@ from advisor.cache.records import Records
 from advisor.errors import RecordDamaged, UsageError
 from advisor.resolve.answer import doubtful, is_clear, unverified
 from advisor.service import blobs
+from advisor.service.database import now
 from advisor.service.schema import Item
 from advisor.service.tokens import Caller, note
 
@@ -236,7 +236,7 @@ def put(
         UsageError: the quota is used up, or an attempt's record is too uncertain.
     """
     item = item_of(reader, key, data)
-    item.token, item.stored = by.token, time.time()
+    item.token, item.stored = by.token, now(session)
     if key not in (there := data_of(session, [key])):
         _check_replaces(session, item, by)
         blobs.check_quota(session, Item, by, item.size)
