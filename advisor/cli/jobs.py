@@ -99,7 +99,7 @@ def submit(
     """
     given = collected(Plan, options) | collected(Task, options)
     from advisor.jobs.spec import JobSpec
-    from advisor.jobs.submission import Submission
+    from advisor.jobs.submission import prepare
     from advisor.report import jobs as shown
 
     if wrong := next((one for one in pip if len(one.split()) != 1), None):
@@ -115,12 +115,11 @@ def submit(
         env={name: text for name, text in env.items() if text},
     )
     client = _client(server)
-    submission = Submission.of(asked, Path.cwd())
-    code = submission.code
+    asked, code = prepare(asked, Path.cwd())
     if code and not as_json:
         for line in shown.travels(code):
             click.echo(line)
-    job = client.ask(submission)
+    job = client.send(asked, code)
     page = client.page(job.id)
     if not as_json:
         for line in shown.submitted(job, page, server or ""):

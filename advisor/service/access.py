@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from advisor.cache.records import Records
 from advisor.errors import StoreError
+from advisor.jobs.token import Role
 from advisor.service import attempts, tokens
 from advisor.service.database import Database
 from advisor.service.limits import Guesses
@@ -20,7 +21,6 @@ from advisor.service.lookups import LookupCounter
 from advisor.service.loop import Loop
 from advisor.service.machines import Machine
 from advisor.service.metrics import Metrics
-from advisor.service.roles import Role
 from advisor.service.schema import Attempt
 from advisor.service.tokens import Caller
 

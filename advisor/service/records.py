@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
-from sqlalchemy import ColumnElement, Row, Subquery, func, select
+from sqlalchemy import ColumnElement, Row, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -317,14 +317,3 @@ def newest(session: Session, id: str, *where: ColumnElement[bool]) -> Row[str, f
 def _of_id(id: str) -> Where:
     key, _at, batch = id.partition("@")
     return [Item.id == key, Item.batch == int(batch or 0)]
-
-
-def newest_versions() -> Subquery:
-    """Subquery: the `key` of each record's newest version. Of versions with the same time of
-    measuring, the last stored one counts."""
-    order = func.row_number().over(
-        partition_by=Item.record_key,
-        order_by=(Item.created.desc(), Item.stored.desc(), Item.key),
-    )
-    versions = select(Item.key, order.label("version")).subquery()
-    return select(versions.c.key).where(versions.c.version == 1).subquery()

@@ -12,9 +12,8 @@ from sqlalchemy import ColumnElement, RowMapping, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
-from advisor.jobs.token import digest, made
+from advisor.jobs.token import ROLES, digest, made
 from advisor.service.database import DAY_S
-from advisor.service.roles import ROLES
 from advisor.service.schema import Attempt, Event, JobRow, Token
 from advisor.service.schema import Session as Browser
 

@@ -19,7 +19,7 @@ import pytest
 from advisor.client import Client
 from advisor.errors import StoreError, UsageError
 from advisor.jobs.spec import JobSpec
-from advisor.jobs.submission import Submission
+from advisor.jobs.submission import prepare
 from tests.cache.examples import record
 from tests.face.commands import Done
 from tests.face.commands import advisor as command
@@ -101,7 +101,7 @@ def test_code_that_is_there_is_not_sent_again(client: Client, project: Path) -> 
 
 
 def wanted(folder: Path, *command: str, target: str = "", **more: Any) -> JobSpec:
-    return Submission.of(JobSpec(command=command, target=target, **more), folder).asked
+    return prepare(JobSpec(command=command, target=target, **more), folder)[0]
 
 
 def test_a_command_is_as_another_machine_can_start_it(project: Path) -> None:

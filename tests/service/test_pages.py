@@ -20,7 +20,7 @@ from advisor.cache.config import Config
 from advisor.cache.key import fields
 from advisor.cache.record import Record, Target
 from advisor.client import Client
-from advisor.jobs.token import digest
+from advisor.jobs.token import MAY, digest
 from advisor.report.data import Timeline
 from advisor.report.jobs import listing
 from advisor.report.sections import report
@@ -31,7 +31,6 @@ from advisor.service.catalog import View
 from advisor.service.executors import Capacity
 from advisor.service.loop import Loop
 from advisor.service.machines import Machine
-from advisor.service.roles import MAY
 from advisor.service.run import tidy
 from tests.cache.examples import KEY, changed, choice, record
 from tests.face.test_doubtful import BUSY
