@@ -20,10 +20,9 @@ from advisor.report.html import pages as rendering
 from advisor.report.sections import report
 from advisor.report.text import ago, cut, duration
 from advisor.service import catalog, jobs, lookups, records, tokens
-from advisor.service.access import COOKIE, Service, ServiceDep
+from advisor.service.access import COOKIE, MAX_UNTRUSTED, Service, ServiceDep
 from advisor.service.catalog import View
 from advisor.service.database import DAY_S
-from advisor.service.limits import MAX_UNTRUSTED
 from advisor.service.records import Trust, trust_of
 from advisor.service.routes.parsing import Number, RecordId, found
 from advisor.service.tokens import Caller

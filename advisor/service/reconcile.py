@@ -18,8 +18,14 @@ from advisor.jobs.spec import AttemptOver
 from advisor.service import attempts, jobs
 from advisor.service.attempts import LEASE_S, Running
 from advisor.service.database import Database
-from advisor.service.executors import Capacity, Executor, ExecutorAway, Unplaceable
-from advisor.service.machines import Machine, why_waits
+from advisor.service.executors import (
+    Capacity,
+    Executor,
+    ExecutorAway,
+    Machine,
+    Unplaceable,
+    why_waits,
+)
 from advisor.service.schema import JobRow
 
 EVERY_S = 2.0

@@ -14,9 +14,8 @@ from starlette.routing import Mount
 
 from advisor.jobs.token import PREFIX, digest, made
 from advisor.service import database, schema, tokens
-from advisor.service.access import COOKIE
+from advisor.service.access import COOKIE, Guesses
 from advisor.service.app import application
-from advisor.service.limits import Guesses
 from advisor.service.routes import admin
 from tests.service.serving import Served, caller, revoke, serving, token
 

@@ -17,8 +17,7 @@ from advisor.cache.config import Config
 from advisor.cache.name import record_key
 from advisor.cache.record import Part
 from advisor.service import schema
-from advisor.service.executors import Capacity, Start
-from advisor.service.machines import Machine
+from advisor.service.executors import Capacity, Machine, Start
 from tests.cache.examples import KEY, changed, record
 from tests.service.serving import Served
 from tests.service.test_jobs import beat, claimed, ended, submit

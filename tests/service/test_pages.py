@@ -28,9 +28,8 @@ from advisor.report.text import LISTED, age
 from advisor.service import catalog, job_pages, lookups, records, schema
 from advisor.service.access import COOKIE
 from advisor.service.catalog import View
-from advisor.service.executors import Capacity
+from advisor.service.executors import Capacity, Machine
 from advisor.service.loop import Loop
-from advisor.service.machines import Machine
 from advisor.service.run import tidy
 from tests.cache.examples import KEY, changed, choice, record
 from tests.face.test_doubtful import BUSY
