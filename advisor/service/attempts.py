@@ -206,9 +206,11 @@ def of_start(session: Session, text: str) -> Attempt | None:
     return session.scalar(select(Attempt).where(Attempt.start == digest(text)))
 
 
-def begin(session: Session, attempt: int, own: bytes, address: str) -> bool:
+def begin(session: Session, attempt: int, own: bytes, address: str) -> dict[str, Any] | None:
     """Exchange the start token, which others may have read, for a token that only the worker has.
-    A worker may repeat the exchange. If somebody else tries it, returns False, and the attempt's
+    Returns the worker's instructions: the job, and the names of its search files.
+
+    A worker may repeat the exchange. If somebody else tries it, returns None, and the attempt's
     reason says so.
 
     Args:
@@ -229,19 +231,10 @@ def begin(session: Session, attempt: int, own: bytes, address: str) -> bool:
     elif one.digest != own and not one.reason:
         one.reason = f"its start token was used a second time, from {address}"
         note(session, by, "attempt begun twice", one.external)
-    return one.digest == own
-
-
-def instructions(session: Session, attempt: Attempt) -> dict[str, Any]:
-    """The instructions for a worker: the job, and the names of its search files."""
-    job = session.get_one(JobRow, attempt.job)
+    if one.digest != own:
+        return None
     names = select(Study.name).where(Study.job == job.id).order_by(Study.name)
-    return {
-        "job": job.id,
-        "number": attempt.number,
-        "asked": json.loads(job.asked),
-        "studies": list(session.scalars(names)),
-    }
+    return {"asked": json.loads(job.asked), "studies": list(session.scalars(names))}
 
 
 def beat(

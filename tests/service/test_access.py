@@ -34,7 +34,7 @@ SUBMIT = {
     *(("POST", "/api/measure/{record}"), ("POST", "/records/{id}/measure")),
 }
 WORK = {
-    *(("GET", path) for path in ("/api/archives/{digest}", "/api/attempt")),
+    ("GET", "/api/archives/{digest}"),
     ("GET", "/api/attempt/studies/{name}"),
 }
 """Routes that only read, and are for workers."""
@@ -173,7 +173,7 @@ def test_guesses_are_few_and_cost_others_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(served.database, "read", lambda *_: pytest.fail("it was looked up"))
         for method, path in (
-            *(("GET", "/api/self"), ("GET", "/api/attempt"), ("POST", "/api/attempt/begin")),
+            *(("GET", "/api/self"), ("POST", "/api/attempt/beat"), ("POST", "/api/attempt/begin")),
             ("PUT", f"/api/archives/{'ab' * 32}"),
         ):
             refused = served.ask(method, path, "", {"digest": "x"}, guess)

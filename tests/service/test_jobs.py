@@ -118,9 +118,6 @@ def test_a_job_from_its_first_state_to_its_last(served: Served) -> None:
     assert said.json["what"] == "python train.py --lr 0.1"
     one = claimed(served)
     assert one is not None and (one.job, number_of(one), one.asked.folder) == (number, 1, "here")
-    asked = served.ask("GET", "/api/attempt", one.external).json
-    assert (asked["job"], asked["number"], asked["studies"]) == (number, 1, [])
-    assert asked["asked"]["options"] == {"budget": "1m"}
     assert served.ask("GET", f"/api/archives/{DIGEST}", one.external).data == CODE
     trial = {"number": 3, "what": "tf32", "samples_per_s": 9.5, "ratio": 1.5, "origin": "guess"}
     said = beat(served, one, trials=[trial], log="one\x1b[31m\x07\ntwo\r", device="GPU 1")
@@ -128,7 +125,6 @@ def test_a_job_from_its_first_state_to_its_last(served: Served) -> None:
     beat(served, one, trials=[trial], log="3")
     assert study(served, one, "a@1-b", b"x" * 9).status == 200
     assert study(served, one, "a@1-b").data == b"x" * 9
-    assert served.ask("GET", "/api/attempt", one.external).json["studies"] == ["a@1-b"]
     done = {"state": "done", "record": RECORD}
     put(served, *named(record()))  # others' does not count: the job would name what they measured
     refused = ended(served, one, **done)
@@ -397,7 +393,7 @@ def test_only_an_attempts_own_token_speaks_for_it(served: Served) -> None:
     other, one = started(served, archive=DIGEST), started(served, gpus=2)
     archive = f"/api/archives/{DIGEST}"
     for role, method, path, status in (
-        *((role, "GET", "/api/attempt", 403) for role in ("worker", "admin")),
+        *((role, "GET", "/api/attempt/studies/x", 403) for role in ("worker", "admin")),
         *((role, "GET", archive, 403) for role in ("worker", one.external)),
         *((role, "GET", archive, 200) for role in ("admin", other.external)),
         ("admin", "GET", f"/api/archives/{'ab' * 32}", 404),
@@ -415,8 +411,8 @@ def test_only_an_attempts_own_token_speaks_for_it(served: Served) -> None:
 def test_a_start_token_is_good_once(served: Served) -> None:
     one = waiting_to_begin(served)
     served.tokens["start"] = one.token
-    for method, path in (("GET", "/api/attempt"), ("GET", "/api/self"), ("POST", "/api/jobs")):
-        assert served.ask(method, path, "start").status == 401
+    for path in ("/api/attempt/beat", "/api/records", "/api/jobs"):
+        assert served.ask("POST", path, "start").status == 401
     assert exchanged(served, one, served.tokens["worker"]).status == 422  # it is another's
     mine = [made() for _ in range(8)]
     said = together(8, lambda number: (exchanged(served, one, mine[number]).status, mine[number]))
@@ -424,10 +420,11 @@ def test_a_start_token_is_good_once(served: Served) -> None:
     ((_status, own),) = [one for one in said if one[0] == 200]
     other = next(one for one in mine if one != own)
     served.tokens |= {"own": own, "other": other}
-    assert exchanged(served, one, own).json == {"number": 1}  # of a worker that heard no answer
+    again = exchanged(served, one, own)  # of a worker that heard no answer
+    assert again.json == {"asked": JobSpec.of(COMMAND).plain, "studies": []}
     assert "another worker has this attempt" in exchanged(served, one, other).json["detail"]
     for role, status in (("own", 200), ("other", 401), ("start", 401)):
-        assert served.ask("GET", "/api/attempt", role).status == status
+        assert served.ask("POST", "/api/attempt/beat", role, {}).status == status
     last = {"state": "failed", "reason": "exit 2"}
     assert served.ask("POST", "/api/attempt/end", "own", last).status == 200
     for one_token in (own, other):

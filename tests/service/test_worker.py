@@ -406,8 +406,7 @@ def test_others_on_the_gpu_are_noted(job: Job, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_study_that_did_not_arrive_is_sent_again(job: Job) -> None:
     one = job.worker()
-    one._server.begin()
-    one._prepare()
+    one._prepare(one._server.begin())
     (one._studies / "a.journal").write_bytes(b"whole\n")
     (one._studies / "b.journal").symlink_to(one._folder)
     there, one._server = one._server, job.worker(f"http://127.0.0.1:{servers.free_port()}")._server
