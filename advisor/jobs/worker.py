@@ -374,11 +374,8 @@ def _summary(record: Record) -> str:
 
 
 def main(folder: str = "", _attempt: str = "") -> None:
-    """Run the attempt that has $ADVISOR_START_TOKEN on $ADVISOR_SERVER.
-
-    Raises:
-        SystemExit: the attempt could not be run; the message says why.
-    """
+    """Run the attempt that has $ADVISOR_START_TOKEN on $ADVISOR_SERVER. Exits with a message if
+    that fails."""
     host.keep_private()
     folder = folder or tempfile.mkdtemp(prefix="advisor-")
     try:

@@ -133,11 +133,8 @@ def short(reason: str) -> str:
 
 
 def cancel(session: Session, number: int, by: Caller) -> str | None:
-    """Cancel a job that is not over, and return its state; None if there is no such job.
-
-    Raises:
-        PermissionError: another token submitted the job.
-    """
+    """Cancel a job that is not over, and return its state; None if there is no such job. Raises
+    PermissionError if another token submitted it."""
     job = locked(session, number)
     if job is None:
         return None

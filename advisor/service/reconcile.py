@@ -68,11 +68,8 @@ class Reconciler:
             executor.close()
 
     def turn(self) -> None:
-        """Visit every executor once, and update attempts and jobs.
-
-        Raises:
-            StoreError: the database does not answer.
-        """
+        """Visit every executor once, and update attempts and jobs. Raises StoreError if the
+        database does not answer."""
         if self._now() - self._last > LEASE_S / 2:
             self._since = self._now()  # this machine slept, and so did its workers
         try:
@@ -146,11 +143,8 @@ class Reconciler:
         return waits and any(self._started(executor, one) for one in capacities)
 
     def _started(self, executor: Executor, capacity: Capacity) -> bool:
-        """Start the first job that fits. Returns whether there was one.
-
-        Raises:
-            ExecutorAway: the executor does not answer. After any exception, the claim is undone.
-        """
+        """Start the first job that fits. Returns whether there was one. Raises ExecutorAway if the
+        executor does not answer; after any exception, the claim is undone."""
         if capacity.gpu and not capacity.gpus:
             return False
         write, name = self._database.write, executor.name

@@ -188,11 +188,8 @@ class Local:
 
     @contextlib.contextmanager
     def _here(self) -> Iterator[dict[str, _Worker]]:
-        """Context manager: yields the workers by `external`, and keeps other servers away.
-
-        Raises:
-            ExecutorAway: another server has them, or a folder or process cannot be used.
-        """
+        """Context manager: yields the workers by `external`, and keeps other servers away. Raises
+        ExecutorAway if another server has them, or a folder or process cannot be used."""
         try:
             if self._workers is None:
                 make_folder(self._devices)
