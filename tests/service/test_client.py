@@ -27,7 +27,7 @@ from tests.forks import until
 from tests.service.serving import Served
 from tests.service.test_jobs import RECORD, beat, claimed, ended
 from tests.service.test_records import named, put
-from tests.service.test_store import answering
+from tests.service.test_store import store_of
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_servers_that_do_not_serve(team: Served) -> None:
     ],
 )
 def test_whatever_a_server_says(said: bytes) -> None:
-    with answering(lambda _path: (200, {}, said)) as store:
+    with store_of(lambda _path: (200, {}, said)) as store:
         client = Client(store.url)
         asked = (client.jobs, lambda: client.job(7), lambda: [*client.log(7)])
         for act in (*asked, lambda: client.cancel(7)):
@@ -162,7 +162,7 @@ def test_whatever_a_server_says(said: bytes) -> None:
 def test_nothing_that_a_server_says_steers_a_terminal() -> None:
     line = b'{"id": 7, "state": "done", "what": "\\u001b[2J", "attempts": [{"device": "\\u001b"}]}'
     log = b'{"text": "a\\u001b[2J\\n", "next": 1, "ended": true}'
-    with answering(lambda path: (200, {}, log if "/log" in path else line)) as store:
+    with store_of(lambda path: (200, {}, log if "/log" in path else line)) as store:
         job = Client(store.url).job(7)
         assert (job.what, job.attempts[0]["device"]) == ("?[2J", "?")
         assert [*Client(store.url).log(7)] == ["a?[2J\n"]
@@ -176,7 +176,7 @@ def test_a_server_that_is_away_for_a_while_is_followed_on() -> None:
         (200, {}, b'{"text": "b", "next": 2, "ended": false}'),
         (401, {}, b"{}"),
     ]
-    with answering(lambda _path: said.pop(0)) as store:
+    with store_of(lambda _path: said.pop(0)) as store:
         log = Client(store.url).log(7, follow=True, poll_s=0.01)
         assert [next(log), next(log)] == ["a", "b"]
         with pytest.raises(StoreError, match="set ADVISOR_TOKEN"):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import signal
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,7 @@ from advisor.service.executors.ray import LABEL, UNNAMED, RayExecutor
 from advisor.service.schema import Attempt
 from tests.forks import until
 from tests.service.clusters import FEW, TOKEN, Cluster, Team
-from tests.service.serving import ask, start_of
+from tests.service.serving import answering, ask, start_of
 
 MODEL = """
 import os, time
@@ -97,26 +95,15 @@ def states(job: Job) -> list[str]:
 @contextlib.contextmanager
 def head(answers: Mapping[str, Any], status: int = 200) -> Iterator[tuple[RayExecutor, list[Any]]]:
     """An executor of a made-up head, and what it is sent."""
-    sent: list[Any] = []
+    sent: list[tuple[str, bytes]] = []
 
-    class Head(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found = answers.get(self.path.partition("?")[0], answers.get(""))
-            self.send_response(404 if found is None else status)
-            self.end_headers()
-            self.wfile.write(found if isinstance(found, bytes) else json.dumps(found).encode())
+    def answer(path: str) -> tuple[int, dict[str, str], bytes]:
+        found = answers.get(path.partition("?")[0], answers.get(""))
+        data = found if isinstance(found, bytes) else json.dumps(found).encode()
+        return 404 if found is None else status, {}, data
 
-        def do_POST(self) -> None:
-            sent.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.do_GET()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Head) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield RayExecutor(f"ray-jobs:http://127.0.0.1:{server.server_port}"), sent
-        server.shutdown()
+    with answering(answer, sent) as url:
+        yield RayExecutor(f"ray-jobs:{url}"), sent
 
 
 def test_what_is_no_head_of_ray_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,9 +170,10 @@ def test_a_cluster_is_read_and_an_attempt_is_placed_where_it_was_claimed() -> No
     with head({"/api/jobs/": {"submission_id": "advisor-6"}}) as (executor, sent):
         executor.start(one)
         executor.start(replace(one, gpu=UNNAMED))
-    labels = [request["entrypoint_label_selector"] for request in sent]
-    assert labels == [{LABEL: "H100"}, {}] and sent[0]["metadata"] == given
-    assert sent[0]["runtime_env"]["pip"] == ["timm", "einops"]
+    first, second = (json.loads(body) for _token, body in sent)
+    labels = [request["entrypoint_label_selector"] for request in (first, second)]
+    assert labels == [{LABEL: "H100"}, {}] and first["metadata"] == given
+    assert first["runtime_env"]["pip"] == ["timm", "einops"]
 
 
 @pytest.mark.long
