@@ -162,6 +162,9 @@ def test_the_same_twice_is_one_job(served: Served) -> None:
     assert submit(served).json["state"] == "done"
     assert submit(served, force=True).json["new"]
     assert submit(served, **{"command": ["x"]}).status == 201
+    metrics = served.ask("GET", "/metrics", "read").data.decode()
+    for metric in ('jobs{state="queued"} 3', 'attempts{state="done"} 1', 'jobs{state="failed"} 0'):
+        assert f"advisor_{metric}.0" in metrics
     page = served.ask("GET", "/api/jobs?most=2", "read").json
     assert [one["what"] for one in page["jobs"]] == ["x", "python train.py --lr 0.1"]
     assert page["more"]
@@ -503,15 +506,6 @@ def test_a_token_keeps_so_much(served: Served, monkeypatch: pytest.MonkeyPatch) 
     name = f"/api/artifacts/{'-'.join(['ab' * 6, 'cd' * 6, '1', 'ef' * 6])}.{'09' * 6}"
     for text, status in ((b"12345", 201), (b"123", 200), (b"123456", 422), (b"54321", 200)):
         assert served.ask("PUT", name, "worker", text).status == status
-
-
-def test_metrics_of_jobs(served: Served) -> None:
-    submit(served)
-    started(served, gpus=2)
-    said = served.ask("GET", "/metrics", "read").data.decode()
-    assert 'advisor_jobs{state="queued"} 1.0' in said
-    assert 'advisor_attempts{state="running"} 1.0' in said
-    assert "advisor_oldest_waiting_job_seconds 0." in said
 
 
 def together(count: int, does: Callable[[int], Any]) -> list[Any]:

@@ -30,7 +30,7 @@ from advisor.cache.signing import KeyRing
 from advisor.cache.stores import ByteStore, open_store
 from advisor.cache.stores import http as http_module
 from advisor.cache.stores.http import HttpStore
-from advisor.cache.stores.http_client import MAX_ANSWER, HttpClient
+from advisor.cache.stores.http_client import MAX_ANSWER
 from advisor.cache.task import PERMITTED
 from advisor.cli import main
 from advisor.client import Client
@@ -60,20 +60,6 @@ def of_each(served: Served, monkeypatch: pytest.MonkeyPatch) -> Served:
     """The same for each database."""
     monkeypatch.setenv("ADVISOR_TOKEN", served.tokens["worker"])
     return served
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of a server."""
-    seen: list[str] = []
-    request = HttpClient.request
-
-    def told(self: HttpClient, method: str, path: str, **more: Any) -> Any:
-        seen.append(f"{method} {path.partition('?')[0]}")
-        return request(self, method, path, **more)
-
-    monkeypatch.setattr(HttpClient, "request", told)
-    return seen
 
 
 class TestContract(test_store.TestContract):
