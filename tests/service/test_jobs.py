@@ -111,6 +111,9 @@ def change(served: Served, table: type[schema.Base], *where: Any, **values: Any)
 
 
 def test_a_job_from_its_first_state_to_its_last(served: Served) -> None:
+    assert submit(served, archive=DIGEST).status == 428
+    for odd in (b"[]", b"[" * 100_000):
+        assert served.ask("POST", "/api/jobs", "submit", odd).status == 422
     assert sent(served).status == 201
     said = submit(served, archive=DIGEST, folder="here", gpu="H100", options={"budget": "1m"})
     assert (said.status, said.json["state"], said.json["new"]) == (201, "queued", True)
@@ -177,36 +180,6 @@ def test_the_same_twice_is_one_job(served: Served) -> None:
     said = together(8, lambda _number: submit(served, options={"seed": 1}))
     assert sorted(one.status for one in said) == [200] * 7 + [201]
     assert len({one.json["id"] for one in said}) == 1
-
-
-def test_what_is_not_queued(served_lite: Served) -> None:
-    """See `test_spec` for what is no job."""
-    for asked, status in (
-        (b"x", 422),
-        (b"[]", 422),
-        (b"[" * 100_000, 422),
-        (COMMAND | {"options": {"budget": "a\nb"}}, 422),
-        (COMMAND | {"archive": "ab" * 32}, 428),
-        (b"x" * (2**20 + 1), 413),
-    ):
-        answer = served_lite.ask("POST", "/api/jobs", "submit", asked)
-        assert answer.status == status and answer.data.decode().isprintable(), answer.data
-    assert served_lite.ask("GET", "/api/jobs", "read").json["jobs"] == []
-
-
-def test_a_job_goes_where_it_asked_to(served: Served) -> None:
-    asked = ({"gpu": "h100", "gpus": 2}, {"gpus": 0}, {"gpus": 1})
-    numbers = [submit(served, **one).json["id"] for one in asked]
-    for gpu, gpus, expected in (
-        ("NVIDIA H100", 1, 3),
-        ("NVIDIA A100", 8, None),
-        ("", 0, 2),
-        ("NVIDIA H100 80GB", 8, 1),
-        ("NVIDIA H100 80GB", 8, None),
-        ("", 0, None),
-    ):
-        one = claimed(served, gpu, gpus)
-        assert (one and numbers.index(one.job) + 1) == expected, (gpu, gpus)
 
 
 def states(served: Served, number: int) -> tuple[str, list[str]]:
