@@ -44,7 +44,6 @@ _MAX_KNOWN = 4000
 """Records whose parsed fields stay in memory, about 5 KB each."""
 
 Part = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$|^$")]
-Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
 Batch = Annotated[int | None, Field(ge=0, lt=10**10)]
 Where = list[ColumnElement[bool]]
 
@@ -57,7 +56,6 @@ class Question(BaseModel):
 
     model: str = Field(default="", pattern=r"^[0-9a-f]{12,128}$|^$")
     target: Part = ""
-    origins: list[Hex] | None = Field(default=None, max_length=1000)
     file: str = Field(default="", max_length=LONGEST)
     command: Part = ""
     id: str = Field(default="", pattern=r"^[0-9a-f]{0,12}$")
@@ -108,8 +106,6 @@ class Question(BaseModel):
         for name in ("target", "file", "command"):
             if value := getattr(self, name):
                 found.append(getattr(Item, name) == value)
-        if self.origins is not None:
-            found.append(Item.origin.in_(self.origins))
         if self.id:
             found += [Item.id >= self.id, Item.id < f"{self.id}g"]
         return found if self.batch is None else [*found, Item.batch == self.batch]

@@ -89,7 +89,6 @@ def test_a_lookup_is_one_request(of_each: Served, asked: list[str]) -> None:
         RecordFilter(model=KEY.model, query=Query(environment=ENVIRONMENT, model=KEY.model)),
         RecordFilter(target="model.py:Net"),
         RecordFilter(file="model.py"),
-        RecordFilter(origins=frozenset([one.target.origin])),
         RecordFilter(id=one.key.id, batch=64),
     ):
         asked.clear()
@@ -101,10 +100,6 @@ def test_a_lookup_is_one_request(of_each: Served, asked: list[str]) -> None:
     records.copy(held[0], local)
     assert asked == []  # what came is not asked for again
     assert records.look_into(store, RecordFilter(file="other.py")).held == []
-    # In parts: a server takes 1,000 origins, and a head so many bytes.
-    origins = frozenset(f"{number:016x}" for number in range(2500)) | {one.target.origin}
-    held = records.look_into(store, RecordFilter(origins=origins)).held
-    assert one in [each.record for each in held]
 
 
 def several(rng: random.Random) -> Iterator[Record]:
