@@ -80,11 +80,8 @@ class AttemptFailed(AdvisorError):
 
 
 class AttemptClient:
-    """Sends an attempt's requests; call `begin` first.
-
-    Raises, in every method:
-        StoreError: the server is away. AttemptOver, AttemptFailed: the server's answer.
-    """
+    """Sends an attempt's requests; call `begin` first. Every method raises StoreError if the server
+    is away, and AttemptOver or AttemptFailed if it says so."""
 
     def __init__(
         self, url: str, start_token: str, *, now: Callable[[], float] = time.monotonic
@@ -172,13 +169,8 @@ def new_output(path: Path, at: int) -> tuple[str, int]:
 
 
 class JobWorker:
-    """Runs one attempt.
-
-    Args:
-        folder: a new folder for all files of the attempt.
-        start: starts `advisor tune`.
-        now: a clock in seconds.
-    """
+    """Runs one attempt, with all its files in a new `folder`. `start` starts `advisor tune`; `now`
+    is a clock in seconds."""
 
     def __init__(
         self,

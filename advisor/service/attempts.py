@@ -42,11 +42,8 @@ End = Literal["done", "failed", "preempted"]
 def claim(
     session: Session, executor: str, capacity: Capacity, server_url: str = ""
 ) -> Start | None:
-    """Claim the first job that fits, and add its attempt. Returns None if no job fits.
-
-    Args:
-        capacity: if `total` is not 0, kept free for a job that has waited long for more GPUs.
-    """
+    """Claim the first job that fits, and add its attempt. Returns None if no job fits. A capacity
+    whose `total` is not 0 is kept free for a job that has waited long for more GPUs."""
     at = now(session)
     while (job := _first(session, capacity, at)) is not None:
         try:

@@ -22,10 +22,8 @@ Short = Annotated[str, Field(max_length=LONGEST)]
 
 
 class View(BaseModel):
-    """A filter and an order for the list of records.
-
-    `sort`: a column, with '-' before it if the largest value comes first.
-    """
+    """A filter and an order for the list of records. `sort`: a column, with '-' before it if the
+    largest value comes first."""
 
     model_config = ConfigDict(frozen=True)
 

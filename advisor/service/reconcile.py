@@ -37,15 +37,8 @@ _log = logging.getLogger("advisor")
 
 
 class Reconciler:
-    """Runs the jobs of one server.
-
-    Attributes:
-        machines: the executors by name, as they last answered.
-
-    Args:
-        server_url: where workers find a server of this database.
-        now: a clock in seconds.
-    """
+    """Runs the jobs of one server. `machines` has the executors by name, as they last answered;
+    workers find a server of this database at `server_url`; `now` is a clock in seconds."""
 
     def __init__(
         self,

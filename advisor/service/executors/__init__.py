@@ -144,11 +144,8 @@ def last_line(text: str) -> str:
 
 def open_executors(texts: Iterable[str], database: str) -> list[Executor]:
     """Open the executors that `advisor serve --executor` names; 'none' opens no executor. Raises
-    UsageError if a text is unknown or given twice, or 'none' is not the only text.
-
-    Args:
-        database: the URL of the server's database, without its password.
-    """
+    UsageError if a text is unknown or given twice, or 'none' is not the only text. `database`: its
+    URL without the password."""
     from advisor.service.executors.local import Local
     from advisor.service.executors.ray import RayExecutor
 

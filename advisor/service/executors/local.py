@@ -49,12 +49,8 @@ _INHERITED = re.compile(
 
 @dataclass(slots=True)
 class _Worker:
-    """A worker process, with its files below `folder`.
-
-    Attributes:
-        process: None if an earlier server started the worker.
-        killed_at: when to kill a worker that was told to end.
-    """
+    """A worker process, with its files below `folder`. `process` is None if an earlier server
+    started it; `killed_at`: when to kill it, if it was told to end."""
 
     pid: int
     folder: Path
@@ -91,8 +87,7 @@ class Local:
     Args:
         database: its URL without password; workers of other databases are left alone.
         devices: the folder of the locks; by default in the user's cache folder.
-        gpus: returns the machine's GPUs.
-        now: a clock in seconds.
+        gpus, now: return the machine's GPUs, and the time in seconds.
     """
 
     def __init__(
