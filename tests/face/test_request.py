@@ -15,8 +15,11 @@ from advisor.tuners.search.plan import Plan
 from tests.cache import examples
 
 NOTHING: dict[str, Any] = dict.fromkeys(
-    ("batch", "capture", "store", "steps", "duration", "shape", "device", "mode")
+    ("batch", "capture", "store", "steps", "duration", "on_miss", "shape", "device", "mode")
 )
+
+
+PANIC = "on_miss 'panic': expected one of default, nearest, request"
 
 
 def of(target: object = None, **asked: Any) -> Request:
@@ -62,10 +65,24 @@ def test_determinism_that_the_process_asks_for(monkeypatch: pytest.MonkeyPatch) 
     assert of().given["deterministic"] is True
 
 
+def test_what_to_do_on_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of().miss_action == "default"
+    for configured, asked, action in (
+        *(("nearest", asked, "nearest") for asked in (None, "")),
+        *(("nearest", "default", "default"), ("default", "request", "request")),
+        ("panic", "nearest", "nearest"),
+    ):
+        monkeypatch.setenv("ADVISOR_ON_MISS", configured)
+        assert of(on_miss=asked).miss_action == action
+    with pytest.raises(UsageError, match=f"^{PANIC}$"):
+        _ = of().miss_action
+
+
 @pytest.mark.parametrize(
     ("target", "asked", "said"),
     [
         (3, {}, "target 3: expected a target's name or an nn.Module"),
+        (None, {"on_miss": "panic"}, PANIC),
         *(
             (None, {"batch": odd}, f"batch {odd!r}: expected a number of at least 1, or 'free'")
             for odd in (0, "all", True)
