@@ -23,9 +23,9 @@ import msgspec
 
 from advisor.cache.stores.http_client import MAP, HttpClient
 from advisor.errors import RecordDamaged, StoreError, Unauthorized, UsageError, printable
-from advisor.jobs.code_archive import NEEDS_CODE
+from advisor.jobs.code_archive import NEEDS_CODE, CodeArchive
 from advisor.jobs.spec import LIVE, STATES, JobSpec, where
-from advisor.jobs.submission import Submission
+from advisor.jobs.submission import prepare
 
 T = TypeVar("T")
 
@@ -137,13 +137,13 @@ class Client:
         """
         given: dict[str, Any] = {"command": command, "target": target, "options": options}
         asked = JobSpec.given(**given, gpu=gpu, gpus=gpus, env=env or {}, force=force)
-        return self.ask(Submission.of(asked, Path(folder)))
+        return self.send(*prepare(asked, Path(folder)))
 
-    def ask(self, submission: Submission) -> Job:
-        """Submit a prepared Submission. The code is sent only if the server does not have it."""
-        request = functools.partial(self._asked, "POST", "/api/jobs", body=submission.asked.plain)
+    def send(self, asked: JobSpec, code: CodeArchive | None) -> Job:
+        """Submit a prepared job. The code is sent only if the server does not have it."""
+        request = functools.partial(self._asked, "POST", "/api/jobs", body=asked.plain)
         status, data = request(accepts=(NEEDS_CODE,))
-        if status == NEEDS_CODE and (code := submission.code) is not None:
+        if status == NEEDS_CODE and code is not None:
             path = f"/api/archives/{code.digest}"
             self._asked("PUT", path, body=code.archive, timeout_s=UPLOAD_TIMEOUT_S)
             data = request()[1]

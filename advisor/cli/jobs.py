@@ -21,6 +21,7 @@ from advisor.cli.options import (
     collected,
     json_option,
     json_or_text,
+    option,
     row_options,
     target_argument,
 )
@@ -46,11 +47,9 @@ def _client(server: str | None) -> Client:
     return Client(url)
 
 
-server_option = click.option(
-    "--server",
-    metavar="URL",
-    help="http[s]://HOST[:PORT]  [default: the first server in $ADVISOR_CACHE, else in "
-    "pyproject.toml]",
+server_option = option(
+    "--server URL",
+    "http[s]://HOST[:PORT]  [default: the first server in $ADVISOR_CACHE, else in pyproject.toml]",
 )
 follow_option = click.option(
     "-f", "--follow", is_flag=True, help="Show the log until the job is over."
@@ -59,22 +58,12 @@ follow_option = click.option(
 
 @click.command(cls=OrCommand)
 @target_argument
-@click.option(
-    "--gpu", metavar="TEXT", default="", help="A part of the GPU's name, for example H100."
+@option("--gpu TEXT", "A part of the GPU's name, for example H100.", default="")
+@option(
+    "--gpus N", "How many GPUs of one machine; 0 for the CPU.  [default: 1]", type=Number(0, 64)
 )
-@click.option(
-    "--gpus",
-    type=Number(0, 64),
-    metavar="N",
-    help="How many GPUs of one machine; 0 for the CPU.  [default: 1]",
-)
-@click.option(
-    "--pip",
-    multiple=True,
-    metavar="REQUIREMENT",
-    help="On Ray: install this first; repeat for more.",
-)
-@click.option("--container", metavar="IMAGE", help="On Ray: the image to run in.")
+@option("--pip REQUIREMENT", "On Ray: install this first; repeat for more.", multiple=True)
+@option("--container IMAGE", "On Ray: the image to run in.")
 @row_options(Task)
 @row_options(Plan)
 @server_option
@@ -100,28 +89,20 @@ def submit(
     """
     given = collected(Plan, options) | collected(Task, options)
     from advisor.jobs.spec import JobSpec
-    from advisor.jobs.submission import Submission
+    from advisor.jobs.submission import prepare
     from advisor.report import jobs as shown
 
     if wrong := next((one for one in pip if len(one.split()) != 1), None):
         raise UsageError(f"--pip {wrong!r}: expected one requirement without blanks, as timm>=1.0")
-    env = {"pip": " ".join(pip), "container": container or ""}
-    asked = JobSpec.given(
-        command=command,
-        target=target or "",
-        force=given.pop("force", False),
-        options=given,
-        gpu=gpu,
-        gpus=gpus,
-        env={name: text for name, text in env.items() if text},
-    )
+    env = {name: text for name, text in (("pip", " ".join(pip)), ("container", container)) if text}
+    more = {"target": target or "", "gpu": gpu, "env": env, "force": given.pop("force", False)}
+    asked = JobSpec.given(command, given, gpus, **more)
     client = _client(server)
-    submission = Submission.of(asked, Path.cwd())
-    code = submission.code
+    asked, code = prepare(asked, Path.cwd())
     if code and not as_json:
         for line in shown.travels(code):
             click.echo(line)
-    job = client.ask(submission)
+    job = client.send(asked, code)
     page = client.page(job.id)
     if not as_json:
         for line in shown.submitted(job, page, server or ""):
@@ -153,18 +134,18 @@ def _show_log(client: Client, id: int, follow: bool, as_json: bool) -> None:
 
 @click.command()
 @click.argument("id", required=False, type=_ID)
-@click.option(
+@option(
     "--state",
+    "Only jobs in this state; repeat for more.",
     "states",
     multiple=True,
     type=click.Choice(STATES),
-    help="Only jobs in this state; repeat for more.",
 )
-@click.option(
-    "--most",
+@option(
+    "--most NUMBER",
+    "How many jobs, the newest first.  [default: 50]",
     type=Number(1, 10_000),
     default=50,
-    help="How many jobs, the newest first.  [default: 50]",
 )
 @server_option
 @json_or_text

@@ -8,7 +8,7 @@ import click
 
 from advisor.cli.options import Number, Output, Parts, json_or_text, option
 from advisor.errors import UsageError
-from advisor.service.roles import ROLES
+from advisor.jobs.token import ROLES
 
 NEEDS = "pip install 'torch-advisor[serve]'"
 

@@ -89,11 +89,8 @@ class _Tree:
 
 
 def pack(folder: Path) -> CodeArchive:
-    """Pack the code that a command in this folder needs.
-
-    Raises:
-        UsageError: the code is too large or cannot be read, or `folder` is the home folder.
-    """
+    """Pack the code that a command in this folder needs. Raises UsageError if the code is too large
+    or cannot be read, or `folder` is the home folder."""
     left_out: dict[str, str] = {}
     folder = folder.resolve()
     try:
@@ -146,10 +143,7 @@ def _is_home(folder: Path) -> bool:
 
 def _checkout(folder: Path) -> _Tree | None:
     """The git checkout around a folder; None if there is none, or if it holds the whole home.
-
-    Raises:
-        UsageError: git fails to list the files.
-    """
+    Raises UsageError if git fails to list the files."""
     root = next((one for one in (folder, *folder.parents) if (one / ".git").exists()), None)
     if root is None or _is_home(root):
         return None
@@ -201,11 +195,8 @@ def _walk(root: Path, ignored: GitIgnoreSpec, left_out: dict[str, str]) -> Itera
 
 
 def _members(tree: _Tree, left_out: dict[str, str]) -> Iterator[tarfile.TarInfo]:
-    """Yields the members to pack; adds the names of other files to `left_out`.
-
-    Raises:
-        UsageError: .advisorignore has an invalid pattern.
-    """
+    """Yields the members to pack; adds the names of other files to `left_out`. Raises UsageError
+    if .advisorignore has an invalid pattern."""
     from pathspec import GitIgnoreSpec
 
     file = tree.root / IGNORE

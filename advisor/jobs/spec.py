@@ -7,8 +7,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, get_args
 
@@ -151,7 +150,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def words(self) -> list[str]:
         """The options as words of `advisor tune`'s command line."""
         plan = dataclasses.replace(self.plan, force=False)
-        return self._task_words() + _changed(Plan, partial(getattr, plan))
+        return self._task_words() + _words(Plan, dataclasses.asdict(plan))
 
     def _task_words(self) -> list[str]:
         given = {name: value for name, value in self.options.items() if name not in _OF_PLAN}
@@ -159,20 +158,17 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             known = ", ".join(sorted(_OF_TASK | _OF_PLAN - {"force"}))
             raise UsageError(f"{more[0][:80]}: not an option; expected one of {known}")
         if self.command:
-            return _changed(Task, permissions(given).get)
-        return _changed(Task, partial(getattr, Task.of(self.target, given)))
+            return _words(Task, permissions(given))
+        task = Task.of(self.target, given)
+        return _words(Task, {name: getattr(task, name) for name in rows(Task)})
 
 
 msgspec.json.Decoder(JobSpec)  # described before threads use it; see `cache.codec`
 
 
-def _changed(cls: type, get: Callable[[str, Any], Any]) -> list[str]:
-    """The options for the fields that differ from their default, in the table's order.
-
-    Args:
-        get: the value of a field, by its name and its default.
-    """
-    held = [(row, get(name, row.default)) for name, row in rows(cls).items()]
+def _words(cls: type, values: Mapping[str, Any]) -> list[str]:
+    """The options for the fields whose values differ from their default, in the table's order."""
+    held = [(row, values.get(name, row.default)) for name, row in rows(cls).items()]
     return option_words((row, value) for row, value in held if value != row.default)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import structs
@@ -17,53 +16,42 @@ LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed")
 """Programs that a worker's machine may have even if this machine does not."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """A checked job. `code`: None if the job needs no code from this machine."""
+def prepare(asked: JobSpec, folder: Path) -> tuple[JobSpec, CodeArchive | None]:
+    """Check a job that was typed in this folder. Returns (the job as another machine can run it,
+    its code; None if it needs none from this machine).
 
-    asked: JobSpec
-    code: CodeArchive | None = None
+    Raises:
+        UsageError: the job's program or file is missing or would not be sent, or the code is too
+            large.
+    """
+    if asked.target.startswith("torchvision:"):
+        return asked, None
+    file = _file(asked)
+    if file and not (folder / file).is_file():
+        what = asked.target or " ".join(asked.command[:2])
+        raise TargetError(f"{what!r}: there is no file {file} in {folder}")
+    check_open(asked.command)
+    _check_program(asked, folder)
+    code = pack(folder)
+    folder = folder.resolve()
+    if file and not (folder / file).resolve().is_relative_to(code.root):
+        raise UsageError(f"{file}: lies outside {code.root}, and only that folder is sent")
 
-    @classmethod
-    def of(cls, asked: JobSpec, folder: Path) -> Submission:
-        """Check a job that was typed in this folder, and pack its code.
+    def portable(word: str) -> str:
+        """A path below the root as seen from the folder; any other word unchanged."""
+        inside = word.startswith("/") and Path(word).is_relative_to(code.root)
+        return os.path.relpath(word, folder) if inside else word
 
-        Raises:
-            UsageError: the job's program or file is missing or would not be sent, or the code is
-                too large.
-        """
-        if asked.target.startswith("torchvision:"):
-            return cls(asked=asked)
-        file = _file(asked)
-        if file and not (folder / file).is_file():
-            what = asked.target or " ".join(asked.command[:2])
-            raise TargetError(f"{what!r}: there is no file {file} in {folder}")
-        check_open(asked.command)
-        _check_program(asked, folder)
-        code = pack(folder)
-        folder = folder.resolve()
-        if file and not (folder / file).resolve().is_relative_to(code.root):
-            raise UsageError(f"{file}: lies outside {code.root}, and only that folder is sent")
-
-        def portable(word: str) -> str:
-            """A path below the root as seen from the folder; any other word unchanged."""
-            inside = word.startswith("/") and Path(word).is_relative_to(code.root)
-            return os.path.relpath(word, folder) if inside else word
-
-        started, *words = asked.command or ("",)
-        # Only the name of a virtual environment's program: the worker has its own.
-        beside = (folder / started).parent
-        if "/" in started and any((beside / name).exists() for name in ("python", "python3")):
-            started = Path(started).name
-        place = folder.relative_to(code.root).as_posix()
-        asked = structs.replace(
-            asked,
-            target=portable(asked.target),
-            command=(started, *map(portable, words)) if started else (),
-            archive=code.digest,
-            folder="" if place == "." else place,
-        )
-        return cls(asked=asked, code=code)
+    started, *words = asked.command or ("",)
+    # Only the name of a virtual environment's program: the worker has its own.
+    beside = (folder / started).parent
+    if "/" in started and any((beside / name).exists() for name in ("python", "python3")):
+        started = Path(started).name
+    place = folder.relative_to(code.root).as_posix()
+    target, command = portable(asked.target), (started, *map(portable, words)) if started else ()
+    place = "" if place == "." else place
+    sent = structs.replace(asked, target=target, command=command, archive=code.digest, folder=place)
+    return sent, code
 
 
 def _check_program(asked: JobSpec, folder: Path) -> None:

@@ -80,11 +80,8 @@ class AttemptFailed(AdvisorError):
 
 
 class AttemptClient:
-    """Sends an attempt's requests; call `begin` first.
-
-    Raises, in every method:
-        StoreError: the server is away. AttemptOver, AttemptFailed: the server's answer.
-    """
+    """Sends an attempt's requests; call `begin` first. Every method raises StoreError if the server
+    is away, and AttemptOver or AttemptFailed if it says so."""
 
     def __init__(
         self, url: str, start_token: str, *, now: Callable[[], float] = time.monotonic
@@ -96,11 +93,13 @@ class AttemptClient:
         self.preempted = threading.Event()
         self._now, self._heard = now, now()
 
-    def begin(self) -> None:
-        """Exchange the start token for this worker's own token. Repeating this is safe."""
+    def begin(self) -> dict[str, Any]:
+        """Exchange the start token for this worker's own token. Returns what to do. Repeating this
+        is safe."""
         sent = {"digest": token.digest(self._own).hex()}
-        self.retry(lambda: self.ask("POST", "attempt/begin", sent))
+        data = self.retry(lambda: self.ask("POST", "attempt/begin", sent))
         self._client = self.store.client
+        return self.decoded(data)
 
     def get(self, path: str) -> bytes:
         return self.retry(lambda: self.ask("GET", path))
@@ -170,13 +169,8 @@ def new_output(path: Path, at: int) -> tuple[str, int]:
 
 
 class JobWorker:
-    """Runs one attempt.
-
-    Args:
-        folder: a new folder for all files of the attempt.
-        start: starts `advisor tune`.
-        now: a clock in seconds.
-    """
+    """Runs one attempt, with all its files in a new `folder`. `start` starts `advisor tune`; `now`
+    is a clock in seconds."""
 
     def __init__(
         self,
@@ -200,14 +194,11 @@ class JobWorker:
         self._beaten = -HEARTBEAT_S
 
     def run(self) -> None:
-        """Tune, and report the outcome.
-
-        Raises:
-            AttemptOver: the server ended the attempt. StoreError: the server is away.
-        """
-        self._server.begin()
+        """Tune, and report the outcome. Raises AttemptOver if the server ended the attempt, and
+        StoreError if it is away."""
+        instructions = self._server.begin()
         try:
-            outcome = self._outcome()
+            outcome = self._outcome(instructions)
         except (AttemptFailed, UsageError, RecordDamaged) as exc:
             outcome = Outcome("failed", printable(" ".join(str(exc).split())))
         except OSError as exc:  # from this machine: connections raise StoreError
@@ -215,8 +206,8 @@ class JobWorker:
             outcome = Outcome("failed", printable(why))
         self._server.retry(lambda: self._server.ask("POST", "attempt/end", outcome._asdict()))
 
-    def _outcome(self) -> Outcome:
-        asked = self._prepare()
+    def _outcome(self, instructions: Mapping[str, Any]) -> Outcome:
+        asked = self._prepare(instructions)
         if asked.gpus:
             from advisor.tuners.environment import gpus  # seconds to import
 
@@ -237,18 +228,17 @@ class JobWorker:
         why = f"ended after {limit_s:.0f} s: twice its budget, and {STARTS_S:.0f} s to start"
         return Outcome("failed", f"{why}; its log may say where it hangs")
 
-    def _prepare(self) -> JobSpec:
+    def _prepare(self, instructions: Mapping[str, Any]) -> JobSpec:
         """Put the job's code and its search files into the folder. Returns the job."""
         for folder in (self._folder, self._studies, self._tmp):
             make_folder(folder)
         for file in (self._output, self._events):
             file.touch(0o600)
-        attempt = self._server.decoded(self._server.get("attempt"))
-        asked = JobSpec.of(attempt["asked"])
+        asked = JobSpec.of(instructions["asked"])
         if asked.archive:
             code_archive.unpack(self._server.get(f"archives/{asked.archive}"), self._code)
         make_folder(self._code)
-        for name in attempt["studies"]:
+        for name in instructions["studies"]:
             study_file(self._studies, name).write_bytes(self._server.get(_study(name)))
         return asked
 
@@ -308,11 +298,7 @@ class JobWorker:
         }
 
     def _beat(self) -> None:
-        """Send a heartbeat with news and search files, every HEARTBEAT_S.
-
-        Raises:
-            AttemptOver: the server ended the attempt. StoreError: the server is away too long.
-        """
+        """Send a heartbeat with news and search files, every HEARTBEAT_S. Raises as `run`."""
         if self._now() - self._beaten < HEARTBEAT_S:
             return
         self._beaten = self._now()
@@ -380,11 +366,8 @@ def _summary(record: Record) -> str:
 
 
 def main(folder: str = "", _attempt: str = "") -> None:
-    """Run the attempt that has $ADVISOR_START_TOKEN on $ADVISOR_SERVER.
-
-    Raises:
-        SystemExit: the attempt could not be run; the message says why.
-    """
+    """Run the attempt that has $ADVISOR_START_TOKEN on $ADVISOR_SERVER. Exits with a message if
+    that fails."""
     host.keep_private()
     folder = folder or tempfile.mkdtemp(prefix="advisor-")
     try:

@@ -18,10 +18,9 @@ from advisor.cache.codec import MAX_BYTES
 from advisor.errors import RecordDamaged, StoreError, UsageError, printable
 from advisor.jobs.spec import AttemptOver
 from advisor.service import job_pages, pages
-from advisor.service.access import Service, unavailable
+from advisor.service.access import BodyMiddleware, Service, unavailable
 from advisor.service.blobs import NoCode
 from advisor.service.catalog import COLUMNS
-from advisor.service.limits import BodyMiddleware
 from advisor.service.metrics import AnswerMiddleware
 from advisor.service.pages import STATIC, error_page
 from advisor.service.routes import admin, attempts, jobs, records

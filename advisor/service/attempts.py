@@ -16,8 +16,8 @@ from sqlalchemy.orm import Session
 from advisor.errors import UsageError
 from advisor.jobs.spec import WAITING, AttemptOver, JobSpec, gpu_matches
 from advisor.jobs.token import digest, made
-from advisor.service import jobs, records, tokens
-from advisor.service.database import DAY_S, now
+from advisor.service import jobs, records
+from advisor.service.database import now
 from advisor.service.executors import Capacity, Start
 from advisor.service.schema import Attempt, Item, JobRow, Log, Study, Token, TrialRow
 from advisor.service.tokens import Caller, note
@@ -33,8 +33,6 @@ OVERTAKE_S = 600.0
 """Later, smaller jobs may overtake a waiting job for this long."""
 MAX_STUDIES = 16
 """Search files of one job, at most."""
-_TOKEN_S = DAY_S
-"""An attempt's token is valid for twice the job's budget, plus this time."""
 _CUT = "\n[advisor: the log ends here: it is too long]\n"
 
 End = Literal["done", "failed", "preempted"]
@@ -44,11 +42,8 @@ End = Literal["done", "failed", "preempted"]
 def claim(
     session: Session, executor: str, capacity: Capacity, server_url: str = ""
 ) -> Start | None:
-    """Claim the first job that fits, and add its attempt. Returns None if no job fits.
-
-    Args:
-        capacity: if `total` is not 0, kept free for a job that has waited long for more GPUs.
-    """
+    """Claim the first job that fits, and add its attempt. Returns None if no job fits. A capacity
+    whose `total` is not 0 is kept free for a job that has waited long for more GPUs."""
     at = now(session)
     while (job := _first(session, capacity, at)) is not None:
         try:
@@ -60,9 +55,6 @@ def claim(
         job.started = job.started or at
         # Random digits: another database may use the same job numbers on this executor.
         external = f"advisor-{job.id}-{job.attempts}-{secrets.token_hex(4)}"
-        # Nobody has this token's text: `begin` sets its digest to that of the worker's token.
-        ends = time.time() + 2 * asked.plan.seconds + _TOKEN_S
-        token = tokens.add(session, external, "worker", ends)[0]
         start = made()
         attempt = Attempt(
             job=job.id,
@@ -72,7 +64,6 @@ def claim(
             state="running",
             started=at,
             beat=at,
-            token=token.id,
             start=digest(start),
         )
         session.add(attempt)
@@ -116,10 +107,8 @@ def put_back(session: Session, attempt: int, reason: str) -> None:
     job, one = _locked(session, attempt)
     if one.begun is not None:
         return
-    token = session.get_one(Token, one.token)
     session.delete(one)
     session.flush()
-    session.delete(token)
     job.attempts -= 1
     job.started = job.started if job.attempts else None
     if job.state == "running":
@@ -169,13 +158,13 @@ def end(
     if cancelled:
         state, reason = "cancelled", job.reason
     elif state == "done":
-        kept = records.newest(session, record, Item.token == one.token)
+        own = (Item.token == job.token, Item.stored >= one.begun)
+        kept = records.newest(session, record, *own)
         if kept is None:
             raise UsageError(f"record {record[:40]!r}: this attempt did not store it")
         job.record, job.speedup = record, kept.speedup
     one.reason = jobs.short("; ".join(filter(None, (one.reason, reason))))
     one.state, one.ended = state, now(session)
-    session.get_one(Token, one.token).revoked = time.time()
     note(session, None, f"attempt {state}", f"{one.external} {one.reason}".rstrip())
     session.flush()
     if cancelled:
@@ -214,9 +203,11 @@ def of_start(session: Session, text: str) -> Attempt | None:
     return session.scalar(select(Attempt).where(Attempt.start == digest(text)))
 
 
-def begin(session: Session, attempt: int, own: bytes, address: str) -> bool:
+def begin(session: Session, attempt: int, own: bytes, address: str) -> dict[str, Any] | None:
     """Exchange the start token, which others may have read, for a token that only the worker has.
-    A worker may repeat the exchange. If somebody else tries it, returns False, and the attempt's
+    Returns the worker's instructions: the job, and the names of its search files.
+
+    A worker may repeat the exchange. If somebody else tries it, returns None, and the attempt's
     reason says so.
 
     Args:
@@ -226,31 +217,21 @@ def begin(session: Session, attempt: int, own: bytes, address: str) -> bool:
     Raises:
         AttemptOver: the attempt is not running. UsageError: another token has the digest `own`.
     """
-    one = _locked(session, attempt)[1]
-    token = session.get_one(Token, one.token)
-    by = Caller(token.id, token.name, token.role, address)
+    job, one = _locked(session, attempt)
+    by = Caller(job.token, one.external, "worker", address, one)
     if one.begun is None:
         if session.scalar(select(Token.id).where(Token.digest == own)) is not None:
             raise UsageError("token: already in use; make a new one")
-        token.digest = own
+        one.digest = own
         one.begun = one.beat = now(session)
         note(session, by, "attempt begun", one.external)
-    elif token.digest != own and not one.reason:
+    elif one.digest != own and not one.reason:
         one.reason = f"its start token was used a second time, from {address}"
         note(session, by, "attempt begun twice", one.external)
-    return token.digest == own
-
-
-def instructions(session: Session, attempt: Attempt) -> dict[str, Any]:
-    """The instructions for a worker: the job, and the names of its search files."""
-    job = session.get_one(JobRow, attempt.job)
+    if one.digest != own:
+        return None
     names = select(Study.name).where(Study.job == job.id).order_by(Study.name)
-    return {
-        "job": job.id,
-        "number": attempt.number,
-        "asked": json.loads(job.asked),
-        "studies": list(session.scalars(names)),
-    }
+    return {"asked": json.loads(job.asked), "studies": list(session.scalars(names))}
 
 
 def beat(

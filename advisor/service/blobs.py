@@ -14,7 +14,7 @@ from advisor.cache.shown import size as shown
 from advisor.errors import UsageError
 from advisor.jobs.spec import LIVE
 from advisor.service.database import DAY_S, now
-from advisor.service.schema import Archive, ArtifactsRow, Attempt, Item, JobRow, Stored
+from advisor.service.schema import Archive, ArtifactsRow, Item, JobRow, Stored
 from advisor.service.tokens import Caller, note
 
 QUOTAS: Mapping[type[Stored], int] = {
@@ -37,10 +37,7 @@ class NoCode(UsageError):
 def check_quota(session: Session, table: type[Stored], by: Caller, more: int) -> None:
     """Raise UsageError if `more` bytes in this table exceed the token's quota. Data of its jobs'
     attempts counts too."""
-    token = session.get_one(JobRow, by.attempt.job).token if by.attempt else by.token
-    lent = select(Attempt.token).join(JobRow, Attempt.job == JobRow.id).where(JobRow.token == token)
-    theirs = or_(table.token == token, table.token.in_(lent))
-    used = session.scalar(select(func.sum(table.size)).where(theirs)) or 0
+    used = session.scalar(select(func.sum(table.size)).where(table.token == by.token)) or 0
     if used + more > QUOTAS[table]:
         raise UsageError(
             f"{table.__tablename__}: this token stores {shown(used)}, at most "

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from advisor.cache.domain import LONGEST
 from advisor.service import lookups
-from advisor.service.records import Trust, newest_versions
+from advisor.service.records import Trust
 from advisor.service.schema import Item
 
 ON_A_PAGE = 50
@@ -22,10 +22,8 @@ Short = Annotated[str, Field(max_length=LONGEST)]
 
 
 class View(BaseModel):
-    """A filter and an order for the list of records.
-
-    `sort`: a column, with '-' before it if the largest value comes first.
-    """
+    """A filter and an order for the list of records. `sort`: a column, with '-' before it if the
+    largest value comes first."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -68,9 +66,13 @@ def listed(session: Session, view: View) -> tuple[Sequence[RowMapping], int]:
 
 
 def _newest(*columns: Any) -> Select[Any]:
-    """Columns of the newest version of each record."""
-    newest = newest_versions()
-    return select(*columns).select_from(Item).join(newest, Item.key == newest.c.key)
+    """Columns of the newest version of each record. Of versions with the same time of measuring,
+    the last stored one counts."""
+    newest = (Item.created.desc(), Item.stored.desc(), Item.key)
+    order = func.row_number().over(partition_by=Item.record_key, order_by=newest)
+    versions = select(Item.key, order.label("version")).subquery()
+    found = select(*columns).select_from(Item).join(versions, Item.key == versions.c.key)
+    return found.where(versions.c.version == 1)
 
 
 def _where(view: View) -> list[ColumnElement[bool]]:

@@ -25,17 +25,7 @@ from advisor.errors import UsageError
 from advisor.jobs.spec import LIVE, STATES, WAITING, JobSpec
 from advisor.service import blobs, records
 from advisor.service.database import DAY_S, now
-from advisor.service.schema import (
-    ArtifactsRow,
-    Attempt,
-    Event,
-    Item,
-    JobRow,
-    Log,
-    Study,
-    Token,
-    TrialRow,
-)
+from advisor.service.schema import Attempt, JobRow, Log, Study, Token, TrialRow
 from advisor.service.tokens import Caller, note
 
 MAX_LIVE = 200
@@ -48,7 +38,7 @@ MAX_LOG = 4 * 2**20
 MAX_PIECES = 512
 """Rows of a log in one answer, at most; a heartbeat adds one row."""
 LOG_KEPT_S, STUDIES_KEPT_S, ATTEMPTS_KEPT_S = 30 * DAY_S, DAY_S, 90 * DAY_S
-"""Time since a job was over. Trials and tokens are kept as long as their attempts."""
+"""Time since a job was over. Trials are kept as long as their attempts."""
 _MAX_REMOVED = 1000
 """Attempts removed in one transaction, at most."""
 _MAX_REASON = 500
@@ -143,11 +133,8 @@ def short(reason: str) -> str:
 
 
 def cancel(session: Session, number: int, by: Caller) -> str | None:
-    """Cancel a job that is not over, and return its state; None if there is no such job.
-
-    Raises:
-        PermissionError: another token submitted the job.
-    """
+    """Cancel a job that is not over, and return its state; None if there is no such job. Raises
+    PermissionError if another token submitted it."""
     job = locked(session, number)
     if job is None:
         return None
@@ -159,7 +146,7 @@ def cancel(session: Session, number: int, by: Caller) -> str | None:
 
 
 def revoke_token(session: Session, number: int, by: Caller) -> bool:
-    """Revoke a token with its attempts' tokens, and cancel its jobs. Returns False if unknown."""
+    """Revoke a token, and cancel its jobs, whose attempts end. Returns False if unknown."""
     token = session.get(Token, number, with_for_update=True)
     if token is None:
         return False
@@ -169,9 +156,6 @@ def revoke_token(session: Session, number: int, by: Caller) -> bool:
         theirs = select(JobRow).where(JobRow.token == number, JobRow.state.in_(LIVE))
         for job in session.scalars(theirs.order_by(JobRow.id).with_for_update()):
             change(session, job, "cancelled", "the token that submitted it was revoked", by)
-    attempts = select(Attempt.token).join(JobRow).where(JobRow.token == number)
-    lent = update(Token).where(Token.id.in_(attempts), Token.revoked.is_(None))
-    session.execute(lent.values(revoked=time.time()))
     return True
 
 
@@ -263,7 +247,7 @@ def log_text(text: str) -> str:
 
 def tidy(session: Session) -> None:
     """Remove old data of jobs that are over: search files first, later logs, then attempts with
-    their trials and tokens. What these tokens stored then belongs to the job's token."""
+    their trials."""
     at = now(session)
 
     def over(kept_s: float) -> Select[int]:
@@ -271,16 +255,10 @@ def tidy(session: Session) -> None:
 
     session.execute(delete(Study).where(Study.job.in_(over(STUDIES_KEPT_S))))
     session.execute(delete(Log).where(Log.job.in_(over(LOG_KEPT_S))))
-    old = select(Attempt).where(Attempt.job.in_(over(ATTEMPTS_KEPT_S))).limit(_MAX_REMOVED)
+    old = select(Attempt.id).where(Attempt.job.in_(over(ATTEMPTS_KEPT_S))).limit(_MAX_REMOVED)
     attempts = session.scalars(old).all()
-    lent = [one.token for one in attempts]
-    for table in (Item, ArtifactsRow, Event):
-        owner = select(JobRow.token).join(Attempt).where(Attempt.token == table.token)
-        taken = update(table).where(table.token.in_(lent)).values(token=owner.scalar_subquery())
-        session.execute(taken)
-    session.execute(delete(TrialRow).where(TrialRow.attempt.in_([one.id for one in attempts])))
-    session.execute(delete(Attempt).where(Attempt.token.in_(lent)))
-    session.execute(delete(Token).where(Token.id.in_(lent)))
+    session.execute(delete(TrialRow).where(TrialRow.attempt.in_(attempts)))
+    session.execute(delete(Attempt).where(Attempt.id.in_(attempts)))
 
 
 def last_for(session: Session, record: str) -> int | None:

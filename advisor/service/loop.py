@@ -17,14 +17,9 @@ _log = logging.getLogger("advisor")
 
 
 class Loop(threading.Thread):
-    """Repeats a function. An exception is logged, and the next turn comes after a longer pause.
-
-    Args:
-        name: for people.
-        every_s: the pause between two turns.
-        turn: may raise StoreError, which is logged once as long as it stays the same.
-        now: a clock in seconds.
-    """
+    """Repeats a function, with pauses of `every_s`. An exception is logged, and the next turn comes
+    after a longer pause. A StoreError is logged once as long as it stays the same. `now` is a clock
+    in seconds."""
 
     def __init__(
         self,

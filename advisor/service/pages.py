@@ -15,16 +15,15 @@ from starlette.staticfiles import StaticFiles
 
 from advisor.command_snippets import line_anywhere
 from advisor.errors import StoreError, UsageError
+from advisor.jobs.token import MAY, Role
 from advisor.report.html import pages as rendering
 from advisor.report.sections import report
 from advisor.report.text import ago, cut, duration
 from advisor.service import catalog, jobs, lookups, records, tokens
-from advisor.service.access import COOKIE, Service, ServiceDep
+from advisor.service.access import COOKIE, MAX_UNTRUSTED, Service, ServiceDep
 from advisor.service.catalog import View
 from advisor.service.database import DAY_S
-from advisor.service.limits import MAX_UNTRUSTED
 from advisor.service.records import Trust, trust_of
-from advisor.service.roles import MAY, Role
 from advisor.service.routes.parsing import Number, RecordId, found
 from advisor.service.tokens import Caller
 

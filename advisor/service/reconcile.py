@@ -18,8 +18,14 @@ from advisor.jobs.spec import AttemptOver
 from advisor.service import attempts, jobs
 from advisor.service.attempts import LEASE_S, Running
 from advisor.service.database import Database
-from advisor.service.executors import Capacity, Executor, ExecutorAway, Unplaceable
-from advisor.service.machines import Machine, why_waits
+from advisor.service.executors import (
+    Capacity,
+    Executor,
+    ExecutorAway,
+    Machine,
+    Unplaceable,
+    why_waits,
+)
 from advisor.service.schema import JobRow
 
 EVERY_S = 2.0
@@ -31,15 +37,8 @@ _log = logging.getLogger("advisor")
 
 
 class Reconciler:
-    """Runs the jobs of one server.
-
-    Attributes:
-        machines: the executors by name, as they last answered.
-
-    Args:
-        server_url: where workers find a server of this database.
-        now: a clock in seconds.
-    """
+    """Runs the jobs of one server. `machines` has the executors by name, as they last answered;
+    workers find a server of this database at `server_url`; `now` is a clock in seconds."""
 
     def __init__(
         self,
@@ -62,11 +61,8 @@ class Reconciler:
             executor.close()
 
     def turn(self) -> None:
-        """Visit every executor once, and update attempts and jobs.
-
-        Raises:
-            StoreError: the database does not answer.
-        """
+        """Visit every executor once, and update attempts and jobs. Raises StoreError if the
+        database does not answer."""
         if self._now() - self._last > LEASE_S / 2:
             self._since = self._now()  # this machine slept, and so did its workers
         try:
@@ -140,11 +136,8 @@ class Reconciler:
         return waits and any(self._started(executor, one) for one in capacities)
 
     def _started(self, executor: Executor, capacity: Capacity) -> bool:
-        """Start the first job that fits. Returns whether there was one.
-
-        Raises:
-            ExecutorAway: the executor does not answer. After any exception, the claim is undone.
-        """
+        """Start the first job that fits. Returns whether there was one. Raises ExecutorAway if the
+        executor does not answer; after any exception, the claim is undone."""
         if capacity.gpu and not capacity.gpus:
             return False
         write, name = self._database.write, executor.name

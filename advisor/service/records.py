@@ -6,12 +6,11 @@ import contextlib
 import functools
 import itertools
 import json
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
-from sqlalchemy import ColumnElement, Row, Subquery, func, select
+from sqlalchemy import ColumnElement, Row, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -26,6 +25,7 @@ from advisor.cache.records import Records
 from advisor.errors import RecordDamaged, UsageError
 from advisor.resolve.answer import doubtful, is_clear, unverified
 from advisor.service import blobs
+from advisor.service.database import now
 from advisor.service.schema import Item
 from advisor.service.tokens import Caller, note
 
@@ -44,7 +44,6 @@ _MAX_KNOWN = 4000
 """Records whose parsed fields stay in memory, about 5 KB each."""
 
 Part = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$|^$")]
-Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
 Batch = Annotated[int | None, Field(ge=0, lt=10**10)]
 Where = list[ColumnElement[bool]]
 
@@ -57,7 +56,6 @@ class Question(BaseModel):
 
     model: str = Field(default="", pattern=r"^[0-9a-f]{12,128}$|^$")
     target: Part = ""
-    origins: list[Hex] | None = Field(default=None, max_length=1000)
     file: str = Field(default="", max_length=LONGEST)
     command: Part = ""
     id: str = Field(default="", pattern=r"^[0-9a-f]{0,12}$")
@@ -108,8 +106,6 @@ class Question(BaseModel):
         for name in ("target", "file", "command"):
             if value := getattr(self, name):
                 found.append(getattr(Item, name) == value)
-        if self.origins is not None:
-            found.append(Item.origin.in_(self.origins))
         if self.id:
             found += [Item.id >= self.id, Item.id < f"{self.id}g"]
         return found if self.batch is None else [*found, Item.batch == self.batch]
@@ -236,7 +232,7 @@ def put(
         UsageError: the quota is used up, or an attempt's record is too uncertain.
     """
     item = item_of(reader, key, data)
-    item.token, item.stored = by.token, time.time()
+    item.token, item.stored = by.token, now(session)
     if key not in (there := data_of(session, [key])):
         _check_replaces(session, item, by)
         blobs.check_quota(session, Item, by, item.size)
@@ -317,14 +313,3 @@ def newest(session: Session, id: str, *where: ColumnElement[bool]) -> Row[str, f
 def _of_id(id: str) -> Where:
     key, _at, batch = id.partition("@")
     return [Item.id == key, Item.batch == int(batch or 0)]
-
-
-def newest_versions() -> Subquery:
-    """Subquery: the `key` of each record's newest version. Of versions with the same time of
-    measuring, the last stored one counts."""
-    order = func.row_number().over(
-        partition_by=Item.record_key,
-        order_by=(Item.created.desc(), Item.stored.desc(), Item.key),
-    )
-    versions = select(Item.key, order.label("version")).subquery()
-    return select(versions.c.key).where(versions.c.version == 1).subquery()

@@ -28,6 +28,12 @@ class Base(DeclarativeBase):
         return f"{cls.__name__.removesuffix('Row').lower()}s"
 
 
+class Version(Base):
+    """One row: how many steps of `upgrades` these tables have."""
+
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+
 class Stored(Base):
     """What clients store under a key. Each token has a quota of `size`, in bytes, in each table."""
 
@@ -119,11 +125,11 @@ class Session(Base):
 
 
 class Event(Base):
-    """A line of the audit log: who wrote what, from where, when."""
+    """A line of the audit log: who wrote what, from where, when. `by`: a token or an attempt."""
 
     id: Mapped[int] = mapped_column(primary_key=True)
     at: Mapped[float]
-    token: Mapped[TokenId | None]
+    by: Mapped[str | None]
     action: Mapped[str]
     subject: Mapped[str]
     address: Mapped[str]
@@ -185,8 +191,8 @@ class Attempt(Base):
         external: the attempt's name at the executor, chosen before the start.
         device: the device that the worker uses, for people.
         beat: the time of the last heartbeat.
-        token: the attempt's own token, which is revoked when the attempt ends.
-        start: the digest of its start token; `begun`: when that was exchanged.
+        start: the digest of its start token; `begun`: when that was exchanged for a token of its
+            own, which is valid while the attempt runs; `digest`: of that token.
     """
 
     __table_args__ = (
@@ -205,9 +211,9 @@ class Attempt(Base):
     started: Mapped[float]
     beat: Mapped[float]
     ended: Mapped[float | None]
-    token: Mapped[TokenId] = mapped_column(unique=True)
     start: Mapped[bytes] = mapped_column(unique=True)
     begun: Mapped[float | None]
+    digest: Mapped[bytes | None] = mapped_column(unique=True)
 
 
 class TrialRow(Base):

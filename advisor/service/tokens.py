@@ -8,17 +8,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, RowMapping, delete, exists, func, select, update
+from sqlalchemy import ColumnElement, RowMapping, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from advisor.errors import UsageError
-from advisor.jobs.token import digest, made
-from advisor.service.roles import ROLES
-from advisor.service.schema import Attempt, Event, Token
+from advisor.jobs.token import ROLES, digest, made
+from advisor.service.database import DAY_S
+from advisor.service.schema import Attempt, Event, JobRow, Token
 from advisor.service.schema import Session as Browser
 
 SESSION_S = 12 * 3600.0
-AUDIT_KEPT_S = 400 * 86_400.0
+AUDIT_KEPT_S = 400 * DAY_S
+ATTEMPT_S = DAY_S
+"""An attempt's token is valid for twice the job's budget, plus this time."""
 NAME = r"^[\w.@+-][\w .@+-]{0,63}$"
 NEVER = 1e11
 """Unix seconds at which every token has expired."""
@@ -26,8 +28,8 @@ NEVER = 1e11
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request: number, name and role of the token, and the client's address. `attempt`:
-    the attempt that the token was made for."""
+    """Who sent a request: number, name and role of the token, and the client's address. If it was
+    an `attempt`: the token that submitted the job, and the attempt's name."""
 
     token: int
     name: str
@@ -44,8 +46,9 @@ class Caller:
             raise PermissionError(f"this needs role {role!r}; this token has role {self.role!r}")
 
     def owns(self, token: int) -> bool:
-        """Whether the caller may remove data of `token`: it is their own, or they are an admin."""
-        return token == self.token or self.may("admin")
+        """Whether the caller may remove data of `token`: it is their own, or they are an admin. An
+        attempt removes nothing."""
+        return (token == self.token and self.attempt is None) or self.may("admin")
 
     def check_owns(self, token: int) -> None:
         """Raise PermissionError if the caller may not remove what `token` stored."""
@@ -69,23 +72,24 @@ def make(
         raise UsageError("name: expected 1 to 64 letters, digits, blanks and any of . _ @ + -")
     if expires is not None and not time.time() < expires < NEVER:
         raise UsageError("expires: expected a future time in Unix seconds")
-    token, text = add(session, name, role, expires)
-    note(session, by, "token made", f"{token.id} {name} ({role})")
-    return token.id, text
-
-
-def add(session: Session, name: str, role: str, expires: float | None) -> tuple[Token, str]:
-    """Like `make`, without checks and without a line in the audit log."""
     text = made()
     token = Token(digest=digest(text), name=name, role=role, created=time.time(), expires=expires)
     session.add(token)
     session.flush()
-    return token, text
+    note(session, by, "token made", f"{token.id} {name} ({role})")
+    return token.id, text
 
 
 def find(session: Session, text: str, address: str) -> Caller | None:
-    """The caller with this token; None if the token is unknown, expired or revoked."""
-    return _caller(session, Token.digest == digest(text), address)
+    """The caller with this token, which may be an attempt's. None if the token is unknown, expired
+    or revoked, or the attempt is over."""
+    if found := _caller(session, Token.digest == digest(text), address):
+        return found
+    runs = (Attempt.digest == digest(text), Attempt.state == "running", Token.revoked.is_(None))
+    lasts = Attempt.started + 2 * JobRow.budget_s + ATTEMPT_S > time.time()
+    query = select(Attempt, Token.id).join(JobRow, Attempt.job == JobRow.id).join(Token)
+    row = session.execute(query.where(*runs, lasts)).first()
+    return Caller(row[1], row[0].external, "worker", address, row[0]) if row else None
 
 
 def logged_in(session: Session, cookie: str, address: str) -> Caller | None:
@@ -96,12 +100,8 @@ def logged_in(session: Session, cookie: str, address: str) -> Caller | None:
 
 def _caller(session: Session, which: ColumnElement[bool], address: str) -> Caller | None:
     valid = (Token.revoked.is_(None), func.coalesce(Token.expires, NEVER) > time.time())
-    query = select(Token, Attempt).join(Attempt, Attempt.token == Token.id, isouter=True)
-    found = session.execute(query.where(which, *valid)).first()
-    if found is None:
-        return None
-    token, attempt = found
-    return Caller(token.id, token.name, token.role, address, attempt)
+    found = session.scalar(select(Token).where(which, *valid))
+    return Caller(found.id, found.name, found.role, address) if found else None
 
 
 def note_uses(session: Session, used: Mapping[int, float]) -> None:
@@ -111,10 +111,10 @@ def note_uses(session: Session, used: Mapping[int, float]) -> None:
 
 
 def listed(session: Session) -> Sequence[RowMapping]:
-    """All tokens except those of attempts, without digests, the newest first."""
+    """All tokens without their digests, the newest first."""
     shown = (Token.id, Token.name, Token.role, Token.created, Token.expires, Token.revoked)
-    query = select(*shown, Token.used).where(~exists().where(Attempt.token == Token.id))
-    return session.execute(query.order_by(Token.id.desc())).mappings().all()
+    query = select(*shown, Token.used).order_by(Token.id.desc())
+    return session.execute(query).mappings().all()
 
 
 def log_in(session: Session, caller: Caller) -> str:
@@ -138,16 +138,14 @@ def tidy(session: Session) -> None:
 
 def note(session: Session, by: Caller | None, action: str, subject: str) -> None:
     """Add a line to the audit log, in the same transaction as the action."""
-    token, address = (by.token, by.address) if by else (None, "")
-    line = {"token": token, "action": action, "subject": subject[:300], "address": address}
+    name, address = (by.name, by.address) if by else (None, "")
+    line = {"by": name, "action": action, "subject": subject[:300], "address": address}
     session.add(Event(at=time.time(), **line))
 
 
 def events(session: Session, before: int | None, most: int) -> Sequence[RowMapping]:
-    """Lines of the audit log with ids below `before`, newest first; `by`: the token's name."""
-    by = Token.name.label("by")
-    query = select(Event.id, Event.at, by, Event.action, Event.subject, Event.address)
-    query = query.join(Token, Event.token == Token.id, isouter=True)
+    """Lines of the audit log with ids below `before`, newest first."""
+    query = select(*Event.__table__.columns)
     if before is not None:
         query = query.where(Event.id < before)
     return session.execute(query.order_by(Event.id.desc()).limit(most)).mappings().all()

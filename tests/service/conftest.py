@@ -5,10 +5,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 
+from advisor.cache.stores.http_client import HttpClient
 from tests.cache import servers
 from tests.service.serving import Served, fresh, serving
 
@@ -80,3 +82,17 @@ def team(served_lite: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("ADVISOR_CACHE", served_lite.url)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nobodys"))
     return served_lite
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of a server."""
+    seen: list[str] = []
+    request = HttpClient.request
+
+    def told(self: HttpClient, method: str, path: str, **more: Any) -> Any:
+        seen.append(f"{method} {path.partition('?')[0]}")
+        return request(self, method, path, **more)
+
+    monkeypatch.setattr(HttpClient, "request", told)
+    return seen

@@ -14,9 +14,8 @@ from starlette.routing import Mount
 
 from advisor.jobs.token import PREFIX, digest, made
 from advisor.service import database, schema, tokens
-from advisor.service.access import COOKIE
+from advisor.service.access import COOKIE, Guesses
 from advisor.service.app import application
-from advisor.service.limits import Guesses
 from advisor.service.routes import admin
 from tests.service.serving import Served, caller, revoke, serving, token
 
@@ -35,7 +34,7 @@ SUBMIT = {
     *(("POST", "/api/measure/{record}"), ("POST", "/records/{id}/measure")),
 }
 WORK = {
-    *(("GET", path) for path in ("/api/archives/{digest}", "/api/attempt")),
+    ("GET", "/api/archives/{digest}"),
     ("GET", "/api/attempt/studies/{name}"),
 }
 """Routes that only read, and are for workers."""
@@ -174,7 +173,7 @@ def test_guesses_are_few_and_cost_others_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(served.database, "read", lambda *_: pytest.fail("it was looked up"))
         for method, path in (
-            *(("GET", "/api/self"), ("GET", "/api/attempt"), ("POST", "/api/attempt/begin")),
+            *(("GET", "/api/self"), ("POST", "/api/attempt/beat"), ("POST", "/api/attempt/begin")),
             ("PUT", f"/api/archives/{'ab' * 32}"),
         ):
             refused = served.ask(method, path, "", {"digest": "x"}, guess)

@@ -17,7 +17,7 @@ from urllib.parse import quote, urlencode
 
 import pytest
 
-from advisor.service.limits import Guesses
+from advisor.service.access import Guesses
 from advisor.service.routes.parsing import MAX_LARGE
 from tests.service.serving import Served, fresh
 from tests.service.test_access import filled

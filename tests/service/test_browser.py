@@ -10,15 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from sqlalchemy import delete
-from sqlalchemy.orm import Session
 
 from advisor.cache.config import Config
 from advisor.cache.name import record_key
 from advisor.cache.record import Part
 from advisor.service import schema
-from advisor.service.executors import Capacity, Start
-from advisor.service.machines import Machine
+from advisor.service.executors import Capacity, Machine, Start
 from tests.cache.examples import KEY, changed, record
 from tests.service.serving import Served
 from tests.service.test_jobs import beat, claimed, ended, submit
@@ -280,17 +277,6 @@ def test_a_keyboard_reaches_everything(served_lite: Served, sits: Sits) -> None:
     person.waits_for("#live .badge:text-is('cancelled')")
     assert person.page.locator("#cancel").count() == 0
     assert "by a admin" in person.text("#live")
-
-
-def test_a_page_that_is_left_alone_asks_for_a_login(served_lite: Served, sits: Sits) -> None:
-    person = sits()
-    path = f"/jobs/{new_job(served_lite, 'python', 'left.py')}"
-    person.go(path)
-    served_lite.database.write(Session.execute, delete(schema.Session))
-    person.page.wait_for_url("**/login?*")
-    assert person.page.input_value("[name=to]", strict=True) == path
-    assert all("401" in one for one in person.wrong)
-    person.wrong.clear()
 
 
 def test_records_are_filtered_and_sorted_in_place(served_lite: Served, sits: Sits) -> None:

@@ -111,6 +111,9 @@ def change(served: Served, table: type[schema.Base], *where: Any, **values: Any)
 
 
 def test_a_job_from_its_first_state_to_its_last(served: Served) -> None:
+    assert submit(served, archive=DIGEST).status == 428
+    for odd in (b"[]", b"[" * 100_000):
+        assert served.ask("POST", "/api/jobs", "submit", odd).status == 422
     assert sent(served).status == 201
     said = submit(served, archive=DIGEST, folder="here", gpu="H100", options={"budget": "1m"})
     assert (said.status, said.json["state"], said.json["new"]) == (201, "queued", True)
@@ -118,9 +121,6 @@ def test_a_job_from_its_first_state_to_its_last(served: Served) -> None:
     assert said.json["what"] == "python train.py --lr 0.1"
     one = claimed(served)
     assert one is not None and (one.job, number_of(one), one.asked.folder) == (number, 1, "here")
-    asked = served.ask("GET", "/api/attempt", one.external).json
-    assert (asked["job"], asked["number"], asked["studies"]) == (number, 1, [])
-    assert asked["asked"]["options"] == {"budget": "1m"}
     assert served.ask("GET", f"/api/archives/{DIGEST}", one.external).data == CODE
     trial = {"number": 3, "what": "tf32", "samples_per_s": 9.5, "ratio": 1.5, "origin": "guess"}
     said = beat(served, one, trials=[trial], log="one\x1b[31m\x07\ntwo\r", device="GPU 1")
@@ -128,12 +128,13 @@ def test_a_job_from_its_first_state_to_its_last(served: Served) -> None:
     beat(served, one, trials=[trial], log="3")
     assert study(served, one, "a@1-b", b"x" * 9).status == 200
     assert study(served, one, "a@1-b").data == b"x" * 9
-    assert served.ask("GET", "/api/attempt", one.external).json["studies"] == ["a@1-b"]
     done = {"state": "done", "record": RECORD}
     put(served, *named(record()))  # others' does not count: the job would name what they measured
     refused = ended(served, one, **done)
     assert refused.status == 422 and "did not store it" in refused.json["detail"]
-    put(served, *named(record(created=1.7e9 + 5)), one.external)
+    key, data = named(record(created=1.7e9 + 5))
+    put(served, key, data, one.external)
+    assert served.ask("DELETE", f"/api/records/{key}", one.external).status == 403
     assert ended(served, one, **done).json == {"state": "done"}
     again = put(served, *named(record()), one.external)
     for late in (ended(served, one, state="failed"), beat(served, one), again):
@@ -164,6 +165,9 @@ def test_the_same_twice_is_one_job(served: Served) -> None:
     assert submit(served).json["state"] == "done"
     assert submit(served, force=True).json["new"]
     assert submit(served, **{"command": ["x"]}).status == 201
+    metrics = served.ask("GET", "/metrics", "read").data.decode()
+    for metric in ('jobs{state="queued"} 3', 'attempts{state="done"} 1', 'jobs{state="failed"} 0'):
+        assert f"advisor_{metric}.0" in metrics
     page = served.ask("GET", "/api/jobs?most=2", "read").json
     assert [one["what"] for one in page["jobs"]] == ["x", "python train.py --lr 0.1"]
     assert page["more"]
@@ -176,36 +180,6 @@ def test_the_same_twice_is_one_job(served: Served) -> None:
     said = together(8, lambda _number: submit(served, options={"seed": 1}))
     assert sorted(one.status for one in said) == [200] * 7 + [201]
     assert len({one.json["id"] for one in said}) == 1
-
-
-def test_what_is_not_queued(served_lite: Served) -> None:
-    """See `test_spec` for what is no job."""
-    for asked, status in (
-        (b"x", 422),
-        (b"[]", 422),
-        (b"[" * 100_000, 422),
-        (COMMAND | {"options": {"budget": "a\nb"}}, 422),
-        (COMMAND | {"archive": "ab" * 32}, 428),
-        (b"x" * (2**20 + 1), 413),
-    ):
-        answer = served_lite.ask("POST", "/api/jobs", "submit", asked)
-        assert answer.status == status and answer.data.decode().isprintable(), answer.data
-    assert served_lite.ask("GET", "/api/jobs", "read").json["jobs"] == []
-
-
-def test_a_job_goes_where_it_asked_to(served: Served) -> None:
-    asked = ({"gpu": "h100", "gpus": 2}, {"gpus": 0}, {"gpus": 1})
-    numbers = [submit(served, **one).json["id"] for one in asked]
-    for gpu, gpus, expected in (
-        ("NVIDIA H100", 1, 3),
-        ("NVIDIA A100", 8, None),
-        ("", 0, 2),
-        ("NVIDIA H100 80GB", 8, 1),
-        ("NVIDIA H100 80GB", 8, None),
-        ("", 0, None),
-    ):
-        one = claimed(served, gpu, gpus)
-        assert (one and numbers.index(one.job) + 1) == expected, (gpu, gpus)
 
 
 def states(served: Served, number: int) -> tuple[str, list[str]]:
@@ -395,7 +369,7 @@ def test_only_an_attempts_own_token_speaks_for_it(served: Served) -> None:
     other, one = started(served, archive=DIGEST), started(served, gpus=2)
     archive = f"/api/archives/{DIGEST}"
     for role, method, path, status in (
-        *((role, "GET", "/api/attempt", 403) for role in ("worker", "admin")),
+        *((role, "GET", "/api/attempt/studies/x", 403) for role in ("worker", "admin")),
         *((role, "GET", archive, 403) for role in ("worker", one.external)),
         *((role, "GET", archive, 200) for role in ("admin", other.external)),
         ("admin", "GET", f"/api/archives/{'ab' * 32}", 404),
@@ -406,13 +380,15 @@ def test_only_an_attempts_own_token_speaks_for_it(served: Served) -> None:
         assert served.ask(method, path, role, body).status == status, (role, path)
     names = {one["name"] for one in served.ask("GET", "/api/tokens", "admin").json["tokens"]}
     assert names == {"a read", "a submit", "a worker", "a admin"}
+    change(served, schema.Attempt, started=schema.Attempt.started - tokens.ATTEMPT_S - 700)
+    assert beat(served, one).status == 401
 
 
 def test_a_start_token_is_good_once(served: Served) -> None:
     one = waiting_to_begin(served)
     served.tokens["start"] = one.token
-    for method, path in (("GET", "/api/attempt"), ("GET", "/api/self"), ("POST", "/api/jobs")):
-        assert served.ask(method, path, "start").status == 401
+    for path in ("/api/attempt/beat", "/api/records", "/api/jobs"):
+        assert served.ask("POST", path, "start").status == 401
     assert exchanged(served, one, served.tokens["worker"]).status == 422  # it is another's
     mine = [made() for _ in range(8)]
     said = together(8, lambda number: (exchanged(served, one, mine[number]).status, mine[number]))
@@ -420,10 +396,11 @@ def test_a_start_token_is_good_once(served: Served) -> None:
     ((_status, own),) = [one for one in said if one[0] == 200]
     other = next(one for one in mine if one != own)
     served.tokens |= {"own": own, "other": other}
-    assert exchanged(served, one, own).json == {"number": 1}  # of a worker that heard no answer
+    again = exchanged(served, one, own)  # of a worker that heard no answer
+    assert again.json == {"asked": JobSpec.of(COMMAND).plain, "studies": []}
     assert "another worker has this attempt" in exchanged(served, one, other).json["detail"]
     for role, status in (("own", 200), ("other", 401), ("start", 401)):
-        assert served.ask("GET", "/api/attempt", role).status == status
+        assert served.ask("POST", "/api/attempt/beat", role, {}).status == status
     last = {"state": "failed", "reason": "exit 2"}
     assert served.ask("POST", "/api/attempt/end", "own", last).status == 200
     for one_token in (own, other):
@@ -475,15 +452,12 @@ def test_what_is_old_goes_and_what_it_did_stays(served: Served) -> None:
         rows = len(found["attempts"]), len(found["trials"])
         assert (log_of(served, one.job)["text"], rows) == (text, (len(text), len(text)))
     puts = [event["by"] for event in events(served) if event["action"] == "put"]
-    assert puts == [live.external, "a submit"] and "token made" not in actions(served)
+    assert puts == [live.external, old.external] and "token made" not in actions(served)
     with served.database.reading() as session:
         assert list(session.scalars(select(schema.Study.job))) == [live.job]
         assert list(session.scalars(select(schema.Session.digest))) == [lasting]
-        names = session.scalars(select(schema.Token.name)).all()
-        assert old.external not in names and live.external in names
         owners = select(schema.Token.name).join(schema.Item, schema.Item.token == schema.Token.id)
-        kept = session.scalars(owners.order_by(schema.Item.created)).all()
-    assert kept == ["a submit", live.external]
+        assert session.scalars(owners).all() == ["a submit"] * 2
 
 
 def test_a_token_keeps_so_much(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,15 +479,6 @@ def test_a_token_keeps_so_much(served: Served, monkeypatch: pytest.MonkeyPatch) 
     name = f"/api/artifacts/{'-'.join(['ab' * 6, 'cd' * 6, '1', 'ef' * 6])}.{'09' * 6}"
     for text, status in ((b"12345", 201), (b"123", 200), (b"123456", 422), (b"54321", 200)):
         assert served.ask("PUT", name, "worker", text).status == status
-
-
-def test_metrics_of_jobs(served: Served) -> None:
-    submit(served)
-    started(served, gpus=2)
-    said = served.ask("GET", "/metrics", "read").data.decode()
-    assert 'advisor_jobs{state="queued"} 1.0' in said
-    assert 'advisor_attempts{state="running"} 1.0' in said
-    assert "advisor_oldest_waiting_job_seconds 0." in said
 
 
 def together(count: int, does: Callable[[int], Any]) -> list[Any]:

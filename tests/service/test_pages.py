@@ -20,7 +20,7 @@ from advisor.cache.config import Config
 from advisor.cache.key import fields
 from advisor.cache.record import Record, Target
 from advisor.client import Client
-from advisor.jobs.token import digest
+from advisor.jobs.token import MAY, digest
 from advisor.report.data import Timeline
 from advisor.report.jobs import listing
 from advisor.report.sections import report
@@ -28,10 +28,8 @@ from advisor.report.text import LISTED, age
 from advisor.service import catalog, job_pages, lookups, records, schema
 from advisor.service.access import COOKIE
 from advisor.service.catalog import View
-from advisor.service.executors import Capacity
+from advisor.service.executors import Capacity, Machine
 from advisor.service.loop import Loop
-from advisor.service.machines import Machine
-from advisor.service.roles import MAY
 from advisor.service.run import tidy
 from tests.cache.examples import KEY, changed, choice, record
 from tests.face.test_doubtful import BUSY
@@ -201,13 +199,16 @@ def listed(browser: Browser, **view: str) -> list[str]:
 
 
 def test_records_are_sorted_and_filtered(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each record is one line, of its newest version, also where two are of one second."""
     h200 = with_speedup(record(name="net.py:Net", created=1.7e9), 1.5)
+    older = with_speedup(record(name="net.py:Net", created=1.69e9), 9.0)
+    same = replace(older, provenance=replace(older.provenance, seconds=9.0))
     libraries = ("transformers==5.1.0",)
     key = replace(changed(KEY, "device.name", "NVIDIA B200"), libraries=libraries)
     b200 = with_speedup(record(key=key, name="100%.py:Net", created=1.72e9), 3.0)
     stale = record(key=changed(KEY, "mode", "infer"), name="old.py:Net", created=1.71e9)
     stale = with_speedup(stale, 2.0, stale="it is 1.1x now")
-    keep(served, h200, b200, stale)
+    keep(served, older, same, h200, b200, stale)
     browser = Browser(served, "read")
     assert listed(browser) == [b200.id, stale.id, h200.id], "the newest first"
     for view, ids in (
@@ -225,6 +226,8 @@ def test_records_are_sorted_and_filtered(served: Served, monkeypatch: pytest.Mon
         ({"model": "nothing"}, []),
     ):
         assert listed(browser, **view) == [one.id for one in ids], view
+    (line,), number = served.database.read(catalog.listed, View(model="net.py"))
+    assert (line.speedup, number) == (1.5, 1)
     page = browser.text("/?sort=-speedup&device=NVIDIA+H200")
     assert 'aria-sort="descending"><a href="/?device=NVIDIA+H200&sort=speedup"' in page
     monkeypatch.setattr(catalog, "ON_A_PAGE", 2)
@@ -291,6 +294,14 @@ def test_what_can_be_trusted(served_lite: Served) -> None:
         keep(served_lite, one, replace(one, stale="now 1.0x", revised=1.75e9))
     browser = Browser(served_lite, "read")
     assert len(listed(browser, trust="stale")) == len(listed(browser)) > 0
+    # The median is of what is verified, by its newest version.
+    devices = [changed(KEY, "device.name", f"NVIDIA {one}") for one in ("B200", "L40S", "A100")]
+    b200, l40s, a100 = (record(key=key, created=1.7e9) for key in devices)
+    again = with_speedup(replace(b200, revised=1.75e9), 1.2)
+    keep(served_lite, with_speedup(b200, 9.0), again, with_speedup(l40s, 1.4), a100)
+    keep(served_lite, busy(BUSY, 22.9, changed(KEY, "shapes", (3, 8, 8))))
+    assert served_lite.database.read(catalog.median) == (2, pytest.approx(1.3))
+    assert "<b>1.30x</b>median speed-up of 2 verified" in browser.text("/")
 
 
 @pytest.mark.parametrize("run_at", [1.69e9, 1.71e9])
@@ -333,34 +344,6 @@ def test_what_lookups_found(served: Served) -> None:
     text = Browser(served, "read").text("/")
     assert "<b>50%</b>of 8 lookups" in text and "2 other software" in text
     assert "Looked up, but not measured" in text
-
-
-def test_the_median_is_of_the_newest_trustworthy_versions(served: Served) -> None:
-    """Two versions of one record count once."""
-    keep(
-        served,
-        with_speedup(record(created=1.7e9), 9.0),
-        with_speedup(record(created=1.71e9), 1.2),
-        with_speedup(record(key=changed(KEY, "device.name", "NVIDIA B200")), 1.4),
-        with_speedup(record(key=changed(KEY, "mode", "infer")), 42.0, stale="now 1.0x"),
-        record(key=changed(KEY, "device.name", "NVIDIA L40S")),  # not compared with fp32
-        busy(BUSY, 22.9, changed(KEY, "shapes", (3, 8, 8))),
-    )
-    assert served.database.read(catalog.median) == (2, pytest.approx(1.3))
-    assert "<b>1.30x</b>median speed-up of 2 verified" in Browser(served, "read").text("/")
-
-
-def test_versions_of_a_record_are_one_line(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions of one second, too, of which a page held both, and what was left out no page."""
-    older, other = record(created=1.7e9), changed(KEY, "model", "cd" * 32)
-    again = replace(older, provenance=replace(older.provenance, seconds=9.0))
-    newest = with_speedup(record(created=1.7e9 + 5), 1.25)
-    keep(served, older, again, record(key=other, created=1.6e9), newest)
-    monkeypatch.setattr(catalog, "ON_A_PAGE", 1)
-    pages = [served.database.read(catalog.listed, View(page=page)) for page in range(3)]
-    ids = [[one.id for one in lines] for lines, _number in pages]
-    assert ids == [[older.id], [record(key=other).id], []]
-    assert pages[0][0][0].speedup == 1.25 and {number for _lines, number in pages} == {2}
 
 
 def test_machines(served_lite: Served) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import signal
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,7 @@ from advisor.service.executors.ray import LABEL, UNNAMED, RayExecutor
 from advisor.service.schema import Attempt
 from tests.forks import until
 from tests.service.clusters import FEW, TOKEN, Cluster, Team
-from tests.service.serving import ask, start_of
+from tests.service.serving import answering, ask, start_of
 
 MODEL = """
 import os, time
@@ -97,26 +95,15 @@ def states(job: Job) -> list[str]:
 @contextlib.contextmanager
 def head(answers: Mapping[str, Any], status: int = 200) -> Iterator[tuple[RayExecutor, list[Any]]]:
     """An executor of a made-up head, and what it is sent."""
-    sent: list[Any] = []
+    sent: list[tuple[str, bytes]] = []
 
-    class Head(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found = answers.get(self.path.partition("?")[0], answers.get(""))
-            self.send_response(404 if found is None else status)
-            self.end_headers()
-            self.wfile.write(found if isinstance(found, bytes) else json.dumps(found).encode())
+    def answer(path: str) -> tuple[int, dict[str, str], bytes]:
+        found = answers.get(path.partition("?")[0], answers.get(""))
+        data = found if isinstance(found, bytes) else json.dumps(found).encode()
+        return 404 if found is None else status, {}, data
 
-        def do_POST(self) -> None:
-            sent.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.do_GET()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Head) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield RayExecutor(f"ray-jobs:http://127.0.0.1:{server.server_port}"), sent
-        server.shutdown()
+    with answering(answer, sent) as url:
+        yield RayExecutor(f"ray-jobs:{url}"), sent
 
 
 def test_what_is_no_head_of_ray_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,19 +170,10 @@ def test_a_cluster_is_read_and_an_attempt_is_placed_where_it_was_claimed() -> No
     with head({"/api/jobs/": {"submission_id": "advisor-6"}}) as (executor, sent):
         executor.start(one)
         executor.start(replace(one, gpu=UNNAMED))
-    labels = [request["entrypoint_label_selector"] for request in sent]
-    assert labels == [{LABEL: "H100"}, {}] and sent[0]["metadata"] == given
-    assert sent[0]["runtime_env"]["pip"] == ["timm", "einops"]
-
-
-def check_stolen(team: Team, cluster: Cluster, one: Waiting) -> None:
-    """What an attempt was given, which Ray tells everybody, is worth nothing once it has begun."""
-    job = json.loads(cluster.ask("GET", f"/api/jobs/{one.external}"))
-    given = job["runtime_env"]["env_vars"]
-    assert given.keys() == {"ADVISOR_SERVER", "ADVISOR_START_TOKEN"}
-    start, own = given["ADVISOR_START_TOKEN"], {"digest": digest(made()).hex()}
-    assert ask(team.port, "GET", "/api/attempt", start).status == 401
-    assert ask(team.port, "POST", "/api/attempt/begin", start, own).status == 409
+    first, second = (json.loads(body) for _token, body in sent)
+    labels = [request["entrypoint_label_selector"] for request in (first, second)]
+    assert labels == [{LABEL: "H100"}, {}] and first["metadata"] == given
+    assert first["runtime_env"]["pip"] == ["timm", "einops"]
 
 
 @pytest.mark.long
@@ -203,7 +181,11 @@ def test_placed_while_the_server_is_killed(team: Team, cluster: Cluster, tmp_pat
     one, two, none = (Waiting(team, tmp_path, gpu) for gpu in ("H100", "A100", "H200"))
     assert one.begun() == cluster.nodes["H100"].folder
     assert two.begun() == cluster.nodes["A100"].folder
-    check_stolen(team, cluster, one)
+    given = json.loads(cluster.ask("GET", f"/api/jobs/{one.external}"))["runtime_env"]["env_vars"]
+    assert given.keys() == {"ADVISOR_SERVER", "ADVISOR_START_TOKEN"}  # which Ray tells everybody
+    own = {"digest": digest(made()).hex()}
+    stolen = ask(team.port, "POST", "/api/attempt/begin", given["ADVISOR_START_TOKEN"], own)
+    assert stolen.status == 409
     team.server.stop(signal.SIGKILL)
     one.gate.touch()
     two.gate.touch()
@@ -216,23 +198,6 @@ def test_placed_while_the_server_is_killed(team: Team, cluster: Cluster, tmp_pat
     job = until(lambda: (found := none.now).reason and found)
     assert job.state == "queued" and "named 'H200'" in job.reason
     assert "H100" in job.reason and "A100" in job.reason
-
-
-@pytest.mark.long
-def test_what_others_use_is_no_room(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = RayExecutor(cluster.address)
-    job = {"entrypoint": "sleep 60", "submission_id": "others", "entrypoint_num_gpus": 1}
-    cluster.ask("POST", "/api/jobs/", job | {"entrypoint_label_selector": {LABEL: "A100"}})
-
-    def seen() -> dict[str, tuple[int, bool]]:
-        """By GPU: how many are free, and whether it says that the only one is in use."""
-        return {one.gpu: (one.gpus, "1 of 1" in one.why) for one in executor.capacity() if one.gpu}
-
-    until(lambda: seen() == {"H100": (1, False), "A100": (0, True)})
-    cluster.ask("POST", "/api/jobs/others/stop")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "of-another-cluster")
-    with pytest.raises(ExecutorAway, match="set RAY_AUTH_TOKEN"):
-        executor.capacity()
 
 
 @pytest.mark.long

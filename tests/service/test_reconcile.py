@@ -32,7 +32,7 @@ from advisor.service.routes.admin import healthz, readyz
 from advisor.service.schema import Attempt, JobRow
 from tests.cache.servers import free_port
 from tests.service.serving import Served, caller
-from tests.service.test_jobs import cancelled, change, told
+from tests.service.test_jobs import cancelled, change, states, told
 
 HERE = "http://127.0.0.1:1"
 
@@ -124,14 +124,7 @@ class Team:
         return [self.job(number)[0] for number in numbers]
 
     def attempts(self, number: int) -> list[str]:
-        return [one["state"] for one in told(self.served, number)["attempts"]]
-
-    def change(self, table: type[JobRow] | type[Attempt], **values: Any) -> None:
-        change(self.served, table, **values)
-
-    def cancel(self, *numbers: int) -> None:
-        for number in numbers:
-            cancelled(self.served, number)
+        return states(self.served, number)[1]
 
 
 @pytest.fixture
@@ -180,7 +173,7 @@ def test_what_cannot_be_placed_says_what_is_missing(lite_team: Team) -> None:
     alone = team.submit("none")
     team.reconciler().turn()
     assert team.job(alone)[1] == "no known machine has a GPU (known: none); the job waits"
-    team.cancel(alone)
+    cancelled(team.served, alone)
     fake.full = "another was quicker"
     refused = team.submit("c")
     reconciler.turn()
@@ -209,7 +202,7 @@ def test_what_needs_many_gpus_is_not_passed_for_ever(team: Team) -> None:
     never, after = team.submit("never", gpus=5), team.submit("after")
     reconciler.turn()
     assert team.states(first, large, after) == ["running", "queued", "running"]
-    team.change(JobRow, changed=JobRow.changed - OVERTAKE_S)
+    change(team.served, JobRow, changed=JobRow.changed - OVERTAKE_S)
     later = [team.submit("later", gpu="H100"), team.submit("B200", gpu="B200")]
     cpu = team.submit("cpu", gpus=0)
     reconciler.turn()
@@ -217,10 +210,11 @@ def test_what_needs_many_gpus_is_not_passed_for_ever(team: Team) -> None:
     assert team.job(large) == ("queued", "waits for 4 GPUs of NVIDIA H100: 2 free")
     assert "no known machine has" in team.job(later[1])[1] and team.states(cpu) == ["running"]
     fake.states = dict.fromkeys(fake.states, Status(state="preempted", reason="over"))
-    team.cancel(first, after)
+    for number in (first, after):
+        cancelled(team.served, number)
     reconciler.turn()
     assert team.states(large, later[0]) == ["running", "queued"]
-    team.cancel(large)
+    cancelled(team.served, large)
     reconciler.turn()
     assert team.states(later[0], never) == ["running", "queued"]
 
@@ -233,7 +227,7 @@ def test_of_several_nodes_one_is_left_free(lite_team: Team) -> None:
 
     team = lite_team
     team.submit("large", gpus=4)
-    team.change(JobRow, changed=JobRow.changed - OVERTAKE_S)
+    change(team.served, JobRow, changed=JobRow.changed - OVERTAKE_S)
     small = [team.submit(str(n)) for n in range(3)]
     team.reconciler(Nodes()).turn()
     assert team.states(*small) == ["running", "running", "queued"]
@@ -255,7 +249,7 @@ def test_what_an_executor_says_of_attempts_is_followed(lite_team: Team) -> None:
     team.reconciler(fake, other).turn()
     assert team.attempts(number)[-1] == "running" and other.names == [f"advisor-{later}-1"]
     fake.away = ""
-    team.cancel(number)
+    cancelled(team.served, number)
     reconciler.turn()
     assert named(*fake.stopped)[-1] == f"advisor-{number}-3"
     assert team.attempts(number)[-1] == "running"
@@ -286,7 +280,7 @@ def test_who_is_silent_is_given_up_in_time(team: Team, place: str, limit_s: floa
         again.turn()
         team.now += LEASE_S / 3
     assert team.attempts(number) == ["running"]
-    team.change(Attempt, beat=Attempt.beat - limit_s - 1)  # nobody was heard of
+    change(team.served, Attempt, beat=Attempt.beat - limit_s - 1)  # nobody was heard of
     team.now += 1000  # asleep
     again.turn()
     assert place == "unknown" or team.attempts(number) == ["running"]
@@ -307,7 +301,7 @@ def test_what_an_executor_does_not_answer_to_was_never_begun(team: Team) -> None
         assert team.attempts(number) == []
         with team.database.reading() as session:
             assert attempts.of_start(session, fake.started[-1].token) is None
-        team.change(JobRow, due=0.0)
+        change(team.served, JobRow, due=0.0)
     fake.silent = ""
     team.reconciler(fake).turn()
     assert team.states(number) == team.attempts(number) == ["running"]
@@ -365,7 +359,7 @@ def test_an_unforeseen_exception_ends_no_loop(
     state, why = team.job(number)
     failed = "executor fake failed (KeyError); see the server's log"
     assert (state, why.partition(": ")[2]) == ("queued", failed)
-    team.change(JobRow, due=0.0)
+    change(team.served, JobRow, due=0.0)
     loop.once()
     assert (team.states(number), app.troubles) == (["running"], [])
     assert healthz(app) == {"status": "ok"}

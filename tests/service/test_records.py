@@ -161,7 +161,6 @@ def test_a_lookup_is_narrowed(served: Served) -> None:
         ({"model": "cd" * 32}, [second]),
         ({"file": "other.py"}, [second]),
         ({"target": name.target[0]}, [first]),
-        ({"origins": [name.target[1], "00" * 6]}, [first]),
         ({"command": command_digest(["python", "train.py", "--epochs", "3"])}, [second]),
         ({"id": one.key.id[:4]}, [first]),
         ({"id": one.key.id, "batch": 64}, [first]),

@@ -12,7 +12,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from advisor.cache.signing import KeyRing
 from advisor.cache.stores import ByteStore, open_store
 from advisor.cache.stores import http as http_module
 from advisor.cache.stores.http import HttpStore
-from advisor.cache.stores.http_client import MAX_ANSWER, HttpClient
+from advisor.cache.stores.http_client import MAX_ANSWER
 from advisor.cache.task import PERMITTED
 from advisor.cli import main
 from advisor.client import Client
@@ -44,7 +43,7 @@ from tests.cache.examples import ENVIRONMENT, KEY, changed, record
 from tests.cache.test_store import item
 from tests.face import test_why
 from tests.face.commands import MODEL
-from tests.service.serving import Served
+from tests.service.serving import Answering, Served, answering
 
 OURS = KeyRing(own=b"k" * 32)
 
@@ -61,20 +60,6 @@ def of_each(served: Served, monkeypatch: pytest.MonkeyPatch) -> Served:
     """The same for each database."""
     monkeypatch.setenv("ADVISOR_TOKEN", served.tokens["worker"])
     return served
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of a server."""
-    seen: list[str] = []
-    request = HttpClient.request
-
-    def told(self: HttpClient, method: str, path: str, **more: Any) -> Any:
-        seen.append(f"{method} {path.partition('?')[0]}")
-        return request(self, method, path, **more)
-
-    monkeypatch.setattr(HttpClient, "request", told)
-    return seen
 
 
 class TestContract(test_store.TestContract):
@@ -351,35 +336,9 @@ def test_artifacts_are_mended_by_their_owner_alone(worker: Served, tmp_path: Pat
 
 
 @contextlib.contextmanager
-def answering(
-    answer: Callable[[str], tuple[int, dict[str, str], bytes]], tokens: list[str] | None = None
-) -> Iterator[HttpStore]:
-    """A server that says something of its own to everything; `tokens`: what it was sent."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            if tokens is not None:
-                tokens.append(self.headers.get("Authorization", "none"))
-            status, headers, data = answer(self.path)
-            self.send_response(status)
-            for name, value in {"Content-Length": str(len(data)), **headers}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(data)
-
-        do_POST = do_PUT = do_DELETE = do_GET
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield HttpStore(f"http://127.0.0.1:{server.server_port}?timeout=5s")
-    finally:
-        server.shutdown()
-        server.server_close()
+def store_of(answer: Answering) -> Iterator[HttpStore]:
+    with answering(answer) as url:
+        yield HttpStore(f"{url}?timeout=5s")
 
 
 BOMB = __import__("gzip").compress(b"\0" * (MAX_ANSWER + 2**20))
@@ -403,7 +362,7 @@ BOMB = __import__("gzip").compress(b"\0" * (MAX_ANSWER + 2**20))
     ],
 )
 def test_whatever_a_server_says(status: int, headers: dict[str, str], data: bytes) -> None:
-    with answering(lambda _path: (status, headers, data)) as store:
+    with store_of(lambda _path: (status, headers, data)) as store:
         if "Content-Length" in headers:
             store.timeout_s = 0.1
         get = (lambda: store.search({"model": "ab"}), lambda: store.get("record/ab"))
@@ -418,10 +377,10 @@ def test_a_busy_server_is_asked_again_within_patience(monkeypatch: pytest.Monkey
     paused: list[float] = []
     monkeypatch.setattr("advisor.cache.stores.http_client.time.sleep", paused.append)
     said = [(429, {"Retry-After": "1"}, b"{}"), (200, {}, b'{"keys": [], "more": false}')]
-    with answering(lambda _path: said.pop(0)) as store:
+    with store_of(lambda _path: said.pop(0)) as store:
         assert store.keys() == []
     busy = 429, {"Retry-After": "60"}, b'{"detail": "busy"}'
-    with answering(lambda _path: busy) as store, pytest.raises(StoreError, match="busy"):
+    with store_of(lambda _path: busy) as store, pytest.raises(StoreError, match="busy"):
         store.keys()
     assert paused == [1.0]
 
@@ -449,13 +408,13 @@ def test_a_connection_is_used_again_and_made_again() -> None:
 
 
 def test_no_token_for_a_project_s_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
+    seen: list[tuple[str, bytes]] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ADVISOR_CACHE")
     monkeypatch.setenv("ADVISOR_TOKEN", "adv_" + "x" * 43)
-    with answering(lambda _path: (401, {}, b""), seen) as store:
-        url = store.url.partition("?")[0]
-        (tmp_path / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{store.url}"\n')
+    with answering(lambda _path: (401, {}, b""), seen) as url:
+        config = f'[tool.advisor]\ncache = "{url}?timeout=5s"\n'
+        (tmp_path / "pyproject.toml").write_text(config)
         named = cache_urls()
         for act in (
             lambda: open_records(None).all(),
@@ -467,16 +426,16 @@ def test_no_token_for_a_project_s_server(tmp_path: Path, monkeypatch: pytest.Mon
             with pytest.raises(StoreError, match=r"not sent to a server that only pyproject\.toml"):
                 act()
         assert main(["show"]) == 0 and main(["jobs"]) == 1
-        assert seen == ["none"] * 7
+        assert seen == [("none", b"")] * 7
         _own_tokens().write_text(f"{url} {'y' * 40}\n")  # the user's own word for this server
         with pytest.raises(StoreError, match="set ADVISOR_TOKEN to one of"):
             open_records(None).all()
-        assert seen.pop() == f"Bearer {'y' * 40}"
+        assert seen.pop()[0] == f"Bearer {'y' * 40}"
         monkeypatch.setenv("ADVISOR_CACHE", url)
         for cache in (url, None):
             with pytest.raises(StoreError):
                 open_records(cache).all()
-        assert seen[7:] == [f"Bearer adv_{'x' * 43}"] * 2
+        assert seen[7:] == [(f"Bearer adv_{'x' * 43}", b"")] * 2
 
 
 def test_no_project_allows_plain_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

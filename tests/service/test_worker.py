@@ -44,6 +44,7 @@ from tests.face.commands import LAYERED
 from tests.forks import alive, started_with, until
 from tests.service.clusters import FEW, Team
 from tests.service.serving import Served, ask
+from tests.service.test_jobs import cancelled, log_of, sent, submit, told
 from tests.service.test_records import named, put
 
 SCRIPT = """
@@ -228,16 +229,14 @@ class Job:
         for name, text in files.items():
             (code / name).write_text(text)
         packed = code_archive.pack(code)
-        path = f"/api/archives/{packed.digest}"
-        assert served.ask("PUT", path, "submit", packed.archive).status < 300
-        asked = {"command": ["python", "train.py"], "archive": packed.digest, "gpus": 0} | asked
-        self.asked = asked
+        assert sent(served, packed.archive).status < 300
+        command = ["python", "train.py"]
+        self.asked = {"command": command, "archive": packed.digest, "gpus": 0} | asked
         self.again()
 
     def again(self) -> None:
         """It is asked for, whatever was found before."""
-        asked = self.asked | {"force": True}
-        self.number = self.served.ask("POST", "/api/jobs", "submit", asked).json["id"]
+        self.number = submit(self.served, **self.asked, force=True).json["id"]
         self.claim()
 
     def claim(self) -> None:
@@ -254,8 +253,7 @@ class Job:
 
     @property
     def told(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.served.ask("GET", f"/api/jobs/{self.number}", "read").json
-        return found
+        return told(self.served, self.number)
 
     @property
     def state(self) -> tuple[str, str]:
@@ -274,13 +272,12 @@ def test_a_worker_sends_all_that_a_tuning_leaves(job: Job) -> None:
     found = record()
     tuning = Tuning(record=found, events=[TRIAL], log="é" * 2**16, studies={"a.journal": b"1\n2"})
     job.worker(start=tuning).run()
-    told = job.told
-    advised = found.winner(found.use)
-    assert told["state"] == "done" and told["record"] == found.id
-    assert told["reason"] == f"record {found.id}: {spread(advised)} over torch's default"
-    assert [one["what"] for one in told["trials"]] == ["tf32"]
-    assert told["attempts"][0]["device"].endswith(": CPU")
-    log = job.served.ask("GET", f"/api/jobs/{job.number}/log", "read").json["text"]
+    last, advised = job.told, found.winner(found.use)
+    assert last["state"] == "done" and last["record"] == found.id
+    assert last["reason"] == f"record {found.id}: {spread(advised)} over torch's default"
+    assert [one["what"] for one in last["trials"]] == ["tf32"]
+    assert last["attempts"][0]["device"].endswith(": CPU")
+    log = log_of(job.served, job.number)["text"]
     assert re.fullmatch(
         r"é+\ufffd?\n\[advisor: 65536 bytes of output are left out\]\n\ufffd?é+", log
     )
@@ -384,8 +381,7 @@ def test_what_is_cancelled_leaves_nothing(served_lite: Served, tmp_path: Path) -
     def start(_words: list[str], **how: Any) -> GuardedProcess:
         found = GuardedProcess([sys.executable, "hangs.py", str(pids)], **how)
         until(lambda: pids.exists() and "all" in pids.read_text())
-        cancelled = served_lite.ask("POST", f"/api/jobs/{job.number}/cancel", "submit")
-        assert cancelled.json == {"state": "cancelled"}
+        assert cancelled(served_lite, job.number).json == {"state": "cancelled"}
         return found
 
     with pytest.raises(AttemptOver):
@@ -406,8 +402,7 @@ def test_others_on_the_gpu_are_noted(job: Job, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_study_that_did_not_arrive_is_sent_again(job: Job) -> None:
     one = job.worker()
-    one._server.begin()
-    one._prepare()
+    one._prepare(one._server.begin())
     (one._studies / "a.journal").write_bytes(b"whole\n")
     (one._studies / "b.journal").symlink_to(one._folder)
     there, one._server = one._server, job.worker(f"http://127.0.0.1:{servers.free_port()}")._server

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from advisor.errors import AdvisorError, UsageError, printable
-from advisor.jobs.spec import JobSpec
+from advisor.jobs.spec import JobSpec, gpu_matches
 
 LOCAL, NONE, RAY = "local", "none", ("ray-jobs", "ray")
 """The kinds of `advisor serve --executor`."""
@@ -94,6 +94,48 @@ class Executor(Protocol):
         """End the workers of this machine, and close connections."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """An executor's last answer. `why`: the reason that it is down; '' if it is up."""
+
+    name: str
+    capacities: Sequence[Capacity] = ()
+    why: str = ""
+
+    @property
+    def devices(self) -> Sequence[Capacity]:
+        """The capacities, summed for each device name, the CPU last."""
+        found = []
+        for name in sorted({one.gpu for one in self.capacities} - {""}):
+            alike = [one for one in self.capacities if one.gpu == name]
+            free, total = sum(one.gpus for one in alike), sum(one.total for one in alike)
+            why = "; ".join(dict.fromkeys(one.why for one in alike if one.why))
+            found.append(Capacity(gpu=name, gpus=free, total=total, why=why))
+        cpus = sum(not one.gpu for one in self.capacities)
+        why = "" if cpus else "a job is measured on this executor"
+        return [*found, Capacity(gpu="CPU", gpus=cpus, total=max(cpus, 1), why=why)]
+
+
+def why_waits(gpu: str, gpus: int, machines: Iterable[Machine]) -> tuple[str, bool]:
+    """Returns (why a job for these devices waits, or ''; whether any machine has such devices)."""
+    up = [one for one in machines if not one.why]
+    known = [capacity for one in up for capacity in one.capacities]
+    if not gpus and up:
+        idle = any(not one.gpu for one in known)
+        return "" if idle else "waits for a CPU on which no job is measured", True
+    named = [one for one in known if one.gpu and gpu_matches(gpu, one.gpu)]
+    if gpus and any(one.gpus >= gpus for one in named):
+        return "", True
+    wanted = f"{gpus} GPUs" if gpus > 1 else "a GPU" if gpus else "a CPU"
+    if named:
+        why = "; ".join(dict.fromkeys(one.why for one in named if one.why))
+        free = max(one.gpus for one in named)
+        return f"waits for {wanted} of {named[0].gpu}: {free} free" + f" ({why})" * bool(why), True
+    called = f" named {gpu!r}" if gpu else ""
+    there = ", ".join(dict.fromkeys(one.gpu or "the CPU" for one in known)) or "none"
+    return f"no known machine has {wanted}{called} (known: {there}); the job waits", False
+
+
 def last_line(text: str) -> str:
     """The last line of a traceback or a message, for people; '' if there is none."""
     lines = [line.strip() for line in text.splitlines()]
@@ -101,14 +143,9 @@ def last_line(text: str) -> str:
 
 
 def open_executors(texts: Iterable[str], database: str) -> list[Executor]:
-    """Open the executors that `advisor serve --executor` names. 'none' opens no executor.
-
-    Args:
-        database: the URL of the server's database, without its password.
-
-    Raises:
-        UsageError: a text is unknown or given twice, or 'none' is not the only text.
-    """
+    """Open the executors that `advisor serve --executor` names; 'none' opens no executor. Raises
+    UsageError if a text is unknown or given twice, or 'none' is not the only text. `database`: its
+    URL without the password."""
     from advisor.service.executors.local import Local
     from advisor.service.executors.ray import RayExecutor
 

@@ -49,12 +49,8 @@ _INHERITED = re.compile(
 
 @dataclass(slots=True)
 class _Worker:
-    """A worker process, with its files below `folder`.
-
-    Attributes:
-        process: None if an earlier server started the worker.
-        killed_at: when to kill a worker that was told to end.
-    """
+    """A worker process, with its files below `folder`. `process` is None if an earlier server
+    started it; `killed_at`: when to kill it, if it was told to end."""
 
     pid: int
     folder: Path
@@ -91,8 +87,7 @@ class Local:
     Args:
         database: its URL without password; workers of other databases are left alone.
         devices: the folder of the locks; by default in the user's cache folder.
-        gpus: returns the machine's GPUs.
-        now: a clock in seconds.
+        gpus, now: return the machine's GPUs, and the time in seconds.
     """
 
     def __init__(
@@ -188,11 +183,8 @@ class Local:
 
     @contextlib.contextmanager
     def _here(self) -> Iterator[dict[str, _Worker]]:
-        """Context manager: yields the workers by `external`, and keeps other servers away.
-
-        Raises:
-            ExecutorAway: another server has them, or a folder or process cannot be used.
-        """
+        """Context manager: yields the workers by `external`, and keeps other servers away. Raises
+        ExecutorAway if another server has them, or a folder or process cannot be used."""
         try:
             if self._workers is None:
                 make_folder(self._devices)

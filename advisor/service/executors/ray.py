@@ -96,13 +96,10 @@ class _Job(msgspec.Struct, frozen=True):
 
 
 class RayExecutor:
-    """The executor for ray-jobs:http[s]://HOST[:PORT] or ray://HOST.
+    """The executor for ray-jobs:http[s]://HOST[:PORT] or ray://HOST; UsageError for other forms.
 
     The cluster's token, if it requires one, is that of Ray: $RAY_AUTH_TOKEN, or the file
     $RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
-
-    Raises:
-        UsageError: the address has none of these forms.
     """
 
     def __init__(self, address: str) -> None:
@@ -178,11 +175,8 @@ class RayExecutor:
             raise ExecutorAway("no head of Ray 2.60 or later answers at this address") from exc
 
     def _ask(self, method: str, path: str, body: object = None) -> bytes:
-        """The body of an answer; nothing for 404.
-
-        Raises:
-            ExecutorAway: there is no answer, or its status is another error.
-        """
+        """The body of an answer; nothing for 404. Raises ExecutorAway if there is no answer, or for
+        another error."""
         try:
             answer = self._http.request(
                 method, self._url + path, json=body, headers=_headers(), preload_content=False

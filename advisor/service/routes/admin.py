@@ -7,9 +7,9 @@ from typing import Any
 from fastapi import APIRouter, HTTPException, Response
 from fastapi.responses import PlainTextResponse
 
+from advisor.jobs.token import Role
 from advisor.service import jobs, records, tokens
 from advisor.service.access import AdminCaller, ReadCaller, ServiceDep
-from advisor.service.roles import Role
 from advisor.service.routes.parsing import Before, Number, Strict, found
 
 MAX_EVENTS = 200

@@ -50,19 +50,18 @@ class Ending(Strict):
     record: str = Field(default="", pattern=r"^[0-9a-f]{12}@[1-9][0-9]{0,9}$|^$")
 
 
-@api.post("/begin", summary="Exchange the start token, which works once, for the worker's own")
+@api.post(
+    "/begin",
+    summary="Exchange the start token, which works once, for the worker's own; answers what to do",
+)
 def begin(
     request: Request, service: ServiceDep, attempt: StartingAttempt, digest: OwnDigest
-) -> dict[str, int]:
+) -> dict[str, Any]:
     own, address = bytes.fromhex(digest), service.address(request)
-    if not service.database.write(attempts.begin, attempt.id, own, address):
+    instructions = service.database.write(attempts.begin, attempt.id, own, address)
+    if instructions is None:
         raise AttemptOver("this start token was used before: another worker has this attempt")
-    return {"number": attempt.number}
-
-
-@api.get("", summary="The instructions for an attempt")
-def instructions(service: ServiceDep, attempt: OwnAttempt) -> dict[str, Any]:
-    return service.database.read(attempts.instructions, attempt)
+    return instructions
 
 
 @api.post("/beat", summary="Send a heartbeat; answers whether to continue")

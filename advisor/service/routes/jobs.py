@@ -12,7 +12,7 @@ from advisor.jobs.code_archive import MAX_PACKED
 from advisor.jobs.spec import JobSpec, State
 from advisor.service import blobs, jobs
 from advisor.service.access import ReadCaller, ServiceDep, SubmitCaller, WorkCaller
-from advisor.service.machines import why_waits
+from advisor.service.executors import why_waits
 from advisor.service.routes.parsing import (
     Before,
     Bytes,

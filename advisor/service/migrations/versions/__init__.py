@@ -1,1 +1,0 @@
-"""The steps of upgrades, in order."""
