@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from advisor.cache.stores.filesystem import make_folder, network
 from advisor.errors import StoreError, UsageError
-from advisor.service.upgrades import upgrade
+from advisor.service import migrations
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class Database:
                 for limit in ("lock_timeout", "statement_timeout"):
                     connection.execute(text(f"SET LOCAL {limit} = '{_UPGRADES_S}s'"))
                 connection.execute(text("SELECT pg_advisory_xact_lock(:n)"), {"n": _STARTING})
-            if upgrade(session):
+            if migrations.upgrade(connection):
                 first(session)
 
     @contextlib.contextmanager

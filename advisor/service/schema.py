@@ -28,12 +28,6 @@ class Base(DeclarativeBase):
         return f"{cls.__name__.removesuffix('Row').lower()}s"
 
 
-class Version(Base):
-    """One row: how many steps of `upgrades` these tables have."""
-
-    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-
-
 class Stored(Base):
     """What clients store under a key. Each token has a quota of `size`, in bytes, in each table."""
 

@@ -173,8 +173,7 @@ def fresh(served: Served) -> None:
     database, service = served.database, served.service
     with database.writing() as session:
         for table in reversed(schema.Base.metadata.sorted_tables):
-            if table is not schema.Version.__table__:
-                session.execute(table.delete())
+            session.execute(table.delete())
     served.tokens = {role: token(database, role) for role in tokens.ROLES}
     began = Service(database, service.reader)
     for name in ("guesses", "behind_proxy", "lookups", "used", "loops", "machines"):

@@ -20,8 +20,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from sqlalchemy import inspect, text
-from sqlalchemy.orm import Session
 
 from advisor.cache.codec import decode
 from advisor.cache.name import Name
@@ -29,10 +27,10 @@ from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cli import main
 from advisor.errors import StoreError, UsageError
-from advisor.service import blobs, records, tokens, upgrades
+from advisor.service import blobs, records, tokens
 from advisor.service.database import Database
 from advisor.service.run import Where, new_token
-from advisor.service.schema import Base, Item
+from advisor.service.schema import Item
 from tests.cache import servers
 from tests.cache.examples import KEY, changed, record
 from tests.forks import until
@@ -213,46 +211,6 @@ def test_what_a_database_may_be(tmp_path: Path, lite: str) -> None:
     with database.writing():
         modes = {end: Path(file + end).stat().st_mode & 0o777 for end in ("", "-wal", "-shm")}
     assert set(modes.values()) == {0o600}, modes
-    database.close()
-
-
-def columns(database: Database) -> dict[str, set[str]]:
-    """The columns of each table."""
-    with database.reading() as session:
-        found = inspect(session.connection())
-        return {
-            name: {one["name"] for one in found.get_columns(name)}
-            for name in found.get_table_names()
-        }
-
-
-def add_note(session: Session) -> None:
-    session.execute(text("ALTER TABLE jobs ADD COLUMN note VARCHAR"))
-
-
-def fail(session: Session) -> None:
-    session.execute(text("SELECT * FROM nowhere"))
-
-
-def test_an_older_database_takes_the_steps_that_it_lacks(
-    database_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of them or, where one fails, none; a server of the older version then refuses it."""
-    database = Database(database_url)
-    database.start(lambda _session: None)
-    assert columns(database).keys() == Base.metadata.tables.keys()
-    with monkeypatch.context() as patched:
-        patched.setattr(upgrades, "STEPS", (*upgrades.STEPS, add_note, fail))
-        with pytest.raises(StoreError, match="nowhere"):
-            database.start(lambda _session: None)
-        assert "note" not in columns(database)["jobs"]
-        patched.setattr(upgrades, "STEPS", upgrades.STEPS[:-1])
-        for _ in range(2):
-            database.start(lambda _session: pytest.fail("it was not empty"))
-        assert "note" in columns(database)["jobs"]
-    with pytest.raises(StoreError, match=r"schema \d is newer than \d, .*upgrade") as caught:
-        database.start(lambda _session: None)
-    assert "s3cret" not in str(caught.value)
     database.close()
 
 
