@@ -96,11 +96,18 @@ def train_alike(alone: Weights, kept: Weights, half: Weights) -> None:
     assert distance(half, alone) <= NEAR
 
 
-@pytest.mark.parametrize("script", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
-def test_an_ordinary_script(script: Path, tmp_path: Path) -> None:
-    (alone, _), (fed, _), (half, _) = trained(
-        script, tmp_path, Variant(), Variant(FED), Variant(HALF)
-    )
+BIG = FOLDER.parents[2] / "benchmarks" / "user_scripts"
+GAN = BIG / "dcgan.py", "--images 32 --batch-size 4 --width 8 --epochs 2", "samples/netG.pt"
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "saves"),
+    [GAN, *((path, "", "") for path in sorted(FOLDER.glob("*.py")))],
+    ids=lambda one: one.stem if isinstance(one, Path) else "",
+)
+def test_an_ordinary_script(script: Path, words: str, saves: str, tmp_path: Path) -> None:
+    variants = (Variant(values, tuple(words.split()), saves) for values in (None, FED, HALF))
+    (alone, _), (fed, _), (half, _) = trained(script, tmp_path, *variants)
     train_alike(alone, fed, half)
     if script.stem not in ("own_autocast", "closure"):
         assert differing(half, alone)
@@ -167,7 +174,6 @@ VERDICTS = (
     "Not tuned yet: ",
 )
 TOO_BUSY = r"could not be measured: give a larger --budget|too small .* give at least \d+s"
-BIG = FOLDER.parents[2] / "benchmarks" / "user_scripts"
 USER_SCRIPTS = {
     "trainer": ("--samples 80 --batch-size 4 --epochs 999", "checkpoints/last.pt"),
     "dcgan": ("--images 64 --batch-size 4 --width 8 --epochs 999", "samples/netG.pt"),
