@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import optuna
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from advisor.arguments import Model, Permit
 from advisor.cache.config import Config
@@ -57,6 +58,41 @@ def space(device: str = "cuda", **more: Any) -> Space:
     """What is offered on a GPU to a run, or to a workload with `use="capture"`."""
     given = {"capability": (9, 0), "compiles": True, "use": "pilot", "batches": (64,), **more}
     return Space.of(SearchContext(device=device, **given))
+
+
+class Net(nn.Module):
+    """Keeps the number formats that it was called in. `backward`: called in it, under bf16."""
+
+    backward = staticmethod(lambda gradient: gradient)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.conv(x)
+        self.dtypes.append(out.dtype)
+        if out.dtype == torch.bfloat16 and out.requires_grad:
+            out.register_hook(self.backward)
+        return out.mean((2, 3))
+
+
+def trained(
+    net: nn.Module,
+    steps: int = 8,
+    optimizer: torch.optim.Optimizer | None = None,
+    shape: tuple[int, ...] = (4, 3, 8, 8),
+) -> torch.optim.Optimizer:
+    """The optimizer that a script's steps were made with."""
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        loss = net(torch.randn(shape)).square().mean()
+        assert loss.dtype == torch.float32
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return optimizer
 
 
 def net_of(name: str = "model.py:Net") -> nn.Module:

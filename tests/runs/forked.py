@@ -179,7 +179,7 @@ def _train(script: str, out: str, variant: Variant) -> None:
     sys.argv = [script, *([] if variant.saves else [out]), *variant.words]
     runpy.run_path(script, run_name="__main__")
     if variant.saves:
-        os.replace(variant.saves, out)
+        Path(variant.saves).replace(out)
     if pilot is not None:
         pilot.release()
         assert not left_behind(), left_behind()

@@ -46,13 +46,13 @@ from advisor.tuners.environment import detect, tools
 from advisor.tuners.knobs import TORCH, Advised
 from advisor.tuners.tf32 import describe
 from tests import forks
+from tests.builders import Net, trained
 from tests.cache.examples import choice, record, trial, winners
 from tests.runs.forked import Looks, left_behind, space_of
 from tests.tuners import test_gate as gated
 from tests.tuners.test_gate import EPOCH, FULL, SHORT, Backend, backend
 
 __all__ = ["backend"]  # a fixture
-STEPS = 8
 SCRIPT = """
 import sys
 
@@ -69,41 +69,6 @@ for _ in range(8):
     optimizer.step()
 print("trained")
 """
-
-
-class Net(nn.Module):
-    """Keeps the number formats that it was called in. `backward`: called in it, under bf16."""
-
-    backward = staticmethod(lambda gradient: gradient)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.dtypes: list[torch.dtype] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.conv(x)
-        self.dtypes.append(out.dtype)
-        if out.dtype == torch.bfloat16 and out.requires_grad:
-            out.register_hook(self.backward)
-        return out.mean((2, 3))
-
-
-def trained(
-    net: nn.Module,
-    steps: int = STEPS,
-    optimizer: torch.optim.Optimizer | None = None,
-    shape: tuple[int, ...] = (4, 3, 8, 8),
-) -> torch.optim.Optimizer:
-    """The optimizer that a script's steps were made with."""
-    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(steps):
-        loss = net(torch.randn(shape)).square().mean()
-        assert loss.dtype == torch.float32
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return optimizer
 
 
 def record_of(seen: ScriptFacts, fast: Config) -> Record:
@@ -423,20 +388,6 @@ def test_flags_that_advice_has_set_are_not_the_scripts_own(monkeypatch: pytest.M
     assert torch.get_num_threads() == threads + 1
     advisor.release()
     assert torch.get_num_threads() == threads
-
-
-@pytest.mark.parametrize("same", [False, True])
-def test_no_gain_of_another_model_is_claimed(same: bool, seen: ScriptFacts) -> None:
-    """Where the script imports a file whose model was tuned, and trains another."""
-    tuned = record_of(seen, Config(threads=3))
-    served = Served(reason="1.50x", record=tuned, default=TORCH)
-    advice = Advice(Advised(Config(threads=3)), device="cpu", served=served)
-    advice.set_flags()
-    advisor.apply()
-    with pytest.warns(advisor.AdvisorWarning, match="not tuned"):
-        trained(Net() if same else nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()))
-    other = "no speed-up is known: this model is not the one tuned as python train.py; "
-    assert advice.reason.startswith("1." if same else other)
 
 
 def test_no_pilot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,39 +37,25 @@ def flags() -> tuple[Any, ...]:
     return cudnn.benchmark, cudnn.deterministic, precision, torch.get_num_threads()
 
 
-def train(advice: Advice, steps: int = 3) -> list[float]:
-    torch.manual_seed(0)
+def train(advice: Advice, steps: int = 3) -> None:
     model = advice.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **advice.optimizer)
     data = TensorDataset(torch.randn(steps * 4, 3, 8, 8), torch.randint(0, 5, (steps * 4,)))
-    losses = []
     for x, y in advice.batches(DataLoader(data, **advice.loader)):
         with advice.autocast():
             loss = nn.functional.cross_entropy(model(x), y)
         advice.step(loss, optimizer)
-        losses.append(float(loss.detach()))
-    return losses
 
 
 def test_no_advice_changes_nothing() -> None:
     before = flags()
     advice = Advice(Config(), device="cpu", batch_size=4, served=Served(status="miss"))
     advice.set_flags()
+    model = nn.Linear(2, 2)
+    assert advice.prepare(model) is model and "_compiled_call_impl" not in vars(model)
     assert advice.optimizer == {} and advice.loader == {"batch_size": 4}
-    assert not advice.scaler.is_enabled()
-    losses = train(advice)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = torch.randn(12, 3, 8, 8), torch.randint(0, 5, (12,))
-    plain = []
-    for i in range(3):
-        loss = nn.functional.cross_entropy(model(x[4 * i : 4 * i + 4]), y[4 * i : 4 * i + 4])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        plain.append(float(loss.detach()))
-    assert losses == plain
+    with advice.autocast():
+        assert not advice.scaler.is_enabled() and not torch.is_autocast_enabled("cpu")
     assert before == flags()
 
 

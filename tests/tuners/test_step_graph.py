@@ -673,38 +673,6 @@ def test_a_capture_beside_pinning_workers() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # inductor's own
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's own
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_compiled_blocks_inside_a_captured_step(precision: str) -> None:
-    """Dropout off, as what is compiled draws other numbers."""
-    found = []
-    for how in ({"step_graph": True, "compile": "blocks"}, {"step_graph": False}):
-        torch.manual_seed(0)
-        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-        encoder = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-        advice = Advice(Config(precision=precision, **how), device="cuda")
-        model = advice.prepare(nn.Sequential(nn.Linear(8, 64), encoder, nn.Linear(64, 8)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **advice.optimizer)
-
-        def train(
-            x: Tensor, advice: Any = advice, model: Any = model, own: Any = optimizer
-        ) -> Tensor:
-            with advice.autocast():
-                loss = (model(x).float() - x).square().mean()
-            advice.step(loss, own)
-            return loss
-
-        step = advice.capture(train, torch.zeros(16, 12, 8, device="cuda"))
-        draw = torch.Generator().manual_seed(1)
-        made = [torch.randn(16, 12, 8, generator=draw).cuda() for _ in range(24)]
-        found.append([float(step(x).detach()) for x in made])
-        assert not isinstance(step, StepGraph) or (step.failure == "" and step.ready)
-    assert found[0] == pytest.approx(found[1], rel=0.05)
-    assert found[0][-1] < found[0][0]
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["default", "tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 def test_networks_agree_with_their_replays(precision: str, make: Any) -> None:
