@@ -404,13 +404,6 @@ def test_what_pytorch_raises_twice_is_no_failure_of_a_config() -> None:
     assert failed == ["RuntimeError: x"]
 
 
-def test_a_config_that_raises_as_scripts_do_is_told_from_one() -> None:
-    run = MadeUpRun(lambda config, _made: raised("ValueError: no") if config == HALF else None)
-    with pytest.raises(ConfigFailed, match="ValueError: no"):
-        measured(run, HALF)
-    assert measured(run, OWN).steps == 8
-
-
 @pytest.mark.parametrize(
     ("first", "config", "error", "said"),
     [

@@ -408,19 +408,6 @@ def test_the_search_within_a_run_hears_of_a_failure_before_the_script_may_end_of
     assert guide.next(BlockResult(steps=1)).steps == 2
 
 
-def test_what_the_script_raises_itself_is_its_own(charge: ActivePilot) -> None:
-    class Always(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            out = super().forward(x)
-            if len(self.dtypes) > 8:
-                raise ValueError("the script's")
-            return out
-
-    charge.attach(Careful())
-    with pytest.raises(ValueError, match="the script's"):
-        train(Always(), 12)
-
-
 def test_without_room_a_config_is_not_tried(
     charge: ActivePilot, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,32 +123,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     forget()
 
 
-def test_h200_without_starting_cuda(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(FakeNvml(h200()))
-
-    def context() -> None:
-        raise AssertionError("a CUDA context would be created")
-
-    monkeypatch.setattr(torch.cuda, "_lazy_init", context)
-    monkeypatch.setattr(torch.cuda, "is_available", context)
-    found = detect("cuda:0")
-    card, software = found.device, found.software
-    assert (card.kind, card.name, card.capability) == ("cuda", "NVIDIA H200", "9.0")
-    assert (card.multiprocessors, card.memory_gib, card.mig) == (132, 140, "")
-    assert (software.driver, software.power_limit_w) == ("580.95.05", 700)
-    assert (software.clock_cap_mhz, software.cuda) == (0, torch.version.cuda or "")
-    assert type(software.torch) is str and detect("cuda") == found
-    assert device_uuid("cuda:0") == "aaaa-0"
-
-
-@pytest.mark.skipif(not hasattr(torch._C, "_cudnn"), reason="this torch has no cuDNN")
-def test_cudnn_version_is_the_one_that_torch_reports() -> None:
-    assert environment._cudnn_version() == str(torch.backends.cudnn.version())
-
-
 @pytest.mark.parametrize(
     ("changed", "multiprocessors", "cap"),
     [
+        ({}, 132, 0),
         ({"capability": (8, 0), "cores": 6912}, 108, 0),
         ({"capability": (8, 6), "cores": 10752}, 84, 0),
         ({"capability": (10, 0), "cores": 18944}, 148, 0),
@@ -156,13 +134,24 @@ def test_cudnn_version_is_the_one_that_torch_reports() -> None:
         ({"clocks": (1095, 1095, 1410)}, 132, 0),
     ],
 )
-def test_other_generations_and_lowered_clocks(
-    machine: Machine, changed: Card, multiprocessors: int, cap: int
+def test_cards_are_known_without_starting_cuda(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: Card,
+    multiprocessors: int,
+    cap: int,
 ) -> None:
     machine(FakeNvml(h200(**changed)))
+    for name in ("_lazy_init", "is_available"):  # None is called
+        monkeypatch.setattr(torch.cuda, name, None)
     found = detect("cuda:0")
-    assert found.device.multiprocessors == multiprocessors
-    assert found.software.clock_cap_mhz == cap
+    card, software = found.device, found.software
+    assert (card.kind, card.name, card.memory_gib, card.mig) == ("cuda", "NVIDIA H200", 140, "")
+    assert card.capability == ".".join(map(str, changed.get("capability", (9, 0))))
+    assert (card.multiprocessors, software.clock_cap_mhz) == (multiprocessors, cap)
+    assert (software.driver, software.power_limit_w) == ("580.95.05", 700)
+    assert software.cuda == (torch.version.cuda or "") and type(software.torch) is str
+    assert detect("cuda") == found and device_uuid("cuda:0") == "aaaa-0"
 
 
 @pytest.mark.parametrize(

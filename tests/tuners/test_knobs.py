@@ -317,17 +317,6 @@ def test_a_model_of_torchs_own_layers_is_compiled(
     assert graphs_compiled() == before + 1
 
 
-@pytest.mark.long  # that the option is given is tested above
-def test_compiled_code_draws_what_the_model_draws_without_it() -> None:
-    net = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.5), nn.Dropout(0.1), nn.Linear(64, 1))
-    x, row, found = torch.rand(8, 32), BY_NAME["compile"].model, []
-    for value in ("none", "default"):
-        row(net, value)
-        torch.manual_seed(3)
-        found.append(net(x))
-    torch.testing.assert_close(*found)
-
-
 def test_what_torch_does_for_a_task() -> None:
     task = Task.of("model.py", {"shape": "16x3x8x8"})
     plain = {"channels_last": False, "cudnn_deterministic": False, "precision": "default"}

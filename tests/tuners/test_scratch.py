@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,16 +31,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def left(root: Path) -> Path:
-    """The folder of a process that was killed."""
+def test_what_a_killed_process_left_is_swept_and_nothing_else(root: Path) -> None:
     (root / "leave.py").write_text(LEFT)
     done = forks.run(root / "leave.py", env=os.environ | {"TMPDIR": str(root)})
     (root / "leave.py").unlink()
-    return Path(done.stdout.strip())
-
-
-def test_what_a_killed_process_left_is_swept_and_nothing_else(root: Path) -> None:
-    gone = left(root)
+    gone = Path(done.stdout.strip())
     assert gone.parent == root and (gone / "deep" / "file").exists()
     (mine := root / "advisor-work").mkdir()
     (mine / "notes").touch()
@@ -57,23 +51,6 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else(root: Path) -> Non
     made.remove()
     made.remove()
     assert not made.path.exists()
-
-
-def test_a_file_written_during_a_sweep(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = left(root)
-    rmdir = os.rmdir
-
-    def late(folder: Any, **how: Any) -> None:
-        (gone / "late").touch()
-        rmdir(folder, **how)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rmdir", late)
-        scratch.sweep(root)
-    assert gone.exists()
-    scratch.sweep(root)
-    assert not gone.exists()
-    scratch.sweep(gone)  # there is none
 
 
 def test_what_is_compiled_lies_where_the_users_runs_find_it() -> None:
