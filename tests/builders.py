@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,14 +80,14 @@ class Net(nn.Module):
 
 def trained(
     net: nn.Module,
-    steps: int = 8,
+    batches: int | Iterable[Tensor] = 8,
     optimizer: torch.optim.Optimizer | None = None,
     shape: tuple[int, ...] = (4, 3, 8, 8),
 ) -> torch.optim.Optimizer:
-    """The optimizer that a script's steps were made with."""
+    """The optimizer that a script's steps were made with, on batches or so many of them."""
     optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(steps):
-        loss = net(torch.randn(shape)).square().mean()
+    for x in torch.randn(batches, *shape) if isinstance(batches, int) else batches:
+        loss = net(x).square().mean()
         assert loss.dtype == torch.float32
         optimizer.zero_grad()
         loss.backward()

@@ -566,19 +566,6 @@ def test_counters_of_steps_are_on_the_device_only_while_captured() -> None:
         assert adam.param_groups[0]["lr"] == 1e-3
 
 
-@pytest.mark.gpu
-def test_after_giving_up_adam_counts_where_it_did() -> None:
-    training = Training("cuda", make=torch.optim.Adam, fused=False, lr=1e-3)
-    training.run(EARLY + 2)
-    assert all(s["step"].is_cuda for s in training.optimizer.state.values())
-    held = training.optimizer.state_dict()["state"].values()
-    assert not any(s["step"].is_cuda for s in held)
-    with pytest.warns(AdvisorWarning):
-        training.step._give_up("enough")
-    assert not any(s["step"].is_cuda for s in training.optimizer.state.values())
-    training.run(3)
-
-
 @pytest.mark.parametrize("left_out", ["aten::lerp_", "aten::mul_"])
 def test_a_faulty_recorder_is_caught(left_out: str, recorder: AtenRecorder) -> None:
     """An average that stands still; a weight decay of 5e-6 at each step."""
