@@ -360,9 +360,9 @@ def tuned(
     return Tuner(runner, of, study, given, heard or Progress(), clock).run()
 
 
-def advised(found: SearchResult, use: str = "pilot", *, free: bool = False) -> Config:
+def advised(found: SearchResult, use: str = "pilot") -> Config:
     """The config that a use is advised."""
-    return next(w.choice.config for w in found.winners if (w.use, w.free) == (use, free))
+    return next(w.choice.config for w in found.winners if (w.use, w.free) == (use, False))
 
 
 def speedup(found: SearchResult, use: str = "pilot") -> float:

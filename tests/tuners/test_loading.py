@@ -154,6 +154,13 @@ def giving(sample: str) -> str:
     )
 
 
+FLOATS = (
+    "gives batches of 8x5 float32, and --shape says 8x3 float32; give --shape 8x5, or change the "
+    "data to match --shape; where lengths vary tune your run: advisor tune --"
+)
+BYTES = "give --shape 8x1x4x4 --dtype uint8, or change the data to match --shape$"
+
+
 @pytest.mark.parametrize(
     ("source", "error", "said"),
     [
@@ -166,20 +173,10 @@ def giving(sample: str) -> str:
         (
             giving("fails('gone')"),
             TargetFailed,
-            r"loading a batch raised OSError: gone \(data\.py:",
+            r"a batch raised OSError: gone \(data\.py:",
         ),
-        (
-            giving("torch.ones(5), 0"),
-            TargetError,
-            "gives batches of 8x5 float32, and --shape says 8x3 float32; give --shape 8x5, or "
-            "change the data to match --shape; where lengths vary tune your run: advisor tune --",
-        ),
-        (
-            giving("torch.ones(1, 4, 4, dtype=torch.uint8), 0"),
-            TargetError,
-            r"8x1x4x4 uint8, and --shape says 8x3 float32; give --shape 8x1x4x4 --dtype uint8, or "
-            r"change the data to match --shape$",
-        ),
+        (giving("torch.ones(5), 0"), TargetError, FLOATS),
+        (giving("torch.ones(1, 4, 4, dtype=torch.uint8), 0"), TargetError, BYTES),
         ("make_dataset = lambda: Samples(0)", TargetError, "it holds 0 samples, and a batch .* 8$"),
         (giving("torch.ones(3)"), TargetError, r"must be \(inputs, target\), .* is Tensor;"),
     ],

@@ -66,7 +66,6 @@ class Training:
         *,
         graph: bool = True,
         pin_memory: bool = False,
-        model: nn.Module | None = None,
         make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
         hinder: Callable[[Tensor], Any] = lambda loss: None,
         scale: float = 0.0,
@@ -79,7 +78,7 @@ class Training:
         self.advice = Advice(config, device=where)
         if scale:
             self.advice.scaler = torch.amp.GradScaler(where, init_scale=scale, growth_interval=7)
-        self.model = self.advice.prepare(Net() if model is None else model)
+        self.model = self.advice.prepare(Net())
         settings = {"lr": 0.05, "fused": True, **how}
         given = {name: value for name, value in settings.items() if value is not None}
         self.optimizer = make(self.model.parameters(), **given)
