@@ -170,11 +170,7 @@ BYTES = "give --shape 8x1x4x4 --dtype uint8, or change the data to match --shape
         (giving("torch.ones(3 + i), 0"), TargetFailed, r"not alike, .*; define make_collate"),
         ("make_dataset = lambda: Samples(5)", TargetError, "5 samples, and a batch .* has 8"),
         ("make_dataset = Ends", TargetError, "it gave no batch, and a batch of --shape has 8"),
-        (
-            giving("fails('gone')"),
-            TargetFailed,
-            r"a batch raised OSError: gone \(data\.py:",
-        ),
+        (giving("fails('gone')"), TargetFailed, r"a batch raised OSError: gone \(data\.py:"),
         (giving("torch.ones(5), 0"), TargetError, FLOATS),
         (giving("torch.ones(1, 4, 4, dtype=torch.uint8), 0"), TargetError, BYTES),
         ("make_dataset = lambda: Samples(0)", TargetError, "it holds 0 samples, and a batch .* 8$"),
