@@ -189,13 +189,11 @@ def test_all_ranks_leave_out_what_one_of_them_failed_with(
     assert first is not None and first == second and first.config == first.own
 
 
-@pytest.mark.parametrize("how", ["run", "apply"])
-def test_three_epochs_compile_nothing_after_the_first(how: str, backend: Backend) -> None:
+def test_three_epochs_compile_nothing_after_the_first(backend: Backend) -> None:
     """Each has a short last batch and an evaluation."""
 
-    def begun(charge: ActivePilot, guide: Guide | None) -> tuple[gated.Net, torch.optim.Optimizer]:
-        if guide is not None:
-            charge.attach(guide)
+    def begun(charge: ActivePilot, guide: Guide) -> tuple[gated.Net, torch.optim.Optimizer]:
+        charge.attach(guide)
         net = gated.Net()
         return net, torch.optim.SGD(net.parameters(), lr=0.1)
 
@@ -204,9 +202,7 @@ def test_three_epochs_compile_nothing_after_the_first(how: str, backend: Backend
     charge.release()
     open_records(None).put(compiled(looks.seen))
     told = {"command": ["python", "train.py"], "tune_s": 0, "folder": "", "options": None}
-    if how == "apply":
-        advisor.apply()
-    net, optimizer = begun(charge, LazyGuide(told) if how == "run" else None)
+    net, optimizer = begun(charge, LazyGuide(told))
     gated.epoch(net, optimizer, EPOCH)
     first = graphs_compiled()
     assert backend.made == [FULL]

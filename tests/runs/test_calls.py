@@ -230,44 +230,6 @@ def test_what_was_compiled_is_compared_without_compiling_again(
     assert guide.compiled[0] == guide.compiled[2]
 
 
-class Block(nn.Module):
-    """Half of the gradient is lost where it is compiled, if `broken`."""
-
-    def __init__(self, broken: bool) -> None:
-        super().__init__()
-        self.inner, self.dropout, self.broken = nn.Linear(16, 16), nn.Dropout(0.3), broken
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.dropout(torch.tanh(self.inner(x)))
-        if self.broken and torch.compiler.is_compiling():
-            found = (found + found.detach()) / 2
-        return x + found
-
-
-class Repeating(nn.Module):
-    def __init__(self, broken: bool) -> None:
-        super().__init__()
-        self.embedding, self.last = nn.Embedding(10, 16), nn.Linear(16, 4)
-        self.blocks = nn.Sequential(*(Block(broken) for _ in range(4)))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.last(self.blocks(self.embedding(tokens).mean(1)))
-
-
-# torch.compile looks for one, and hides the warning in a way that does not count here.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("broken", [False, True])
-def test_blocks_that_are_compiled_are_compared_as_they_are(
-    broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
-    guide = Asking({"compile": "blocks"})
-    trained(Repeating(broken), guide)
-    found = guide.results[0]
-    assert (found.outcome, found.blames) == (("wrong", "code") if broken else ("ok", "")), found
-    assert not broken or "gradient of blocks" in found.reason
-
-
 class Hiding(Net):
     """Returns its loss where nobody sees it."""
 

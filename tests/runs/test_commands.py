@@ -262,7 +262,7 @@ def test_a_compiler_that_is_ended_leaves_nothing_half_written() -> None:
     [
         (
             "print(5)",
-            "no process of the command has imported torch; it ended with exit code 0. Its",
+            "of the command has imported torch; it ended with exit code 0. Its output",
         ),
         ("input()", "it ended with exit code 1: EOFError"),
         ("def train(:", "it ended with exit code 1: SyntaxError: invalid syntax. Its output"),

@@ -241,15 +241,6 @@ def shorter(training: Training) -> list[float]:
     return [*losses, float(training.step(short).detach()), *training.run(5, first=60)]
 
 
-def decaying(training: Training) -> list[float]:
-    schedule = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, gamma=0.8)
-    losses = []
-    for number in range(20):
-        losses += training.run(1, first=number)
-        schedule.step()
-    return losses
-
-
 def freezing(training: Training) -> list[float]:
     training.run(EARLY + 2)
     convolve = training.model.get_parameter("convolve.weight").requires_grad_(False)
@@ -276,8 +267,6 @@ ADAMW = {"make": torch.optim.AdamW, "lr": 1e-2}
     ("script", "how"),
     [
         (shorter, {}),
-        (decaying, {"momentum": 0.9}),
-        (decaying, ADAMW),
         (freezing, {}),
         (resuming, ADAMW),
     ],
