@@ -26,20 +26,10 @@ from advisor.open_store import open_records
 from advisor.resolve.online import OnlineTuner
 from advisor.resolve.request import Request
 from advisor.tuners import host
-from advisor.tuners.act.pilot.pilot import (
-    ANOTHER,
-    BY_HAND,
-    EVALUATING,
-    UNORDERED,
-    UNSEEN,
-    ActivePilot,
-)
-from advisor.tuners.act.pilot.protocol import (
-    BlockRequest,
-    BlockResult,
-    PilotClient,
-    startup_failure,
-)
+from advisor.tuners.act.pilot import pilot as piloting
+from advisor.tuners.act.pilot import protocol
+from advisor.tuners.act.pilot.pilot import ActivePilot
+from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, PilotClient
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.ranks import Group
 from advisor.tuners.decisions import MAX_OBSERVED_STEPS
@@ -435,11 +425,11 @@ def two_models_in_turn() -> None:
 @pytest.mark.parametrize(
     ("trains", "said"),
     [
-        (without_a_module, UNSEEN),
-        (without_an_order, UNORDERED),
-        (in_evaluation_mode, EVALUATING),
-        (by_hand, BY_HAND),
-        (two_models_in_turn, ANOTHER),
+        (without_a_module, piloting.UNSEEN),
+        (without_an_order, piloting.UNORDERED),
+        (in_evaluation_mode, piloting.EVALUATING),
+        (by_hand, piloting.BY_HAND),
+        (two_models_in_turn, piloting.ANOTHER),
     ],
 )
 def test_what_cannot_be_timed_is_left_alone_with_the_reason(
@@ -463,7 +453,7 @@ def test_what_a_process_failed_with_first_is_told_with_file_and_line(tmp_path: P
         runpy.run_path(str(tmp_path / "train.py"))
     line.failed(caught.value)
     line.failed(RuntimeError("a child failed"))
-    assert startup_failure(str(tmp_path / "pilot")) == "ValueError: bad data (train.py:2)"
+    assert protocol.startup_failure(str(tmp_path / "pilot")) == "ValueError: bad data (train.py:2)"
     charge = ActivePilot()
     charge.attach(line)
     trained(Net(), 8)

@@ -25,9 +25,6 @@ def test_the_innermost_line_of_the_users_own(tmp_path: Path, name: str) -> None:
     with pytest.raises(Exception) as caught:
         exec(compile(source, str(file), "exec"), {})
     assert where(caught.value) == at
-
-
-def test_what_came_through_none_has_no_line() -> None:
     assert where(ValueError("never raised")) == ""
 
 
