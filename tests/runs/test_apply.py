@@ -417,30 +417,24 @@ def test_strict_ends_the_script(tmp_path: Path) -> None:
     assert "NoRecord: this run was not tuned" in done.stderr
 
 
-LR = ["-m", "package.train", "--lr", "1"]
+LR = "-m package.train --lr 1"
+ELASTIC = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "4"}
 
 
 @pytest.mark.parametrize(
-    ("argv", "environment", "command"),
+    ("words", "environment", "command"),
     [
-        (["python3", *LR], {"PATH": ""}, ["python3", *LR]),
+        (f"python3 {LR}", {"PATH": ""}, f"python3 {LR}"),
         # By its whole path, unless that is what `python` is: another one has another torch.
-        ([sys.executable, *LR], {}, ["python", *LR]),
-        ([sys.executable, *LR], {"PATH": ""}, [sys.executable, *LR]),
-        (
-            ["/x/bin/python3", "-u", "train.py"],
-            {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "4"},
-            ["torchrun", "--nproc-per-node", "4", "train.py"],
-        ),
+        (f"{sys.executable} {LR}", {}, f"python {LR}"),
+        (f"{sys.executable} {LR}", {"PATH": ""}, f"{sys.executable} {LR}"),
+        ("/x/bin/python3 -u train.py", ELASTIC, "torchrun --nproc-per-node 4 train.py"),
     ],
 )
 def test_the_command_as_a_person_types_it(
-    argv: list[str],
-    environment: dict[str, str],
-    command: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    words: str, environment: dict[str, str], command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "orig_argv", argv)
-    assert own_command() == command
+    monkeypatch.setattr(sys, "orig_argv", words.split())
+    assert own_command() == command.split()
