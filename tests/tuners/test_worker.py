@@ -1,4 +1,5 @@
-"""The worker process: whatever the user's code does costs one config."""
+"""The worker process: whatever the user's code does costs one config; where in it an exception came
+from; and folders for what is written for now, gone with their process, never while it lives."""
 
 from __future__ import annotations
 
@@ -14,16 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from advisor.cache.config import Config
 from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed, WorkerError
-from advisor.tuners import fingerprint, host, target
+from advisor.tuners import fingerprint, host, scratch, target
+from advisor.tuners.faults import is_config_error, may_be_config_error, where
+from advisor.tuners.measure.run.guarded_process import inductor_folder
 from advisor.tuners.measure.runner import Block, ConfigFailed
 from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import describe
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import CHANGED, WorkerJob
+from advisor.tuners.scratch import ScratchFolder
+from tests import forks
 from tests.forks import alive, call, until
 
 MEAN = """
@@ -397,3 +403,82 @@ def test_on_a_gpu_kept_code_is_timed_and_compared(tmp_path: Path, optimizer: str
             again = worker.block(config, 20, deadline_s=300)
             assert again.compiled == 0, "what is compared is what was timed"
         assert worker._process.pid == process
+
+
+SOURCES = {
+    "raised here": ("def step():\n    raise ValueError('bad')\nstep()\n", "train.py:2"),
+    "in a library": ("import torch\n\ntorch.ones(2) @ torch.ones(3)\n", "train.py:3"),
+    "in Python": ("import json\njson.loads('[')\n", "train.py:2"),
+    "of wrong syntax": ("x = 1\ndef train(:\n", "train.py:2"),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_innermost_line_of_the_users_own(tmp_path: Path, name: str) -> None:
+    source, at = SOURCES[name]
+    file = tmp_path / "train.py"
+    file.write_text(source)
+    with pytest.raises(Exception) as caught:
+        exec(compile(source, str(file), "exec"), {})
+    assert where(caught.value) == at
+    assert where(ValueError("never raised")) == ""
+
+
+@pytest.mark.parametrize(
+    ("exc", "is_it", "may_be"),
+    [
+        (torch._dynamo.exc.InternalTorchDynamoError("in the compiler"), True, True),
+        (torch.OutOfMemoryError("no memory left"), True, True),
+        (RuntimeError("view size"), False, True),
+        (NotImplementedError("on this device"), False, True),
+        (ValueError("bad batch"), False, False),
+        (RecursionError("a RuntimeError too"), False, False),
+    ],
+)
+def test_what_a_config_may_be_the_cause_of(exc: Exception, is_it: bool, may_be: bool) -> None:
+    assert (is_config_error(exc), may_be_config_error(exc)) == (is_it, may_be)
+
+
+ABANDONED = """
+import os
+from advisor.tuners.scratch import ScratchFolder
+made = ScratchFolder()
+(made.path / "deep").mkdir()
+(made.path / "deep" / "file").touch()
+(made.path / "link").symlink_to("..")
+print(made.path, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_a_killed_process_left_is_swept_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path
+    monkeypatch.setattr(tempfile, "tempdir", str(root))
+    (root / "leave.py").write_text(ABANDONED)
+    done = forks.run(root / "leave.py", env=os.environ | {"TMPDIR": str(root)})
+    (root / "leave.py").unlink()
+    gone = Path(done.stdout.strip())
+    assert gone.parent == root and (gone / "deep" / "file").exists()
+    (mine := root / "advisor-work").mkdir()
+    (mine / "notes").touch()
+    (root / f"{scratch.FOLDER_PREFIX}link").symlink_to(mine)
+    with ScratchFolder() as living:
+        (living / "file").touch()
+        scratch.sweep(root)
+        left_there = {one.name for one in root.iterdir()}
+        assert left_there == {mine.name, f"{scratch.FOLDER_PREFIX}link", living.name}
+        assert (living / "file").exists() and (mine / "notes").exists()
+    assert not living.exists()
+    made = ScratchFolder()
+    made.remove()
+    made.remove()
+    assert not made.path.exists()
+
+
+def test_what_is_compiled_lies_where_the_users_runs_find_it() -> None:
+    """A worker's temporary folder is its own, in which Inductor would keep it."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    assert inductor_folder() == default_cache_dir()
