@@ -95,6 +95,11 @@ def test_a_config_acts_and_leaves_nothing(flown: Flown) -> None:
     assert net.conv.weight.is_contiguous(memory_format=layout)
     momentum = optimizer.state[net.conv.weight]["momentum_buffer"]
     assert momentum.stride() == net.conv.weight.stride()
+    assert "_compiled_call_impl" not in vars(copy.deepcopy(net))
+    with torch.no_grad():  # evaluation runs unmodified
+        net(IMAGES[0])
+    net.eval()(IMAGES[0])
+    assert net.train().dtypes[-2:] == [torch.float32] * 2
     switch.set(OWN)
     trained(net, 1, optimizer)
     assert net.dtypes[-1] == torch.float32
