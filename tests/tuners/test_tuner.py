@@ -355,6 +355,6 @@ def test_the_loader_feeds_the_chosen_step(batches_per_s: float, workers: int) ->
     clock = Clock(60.0, now=place.now)
     fed = tuned_loader(place, of, advised(found, "loop"), found, clock, Progress())
     assert knobs.workers(fed.input) == workers
-    assert fed.winners == found.winners and clock.spent_s <= 63
+    assert (fed.winners, fed.complete) == (found.winners, True) and clock.spent_s <= 63
     assert {trial.stage for trial in fed.trials[len(found.trials) :]} == {knobs.INPUT}
     assert any("the loader limits " in line for line in fed.remarks) is (batches_per_s == 8)
