@@ -338,8 +338,10 @@ def test_the_sampler_goes_on_where_the_recipe_ends(monkeypatch: pytest.MonkeyPat
     nothing: Callable[[Any], Any] = lambda _recipe: iter(())  # noqa: E731
     monkeypatch.setattr(Recipe, "__iter__", nothing)
     wide = space(use="capture", precisions=("default", "tf32", "bf16", "fp16"), compiles=False)
-    place, heard = MadeUp(wide.default), Heard()
+    place, heard, again = MadeUp(wide.default), Heard(), Heard()
     found = tuned(place, wide, 60.0, heard=heard)
+    tuned(MadeUp(wide.default), wide, 60.0, heard=again)
+    assert again.configs == heard.configs, "the seed decides"
     assert {trial.origin for trial in heard.trials} == {"baseline", "sampler"}
     assert place.speedup(advised(found, "capture")) >= 2.3
     assert len(set(heard.configs)) == len(heard.configs)

@@ -41,6 +41,12 @@ def test_a_config_is_measured_between_blocks_of_the_baseline() -> None:
     assert measured.low <= measured.samples_per_s <= measured.high
     assert measured.first_step_s == visit.first_s == pytest.approx(0.2)
     assert 0 < visit.settle_s < visit.seconds and len(measured.blocks) == len(visit.turns)
+    # Where it fails in its second turn, the first one counts if only the time was over.
+    second = len(place.blocks) - len(timed) + 4
+    for outcome, turns in (("timed_out", 1), ("crashed", 0)):
+        again = visitor(place := MadeUp(BASE))
+        place.stops = {second: ConfigFailed(outcome, "it is made to")}
+        assert len(again.visit(HALF, best=1.0).turns) == turns
 
 
 @pytest.mark.parametrize(
