@@ -407,10 +407,6 @@ def without_an_order() -> None:
         optimizers[int(step**0.5) % 3].step()
 
 
-def in_evaluation_mode() -> None:
-    trained(Net().eval())
-
-
 def by_hand() -> None:
     net = nn.Linear(6, 4)
     for _ in range(8 * MAX_OBSERVED_STEPS):
@@ -427,7 +423,7 @@ def two_models_in_turn() -> None:
     [
         (without_a_module, piloting.UNSEEN),
         (without_an_order, piloting.UNORDERED),
-        (in_evaluation_mode, piloting.EVALUATING),
+        (lambda: trained(Net().eval()), piloting.EVALUATING),
         (by_hand, piloting.BY_HAND),
         (two_models_in_turn, piloting.ANOTHER),
     ],
