@@ -54,6 +54,7 @@ def test_no_advice_changes_nothing() -> None:
     model = nn.Linear(2, 2)
     assert advice.prepare(model) is model and "_compiled_call_impl" not in vars(model)
     assert advice.optimizer == {} and advice.loader == {"batch_size": 4}
+    assert next(iter(advice.batches([x := torch.ones(1)]))) is x
     with advice.autocast():
         assert not advice.scaler.is_enabled() and not torch.is_autocast_enabled("cpu")
     assert before == flags()
