@@ -134,7 +134,8 @@ def test_workers_that_slow_the_steps_are_advised_by_what_they_deliver() -> None:
 
 def test_larger_batches_from_the_largest_on_then_what_leads_there() -> None:
     heard = Heard()
-    tuned(MadeUp(OF_A_WORKLOAD.default), OF_A_WORKLOAD, 300.0, heard=heard)
+    found = tuned(MadeUp(OF_A_WORKLOAD.default), OF_A_WORKLOAD, 300.0, heard=heard)
+    assert len(found.raced) == 7, "of each use but the first, and of each batch, the best alone"
     batches = [trial.config for trial in heard.trials if trial.origin == "batch"]
     assert [config.batch for config in batches[:2]] == [256, 128] and not compiles(batches[0])
     assert any(compiles(config) and config.batch == 256 for config in batches)

@@ -342,6 +342,9 @@ def test_the_sampler_goes_on_where_the_recipe_ends(monkeypatch: pytest.MonkeyPat
     found = tuned(place, wide, 60.0, heard=heard)
     tuned(MadeUp(wide.default), wide, 60.0, heard=again)
     assert again.configs == heard.configs, "the seed decides"
+    vain = Heard()
+    tuned(MadeUp(wide.default, gains={}), wide, 600.0, heard=vain)
+    assert len(vain.trials) == 1 + sum(len(some) > 1 for some in wide.choices.values())
     assert {trial.origin for trial in heard.trials} == {"baseline", "sampler"}
     assert place.speedup(advised(found, "capture")) >= 2.3
     assert len(set(heard.configs)) == len(heard.configs)
