@@ -19,6 +19,7 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.advice_usage import AdviceUsage, Served
 from advisor.tuners.act.process_flags import ProcessFlags
 from advisor.tuners.act.replays import Replays
+from advisor.tuners.knobs import KNOBS
 from tests.cache import examples
 
 
@@ -29,12 +30,6 @@ def two_threads(flags_restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(acting, "log_at_exit", lambda one: None)
     torch.set_num_threads(2)
-
-
-def flags() -> tuple[Any, ...]:
-    cudnn = torch.backends.cudnn
-    precision = torch.get_float32_matmul_precision()
-    return cudnn.benchmark, cudnn.deterministic, precision, torch.get_num_threads()
 
 
 def train(advice: Advice, steps: int = 3) -> None:
@@ -48,7 +43,8 @@ def train(advice: Advice, steps: int = 3) -> None:
 
 
 def test_no_advice_changes_nothing() -> None:
-    before = flags()
+    flags = [knob.flag for knob in KNOBS if knob.flag is not None]
+    before = [one.now() for one in flags]
     advice = Advice(Config(), device="cpu", batch_size=4, served=Served(status="miss"))
     advice.set_flags()
     model = nn.Linear(2, 2)
@@ -57,7 +53,7 @@ def test_no_advice_changes_nothing() -> None:
     assert next(iter(advice.batches([x := torch.ones(1)]))) is x
     with advice.autocast():
         assert not advice.scaler.is_enabled() and not torch.is_autocast_enabled("cpu")
-    assert before == flags()
+    assert before == [one.now() for one in flags]
 
 
 def test_place_keeps_the_structure() -> None:

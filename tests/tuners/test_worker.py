@@ -228,11 +228,6 @@ def written(path: Path) -> int:
     return int(until(lambda: path.exists() and path.read_text()))
 
 
-def at_its_end(worker: Worker) -> bool:
-    """Whether the last thread of its process is gone, too, which holds the pipe."""
-    return worker._pipe is not None and worker._pipe.poll(20)
-
-
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
 
 
@@ -244,7 +239,8 @@ def test_a_worker_killed_between_blocks_is_replaced(worker: Worker, which: int) 
     guard, child, *_ = host.family(worker._process.pid)
     os.kill((guard, child)[which], signal.SIGKILL)
     until(lambda: not alive(child))
-    assert at_its_end(worker)
+    # The last thread of its process is gone, too, which holds the pipe.
+    assert worker._pipe is not None and worker._pipe.poll(20)
     block(worker, 4)
     assert worker._process.pid != guard
 
