@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import optuna
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from advisor.arguments import Model, Permit
 from advisor.cache.config import Config
@@ -57,6 +58,41 @@ def space(device: str = "cuda", **more: Any) -> Space:
     """What is offered on a GPU to a run, or to a workload with `use="capture"`."""
     given = {"capability": (9, 0), "compiles": True, "use": "pilot", "batches": (64,), **more}
     return Space.of(SearchContext(device=device, **given))
+
+
+class Net(nn.Module):
+    """Keeps the number formats that it was called in. `backward`: called in it, under bf16."""
+
+    backward = staticmethod(lambda gradient: gradient)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.conv(x)
+        self.dtypes.append(out.dtype)
+        if out.dtype == torch.bfloat16 and out.requires_grad:
+            out.register_hook(self.backward)
+        return out.mean((2, 3))
+
+
+def trained(
+    net: nn.Module,
+    batches: int | Iterable[Tensor] = 8,
+    optimizer: torch.optim.Optimizer | None = None,
+    shape: tuple[int, ...] = (4, 3, 8, 8),
+) -> torch.optim.Optimizer:
+    """The optimizer that a script's steps were made with, on batches or so many of them."""
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for x in torch.randn(batches, *shape) if isinstance(batches, int) else batches:
+        loss = net(x).square().mean()
+        assert loss.dtype == torch.float32
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return optimizer
 
 
 def net_of(name: str = "model.py:Net") -> nn.Module:
@@ -324,9 +360,9 @@ def tuned(
     return Tuner(runner, of, study, given, heard or Progress(), clock).run()
 
 
-def advised(found: SearchResult, use: str = "pilot", *, free: bool = False) -> Config:
+def advised(found: SearchResult, use: str = "pilot") -> Config:
     """The config that a use is advised."""
-    return next(w.choice.config for w in found.winners if (w.use, w.free) == (use, free))
+    return next(w.choice.config for w in found.winners if (w.use, w.free) == (use, False))
 
 
 def speedup(found: SearchResult, use: str = "pilot") -> float:

@@ -7,14 +7,12 @@ mutmut names a module by its path. Of the whole run tests/mutants.md tells.
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 MUTMUT = Path(sys.executable).with_name("mutmut")
@@ -72,20 +70,19 @@ def mutmut(*arguments: str, quiet: bool = True) -> str:
     return done.stdout or ""
 
 
-def made() -> dict[str, str]:
-    """Every mutant with its file."""
+def made() -> list[str]:
+    """The names of all mutants."""
     if not Path("mutants/mutmut-stats.json").exists():
         with Path("tests/conftest.py").open("a") as conftest:
             conftest.write(SET_UP)
         mutmut("run", ANY)
-    return {name: file for file, codes in exit_codes() for name in codes}
+    return sorted(exit_codes())
 
 
-def exit_codes() -> Iterator[tuple[str, dict[str, int | None]]]:
-    """Of each file with its mutants: how their tests ended, None where they did not run."""
-    for path in sorted(Path("mutants").rglob("*.py.meta")):
-        file = str(path.relative_to("mutants")).removesuffix(".meta")
-        yield file, json.loads(path.read_text())["exit_code_by_key"]
+def exit_codes() -> dict[str, int | None]:
+    """Of each mutant how its tests ended, None where they did not run."""
+    read = (json.loads(one.read_text()) for one in Path("mutants").rglob("*.py.meta"))
+    return {name: code for one in read for name, code in one["exit_code_by_key"].items()}
 
 
 def main() -> None:
@@ -95,25 +92,19 @@ def main() -> None:
     given = asked.parse_args()
 
     Path("preload.txt").write_text("\n".join(OTHERS))
-    files = made()
-    names = sorted(files)
+    names = every = made()
     if given.count:
-        names = sorted(random.Random(given.seed).sample(names, min(given.count, len(names))))
+        names = sorted(random.Random(given.seed).sample(every, min(given.count, len(every))))
     mutmut("run", *names, quiet=False)
 
-    ended = {name: code for _file, codes in exit_codes() for name, code in codes.items()}
+    ended = exit_codes()
     alive = [name for name in names if ended[name] not in FAILED + ENDLESS]
     endless = [name for name in names if ended[name] in ENDLESS]
     for name in alive:
         print(mutmut("show", name))
-    tried = collections.Counter(files[name] for name in names)
-    left = collections.Counter(files[name] for name in alive)
-    for file, count in sorted(tried.items()):
-        print(f"{count - left[file]:5} of {count:4} killed  {file}")
-    share = 1 - len(alive) / len(names)
-    print(f"{len(names) - len(alive)} of {len(names)} killed, {share:.1%}; of {len(files)} in all")
-    if endless:
-        print(f"{len(endless)} of them by running out of time: {', '.join(endless)}")
+    killed, tried = len(names) - len(alive), len(names)
+    print(f"{killed} of {tried} killed, {killed / tried:.1%}; of {len(every)} in all")
+    print(f"by running out of time: {', '.join(endless) or 'none'}")
 
 
 if __name__ == "__main__":

@@ -135,10 +135,12 @@ def left_behind() -> list[str]:
 
 @dataclass(frozen=True)
 class Variant:
-    """How a script is run: with these values or, None, by itself; with these arguments."""
+    """How a script is run: with these values or, None, by itself; with these arguments. `saves`:
+    the file with its weights, '' where its first argument names one."""
 
     values: Mapping[str, Value] | None = None
     words: tuple[str, ...] = ()
+    saves: str = ""
 
 
 def trained(
@@ -174,8 +176,10 @@ def _train(script: str, out: str, variant: Variant) -> None:
     torch.set_num_threads(1)
     guide = Ordered(partial(there_and_back, variant.values or {}))
     pilot = None if variant.values is None else Pilot(guide, RecordedSteps())
-    sys.argv = [script, out, *variant.words]
+    sys.argv = [script, *([] if variant.saves else [out]), *variant.words]
     runpy.run_path(script, run_name="__main__")
+    if variant.saves:
+        Path(variant.saves).replace(out)
     if pilot is not None:
         pilot.release()
         assert not left_behind(), left_behind()

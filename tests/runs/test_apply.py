@@ -46,13 +46,13 @@ from advisor.tuners.environment import detect, tools
 from advisor.tuners.knobs import TORCH, Advised
 from advisor.tuners.tf32 import describe
 from tests import forks
+from tests.builders import Net, trained
 from tests.cache.examples import choice, record, trial, winners
 from tests.runs.forked import Looks, left_behind, space_of
 from tests.tuners import test_gate as gated
 from tests.tuners.test_gate import EPOCH, FULL, SHORT, Backend, backend
 
 __all__ = ["backend"]  # a fixture
-STEPS = 8
 SCRIPT = """
 import sys
 
@@ -69,41 +69,6 @@ for _ in range(8):
     optimizer.step()
 print("trained")
 """
-
-
-class Net(nn.Module):
-    """Keeps the number formats that it was called in. `backward`: called in it, under bf16."""
-
-    backward = staticmethod(lambda gradient: gradient)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.dtypes: list[torch.dtype] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.conv(x)
-        self.dtypes.append(out.dtype)
-        if out.dtype == torch.bfloat16 and out.requires_grad:
-            out.register_hook(self.backward)
-        return out.mean((2, 3))
-
-
-def trained(
-    net: nn.Module,
-    steps: int = STEPS,
-    optimizer: torch.optim.Optimizer | None = None,
-    shape: tuple[int, ...] = (4, 3, 8, 8),
-) -> torch.optim.Optimizer:
-    """The optimizer that a script's steps were made with."""
-    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(steps):
-        loss = net(torch.randn(shape)).square().mean()
-        assert loss.dtype == torch.float32
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return optimizer
 
 
 def record_of(seen: ScriptFacts, fast: Config) -> Record:
@@ -225,13 +190,11 @@ def test_all_ranks_leave_out_what_one_of_them_failed_with(
     assert first is not None and first == second and first.config == first.own
 
 
-@pytest.mark.parametrize("how", ["run", "apply"])
-def test_three_epochs_compile_nothing_after_the_first(how: str, backend: Backend) -> None:
+def test_three_epochs_compile_nothing_after_the_first(backend: Backend) -> None:
     """Each has a short last batch and an evaluation."""
 
-    def begun(charge: ActivePilot, guide: Guide | None) -> tuple[gated.Net, torch.optim.Optimizer]:
-        if guide is not None:
-            charge.attach(guide)
+    def begun(charge: ActivePilot, guide: Guide) -> tuple[gated.Net, torch.optim.Optimizer]:
+        charge.attach(guide)
         net = gated.Net()
         return net, torch.optim.SGD(net.parameters(), lr=0.1)
 
@@ -240,9 +203,7 @@ def test_three_epochs_compile_nothing_after_the_first(how: str, backend: Backend
     charge.release()
     open_records(None).put(compiled(looks.seen))
     told = {"command": ["python", "train.py"], "tune_s": 0, "options": None}
-    if how == "apply":
-        advisor.apply()
-    net, optimizer = begun(charge, LazyGuide(told) if how == "run" else None)
+    net, optimizer = begun(charge, LazyGuide(told))
     gated.epoch(net, optimizer, EPOCH)
     first = graphs_compiled()
     assert backend.made == [FULL]
@@ -426,20 +387,6 @@ def test_flags_that_advice_has_set_are_not_the_scripts_own(monkeypatch: pytest.M
     assert torch.get_num_threads() == threads
 
 
-@pytest.mark.parametrize("same", [False, True])
-def test_no_gain_of_another_model_is_claimed(same: bool, seen: ScriptFacts) -> None:
-    """Where the script imports a file whose model was tuned, and trains another."""
-    tuned = record_of(seen, Config(threads=3))
-    served = Served(reason="1.50x", record=tuned, default=TORCH)
-    advice = Advice(Advised(Config(threads=3)), device="cpu", served=served)
-    advice.set_flags()
-    advisor.apply()
-    with pytest.warns(advisor.AdvisorWarning, match="not tuned"):
-        trained(Net() if same else nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()))
-    other = "no speed-up is known: this model is not the one tuned as python train.py; "
-    assert advice.reason.startswith("1." if same else other)
-
-
 def test_no_pilot(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(advisor.AdvisorWarning, match="tune"):
         advisor.apply(tune="soon")
@@ -473,30 +420,24 @@ def test_strict_ends_the_script(tmp_path: Path) -> None:
     assert "NoRecord: this run was not tuned" in done.stderr
 
 
-LR = ["-m", "package.train", "--lr", "1"]
+LR = "-m package.train --lr 1"
+ELASTIC = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "4"}
 
 
 @pytest.mark.parametrize(
-    ("argv", "environment", "command"),
+    ("words", "environment", "command"),
     [
-        (["python3", *LR], {"PATH": ""}, ["python3", *LR]),
+        (f"python3 {LR}", {"PATH": ""}, f"python3 {LR}"),
         # By its whole path, unless that is what `python` is: another one has another torch.
-        ([sys.executable, *LR], {}, ["python", *LR]),
-        ([sys.executable, *LR], {"PATH": ""}, [sys.executable, *LR]),
-        (
-            ["/x/bin/python3", "-u", "train.py"],
-            {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "4"},
-            ["torchrun", "--nproc-per-node", "4", "train.py"],
-        ),
+        (f"{sys.executable} {LR}", {}, f"python {LR}"),
+        (f"{sys.executable} {LR}", {"PATH": ""}, f"{sys.executable} {LR}"),
+        ("/x/bin/python3 -u train.py", ELASTIC, "torchrun --nproc-per-node 4 train.py"),
     ],
 )
 def test_the_command_as_a_person_types_it(
-    argv: list[str],
-    environment: dict[str, str],
-    command: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    words: str, environment: dict[str, str], command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "orig_argv", argv)
-    assert own_command() == command
+    monkeypatch.setattr(sys, "orig_argv", words.split())
+    assert own_command() == command.split()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,20 +26,10 @@ from advisor.open_store import open_records
 from advisor.resolve.online import OnlineTuner
 from advisor.resolve.request import Request
 from advisor.tuners import host
-from advisor.tuners.act.pilot.pilot import (
-    ANOTHER,
-    BY_HAND,
-    EVALUATING,
-    UNORDERED,
-    UNSEEN,
-    ActivePilot,
-)
-from advisor.tuners.act.pilot.protocol import (
-    BlockRequest,
-    BlockResult,
-    PilotClient,
-    startup_failure,
-)
+from advisor.tuners.act.pilot import pilot as piloting
+from advisor.tuners.act.pilot import protocol
+from advisor.tuners.act.pilot.pilot import ActivePilot
+from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, PilotClient
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.ranks import Group
 from advisor.tuners.decisions import MAX_OBSERVED_STEPS
@@ -48,6 +38,7 @@ from advisor.tuners.measure.run.run import AttachedRun
 from advisor.tuners.measure.run.session import AttachedScript
 from advisor.tuners.search.plan import suffices
 from tests import forks
+from tests.builders import Net, trained
 from tests.forks import alive, started_with, until
 from tests.runs.forked import Looks, left_behind, space_of
 
@@ -198,7 +189,7 @@ def test_the_script_goes_on_without(
         monkeypatch.setattr(Group, "current", lambda: Group(store, 0, 1))
     charge.attach(OnlineTuner(["python", "train.py"], Request(), tune_s=300.0))
     with pytest.warns(AdvisorWarning, match="the search within this run has failed") as said:
-        train(net, 12)
+        trained(net, 12)
     assert len(said) == 1
     assert net.dtypes == [torch.float32] * 12
     if lost == "its start":
@@ -209,7 +200,7 @@ def test_the_script_goes_on_without(
 def test_a_search_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
     net, charge = Net(), ActivePilot()
     charge.attach(PilotClient(str(tmp_path / "pilot"), None, patience_s=0.2))
-    train(net, 8)
+    trained(net, 8)
     assert left_behind() == []
     assert set(net.dtypes) == {torch.float32}
 
@@ -233,48 +224,30 @@ def test_a_config_is_held_against_fp32_within_the_run(
     torch.manual_seed(0)
     net, alone = nn.Linear(6, 4), nn.Linear(6, 4)
     alone.load_state_dict(net.state_dict())
-    train(alone, data)
+    trained(alone, data)
     (searching := threading.Thread(target=search)).start()
     line = PilotClient(str(tmp_path / "pilot"), None, patience_s=WAIT_S)
     charge.attach(line, RecordedSteps(careful=True))
-    train(net, data)
+    trained(net, data)
     searching.join(WAIT_S)
     (compared,) = found
     assert compared.ok, compared
     assert all(map(torch.equal, net.state_dict().values(), alone.state_dict().values()))
 
 
-class Net(nn.Module):
-    """Raises in bf16 where it is to; keeps the number formats that it was called in."""
+def failing(raises: type[Exception], *, backward: bool = False) -> Net:
+    """Raises in bf16, in backward or before."""
 
-    def __init__(self, raises: type[Exception] | None = None, *, backward: bool = False) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 4)
-        self.raises, self.backward = raises, backward
-        self.dtypes: list[torch.dtype] = []
+    def fail(at: Tensor) -> None:
+        if at.dtype == torch.bfloat16:
+            raise raises("not in bf16")
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.layer(x)
-        if self.raises is not None and out.dtype == torch.bfloat16:
-            if not self.backward:
-                self.fail(x)
-            out.register_hook(self.fail)
-        self.dtypes.append(out.dtype)
-        return out
-
-    def fail(self, _at: Tensor) -> None:
-        assert self.raises is not None
-        raise self.raises("not in bf16")
-
-
-def train(net: nn.Module, data: int | Iterable[Tensor]) -> None:
-    """On batches, or so many."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for x in data if isinstance(data, Iterable) else torch.randn(data, 4, 6):
-        loss = net(x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    net = Net()
+    if backward:
+        net.backward = fail  # type: ignore[method-assign,assignment]
+    else:
+        net.conv.register_forward_hook(lambda _net, _given, out: fail(out))
+    return net
 
 
 class Careful(Looks):
@@ -312,9 +285,9 @@ def charge() -> Iterator[ActivePilot]:
 def test_a_config_that_raises_costs_its_step(
     charge: ActivePilot, raises: type[Exception], outcome: str
 ) -> None:
-    guide, net = Careful(), Net(raises)
+    guide, net = Careful(), failing(raises)
     charge.attach(guide)
-    train(net, 12)
+    trained(net, 12)
     failed, later = guide.results
     assert (failed.steps, failed.outcome) == (1, outcome)
     assert failed.reason == f"{raises.__name__}: not in bf16"
@@ -336,7 +309,7 @@ class Samples(Dataset[Tensor]):
         if get_worker_info() is not None and number == self.bad:
             raise RuntimeError("not in a worker")
         self.fetched.append(number)
-        return torch.full((6,), float(number))
+        return torch.full((3, 8, 8), float(number))
 
 
 @pytest.mark.parametrize(("bad", "outcome"), [(-1, "ok"), (20, "failed")])
@@ -346,7 +319,7 @@ def test_workers_feed_a_config_and_cost_their_lap_alone(
     monkeypatch.setattr(host, "files_read", list)  # pytest's own
     guide, data = Careful(num_workers=1), Samples(bad)
     charge.attach(guide)
-    train(Net(), DataLoader(data, batch_size=4))
+    trained(Net(), DataLoader(data, batch_size=4))
     assert [result.outcome for result in guide.results] == [outcome, "ok"]
     assert guide.results[0].reason.startswith("in a worker: ") == (outcome == "failed")
     # The first four batches came before the config, three with it, of these one before the bad one.
@@ -356,7 +329,7 @@ def test_workers_feed_a_config_and_cost_their_lap_alone(
 
 class Stream(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(torch.randn(48, 6))
+        return iter(torch.randn(48, 3, 8, 8))
 
 
 @pytest.mark.parametrize(
@@ -371,7 +344,7 @@ def test_a_loader_that_stays_as_it_is_is_no_part_of_the_key(
 ) -> None:
     guide = Careful()
     charge.attach(guide)
-    train(Net(), DataLoader(data, batch_size=4, num_workers=workers))
+    trained(Net(), DataLoader(data, batch_size=4, num_workers=workers))
     assert "num_workers" in guide.seen.kept and "num_workers" not in guide.own
     assert (guide.seen.workers, guide.seen.script, guide.seen.lines()[:1]) == (0, "", [said])
 
@@ -379,13 +352,13 @@ def test_a_loader_that_stays_as_it_is_is_no_part_of_the_key(
 def test_a_config_that_raises_in_backward_has_no_order_after_it_until_the_script_goes_on(
     charge: ActivePilot,
 ) -> None:
-    guide, net = Careful(), Net(MemoryError, backward=True)
+    guide, net = Careful(), failing(MemoryError, backward=True)
     charge.attach(guide)
     with pytest.raises(MemoryError) as caught:
-        train(net, 12)
+        trained(net, 12)
     assert caught.value.__notes__ == ["bf16"]
     assert not guide.results
-    train(net, 8)
+    trained(net, 8)
     assert guide.results[0].reason.startswith("MemoryError: not in bf16 (test_inside.py:")
     assert [one.outcome for one in guide.results] == ["out_of_memory", "ok"]
 
@@ -408,26 +381,13 @@ def test_the_search_within_a_run_hears_of_a_failure_before_the_script_may_end_of
     assert guide.next(BlockResult(steps=1)).steps == 2
 
 
-def test_what_the_script_raises_itself_is_its_own(charge: ActivePilot) -> None:
-    class Always(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            out = super().forward(x)
-            if len(self.dtypes) > 8:
-                raise ValueError("the script's")
-            return out
-
-    charge.attach(Careful())
-    with pytest.raises(ValueError, match="the script's"):
-        train(Always(), 12)
-
-
 def test_without_room_a_config_is_not_tried(
     charge: ActivePilot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("advisor.tuners.act.pilot.pilot.Pilot._has_room", lambda *_: False)
     guide, net = Careful(needs_room=True), Net()
     charge.attach(guide)
-    train(net, 12)
+    trained(net, 12)
     assert guide.results[0].outcome == "out_of_memory"
     assert "little of the device's memory is free" in guide.results[0].reason
     assert set(net.dtypes) == {torch.float32}
@@ -447,10 +407,6 @@ def without_an_order() -> None:
         optimizers[int(step**0.5) % 3].step()
 
 
-def in_evaluation_mode() -> None:
-    train(nn.Linear(6, 4).eval(), 8)
-
-
 def by_hand() -> None:
     net = nn.Linear(6, 4)
     for _ in range(8 * MAX_OBSERVED_STEPS):
@@ -458,18 +414,18 @@ def by_hand() -> None:
 
 
 def two_models_in_turn() -> None:
-    train(nn.Linear(6, 4), 8)
-    train(nn.Linear(6, 5), MAX_OBSERVED_STEPS)
+    trained(Net())
+    trained(nn.Linear(6, 5), MAX_OBSERVED_STEPS, shape=(4, 6))
 
 
 @pytest.mark.parametrize(
     ("trains", "said"),
     [
-        (without_a_module, UNSEEN),
-        (without_an_order, UNORDERED),
-        (in_evaluation_mode, EVALUATING),
-        (by_hand, BY_HAND),
-        (two_models_in_turn, ANOTHER),
+        (without_a_module, piloting.UNSEEN),
+        (without_an_order, piloting.UNORDERED),
+        (lambda: trained(Net().eval()), piloting.EVALUATING),
+        (by_hand, piloting.BY_HAND),
+        (two_models_in_turn, piloting.ANOTHER),
     ],
 )
 def test_what_cannot_be_timed_is_left_alone_with_the_reason(
@@ -493,8 +449,8 @@ def test_what_a_process_failed_with_first_is_told_with_file_and_line(tmp_path: P
         runpy.run_path(str(tmp_path / "train.py"))
     line.failed(caught.value)
     line.failed(RuntimeError("a child failed"))
-    assert startup_failure(str(tmp_path / "pilot")) == "ValueError: bad data (train.py:2)"
+    assert protocol.startup_failure(str(tmp_path / "pilot")) == "ValueError: bad data (train.py:2)"
     charge = ActivePilot()
     charge.attach(line)
-    train(Net(), 8)
+    trained(Net(), 8)
     assert left_behind() == []

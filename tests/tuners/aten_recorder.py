@@ -21,18 +21,16 @@ WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
 
 
 class AtenRecorder:
-    """As `advisor.tuners.act.capture.captured_graph.Recorder`.
-
-    Args:
-        fault: leaves out an operation that it is true of, as a recorder with a fault would.
-    """
+    """As `advisor.tuners.act.capture.captured_graph.Recorder`. `fault`: leaves out an operation
+    that it is true of."""
 
     device = "cpu"
     random_state = staticmethod(torch.get_rng_state)
     set_random_state = staticmethod(torch.set_rng_state)
 
-    def __init__(self, fault: Callable[[str], bool] = lambda _name: False) -> None:
-        self.fault, self.exhausted = fault, False
+    def __init__(self) -> None:
+        self.fault: Callable[[str], bool] = lambda _name: False
+        self.exhausted = False
         self.recordings = self.replays = 0
 
     @contextmanager

@@ -1,10 +1,14 @@
-"""What device and software this is: against a fake NVML, and this machine's own CPU."""
+"""What device and software this is: against a fake NVML, and this machine's own CPU; what this
+host has for the workers of a loader, as its own files say it; and what is known of torch without
+importing it."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +16,9 @@ import pytest
 import torch
 
 from advisor.errors import AdvisorError, UsageError
-from advisor.tuners import environment, host
+from advisor.tuners import environment, host, torch_facts, worker_limits
 from advisor.tuners.environment import default_device, detect, device_uuid
+from tests import forks
 
 
 class NVMLError(Exception):
@@ -123,32 +128,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     forget()
 
 
-def test_h200_without_starting_cuda(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(FakeNvml(h200()))
-
-    def context() -> None:
-        raise AssertionError("a CUDA context would be created")
-
-    monkeypatch.setattr(torch.cuda, "_lazy_init", context)
-    monkeypatch.setattr(torch.cuda, "is_available", context)
-    found = detect("cuda:0")
-    card, software = found.device, found.software
-    assert (card.kind, card.name, card.capability) == ("cuda", "NVIDIA H200", "9.0")
-    assert (card.multiprocessors, card.memory_gib, card.mig) == (132, 140, "")
-    assert (software.driver, software.power_limit_w) == ("580.95.05", 700)
-    assert (software.clock_cap_mhz, software.cuda) == (0, torch.version.cuda or "")
-    assert type(software.torch) is str and detect("cuda") == found
-    assert device_uuid("cuda:0") == "aaaa-0"
-
-
-@pytest.mark.skipif(not hasattr(torch._C, "_cudnn"), reason="this torch has no cuDNN")
-def test_cudnn_version_is_the_one_that_torch_reports() -> None:
-    assert environment._cudnn_version() == str(torch.backends.cudnn.version())
-
-
 @pytest.mark.parametrize(
     ("changed", "multiprocessors", "cap"),
     [
+        ({}, 132, 0),
         ({"capability": (8, 0), "cores": 6912}, 108, 0),
         ({"capability": (8, 6), "cores": 10752}, 84, 0),
         ({"capability": (10, 0), "cores": 18944}, 148, 0),
@@ -156,13 +139,24 @@ def test_cudnn_version_is_the_one_that_torch_reports() -> None:
         ({"clocks": (1095, 1095, 1410)}, 132, 0),
     ],
 )
-def test_other_generations_and_lowered_clocks(
-    machine: Machine, changed: Card, multiprocessors: int, cap: int
+def test_cards_are_known_without_starting_cuda(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: Card,
+    multiprocessors: int,
+    cap: int,
 ) -> None:
     machine(FakeNvml(h200(**changed)))
+    for name in ("_lazy_init", "is_available"):  # None is called
+        monkeypatch.setattr(torch.cuda, name, None)
     found = detect("cuda:0")
-    assert found.device.multiprocessors == multiprocessors
-    assert found.software.clock_cap_mhz == cap
+    card, software = found.device, found.software
+    assert (card.kind, card.name, card.memory_gib, card.mig) == ("cuda", "NVIDIA H200", 140, "")
+    assert card.capability == ".".join(map(str, changed.get("capability", (9, 0))))
+    assert (card.multiprocessors, software.clock_cap_mhz) == (multiprocessors, cap)
+    assert (software.driver, software.power_limit_w) == ("580.95.05", 700)
+    assert software.cuda == (torch.version.cuda or "") and type(software.torch) is str
+    assert detect("cuda") == found and device_uuid("cuda:0") == "aaaa-0"
 
 
 @pytest.mark.parametrize(
@@ -304,3 +298,124 @@ def test_gpus_say_who_computes_on_them(machine: Machine) -> None:
     assert (one.uuid, one.name, one.users) == ("GPU-a", "NVIDIA H200", (os.getpid(), 2**22 + 1))
     assert one.used_by.startswith(f"{os.getpid()} (") and one.used_by.endswith(f", {2**22 + 1}")
     assert other.used_by == ""
+
+
+def test_workers_fit_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 2**20 < host.own_bytes() < 2**40
+    monkeypatch.setattr(host, "free_bytes", lambda: 2**50)
+    for cores in (1, 2, 9):
+        monkeypatch.setattr(host, "cores", lambda cores=cores: cores)
+        assert worker_limits.workers(0) == cores
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert (worker_limits.workers(0), worker_limits.cores()) == (4, 4)
+    monkeypatch.setattr(host, "shared_bytes", lambda: (12 * 2**20, 0))
+    assert [worker_limits.workers(size) for size in (2**18, 2**19, 2**20, 2**24)] == [4, 2, 1, 0]
+    monkeypatch.setattr(host, "own_bytes", lambda: 2**30)
+    for free, expected in ((2**40, 4), (16 * 2**30, 4), (15 * 2**30, 2), (2**30, 0)):
+        monkeypatch.setattr(host, "free_bytes", lambda free=free: free)
+        assert worker_limits.workers(0) == expected
+
+
+INACTIVE = "inactive_file 3000"
+V1_MEMORY = {"/a/memory.limit_in_bytes": 2**63 - 4096, "/a/memory.usage_in_bytes": 5000}
+V1_USED = {"/a/b/memory.limit_in_bytes": 9000, "/a/b/memory.usage_in_bytes": 8000}
+V2_USED = {"/a/b/memory.max": 9000, "/a/b/memory.current": 8000}
+QUOTA = "cpu.cfs_quota_us"
+PERIOD = dict.fromkeys(["/a/cpu.cfs_period_us", "/a/b/cpu.cfs_period_us"], 100000)
+
+
+@pytest.mark.parametrize(
+    ("asked", "group", "files", "found"),
+    [
+        (host.cores, "0:", {"/a/b/cpu.max": "max 100000"}, None),
+        (host.cores, "0:", {"/a/cpu.max": "150000 100000"}, 1),
+        (host.cores, "3:cpu,cpuacct", {f"/a/b/{QUOTA}": -1, **PERIOD}, None),
+        (host.cores, "3:cpu,cpuacct", {f"/a/{QUOTA}": 150000, **PERIOD}, 1),
+        (host.memory_limit, "0:", {"/a/memory.max": 1000000, "/a/b/memory.max": "max"}, 950000),
+        (host.memory_limit, "0:", {"/a/b/memory.max": "max"}, None),
+        (host.memory_limit, "0:", {"/memory.max": 2000000}, 1900000),
+        (host.memory_limit, "4:memory", {"/a/b/memory.limit_in_bytes": 3000000}, 2850000),
+        (host.memory_limit, "4:cpu,memory", {"/memory.limit_in_bytes": 3000000}, 2850000),
+        (host.memory_limit, "4:memory", {"/a/b/memory.limit_in_bytes": 2**63 - 4096}, None),
+        (host.free_bytes, "0:", {"/a/memory.max": "max", "/a/memory.current": 5000}, None),
+        (host.free_bytes, "0:", V2_USED, 1000),
+        (host.free_bytes, "0:", V2_USED | {"/a/b/memory.stat": INACTIVE}, 4000),
+        (host.free_bytes, "5:memory", V1_MEMORY, None),
+        (host.free_bytes, "5:memory", V1_USED, 1000),
+        (host.free_bytes, "5:memory", V1_USED | {"/a/b/memory.stat": f"total_{INACTIVE}"}, 4000),
+    ],
+)
+def test_limits_of_a_control_group_at_any_level(
+    tmp_path: Path,
+    asked: Callable[[Path, Path], int],
+    group: str,
+    files: dict[str, object],
+    found: int | None,
+) -> None:
+    """None: as without a limit."""
+    groups, process = tmp_path / "groups", tmp_path / "self"
+    process.mkdir()
+    (process / "cgroup").write_text(f"9:name=systemd:/\n{group}:/a/b\n")
+    whole = asked(groups, process)
+    assert whole >= 1
+    controller = next((one for one in ("memory", "cpu") if one in group.split(":")[1]), "")
+    for name, text in files.items():
+        path = groups / controller / name[1:]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    assert asked(groups, process) == (pytest.approx(whole, rel=0.2) if found is None else found)
+
+
+def test_batches_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MiB of shared memory, as Docker gives to a container; or more files than may be open."""
+    monkeypatch.setattr(host, "shared_bytes", lambda: (2**30, 64 * 2**20))
+    assert worker_limits.shortage(9 * 2**20, 2, workers=2) == ""
+    assert "docker's --shm-size" in worker_limits.shortage(9 * 2**20, 2, workers=4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert worker_limits.shortage(9 * 2**20, 2, workers=2).startswith("5 batches of 9 MiB")
+    monkeypatch.setattr(host, "files_left", lambda: 1000)
+    assert "ulimit -n" in worker_limits.shortage(2**10, 300, workers=2)
+
+
+READ = """
+import json, sys
+from advisor.tuners import environment as e, torch_facts as f
+said = [str(e.detect("cpu")), e.own_threads(), e.default_device()]
+print(json.dumps([*said, "torch" in sys.modules]))
+f.keep()
+"""
+
+
+def read(folder: Path, **env: str) -> list[object]:
+    (folder / "read.py").write_text(READ)
+    done = forks.run(folder / "read.py", env=os.environ | env)
+    return json.loads(done.stdout)
+
+
+def test_facts_of_torch_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, then = read(tmp_path), read(tmp_path)
+    assert (first[:3], first[3], then[3]) == (then[:3], True, False)
+    assert str(torch.__version__) in str(then[0])
+    other = read(tmp_path, OMP_NUM_THREADS="2")  # by which it says something else
+    assert other[3] is True
+
+
+def test_a_damaged_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "advisor").mkdir()
+    (tmp_path / "advisor" / "torch.json").write_text("[1")
+    assert torch_facts._kept.__wrapped__() == {}
+
+
+def test_reading_commands_do_not_import_torch(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("from torch import nn\nclass Net(nn.Linear): pass\n")
+    (tmp_path / "command.py").write_text(
+        "import sys; from advisor.cli import main; code = main(); "
+        "assert 'torch' not in sys.modules and code == 0, code"
+    )
+    # What is read of torch the first time is kept.
+    forks.run(tmp_path / "command.py", "why", "model.py", cwd=tmp_path)
+    for words in (("why", "model.py"), ("show",)):
+        then = forks.run(tmp_path / "command.py", *words, cwd=tmp_path)
+        assert then.returncode == 0, then.stderr

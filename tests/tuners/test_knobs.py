@@ -309,17 +309,6 @@ def test_models_whose_forward_is_no_code_of_the_user_are_compiled(
     assert graphs_compiled() == before + 2
 
 
-@pytest.mark.long  # that the option is given is tested above
-def test_compiled_code_draws_what_the_model_draws_without_it() -> None:
-    net = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.5), nn.Dropout(0.1), nn.Linear(64, 1))
-    x, row, found = torch.rand(8, 32), BY_NAME["compile"].model, []
-    for value in ("none", "default"):
-        row(net, value)
-        torch.manual_seed(3)
-        found.append(net(x))
-    torch.testing.assert_close(*found)
-
-
 def test_what_torch_does_for_a_task() -> None:
     task = Task.of("model.py", {"shape": "16x3x8x8"})
     plain = {"channels_last": False, "cudnn_deterministic": False, "precision": "default"}
@@ -393,3 +382,50 @@ BATCHES_DIFFER = "a config has batch 64, its measurement 32"
 def test_an_unusable_record_is_refused(changes: dict[str, Any], said: str) -> None:
     record = dataclasses.replace(examples.record(trials=2), **changes)
     assert knobs.refusal(record) == said
+
+
+needs_torchao = pytest.mark.skipif(not fp8.installed(), reason="needs torchao")
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(2048, 2064), nn.Linear(2064, 8)
+        self.attention = nn.MultiheadAttention(2048, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(self.wide(x))
+
+
+def test_which_layers_gain() -> None:
+    layers = [nn.Linear(2048, 2048), nn.Linear(2048, 2064, bias=False)]
+    others = [nn.Linear(*sizes) for sizes in ((2048, 2050), (2050, 2048), (4096, 1024))]
+    assert all(map(fp8.gains, layers)) and not any(map(fp8.gains, (*others, nn.Conv2d(8, 8, 3))))
+
+
+@needs_torchao
+def test_the_parameters_stay_and_so_do_their_names() -> None:
+    torch.manual_seed(0)
+    model = Wide()
+    names = dict(model.named_parameters())
+    x = torch.randn(5, 2048)  # no multiple of 16
+    exactly = model(x)
+    advice = Advice(Config(precision="fp8"), device="cpu")
+    assert advice.prepare(model) is model and fp8.CAVEAT in advice.report()
+    assert dict(model.named_parameters()) == names
+    large = {name for name, one in model.named_modules() if type(one).__name__ == "Float8Linear"}
+    assert large == {"wide"}  # attention reads its weight by itself
+    found = model(x)
+    assert not torch.equal(found, exactly)
+    torch.testing.assert_close(found, exactly, rtol=0.1, atol=0.1)
+    found.sum().backward()
+    assert model.wide.weight.grad is not None and bool(model.wide.weight.grad.isfinite().all())
+
+
+def test_what_stands_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "installed", lambda: True)
+    assert fp8.lacking((8, 9), 3) == ""
+    assert "compute capability 8.9" in fp8.lacking((8, 6), 3)
+    assert "no linear layer has 2048 features" in fp8.lacking((9, 0), 0)
+    monkeypatch.setattr(fp8, "installed", lambda: False)
+    assert "pip install 'torch-advisor[torchao]'" in fp8.lacking((9, 0), 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import multiprocessing
 import os
 import re
@@ -154,6 +155,13 @@ def giving(sample: str) -> str:
     )
 
 
+FLOATS = (
+    "gives batches of 8x5 float32, and --shape says 8x3 float32; give --shape 8x5, or change the "
+    "data to match --shape; where lengths vary tune your run: advisor tune --"
+)
+BYTES = "give --shape 8x1x4x4 --dtype uint8, or change the data to match --shape$"
+
+
 @pytest.mark.parametrize(
     ("source", "error", "said"),
     [
@@ -163,23 +171,9 @@ def giving(sample: str) -> str:
         (giving("torch.ones(3 + i), 0"), TargetFailed, r"not alike, .*; define make_collate"),
         ("make_dataset = lambda: Samples(5)", TargetError, "5 samples, and a batch .* has 8"),
         ("make_dataset = Ends", TargetError, "it gave no batch, and a batch of --shape has 8"),
-        (
-            giving("fails('gone')"),
-            TargetFailed,
-            r"loading a batch raised OSError: gone \(data\.py:",
-        ),
-        (
-            giving("torch.ones(5), 0"),
-            TargetError,
-            "gives batches of 8x5 float32, and --shape says 8x3 float32; give --shape 8x5, or "
-            "change the data to match --shape; where lengths vary tune your run: advisor tune --",
-        ),
-        (
-            giving("torch.ones(1, 4, 4, dtype=torch.uint8), 0"),
-            TargetError,
-            r"8x1x4x4 uint8, and --shape says 8x3 float32; give --shape 8x1x4x4 --dtype uint8, or "
-            r"change the data to match --shape$",
-        ),
+        (giving("fails('gone')"), TargetFailed, r"a batch raised OSError: gone \(data\.py:"),
+        (giving("torch.ones(5), 0"), TargetError, FLOATS),
+        (giving("torch.ones(1, 4, 4, dtype=torch.uint8), 0"), TargetError, BYTES),
         ("make_dataset = lambda: Samples(0)", TargetError, "it holds 0 samples, and a batch .* 8$"),
         (giving("torch.ones(3)"), TargetError, r"must be \(inputs, target\), .* is Tensor;"),
     ],
@@ -292,6 +286,8 @@ def test_loader_failures(fails: Callable[[], object], at: int, workers: int, sai
     with pytest.raises(Exception) as raised:
         fed(loader(Slow(does=fails, at=at), num_workers=workers), 2_000)
     assert re.fullmatch(said, failure(raised.value)[1])
+    del raised
+    gc.collect()  # here, where it is no error that this has left a socket open
     assert multiprocessing.active_children() == []
 
 

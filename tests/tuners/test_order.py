@@ -26,6 +26,9 @@ def short(config: Config, of: Space) -> str:
     )
 
 
+HALF, CODE = "channels_last bf16", "channels_last default"
+GRAPHS = "channels_last reduce-overhead"
+COMPILED = f"{GRAPHS} bf16"
 ON_A_GPU = space()
 ON_A_CPU = space("cpu", cpu_bf16=True, convolves=False)
 CONVOLVING_ON_A_CPU = space("cpu", cpu_bf16=True, cores=2, threads=2)
@@ -37,25 +40,14 @@ FROM_FILES = space(workers=8, own=Config(num_workers=2))
 @pytest.mark.parametrize(
     ("of", "first"),
     [
-        (
-            ON_A_GPU,
-            [
-                "channels_last bf16",
-                "channels_last reduce-overhead bf16",
-                "channels_last reduce-overhead fused_optimizer bf16",
-                "cudagraphs",
-            ],
-        ),
-        (CONVOLVING_ON_A_CPU, ["channels_last bf16", "channels_last", "bf16", "threads=1"]),
-        (WITHOUT_BF16, ["channels_last", "threads=1", "channels_last default"]),
+        (ON_A_GPU, [HALF, COMPILED, f"{GRAPHS} fused_optimizer bf16", "cudagraphs"]),
+        (CONVOLVING_ON_A_CPU, [HALF, "channels_last", "bf16", "threads=1"]),
+        (WITHOUT_BF16, ["channels_last", "threads=1", CODE]),
         (
             OF_A_WORKLOAD,
             [
-                "channels_last bf16",
-                "channels_last bf16 step_graph",
-                "channels_last reduce-overhead bf16",
-                "channels_last default bf16 step_graph",
-                "channels_last default fused_optimizer bf16",
+                *(HALF, f"{HALF} step_graph", COMPILED),
+                *(f"{CODE} bf16 step_graph", f"{CODE} fused_optimizer bf16"),
             ],
         ),
     ],
@@ -83,8 +75,8 @@ def test_what_ran_elsewhere_is_not_blamed() -> None:
 @pytest.mark.parametrize(
     ("of", "bf16", "first"),
     [
-        (space(), 0.8, ["channels_last bf16", "channels_last reduce-overhead bf16"]),
-        (space(compiles=False), 0.8, ["channels_last bf16", "channels_last tf32"]),
+        (space(), 0.8, [HALF, COMPILED]),
+        (space(compiles=False), 0.8, [HALF, "channels_last tf32"]),
         (ON_A_CPU, 0.15, ["bf16", "default"]),
     ],
 )
@@ -97,7 +89,7 @@ def test_a_slower_format_may_gain_once_compiled(of: Space, bf16: float, first: l
 @pytest.mark.parametrize(("step_s", "graphs_first"), [(0.002, True), (0.03, False)])
 def test_a_small_fast_model_has_cuda_graphs_first(step_s: float, graphs_first: bool) -> None:
     order = visited(MadeUp(ON_A_GPU.default, step_s=step_s), ON_A_GPU, 150.0, modules=12)
-    graphs, compiled = order.index("cudagraphs"), order.index("channels_last reduce-overhead bf16")
+    graphs, compiled = order.index("cudagraphs"), order.index(COMPILED)
     assert (graphs < compiled) is graphs_first
 
 
@@ -142,7 +134,8 @@ def test_workers_that_slow_the_steps_are_advised_by_what_they_deliver() -> None:
 
 def test_larger_batches_from_the_largest_on_then_what_leads_there() -> None:
     heard = Heard()
-    tuned(MadeUp(OF_A_WORKLOAD.default), OF_A_WORKLOAD, 300.0, heard=heard)
+    found = tuned(MadeUp(OF_A_WORKLOAD.default), OF_A_WORKLOAD, 300.0, heard=heard)
+    assert len(found.raced) == 7, "of each use but the first, and of each batch, the best alone"
     batches = [trial.config for trial in heard.trials if trial.origin == "batch"]
     assert [config.batch for config in batches[:2]] == [256, 128] and not compiles(batches[0])
     assert any(compiles(config) and config.batch == 256 for config in batches)

@@ -1,4 +1,4 @@
-"""The options of a tuning, and its time."""
+"""The options of a tuning, its time, and the constants that steer it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from advisor.cache.record import EFFORTS
 from advisor.cache.task import shell
 from advisor.errors import UsageError
+from advisor.tuners import decisions
 from advisor.tuners.length import Length
 from advisor.tuners.search.plan import Clock, Plan, suffices
 
@@ -59,3 +60,8 @@ def test_a_clock_counts_down_one_budget() -> None:
     assert (clock.left_s, clock.deadline_s) == (18.0, pytest.approx(23.0))
     time = 200.0
     assert clock.left_s == 0.0 and clock.deadline_s == 0.1
+
+
+def test_constants_that_decide_are_few() -> None:
+    """Each asks what it replaces."""
+    assert sum(name.isupper() for name in vars(decisions)) <= 40

@@ -7,13 +7,8 @@ from typing import Any
 import pytest
 
 from advisor.cache.config import Config
-from advisor.tuners.knobs import SearchContext
 from advisor.tuners.search.space import Space, ladder
-
-
-def on_cuda(**more: Any) -> Space:
-    given = {"capability": (9, 0), "compiles": True, "batches": (32, 64), **more}
-    return Space.of(SearchContext(device="cuda", **given))
+from tests import builders
 
 
 @pytest.mark.parametrize(
@@ -27,7 +22,7 @@ def on_cuda(**more: Any) -> Space:
     ],
 )
 def test_what_the_table_says_does_not_go_together(changes: dict[str, Any], combines: bool) -> None:
-    space = on_cuda(repeats=True, varies=True)
+    space = builders.space(use="capture", batches=(32, 64), repeats=True, varies=True)
     config = space.default.replace(**changes)
     assert space.holds(config) is combines
     assert (config in set(space.configs(32))) is combines
@@ -78,7 +73,7 @@ def test_the_ladder() -> None:
 
 
 def test_what_feeds_a_run_can_be_held() -> None:
-    space = on_cuda(use="pilot", workers=4, batches=(32,))
+    space = builders.space(workers=4, batches=(32,))
     feed = Config(num_workers=4, prefetch_factor=2, pin_memory=True)
     held = set(space.configs(32, feed))
     everything = {config for config in space.configs(32) if config.only(*feed) == feed}

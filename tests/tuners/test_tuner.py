@@ -338,8 +338,13 @@ def test_the_sampler_goes_on_where_the_recipe_ends(monkeypatch: pytest.MonkeyPat
     nothing: Callable[[Any], Any] = lambda _recipe: iter(())  # noqa: E731
     monkeypatch.setattr(Recipe, "__iter__", nothing)
     wide = space(use="capture", precisions=("default", "tf32", "bf16", "fp16"), compiles=False)
-    place, heard = MadeUp(wide.default), Heard()
+    place, heard, again = MadeUp(wide.default), Heard(), Heard()
     found = tuned(place, wide, 60.0, heard=heard)
+    tuned(MadeUp(wide.default), wide, 60.0, heard=again)
+    assert again.configs == heard.configs, "the seed decides"
+    vain = Heard()
+    tuned(MadeUp(wide.default, gains={}), wide, 600.0, heard=vain)
+    assert len(vain.trials) == 1 + sum(len(some) > 1 for some in wide.choices.values())
     assert {trial.origin for trial in heard.trials} == {"baseline", "sampler"}
     assert place.speedup(advised(found, "capture")) >= 2.3
     assert len(set(heard.configs)) == len(heard.configs)
@@ -355,6 +360,6 @@ def test_the_loader_feeds_the_chosen_step(batches_per_s: float, workers: int) ->
     clock = Clock(60.0, now=place.now)
     fed = tuned_loader(place, of, advised(found, "loop"), found, clock, Progress())
     assert knobs.workers(fed.input) == workers
-    assert fed.winners == found.winners and clock.spent_s <= 63
+    assert (fed.winners, fed.complete) == (found.winners, True) and clock.spent_s <= 63
     assert {trial.stage for trial in fed.trials[len(found.trials) :]} == {knobs.INPUT}
     assert any("the loader limits " in line for line in fed.remarks) is (batches_per_s == 8)

@@ -1,4 +1,5 @@
-"""The worker process: whatever the user's code does costs one config."""
+"""The worker process: whatever the user's code does costs one config; where in it an exception came
+from; and folders for what is written for now, gone with their process, never while it lives."""
 
 from __future__ import annotations
 
@@ -14,16 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from advisor.cache.config import Config
 from advisor.cache.task import Task
 from advisor.errors import TargetError, TargetFailed, WorkerError
-from advisor.tuners import fingerprint, host, target
+from advisor.tuners import fingerprint, host, scratch, target
+from advisor.tuners.faults import is_config_error, may_be_config_error, where
+from advisor.tuners.measure.run.guarded_process import inductor_folder
 from advisor.tuners.measure.runner import Block, ConfigFailed
 from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import describe
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import CHANGED, WorkerJob
+from advisor.tuners.scratch import ScratchFolder
+from tests import forks
 from tests.forks import alive, call, until
 
 MEAN = """
@@ -76,6 +82,8 @@ class Net(nn.Linear):
             threading.Thread(target=time.sleep, args=(1000,)).start()
         if n == 15:
             hoard = [torch.empty(2**28) for _ in range(64)]
+        if n == 17:
+            hoard = torch.ones(2**28)
         if n == 4 and torch.get_num_threads() == 3:
             os._exit(8)
         if n == 16 and torch.get_num_threads() != 2:
@@ -220,11 +228,6 @@ def written(path: Path) -> int:
     return int(until(lambda: path.exists() and path.read_text()))
 
 
-def at_its_end(worker: Worker) -> bool:
-    """Whether the last thread of its process is gone, too, which holds the pipe."""
-    return worker._pipe is not None and worker._pipe.poll(20)
-
-
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
 
 
@@ -236,7 +239,8 @@ def test_a_worker_killed_between_blocks_is_replaced(worker: Worker, which: int) 
     guard, child, *_ = host.family(worker._process.pid)
     os.kill((guard, child)[which], signal.SIGKILL)
     until(lambda: not alive(child))
-    assert at_its_end(worker)
+    # The last thread of its process is gone, too, which holds the pipe.
+    assert worker._pipe is not None and worker._pipe.poll(20)
     block(worker, 4)
     assert worker._process.pid != guard
 
@@ -310,28 +314,16 @@ def test_only_the_target_that_is_known_is_run(tmp_path: Path, other: str) -> Non
     assert (tmp_path / "ran").exists() == (not other)
 
 
-HUNGRY = """
-import torch
-from torch import nn
-
-class Net(nn.Linear):
-    def __init__(self): super().__init__(3, 4)
-    def forward(self, x):
-        held = torch.ones(2**28 if len(x) > 4 else 1)
-        return super().forward(x)
-"""
-
-
 @linux
-@pytest.mark.parametrize("batch", [4, 6])
+@pytest.mark.parametrize("batch", [4, 17])
 def test_a_limit_of_memory_holds_on_a_cpu(tmp_path: Path, batch: int) -> None:
-    (path := tmp_path / "hungry.py").write_text(HUNGRY)
+    (path := tmp_path / "mean.py").write_text(MEAN)
     with Worker(job(path, max_memory=2**30, batch=batch), deadline_s=60) as made:
         if batch == 4:
-            tried = failed(made, 5)
+            tried = failed(made, 17)
             assert tried.outcome == "out_of_memory" and "of the 1 GiB permitted" in str(tried)
             return
-        with pytest.raises(TargetFailed, match=r"batch 6 does not fit on cpu.*of the 1 GiB"):
+        with pytest.raises(TargetFailed, match=r"batch 17 does not fit on cpu.*of the 1 GiB"):
             made.describe()
 
 
@@ -407,3 +399,82 @@ def test_on_a_gpu_kept_code_is_timed_and_compared(tmp_path: Path, optimizer: str
             again = worker.block(config, 20, deadline_s=300)
             assert again.compiled == 0, "what is compared is what was timed"
         assert worker._process.pid == process
+
+
+SOURCES = {
+    "raised here": ("def step():\n    raise ValueError('bad')\nstep()\n", "train.py:2"),
+    "in a library": ("import torch\n\ntorch.ones(2) @ torch.ones(3)\n", "train.py:3"),
+    "in Python": ("import json\njson.loads('[')\n", "train.py:2"),
+    "of wrong syntax": ("x = 1\ndef train(:\n", "train.py:2"),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_innermost_line_of_the_users_own(tmp_path: Path, name: str) -> None:
+    source, at = SOURCES[name]
+    file = tmp_path / "train.py"
+    file.write_text(source)
+    with pytest.raises(Exception) as caught:
+        exec(compile(source, str(file), "exec"), {})
+    assert where(caught.value) == at
+    assert where(ValueError("never raised")) == ""
+
+
+@pytest.mark.parametrize(
+    ("exc", "is_it", "may_be"),
+    [
+        (torch._dynamo.exc.InternalTorchDynamoError("in the compiler"), True, True),
+        (torch.OutOfMemoryError("no memory left"), True, True),
+        (RuntimeError("view size"), False, True),
+        (NotImplementedError("on this device"), False, True),
+        (ValueError("bad batch"), False, False),
+        (RecursionError("a RuntimeError too"), False, False),
+    ],
+)
+def test_what_a_config_may_be_the_cause_of(exc: Exception, is_it: bool, may_be: bool) -> None:
+    assert (is_config_error(exc), may_be_config_error(exc)) == (is_it, may_be)
+
+
+ABANDONED = """
+import os
+from advisor.tuners.scratch import ScratchFolder
+made = ScratchFolder()
+(made.path / "deep").mkdir()
+(made.path / "deep" / "file").touch()
+(made.path / "link").symlink_to("..")
+print(made.path, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_a_killed_process_left_is_swept_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path
+    monkeypatch.setattr(tempfile, "tempdir", str(root))
+    (root / "leave.py").write_text(ABANDONED)
+    done = forks.run(root / "leave.py", env=os.environ | {"TMPDIR": str(root)})
+    (root / "leave.py").unlink()
+    gone = Path(done.stdout.strip())
+    assert gone.parent == root and (gone / "deep" / "file").exists()
+    (mine := root / "advisor-work").mkdir()
+    (mine / "notes").touch()
+    (root / f"{scratch.FOLDER_PREFIX}link").symlink_to(mine)
+    with ScratchFolder() as living:
+        (living / "file").touch()
+        scratch.sweep(root)
+        left_there = {one.name for one in root.iterdir()}
+        assert left_there == {mine.name, f"{scratch.FOLDER_PREFIX}link", living.name}
+        assert (living / "file").exists() and (mine / "notes").exists()
+    assert not living.exists()
+    made = ScratchFolder()
+    made.remove()
+    made.remove()
+    assert not made.path.exists()
+
+
+def test_what_is_compiled_lies_where_the_users_runs_find_it() -> None:
+    """A worker's temporary folder is its own, in which Inductor would keep it."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    assert inductor_folder() == default_cache_dir()

@@ -7,21 +7,17 @@ import sys
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 
-class Texts(Dataset):
-    def __init__(self) -> None:
-        self.tokens = torch.randint(50, (64, 10))
-        self.lengths = torch.randint(4, 11, (64,))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, i: int) -> dict[str, Tensor | dict[str, Tensor]]:
-        mask = torch.arange(10) < self.lengths[i]
-        extra = {"positions": torch.arange(10), "length": self.lengths[i]}
-        return {"input_ids": self.tokens[i], "mask": mask, "extra": extra}
+def text() -> dict[str, Tensor | dict[str, Tensor]]:
+    length = torch.randint(4, 11, ())
+    extra = {"positions": torch.arange(10), "length": length}
+    return {
+        "input_ids": torch.randint(50, (10,)),
+        "mask": torch.arange(10) < length,
+        "extra": extra,
+    }
 
 
 class Classifier(nn.Module):
@@ -41,7 +37,7 @@ class Classifier(nn.Module):
 
 
 torch.manual_seed(0)
-dataset = Texts()
+dataset = [text() for _ in range(64)]
 model = Classifier()
 averaged = copy.deepcopy(model).requires_grad_(False)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)

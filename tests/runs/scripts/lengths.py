@@ -1,10 +1,13 @@
-"""Texts of many lengths, clipped gradients, and a rate that moves every step."""
+"""Texts of many lengths, clipped gradients, a rate that moves every step and one that falls where
+the loss does not; a checkpoint in the middle, read into all of it, built anew."""
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
+from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 
@@ -28,22 +31,35 @@ def collate(texts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return pad_sequence(texts, batch_first=True), lengths, labels
 
 
+def build() -> tuple[nn.Module, torch.optim.Optimizer, CyclicLR, ReduceLROnPlateau]:
+    model = Tagger()
+    body = [*model.tokens.parameters(), *model.recurrent.parameters()]
+    groups = [{"params": body}, {"params": model.head.parameters(), "lr": 0.03}]
+    optimizer = torch.optim.RMSprop(groups, lr=0.01)
+    cycle = CyclicLR(optimizer, 0.001, 0.02, 8, cycle_momentum=False)
+    return model, optimizer, cycle, ReduceLROnPlateau(optimizer, patience=0)
+
+
 torch.manual_seed(0)
 texts = [torch.randint(1, 40, (int(length),)) for length in torch.randint(3, 25, (100,))]
 loader = DataLoader(texts, batch_size=8, shuffle=True, collate_fn=collate)
-model = Tagger()
-optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
-scheduler = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.001, 0.02, 8, cycle_momentum=False)
+checkpoint = Path(sys.argv[1] + ".checkpoint")
+parts = model, optimizer, cycle, plateau = build()
 
-for _ in range(2):
+for epoch in range(3):
+    if epoch == 1:
+        parts = model, optimizer, cycle, plateau = build()
+        for part, state in zip(parts, torch.load(checkpoint), strict=True):
+            part.load_state_dict(state)
     for tokens, lengths, labels in loader:
         optimizer.zero_grad(set_to_none=False)
         loss = nn.functional.cross_entropy(model(tokens, lengths), labels)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)
         nn.utils.clip_grad_value_(model.parameters(), 0.05)
         optimizer.step()
-        scheduler.step()
-    print(f"loss {loss.item():.4f}, gradients' norm {norm:.4f}")
+        cycle.step()
+    plateau.step(loss.item())
+    torch.save([part.state_dict() for part in parts], checkpoint)
 
 torch.save(model.state_dict(), sys.argv[1])
