@@ -7,7 +7,6 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from advisor.arguments import Model, Permit, length_given, urls_of
@@ -69,8 +68,9 @@ class Request:
         """A request from the arguments of `advisor.apply`, from fields of a Task by keyword, and
         `fits` and `quiet`. Raises UsageError if one is wrong."""
         model, own = Model.of(target), dict(asked)  # type: ignore[arg-type]
-        kinds = (str, NoneType, torch.nn.Module)
-        check_type("target", model.target, kinds, "a target's name or an nn.Module")
+        if not isinstance(model.target, str | None):  # else torch is not imported
+            said = "a target's name or an nn.Module"
+            check_type("target", model.target, torch.nn.Module, said)
         permit = own.pop("permit", Permit())
         check_type("permit", permit, Permit)
         if (tune := own.pop("tune", None)) is not None and model.target is not None:
