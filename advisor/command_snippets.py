@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from advisor.tuners.target import Spec
 
 _PERMITTED = [field.name for field in dataclasses.fields(Permit)]
+MAX_DEPTH, MAX_FOLDERS = 3, 500
+"""Limits of the search for a target's file below the current folder."""
 
 
 def script_line(
@@ -197,8 +200,8 @@ def _named(device: str) -> str:
 
 
 def local_target(record: Record) -> str:
-    """A record's target, as a path from the current folder: its own file as it was named, or in
-    that folder; else a copy of the file there; the recorded name if there is neither."""
+    """A record's target, as a path from the current folder: its own file in or below that folder,
+    else a copy of the file in it; the recorded name if there is neither."""
     from advisor.tuners.target import origin_of, parse
 
     name, origin = record.target.name, record.target.origin
@@ -207,7 +210,7 @@ def local_target(record: Record) -> str:
         return name
     near = [Path(record.key.task.target.partition(".py")[0] + ".py"), Path(file)]
     near = [one for one in near if one.is_file()]
-    own = (one for one in near if origin_of(one) == origin)
+    own = (one for one in itertools.chain(near, _below(file)) if origin_of(one) == origin)
     copies = (one for one in near if is_copy(parse(str(one)), record.target))
     path = next(itertools.chain(own, copies), None)
     return name if path is None else f"{path}{colon}{attribute}"
@@ -219,6 +222,21 @@ def is_copy(spec: Spec, target: Target) -> bool:
     if not spec.file or not target.code or spec.name not in (target.name, name):
         return False
     return not dataclasses.replace(spec, attribute=attribute).edited(target.code)
+
+
+def _below(file: str) -> Iterator[Path]:
+    """Yields the files of this name in folders below the current one."""
+    with contextlib.suppress(OSError):  # the current folder may have been removed
+        yield from (one / file for one in _folders(Path.cwd()) if (one / file).is_file())
+
+
+@functools.lru_cache(maxsize=1)
+def _folders(top: Path) -> tuple[Path, ...]:
+    """Folders below `top`, relative to it, without hidden ones. Cached: a list of records looks for
+    them once."""
+    levels = (top.glob("[!.]*/" * depth) for depth in range(1, MAX_DEPTH + 1))
+    found = itertools.islice(itertools.chain.from_iterable(levels), MAX_FOLDERS)
+    return tuple(one.relative_to(top) for one in found)
 
 
 def device_for(record: Record) -> str:
