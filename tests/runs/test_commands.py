@@ -385,7 +385,7 @@ def test_what_pytorch_raises_twice_is_no_failure_of_a_config() -> None:
     ("first", "config", "error", "said"),
     [
         (BAD, OWN, TargetFailed, r"fails by itself \(ValueError: bad \(train.py:4\)\)"),
-        (OVER, OWN, WorkerError, r"measured \(exit code 0\); have it train for longer"),
+        (OVER, OWN, WorkerError, r"measured: exit code 0; have it train for longer"),
         (OVER, HALF, ConfigFailed, "budget was over before it had started again"),
     ],
 )
@@ -403,7 +403,7 @@ def test_without_time_for_another_start_it_is_said_how_the_first_one_ended(
     [
         (BAD, "the script fails by itself (ValueError: bad (train.py:4)): fix that, then give", 2),
         (RunEnded("crashed", "x", -11), "the script fails by itself (x): fix that, then give", 3),
-        (OVER, "the command ends before a config is measured (exit code 0); have it train for", 3),
+        (OVER, "no config was measured: exit code 0; have it train for longer, or for more", 3),
     ],
     ids=["fails", "crashes", "few steps"],
 )

@@ -28,7 +28,7 @@ from advisor.tuners.measure.runner import UNVERIFIED, Block, Compared, ConfigFai
 
 T = TypeVar("T")
 SAVE_TIMEOUT_S = 30.0  # for saving compiled code
-RETRY_HINT = "fix that, then give the same command again: it reuses what was measured"
+RETRY_HINT = "fix that, then give the same command again"
 
 
 class Run:
@@ -104,8 +104,8 @@ class Run:
             crashes = exc.code and exc.outcome in ("failed", "crashed")
             if exc.own or (crashes and config == self.baseline):
                 raise TargetFailed(f"the script fails by itself ({exc}): {RETRY_HINT}", "") from exc
-            why = f"the command ends before a config is measured ({exc})"
-            raise WorkerError(f"{why}; have it train for longer, or for more epochs") from exc
+            longer = "have it train for longer, or for more epochs"
+            raise WorkerError(f"no config was measured: {exc}; {longer}") from exc
         if config.batch == self.baseline.batch:
             self._peak_bytes = max(self._peak_bytes, block.peak_bytes)
         return block
