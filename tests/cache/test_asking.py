@@ -205,6 +205,7 @@ def test_only_what_is_looked_for_is_read(tmp_path: Path) -> None:
         read.clear()
         assert [held.record for held in records.look_into(store, sought).held] == found
         assert len(read) == len(found)
+    assert RecordFilter(id=one.key.id, batch=64).question() == {"id": one.key.id, "batch": 64}
     records.put(newer)
     for most, more in ((1, 1), (2, 0)):
         read.clear()

@@ -13,6 +13,7 @@ from torch import nn
 
 from advisor.cache.config import Config
 from advisor.cache.match import Match, Query
+from advisor.cache.reader import RecordFilter
 from advisor.cache.record import Record, Target
 from advisor.errors import NoRecord, TargetError
 from advisor.resolve.request import Request
@@ -206,6 +207,12 @@ def test_without_arguments_the_model_without_them_is_meant(here: Path) -> None:
     wide = replace(wide, provenance=replace(wide.provenance, created=1.8e9))
     assert meant([plain, wide]).record is meant([wide, plain]).record is plain
     assert meant([plain, wide], model_args=WIDE).record is wide
+
+
+def test_a_model_in_hand_is_sought_by_its_fingerprint() -> None:
+    query = replace(QUERY, model="ab" * 32)
+    resolver = TargetResolver(Request(target=nn.Linear(2, 2), given={"mode": "train"}), query)
+    assert resolver.sought() == RecordFilter(model="ab" * 32, query=query)
 
 
 def test_a_miss_has_the_nearest(here: Path) -> None:
