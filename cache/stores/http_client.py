@@ -122,15 +122,16 @@ class HttpClient:
                 # The server may refuse before it has read the whole request.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     connection.request(*question)
-                response = connection.getresponse()
-                data = _body(response, most + 1)
+                with connection.getresponse() as response:
+                    data = _body(response, most + 1)
+                    is_whole = response.isclosed()
             except BaseException as exc:
                 connection.close()
                 if lost or not isinstance(exc, ConnectionError | ssl.SSLEOFError):
                     raise
                 lost = True
                 continue
-            if response.isclosed():  # all of it was read
+            if is_whole:
                 self._idle.append((os.getpid(), connection))
             else:
                 connection.close()
@@ -147,6 +148,7 @@ class HttpClient:
             if process == os.getpid() and kept.sock is not None:
                 kept.sock.settimeout(timeout_s)
                 return kept
+            kept.close()
         kind = HTTPSConnection if self.origin.startswith("https") else HTTPConnection
         return kind(*self._address, timeout=timeout_s)
 
