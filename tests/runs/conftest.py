@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from advisor.tuners.act import advice_usage
+
 
 @pytest.fixture(autouse=True)
-def python_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python` is the one that has torch."""
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python` is the one that has torch, and no test has used advice, which keeps pilots away."""
+    advice_usage._last.clear()
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)

@@ -109,10 +109,8 @@ def compiled(seen: ScriptFacts) -> Record:
 
 @pytest.fixture(autouse=True)
 def as_found() -> Iterator[None]:
-    advice_usage._last.clear()  # what tests of other files have left
     advisor.release()
     yield
-    advice_usage._last.clear()
     advisor.release()
     assert left_behind() == []
 
