@@ -258,10 +258,22 @@ def is_clear(record: Record) -> bool:
     if record.stale or not record.compares or record.provenance.effort == INTERRUPTED:
         return False
     # A config that seemed to gain, and still lost, was too noisy to tell.
-    noisy = unsteady(own.rounds) or any(one.speedup >= NOTABLE for one in record.raced)
-    if best.config == own.config and noisy:
+    seemed = any(one.speedup >= NOTABLE for one in record.raced) or _seemed_to_gain(record)
+    if best.config == own.config and (seemed or unsteady(own.rounds)):
         return False
     return not doubtful(record) and not unverified(record, best.config)
+
+
+def _seemed_to_gain(record: Record) -> bool:
+    """Whether a trial at the user's batch seemed to gain, and was neither raced nor found wrong."""
+    own, judged = record.baseline, {one.config for one in record.raced}
+    judged |= {one.config for one in record.trials if one.measurement.outcome == "wrong"}
+    rates = {t.config: t.measurement.samples_per_s for t in record.trials if t.stage == "compute"}
+    least = NOTABLE * rates.get(own.config, math.inf)
+    return any(
+        rate >= least and config.batch == own.batch and config not in judged
+        for config, rate in rates.items()
+    )
 
 
 def gain(record: Record, use: str) -> str:

@@ -89,8 +89,8 @@ def own_command() -> list[str]:
     """How this process was started, as a person would type it."""
     python, *words = sys.orig_argv
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        found = os.path.dirname(shutil.which("python") or "")
-        return ["python" if found == os.path.dirname(sys.executable) else python, *words]
+        found = Path(shutil.which("python") or "").parent
+        return ["python" if found == Path(sys.executable).parent else python, *words]
     words = [word for word in words if word != "-u"]  # torchrun's own
     return ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1"), *words]
 

@@ -276,7 +276,7 @@ def tried(*rates: tuple[Config, float]) -> tuple[Trial, ...]:
     ],
 )
 def test_nothing_to_gain_is_not_started_with_an_advice(key: Key, effort: str, said: str) -> None:
-    trials = tried((examples.DEFAULT, 100.0), (FAST, 150.0))
+    trials = tried((examples.DEFAULT, 100.0), (FAST, 105.0))
     record = replace(advises_nothing(key, effort=effort), trials=trials)
     section = report(record).sections[-1]
     assert section == sections.use(record, None, url="https://host")
