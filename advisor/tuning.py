@@ -311,7 +311,8 @@ class Tuning:
         """Store the record, unless it is uncertain and a clear one is `known`; or, if it advises
         nothing, any that does. `replaces`: remove earlier versions, whatever their effort."""
         remarks, none = found.remarks, not advises(record)
-        stays = [one for one in known if is_clear(one) or (none and advises(one))]
+        held = (one for one in known if not one.stale)
+        stays = [one for one in held if is_clear(one) or (none and advises(one))]
         clear = max(stays, key=lambda one: one.provenance.created, default=None)
         earlier = clear is not None and not is_clear(record)
         if clear is not None and earlier:

@@ -18,7 +18,7 @@ from advisor.command_snippets import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Comparison, Estimate, Report, Section, Table, Timeline, Tried
 from advisor.report.text import age, duration, outcome, rate, ratios, spread
-from advisor.resolve.answer import DOUBTFUL, break_even, doubtful, is_clear, unverified
+from advisor.resolve.answer import DOUBTFUL, advises, break_even, doubtful, is_clear, unverified
 from advisor.tuners.knobs import INPUT_PIPELINE, caveats, described
 
 WAITED = 0.1
@@ -156,7 +156,7 @@ def use(
         url: the store's URL for a reader on another machine.
     """
     run, others = record.key.task.command, tuple(_other_uses(record, None if url else cache))
-    gains = record.input or record.winner(record.use).config != record.baseline.config
+    gains = record.input or advises(record)
     if not gains and (run or not others):
         return Section("script", "What to do", lines=(nothing_to_gain(record),), code=others)
     title = "Start it like this" if run else "In your script"
@@ -179,8 +179,7 @@ def nothing_to_gain(record: Record) -> str:
 
 def _undecided(record: Record) -> bool:
     """Whether a tuning that advises nothing was too short or too noisy to tell what gains."""
-    advises_nothing = record.winner(record.use).config == record.baseline.config
-    return advises_nothing and record.compares and not is_clear(record)
+    return not advises(record) and record.compares and not is_clear(record)
 
 
 def _other_uses(record: Record, cache: str | None) -> Iterator[str]:

@@ -248,20 +248,19 @@ def unverified(record: Record, config: Config) -> str:
 
 
 def advises(record: Record) -> bool:
-    """Whether a record advises anything, and was not marked stale."""
-    return not record.stale and record.winner(record.use).config != record.baseline.config
+    """Whether a record advises anything but its baseline."""
+    return record.winner(record.use).config != record.baseline.config
 
 
 def is_clear(record: Record) -> bool:
     """Whether a record's result is certain: not stale, cut short, noisy or unverified."""
-    best, own = record.winner(record.use), record.baseline
     if record.stale or not record.compares or record.provenance.effort == INTERRUPTED:
         return False
     # A config that seemed to gain, and still lost, was too noisy to tell.
     seemed = any(one.speedup >= NOTABLE for one in record.raced) or _seemed_to_gain(record)
-    if best.config == own.config and (seemed or unsteady(own.rounds)):
+    if not advises(record) and (seemed or unsteady(record.baseline.rounds)):
         return False
-    return not doubtful(record) and not unverified(record, best.config)
+    return not doubtful(record) and not unverified(record, record.winner(record.use).config)
 
 
 def _seemed_to_gain(record: Record) -> bool:

@@ -277,9 +277,10 @@ def _served(request: Request, resolver: TargetResolver, match: Match, found: Exp
             )
         reason = f"{served.reason}; {why}"
         return dataclasses.replace(served, reason=reason, notice=notice, status=STALE)
-    why = match.refused or _why_missed(request, resolver, match)
-    if found.failed and near is None and not match.refused:
+    why = match.refused
+    if not why and found.failed and near is None:
         why = "no record was found"  # it may be in a store that failed
+    why = why or _why_missed(request, resolver, match)
     faults = [fault for fault in (*found.failed, *found.refused) if fault not in why]
     return missed("; ".join([why, *faults]), quiet=request.quiet)
 

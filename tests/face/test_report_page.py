@@ -1,4 +1,4 @@
-"""The report on a record: its page, `advisor show KEY`, and what is told to be done."""
+"""The report on a record: its page, `advisor show KEY`, and the lines that say what to do."""
 
 from __future__ import annotations
 

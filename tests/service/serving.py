@@ -69,8 +69,8 @@ Answering = Callable[[str], tuple[int, dict[str, str], bytes]]
 
 @contextlib.contextmanager
 def answering(answer: Answering, sent: list[tuple[str, bytes]] | None = None) -> Iterator[str]:
-    """The URL of a server that answers each path as it is told; `sent`: the token and the body of
-    each request that comes."""
+    """The URL of a made-up server. `answer` gives the answer for a path; `sent` gets the token and
+    the body of each request."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -1,6 +1,5 @@
-"""What device and software this is: against a fake NVML, and this machine's own CPU; what this
-host has for the workers of a loader, as its own files say it; and what is known of torch without
-importing it."""
+"""Facts about the device, the software and the host's memory for loader workers, read from a fake
+NVML and from this machine; and facts about torch that are kept, so that torch is not imported."""
 
 from __future__ import annotations
 

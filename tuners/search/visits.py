@@ -158,7 +158,7 @@ class Visits(dict[Config, Visit]):
                 most = LEADERS if use == uses[0] and batch == own else 1
                 # A ratio that is too noisy to tell does not put out the best clear one.
                 clear = [one for one in safe if one.ratio.faster]
-                # If the first one waits for data, another may be faster as it is.
+                # If the best config waits for data, another may deliver more.
                 fastest = max(safe, key=lambda one: one.ratio.mean) if safe[0].waits else safe[0]
                 found |= dict.fromkeys(one.config for one in (*near[:most], *clear[:1], fastest))
         found.pop(self._space.default, None)
