@@ -1,0 +1,106 @@
+"""Tunes one script of others once for each budget, and compares what `advisor run` then reaches.
+
+    python benchmarks/others/budgets.py hf-clm --budgets 45 60 300 --harness FOLDER --commit SHA
+
+FOLDER has the harness (see run_others.py). The unmodified script is started once, first. Each
+tuning begins without records and without compiled code. Every budget adds a line to `--results`,
+in the format of run_others.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from run_others import OVERRUN, ROOT, START_S, asked, summary
+
+PYTHON_ADVISOR = [sys.executable, "-m", "advisor"]
+
+
+def main() -> None:
+    args = parsed()
+    sys.path.insert(0, str(args.harness.resolve()))
+    bench = importlib.import_module("bench")
+
+    end = time.monotonic() + args.limit
+    script, root = bench.SCRIPTS[args.script], args.data.resolve()
+    for kind in script.sets:
+        bench.makers.make(kind, root, False)
+    unmodified = started(bench, args, [], advisor=None)
+    for budget in args.budgets:
+        args.budget = budget
+        needed, left = START_S + args.seconds + OVERRUN * args.budget, end - time.monotonic()
+        if needed > left:
+            line = {"left_out": f"needs {needed:.0f} s, {left:.0f} s left"}
+        else:
+            line = tuned(bench, args, unmodified)
+        text = json.dumps({**asked(args, args.script), **line})
+        with args.results.open("a") as file:
+            file.write(text + "\n")
+        print(text, flush=True)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[45.0, 60.0, 90.0, 300.0])
+    parser.add_argument("--harness", type=Path, required=True, help="folder with bench.py")
+    parser.add_argument("--commit", default="", help="of the project, kept with each result")
+    parser.add_argument("--seconds", type=float, default=15.0, help="measured in each start")
+    parser.add_argument("--limit", type=float, default=570.0, help="seconds for everything")
+    parser.add_argument("--gpu", default="0")
+    parser.add_argument("--data", type=Path, required=True, help="folder of the made-up data")
+    parser.add_argument("--results", type=Path, default=Path("others.jsonl"))
+    parser.add_argument("--log", type=Path, help="file for what each tuning prints")
+    parser.set_defaults(runs=1)
+    return parser.parse_args()
+
+
+def started(
+    bench: ModuleType, args: argparse.Namespace, prefix: list[str], advisor: Path | None
+) -> dict[str, Any]:
+    """One start of the script, in a fresh copy of its folder: what it told of its speed."""
+    script, root = bench.SCRIPTS[args.script], args.data.resolve()
+    words = bench.command(script, root, False)
+    folder = bench.place(script, args.script, root)
+    env = bench.environment(script, root, args.script, args.gpu, advisor)
+    found: dict[str, Any] = bench.run(script, prefix + words, folder, env, args.seconds, 180.0)
+    return found
+
+
+def tuned(
+    bench: ModuleType, args: argparse.Namespace, unmodified: dict[str, Any]
+) -> dict[str, Any]:
+    """One tuning from nothing, and one start of what it advises."""
+    begin = time.monotonic()
+    script, root = bench.SCRIPTS[args.script], args.data.resolve()
+    for kept in ("cache", "inductor"):
+        shutil.rmtree(root / kept / args.script, ignore_errors=True)
+    (root / "inductor").mkdir(exist_ok=True)
+    folder = bench.place(script, args.script, root)
+    env = bench.environment(script, root, args.script, args.gpu, ROOT)
+    words = bench.command(script, root, False)
+    tuning = bench.tune(
+        words, folder, env, ["--budget", f"{args.budget:.0f}s"], 1.5 * args.budget + 60
+    )
+    if args.log:
+        with args.log.open("a") as file:
+            file.write(f"== {args.script}, {args.budget:.0f} s\n{tuning['stdout']}\n")
+            file.write(f"{tuning['stderr']}\n")
+    after = started(bench, args, [*PYTHON_ADVISOR, "run", "--"], advisor=ROOT)
+    result = {"as_it_is": [unmodified], "advisor_run": [after], "tune": tuning}
+    result |= bench.summary(script, result) | {"wall_s": round(time.monotonic() - begin, 1)}
+    return summary(result)
+
+
+if __name__ == "__main__":
+    main()
