@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from advisor.cache.config import Config
 from advisor.errors import AdvisorWarning
@@ -490,6 +491,22 @@ def test_what_is_called_within_is_no_model_of_its_own(reentrant: bool) -> None:
     assert seen.outer is net
     assert seen.samples == 4
     assert [one.name for one in seen.inputs] == ["x"]
+
+
+def test_a_loss_and_what_a_loaders_worker_calls_are_no_models() -> None:
+    observer, net = LoopObserver(), nn.Linear(2, 2)
+    calls = hooks.CallHooks(observer.on_call, observer.on_autocast)
+    nn.CrossEntropyLoss()(torch.ones(2, 2), torch.ones(2, 2))
+    items: Any = [torch.ones(2)]
+    loader = DataLoader(
+        items,
+        num_workers=1,
+        collate_fn=lambda batch: (net(batch[0]), len(observer.called))[1],
+        multiprocessing_context="fork",
+    )
+    in_worker = list(loader)
+    calls.remove()
+    assert (in_worker, observer.called) == ([0], {})
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import get_worker_info
 from torch.utils.hooks import RemovableHandle
 
 from advisor.tuners.act.compiled import graphs_compiled
@@ -120,7 +121,8 @@ STEP_HOOKS = StepHooks()
 
 class CallHooks:
     """Calls `within` before each call of a module, and `called` after each outermost call that does
-    not raise; recomputed calls do not count. Every call becomes slower."""
+    not raise. Not for recomputed calls, calls in a loader's worker, and modules without weights,
+    such as losses and torchvision's transforms. Every call becomes slower."""
 
     def __init__(
         self,
@@ -133,12 +135,14 @@ class CallHooks:
 
         def ignores() -> bool:
             # While torch.compile traces a hook, the hook must have no effect.
-            return torch.compiler.is_compiling() or self._resting or in_backward()
+            if torch.compiler.is_compiling() or self._resting or in_backward():
+                return True
+            return get_worker_info() is not None  # a worker inherits these hooks
 
         def enter(module: nn.Module, _args: Any) -> None:
             if not ignores():
                 within(module)
-                if not inside:
+                if not inside and any(True for _ in module.parameters()):
                     inside.append(module)
 
         def leave(module: nn.Module, args: Any, *rest: Any) -> None:
