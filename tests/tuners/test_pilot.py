@@ -462,6 +462,21 @@ def test_inputs_of_many_lengths_are_one_job_however_long_the_first_is() -> None:
     assert "dynamic_shapes" not in space_of(fixed).choices
 
 
+@pytest.mark.parametrize("inputs", [{"ids": 0}, {"labels": 0, "ids": 7}, {"labels": 0, "users": 0}])
+def test_the_shape_is_of_the_first_input_that_has_two_dimensions(inputs: dict[str, int]) -> None:
+    net, observer = nn.Embedding(9, 4), LoopObserver()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    given = {
+        name: torch.zeros((4, n) if n else (4,), dtype=torch.int64) for name, n in inputs.items()
+    }
+    for _ in range(4):
+        observer.on_call(net, (), given)
+        observer.on_step(optimizer)
+    task = ScriptFacts.of(observer, LoaderFacts()).task(["train.py"], {})
+    assert task.shapes == ((4, max(*inputs.values(), 1)),)
+    assert task.others.count("1 int64") == len(inputs) - 1
+
+
 class Told(Looks):
     """A guide that leaves every script alone, counts how often it is asked, and keeps why not."""
 

@@ -40,7 +40,7 @@ class ScriptFacts:
     convolves: bool
     repeats: bool
     threads: int
-    shape: tuple[int, ...]  # of the first input of the whole job's step; 1 where it varies
+    shape: tuple[int, ...]  # of the main input of the whole job's step; 1 where it varies
     dtype: str
     others: str  # the other inputs, and further parts of the key
     varies: bool  # whether a shape differed between the steps seen
@@ -63,11 +63,11 @@ class ScriptFacts:
         processes, rank = 1, 0
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             processes, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-        first = main.inputs[0] if main.inputs else Input("0", (1,), "float32")
+        first = _main_input(main)
         own, kept, limits = _script_settings(observer, trained, loading)
         return cls(
             **model_facts([one.model for one in trained]),
-            shape=(samples * processes, *(dim or 1 for dim in first.shape[1:])),
+            shape=(samples * processes, *(dim or 1 for dim in first.shape[1:] or (1,))),
             dtype=first.dtype if first.dtype in DTYPES else "float32",
             others=_other_inputs(observer, main, samples),
             varies=any(VARIES in one.shape[1:] for one in main.inputs),
@@ -122,12 +122,19 @@ def micro_batches(task: Task) -> int:
     return max(1, int(found[1])) if found else 1
 
 
+def _main_input(trained: TrainedModel) -> Input:
+    """The first input with more than one dimension: labels or lengths may come before it."""
+    inputs = trained.inputs or (Input("0", (1,), "float32"),)
+    return next((one for one in inputs if len(one.shape) > 1), inputs[0])
+
+
 def _other_inputs(observer: LoopObserver, main: TrainedModel, samples: int) -> str:
     """One line of further parts of the key: other inputs, micro-batches, several optimizers."""
+    first = _main_input(main)
     parts = [
         f"{one.name} {'x'.join(str(dim or '?') for dim in one.shape[1:]) or '1'} {one.dtype}"
-        for n, one in enumerate(main.inputs)
-        if n or VARIES in one.shape[1:]
+        for one in main.inputs
+        if one != first or VARIES in one.shape[1:]
     ]
     if (calls := main.micro_batches(samples)) > 1:
         parts.append(f"{calls} {MICRO}")
