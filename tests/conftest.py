@@ -51,8 +51,11 @@ def _in_memory() -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Folders come in reverse: short files are last then, and processes that share the files end
-    together."""
+    together. On a GPU, warnings of PyTorch's own are no errors: torch 2.11 gives several."""
     items.sort(key=lambda item: item.path.parent.name, reverse=True)
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.filterwarnings("default"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
