@@ -316,7 +316,8 @@ class Tuner:
     # Race and choice ----------------------------------------------------------------------------
 
     def _race(self, configs: Sequence[Config]) -> Rates:
-        if not configs or self.clock.left_s < self._costs.race_s(configs, PAIRS):
+        # One round is worth it: where rounds are few, the turns of the visits count with them.
+        if not configs or self.clock.left_s < self._costs.race_s(configs, 1):
             return {}
         self._progress.phase(f"final race: {self._scope.baseline} and {len(configs)} in turn")
         default = self._space.default
@@ -325,7 +326,7 @@ class Tuner:
         rates, lost = race(self._visitor, [default, *configs], turn_s)
         for config, exc in lost.items():
             self._progress.notice(f"out of the race: {self._named(config)}: {exc}")
-        return rates if len(rates.get(default, ())) >= PAIRS else {}
+        return rates
 
     def _decide(self, raced: Rates, interrupted: bool) -> SearchResult:
         visits, noise = self._visits, self._visitor.noise
