@@ -103,7 +103,7 @@ def tune(
         Busy: another process measures this workload, or uses this device.
     """
     check_type("permit", permit, Permit)
-    check_type("budget", budget, Budget)
+    check_type("budget", budget, Budget, "advisor.Budget(...), such as Budget(time='5m')")
     plan, (model, command) = Plan.of(budget.given), split(what)
     given = {"shape": shape} | permit.given
     if not command and model.target is None:

@@ -82,7 +82,8 @@ def show(key: str | None, most: int, cache: str | None) -> Parts:
         ]
         return {"records": rows, "damaged": records.damaged, "older": older}
 
-    yield Output(document, code=FAILED if records.damaged and not found else DONE)
+    unread = not found and (records.damaged or records.unreachable)
+    yield Output(document, code=FAILED if unread else DONE)
 
 
 def _one(records: Records, stored: StoredRecord, cache: str | None) -> Parts:

@@ -88,6 +88,8 @@ def test_records_that_cannot_be_read_are_named(tmp_path: Path, own_surroundings:
     listed = advisor(tmp_path, "show")
     assert (listed.stdout, listed.returncode) == ("No record can be read\n", 1)
     assert unreadable.id in listed.stderr and advisor(tmp_path, "show", "--json").returncode == 1
+    down = advisor(tmp_path, "show", "--cache", "http://127.0.0.1:9")
+    assert (down.returncode, "Connection refused" in down.stderr) == (1, True)
     about = ("env", "--device", "cpu")
     found = json.loads(advisor(tmp_path, *about, "--json").stdout)
     assert found["environment"] == to_plain(detect("cpu"))
