@@ -116,6 +116,13 @@ def name(process: int) -> str:
     return _text(_PROC / str(process) / "comm").strip()
 
 
+def loaded_without(process: int, library: str, variable: str) -> bool:
+    """Whether a process has loaded a library, and no variable it began with holds this text."""
+    there = library in _text(_PROC / str(process) / "maps")
+    began_with = _text(_PROC / str(process) / "environ") if there else ""
+    return bool(began_with) and variable not in began_with
+
+
 @functools.cache
 def cpu() -> str:
     """The text of /proc/cpuinfo on the first processor; the others are like it."""

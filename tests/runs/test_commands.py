@@ -529,6 +529,14 @@ def test_input_output_and_exit_code_are_the_commands(folder: Path) -> None:
     assert isolated.stderr == "advisor: python -I keeps advisor out; the run is unmodified\n"
 
 
+@pytest.mark.e2e
+def test_a_command_that_sets_pythonpath_itself_is_ended(folder: Path) -> None:
+    (folder / "outside.py").write_text("import time, torch\ntime.sleep(600)\n")
+    words = ("--", "env", "PYTHONPATH=.", "python", "outside.py")
+    done = advisor(folder, "tune", "--budget", "20s", *words, process=True)
+    assert done.returncode == 1 and "the command sets PYTHONPATH itself" in done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_the_commands(number: int) -> None:
     source = (

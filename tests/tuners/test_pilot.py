@@ -432,6 +432,25 @@ def test_sparse_gradients_are_stepped_without_fused_kernels() -> None:
     assert not optimizer.param_groups[0]["fused"]
 
 
+@pytest.mark.parametrize("held", ["no", "view", "data", "shared"])
+def test_a_weight_that_others_hold_keeps_its_storage(held: str) -> None:
+    """Otherwise a flat buffer, or the other processes of a Hogwild job, would keep an old copy."""
+    net = CONVOLUTION()
+    flat = torch.zeros(2 * net.weight.numel())
+    if held == "view":
+        net.weight.data = flat[: net.weight.numel()].view_as(net.weight)
+    elif held == "shared":
+        net.share_memory()
+    kept = net.weight.data if held == "data" else None
+    _optimizer, switch = switched(net)
+    switch.set(OWN.replace(channels_last=True))
+    with torch.no_grad():
+        net.weight.fill_(2.0)
+    assert net.weight.is_contiguous() is (held != "no")
+    assert kept is None or torch.equal(kept, net.weight)
+    assert held != "view" or flat.sum() == 2 * net.weight.numel()
+
+
 def test_a_job_of_replicas_is_told_what_is_tuned_whole() -> None:
     net = Net()
     wrapped = nn.DataParallel(net)
@@ -556,6 +575,16 @@ def test_what_a_script_compiles_is_not_compiled_again(what: str, seen: bool, sai
     pilot.release()
     assert (guide.asked, graphs_compiled() - before, left_behind()) == (seen, 1, [])
     assert bool(guide.said) == bool(said) and said in guide.said
+
+
+def test_a_pilot_that_fails_says_so_at_once_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuning process would wait half an hour for its first message."""
+    monkeypatch.setattr(LoopObserver, "on_call", None)
+    Pilot(guide := Told())
+    for _ in range(2):  # the last hook goes with the next call of any module
+        nn.Linear(2, 2)(torch.ones(2))
+    assert guide.said.startswith("the pilot failed: TypeError: 'NoneType' object is not callable")
+    assert left_behind() == []
 
 
 class Lapping(Looks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +36,19 @@ def strided(tensor: Tensor, stride: Stride) -> Tensor:
     if tensor.stride() == stride:
         return tensor
     return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
+
+
+def is_alone(weight: Tensor) -> bool:
+    """Whether no other tensor and no other process uses a weight's storage, so that it may move."""
+    try:
+        if weight.device.type == "cpu" and weight.is_shared():
+            return False
+        one = torch.empty(0)
+        ours, alone = weight.untyped_storage(), one.untyped_storage()
+        count = torch._C._storage_Use_Count  # also counts views, and a tensor taken by `.data`
+        return bool(count(ours._cdata) == count(alone._cdata))
+    except (AttributeError, NotImplementedError, RuntimeError):  # has no storage of its own
+        return False
 
 
 def can_rebuild(outer: nn.Module) -> bool:

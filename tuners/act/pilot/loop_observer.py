@@ -260,8 +260,8 @@ def _varying(ours: tuple[Input, ...], theirs: tuple[Input, ...]) -> tuple[Input,
 
 
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Samples of a call: the length of its first input."""
-    first: Input | Tensor | None = next(inputs_of(args, kwargs), None)
+    """Samples of a call: the length of its first input that has one."""
+    first: Input | Tensor | None = next((i for i in inputs_of(args, kwargs) if i.shape), None)
     if first is None:
         leaves = tree_leaves((args, kwargs))
         first = next((one for one in leaves if isinstance(one, Tensor)), None)

@@ -124,7 +124,7 @@ class ConfigSwitch:
         outers = [one.outer for one in trained if not replicates(one.outer)]
         self._outers = [outer for outer in outers if layouts.can_rebuild(outer)]
         weights = (w for outer in self._outers for w in (*outer.parameters(), *outer.buffers()))
-        self._strides = {tensor: tensor.stride() for tensor in weights if tensor.dim() > 3}
+        self._strides = {w: w.stride() for w in weights if w.dim() > 3 and layouts.is_alone(w)}
         self._storages = Storages()
         every = itertools.chain(*self._groups)
         self._steps_on_host = not any(one.get("fused") or one.get("capturable") for one in every)

@@ -18,6 +18,7 @@ from typing import TypeVar
 from advisor.cache.codec import from_plain, to_plain
 from advisor.cache.config import Config
 from advisor.errors import RecordDamaged, UsageError
+from advisor.tuners import host
 from advisor.tuners.act.pilot.protocol import (
     ADDRESS,
     SECRET,
@@ -47,6 +48,10 @@ GONE = (
     "several programs in turn, give the one that trains"
 )
 FIX_HINT = "fix that first"
+KEPT_OUT = (
+    "the command sets PYTHONPATH itself, which keeps advisor out of it; add the value that is "
+    "there, as in PYTHONPATH=.:$PYTHONPATH"
+)
 T = TypeVar("T")
 TRACKERS_OFF = {
     "WANDB_MODE": "disabled",
@@ -71,7 +76,7 @@ class CommandProcess(GuardedProcess):
     UsageError as `measurable`, and if the temporary folder's name is too long."""
 
     def __init__(self, words: Sequence[str], *, injected: Path, log: Path) -> None:
-        path = measurable(words)
+        path, self._injected = measurable(words), str(injected)
         self._folder = ScratchFolder()
         secret = secrets.token_bytes(32)
         self._address = str(self._folder.path / "pilot")
@@ -103,6 +108,13 @@ class CommandProcess(GuardedProcess):
     def note(self) -> str | None:
         return startup_failure(self._address)
 
+    @property
+    def keeps_out(self) -> bool:
+        """Whether no process has loaded the pilot, and one has loaded torch that never will."""
+        return self.note is None and any(
+            host.loaded_without(one, "libtorch", self._injected) for one in host.family(self.pid)
+        )
+
     def accepted(self, seconds: float) -> Connection | None:
         """The next pilot's connection; None if none comes within `seconds`."""
         listening = self.listener._listener._socket  # type: ignore[attr-defined] # to wait for one
@@ -122,7 +134,7 @@ class CommandProcess(GuardedProcess):
 class AttachedScript:
     """The script that started this process; has the interface of a CommandProcess."""
 
-    ended, note = False, ""
+    ended, keeps_out, note = False, False, ""
 
     def __init__(self, listening: socket.socket) -> None:
         self.listener = listening
@@ -244,6 +256,8 @@ class PilotSession:
             while (pipe := self.command.accepted(LOG_POLL_S)) is None:
                 if self.command.ended:
                     raise self._end_reason()
+                if self.command.keeps_out:
+                    raise RunEnded("failed", KEPT_OUT)
                 if time.monotonic() > until:
                     reason = f"only {len(seen)} of its processes reached their first steps"
                     if not seen:
