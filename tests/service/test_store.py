@@ -425,7 +425,7 @@ def test_no_token_for_a_project_s_server(tmp_path: Path, monkeypatch: pytest.Mon
         ):
             with pytest.raises(StoreError, match=r"not sent to a server that only pyproject\.toml"):
                 act()
-        assert main(["show"]) == 0 and main(["jobs"]) == 1
+        assert main(["show"]) == 1 and main(["jobs"]) == 1
         assert seen == [("none", b"")] * 7
         _own_tokens().write_text(f"{url} {'y' * 40}\n")  # the user's own word for this server
         with pytest.raises(StoreError, match="set ADVISOR_TOKEN to one of"):
