@@ -1,6 +1,6 @@
 """What a run that is tuned saves and loads: in a scratch folder, and the user's files stay."""
 
-# ruff: noqa: PTH103, PTH104, PTH105, PTH107, PTH123
+# ruff: noqa: PTH103, PTH104, PTH105, PTH107, PTH123, PTH202
 
 from __future__ import annotations
 
@@ -42,8 +42,14 @@ def step(path: str | Path) -> float:
 
 
 def users(folder: Path) -> dict[str, str]:
+    """The files on the disk, as no patched function reads them."""
     files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_text() for path in files}
+    return {str(path.relative_to(folder)): _text(path) for path in files}
+
+
+def _text(path: Path) -> str:
+    with os.fdopen(os.open(path, os.O_RDONLY)) as file:
+        return file.read()
 
 
 NAMES = ("last.pt", "best.pth", "checkpoint-1/model.safetensors")
@@ -58,6 +64,20 @@ def test_what_is_saved_is_loaded_and_replaces_nothing(out: Path) -> None:
         torch.save(TWO, file)
     os.replace("by_hand", "last.pt")
     assert (step("last.pt"), users(out)) == (2.0, BEFORE)
+
+
+@pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated
+def test_a_script_finds_what_it_has_saved(out: Path) -> None:
+    torch.save(TWO, "new.ckpt")
+    torch.jit.save(torch.jit.script(torch.nn.ReLU()), "best.pth")
+    torch.jit.script(torch.nn.Linear(1, 1)).save("last.pt")
+    assert Path("new.ckpt").exists() and os.path.getsize("new.ckpt") > 100
+    with open("new.ckpt", "rb") as file:
+        assert torch.load(file)["step"] == 2.0
+    torch.jit.load("last.pt")(torch.ones(1))
+    with open("last.pt", "rb") as file:
+        assert file.read(2) == b"PK"
+    assert users(out) == BEFORE
 
 
 def test_it_is_moved_copied_and_removed_where_it_lies(out: Path) -> None:

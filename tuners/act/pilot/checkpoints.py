@@ -2,9 +2,10 @@
 
 A tuned script's checkpoints are worthless, and must not replace the user's earlier ones. So
 PyTorch, safetensors, torch.distributed.checkpoint, Lightning and transformers' Trainer write a file
-to the same path below a scratch folder, and read it from that folder if it is in it; so do `os` and
-`shutil` with such files. All else is untouched: `open`, folders, file objects. Processes of one job
-share the folder, so the files in it decide, not a table in memory.
+to the same path below a scratch folder, and read it from that folder if it is in it; so do `os`,
+`shutil`, and `open` for reading, with such files. All else is untouched: lists of a folder, file
+objects, `open` for writing. Processes of one job share the folder, so the files in it decide, not a
+table in memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import functools
 import os
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +35,7 @@ class Redirection:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._own = str(folder.parent.resolve())
-        self._began = time.time()
+        self._began, self._stat = time.time(), os.stat
         self._patched: list[tuple[Any, str, Any, Any]] = []
         writes, reads = _rerouting(1, self._to_write), _rerouting(0, self._to_read)
         moves, removes = self._moves, self._removes
@@ -44,7 +46,14 @@ class Redirection:
         self._table: dict[str, dict[str, Act]] = {
             "torch": pytorch,
             "torch.serialization": pytorch,
-            "os": dict[str, Act](replace=moves, rename=moves, remove=removes, unlink=removes),
+            "torch.jit": pytorch,
+            "torch.jit._serialization": pytorch,
+            "torch.jit._script": {"RecursiveScriptModule.save": writes},
+            "builtins": {"open": self._opens},
+            "io": {"open": self._opens},
+            "os": dict[str, Act](
+                replace=moves, rename=moves, remove=removes, unlink=removes, stat=self._looks
+            ),
             "shutil": dict[str, Act](
                 rmtree=removes, copyfile=self._copies, copymode=self._skips, copystat=self._skips
             ),
@@ -154,14 +163,16 @@ class Redirection:
         to = self._to_folder(output_dir) if self._is_users(output_dir) else output_dir
         return plain(trainer, to, *args, **kwargs)
 
-    def _is_users(self, path: Any) -> bool:
+    def _is_users(self, place: Any) -> bool:
         """Whether a file is a checkpoint older than this process, or a folder holds one."""
+        path = Path(place)
         below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+        return any(one.name.endswith(SUFFIXES) and self._is_older(one) for one in (path, *below))
+
+    def _is_older(self, file: Path) -> bool:
         with contextlib.suppress(OSError):
-            return any(
-                one.name.endswith(SUFFIXES) and one.is_file() and one.stat().st_mtime < self._began
-                for one in (Path(path), *below)
-            )
+            found = self._stat(file)  # not of a scratch copy
+            return stat.S_ISREG(found.st_mode) and found.st_mtime < self._began
         return False
 
     def _moves(self, plain: Any, src: Any, dst: Any, **kwargs: Any) -> Any:
@@ -187,6 +198,19 @@ class Redirection:
             return found.unlink()
         users = self._scratch(path) is not None and self._is_users(path)
         return None if users else plain(path, *args, **kwargs)
+
+    def _looks(self, plain: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        there = self._checkpoint(path) if kwargs.get("dir_fd") is None else path
+        return plain(there, *args, **kwargs)
+
+    def _opens(self, plain: Any, file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+        reads = isinstance(mode, str) and not set(mode) & set("wax+")
+        return plain(self._checkpoint(file) if reads else file, mode, *args, **kwargs)
+
+    def _checkpoint(self, path: Any) -> Any:
+        """As `_to_read`, but quick for files that are no checkpoints, such as a dataset's."""
+        named = isinstance(path, str | os.PathLike) and str(path).endswith(SUFFIXES)
+        return self._to_read(path) if named else path
 
     def _copies(self, plain: Any, src: Any, dst: Any, **kwargs: Any) -> Any:
         found = self._there(src)
