@@ -43,10 +43,13 @@ class Stopped(Exception):
     Args:
         why: 'unclear': advisor cannot tell what trains, or where a step ends; 'over': the model no
             longer trains; 'brief', 'untrained': the process ends after few or no optimizer steps
-            (another process may train); 'unfed': the loader gets no workers.
+            (another process may train); 'unfed': the loader gets no workers; 'broken': a fault of
+            advisor's.
     """
 
-    def __init__(self, why: Literal["unclear", "over", "brief", "untrained", "unfed"], said: str):
+    def __init__(
+        self, why: Literal["unclear", "over", "brief", "untrained", "unfed", "broken"], said: str
+    ) -> None:
         super().__init__(said)
         self.why = why
 

@@ -116,11 +116,11 @@ def name(process: int) -> str:
     return _text(_PROC / str(process) / "comm").strip()
 
 
-def loaded_without(process: int, library: str, variable: str) -> bool:
+def loaded_without(process: int, library: str, text: str) -> bool:
     """Whether a process has loaded a library, and no variable it began with holds this text."""
     there = library in _text(_PROC / str(process) / "maps")
     began_with = _text(_PROC / str(process) / "environ") if there else ""
-    return bool(began_with) and variable not in began_with
+    return bool(began_with) and text not in began_with
 
 
 @functools.cache

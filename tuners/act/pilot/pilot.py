@@ -141,7 +141,7 @@ class Pilot:
                 raise  # strict=True
             except Exception as exc:
                 _log.error("the pilot failed; please report this", exc_info=exc)
-                self._stop(Stopped("unclear", f"the pilot failed: {failure(exc)[1]}"))
+                self._stop(Stopped("broken", f"the pilot failed: {failure(exc)[1]}"))
 
         return guarded
 

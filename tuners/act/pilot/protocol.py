@@ -164,7 +164,7 @@ class PilotClient:
         outcome, said = failure(exc)
         if why == "over":
             outcome = TRAINING_OVER
-        if why == "unclear":
+        if why in ("unclear", "broken"):
             self._connect()
         if self._pipe is not None:
             with contextlib.suppress(OSError):
