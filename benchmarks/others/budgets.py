@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import shutil
 import sys
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from run_others import OVERRUN, ROOT, START_S, asked, summary
+from run_others import OVERRUN, ROOT, START_S, asked, report, summary
 
 PYTHON_ADVISOR = [sys.executable, "-m", "advisor"]
 
@@ -41,10 +40,7 @@ def main() -> None:
             line = {"left_out": f"needs {needed:.0f} s, {left:.0f} s left"}
         else:
             line = tuned(bench, args, unmodified)
-        text = json.dumps({**asked(args, args.script), **line})
-        with args.results.open("a") as file:
-            file.write(text + "\n")
-        print(text, flush=True)
+        report(args, {**asked(args, args.script), **line})
 
 
 def parsed() -> argparse.Namespace:
@@ -65,14 +61,21 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def ready(
+    bench: ModuleType, args: argparse.Namespace, advisor: Path | None
+) -> tuple[list[str], Path, dict[str, str]]:
+    """Words, folder and environment of the script, in a fresh copy of its folder."""
+    script, root = bench.SCRIPTS[args.script], args.data.resolve()
+    words, folder = bench.command(script, root, False), bench.place(script, args.script, root)
+    return words, folder, bench.environment(script, root, args.script, args.gpu, advisor)
+
+
 def started(
     bench: ModuleType, args: argparse.Namespace, prefix: list[str], advisor: Path | None
 ) -> dict[str, Any]:
-    """One start of the script, in a fresh copy of its folder: what it told of its speed."""
-    script, root = bench.SCRIPTS[args.script], args.data.resolve()
-    words = bench.command(script, root, False)
-    folder = bench.place(script, args.script, root)
-    env = bench.environment(script, root, args.script, args.gpu, advisor)
+    """One start of the script: what it told of its speed."""
+    words, folder, env = ready(bench, args, advisor)
+    script = bench.SCRIPTS[args.script]
     found: dict[str, Any] = bench.run(script, prefix + words, folder, env, args.seconds, 180.0)
     return found
 
@@ -81,24 +84,21 @@ def tuned(
     bench: ModuleType, args: argparse.Namespace, unmodified: dict[str, Any]
 ) -> dict[str, Any]:
     """One tuning from nothing, and one start of what it advises."""
-    begin = time.monotonic()
-    script, root = bench.SCRIPTS[args.script], args.data.resolve()
+    begin, root = time.monotonic(), args.data.resolve()
     for kept in ("cache", "inductor"):
         shutil.rmtree(root / kept / args.script, ignore_errors=True)
     (root / "inductor").mkdir(exist_ok=True)
-    folder = bench.place(script, args.script, root)
-    env = bench.environment(script, root, args.script, args.gpu, ROOT)
-    words = bench.command(script, root, False)
-    tuning = bench.tune(
-        words, folder, env, ["--budget", f"{args.budget:.0f}s"], 1.5 * args.budget + 60
-    )
+    options = ["--budget", f"{args.budget:.0f}s"]
+    tuning = bench.tune(*ready(bench, args, ROOT), options, 1.5 * args.budget + 60)
     if args.log:
         with args.log.open("a") as file:
             file.write(f"== {args.script}, {args.budget:.0f} s\n{tuning['stdout']}\n")
             file.write(f"{tuning['stderr']}\n")
     after = started(bench, args, [*PYTHON_ADVISOR, "run", "--"], advisor=ROOT)
     result = {"as_it_is": [unmodified], "advisor_run": [after], "tune": tuning}
-    result |= bench.summary(script, result) | {"wall_s": round(time.monotonic() - begin, 1)}
+    result |= bench.summary(bench.SCRIPTS[args.script], result) | {
+        "wall_s": round(time.monotonic() - begin, 1)
+    }
     return summary(result)
 
 

@@ -42,9 +42,14 @@ def main() -> None:
             line = {**asked(args, name), "left_out": f"needs {needed:.0f} s, {left:.0f} s left"}
         else:
             line = {**asked(args, name), **compared(args, name, left)}
-        with args.results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        print(json.dumps(line), flush=True)
+        report(args, line)
+
+
+def report(args: argparse.Namespace, line: dict[str, Any]) -> None:
+    """Adds a line to the results, and prints it."""
+    with args.results.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(json.dumps(line), flush=True)
 
 
 def parsed() -> argparse.Namespace:
