@@ -84,7 +84,8 @@ class Unsettled(MadeUp):
         slow = 5.0 if number <= self.slow_blocks else 1.0
         self.time += (slow - 1) * found.seconds
         compiled = int(number <= self.compiling_blocks)
-        return replace(found, seconds=slow * found.seconds, compiled=compiled)
+        peak = 1000 - number  # the first block takes the most memory
+        return replace(found, seconds=slow * found.seconds, compiled=compiled, peak_bytes=peak)
 
 
 @pytest.mark.parametrize(("slow_blocks", "compiling_blocks"), [(0, 0), (1, 0), (0, 5), (1, 6)])
@@ -97,6 +98,7 @@ def test_a_config_is_timed_once_it_has_settled(slow_blocks: int, compiling_block
     assert visit.ratio.mean == pytest.approx(place.speedup(FAST), rel=0.03)
     steps = sum(turn.block.steps for turn in visit.turns)
     assert steps > PAIRS and all(not turn.block.compiled for turn in visit.turns)
+    assert visit.measurement(1.0).peak_bytes == 999
 
 
 def test_a_config_that_never_settles_is_timed_all_the_same() -> None:

@@ -46,6 +46,7 @@ class Visit:
     settle_s: float = 0.0  # seconds from then on until its steps took equally long
     turns: tuple[PairedTurn, ...] = ()
     ratio: Ratio = UNKNOWN_RATIO  # over the baseline
+    peak_bytes: int = 0  # also of untimed steps: a CUDA graph takes its memory when it is recorded
     seconds: float = 0.0  # of the whole visit
 
     @property
@@ -97,7 +98,7 @@ class Visit:
             step_s=self.step_s / scale,
             gpu_s=statistics.median(block.gpu_s / block.steps for block in blocks),
             first_step_s=self.first_s,
-            peak_bytes=max(block.peak_bytes for block in blocks),
+            peak_bytes=self.peak_bytes,
             steps=sum(block.steps for block in blocks),
             blocks=tuple(block.step_s / scale for block in blocks),
             waited=self.waited,
@@ -117,6 +118,7 @@ class Visitor:
         self._current: Config | None = None
         self._settled: dict[Config, float] = {}
         self._outrun: dict[Config, int] = {}
+        self._peaks: dict[Config, int] = {}  # bytes
 
     @property
     def noise(self) -> Noise:
@@ -137,6 +139,7 @@ class Visitor:
             settle_s=settle_s,
             turns=(turn,),
             ratio=LEVEL,
+            peak_bytes=self._peaks[self.own],
             seconds=self.clock.now() - began,
         )
 
@@ -169,6 +172,7 @@ class Visitor:
             settle_s=settle_s,
             turns=tuple(turns),
             ratio=self._ratio(turns),
+            peak_bytes=self._peaks.get(config, 0),
             seconds=self.clock.now() - began,
         )
 
@@ -244,6 +248,7 @@ class Visitor:
         self._current = None
         block = self._runner.block(config, steps, warm=warm, deadline_s=self.clock.deadline_s)
         self._current = config
+        self._peaks[config] = max(block.peak_bytes, self._peaks.get(config, 0))
         most = turn_steps(block.step_s, SLOW_TURN_S)
         self._outrun[config] = min(block.prefetched, most) if block.outruns_loader else 0
         return block
