@@ -147,7 +147,7 @@ class OnlineTuner(RecordGuide):
         why = stopped(exc)
         if why == "brief":
             tell(f"tune: {exc}, before a config could be tried; use a longer run")
-        if why == "over":
+        if why in ("over", "unclear"):
             self._end_search()
         super().failed(exc)
 

@@ -23,7 +23,7 @@ from advisor.bootstrap import INJECTED
 from advisor.cache.config import Config
 from advisor.errors import TargetFailed, WorkerError
 from advisor.open_store import open_records
-from advisor.tuners.act.pilot.protocol import BlockRequest
+from advisor.tuners.act.pilot.protocol import UNCLEAR, BlockRequest
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.measure.run import run as running
 from advisor.tuners.measure.run import session as sessions
@@ -387,6 +387,7 @@ def test_what_pytorch_raises_twice_is_no_failure_of_a_config() -> None:
         (BAD, OWN, TargetFailed, r"fails by itself \(ValueError: bad \(train.py:4\)\)"),
         (OVER, OWN, WorkerError, r"measured: exit code 0; have it train for longer"),
         (OVER, HALF, ConfigFailed, "budget was over before it had started again"),
+        (RunEnded(UNCLEAR, "in several threads"), HALF, TargetFailed, "^in several threads$"),
     ],
 )
 def test_without_time_for_another_start_it_is_said_how_the_first_one_ended(

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import graphs_compiled, recompile_limit
 from advisor.tuners.act.hooks import Patch
 from advisor.tuners.act.pilot.loop_observer import LoopObserver, TrainedModel, batch_of, inputs_of
-from advisor.tuners.act.pilot.pilot import Pilot
+from advisor.tuners.act.pilot.pilot import THREADS, Pilot
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.pilot.switch import ConfigSwitch
@@ -589,6 +590,25 @@ def test_a_pilot_that_fails_says_so_at_once_and_leaves(monkeypatch: pytest.Monke
     assert guide.said.startswith("the pilot failed: TypeError: 'NoneType' object is not callable")
     # No warning under `advisor run`: with `python -W error` it would end the run.
     RecordGuide(["train.py"], Request()).failed(Stopped(guide.why, guide.said))  # type: ignore[arg-type]
+    assert left_behind() == []
+
+
+class Threaded(Told):
+    """Another thread trains meanwhile."""
+
+    takes_over = Looks.takes_over
+
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(trained, Net()).result()
+        return BlockRequest(config=OWN, own=OWN, steps=5)
+
+
+def test_models_that_train_in_several_threads_are_left_alone() -> None:
+    pilot = Pilot(guide := Threaded())
+    trained(net := Net())
+    assert (guide.said, "_compiled_call_impl" in vars(net)) == (THREADS, False)
+    pilot.release()
     assert left_behind() == []
 
 

@@ -26,6 +26,7 @@ RUN = "ADVISOR_RUN"  # the command of `advisor run`, and seconds for its tuning,
 KEEP_CHECKPOINTS = "ADVISOR_KEEP_CHECKPOINTS"  # if set, checkpoints of a tuned run stay in place
 MAX_MESSAGE_BYTES = 2**20  # bytes of an answer
 TRAINING_OVER = "over"  # outcome: no process trains any more, without a failure
+UNCLEAR = "unclear"  # outcome: advisor cannot tell what trains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +163,9 @@ class PilotClient:
             return
         own = not (why or may_be_config_error(exc))
         outcome, said = failure(exc)
-        if why == "over":
-            outcome = TRAINING_OVER
-        if why in ("unclear", "broken"):
+        if why in (TRAINING_OVER, UNCLEAR):
+            outcome = why
+        if why in (UNCLEAR, "broken"):
             self._connect()
         if self._pipe is not None:
             with contextlib.suppress(OSError):

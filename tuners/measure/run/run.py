@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 from advisor.cache.config import BATCH, Config, Value
 from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.act.pilot.protocol import BlockRequest, CompareRequest
+from advisor.tuners.act.pilot.protocol import UNCLEAR, BlockRequest, CompareRequest
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
 from advisor.tuners.measure.compare import plain_of
@@ -134,6 +134,8 @@ class Run:
             try:
                 return act(self._running(config, until), until)
             except RunEnded as exc:
+                if exc.outcome == UNCLEAR:
+                    raise TargetFailed(str(exc), "") from exc
                 made = self._end(self._words(config))
                 if exc.outcome == "timed_out":
                     if last is not None and config == self.baseline:

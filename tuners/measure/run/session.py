@@ -181,7 +181,7 @@ class RunEnded(Exception):
         self, outcome: str, reason: str, code: int = 1, said: str = "", *, own: bool = False
     ) -> None:
         super().__init__(reason)
-        self.outcome = outcome  # as in `Measurement`
+        self.outcome = outcome  # as in `Measurement`, or TRAINING_OVER, or UNCLEAR
         self.code = code  # the exit code
         self.said = said  # how the command ended, if before its first steps
         self.own = own  # whether the script more likely failed by itself than due to a config
@@ -278,9 +278,8 @@ class PilotSession:
                     raise RunEnded("timed_out", "the budget was over before the result came")
             message = receive(pipe)
             if failed := message.get("failed"):
-                if failed["outcome"] == TRAINING_OVER:
-                    raise RunEnded("failed", failed["reason"], 0)
-                raise RunEnded(failed["outcome"], failed["reason"], own=bool(failed.get("own")))
+                outcome, code = failed["outcome"], int(failed["outcome"] != TRAINING_OVER)
+                raise RunEnded(outcome, failed["reason"], code, own=bool(failed.get("own")))
             return from_plain(cls, message[what])
         except (EOFError, OSError):
             raise self._end_reason() from None
