@@ -23,7 +23,7 @@ from advisor.bootstrap import INJECTED
 from advisor.cache.config import Config
 from advisor.errors import TargetFailed, WorkerError
 from advisor.open_store import open_records
-from advisor.tuners.act.pilot.protocol import UNCLEAR, BlockRequest
+from advisor.tuners.act.pilot.protocol import TRAINING_OVER, UNCLEAR, BlockRequest
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.measure.run import run as running
 from advisor.tuners.measure.run import session as sessions
@@ -365,6 +365,7 @@ def raised(reason: str, *, own: bool = True) -> RunEnded:
     return RunEnded("failed", reason, own=own)
 
 
+ANOTHER = RunEnded(TRAINING_OVER, "another model", 0)
 BAD, OVER = raised("ValueError: bad (train.py:4)"), RunEnded("crashed", "exit code 0", 0)
 
 
@@ -405,8 +406,9 @@ def test_without_time_for_another_start_it_is_said_how_the_first_one_ended(
         (BAD, "the script fails by itself (ValueError: bad (train.py:4)): fix that, then give", 2),
         (RunEnded("crashed", "x", -11), "the script fails by itself (x): fix that, then give", 3),
         (OVER, "no config was measured: exit code 0; have it train for longer, or for more", 3),
+        (ANOTHER, "no config was measured: another model; give a command that trains one", 3),
     ],
-    ids=["fails", "crashes", "few steps"],
+    ids=["fails", "crashes", "few steps", "another model"],
 )
 def test_what_a_script_does_by_itself_has_one_remedy(
     folder: Path, monkeypatch: pytest.MonkeyPatch, ended: RunEnded, said: str, starts: int
