@@ -29,6 +29,7 @@ _log = logging.getLogger("advisor")
 
 NOTED = "advisor: "
 """Start of a note on an exception."""
+_UNTRAINED = ": nothing was looked up or tuned, and the run was unmodified"
 _NOT_IN_FORCE = "advised, and not in force"
 
 
@@ -126,7 +127,7 @@ class RecordGuide:
         if why == "unclear" and self._strict:
             raise NoRecord(str(exc)) from exc
         if why in ("untrained", "unclear", "over"):
-            warn(str(exc) if why == "untrained" else f"{exc}. {GOES_ON}")
+            warn(f"{exc}{_UNTRAINED if why == 'untrained' else f'. {GOES_ON}'}")
 
     def script_failed(self, exc: BaseException, request: BlockRequest) -> None:
         noted = any(note.startswith(NOTED) for note in getattr(exc, "__notes__", ()))

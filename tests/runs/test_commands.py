@@ -55,6 +55,7 @@ def train(steps=10**7, width=16, after=lambda step: None, model=None):
         after(step)
 """
 TRAINS = "from training import train; train(2)"
+BY_HAND = "from training import nn, torch; nn.Linear(2, 2)(torch.ones(2))"
 QUICK = ("--effort", "quick", "--no-verify", "--budget", "3s", "--trials", "2", "--quiet")
 
 
@@ -264,9 +265,20 @@ def test_a_compiler_that_is_ended_leaves_nothing_half_written() -> None:
         ("def train(:", "it ended with exit code 1: SyntaxError: invalid syntax. Its output"),
         (f"sys.modules['advisor'] = None; {TRAINS}", "advisor is not in this Python environment ("),
         (f"{TRAINS}; sys.exit(3)", "imported, but no torch.optim optimizer made 4 steps; it ended"),
+        (BY_HAND, "a step; it ended with exit code 0. Its output is in log; advisor tunes scripts"),
+        (f"{BY_HAND}; sys.exit('bad')", "a step; it ended with exit code 1: bad. Its output"),
         (f"{TRAINS}; raise ValueError('bad')", "could be measured: ValueError: bad (script.py:2)"),
     ],
-    ids=["no torch", "reads", "no code", "no advisor", "too few steps", "fails"],
+    ids=[
+        "no torch",
+        "reads",
+        "no code",
+        "no advisor",
+        "too few steps",
+        "by hand",
+        "by hand, fails",
+        "fails",
+    ],
 )
 def test_a_command_that_cannot_be_measured_says_why(source: str, said: str) -> None:
     with pytest.raises(TargetFailed) as caught, started(script(f"import sys\n{source}")):

@@ -24,7 +24,14 @@ from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.hooks import STEP_HOOKS
 from advisor.tuners.act.pilot.loaders import Loaders
 from advisor.tuners.act.pilot.loop_observer import RETIRED, LoopObserver, TrainedModel
-from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, CompareRequest, Guide
+from advisor.tuners.act.pilot.protocol import (
+    NEEDS_OPTIMIZER,
+    UNSTEPPED,
+    BlockRequest,
+    BlockResult,
+    CompareRequest,
+    Guide,
+)
 from advisor.tuners.decisions import HEADROOM, IN_A_ROW, MAX_OBSERVED_STEPS
 from advisor.tuners.faults import Stopped, failure
 
@@ -46,11 +53,7 @@ EVALUATING = "the script trains its model in evaluation mode; call model.train()
 _MOST_CALLS = 8 * MAX_OBSERVED_STEPS  # of a model before the first optimizer step
 BY_HAND = (
     f"in {_MOST_CALLS} calls of a model with gradients, no optimizer of torch.optim "
-    "made a step; advisor tunes scripts that train with such an optimizer"
-)
-UNSTEPPED = (
-    "a model was called with gradients, and no optimizer of torch.optim made a step: nothing was "
-    "looked up or tuned, and the run was unmodified"
+    f"made a step; {NEEDS_OPTIMIZER}"
 )
 ANOTHER = "the script trains another model now"
 UNADVISED = "another model trains now than the one that the advice in force is for"

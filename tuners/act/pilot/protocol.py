@@ -27,6 +27,8 @@ KEEP_CHECKPOINTS = "ADVISOR_KEEP_CHECKPOINTS"  # if set, checkpoints of a tuned 
 MAX_MESSAGE_BYTES = 2**20  # bytes of an answer
 TRAINING_OVER = "over"  # outcome: no process trains any more, without a failure
 UNCLEAR = "unclear"  # outcome: advisor cannot tell what trains
+UNSTEPPED = "a model was called with gradients, and no optimizer of torch.optim made a step"
+NEEDS_OPTIMIZER = "advisor tunes scripts that train with such an optimizer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,8 @@ def checkpoints() -> Path | None:
 
 
 def startup_failure(address: str) -> str | None:
-    """Why a process failed before its first steps; '' if none did, None if none loaded torch."""
+    """Why a process failed before its first steps; '' if none did, None if none loaded torch,
+    UNSTEPPED if one trained without an optimizer."""
     try:
         return _note(address).read_text()
     except OSError:
@@ -159,7 +162,7 @@ class PilotClient:
         from advisor.tuners.faults import failure, may_be_config_error, stopped
 
         why = stopped(exc)
-        if why in ("brief", "untrained"):
+        if why == "brief":
             return
         own = not (why or may_be_config_error(exc))
         outcome, said = failure(exc)
@@ -172,7 +175,7 @@ class PilotClient:
                 self._send({"failed": {"outcome": outcome, "reason": said, "own": own}})
         # It may be a helper process, whose failure need not end the run. The first note stays: a
         # parent process that fails because of its child says less.
-        elif not startup_failure(self._address):
+        elif startup_failure(self._address) in (None, "", UNSTEPPED):
             self._note(said)
 
     def script_failed(self, *_: object, **_named: object) -> None:

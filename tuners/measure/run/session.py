@@ -21,8 +21,10 @@ from advisor.errors import RecordDamaged, UsageError
 from advisor.tuners import host
 from advisor.tuners.act.pilot.protocol import (
     ADDRESS,
+    NEEDS_OPTIMIZER,
     SECRET,
     TRAINING_OVER,
+    UNSTEPPED,
     BlockRequest,
     BlockResult,
     injection_environment,
@@ -296,6 +298,7 @@ class PilotSession:
             return RunEnded("crashed", GONE if len(self._pipes) == 1 else several)
         code, last = self.command.exit_report()
         ended, note = f"ended with {exit_text(code)}", self.command.note
+        note = "" if note == UNSTEPPED else note
         printed = f": {last}" if last and code else ""  # the last words of a failure say why
         if self._pipes:
             return RunEnded("crashed", f"the command {ended}{printed}", code, own=code > 0)
@@ -306,7 +309,9 @@ class PilotSession:
     def _why_no_steps(self, so_far: str, mend: str) -> str:
         """Text on why a command made no steps; `mend`: what the user should do."""
         note = self.command.note
-        if note:
+        if note == UNSTEPPED:
+            seen, mend = note, mend if mend == FIX_HINT else NEEDS_OPTIMIZER
+        elif note:
             seen, mend = f"it failed before a step could be measured: {note}", FIX_HINT
         elif note is not None:
             steps = f"{MIN_OBSERVED_STEPS} steps"
