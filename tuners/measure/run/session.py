@@ -318,8 +318,9 @@ class PilotSession:
             seen = f"torch was imported, but no torch.optim optimizer made {steps}"
         else:
             seen = "no process of the command has imported torch"
-            mend = (
-                mend if mend == FIX_HINT else "give the command that trains, as you would type it"
+            typed = (
+                "give the command that trains, as you would type it; its standard input is empty"
             )
+            mend = mend if mend == FIX_HINT else typed
         where = "See its output" if self._log is None else f"Its output is in {self._log}"
         return f"{seen}; {so_far}. {where}; {mend}"
