@@ -412,6 +412,13 @@ def test_where_nothing_is_known_one_warning_has_the_command(tmp_path: Path) -> N
     assert done.stderr.startswith((f"{tmp_path}/train.py:", "train.py:"))
 
 
+def test_where_warnings_are_errors_one_line_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    advisor.apply()
+    trained(Net())  # tests run as under `python -W error`
+    said = capsys.readouterr().err
+    assert said.startswith("advisor: this run was not tuned") and said.count("\n") == 1
+
+
 def test_strict_ends_the_script(tmp_path: Path) -> None:
     done = run(tmp_path, "strict")
     assert done.returncode == 1
