@@ -423,6 +423,7 @@ def set_up_logging() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("advisor %(levelname)s %(message)s"))
         _log.addHandler(handler)
+        _log.propagate = False  # else a script with handlers of its own prints each line twice
         named = logging.getLevelNamesMapping().get(level.upper())
         _log.setLevel(logging.INFO if named is None else named)
         if named is None and _speaks():
