@@ -104,6 +104,7 @@ class SearchResult:
     artifacts: Mapping[Config, Path] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()  # lines on configs that gained and are not advised, and on limits
     interrupted: bool = False  # by Ctrl-C
+    exhausted: bool = False  # nothing but the baseline could be tried, whatever the budget
     complete: bool = True  # neither interrupted nor ended by losing the runner
 
 
