@@ -27,7 +27,7 @@ from advisor.tuners.act.pilot.protocol import TRAINING_OVER, UNCLEAR, BlockReque
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.measure.run import run as running
 from advisor.tuners.measure.run import session as sessions
-from advisor.tuners.measure.run.guarded_process import GuardedProcess, exit_text
+from advisor.tuners.measure.run.guarded_process import GuardedProcess, exit_text, replaces_path
 from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import CommandProcess, PilotSession, RunEnded
 from advisor.tuners.measure.runner import Block, ConfigFailed
@@ -553,6 +553,22 @@ def test_a_command_that_sets_pythonpath_itself_is_ended(folder: Path) -> None:
     words = ("--", "env", "PYTHONPATH=.", "python", "outside.py")
     done = advisor(folder, "tune", "--budget", "20s", *words, process=True)
     assert done.returncode == 1 and "the command sets PYTHONPATH itself" in done.stderr
+
+    ran = advisor(folder, "run", "--", "env", "PYTHONPATH=.", "echo", process=True)
+    assert ran.returncode == 0 and "the command sets PYTHONPATH itself" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "replaces"),
+    [
+        ("cd x && PYTHONPATH=. python x.py", True),
+        ('export PYTHONPATH="${PYTHONPATH}:."', False),
+        ("# export PYTHONPATH=.", False),
+    ],
+)
+def test_a_script_that_replaces_pythonpath_is_seen(line: str, replaces: bool) -> None:
+    Path("start.sh").write_text(f"set -e\n{line}\n")
+    assert replaces_path(("bash", "start.sh")) is replaces
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -34,6 +34,7 @@ from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import MIN_OBSERVED_STEPS
 from advisor.tuners.measure.run.guarded_process import (
     END_S,
+    KEPT_OUT,
     GuardedProcess,
     exit_text,
     inductor_folder,
@@ -50,10 +51,6 @@ GONE = (
     "several programs in turn, give the one that trains"
 )
 FIX_HINT = "fix that first"
-KEPT_OUT = (
-    "the command sets PYTHONPATH itself, which keeps advisor out of it; add the value that is "
-    "there, as in PYTHONPATH=.:$PYTHONPATH"
-)
 T = TypeVar("T")
 TRACKERS_OFF = {
     "WANDB_MODE": "disabled",
