@@ -401,6 +401,10 @@ def laid_out() -> nn.Module:
     return CONVOLUTION().to(memory_format=torch.channels_last)
 
 
+def compiled() -> nn.Module:
+    return torch.compile(CONVOLUTION(), backend="eager")  # type: ignore[return-value]
+
+
 def space_of(one: ScriptFacts) -> Space:
     facts = {"repeats": one.repeats, "own": one.own, "kept": one.kept}
     return space(batches=(4,), **facts)
@@ -415,6 +419,7 @@ def space_of(one: ScriptFacts) -> Space:
         (laid_out, torch.optim.SGD, "channels_last", (True,), "channels_last"),
         (CONVOLUTION, FUSED, "fused_optimizer", (True,), "fused"),
         (lambda: CONVOLUTION().bfloat16(), torch.optim.SGD, "precision", ("bf16",), "bf16"),
+        (compiled, torch.optim.SGD, "compile", ("default",), "your script already: torch.compile"),
         (CONVOLUTION, torch.optim.LBFGS, "precision", ("default",), "LBFGS"),
         (SPARSE, torch.optim.SGD, "fused_optimizer", (False,), "a gradient is sparse"),
     ],
