@@ -123,6 +123,11 @@ def test_a_search_knows_that_nothing_else_can_be_tried(compiles: bool) -> None:
     assert tuned(MadeUp(of.default), of, 5.0).exhausted is not compiles
 
 
+def test_that_the_unmodified_script_waits_is_left_to_its_record_to_say() -> None:
+    of = space("cpu", threads_set=True, convolves=False, compiles=False)
+    assert tuned(MadeUp(of.default, waits_s=lambda _config: 0.5), of).remarks == ()
+
+
 def test_workers_that_slow_the_steps_are_advised_by_what_they_deliver() -> None:
     """On two cores, workers take time from the steps, which waited for 97% of theirs."""
     of = space("cpu", workers=2, cores=2, threads=2)
