@@ -16,7 +16,12 @@ from advisor.resolve.failures import Failures
 from advisor.resolve.lookups import GOES_ON, known_to_any_rank, serve, warn_in_hook
 from advisor.resolve.request import Request
 from advisor.tuners import knobs
-from advisor.tuners.act.advice_usage import defer_to_pilot, disclaim_other_models, is_followed
+from advisor.tuners.act.advice_usage import (
+    EXACT,
+    defer_to_pilot,
+    disclaim_other_models,
+    is_followed,
+)
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
@@ -51,7 +56,7 @@ class RecordGuide:
         self._request, self._reason = BlockRequest(config=Config()), ""
         self._seen: ScriptFacts | None = None
         self._failures: Failures | None = None
-        self._strict = strict
+        self._strict, self._status = strict, EXACT
 
     def takes_over(self) -> bool:
         if is_followed():
@@ -87,6 +92,7 @@ class RecordGuide:
         if record is None or (asked.quiet and not record.compares):
             warn_in_hook(advice.served.notice)
             return None
+        self._status = advice.status
         config, own = _followed(record, advice.config, seen)
         if why := known_to_any_rank(self._failures.of(config, record)):
             line = tune_again(dataclasses.replace(record, stale=why), asked.cache)
@@ -114,7 +120,7 @@ class RecordGuide:
         what = "your unmodified script" if config == own else knobs.described(config, own)
         line = f"in force: {what}; {reason.removeprefix(f'{what}: ')}"
         say(line)
-        defer_to_pilot(line)
+        defer_to_pilot(line, self._status)
         self._request, self._reason = BlockRequest(config=config, own=own), reason
         return self._request
 

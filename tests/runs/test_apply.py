@@ -136,13 +136,14 @@ def test_what_was_found_for_a_run_is_in_force_from_inside() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         advice = advisor.apply()
-        assert advice.reason == lookups.AT_FIRST_STEPS
+        assert (advice.reason, advice.status) == (lookups.AT_FIRST_STEPS, "miss")
         net = Net()
         trained(net)
     assert net.dtypes[0] == torch.float32
     assert net.dtypes[-1] == torch.bfloat16
     assert net.conv.weight.is_contiguous(memory_format=torch.channels_last)
     assert advice.report().startswith("in force: channels_last, bf16; 1.50x")
+    assert advice.status == "exact"
     advisor.release()
     assert not net.conv.weight.is_contiguous(memory_format=torch.channels_last)
     trained(net, 1)
