@@ -16,12 +16,7 @@ from advisor.resolve.failures import Failures
 from advisor.resolve.lookups import GOES_ON, known_to_any_rank, serve, warn_in_hook
 from advisor.resolve.request import Request
 from advisor.tuners import knobs
-from advisor.tuners.act.advice_usage import (
-    EXACT,
-    defer_to_pilot,
-    disclaim_other_models,
-    is_followed,
-)
+from advisor.tuners.act.advice_usage import defer_to_pilot, disclaim_other_models, is_followed
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
@@ -56,7 +51,7 @@ class RecordGuide:
         self._request, self._reason = BlockRequest(config=Config()), ""
         self._seen: ScriptFacts | None = None
         self._failures: Failures | None = None
-        self._strict, self._status = strict, EXACT
+        self._strict, self._status = strict, ""
 
     def takes_over(self) -> bool:
         if is_followed():

@@ -173,7 +173,7 @@ def defer_to_pilot(line: str, status: str) -> None:
     its record in place of its own."""
     for one in _last:
         if "set_flags" in one.used:
-            one.piloted, one.served = line, replace(one.served, status=status)
+            one.piloted, one.served = line, replace(one.served, status=status or EXACT)
 
 
 def disclaim_other_models(model: str) -> None:

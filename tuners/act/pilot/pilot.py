@@ -24,16 +24,9 @@ from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.hooks import STEP_HOOKS
 from advisor.tuners.act.pilot.loaders import Loaders
 from advisor.tuners.act.pilot.loop_observer import RETIRED, LoopObserver, TrainedModel
-from advisor.tuners.act.pilot.protocol import (
-    NEEDS_OPTIMIZER,
-    UNSTEPPED,
-    BlockRequest,
-    BlockResult,
-    CompareRequest,
-    Guide,
-)
+from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, CompareRequest, Guide
 from advisor.tuners.decisions import HEADROOM, IN_A_ROW, MAX_OBSERVED_STEPS
-from advisor.tuners.faults import Stopped, failure
+from advisor.tuners.faults import NEEDS_OPTIMIZER, UNSTEPPED, Stopped, failure
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import ConfigSwitch

@@ -27,8 +27,6 @@ KEEP_CHECKPOINTS = "ADVISOR_KEEP_CHECKPOINTS"  # if set, checkpoints of a tuned 
 MAX_MESSAGE_BYTES = 2**20  # bytes of an answer
 TRAINING_OVER = "over"  # outcome: no process trains any more, without a failure
 UNCLEAR = "unclear"  # outcome: advisor cannot tell what trains
-UNSTEPPED = "a model was called with gradients, and no optimizer of torch.optim made a step"
-NEEDS_OPTIMIZER = "advisor tunes scripts that train with such an optimizer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +157,7 @@ class PilotClient:
         return self._ask("lap", result)
 
     def failed(self, exc: BaseException) -> None:
-        from advisor.tuners.faults import failure, may_be_config_error, stopped
+        from advisor.tuners.faults import UNSTEPPED, failure, may_be_config_error, stopped
 
         why = stopped(exc)
         if why == "brief":

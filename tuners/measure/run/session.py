@@ -21,10 +21,8 @@ from advisor.errors import RecordDamaged, UsageError
 from advisor.tuners import host
 from advisor.tuners.act.pilot.protocol import (
     ADDRESS,
-    NEEDS_OPTIMIZER,
     SECRET,
     TRAINING_OVER,
-    UNSTEPPED,
     BlockRequest,
     BlockResult,
     injection_environment,
@@ -32,6 +30,7 @@ from advisor.tuners.act.pilot.protocol import (
 )
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import MIN_OBSERVED_STEPS
+from advisor.tuners.faults import NEEDS_OPTIMIZER, UNSTEPPED
 from advisor.tuners.measure.run.guarded_process import (
     END_S,
     KEPT_OUT,
@@ -305,9 +304,9 @@ class PilotSession:
 
     def _why_no_steps(self, so_far: str, mend: str) -> str:
         """Text on why a command made no steps; `mend`: what the user should do."""
-        note = self.command.note
+        note, better = self.command.note, mend
         if note == UNSTEPPED:
-            seen, mend = note, mend if mend == FIX_HINT else NEEDS_OPTIMIZER
+            seen, better = note, NEEDS_OPTIMIZER
         elif note:
             seen, mend = f"it failed before a step could be measured: {note}", FIX_HINT
         elif note is not None:
@@ -315,9 +314,7 @@ class PilotSession:
             seen = f"torch was imported, but no torch.optim optimizer made {steps}"
         else:
             seen = "no process of the command has imported torch"
-            typed = (
-                "give the command that trains, as you would type it; its standard input is empty"
-            )
-            mend = mend if mend == FIX_HINT else typed
+            better = "give the command that trains, as you would type it; standard input is empty"
+        mend = mend if mend == FIX_HINT else better
         where = "See its output" if self._log is None else f"Its output is in {self._log}"
         return f"{seen}; {so_far}. {where}; {mend}"
