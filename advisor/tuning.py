@@ -327,7 +327,7 @@ class Tuning:
         return Tuned(
             record=record,
             known=False,
-            finished=record.compares or not self.space.is_choice,
+            finished=record.compares or not self.space.is_choice or found.exhausted,
             interrupted=found.interrupted,
             earlier=earlier,
             remarks=remarks,

@@ -35,6 +35,8 @@ _HINTS = {
     "Pickling": _FORK,
 }
 _LENGTH = 300  # characters of a reason
+UNSTEPPED = "a model was called with gradients, and no optimizer of torch.optim made a step"
+NEEDS_OPTIMIZER = "advisor tunes scripts that train with such an optimizer"
 
 
 class Stopped(Exception):

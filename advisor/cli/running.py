@@ -12,7 +12,7 @@ from advisor.cache.task import permissions
 from advisor.cli import options
 from advisor.cli.options import OrCommand, warn
 from advisor.errors import NoRecord, StoreError, UsageError
-from advisor.tuners.measure.run.guarded_process import isolated, program
+from advisor.tuners.measure.run.guarded_process import KEPT_OUT, isolated, program, replaces_path
 
 
 @click.command(cls=OrCommand)
@@ -44,6 +44,8 @@ def run(
     path, words, tune_s, overrides = program(command), command, 0.0, None
     if option := isolated(command):
         warn(f"python {option} keeps advisor out; the run is unmodified")
+    elif replaces_path(command):
+        warn(KEPT_OUT)
     named = permissions({"map": map or None}).get("map")
     if tune is not None:
         from advisor.tuners.search.plan import Plan

@@ -393,6 +393,15 @@ def warn(message: str) -> None:
     warnings.warn(f"advisor: {message}", AdvisorWarning, stacklevel=level)
 
 
+def warn_in_hook(message: str) -> None:
+    """As `warn`, but print the message if warnings are errors, as with `python -W error`: a hook
+    that raises would end the run."""
+    try:
+        warn(message)
+    except AdvisorWarning:
+        tell(message)
+
+
 def tell(message: str) -> None:
     """Print a line on stderr, on rank 0 only; or log the line, if the log shows it."""
     if _log.isEnabledFor(logging.INFO) or not _speaks():
@@ -414,6 +423,7 @@ def set_up_logging() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("advisor %(levelname)s %(message)s"))
         _log.addHandler(handler)
+        _log.propagate = False  # else a script with handlers of its own prints each line twice
         named = logging.getLevelNamesMapping().get(level.upper())
         _log.setLevel(logging.INFO if named is None else named)
         if named is None and _speaks():

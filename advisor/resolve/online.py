@@ -27,7 +27,7 @@ from advisor.cache import settings
 from advisor.cache.kinds import Duration
 from advisor.cache.task import permissions
 from advisor.open_store import open_records
-from advisor.resolve.lookups import GOES_ON, WAIT_S, advise, tell, warn
+from advisor.resolve.lookups import GOES_ON, WAIT_S, advise, tell, warn_in_hook
 from advisor.resolve.record_guide import RecordGuide
 from advisor.resolve.request import Request
 from advisor.tuners.act.pilot.pilot import ACTIVE_PILOT
@@ -116,7 +116,7 @@ class OnlineTuner(RecordGuide):
             return known
         local = int(os.environ.get("LOCAL_WORLD_SIZE") or seen.processes)
         if local < seen.processes:
-            warn(f"tune: a job on several machines is not tuned within its run. {GOES_ON}")
+            warn_in_hook(f"tune: a job on several machines is not tuned within its run. {GOES_ON}")
             return self.leave_unmodified()
         tell(f"tune: trying configs for {self._tune_s:g} s; every step trains")
         self._began = time.monotonic()
@@ -147,7 +147,7 @@ class OnlineTuner(RecordGuide):
         why = stopped(exc)
         if why == "brief":
             tell(f"tune: {exc}, before a config could be tried; use a longer run")
-        if why == "over":
+        if why in ("over", "unclear"):
             self._end_search()
         super().failed(exc)
 
@@ -185,7 +185,7 @@ class OnlineTuner(RecordGuide):
     def _search_lost(self) -> BlockRequest:
         self._end_search(keep_log=True)
         where = f"; see {self._folder}/log" if self._folder else ""
-        warn(f"the search within this run has failed{where}. {GOES_ON}")
+        warn_in_hook(f"the search within this run has failed{where}. {GOES_ON}")
         return self.leave_unmodified()
 
     def _shared_folder(self, seen: ScriptFacts) -> str:

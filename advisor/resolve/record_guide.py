@@ -13,7 +13,7 @@ from advisor.cache.record import Record
 from advisor.command_snippets import tune_again
 from advisor.errors import NoRecord
 from advisor.resolve.failures import Failures
-from advisor.resolve.lookups import GOES_ON, known_to_any_rank, serve, warn
+from advisor.resolve.lookups import GOES_ON, known_to_any_rank, serve, warn_in_hook
 from advisor.resolve.request import Request
 from advisor.tuners import knobs
 from advisor.tuners.act.advice_usage import defer_to_pilot, disclaim_other_models, is_followed
@@ -29,6 +29,7 @@ _log = logging.getLogger("advisor")
 
 NOTED = "advisor: "
 """Start of a note on an exception."""
+_UNTRAINED = ": nothing was looked up or tuned, and the run was unmodified"
 _NOT_IN_FORCE = "advised, and not in force"
 
 
@@ -50,7 +51,7 @@ class RecordGuide:
         self._request, self._reason = BlockRequest(config=Config()), ""
         self._seen: ScriptFacts | None = None
         self._failures: Failures | None = None
-        self._strict = strict
+        self._strict, self._status = strict, ""
 
     def takes_over(self) -> bool:
         if is_followed():
@@ -82,19 +83,20 @@ class RecordGuide:
         self._strict = False  # only for the run's first model
         record = advice.record
         if overrides is not None and (why := overrides.mismatch(record, task.batch)):
-            warn(why)
+            warn_in_hook(why)
         if record is None or (asked.quiet and not record.compares):
-            warn(advice.served.notice)
+            warn_in_hook(advice.served.notice)
             return None
+        self._status = advice.status
         config, own = _followed(record, advice.config, seen)
         if why := known_to_any_rank(self._failures.of(config, record)):
             line = tune_again(dataclasses.replace(record, stale=why), asked.cache)
-            warn(
+            warn_in_hook(
                 f"the advice is left out: this run failed with it ({why}). {GOES_ON}. To measure "
                 f"again: {line}"
             )
             return self.finish(own, own, f"{knobs.described(config, own)} failed: {why}")
-        warn(advice.served.notice)
+        warn_in_hook(advice.served.notice)
         base, reason = record.baseline.config, advice.served.reason
         if advice.artifacts is not None and knobs.compiles(config):
             advice.artifacts.load()  # the next call of the model compiles
@@ -113,7 +115,7 @@ class RecordGuide:
         what = "your unmodified script" if config == own else knobs.described(config, own)
         line = f"in force: {what}; {reason.removeprefix(f'{what}: ')}"
         say(line)
-        defer_to_pilot(line)
+        defer_to_pilot(line, self._status)
         self._request, self._reason = BlockRequest(config=config, own=own), reason
         return self._request
 
@@ -126,12 +128,12 @@ class RecordGuide:
         if why == "unclear" and self._strict:
             raise NoRecord(str(exc)) from exc
         if why in ("untrained", "unclear", "over"):
-            warn(str(exc) if why == "untrained" else f"{exc}. {GOES_ON}")
+            warn_in_hook(f"{exc}{_UNTRAINED if why == 'untrained' else f'. {GOES_ON}'}")
 
     def script_failed(self, exc: BaseException, request: BlockRequest) -> None:
         noted = any(note.startswith(NOTED) for note in getattr(exc, "__notes__", ()))
         if may_be_config_error(exc) and not noted:  # else `backward_failed` has reported it
-            warn(f"the script ended {self._blame(exc, request)}")
+            warn_in_hook(f"the script ended {self._blame(exc, request)}")
 
     def config_dropped(self, exc: BaseException) -> None:
         if stopped(exc) == "unfed":  # the loader's part was dropped; the rest stays in force
@@ -140,7 +142,7 @@ class RecordGuide:
             fed = config.replace(**own.only(*left))
             self.finish(fed, own, _without(left, str(exc), self._reason, alone=fed == own))
             return
-        warn(
+        warn_in_hook(
             f"the advice failed ({type(exc).__name__}: {exc}). The failed call is repeated without "
             "it, and training goes on without it"
         )
@@ -174,7 +176,7 @@ def _without(left: Config, why: str, reason: str, *, alone: bool) -> str:
     """Report loader advice that is not in force (only in the log if the user wanted that). Returns
     the reason for the rest of the advice; `alone`: there is no rest."""
     what = knobs.described(left, Config())
-    say = _log.info if settings.is_on("ADVISOR_KEEP_LOADER") else warn
+    say = _log.info if settings.is_on("ADVISOR_KEEP_LOADER") else warn_in_hook
     say(f"{what}: {_NOT_IN_FORCE}; {why}")
     if alone:
         return f"{what}: all that is {_NOT_IN_FORCE}"

@@ -214,7 +214,9 @@ def test_log(record: Record, here: Path) -> None:
     look()
     assert logging.getLogger("advisor").handlers == []
     source = "import advisor\nadvisor.apply(advisor.Model('model.py:Net', device='cpu'))\n"
-    ran = script(here, source, ADVISOR_LOG="info")
+    logs = f"import logging\nlogging.basicConfig()\n{source}"
+    ran = script(here, logs, ADVISOR_LOG="info")
+    assert ran.stderr.count(f"record {record.id} (exact)") == 1
     assert f"advisor INFO record {record.id} (exact)" in ran.stderr
     # What was advised and never took effect is said, once, and nothing else.
     (line,) = script(here, source).stderr.splitlines()

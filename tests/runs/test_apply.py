@@ -136,13 +136,14 @@ def test_what_was_found_for_a_run_is_in_force_from_inside() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         advice = advisor.apply()
-        assert advice.reason == lookups.AT_FIRST_STEPS
+        assert (advice.reason, advice.status) == (lookups.AT_FIRST_STEPS, "miss")
         net = Net()
         trained(net)
     assert net.dtypes[0] == torch.float32
     assert net.dtypes[-1] == torch.bfloat16
     assert net.conv.weight.is_contiguous(memory_format=torch.channels_last)
     assert advice.report().startswith("in force: channels_last, bf16; 1.50x")
+    assert advice.status == "exact"
     advisor.release()
     assert not net.conv.weight.is_contiguous(memory_format=torch.channels_last)
     trained(net, 1)
@@ -410,6 +411,13 @@ def test_where_nothing_is_known_one_warning_has_the_command(tmp_path: Path) -> N
     assert f"; run: {line}." in done.stderr
     # The script's own line, not the one of PyTorch's that calls the hook.
     assert done.stderr.startswith((f"{tmp_path}/train.py:", "train.py:"))
+
+
+def test_where_warnings_are_errors_one_line_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    advisor.apply()
+    trained(Net())  # tests run as under `python -W error`
+    said = capsys.readouterr().err
+    assert said.startswith("advisor: this run was not tuned") and said.count("\n") == 1
 
 
 def test_strict_ends_the_script(tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ from advisor.bootstrap import INJECTED
 from advisor.cache.config import Config
 from advisor.errors import TargetFailed, WorkerError
 from advisor.open_store import open_records
-from advisor.tuners.act.pilot.protocol import BlockRequest
+from advisor.tuners.act.pilot.protocol import TRAINING_OVER, UNCLEAR, BlockRequest
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.measure.run import run as running
 from advisor.tuners.measure.run import session as sessions
-from advisor.tuners.measure.run.guarded_process import GuardedProcess, exit_text
+from advisor.tuners.measure.run.guarded_process import GuardedProcess, exit_text, replaces_path
 from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import CommandProcess, PilotSession, RunEnded
 from advisor.tuners.measure.runner import Block, ConfigFailed
@@ -55,6 +55,7 @@ def train(steps=10**7, width=16, after=lambda step: None, model=None):
         after(step)
 """
 TRAINS = "from training import train; train(2)"
+BY_HAND = "from training import nn, torch; nn.Linear(2, 2)(torch.ones(2))"
 QUICK = ("--effort", "quick", "--no-verify", "--budget", "3s", "--trials", "2", "--quiet")
 
 
@@ -264,9 +265,20 @@ def test_a_compiler_that_is_ended_leaves_nothing_half_written() -> None:
         ("def train(:", "it ended with exit code 1: SyntaxError: invalid syntax. Its output"),
         (f"sys.modules['advisor'] = None; {TRAINS}", "advisor is not in this Python environment ("),
         (f"{TRAINS}; sys.exit(3)", "imported, but no torch.optim optimizer made 4 steps; it ended"),
+        (BY_HAND, "a step; it ended with exit code 0. Its output is in log; advisor tunes scripts"),
+        (f"{BY_HAND}; sys.exit('bad')", "a step; it ended with exit code 1: bad. Its output"),
         (f"{TRAINS}; raise ValueError('bad')", "could be measured: ValueError: bad (script.py:2)"),
     ],
-    ids=["no torch", "reads", "no code", "no advisor", "too few steps", "fails"],
+    ids=[
+        "no torch",
+        "reads",
+        "no code",
+        "no advisor",
+        "too few steps",
+        "by hand",
+        "by hand, fails",
+        "fails",
+    ],
 )
 def test_a_command_that_cannot_be_measured_says_why(source: str, said: str) -> None:
     with pytest.raises(TargetFailed) as caught, started(script(f"import sys\n{source}")):
@@ -279,7 +291,10 @@ def test_of_one_that_is_shown_no_file_is_named() -> None:
     """Which may be on another machine, and gone."""
     said: list[str] = []
     run = Run(script("print(5)"), injected=INJECTED, log=Path("log"), show=said.append)
-    with pytest.raises(TargetFailed, match=r"exit code 0\. See its output; give"), run:
+    with (
+        pytest.raises(TargetFailed, match=r"exit code 0\. See its output; give .* input is empty"),
+        run,
+    ):
         run.describe()
     assert "".join(said) == "5\n"
 
@@ -365,6 +380,7 @@ def raised(reason: str, *, own: bool = True) -> RunEnded:
     return RunEnded("failed", reason, own=own)
 
 
+ANOTHER = RunEnded(TRAINING_OVER, "another model", 0)
 BAD, OVER = raised("ValueError: bad (train.py:4)"), RunEnded("crashed", "exit code 0", 0)
 
 
@@ -387,6 +403,7 @@ def test_what_pytorch_raises_twice_is_no_failure_of_a_config() -> None:
         (BAD, OWN, TargetFailed, r"fails by itself \(ValueError: bad \(train.py:4\)\)"),
         (OVER, OWN, WorkerError, r"measured: exit code 0; have it train for longer"),
         (OVER, HALF, ConfigFailed, "budget was over before it had started again"),
+        (RunEnded(UNCLEAR, "in several threads"), HALF, TargetFailed, "^in several threads$"),
     ],
 )
 def test_without_time_for_another_start_it_is_said_how_the_first_one_ended(
@@ -404,8 +421,9 @@ def test_without_time_for_another_start_it_is_said_how_the_first_one_ended(
         (BAD, "the script fails by itself (ValueError: bad (train.py:4)): fix that, then give", 2),
         (RunEnded("crashed", "x", -11), "the script fails by itself (x): fix that, then give", 3),
         (OVER, "no config was measured: exit code 0; have it train for longer, or for more", 3),
+        (ANOTHER, "no config was measured: another model; give a command that trains one", 3),
     ],
-    ids=["fails", "crashes", "few steps"],
+    ids=["fails", "crashes", "few steps", "another model"],
 )
 def test_what_a_script_does_by_itself_has_one_remedy(
     folder: Path, monkeypatch: pytest.MonkeyPatch, ended: RunEnded, said: str, starts: int
@@ -535,6 +553,16 @@ def test_a_command_that_sets_pythonpath_itself_is_ended(folder: Path) -> None:
     words = ("--", "env", "PYTHONPATH=.", "python", "outside.py")
     done = advisor(folder, "tune", "--budget", "20s", *words, process=True)
     assert done.returncode == 1 and "the command sets PYTHONPATH itself" in done.stderr
+
+    ran = advisor(folder, "run", "--", "env", "PYTHONPATH=.", "echo", process=True)
+    assert ran.returncode == 0 and "the command sets PYTHONPATH itself" in ran.stderr
+
+
+def test_a_script_that_replaces_pythonpath_is_seen() -> None:
+    keeps = 'export PYTHONPATH="${PYTHONPATH}:."\n# PYTHONPATH=.\n'
+    for line, replaces in ((keeps, False), (f"{keeps}cd x && PYTHONPATH=. python x.py", True)):
+        Path("start.sh").write_text(line)
+        assert replaces_path(("bash", "start.sh")) is replaces
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

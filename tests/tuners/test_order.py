@@ -115,6 +115,19 @@ def test_where_steps_wait_for_data_the_loader_comes_first() -> None:
     assert "loader" not in {trial.origin for trial in fed(1000)[1].trials}
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_search_knows_that_nothing_else_can_be_tried(compiles: bool) -> None:
+    """More workers cannot gain where no step waits; what compiles has no time here."""
+    of = space("cpu", workers=2, threads_set=True, convolves=False, compiles=compiles)
+    assert of.is_choice
+    assert tuned(MadeUp(of.default), of, 5.0).exhausted is not compiles
+
+
+def test_that_the_unmodified_script_waits_is_left_to_its_record_to_say() -> None:
+    of = space("cpu", threads_set=True, convolves=False, compiles=False)
+    assert tuned(MadeUp(of.default, waits_s=lambda _config: 0.5), of).remarks == ()
+
+
 def test_workers_that_slow_the_steps_are_advised_by_what_they_deliver() -> None:
     """On two cores, workers take time from the steps, which waited for 97% of theirs."""
     of = space("cpu", workers=2, cores=2, threads=2)

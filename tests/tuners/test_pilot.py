@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import graphs_compiled, recompile_limit
 from advisor.tuners.act.hooks import Patch
 from advisor.tuners.act.pilot.loop_observer import LoopObserver, TrainedModel, batch_of, inputs_of
-from advisor.tuners.act.pilot.pilot import Pilot
+from advisor.tuners.act.pilot.pilot import THREADS, Pilot
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.pilot.switch import ConfigSwitch
@@ -400,6 +401,10 @@ def laid_out() -> nn.Module:
     return CONVOLUTION().to(memory_format=torch.channels_last)
 
 
+def compiled() -> nn.Module:
+    return torch.compile(CONVOLUTION(), backend="eager")  # type: ignore[return-value]
+
+
 def space_of(one: ScriptFacts) -> Space:
     facts = {"repeats": one.repeats, "own": one.own, "kept": one.kept}
     return space(batches=(4,), **facts)
@@ -414,6 +419,7 @@ def space_of(one: ScriptFacts) -> Space:
         (laid_out, torch.optim.SGD, "channels_last", (True,), "channels_last"),
         (CONVOLUTION, FUSED, "fused_optimizer", (True,), "fused"),
         (lambda: CONVOLUTION().bfloat16(), torch.optim.SGD, "precision", ("bf16",), "bf16"),
+        (compiled, torch.optim.SGD, "compile", ("default",), "your script already: torch.compile"),
         (CONVOLUTION, torch.optim.LBFGS, "precision", ("default",), "LBFGS"),
         (SPARSE, torch.optim.SGD, "fused_optimizer", (False,), "a gradient is sparse"),
     ],
@@ -589,6 +595,25 @@ def test_a_pilot_that_fails_says_so_at_once_and_leaves(monkeypatch: pytest.Monke
     assert guide.said.startswith("the pilot failed: TypeError: 'NoneType' object is not callable")
     # No warning under `advisor run`: with `python -W error` it would end the run.
     RecordGuide(["train.py"], Request()).failed(Stopped(guide.why, guide.said))  # type: ignore[arg-type]
+    assert left_behind() == []
+
+
+class Threaded(Told):
+    """Another thread trains meanwhile."""
+
+    takes_over = Looks.takes_over
+
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(trained, Net()).result()
+        return BlockRequest(config=OWN, own=OWN, steps=5)
+
+
+def test_models_that_train_in_several_threads_are_left_alone() -> None:
+    pilot = Pilot(guide := Threaded())
+    trained(net := Net())
+    assert (guide.said, "_compiled_call_impl" in vars(net)) == (THREADS, False)
+    pilot.release()
     assert left_behind() == []
 
 

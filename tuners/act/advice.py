@@ -54,8 +54,8 @@ class Advice:
         self.batch_size = batch_size
         self.device = torch.device(device)
         self.served = served = served or Served()
-        self.status, self.record = served.status, served.record
-        self.explanation, self.use, self.gains = served.explanation, served.use, served.gains
+        self.record, self.explanation = served.record, served.explanation
+        self.use, self.gains = served.use, served.gains
         self.artifacts: Fetch | None = None
         self._applied = AppliedConfig(config, served.default, self.device)
         # Without values that are torch's default on every machine.
@@ -77,6 +77,10 @@ class Advice:
 
     def __repr__(self) -> str:
         return f"Advice({self.status}, {self.config!r}, device={str(self.device)!r})"
+
+    @property
+    def status(self) -> str:
+        return self._usage.served.status
 
     @property
     def reason(self) -> str:

@@ -6,7 +6,7 @@ import atexit
 import logging
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from advisor.cache.config import Config, Value
@@ -168,11 +168,12 @@ def is_followed() -> bool:
     return any(one.advised and one.used - {"set_flags"} for one in _last)
 
 
-def defer_to_pilot(line: str) -> None:
-    """Have every advice that has set flags report `line`, a pilot's config, in place of its own."""
+def defer_to_pilot(line: str, status: str) -> None:
+    """Have every advice that has set flags report a pilot's config, in one line, and the status of
+    its record in place of its own."""
     for one in _last:
         if "set_flags" in one.used:
-            one.piloted = line
+            one.piloted, one.served = line, replace(one.served, status=status or EXACT)
 
 
 def disclaim_other_models(model: str) -> None:

@@ -104,6 +104,7 @@ class SearchResult:
     artifacts: Mapping[Config, Path] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()  # lines on configs that gained and are not advised, and on limits
     interrupted: bool = False  # by Ctrl-C
+    exhausted: bool = False  # nothing but the baseline could be tried, whatever the budget
     complete: bool = True  # neither interrupted nor ended by losing the runner
 
 
@@ -252,7 +253,7 @@ def gains(
     named: Callable[[Config], str],
 ) -> Iterator[str]:
     """Yields a line for each config that seemed to gain and is not advised, judged by the turns in
-    `rates`, and a line if the loader limits the best config or the script."""
+    `rates`, and a line if the loader limits the best config."""
     own = visits.baseline.config
     baseline = choice_of(own, rates[own], rates[own], {})
     seemed = [v for v in visits.values() if v.ok and v.ratio.mean >= NOTABLE]
@@ -266,8 +267,8 @@ def gains(
                 why = "doubtful: it may gain only while the host is busy"
             yield f"{named(config)}: {shown(ratio)}, not advised: {why}"
     clear = (one for one in visits.ranked() if one.unstarved_ratio(noise).faster)
-    best = next(clear, visits.baseline)
-    if score(best) >= NOTABLE * best.ratio.mean:
+    best = next(clear, None)
+    if best is not None and score(best) >= NOTABLE * best.ratio.mean:
         yield (
             f"the loader limits {named(best.config)}: it waits {best.waited:.0%} of its time for "
             f"data, and would be {score(best):.2f}x without waiting"

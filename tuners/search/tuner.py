@@ -213,7 +213,7 @@ class Tuner:
         idle, best = 0, score(self._visits.best(batch=batch))
         most = sum(len(values) > 1 for values in self._space.choices.values())
         while idle < most:
-            self._among = self._open(batch)
+            self._among = self._open(batch, min(self._costs.left_s, self._scope.most_s))
             if not self._among or self._is_full:
                 return
             asked = self._journal.ask()
@@ -223,9 +223,8 @@ class Tuner:
             now = score(self._visits.best(batch=batch))
             idle, best = (0, now) if now > CLEARLY * best else (idle + 1, best)
 
-    def _open(self, batch: int) -> list[Config]:
+    def _open(self, batch: int, most_s: float = math.inf) -> list[Config]:
         built = self._visits.changed(visit.config for visit in self._visits.values() if visit.ok)
-        most_s = min(self._costs.left_s, self._scope.most_s)
         return [
             config
             for config in self._space.configs(batch, self._visits.feed)
@@ -336,7 +335,7 @@ class Tuner:
         found = choose(self._space, rates, peaks, visits.over_job, visits.first_s, noise)
         chosen = {one.choice.config for one in found.winners}
         lines = gains(visits, rates, noise, chosen, self._named)
-        artifacts = dict[Config, Path]()
+        artifacts, left = dict[Config, Path](), self._open(self._space.batch)
         try:
             artifacts = {} if interrupted else self._artifacts(chosen)
         except KeyboardInterrupt:
@@ -347,6 +346,7 @@ class Tuner:
             artifacts=artifacts,
             remarks=(*self._remarks, *lines, *self._untried()),
             interrupted=interrupted,
+            exhausted=len(visits) == 1 and not (self._passed_over or self._is_full or left),
             complete=self._complete and not interrupted,
         )
 

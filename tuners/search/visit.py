@@ -43,7 +43,6 @@ class Visit:
     outcome: str = "ok"
     reason: str = ""
     first_s: float = 0.0  # seconds until its first step was done
-    settle_s: float = 0.0  # seconds from then on until its steps took equally long
     turns: tuple[PairedTurn, ...] = ()
     ratio: Ratio = UNKNOWN_RATIO  # over the baseline
     peak_bytes: int = 0  # also of untimed steps: a CUDA graph takes its memory when it is recorded
@@ -130,13 +129,12 @@ class Visitor:
 
     def begin(self) -> Visit:
         began = self.clock.now()
-        first_s, settle_s = self._settle(self.own)
+        first_s = self._settle(self.own)
         before, after = self._beside(), self._beside(anew=True)
         turn = PairedTurn(block=before, beside=after, ratio=1.0, fed=before.fed_rate / before.rate)
         return Visit(
             config=self.own,
             first_s=first_s,
-            settle_s=settle_s,
             turns=(turn,),
             ratio=LEVEL,
             peak_bytes=self._peaks[self.own],
@@ -149,11 +147,11 @@ class Visitor:
         """Measure a config in blocks of about `seconds` between blocks of the baseline. A config
         clearly below `best`, the highest ratio so far, gets fewer turns. Two turns are enough if
         less than `leave_s` is left of the budget, because later work needs that time."""
-        began, first_s, settle_s = self.clock.now(), 0.0, 0.0
+        began, first_s = self.clock.now(), 0.0
         turns: list[PairedTurn] = []
         outcome, reason = "ok", ""
         try:
-            first_s, settle_s = self._settle(config)
+            first_s = self._settle(config)
             timed_from = self.clock.now()
             before = self._beside(seconds)
             while not self._enough(turns, best, timed_from, leave_s):
@@ -169,7 +167,6 @@ class Visitor:
             outcome=outcome,
             reason=reason,
             first_s=first_s,
-            settle_s=settle_s,
             turns=tuple(turns),
             ratio=self._ratio(turns),
             peak_bytes=self._peaks.get(config, 0),
@@ -215,8 +212,8 @@ class Visitor:
             self.baseline.append(self._last)
         return self._last
 
-    def _settle(self, config: Config) -> tuple[float, float]:
-        """Run a config until its steps take equally long; returns `first_s` and `settle_s`."""
+    def _settle(self, config: Config) -> float:
+        """Run a config until its steps take equally long; returns `first_s`."""
         if knobs.compiles(config):
             self._compiling(config)
         if config != self.own:
@@ -234,7 +231,7 @@ class Visitor:
             if not block.compiled and (alike or late):
                 break
         self._settled[config] = block.step_s
-        return first_s, self.clock.now() - began
+        return first_s
 
     def _steps(self, config: Config, seconds: float) -> int:
         # Workers deliver in turn, so a block has a whole number of rounds of all workers.

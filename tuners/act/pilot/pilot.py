@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from advisor.tuners.act.pilot.loaders import Loaders
 from advisor.tuners.act.pilot.loop_observer import RETIRED, LoopObserver, TrainedModel
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, CompareRequest, Guide
 from advisor.tuners.decisions import HEADROOM, IN_A_ROW, MAX_OBSERVED_STEPS
-from advisor.tuners.faults import Stopped, failure
+from advisor.tuners.faults import NEEDS_OPTIMIZER, UNSTEPPED, Stopped, failure
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import ConfigSwitch
@@ -45,11 +46,7 @@ EVALUATING = "the script trains its model in evaluation mode; call model.train()
 _MOST_CALLS = 8 * MAX_OBSERVED_STEPS  # of a model before the first optimizer step
 BY_HAND = (
     f"in {_MOST_CALLS} calls of a model with gradients, no optimizer of torch.optim "
-    "made a step; advisor tunes scripts that train with such an optimizer"
-)
-UNSTEPPED = (
-    "a model was called with gradients, and no optimizer of torch.optim made a step: nothing was "
-    "looked up or tuned, and the run was unmodified"
+    f"made a step; {NEEDS_OPTIMIZER}"
 )
 ANOTHER = "the script trains another model now"
 UNADVISED = "another model trains now than the one that the advice in force is for"
@@ -57,6 +54,7 @@ UNORDERED = (
     f"in {MAX_OBSERVED_STEPS} steps the optimizers never repeat an order, so advisor cannot tell "
     "where a step of the script ends; it tunes scripts whose optimizers all step in turn"
 )
+THREADS = "models train in several threads at once; advisor tunes scripts that train in one thread"
 LITTLE = "not tried: little of the device's memory is free"
 FELL_BACK = "RecompileLimit: torch.compile has given up: shapes vary too much"
 
@@ -86,6 +84,7 @@ class Pilot:
     def __init__(self, guide: Guide, comparer: StepComparer | None = None) -> None:
         self._guide = guide
         self._comparer = comparer
+        self._stepping, self._threaded = threading.RLock(), threading.Event()
         self._attach()
 
     def _attach(self) -> None:
@@ -110,6 +109,7 @@ class Pilot:
     def release(self) -> None:
         """Leave the script and PyTorch as they were found."""
         self._leave()
+        self._count_no_more()
         self._calls.remove()
 
     def _leave(self) -> None:
@@ -123,7 +123,8 @@ class Pilot:
         self._observer.forget()
         self._trained = ()
         self._loaders.remove()
-        self._count_no_more()
+        if not self._threaded.is_set():  # else another thread may be iterating over PyTorch's hooks
+            self._count_no_more()
         self._unhook_failure()
         atexit.unregister(self._at_exit)
 
@@ -167,6 +168,18 @@ class Pilot:
             self._stop(Stopped("unclear", BY_HAND))
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        # No thread waits for another one: the thread that holds the lock ends the pilot.
+        if self._threaded.is_set() or not self._stepping.acquire(blocking=False):
+            self._threaded.set()
+            return
+        try:
+            self._stepped_alone(optimizer)
+        finally:
+            self._stepping.release()
+        if self._threaded.is_set():
+            self._stop(Stopped("unclear", THREADS))
+
+    def _stepped_alone(self, optimizer: torch.optim.Optimizer) -> None:
         if self._switch is None:
             self._look(optimizer)
         elif (kind := self._observer.kind(optimizer)) == "known":
@@ -225,7 +238,7 @@ class Pilot:
         self._seen = seen = ScriptFacts.of(self._observer, self._loaders.seen())
         self._device, self._trained = torch.device(seen.device), trained
         request = self._guide.begin(seen)
-        if not request.own:
+        if not request.own or self._threaded.is_set():
             return self._leave()
         optimizers, feed = self._observer.optimizers, self._loaders.set
         self._switch = ConfigSwitch(trained, optimizers, request.own, self._device, feed)

@@ -26,6 +26,7 @@ RUN = "ADVISOR_RUN"  # the command of `advisor run`, and seconds for its tuning,
 KEEP_CHECKPOINTS = "ADVISOR_KEEP_CHECKPOINTS"  # if set, checkpoints of a tuned run stay in place
 MAX_MESSAGE_BYTES = 2**20  # bytes of an answer
 TRAINING_OVER = "over"  # outcome: no process trains any more, without a failure
+UNCLEAR = "unclear"  # outcome: advisor cannot tell what trains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,8 @@ def checkpoints() -> Path | None:
 
 
 def startup_failure(address: str) -> str | None:
-    """Why a process failed before its first steps; '' if none did, None if none loaded torch."""
+    """Why a process failed before its first steps; '' if none did, None if none loaded torch,
+    UNSTEPPED if one trained without an optimizer."""
     try:
         return _note(address).read_text()
     except OSError:
@@ -155,23 +157,23 @@ class PilotClient:
         return self._ask("lap", result)
 
     def failed(self, exc: BaseException) -> None:
-        from advisor.tuners.faults import failure, may_be_config_error, stopped
+        from advisor.tuners.faults import UNSTEPPED, failure, may_be_config_error, stopped
 
         why = stopped(exc)
-        if why in ("brief", "untrained"):
+        if why == "brief":
             return
         own = not (why or may_be_config_error(exc))
         outcome, said = failure(exc)
-        if why == "over":
-            outcome = TRAINING_OVER
-        if why in ("unclear", "broken"):
+        if why in (TRAINING_OVER, UNCLEAR):
+            outcome = why
+        if why in (UNCLEAR, "broken"):
             self._connect()
         if self._pipe is not None:
             with contextlib.suppress(OSError):
                 self._send({"failed": {"outcome": outcome, "reason": said, "own": own}})
         # It may be a helper process, whose failure need not end the run. The first note stays: a
         # parent process that fails because of its child says less.
-        elif not startup_failure(self._address):
+        elif startup_failure(self._address) in (None, "", UNSTEPPED):
             self._note(said)
 
     def script_failed(self, *_: object, **_named: object) -> None:

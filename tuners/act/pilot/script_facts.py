@@ -99,7 +99,9 @@ class ScriptFacts:
 
     def lines(self) -> list[str]:
         """Lines of text: the script's own settings, and what is not tuned."""
+        # In which mode, and by which backend, a script compiles is not known.
         own = described(self.own.without(BATCH), Config())
+        own = own.replace("compile=default", "torch.compile")
         already = [f"your script already: {own}"] if self.own else []
         return already + [f"not tuned: {line}" for line in self.limits]
 

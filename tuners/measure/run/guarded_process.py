@@ -19,7 +19,12 @@ from advisor.errors import UsageError
 
 GUARD = str(Path(__file__).parent.parent / "worker" / "guard.py")
 END_S = 30.0
+KEPT_OUT = (
+    "the command sets PYTHONPATH itself, which keeps advisor out of it; add the value that is "
+    "there, as in PYTHONPATH=.:$PYTHONPATH"
+)
 _ISOLATED = re.compile(r"-[A-Za-z]*[IES][A-Za-z]*")
+_REPLACES = re.compile(r"^[^#\n]*\bPYTHONPATH=(?!\S*\$\{?PYTHONPATH)", re.MULTILINE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 
 
@@ -164,3 +169,12 @@ def isolated(words: Sequence[str]) -> str:
                 elif _ISOLATED.fullmatch(option):
                     return option
     return ""
+
+
+def replaces_path(words: Sequence[str]) -> bool:
+    """Whether a command, or a shell script in it, sets PYTHONPATH without the value that it had."""
+    texts = [*words]
+    for script in (Path(word) for word in words if word.endswith(".sh")):
+        with contextlib.suppress(OSError):
+            texts.append(script.read_text(errors="replace"))
+    return any(map(_REPLACES.search, texts))

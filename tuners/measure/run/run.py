@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 from advisor.cache.config import BATCH, Config, Value
 from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.act.pilot.protocol import BlockRequest, CompareRequest
+from advisor.tuners.act.pilot.protocol import TRAINING_OVER, UNCLEAR, BlockRequest, CompareRequest
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
 from advisor.tuners.measure.compare import plain_of
@@ -104,8 +104,10 @@ class Run:
             crashes = exc.code and exc.outcome in ("failed", "crashed")
             if exc.own or (crashes and config == self.baseline):
                 raise TargetFailed(f"the script fails by itself ({exc}): {RETRY_HINT}", "") from exc
-            longer = "have it train for longer, or for more epochs"
-            raise WorkerError(f"no config was measured: {exc}; {longer}") from exc
+            mend = "have it train for longer, or for more epochs"
+            if exc.outcome == TRAINING_OVER:
+                mend = "give a command that trains one model alone"
+            raise WorkerError(f"no config was measured: {exc}; {mend}") from exc
         if config.batch == self.baseline.batch:
             self._peak_bytes = max(self._peak_bytes, block.peak_bytes)
         return block
@@ -134,6 +136,8 @@ class Run:
             try:
                 return act(self._running(config, until), until)
             except RunEnded as exc:
+                if exc.outcome == UNCLEAR:
+                    raise TargetFailed(str(exc), "") from exc
                 made = self._end(self._words(config))
                 if exc.outcome == "timed_out":
                     if last is not None and config == self.baseline:

@@ -30,8 +30,10 @@ from advisor.tuners.act.pilot.protocol import (
 )
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import MIN_OBSERVED_STEPS
+from advisor.tuners.faults import NEEDS_OPTIMIZER, UNSTEPPED
 from advisor.tuners.measure.run.guarded_process import (
     END_S,
+    KEPT_OUT,
     GuardedProcess,
     exit_text,
     inductor_folder,
@@ -48,10 +50,6 @@ GONE = (
     "several programs in turn, give the one that trains"
 )
 FIX_HINT = "fix that first"
-KEPT_OUT = (
-    "the command sets PYTHONPATH itself, which keeps advisor out of it; add the value that is "
-    "there, as in PYTHONPATH=.:$PYTHONPATH"
-)
 T = TypeVar("T")
 TRACKERS_OFF = {
     "WANDB_MODE": "disabled",
@@ -181,7 +179,7 @@ class RunEnded(Exception):
         self, outcome: str, reason: str, code: int = 1, said: str = "", *, own: bool = False
     ) -> None:
         super().__init__(reason)
-        self.outcome = outcome  # as in `Measurement`
+        self.outcome = outcome  # as in `Measurement`, or TRAINING_OVER, or UNCLEAR
         self.code = code  # the exit code
         self.said = said  # how the command ended, if before its first steps
         self.own = own  # whether the script more likely failed by itself than due to a config
@@ -278,9 +276,8 @@ class PilotSession:
                     raise RunEnded("timed_out", "the budget was over before the result came")
             message = receive(pipe)
             if failed := message.get("failed"):
-                if failed["outcome"] == TRAINING_OVER:
-                    raise RunEnded("failed", failed["reason"], 0)
-                raise RunEnded(failed["outcome"], failed["reason"], own=bool(failed.get("own")))
+                outcome, code = failed["outcome"], int(failed["outcome"] != TRAINING_OVER)
+                raise RunEnded(outcome, failed["reason"], code, own=bool(failed.get("own")))
             return from_plain(cls, message[what])
         except (EOFError, OSError):
             raise self._end_reason() from None
@@ -297,6 +294,7 @@ class PilotSession:
             return RunEnded("crashed", GONE if len(self._pipes) == 1 else several)
         code, last = self.command.exit_report()
         ended, note = f"ended with {exit_text(code)}", self.command.note
+        note = "" if note == UNSTEPPED else note
         printed = f": {last}" if last and code else ""  # the last words of a failure say why
         if self._pipes:
             return RunEnded("crashed", f"the command {ended}{printed}", code, own=code > 0)
@@ -306,16 +304,17 @@ class PilotSession:
 
     def _why_no_steps(self, so_far: str, mend: str) -> str:
         """Text on why a command made no steps; `mend`: what the user should do."""
-        note = self.command.note
-        if note:
+        note, better = self.command.note, mend
+        if note == UNSTEPPED:
+            seen, better = note, NEEDS_OPTIMIZER
+        elif note:
             seen, mend = f"it failed before a step could be measured: {note}", FIX_HINT
         elif note is not None:
             steps = f"{MIN_OBSERVED_STEPS} steps"
             seen = f"torch was imported, but no torch.optim optimizer made {steps}"
         else:
             seen = "no process of the command has imported torch"
-            mend = (
-                mend if mend == FIX_HINT else "give the command that trains, as you would type it"
-            )
+            better = "give the command that trains, as you would type it; standard input is empty"
+        mend = mend if mend == FIX_HINT else better
         where = "See its output" if self._log is None else f"Its output is in {self._log}"
         return f"{seen}; {so_far}. {where}; {mend}"
