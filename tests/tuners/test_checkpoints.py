@@ -77,6 +77,10 @@ def test_a_script_finds_what_it_has_saved(out: Path) -> None:
     torch.jit.load("last.pt")(torch.ones(1))
     with open("last.pt", "rb") as file:
         assert file.read(2) == b"PK"
+    for number, old in enumerate(NAMES[:2]):  # `open` would empty the user's file
+        with open(old, "wb") if number else Path(old).open("wb") as file:
+            torch.save(TWO, file)
+        assert step(old) == 2.0
     assert users(out) == BEFORE
 
 

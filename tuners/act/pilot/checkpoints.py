@@ -3,9 +3,9 @@
 A tuned script's checkpoints are worthless, and must not replace the user's earlier ones. So
 PyTorch, safetensors, torch.distributed.checkpoint, Lightning and transformers' Trainer write a file
 to the same path below a scratch folder, and read it from that folder if it is in it; so do `os`,
-`shutil`, and `open` for reading, with such files. All else is untouched: lists of a folder, file
-objects, `open` for writing. Processes of one job share the folder, so the files in it decide, not a
-table in memory.
+`shutil` and `open` with such files. `open` writes to the scratch folder only in place of a user's
+checkpoint. All else is untouched: lists of a folder, file objects. Processes of one job share the
+folder, so the files in it decide, not a table in memory.
 """
 
 from __future__ import annotations
@@ -204,13 +204,20 @@ class Redirection:
         return plain(there, *args, **kwargs)
 
     def _opens(self, plain: Any, file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
-        reads = isinstance(mode, str) and not set(mode) & set("wax+")
-        return plain(self._checkpoint(file) if reads else file, mode, *args, **kwargs)
+        how = set(mode) if isinstance(mode, str) else set("a")
+        if not how & set("wax+"):
+            file = self._checkpoint(file)
+        elif "w" in how and self._is_named(file) and self._is_users(file):
+            file = self._to_write(file)
+        return plain(file, mode, *args, **kwargs)
 
     def _checkpoint(self, path: Any) -> Any:
         """As `_to_read`, but quick for files that are no checkpoints, such as a dataset's."""
-        named = isinstance(path, str | os.PathLike) and str(path).endswith(SUFFIXES)
-        return self._to_read(path) if named else path
+        return self._to_read(path) if self._is_named(path) else path
+
+    def _is_named(self, path: Any) -> bool:
+        """Whether a path has a checkpoint's suffix."""
+        return isinstance(path, str | os.PathLike) and str(path).endswith(SUFFIXES)
 
     def _copies(self, plain: Any, src: Any, dst: Any, **kwargs: Any) -> Any:
         found = self._there(src)
