@@ -469,8 +469,9 @@ def test_a_job_of_replicas_is_told_what_is_tuned_whole() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(4):
         observer.on_step(optimizer)
-    one = ScriptFacts.of(observer, LoaderFacts())
-    (line,) = one.lines()
+    one = ScriptFacts.of(observer, LoaderFacts(workers=4, pinned=True))
+    already, line = one.lines()
+    assert already == "your script already: 4 loader workers, pin_memory"
     assert line.endswith("under torchrun and DistributedDataParallel is faster, and tuned whole")
     assert {"channels_last", "compile", "fused_optimizer"} <= set(one.kept)
 

@@ -14,6 +14,7 @@ from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.race import Rates, race
 from advisor.tuners.search.ratio import paired
 from advisor.tuners.search.visit import Visitor
+from advisor.tuners.search.visits import TimeEstimates, Visits
 from tests.builders import MadeUp, space
 
 SPACE = space()
@@ -69,6 +70,16 @@ def test_turns(
 ) -> None:
     visit = visitor(MadeUp(BASE, **how), budget_s).visit(config, best, leave_s=leave_s)  # type: ignore[arg-type]
     assert visit.ok and len(visit.turns) == turns
+
+
+@pytest.mark.parametrize(("step_s", "blocks"), [(0.3, PAIRS), (3.0, 2)])
+def test_what_a_visit_will_take(step_s: float, blocks: int) -> None:
+    place, visits = MadeUp(BASE, step_s=step_s, noise=0.0), Visits(SPACE, compares=False)
+    clock = Clock(100.0, now=place.now)
+    visits.add(Visitor(place, BASE, clock, lambda _config: None).begin())
+    block_s = visits.baseline.turns[0].beside.seconds
+    expected_s = TimeEstimates(SPACE, visits, clock, 0).visit_s(HALF)
+    assert expected_s == pytest.approx(2 * (blocks + 1) * block_s, rel=0.1)
 
 
 class Unsettled(MadeUp):

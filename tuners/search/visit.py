@@ -113,7 +113,6 @@ class Visitor:
     ) -> None:
         self._runner, self.own, self.clock, self._compiling = runner, own, clock, compiling
         self.baseline: list[Block] = []  # its blocks, in order
-        self._last: Block | None = None
         self._current: Config | None = None
         self._settled: dict[Config, float] = {}
         self._outrun: dict[Config, int] = {}
@@ -130,7 +129,7 @@ class Visitor:
     def begin(self) -> Visit:
         began = self.clock.now()
         first_s = self._settle(self.own)
-        before, after = self._beside(), self._beside(anew=True)
+        before, after = self._beside(), self._beside()
         turn = PairedTurn(block=before, beside=after, ratio=1.0, fed=before.fed_rate / before.rate)
         return Visit(
             config=self.own,
@@ -159,7 +158,6 @@ class Visitor:
                 turns.append(turn)
                 before = turn.beside
         except ConfigFailed as exc:
-            self._last = None
             if not turns or exc.outcome != "timed_out":
                 outcome, reason, turns = exc.outcome, str(exc), []
         return Visit(
@@ -185,7 +183,7 @@ class Visitor:
         return block
 
     def compare(self, config: Config) -> Compared:
-        self._last = self._current = None
+        self._current = None
         return self._runner.compare(config, deadline_s=self.clock.deadline_s)
 
     def forget(self, config: Config) -> None:
@@ -196,7 +194,7 @@ class Visitor:
         began = self.clock.now()
         block = self.block(config, seconds)
         own_s = self.clock.now() - began
-        after = self._beside(seconds, anew=True)
+        after = self._beside(seconds)
         return PairedTurn(
             own_s=own_s,
             block=block,
@@ -205,19 +203,15 @@ class Visitor:
             fed=block.fed_rate / math.sqrt(before.rate * after.rate),
         )
 
-    def _beside(self, seconds: float = TURN_S, *, anew: bool = False) -> Block:
-        """A block of the baseline: the last one, or a new one if another config ran since."""
-        if self._last is None or anew:
-            self._last = self.block(self.own, seconds)
-            self.baseline.append(self._last)
-        return self._last
+    def _beside(self, seconds: float = TURN_S) -> Block:
+        """A block of the baseline."""
+        self.baseline.append(self.block(self.own, seconds))
+        return self.baseline[-1]
 
     def _settle(self, config: Config) -> float:
         """Run a config until its steps take equally long; returns `first_s`."""
         if knobs.compiles(config):
             self._compiling(config)
-        if config != self.own:
-            self._last = None
         block = self._block(config, 1)
         first_s = block.first_s or block.seconds
         began, made = self.clock.now(), 1
