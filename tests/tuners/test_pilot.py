@@ -757,13 +757,16 @@ def test_the_step_of_a_critic_waits_for_its_generator() -> None:
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (critic, generator)]
     observer = LoopObserver()
     found = []
-    for step in range(12):
+    for step in range(18):
         noise = torch.zeros(3, 2)
         observer.on_call(generator, (noise,), {})
+        if step == 0:  # a few sample images
+            observer.on_call(generator, (torch.zeros(100, 2),), {})
         observer.on_call(critic, (noise,), {})
         observer.on_step(optimizers[step % 6 == 5])
         found.append(observer.period())
-    assert found == [0] * 11 + [6]
+    assert found == [0] * 17 + [6]
+    assert observer.trained()[0].batch(6) == 6 * 3
     later = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     assert [observer.kind(one) for one in (later, optimizers[1])] == ["similar", "known"]
     # That of a model which none has trained has the script looked at anew.

@@ -120,7 +120,8 @@ class LoopObserver:
     def on_autocast(self, module: nn.Module) -> None:
         """Record the autocast in which a module is called."""
         kind = next((p.device.type for p in module.parameters()), "")
-        if kind and torch.is_autocast_enabled(kind):
+        # Not 'meta': the modules of the library `higher` keep their weights elsewhere.
+        if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
             self.autocast = torch.get_autocast_dtype(kind)
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -167,7 +168,9 @@ class LoopObserver:
         steps = len(self._order)
         if steps < MIN_OBSERVED_STEPS or (steps < MAX_OBSERVED_STEPS and self._awaits_optimizer()):
             return 0
-        return period(self._order, len(self.optimizers))
+        found = period(self._order, len(self.optimizers))
+        # In two cycles, an extra call, as for sample images, cannot be told from the usual ones.
+        return found if steps >= min(3 * found, MAX_OBSERVED_STEPS) else 0
 
     def _awaits_optimizer(self) -> bool:
         """Whether an optimizer has yet to make its first step, as a GAN generator's may."""
