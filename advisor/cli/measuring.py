@@ -89,7 +89,7 @@ def tune(
         RunWorkload(command, permitted, show=show) if task is None else TargetWorkload(task)
     )
     found = tuned(workload, plan, cache=cache, progress=progress)
-    yield from _result(found, command, cache, url)
+    yield from _result(found, plan, command, cache, url)
     done = "tuned" if found.finished else "unfinished"
     status = "known" if found.known or found.earlier else done
     # Only a server's worker, which uses --for, must know that the tuning is unfinished.
@@ -100,7 +100,9 @@ def tune(
     )
 
 
-def _result(found: Tuned, command: tuple[str, ...], cache: str | None, url: str) -> Parts:
+def _result(
+    found: Tuned, plan: Plan, command: tuple[str, ...], cache: str | None, url: str
+) -> Parts:
     record = found.record
     if found.known:
         yield f"Already tuned, {ago(record.provenance.created)}; --force measures again."
@@ -114,7 +116,8 @@ def _result(found: Tuned, command: tuple[str, ...], cache: str | None, url: str)
     if found.finished:
         yield from sections.use(record, cache, command=command, url=url).text()
     elif not found.interrupted:
-        yield "\nNot tuned yet: the same command continues. Give a larger --budget, or no --trials."
+        mend = "a larger --budget" if plan.trials is None else "no --trials"
+        yield f"\nNot tuned yet: the same command continues. Give {mend}."
 
 
 def _again_options(budget: str) -> options.Decorator:

@@ -111,8 +111,9 @@ def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
     with made_up({("channels_last", True): 2.0}, step_s=0.1):
         first = tune(here, *only, "--budget", "3s")
         assert "trial 1:" not in first.stderr, "the budget was meant for the default alone"
+        assert "not measured for want of time: channels_last; --budget 10s" in first.stdout
         assert first.stdout.splitlines()[-1] == (
-            "Not tuned yet: the same command continues. Give a larger --budget, or no --trials."
+            "Not tuned yet: the same command continues. Give a larger --budget."
         )
         assert "Already tuned" not in first.stdout and "In your script" not in first.stdout
         assert "nothing else raced" in " ".join(advisor(here, "show").stdout.split())

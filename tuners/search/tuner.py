@@ -351,12 +351,15 @@ class Tuner:
         )
 
     def _untried(self) -> Iterator[str]:
-        """A line on the first compiled config that had no time, if no compiled config leads."""
-        expensive = [one for one in self._passed_over if self._space.expensive_values(one)]
+        """A line on the first compiled config that had no time, if no compiled config leads; on any
+        config if none had time."""
+        lacking = [one for one in self._passed_over if self._space.expensive_values(one)]
+        if len(self._visits) == 1:
+            lacking += self._passed_over
         best = self._visits.best(batch=self._space.batch).config
-        if expensive and not self._space.expensive_values(best):
-            remedy = self._remedy or self._budget(self._passed_over[expensive[0]])
-            yield f"not measured for want of time: {self._named(expensive[0])}; {remedy}"
+        if lacking and not self._space.expensive_values(best):
+            remedy = self._remedy or self._budget(self._passed_over[lacking[0]])
+            yield f"not measured for want of time: {self._named(lacking[0])}; {remedy}"
 
     def _budget(self, more_s: float) -> str:
         """The option for a budget with `more_s` more seconds, rounded up to tens, and a remark."""
