@@ -37,7 +37,10 @@ OK = ("ok", "", "")
 _log = logging.getLogger("advisor")
 
 _UNSEEN = "no module whose parameters the optimizer holds ran"
-UNSEEN = f"{_UNSEEN} with gradients; advisor tunes models that train and are called as model(x)"
+UNSEEN = (
+    f"{_UNSEEN} with gradients; advisor tunes models that train and are called as model(x), "
+    "through the __call__ of nn.Module"
+)
 UNSEEN_COMPILED = (
     f"{_UNSEEN} where advisor sees it: the script compiles a function that calls the model, or "
     "calls model.compile(); use torch.compile(model) instead"
