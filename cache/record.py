@@ -211,9 +211,10 @@ class Record:
         default = self.baseline.config
         raced = (*self.raced, *(one.choice for one in self.winners))
         others = [
-            trial.measurement.ok
-            for trial in self.trials
-            if trial.config != default and trial.stage == "compute" and trial.origin != "reference"
+            one.measurement.ok
+            for one in self.trials
+            if one.config != default and one.stage == "compute" and one.origin != "reference"
+            if one.measurement.outcome != "timed_out"
         ]
         # If there was no time for a race, the default has only the one turn of its trial.
         enough = len(self.baseline.rounds) > 1 or not any(others)

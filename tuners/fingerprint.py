@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.metadata
 import inspect
+import linecache
 import logging
 import re
 import secrets
@@ -136,7 +137,7 @@ def _of_piece(piece: Any) -> tuple[str, tuple[Any, ...]]:
     codes = [code for function in functions for code in codes_in(function.__code__)]
     compiled = {name for code in codes for name in (*code.co_names, *code.co_freevars)}
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(piece)))
+        tree = _tree(piece)
         used = references(tree)
         names = {word.partition(".")[0] for word in used} & compiled
         changed = {name for n in ast.walk(tree) if isinstance(n, ast.Global) for name in n.names}
@@ -159,6 +160,37 @@ def _of_piece(piece: Any) -> tuple[str, tuple[Any, ...]]:
                 values.append([name, _value(value)])
     _PIECES[piece] = fingerprint([piece.__qualname__, text, values]), tuple(referred)
     return _PIECES[piece]
+
+
+def _tree(piece: Any) -> ast.Module:
+    """The syntax tree of a class or function. For a class, `inspect` would parse its whole file."""
+    if not isinstance(piece, type):
+        return ast.parse(textwrap.dedent(inspect.getsource(piece)))
+    file = inspect.getsourcefile(piece) or ""
+    linecache.checkcache(file)
+    lines = linecache.getlines(file, vars(sys.modules[piece.__module__]))
+    if (found := _classes("".join(lines)).get(piece.__qualname__)) is None:
+        raise OSError("a class without source")
+    return ast.Module([found], [])
+
+
+@functools.lru_cache(maxsize=64)
+def _classes(source: str) -> dict[str, ast.ClassDef]:
+    """The classes of a file by their qualified names; of equal names the first."""
+    found: dict[str, ast.ClassDef] = {}
+    waiting: list[tuple[ast.AST, str]] = [(ast.parse(source), "")]
+    while waiting:
+        node, within = waiting.pop()
+        for child in ast.iter_child_nodes(node):
+            inside = within
+            if isinstance(child, ast.ClassDef):
+                found.setdefault(within + child.name, child)
+                inside = f"{within}{child.name}."
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                inside = f"{within}{child.name}.<locals>."
+            if not isinstance(child, ast.expr):
+                waiting.append((child, inside))
+    return found
 
 
 def _functions(piece: Any) -> Iterator[types.FunctionType]:

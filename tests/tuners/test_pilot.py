@@ -491,6 +491,21 @@ def test_inputs_of_many_lengths_are_one_job_however_long_the_first_is() -> None:
     assert "dynamic_shapes" not in space_of(fixed).choices
 
 
+@pytest.mark.parametrize(("micro", "actions"), [(1, [0, 3, 1, 2, 5]), (4, [0] * 5), (1, [9] * 5)])
+def test_an_agents_actions_are_no_part_of_its_batch(micro: int, actions: list[int]) -> None:
+    """They are calls with gradients, as many between two steps as chance will have it."""
+    net, observer = nn.Linear(4, 2), LoopObserver()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for number in actions:
+        for samples in [1] * number + [128] * micro:
+            observer.on_call(net, (torch.zeros(samples, 4),), {})
+        observer.on_step(optimizer)
+    found = ScriptFacts.of(observer, LoaderFacts())
+    task = found.task(["train.py"], {})
+    assert task.shapes == ((128 * micro, 4),)
+    assert ("micro" in task.others) == (micro > 1)
+
+
 @pytest.mark.parametrize("inputs", [{"ids": 0}, {"labels": 0, "ids": 7}, {"labels": 0, "users": 0}])
 def test_the_shape_is_of_the_first_input_that_has_two_dimensions(inputs: dict[str, int]) -> None:
     net, observer = nn.Embedding(9, 4), LoopObserver()

@@ -358,13 +358,17 @@ class Tuner:
             lacking += self._passed_over
         best = self._visits.best(batch=self._space.batch).config
         if lacking and not self._space.expensive_values(best):
-            remedy = self._remedy or self._budget(self._passed_over[lacking[0]])
+            tried = self._visits.get(lacking[0])  # how long it takes is then a guess
+            more_s = self._passed_over[lacking[0]]
+            remedy = (
+                self._budget(more_s, "may be") if tried else self._remedy or self._budget(more_s)
+            )
             yield f"not measured for want of time: {self._named(lacking[0])}; {remedy}"
 
-    def _budget(self, more_s: float) -> str:
+    def _budget(self, more_s: float, verb: str = "is") -> str:
         """The option for a budget with `more_s` more seconds, rounded up to tens, and a remark."""
         seconds = 10 * math.ceil((self.clock.budget_s + more_s) / 10)
-        return f"--budget {seconds}s is enough"
+        return f"--budget {seconds}s {verb} enough"
 
     def _artifacts(self, chosen: set[Config]) -> dict[Config, Path]:
         folder, found = self._scope.folder, {}

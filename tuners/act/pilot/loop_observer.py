@@ -41,8 +41,8 @@ class TrainedModel:
     samples: int = 0  # of the calls with gradients since the last step or block began
     evaluated: bool = False  # since the block began
     signatures: Signatures = field(default_factory=Signatures)
-    steps: list[int] = field(default_factory=list)  # the samples of each optimizer step
-    _batches: Counter[int] = field(default_factory=Counter)
+    steps: list[Counter[int]] = field(default_factory=list)
+    """For each optimizer step, how many calls had each number of samples; the last is not over."""
 
     def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the signature and inputs of a call with gradients, and count its samples."""
@@ -56,19 +56,29 @@ class TrainedModel:
     def count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found = batch_of(args, kwargs)
         self.samples += found
-        self._batches[found] += 1
+        if not self.steps:
+            self.steps.append(Counter())
+        self.steps[-1][found] += 1
+
+    @property
+    def call_samples(self) -> int:
+        """The number of samples of a call that most steps have, the largest of several. Others are
+        a short batch, sample images, or an agent's choice of its next action."""
+        within = Counter(size for step in self.steps for size in step)
+        return max(within, key=lambda size: (within[size], size), default=0)
 
     def micro_batches(self, samples: int) -> int:
         """The number of calls in a step of `samples` samples."""
-        most = self._batches.most_common(1)
-        return max(1, round(samples / max(1, most[0][0]))) if most else 1
+        return max(1, round(samples / max(1, self.call_samples)))
 
     def batch(self, period: int) -> int:
-        """The most frequent number of samples in `period` optimizer steps. Other numbers come from
-        a short batch, an extra call, or a step that a GradScaler skipped."""
-        ends = range(len(self.steps), period - 1, -period)
-        found = Counter(sum(self.steps[end - period : end]) for end in ends)
-        whole = sum(self.steps)
+        """The most frequent number of samples in `period` optimizer steps, in calls of the usual
+        size. Other numbers come from an extra call, or a step that a GradScaler skipped."""
+        size, steps = self.call_samples, self.steps[:-1]
+        ends = range(len(steps), period - 1, -period)
+        counts = (sum(one[size] for one in steps[end - period : end]) for end in ends)
+        found = Counter(size * count for count in counts)
+        whole = size * sum(one[size] for one in steps)
         return max(found, key=lambda samples: (samples > 0, found[samples], samples), default=whole)
 
 
@@ -126,7 +136,7 @@ class LoopObserver:
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         for one in self.called.values():
-            one.steps.append(one.samples)
+            one.steps = [*(one.steps or [Counter()]), Counter()]
             one.samples = 0
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
