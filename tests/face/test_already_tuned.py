@@ -205,6 +205,8 @@ def test_what_counts_as_raced() -> None:
         # What does not run cannot be raced.
         (replace(alone, trials=(tried[0], failed)), True),
         (replace(alone, trials=(tried[0], replace(failed, origin="reference"))), False),
+        # With more time it may be.
+        (replace(alone, trials=(tried[0], examples.trial(1, fast, outcome="timed_out"))), False),
     ):
         assert one.compares == compares
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 from pathlib import Path
@@ -143,6 +144,19 @@ def scaled(output):
 
 def code(folder: Path, text: str, name: str) -> str:
     return fingerprint.of_model(loaded(write(folder, text, name) + ":Net"))
+
+
+def test_a_file_is_parsed_once_for_all_of_its_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = "\ndef made():\n    class Inner(Net):\n        depth = {}\n    return Inner()\n"
+    files = [write(tmp_path, CODE + made.format(n), f"of{n}.py") for n in (1, 2)]
+    nets = [loaded(f"{file}:made") for file in files]
+    parsed, plain = list[str](), ast.parse
+    monkeypatch.setattr(ast, "parse", lambda text: parsed.append(text) or plain(text))
+    first, second = map(fingerprint.of_model, nets)
+    assert first != second
+    assert sum("class Base" in text for text in parsed) == len(nets)
 
 
 @pytest.mark.parametrize(
