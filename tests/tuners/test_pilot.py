@@ -466,6 +466,7 @@ def test_a_job_of_replicas_is_told_what_is_tuned_whole() -> None:
     wrapped.device_ids = [0, 1]
     observer = LoopObserver()
     observer.called[wrapped] = TrainedModel(wrapped, net, ())
+    observer.on_autocast(nn.Linear(2, 2, device="meta"))  # there is no autocast for it
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(4):
         observer.on_step(optimizer)
