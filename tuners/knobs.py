@@ -691,6 +691,11 @@ def described(config: Config, default: Config = TORCH, *, nothing: str = "torch 
     return ", ".join(_described(*pair) for pair in config.changed(default).items()) or nothing
 
 
+def described_own(own: Config, others: Config) -> str:
+    """As `described`, of a script: in which mode, and by which backend, it compiles is unknown."""
+    return described(own, others).replace("compile=default", "torch.compile")
+
+
 def _described(name: str, value: Value) -> str:
     knob = BY_NAME.get(name)
     if knob is not None and knob.shown is not None:

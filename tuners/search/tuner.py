@@ -175,7 +175,7 @@ class Tuner:
                 visit = self._visitor.visit(config, 1.0)
                 self._visitor.forget(config)
                 if visit.ok and visit.ratio.faster and visit.ratio.mean >= NOTABLE:
-                    own = knobs.described(self._space.default, config)
+                    own = knobs.described_own(self._space.default, config)
                     self._remarks.append(
                         f"your script's own {own} costs {shown(visit.ratio)} here: without "
                         f"it a step takes {visit.step_s:.3g} s; advisor never changes it"
@@ -335,7 +335,7 @@ class Tuner:
         found = choose(self._space, rates, peaks, visits.over_job, visits.first_s, noise)
         chosen = {one.choice.config for one in found.winners}
         lines = gains(visits, rates, noise, chosen, self._named)
-        artifacts, left = dict[Config, Path](), self._open(self._space.batch)
+        artifacts = dict[Config, Path]()
         try:
             artifacts = {} if interrupted else self._artifacts(chosen)
         except KeyboardInterrupt:
@@ -346,7 +346,8 @@ class Tuner:
             artifacts=artifacts,
             remarks=(*self._remarks, *lines, *self._untried()),
             interrupted=interrupted,
-            exhausted=len(visits) == 1 and not (self._passed_over or self._is_full or left),
+            exhausted=len(visits) == 1
+            and not (self._passed_over or self._is_full or self._open(self._space.batch)),
             complete=self._complete and not interrupted,
         )
 
@@ -358,11 +359,9 @@ class Tuner:
             lacking += self._passed_over
         best = self._visits.best(batch=self._space.batch).config
         if lacking and not self._space.expensive_values(best):
-            tried = self._visits.get(lacking[0])  # how long it takes is then a guess
-            more_s = self._passed_over[lacking[0]]
-            remedy = (
-                self._budget(more_s, "may be") if tried else self._remedy or self._budget(more_s)
-            )
+            tried = lacking[0] in self._visits  # how long it takes is then a guess
+            known, verb = ("", "may be") if tried else (self._remedy, "is")
+            remedy = known or self._budget(self._passed_over[lacking[0]], verb)
             yield f"not measured for want of time: {self._named(lacking[0])}; {remedy}"
 
     def _budget(self, more_s: float, verb: str = "is") -> str:

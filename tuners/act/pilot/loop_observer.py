@@ -41,7 +41,7 @@ class TrainedModel:
     samples: int = 0  # of the calls with gradients since the last step or block began
     evaluated: bool = False  # since the block began
     signatures: Signatures = field(default_factory=Signatures)
-    steps: list[Counter[int]] = field(default_factory=list)
+    steps: list[Counter[int]] = field(default_factory=lambda: [Counter()])
     """For each optimizer step, how many calls had each number of samples; the last is not over."""
 
     def saw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -56,8 +56,6 @@ class TrainedModel:
     def count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found = batch_of(args, kwargs)
         self.samples += found
-        if not self.steps:
-            self.steps.append(Counter())
         self.steps[-1][found] += 1
 
     @property
@@ -136,7 +134,7 @@ class LoopObserver:
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         for one in self.called.values():
-            one.steps = [*(one.steps or [Counter()]), Counter()]
+            one.steps.append(Counter())
             one.samples = 0
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)

@@ -14,11 +14,11 @@ from advisor.cache import key as keys
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.task import DTYPES, Task
 from advisor.errors import printable
-from advisor.tuners import fingerprint
+from advisor.tuners import fingerprint, knobs
 from advisor.tuners.act.pilot.loop_observer import VARIES, Input, LoopObserver, TrainedModel
 from advisor.tuners.act.pilot.switch import replicates
 from advisor.tuners.compiling import repeated
-from advisor.tuners.knobs import INPUT_PIPELINE, KNOBS, LoaderFacts, ScriptSettings, described
+from advisor.tuners.knobs import INPUT_PIPELINE, KNOBS, LoaderFacts, ScriptSettings
 
 MICRO = "micro-batches"
 CONVOLVES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -99,9 +99,7 @@ class ScriptFacts:
 
     def lines(self) -> list[str]:
         """Lines of text: the script's own settings, and what is not tuned."""
-        # In which mode, and by which backend, a script compiles is not known.
-        own = described(self.own.without(BATCH), Config())
-        own = own.replace("compile=default", "torch.compile")
+        own = knobs.described_own(self.own.without(BATCH), Config())
         already = [f"your script already: {own}"] if self.own else []
         return already + [f"not tuned: {line}" for line in self.limits]
 
@@ -109,7 +107,7 @@ class ScriptFacts:
     def script(self) -> str:
         """The script's own settings, as part of the key: 'bf16, fused_optimizer'."""
         own = self.own.without(*INPUT_PIPELINE)
-        return described(own.without(BATCH), Config()) if own else ""
+        return knobs.described(own.without(BATCH), Config()) if own else ""
 
 
 def _optimizer_name(optimizer: torch.optim.Optimizer) -> str:
