@@ -188,7 +188,7 @@ def _own_precision(script: ScriptSettings) -> ScriptValue | None:
     if own := next((half[one] for one in formats if one in half), None):
         return ScriptValue(own)
     if any(isinstance(one, torch.optim.LBFGS) for one in script.optimizers):
-        return ScriptValue(None, why="LBFGS needs small differences of gradients")
+        return ScriptValue(None, why="the number format: LBFGS needs exact gradients")
     # The script set only the switch for matrix products: half precision may still be faster.
     return ScriptValue("tf32", locked=False) if "matmul=tf32" in describe() else None
 

@@ -223,7 +223,9 @@ def remarks(record: Record) -> Iterator[str]:
     made, advised, baseline = record.provenance, record.winner(record.use), record.baseline
     name = record.key.task.baseline
     if not record.compares:
-        yield f"Nothing was compared with {name}, which is the advice."
+        others = any(one.config != baseline.config for one in record.trials)
+        why = "measured for long enough" if others else "tried"
+        yield f"No other config was {why}: the advice is {name}."
     elif advised == baseline:
         yield f"Nothing measured is clearly faster at your batch: the advice is {name}."
     if doubtful(record):

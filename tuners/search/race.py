@@ -11,6 +11,7 @@ from pathlib import Path
 
 from advisor.cache.config import Config
 from advisor.cache.record import RACED, Choice, Trial, Winner
+from advisor.cache.shown import speedup, tells, times
 from advisor.errors import WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.decisions import CLEARLY, GAIN, HOPELESS, LOOKS, NOTABLE, RESOLVABLE, TURN_S
@@ -45,8 +46,7 @@ def race(
                 if exc.outcome != "timed_out":
                     lost[config] = exc
                 if config == reference or exc.outcome == "timed_out":
-                    whole = {one: seen[:turn] for one, seen in rates.items()}
-                    return (whole if turn else {}), lost
+                    return {one: seen[:turn] for one, seen in rates.items() if turn}, lost
                 del rates[config]
         ratios = [paired(rates[config], rates[reference]) for config in rates]
         if turn + 1 in LOOKS and all(one.within(CLEARLY - 1) for one in ratios[1:]):
@@ -239,10 +239,10 @@ def choice_of(
 
 
 def shown(ratio: Ratio) -> str:
-    """A ratio as '1.52x (1.49-1.55)', or '1.52x in one turn'."""
-    if ratio.high == math.inf:
-        return f"{ratio.mean:.2f}x in one turn"
-    return f"{ratio.mean:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})"
+    """A ratio as '1.52x (1.49-1.55)', '1.52x in one turn', or '1.52x' if it may be noise."""
+    if tells(ratio.low, ratio.high):
+        return speedup(ratio.mean, ratio.low, ratio.high)
+    return times(ratio.mean) + " in one turn" * (ratio.high == math.inf)
 
 
 def gains(
