@@ -29,7 +29,7 @@ from advisor.jobs.submission import prepare
 
 T = TypeVar("T")
 
-TIMEOUT_S, UPLOAD_TIMEOUT_S = 10.0, 300.0
+REQUEST_TIMEOUT_S, UPLOAD_TIMEOUT_S = 10.0, 300.0
 """Seconds for one answer, and for the upload of an archive."""
 POLL_S = 2.0
 AWAY_S = 120.0
@@ -104,7 +104,7 @@ class Client:
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"server {url[:80]!r}: expected http[s]://HOST[:PORT]")
         self._http = HttpClient(url, token=token or "", label="server")
-        self._timeout_s = max(self._http.given.seconds("timeout", 0.0), TIMEOUT_S)
+        self._timeout_s = max(self._http.given.seconds("timeout", 0.0), REQUEST_TIMEOUT_S)
         self.url = self._http.url
 
     def page(self, id: int) -> str:

@@ -16,7 +16,7 @@ from advisor.cache.key import fingerprint
 from advisor.cache.kinds import Shape
 from advisor.cache.match import SimilarRecord, compare
 from advisor.cache.name import command_digest
-from advisor.cache.record import INTERRUPTED, LOOP, WITHIN, Provenance, Record
+from advisor.cache.record import CUT_SHORT, LOOP, WITHIN, Provenance, Record
 from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
 from advisor.cache.task import Task, permissions
@@ -35,12 +35,12 @@ from advisor.tuners.search.race import SearchResult
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.tuner import NUMERICS, SearchOptions, Tuner, tuned_loader
 from advisor.unchanged import CommandCall, too_little
-from advisor.workload import OpenWorkload, RunWorkload, TargetWorkload, Workload, without_own
+from advisor.workload import AnyWorkload, OpenWorkload, RunWorkload, TargetWorkload, without_own
 
 LOADER_S, LOADER_SHARE = 25.0, 0.25
 """Seconds reserved to tune a workload's loader (two turns of a second for some ten settings), and
 the largest share of the budget for it."""
-MAX_SIMILAR = 2
+MAX_TRIED_FIRST = 2
 """The most configs of similar records that are tried first."""
 
 
@@ -108,7 +108,7 @@ def tune(
     given = {"shape": shape} | permit.given
     if not command and model.target is None:
         raise UsageError("target None: expected a name, such as model.py:Net")
-    workload: Workload
+    workload: AnyWorkload
     if command:
         workload = RunWorkload(command, permissions(given))
     else:
@@ -116,7 +116,7 @@ def tune(
     return tuned(workload, plan, cache=urls_of(store), progress=progress_of(on_event))
 
 
-def tuned(workload: Workload, plan: Plan, *, cache: Cache, progress: Progress) -> Tuned:
+def tuned(workload: AnyWorkload, plan: Plan, *, cache: Cache, progress: Progress) -> Tuned:
     """As `tune`, with a checked workload and plan."""
     set_up_logging()
     records = open_records(cache, fallback=True)
@@ -132,7 +132,7 @@ def tuned(workload: Workload, plan: Plan, *, cache: Cache, progress: Progress) -
         return found
 
 
-def measured(workload: Workload, plan: Plan, records: Records, progress: Progress) -> Tuned:
+def measured(workload: AnyWorkload, plan: Plan, records: Records, progress: Progress) -> Tuned:
     """As `tuned`; the caller holds the locks. Measures nothing if a record answers already."""
     max_artifacts()  # raises on a wrong ADVISOR_MAX_ARTIFACTS before anything is measured
     check_writable(records, progress)
@@ -285,7 +285,7 @@ class Tuning:
             default = one.record.baseline.config.knobs
             for winner in reversed(one.record.winners):
                 config = winner.choice.config.knobs
-                if config != default and len(chosen) < MAX_SIMILAR:
+                if config != default and len(chosen) < MAX_TRIED_FIRST:
                     chosen.setdefault(config, one)
         others = (one for one in chosen.values() if one.record.key.id != self.opened.key.id)
         for record_id, what in dict.fromkeys((one.record.id, one.what) for one in others):
@@ -335,7 +335,7 @@ class Tuning:
 
     def _record(self, found: SearchResult, study: str, clock: Clock) -> Record:
         plan, facts = self.plan, self.opened.facts
-        effort = plan.effort if found.complete else INTERRUPTED
+        effort = plan.effort if found.complete else CUT_SHORT
         made = Provenance(
             created=time.time(),
             seconds=clock.spent_s,

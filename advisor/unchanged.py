@@ -24,9 +24,9 @@ from advisor.errors import AdvisorError
 from advisor.tuners.environment import detect
 from advisor.tuners.search.plan import Plan, suffices
 
-SUFFIXES = (".py", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg")
+WATCHED = (".py", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg")
 """Endings of files below the working folder that may affect what a script trains."""
-MAX_FILES = 20_000
+MAX_WATCHED = 20_000
 """With more files below the working folder, advisor starts the command."""
 _VOLATILE = ("_", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES", "WINDOWID", "PYTEST_CURRENT_TEST")
 _OF_TERMINALS = ("SSH_", "TERM", "TMUX", "XDG_SESSION", "DBUS_", "VTE_")
@@ -96,15 +96,15 @@ def too_little(known: Record, plan: Plan) -> str:
 
 def _files(command: Sequence[str]) -> Iterator[list[Any]]:
     """Generator: yields [path, size, time of change] of each file that a command names, and of the
-    files with SUFFIXES below the working folder. Raises OSError if that folder was removed, or has
+    files with WATCHED below the working folder. Raises OSError if that folder was removed, or has
     too many files."""
     paths = [Path(word.rpartition("=")[2]) for word in command]
     seen = 0
     for folder, below, names in os.walk(Path.cwd()):
         below[:] = [one for one in below if not one.startswith(".") and one != "__pycache__"]
-        paths += [Path(folder) / name for name in names if name.endswith(SUFFIXES)]
+        paths += [Path(folder) / name for name in names if name.endswith(WATCHED)]
         seen += len(names)
-        if seen > MAX_FILES:
+        if seen > MAX_WATCHED:
             raise OSError("too many files")
     for path in paths:
         with contextlib.suppress(OSError, ValueError):

@@ -37,7 +37,7 @@ from advisor.tuners.search.ratio import Ratio, paired
 from advisor.tuners.search.tuner import measurement_of
 from advisor.tuners.search.visit import Visitor
 from advisor.tuners.target import parse
-from advisor.workload import RunWorkload, TargetWorkload, Workload
+from advisor.workload import AnyWorkload, RunWorkload, TargetWorkload
 
 HOLDS, FAILS, INCONCLUSIVE = "holds", "does not hold", "could not tell"
 """Verdicts of `verify`."""
@@ -366,7 +366,7 @@ def _opened(
     stored = records.one(key)
     record, task = stored.record, stored.record.key.task
     _refuse(record, about(verb, record, cache), model, command)
-    workload: Workload
+    workload: AnyWorkload
     if command:
         workload = RunWorkload(command, permitted(task), options=options)
     else:

@@ -186,7 +186,7 @@ class RunWorkload:
         return space
 
 
-Workload = TargetWorkload | RunWorkload
+AnyWorkload = TargetWorkload | RunWorkload
 
 
 def _key(task: Task, where: Environment, seen: Facts | ScriptFacts, hooks: str = "") -> Key:

@@ -19,7 +19,7 @@ AHEAD_S = 86_400.0  # most seconds that another machine's clock may be ahead
 
 Rate = Annotated[float, Meta(ge=1e-9, le=1e12)]
 RateOr0 = Annotated[float, Meta(ge=0, le=1e12)]
-Ratio = Annotated[float, Meta(ge=1e-6, le=1e6)]
+PositiveRatio = Annotated[float, Meta(ge=1e-6, le=1e6)]
 RatioBound = Annotated[float, Meta(ge=0, le=1e12)]  # wide after few turns
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Share = Annotated[float, Meta(ge=0, le=1)]

@@ -16,7 +16,7 @@ from advisor.errors import UsageError
 
 MAX_NUMBER = 2**31 - 1  # the largest accepted: far above any real one, safe to compute with
 MAX_SHAPES = 8
-MAX_LISTED = 64
+MAX_NUMBERS = 64
 
 T = TypeVar("T")
 _Number = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
@@ -196,9 +196,9 @@ class DeviceName(Kind[str]):
 class Numbers(Kind["tuple[int, ...]"]):
     """Whole numbers from 1, sorted; as text, separated by commas."""
 
-    type = Annotated[tuple[_Number, ...], Meta(max_length=MAX_LISTED)]
+    type = Annotated[tuple[_Number, ...], Meta(max_length=MAX_NUMBERS)]
     metavar = "16,32,64"
-    expected = f"up to {MAX_LISTED} numbers of at least 1, as 16,32,64"
+    expected = f"up to {MAX_NUMBERS} numbers of at least 1, as 16,32,64"
 
     def parse(self, value: Any) -> tuple[int, ...]:
         return tuple(sorted({*super().parse([*map(_number, _listed(value))])}))

@@ -17,8 +17,8 @@ OUTCOMES = ("ok", "out_of_memory", "timed_out", "crashed", "failed", "wrong")
 """'failed': the user's code raised; 'wrong': the numbers differ too much from fp32."""
 STAGES = ("compute", "input", "loader", "numerics")
 EFFORTS = ("quick", "normal", "exhaustive")  # the least first; more effort is preferred
-WITHIN, INTERRUPTED = "within", "interrupted"
-"""Efforts below EFFORTS: WITHIN a real run while it went on, INTERRUPTED by Ctrl-C."""
+WITHIN, CUT_SHORT = "within", "interrupted"
+"""Efforts below EFFORTS: WITHIN a real run while it went on, CUT_SHORT by Ctrl-C."""
 USES = ("flags", "pilot", "loop", "capture")
 """How much of its advice a script can follow, the least first; each includes those before it."""
 FLAGS, PILOT, LOOP, CAPTURE = RACED = USES
@@ -86,7 +86,7 @@ class Choice:
     samples_per_s: domain.Rate
     low: domain.Rate
     high: domain.Rate
-    speedup: domain.Ratio
+    speedup: domain.PositiveRatio
     speedup_low: domain.RatioBound
     speedup_high: domain.RatioBound
     peak_bytes: domain.Bytes
@@ -101,7 +101,7 @@ class Part:
     default, with its 95% interval."""
 
     knob: Config
-    ratio: domain.Ratio
+    ratio: domain.PositiveRatio
     low: domain.RatioBound
     high: domain.RatioBound
     stage: str = "compute"
@@ -148,7 +148,7 @@ class Provenance:
 
     @property
     def how(self) -> str:
-        lesser = {WITHIN: "within its own run", INTERRUPTED: "until it was cut short"}
+        lesser = {WITHIN: "within its own run", CUT_SHORT: "until it was cut short"}
         return lesser.get(self.effort, f"with --effort {self.effort}")
 
 

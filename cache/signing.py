@@ -28,7 +28,7 @@ from advisor.errors import UsageError, reason
 _log = logging.getLogger("advisor")
 
 UNSIGNED = "unsigned"  # shown for a record that no key of the reader signed
-LEAST = 16  # characters: a shorter secret can be guessed from one signed record
+MIN_SECRET = 16  # characters: a shorter secret can be guessed from one signed record
 RECORD, ARTIFACTS, NAME = b"advisor record\n", b"advisor artifacts\n", b"advisor name\n"
 """Prefixes of signed data, so that a signed record cannot pass for signed code."""
 _OWN_BYTES = 32
@@ -120,9 +120,9 @@ class KeyRing:
                     f"ADVISOR_SECRET_FILE {path!r}: cannot be read ({reason(exc)})"
                 ) from exc
         required = is_on("ADVISOR_SIGNED_ONLY")
-        if secret and len(secret) < LEAST:
+        if secret and len(secret) < MIN_SECRET:
             raise UsageError(
-                f"ADVISOR_SECRET: {len(secret)} characters, expected at least {LEAST}; "
+                f"ADVISOR_SECRET: {len(secret)} characters, expected at least {MIN_SECRET}; "
                 "e.g. what `openssl rand -hex 32` prints"
             )
         if required and not secret:

@@ -27,7 +27,7 @@ MAPPED = ("batch", "num_workers")  # knobs that `--map` assigns to a script's op
 VOCABULARY = 1000
 TOLERANCE = 0.02
 
-NONE = Config()
+NO_ARGUMENTS = Config()
 
 _KEY = "advisor row"
 
@@ -126,7 +126,7 @@ class Task:
     model_args: Config = row(  # noqa: RUF009 # a row is no default
         kinds.Arguments(),
         "Keyword argument of the model's class or function; repeat for more.",
-        NONE,
+        NO_ARGUMENTS,
         option="--model-arg",
         decides=False,
         shown=True,
@@ -142,7 +142,7 @@ class Task:
     data_args: Config = row(  # noqa: RUF009 # a row is no default
         kinds.Arguments(),
         "Keyword argument of the data's class or function; repeat for more.",
-        NONE,
+        NO_ARGUMENTS,
         option="--data-arg",
         decides=False,
         asked=False,
@@ -201,7 +201,7 @@ class Task:
         kinds.Options(MAPPED),
         f"Option of a run's script that sets {' or '.join(MAPPED)}, e.g. batch=--batch-size; "
         "repeat for more.",
-        NONE,
+        NO_ARGUMENTS,
         decides=False,
         asked=False,
     )

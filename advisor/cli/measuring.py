@@ -22,8 +22,6 @@ from advisor.report.text import ago, spread
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan
 
-FILE = options.NEW_FILE
-
 if TYPE_CHECKING:
     from advisor.tuning import Tuned
 
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     "--keep-checkpoints",
     "For a run: write checkpoints where the script says, not to a scratch folder.",
 )
-@option("--events FILE", "Append each trial to FILE when it ends, as a line of JSON.", type=FILE)
+@option("--events FILE", "Append each trial to FILE, as a line of JSON.", type=options.NEW_FILE)
 @option(
     "--for URL",
     "Print commands for another machine, where the record will be in this store.",
@@ -77,7 +75,7 @@ def tune(
     permitted = permissions(asked) if task is None else {}
     # Import torch only now: it takes seconds, and wrong options are already refused.
     from advisor.tuning import tuned
-    from advisor.workload import RunWorkload, TargetWorkload, Workload
+    from advisor.workload import AnyWorkload, RunWorkload, TargetWorkload
 
     # The command that is started, and the lines to copy, depend on these variables.
     os.environ.update(options.LOADER.get(given["loader"], {}))
@@ -85,7 +83,7 @@ def tune(
     shown_on = options.console(stderr=True, quiet=given["quiet"])
     progress = Shown(shown_on, budget_s=plan.seconds, events=given["events"])
     show = progress.output if given["show_output"] else None
-    workload: Workload = (
+    workload: AnyWorkload = (
         RunWorkload(command, permitted, show=show) if task is None else TargetWorkload(task)
     )
     found = tuned(workload, plan, cache=cache, progress=progress)

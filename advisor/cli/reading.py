@@ -35,7 +35,7 @@ from advisor.resolve.request import Request
 from advisor.tuners.environment import default_device, detect
 from advisor.tuners.knobs import described
 
-MAX_RECORDS = 200
+RECORDS_SHOWN = 200
 """Records that a list reads."""
 
 
@@ -45,7 +45,7 @@ MAX_RECORDS = 200
     "--most N",
     "How many records to list, the newest first.",
     type=options.Number(min=1),
-    default=MAX_RECORDS,
+    default=RECORDS_SHOWN,
     show_default=True,
 )
 @options.cache
@@ -208,7 +208,7 @@ def _why(target: str, asked: dict[str, Any], strict: bool) -> Parts:
         what = described(served.config, served.default)
         yield f"served      {found.served}: {what}, batch {batch}"
     elif found is not None and not found.near_misses:
-        newest = open_records(asked["store"]).newest(MAX_RECORDS)
+        newest = open_records(asked["store"]).newest(RECORDS_SHOWN)
         if names := sorted({one.record.target.name for one in newest}):
             yield f"records of  {', '.join(names)}"
     missed = strict and served.record is None

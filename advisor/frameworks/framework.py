@@ -75,7 +75,7 @@ class Setup:
 _DATALOADER = {"num_workers": 0, "prefetch_factor": 2}
 Added = Mapping[str, Any]
 """Settings, lines and arguments, by the field of a Setup that they are added to."""
-Row = Callable[[Setup, Any], Added | None]
+KnobRow = Callable[[Setup, Any], Added | None]
 """What a knob's value adds to a Setup; None if the framework cannot express the value."""
 
 
@@ -95,7 +95,7 @@ class Framework:
 
     title: str
     call: str
-    rows: Mapping[str, Row]
+    rows: Mapping[str, KnobRow]
     devices: Mapping[str, Mapping[str, object]]
     differs: Collection[str] = ()
     notes: Callable[[Setup], list[str]] = lambda _setup: []

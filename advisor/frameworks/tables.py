@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from advisor.cache.config import BATCH
-from advisor.frameworks.framework import Added, Framework, ObjectSetting, Row, Setup
+from advisor.frameworks.framework import Added, Framework, KnobRow, ObjectSetting, Setup
 from advisor.tuners.compiling import avoiding
 
 _MATMUL, _CUDNN = "torch.backends.cuda.matmul.allow_tf32", "torch.backends.cudnn.allow_tf32"
 
 
-def _keyword(where: str, name: str) -> Row:
+def _keyword(where: str, name: str) -> KnobRow:
     """A row that adds the keyword `name` to a field of a Setup."""
     return lambda _setup, value: {where: {name: value}}
 
@@ -23,14 +23,14 @@ def _keyword(where: str, name: str) -> Row:
 _setting, _argument = partial(_keyword, "settings"), partial(_keyword, "loader")
 
 
-def _flags(*lines: str) -> Row:
+def _flags(*lines: str) -> KnobRow:
     """A row that adds lines, with the value in place of {}."""
     return lambda _setup, value: {"flags": [line.format(value) for line in lines]}
 
 
 def _precision(
     half: Mapping[str, Mapping[str, object]], *, sets_tf32: bool = False, switch: str = ""
-) -> Row:
+) -> KnobRow:
     """`half`: settings for bf16 and fp16; `sets_tf32`: whether compiling turns TF32 on; `switch`:
     the setting for TF32. It sets only torch's new flags, so lines of Python set the old ones."""
 
@@ -52,7 +52,7 @@ def _precision(
     return row
 
 
-def _compile(of_mode: Callable[[str], Added], *, avoids: bool = True) -> Row:
+def _compile(of_mode: Callable[[str], Added], *, avoids: bool = True) -> KnobRow:
     """`of_mode`: what a mode of torch.compile, or the backend 'cudagraphs', needs; `avoids`: add
     lines that switch off known faults of inductor in the torch that measured."""
 
@@ -67,7 +67,7 @@ def _compile(of_mode: Callable[[str], Added], *, avoids: bool = True) -> Row:
     return row
 
 
-def _batch(accumulation: str, size: str = "") -> Row:
+def _batch(accumulation: str, size: str = "") -> KnobRow:
     """`accumulation`: the name of the setting for gradient accumulation; `size`: that for the batch
     size, '' if the user makes the DataLoader."""
 
@@ -96,7 +96,7 @@ _DETERMINISTIC = (
     "torch.use_deterministic_algorithms(True)",
     "torch.backends.cudnn.deterministic = True",
 )
-_SCRIPT: Mapping[str, Row] = {
+_SCRIPT: Mapping[str, KnobRow] = {
     "channels_last": _channels_last,
     "cudnn_benchmark": _flags("torch.backends.cudnn.benchmark = True"),
     "cudnn_deterministic": _flags(*_DETERMINISTIC),

@@ -28,7 +28,7 @@ MAX_STUDY = 8 * 2**20
 MAX_REPORTED_TRIALS = 200
 """Trials in one heartbeat of a worker, at most."""
 MAX_GPUS = 64
-MAX_BYTES = 2**16
+MAX_SPEC_BYTES = 2**16
 """Bytes of a spec as JSON, at most."""
 _MAX_SHOWN = 300
 _GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+/-]{0,63}")
@@ -79,8 +79,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise UsageError("options: 'force' is no option; give it as a field of the job")
         if not all(map(is_line, (self.target, self.folder, *self.env.values(), *self.words()))):
             raise UsageError("job: expected texts of one line each, without control characters")
-        if len(json.dumps(self.plain)) > MAX_BYTES:
-            raise UsageError(f"job: expected at most {MAX_BYTES} bytes as JSON")
+        if len(json.dumps(self.plain)) > MAX_SPEC_BYTES:
+            raise UsageError(f"job: expected at most {MAX_SPEC_BYTES} bytes as JSON")
         path = PurePosixPath(self.folder)
         outside = path.is_absolute() or ".." in path.parts or "\\" in self.folder
         if outside or (self.folder and not self.archive):

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-PREFIX = "adv_"
+TOKEN_PREFIX = "adv_"
 Role = Literal["read", "submit", "worker", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
 """Each role may also do all that the roles before it may do."""
@@ -22,7 +22,7 @@ MAY: Mapping[Role, str] = {
 
 
 def made() -> str:
-    return PREFIX + secrets.token_urlsafe(32)
+    return TOKEN_PREFIX + secrets.token_urlsafe(32)
 
 
 def digest(text: str) -> bytes:

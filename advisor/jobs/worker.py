@@ -50,14 +50,14 @@ SERVER_TIMEOUT_S = 900.0
 """The worker gives up on a server that does not answer for this long."""
 STARTS_S = 1800.0
 """Time for imports and the like: a tuning may take twice its budget and this time."""
-REQUEST_TIMEOUT_S = 10.0
+STORE_TIMEOUT_S = 10.0
 """Timeout of one request."""
 UPLOAD_RATE = 2**17
 """Bytes per second of uploads of a search file, on average: it grows, and is sent whole."""
 MAX_OUTPUT = 2**16
 """Bytes of output in one heartbeat, at most."""
 MAX_REASON = 500
-UNFINISHED = 3
+ONLY_BASELINE = 3
 """The exit code of `advisor tune --for` if its budget left time for the baseline only."""
 _POLL_S = 0.1
 _SECRET = ("ADVISOR_", "RAY_AUTH_", "RAY_JOB_CONFIG_JSON_ENV_VAR")
@@ -89,7 +89,7 @@ class AttemptClient:
         self._own = token.made()
         self._client = HttpClient(url, token=start_token)
         self.store = HttpStore(url, token=self._own)
-        self.store.timeout_s = max(REQUEST_TIMEOUT_S, self.store.timeout_s)
+        self.store.timeout_s = max(STORE_TIMEOUT_S, self.store.timeout_s)
         self.preempted = threading.Event()
         self._now, self._heard = now, now()
 
@@ -217,7 +217,7 @@ class JobWorker:
                 return Outcome("preempted", f"other processes use the GPU ({used})")
         limit_s = 2 * asked.plan.seconds + STARTS_S
         code, words = self._tune(asked, self._now() + limit_s)
-        if code in (0, UNFINISHED):
+        if code in (0, ONLY_BASELINE):
             return self._send_record(finished=code == 0)
         if code is not None:
             said = words.removeprefix("advisor: ") or "it printed nothing"

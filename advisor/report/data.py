@@ -18,7 +18,7 @@ from advisor.command_snippets import script_line
 if TYPE_CHECKING:
     from advisor.tuners.act.advice_usage import Served
 
-WIDE = 100
+FULL_WIDTH = 100
 """A terminal with fewer columns leaves out the `spare` columns of a table."""
 
 
@@ -50,7 +50,7 @@ class Table:
         self.rows.append(Row(cells, warns))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        left_out = self.spare if options.max_width < WIDE else ()
+        left_out = self.spare if options.max_width < FULL_WIDTH else ()
         shown = [i for i, heading in enumerate(self.headings) if heading not in left_out]
         drawn = RichTable(box=None, pad_edge=False, header_style="bold")
         for heading in (self.headings[i] for i in shown):

@@ -21,7 +21,7 @@ LOADER_KNOBS = tuple(knob.name for knob in KNOBS if knob.stage == INPUT)
 WORKER_DEFAULTS = TORCH | {"prefetch_factor": worker_limits.PREFETCH_FACTOR}
 KEEPS_UP = 0.95
 """A loader that delivers this share of the step's own speed does not limit the step."""
-LEAST = 0.05
+MIN_PART = 0.05
 """Parts that take a smaller share of a sample's time get no line."""
 UNTUNED = (
     "The loader is not tuned: name its dataset with --data data.py:make_dataset, or "
@@ -147,7 +147,7 @@ def explained(record: Record, costs: SampleCosts | None, data: str = "") -> Iter
             "If one of its parts took no time, for example when cached, the same loader would make:"
         )
         for one, share in shares:
-            if share >= LEAST:
+            if share >= MIN_PART:
                 most = chosen.alone(step) / (1 - share) if share < 1 else step
                 yield f"    without {one.where}: at most {rate(min(step, most))} samples/s"
 

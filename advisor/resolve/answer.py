@@ -10,8 +10,8 @@ from typing import NamedTuple
 from advisor.cache.config import Config
 from advisor.cache.record import (
     CAPTURE,
+    CUT_SHORT,
     FLAGS,
-    INTERRUPTED,
     LOOP,
     RACED,
     USES,
@@ -254,7 +254,7 @@ def advises(record: Record) -> bool:
 
 def is_clear(record: Record) -> bool:
     """Whether a record's result is certain: not stale, cut short, noisy or unverified."""
-    if record.stale or not record.compares or record.provenance.effort == INTERRUPTED:
+    if record.stale or not record.compares or record.provenance.effort == CUT_SHORT:
         return False
     # A config that seemed to gain, and still lost, was too noisy to tell.
     seemed = any(one.speedup >= NOTABLE for one in record.raced) or _seemed_to_gain(record)

@@ -18,7 +18,7 @@ from advisor.cache.task import Task
 from advisor.errors import StoreError, UsageError, printable
 from advisor.open_store import Cache, open_records
 
-MAX_BYTES = 4096
+MAX_FILE_BYTES = 4096
 READ_S, WRITE_S = 0.2, 1.0
 """Timeouts in seconds: the file system may not respond."""
 _FAULTS = (OSError, StoreError, UsageError)
@@ -54,7 +54,7 @@ class Failures:
 
         def read() -> str:
             file = self._file(config)
-            text = read_regular(file, MAX_BYTES).decode(errors="replace")
+            text = read_regular(file, MAX_FILE_BYTES).decode(errors="replace")
             return text if file.stat().st_mtime > record.provenance.created else ""
 
         with contextlib.suppress(*_FAULTS):

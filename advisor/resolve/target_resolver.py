@@ -12,7 +12,7 @@ from advisor.cache.config import Config
 from advisor.cache.match import MISS, Difference, Match, Query, best
 from advisor.cache.reader import RecordFilter
 from advisor.cache.record import Record, Target
-from advisor.cache.task import NONE
+from advisor.cache.task import NO_ARGUMENTS
 from advisor.command_snippets import is_copy
 from advisor.errors import NoRecord, TargetError, UsageError
 from advisor.resolve.request import Request
@@ -56,7 +56,7 @@ class TargetResolver:
             return Match(record=match.record, differs=self.differences(match.record) + differs)
         if self._named is not None:
             if "model_args" not in self._request.given:  # prefer the model that is built without
-                plain = [one for one in fitting if one.key.task.model_args == NONE]
+                plain = [one for one in fitting if one.key.task.model_args == NO_ARGUMENTS]
                 fitting = plain or fitting
             rivals = {(r.target.name, r.key.task.model_args, r.key.task.inputs): r for r in fitting}
             if len(rivals) > 1:

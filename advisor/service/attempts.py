@@ -251,7 +251,7 @@ def beat(
     known = select(TrialRow.number).where(TrialRow.attempt == one.id, TrialRow.number.in_(new))
     for number in session.scalars(known):
         del new[number]
-    for trial in itertools.islice(new.values(), max(0, jobs.MAX_TRIALS - job.tried)):
+    for trial in itertools.islice(new.values(), max(0, jobs.MAX_JOB_TRIALS - job.tried)):
         session.add(TrialRow(attempt=one.id, job=job.id, at=one.beat, **trial))
         job.batch = job.batch if job.tried else trial["batch"]
         job.tried += 1

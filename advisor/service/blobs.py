@@ -23,7 +23,7 @@ QUOTAS: Mapping[type[Stored], int] = {
     Item: 2 * 2**30,
 }
 """Bytes of one token in a table."""
-MAX_LISTED = 10_000
+MAX_KEYS = 10_000
 """Keys on one page."""
 ARCHIVES_KEPT_S, ARTIFACTS_KEPT_S = 7 * DAY_S, DAY_S
 """How long archives are kept after their last job was submitted, and artifacts without a record."""
@@ -51,8 +51,8 @@ def listed(
     """Returns (sizes of keys above `after` that begin with `start`, whether there are more)."""
     query = select(table.key, table.size).where(table.key > after)
     query = query.where(table.key.startswith(start, autoescape=True))
-    found = session.execute(query.order_by(table.key).limit(MAX_LISTED + 1)).all()
-    return {key: size for key, size in found[:MAX_LISTED]}, len(found) > MAX_LISTED
+    found = session.execute(query.order_by(table.key).limit(MAX_KEYS + 1)).all()
+    return {key: size for key, size in found[:MAX_KEYS]}, len(found) > MAX_KEYS
 
 
 def remove(session: Session, table: type[Stored], key: str, by: Caller) -> bool:

@@ -13,18 +13,16 @@ from sqlalchemy import select
 
 from advisor.jobs.spec import LIVE, State, where
 from advisor.report.data import Timeline, Tried
-from advisor.service import jobs
+from advisor.service import catalog, jobs
 from advisor.service.access import Service
 from advisor.service.database import now
 from advisor.service.pages import PAGES, Form, ReadVisit, SubmitVisit
-from advisor.service.routes.parsing import Before, Number, found
+from advisor.service.routes.parsing import Before, RowNumber, found
 from advisor.service.schema import Attempt, JobRow
 
-ON_A_PAGE = 50
-"""Jobs on one page of the list."""
-MAX_SHOWN = 200
+TRIALS_SHOWN = 200
 """Trials in a table; a chart has all of them."""
-MAX_LOG = 2**16
+LOG_SHOWN = 2**16
 """Characters that a page shows of the end of a log."""
 
 site = APIRouter(**PAGES)
@@ -35,7 +33,7 @@ def list_jobs(
     visit: ReadVisit, state: State | Literal[""] = "", before: Before = None
 ) -> HTMLResponse:
     with visit.service.database.reading() as session:
-        lines, more = jobs.listed(session, [state] if state else [], before, ON_A_PAGE)
+        lines, more = jobs.listed(session, [state] if state else [], before, catalog.ON_A_PAGE)
         at = now(session)
         return visit.render(
             "jobs.html",
@@ -51,11 +49,11 @@ def list_jobs(
 
 
 @site.get("/jobs/{number}")
-def one_job(visit: ReadVisit, number: Number) -> HTMLResponse:
+def one_job(visit: ReadVisit, number: RowNumber) -> HTMLResponse:
     caller = visit.caller
     with visit.service.database.reading() as session:
         details = found(jobs.details(session, number), f"job {number}")
-        job, log = session.get_one(JobRow, number), jobs.tail(session, number, MAX_LOG)
+        job, log = session.get_one(JobRow, number), jobs.tail(session, number, LOG_SHOWN)
         live = job.state in LIVE
         return visit.render(
             "job.html",
@@ -66,7 +64,7 @@ def one_job(visit: ReadVisit, number: Number) -> HTMLResponse:
             where=where(job.gpu, job.gpus),
             attempts=details["attempts"][::-1],
             chart=Timeline("Samples/s of each trial since the start", tuple(tried(details))),
-            trials=details["trials"][-MAX_SHOWN:][::-1],
+            trials=details["trials"][-TRIALS_SHOWN:][::-1],
             log=log,
             is_cut=job.logged > len(log),
             asked=list(_asked(json.loads(job.asked))),
@@ -109,7 +107,7 @@ def _asked(asked: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 @site.post("/jobs/{number}/cancel")
-def cancel(visit: SubmitVisit, _form: Form, number: Number) -> Response:
+def cancel(visit: SubmitVisit, _form: Form, number: RowNumber) -> Response:
     found(visit.service.database.write(jobs.cancel, number, visit.caller), f"job {number}")
     return RedirectResponse(f"/jobs/{number}", 303)
 

@@ -30,8 +30,8 @@ from advisor.service.tokens import Caller, note
 
 MAX_LIVE = 200
 """Unfinished jobs of one token, at most."""
-MAX_LISTED = 10_000
-MAX_TRIALS = 10_000
+MAX_JOBS = 10_000
+MAX_JOB_TRIALS = 10_000
 """Trials of one job, at most; later trials are dropped."""
 MAX_LOG = 4 * 2**20
 """Characters of one job's log, at most."""
@@ -208,7 +208,7 @@ def details(session: Session, number: int) -> dict[str, Any] | None:
     attempts = attempts.where(Attempt.job == number).order_by(Attempt.number)
     shown = _columns(TrialRow, "number at what batch samples_per_s ratio outcome origin")
     trials = select(Attempt.number.label("attempt"), *shown).join(Attempt)
-    trials = trials.where(TrialRow.job == number).limit(MAX_TRIALS)
+    trials = trials.where(TrialRow.job == number).limit(MAX_JOB_TRIALS)
     trials = trials.order_by(TrialRow.at, Attempt.number, TrialRow.number)
     return {
         **found,

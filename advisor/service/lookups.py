@@ -16,7 +16,7 @@ from advisor.service.database import DAY_S, Database
 from advisor.service.records import Found, Question
 from advisor.service.schema import Item, Lookup
 
-OUTCOMES: Mapping[MatchKind, str] = {"exact": "exact", "compatible": "stale", "miss": "nearest"}
+BY_MATCH: Mapping[MatchKind, str] = {"exact": "exact", "compatible": "stale", "miss": "nearest"}
 """The outcome, by how the nearest record matches; 'miss' if there is no record."""
 DAYS, KEPT_DAYS = 30, 400
 """Days of lookups that the pages count, and that the database keeps."""
@@ -37,7 +37,7 @@ class LookupCounter:
         device = str(question.fields.get("device.name", ""))[:MAX_DEVICE]
         if not device or question.family is not None or question.command:
             return
-        outcome = OUTCOMES[found.kind] if found.record_key else "miss"
+        outcome = BY_MATCH[found.kind] if found.record_key else "miss"
         key = (_today(), device, found.record_key, question.model[:12], outcome)
         with self._lock:
             if key in self._counts or len(self._counts) < MAX_KINDS:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from advisor.errors import StoreError
 
-LATE_PERIODS, LATE_S = 5, 120.0
+LATE_PERIODS, LATE_LOOP_S = 5, 120.0
 """A loop is late after this many periods, but not before this many seconds."""
-MAX_PAUSE_S = 300.0
+MAX_LOOP_PAUSE_S = 300.0
 """The longest pause after failures; each failure in a row doubles it."""
 _log = logging.getLogger("advisor")
 
@@ -54,7 +54,7 @@ class Loop(threading.Thread):
         if self._failure:
             return f"the {self.name} failed ({self._failure}); see the server's log"
         late_s = self._now() - self._last_turn
-        if late_s > max(LATE_PERIODS * self._every_s, LATE_S):
+        if late_s > max(LATE_PERIODS * self._every_s, LATE_LOOP_S):
             return f"the {self.name} has not finished a turn for {late_s:.0f} s"
         return ""
 
@@ -71,6 +71,6 @@ class Loop(threading.Thread):
             failure = type(exc).__name__
             _log.exception("the %s failed", self.name)
         self._store_error, self._failure = store_error, failure
-        longer_s = min(2 * self.pause_s, MAX_PAUSE_S) if failure else 0.0
+        longer_s = min(2 * self.pause_s, MAX_LOOP_PAUSE_S) if failure else 0.0
         self.pause_s = max(self._every_s, longer_s)
         self._last_turn = self._now()

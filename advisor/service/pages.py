@@ -24,7 +24,7 @@ from advisor.service.access import COOKIE, MAX_UNTRUSTED, Service, ServiceDep
 from advisor.service.catalog import View
 from advisor.service.database import DAY_S
 from advisor.service.records import Trust, trust_of
-from advisor.service.routes.parsing import Number, RecordId, found
+from advisor.service.routes.parsing import RecordId, RowNumber, found
 from advisor.service.tokens import Caller
 
 STATIC = StaticFiles(packages=[("advisor.service", "static")])
@@ -247,6 +247,6 @@ def make_token(visit: AdminVisit, form: Form) -> HTMLResponse:
 
 
 @site.post("/tokens/{number}/revoke")
-def revoke_token(visit: AdminVisit, _form: Form, number: Number) -> Response:
+def revoke_token(visit: AdminVisit, _form: Form, number: RowNumber) -> Response:
     visit.service.database.write(jobs.revoke_token, number, visit.caller)
     return RedirectResponse("/tokens", 303)

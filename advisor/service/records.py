@@ -34,7 +34,7 @@ Trust = Literal["verified", "unverified", "doubtful", "stale"]
 refuted by `advisor verify`."""
 MAX_RECORDS, MAX_NEAREST = 32, 8
 """Most matching records, and most near records, in one answer, each with all its versions."""
-MAX_BYTES = 2**22
+MAX_ANSWER_BYTES = 2**22
 """Most bytes of records in a lookup's answer. Of further records, only the keys are sent."""
 MAX_FETCHED = 2**24
 """Bytes in the answer to a request for records by their keys, at most."""
@@ -43,9 +43,9 @@ _MAX_TERMS, _MAX_FOUND = 1000, 4 * MAX_RECORDS
 _MAX_KNOWN = 4000
 """Records whose parsed fields stay in memory, about 5 KB each."""
 
-Part = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$|^$")]
+Digest12 = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$|^$")]
 Batch = Annotated[int | None, Field(ge=0, lt=10**10)]
-Where = list[ColumnElement[bool]]
+Clauses = list[ColumnElement[bool]]
 
 
 class Question(BaseModel):
@@ -55,13 +55,13 @@ class Question(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(default="", pattern=r"^[0-9a-f]{12,128}$|^$")
-    target: Part = ""
+    target: Digest12 = ""
     file: str = Field(default="", max_length=LONGEST)
-    command: Part = ""
+    command: Digest12 = ""
     id: str = Field(default="", pattern=r"^[0-9a-f]{0,12}$")
     batch: Batch = None
     code: str = Field(default="", pattern=r"^[0-9a-f]{0,128}$")
-    origin: Part = ""
+    origin: Digest12 = ""
     family: str | None = Field(default=None, pattern=r"^[0-9a-f]{0,128}$")
     near: Batch = None
     wanted: Json[dict[str, Any]] = Field(default_factory=dict, description="A key's fields")
@@ -84,7 +84,7 @@ class Question(BaseModel):
         return found if self.family is None else completed(found)
 
     @property
-    def searches(self) -> Iterator[tuple[Where, bool]]:
+    def searches(self) -> Iterator[tuple[Clauses, bool]]:
         """Yields (conditions, whether a record that matches under them is an answer), the best
         first. If a code is wanted, records of other code are no answers."""
         if self.family is not None:
@@ -101,7 +101,7 @@ class Question(BaseModel):
         yield every, any_code
 
     @property
-    def _narrowed(self) -> Where:
+    def _narrowed(self) -> Clauses:
         found = [Item.model == self.model[:12]] if self.model else []
         for name in ("target", "file", "command"):
             if value := getattr(self, name):
@@ -160,7 +160,7 @@ def _nearest(session: Session, question: Question) -> dict[str, MatchKind]:
     return found
 
 
-def _groups(session: Session, question: Question, where: Where) -> dict[Standing, list[str]]:
+def _groups(session: Session, question: Question, where: Clauses) -> dict[Standing, list[str]]:
     """Terms of records, grouped by how well they match; an empty list stands for any terms."""
     if not question.fields:
         return {(0, 0): []}
@@ -175,7 +175,7 @@ def _groups(session: Session, question: Question, where: Where) -> dict[Standing
 
 
 def _records(
-    session: Session, where: Where, terms: Sequence[str], near: int | None
+    session: Session, where: Clauses, terms: Sequence[str], near: int | None
 ) -> Sequence[str]:
     """The keys of records with these terms: first those with batch `near`, then the newest."""
     query = select(Item.record_key).where(*where).group_by(Item.record_key, Item.batch)
@@ -310,6 +310,6 @@ def newest(session: Session, id: str, *where: ColumnElement[bool]) -> Row[str, f
     return session.execute(query.order_by(Item.created.desc()).limit(1)).first()
 
 
-def _of_id(id: str) -> Where:
+def _of_id(id: str) -> Clauses:
     key, _at, batch = id.partition("@")
     return [Item.id == key, Item.batch == int(batch or 0)]

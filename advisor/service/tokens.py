@@ -21,7 +21,7 @@ SESSION_S = 12 * 3600.0
 AUDIT_KEPT_S = 400 * DAY_S
 ATTEMPT_S = DAY_S
 """An attempt's token is valid for twice the job's budget, plus this time."""
-NAME = r"^[\w.@+-][\w .@+-]{0,63}$"
+TOKEN_NAME = r"^[\w.@+-][\w .@+-]{0,63}$"
 NEVER = 1e11
 """Unix seconds at which every token has expired."""
 
@@ -68,7 +68,7 @@ def make(
     """
     if role not in ROLES:
         raise UsageError(f"role {role[:40]!r}: expected one of {', '.join(ROLES)}")
-    if not re.fullmatch(NAME, name):
+    if not re.fullmatch(TOKEN_NAME, name):
         raise UsageError("name: expected 1 to 64 letters, digits, blanks and any of . _ @ + -")
     if expires is not None and not time.time() < expires < NEVER:
         raise UsageError("expires: expected a future time in Unix seconds")

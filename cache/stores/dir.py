@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from advisor.cache.stores import filesystem
-from advisor.cache.stores.store import BLOBS, MAX_BYTES, ByteStore, Found, blob_key, is_blob
+from advisor.cache.stores.store import BLOBS, MAX_BYTES, ByKey, ByteStore, blob_key, is_blob
 from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import RecordDamaged, StoreError
 
@@ -58,8 +58,8 @@ class DirStore(ByteStore):
                 if (key := blob_key(one.name, prefix)) and one.is_file()
             }
 
-    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> Found:
-        found: Found = {}
+    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> ByKey:
+        found: ByKey = {}
         for key in keys:
             check_deadline()
             try:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from advisor.cache.stores.dir import DirStore
 from advisor.cache.stores.filesystem import REMEDY, WRITING, check_folder, make_folder
-from advisor.cache.stores.store import BLOBS, MAX_BYTES, Found, is_blob
+from advisor.cache.stores.store import BLOBS, MAX_BYTES, ByKey, is_blob
 from advisor.cache.stores.timeout import check_deadline, time_left
 from advisor.errors import RecordDamaged, StoreDamaged, StoreError
 
@@ -78,7 +78,7 @@ class DiskStore(DirStore):
     def keys(self) -> list[str]:
         return [key for (key,) in self._select(_KEYS)]
 
-    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> Found:
+    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> ByKey:
         wanted = [*keys]
         found = super().get_many((key for key in wanted if is_blob(key)), most)
         if records := [(min(most, MAX_BYTES), key) for key in wanted if not is_blob(key)]:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from advisor.cache.stores.dir import file_of, keys_of
 from advisor.cache.stores.filesystem import WRITING
-from advisor.cache.stores.store import BLOBS, MAX_BYTES, Found, Remote, blob_key, bounded
+from advisor.cache.stores.store import BLOBS, MAX_BYTES, ByKey, Remote, blob_key, bounded
 from advisor.cache.stores.url import RemoteUrl
 from advisor.errors import StoreError, UsageError
 
@@ -64,7 +64,7 @@ class FilesStore(Remote):
         sizes = self._listed(BLOBS)
         return {key: size for name, size in sizes.items() if (key := blob_key(name, prefix))}
 
-    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> Found:
+    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> ByKey:
         names = {key: file_of(key) for key in keys}
         if not names:
             return {}

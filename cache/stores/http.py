@@ -12,11 +12,11 @@ import msgspec
 
 from advisor.cache.name import PREFIX
 from advisor.cache.stores.http_client import MAP, HttpClient
-from advisor.cache.stores.store import BLOBS, MAX_BYTES, Found, Remote, blob_key, bounded, is_blob
+from advisor.cache.stores.store import BLOBS, MAX_BYTES, ByKey, Remote, blob_key, bounded, is_blob
 from advisor.cache.stores.timeout import check_deadline
 from advisor.errors import StoreError
 
-TIMEOUT_S = 0.25  # for `apply`, unless the URL says ?timeout=; TLS takes 3 round trips
+HTTP_TIMEOUT_S = 0.25  # for `apply`, unless the URL says ?timeout=; TLS takes 3 round trips
 _REFUSAL = 2**12  # most bytes of a refusal
 RECORDS_AT_ONCE = 64  # records asked for in one request
 _KEY = re.compile(rf"{PREFIX}[0-9a-fs./]{{1,200}}")
@@ -46,7 +46,7 @@ class HttpStore(Remote):
 
     def __init__(self, url: str, *, token: str = "") -> None:
         self.client = HttpClient(url, token=token)
-        super().__init__(self.client.given, TIMEOUT_S)
+        super().__init__(self.client.given, HTTP_TIMEOUT_S)
         self._prefetched: dict[str, bytes] = {}
 
     def search(self, question: Mapping[str, Any]) -> list[str]:
@@ -68,8 +68,8 @@ class HttpStore(Remote):
             found |= page.sizes
         return {key: size for name, size in found.items() if (key := blob_key(name, prefix))}
 
-    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> Found:
-        found: Found = {}
+    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> ByKey:
+        found: ByKey = {}
         asked = []
         for key in keys:
             if is_blob(key):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from advisor.cache.settings import ProjectUrl
-from advisor.cache.stores.store import BLOBS, MAX_BYTES, Found, Remote, bounded, is_blob
+from advisor.cache.stores.store import BLOBS, MAX_BYTES, ByKey, Remote, bounded, is_blob
 from advisor.cache.stores.url import RemoteUrl
 from advisor.errors import RecordDamaged, StoreError, UsageError
 
@@ -52,7 +52,7 @@ class RedisStore(Remote):
         keys = [key for key in self._indexed("artifacts") if key.startswith(prefix)]
         return {key: size for key, size in self._each(keys, "strlen") if type(size) is int and size}
 
-    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> Found:
+    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> ByKey:
         wanted = [key for key in keys if self._index(key)]
         # Not MGET, which would fetch planted data of any size.
         parts = self._each(wanted, "getrange", 0, most)

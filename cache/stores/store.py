@@ -14,7 +14,7 @@ from advisor.errors import RecordDamaged, StoreDamaged, StoreError, reason
 
 MAX_BYTES = 2**20  # of an encoded record; real ones have 20-200 KB, and decoding needs up to 30x
 BLOBS = "artifacts/"  # prefix of the keys of blobs
-Found = dict[str, bytes | RecordDamaged]  # data by key, or why it is refused
+ByKey = dict[str, bytes | RecordDamaged]  # data by key, or why it is refused
 _BLOB = re.compile(rf"{BLOBS}[0-9a-f][0-9a-f-]{{0,120}}\.[0-9a-f]{{12}}")
 
 
@@ -54,7 +54,7 @@ class ByteStore(ABC):
         return found
 
     @abstractmethod
-    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> Found:
+    def get_many(self, keys: Iterable[str], most: int = MAX_BYTES) -> ByKey:
         """The data of several keys, without absent ones."""
 
     @abstractmethod

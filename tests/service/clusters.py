@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from advisor.client import Client, Job
-from advisor.service.executors.ray import LABEL
+from advisor.service.executors.ray import ACCELERATOR
 from advisor.tuners.measure.run.guarded_process import GuardedProcess
 from tests.cache.servers import answers, free_port
 from tests.forks import until
@@ -138,7 +138,7 @@ class Cluster:
 
     def add(self, gpu: str, *words: str) -> Node:
         """A node, by default not the head."""
-        has = ["--num-cpus", "1", "--num-gpus", "1", "--labels", f"{LABEL}={gpu}"]
+        has = ["--num-cpus", "1", "--num-gpus", "1", "--labels", f"{ACCELERATOR}={gpu}"]
         words = words or ("--address", f"127.0.0.1:{self._port}")
         self.nodes[gpu] = Node(self._folder / uuid.uuid4().hex[:4], *words, *has)
         return self.nodes[gpu]
@@ -157,7 +157,7 @@ class Cluster:
             found = json.loads(self.ask("GET", "/api/v0/nodes"))["data"]["result"]["result"]
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
             return set()
-        return {one["labels"][LABEL] for one in found if one["state"] == "ALIVE"}
+        return {one["labels"][ACCELERATOR] for one in found if one["state"] == "ALIVE"}
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         """What the head answers; also an error of its own."""

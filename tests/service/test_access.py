@@ -12,7 +12,7 @@ from fastapi.routing import iter_route_contexts
 from sqlalchemy.orm import Session
 from starlette.routing import Mount
 
-from advisor.jobs.token import PREFIX, digest, made
+from advisor.jobs.token import TOKEN_PREFIX, digest, made
 from advisor.service import database, schema, tokens
 from advisor.service.access import COOKIE, Guesses
 from advisor.service.app import application
@@ -90,7 +90,7 @@ def test_every_route_asks_for_a_token(served_lite: Served) -> None:
             expected = 401 if method == "POST" else 200
             assert served.ask(method, filled(path)).status == expected, path
             continue
-        for text in ("", PREFIX + "x" * 43, "x", "é", served.tokens["gone"], late):
+        for text in ("", TOKEN_PREFIX + "x" * 43, "x", "é", served.tokens["gone"], late):
             bearer = {"Authorization": f"Bearer {text}".encode("latin-1")} if text else {}
             cookie = {"Cookie": f"{COOKIE}={text}".encode("latin-1")}
             answer = served.ask(method, filled(path), headers=cookie if is_page(path) else bearer)

@@ -356,7 +356,7 @@ def test_what_a_worker_says_is_bounded(served: Served, monkeypatch: pytest.Monke
         part = log_of(served, one.job, after)
         log, after = log + part["text"], part["next"]
     assert log == text
-    monkeypatch.setattr(jobs, "MAX_TRIALS", 3)
+    monkeypatch.setattr(jobs, "MAX_JOB_TRIALS", 3)
     beat(served, one, trials=[{"number": number} for number in range(9)])
     assert len(told(served, one.job)["trials"]) == 3
     kept = [study(served, one, f"{n}", b"").status for n in range(attempts.MAX_STUDIES + 1)]

@@ -425,7 +425,7 @@ def test_whose_jobs_are_cancelled(served_lite: Served, monkeypatch: pytest.Monke
     links = set(reader.links("/jobs?state=cancelled"))
     assert {f"/jobs/{n}" for n in numbers} & links == {f"/jobs/{n}" for n in numbers[:2]}
     assert "No job is done" in reader.text("/jobs?state=done")
-    monkeypatch.setattr(job_pages, "ON_A_PAGE", 2)
+    monkeypatch.setattr(catalog, "ON_A_PAGE", 2)
     (older,) = re.findall(r'href="(/jobs\?before=\d+)"', reader.text("/jobs"))
     assert f'"/jobs/{numbers[0]}"' in reader.text(older)
 

@@ -17,7 +17,7 @@ from advisor.client import Job
 from advisor.jobs.token import digest, made
 from advisor.service.database import Database
 from advisor.service.executors import Capacity, ExecutorAway
-from advisor.service.executors.ray import LABEL, UNNAMED, RayExecutor
+from advisor.service.executors.ray import ACCELERATOR, UNNAMED, RayExecutor
 from advisor.service.schema import Attempt
 from tests.forks import until
 from tests.service.clusters import FEW, TOKEN, Cluster, Team
@@ -127,7 +127,7 @@ def test_what_is_no_head_of_ray_is_away(tmp_path: Path, monkeypatch: pytest.Monk
 
 def node(id: str, gpu: str = "", gpus: int = 0, state: str = "ALIVE") -> dict[str, Any]:
     has = {"resources_total": {"CPU": 1.0, "GPU": gpus, "memory": 1.0}, "state_message": None}
-    labels = {LABEL: gpu} if gpu else {}
+    labels = {ACCELERATOR: gpu} if gpu else {}
     return {"node_id": id, "node_ip": f"10.0.0.{id}", "labels": labels, "state": state, **has}
 
 
@@ -172,7 +172,7 @@ def test_a_cluster_is_read_and_an_attempt_is_placed_where_it_was_claimed() -> No
         executor.start(replace(one, gpu=UNNAMED))
     first, second = (json.loads(body) for _token, body in sent)
     labels = [request["entrypoint_label_selector"] for request in (first, second)]
-    assert labels == [{LABEL: "H100"}, {}] and first["metadata"] == given
+    assert labels == [{ACCELERATOR: "H100"}, {}] and first["metadata"] == given
     assert first["runtime_env"]["pip"] == ["timm", "einops"]
 
 

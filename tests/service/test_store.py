@@ -192,7 +192,7 @@ def test_more_than_one_answer_holds(
     for key, data in there.items():
         store.put(key, data)
     size, fetches = max(map(len, there.values())), {"POST /api/records": 5}
-    monkeypatch.setattr(blobs, "MAX_LISTED", 3)
+    monkeypatch.setattr(blobs, "MAX_KEYS", 3)
     monkeypatch.setattr(http_module, "RECORDS_AT_ONCE", 4)
     monkeypatch.setattr(kept, "MAX_FETCHED", 2 * size)
     for bytes_, act, requests in (
@@ -201,7 +201,7 @@ def test_more_than_one_answer_holds(
         (5 * size, held_nine, {"GET /api/lookup": 1, "POST /api/records": 2}),
         (0, held_nine, {"GET /api/lookup": 1, **fetches}),
     ):
-        monkeypatch.setattr(kept, "MAX_BYTES", bytes_)
+        monkeypatch.setattr(kept, "MAX_ANSWER_BYTES", bytes_)
         asked.clear()
         assert act(open_store(of_each.url))
         assert Counter(asked) == requests

@@ -22,7 +22,7 @@ from sqlalchemy import delete, select
 
 import advisor as package
 from advisor.cache.reader import EVERYTHING
-from advisor.cache.record import INTERRUPTED, Record
+from advisor.cache.record import CUT_SHORT, Record
 from advisor.cache.records import Records
 from advisor.cache.stores import open_store
 from advisor.cache.stores.dir import DirStore
@@ -355,7 +355,7 @@ def test_a_worker_without_an_attempt_does_nothing(job: Job, tmp_path: Path) -> N
 def test_an_uncertain_tuning_replaces_no_clear_record(job: Job) -> None:
     """The earlier record stays in use, and the job says so; another's upload is kept."""
     clear = replace(FOUND, trials=(*FOUND.trials, verified(FOUND.winner(FOUND.use).config)))
-    cut = replace(clear.provenance, effort=INTERRUPTED, created=clear.provenance.created + 1)
+    cut = replace(clear.provenance, effort=CUT_SHORT, created=clear.provenance.created + 1)
     short = replace(clear, provenance=cut)
     job.worker(start=Tuning(record=short)).run()
     assert job.state[0] == "done"

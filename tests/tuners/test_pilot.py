@@ -29,7 +29,7 @@ from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.compiled import graphs_compiled, recompile_limit
 from advisor.tuners.act.hooks import Patch
 from advisor.tuners.act.pilot.loop_observer import LoopObserver, TrainedModel, batch_of, inputs_of
-from advisor.tuners.act.pilot.pilot import THREADS, Pilot
+from advisor.tuners.act.pilot.pilot import IN_THREADS, Pilot
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.pilot.switch import ConfigSwitch
@@ -629,7 +629,7 @@ class Threaded(Told):
 def test_models_that_train_in_several_threads_are_left_alone() -> None:
     pilot = Pilot(guide := Threaded())
     trained(net := Net())
-    assert (guide.said, "_compiled_call_impl" in vars(net)) == (THREADS, False)
+    assert (guide.said, "_compiled_call_impl" in vars(net)) == (IN_THREADS, False)
     pilot.release()
     assert left_behind() == []
 

@@ -11,7 +11,7 @@ import pytest
 from optuna.distributions import CategoricalDistribution
 
 from advisor.cache.config import Config
-from advisor.tuners.search.sampler import FAILED, SECONDS, GainPerSecond
+from advisor.tuners.search.sampler import FAILURE, SECONDS, GainPerSecond
 
 CHOICES = {
     "precision": ["default", "tf32", "bf16", "fp16"],
@@ -60,7 +60,7 @@ class Machine:
             trial = study.ask(DISTRIBUTIONS)
             config = Config(trial.params)
             trial.set_user_attr(SECONDS, self.seconds(config) if weighed else 1.0)
-            trial.set_user_attr(FAILED, self.rate(config) == 0)
+            trial.set_user_attr(FAILURE, self.rate(config) == 0)
             study.tell(trial, self.rate(config))
             tried.append(config)
         return tried

@@ -28,7 +28,7 @@ from advisor.cache.record import Measurement, Trial
 from advisor.errors import RecordDamaged, UsageError
 from advisor.tuners.measure.runner import Compared
 from advisor.tuners.search.ratio import Ratio
-from advisor.tuners.search.sampler import FAILED, SECONDS
+from advisor.tuners.search.sampler import FAILURE, SECONDS
 from advisor.tuners.search.space import Space
 
 MAX_JOURNAL_BYTES = 256 * 2**20
@@ -236,6 +236,6 @@ def _attributes(known: JournaledTrial) -> dict[str, Any]:
         SECONDS: trial.seconds,
         RATIO: (ratio.mean, ratio.low, ratio.high),
         COMPARED: compared and (compared.outcome, compared.reason, compared.blames),
-        FAILED: not trial.measurement.ok,
+        FAILURE: not trial.measurement.ok,
         "origin": trial.origin,
     }

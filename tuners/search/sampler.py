@@ -25,7 +25,7 @@ from optuna.trial import FrozenTrial, TrialState
 from advisor.cache.config import Config
 from advisor.tuners.decisions import CLEARLY
 
-SECONDS, FAILED = "seconds", "failed"
+SECONDS, FAILURE = "seconds", "failed"
 """User attributes of each trial: its cost; whether its config failed, because for other samplers
 the trial of a failed config is complete."""
 MIN_POSITIVE = 1e-300
@@ -62,9 +62,9 @@ class GainPerSecond(optuna.samplers.RandomSampler):
         if not trials or not left:
             return {}
         # If a config was tried again, a trial that ran counts.
-        trials.sort(key=lambda one: not one.user_attrs[FAILED])
+        trials.sort(key=lambda one: not one.user_attrs[FAILURE])
         tried = {Config(one.params): one for one in trials}
-        ran = np.array([not one.user_attrs[FAILED] for one in tried.values()])
+        ran = np.array([not one.user_attrs[FAILURE] for one in tried.values()])
         if ran.sum() < 2:
             return dict(self._random.choice(left))
         values = np.array([one.value or 0.0 for one in tried.values()])[ran]

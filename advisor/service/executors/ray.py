@@ -25,7 +25,7 @@ import urllib3
 from advisor.errors import UsageError, printable
 from advisor.service.executors import Capacity, ExecutorAway, Start, Status, last_line
 
-LABEL = "ray.io/accelerator-type"
+ACCELERATOR = "ray.io/accelerator-type"
 """Ray labels a node with its kind of GPU: 'H100' for an 'NVIDIA H100 80GB HBM3'."""
 UNNAMED = "GPU without a label"
 PORT = 8265
@@ -61,7 +61,7 @@ class _Node(msgspec.Struct, frozen=True):
 
     @property
     def gpu(self) -> str:
-        return self.labels.get(LABEL) or UNNAMED
+        return self.labels.get(ACCELERATOR) or UNNAMED
 
     @property
     def alive(self) -> bool:
@@ -216,7 +216,7 @@ def _request(start: Start) -> dict[str, Any]:
         "metadata": {"advisor_gpus": str(asked.gpus), "advisor_gpu": start.gpu},
         "entrypoint_num_gpus": asked.gpus,
         "entrypoint_num_cpus": 0 if asked.gpus else 1,
-        "entrypoint_label_selector": {LABEL: start.gpu} if labelled else {},
+        "entrypoint_label_selector": {ACCELERATOR: start.gpu} if labelled else {},
     }
 
 

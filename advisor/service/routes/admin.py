@@ -10,7 +10,7 @@ from fastapi.responses import PlainTextResponse
 from advisor.jobs.token import Role
 from advisor.service import jobs, records, tokens
 from advisor.service.access import AdminCaller, ReadCaller, ServiceDep
-from advisor.service.routes.parsing import Before, Number, Strict, found
+from advisor.service.routes.parsing import Before, RowNumber, Strict, found
 
 MAX_EVENTS = 200
 """Lines of the audit log on one page."""
@@ -58,7 +58,7 @@ def make(service: ServiceDep, caller: AdminCaller, new: NewToken) -> dict[str, A
 
 
 @api.delete("/api/tokens/{number}", summary="Revoke a token")
-def revoke(service: ServiceDep, caller: AdminCaller, number: Number) -> dict[str, bool]:
+def revoke(service: ServiceDep, caller: AdminCaller, number: RowNumber) -> dict[str, bool]:
     revoked = service.database.write(jobs.revoke_token, number, caller)
     return {"revoked": found(revoked, "such token")}
 

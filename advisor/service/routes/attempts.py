@@ -12,13 +12,13 @@ from advisor.jobs.spec import MAX_REPORTED_TRIALS, MAX_STUDY, AttemptOver
 from advisor.service import attempts
 from advisor.service.access import OwnAttempt, ServiceDep, StartingAttempt, WorkCaller
 from advisor.service.attempts import End
-from advisor.service.routes.parsing import SENDS_BYTES, Bytes, LargeBody, Strict, found
+from advisor.service.routes.parsing import SENDS_BYTES, Binary, LargeBody, Strict, found
 
 OneLine = Annotated[str, Field(max_length=2**16), AfterValidator(line)]
 Speed = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 _OWN = "SHA-256 of a token that the worker has made."
 OwnDigest = Annotated[str, Body(embed=True, pattern=r"^[0-9a-f]{64}$", description=_OWN)]
-Name = Annotated[str, Path(pattern=r"^[0-9A-Za-z@_.-]{1,128}$")]
+StudyKey = Annotated[str, Path(pattern=r"^[0-9A-Za-z@_.-]{1,128}$")]
 
 api = APIRouter(tags=["attempts"], prefix="/api/attempt")
 
@@ -69,9 +69,9 @@ def beat(service: ServiceDep, attempt: OwnAttempt, report: Heartbeat) -> dict[st
     return {"go_on": service.database.write(attempts.beat, attempt.id, **report.model_dump())}
 
 
-@api.get("/studies/{name}", summary="A file of the job's search", response_class=Bytes)
-def study(service: ServiceDep, attempt: OwnAttempt, name: Name) -> Response:
-    return Bytes(found(service.database.read(attempts.study, attempt, name)))
+@api.get("/studies/{name}", summary="A file of the job's search", response_class=Binary)
+def study(service: ServiceDep, attempt: OwnAttempt, name: StudyKey) -> Response:
+    return Binary(found(service.database.read(attempts.study, attempt, name)))
 
 
 @api.put(
@@ -81,7 +81,7 @@ def study(service: ServiceDep, attempt: OwnAttempt, name: Name) -> Response:
     max_body_size=MAX_STUDY,
 )
 def keep_study(
-    service: ServiceDep, attempt: OwnAttempt, name: Name, data: LargeBody
+    service: ServiceDep, attempt: OwnAttempt, name: StudyKey, data: LargeBody
 ) -> dict[str, bool]:
     service.database.write(attempts.keep_study, attempt.id, name, data)
     return {"kept": True}

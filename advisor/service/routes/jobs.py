@@ -15,10 +15,10 @@ from advisor.service.access import ReadCaller, ServiceDep, SubmitCaller, WorkCal
 from advisor.service.executors import why_waits
 from advisor.service.routes.parsing import (
     Before,
-    Bytes,
+    Binary,
     LargeBody,
-    Number,
     RecordId,
+    RowNumber,
     found,
     kept,
     takes_bytes,
@@ -50,10 +50,10 @@ def keep(
 @api.get(
     "/api/archives/{digest}",
     summary="The code of a job, for its own attempts",
-    response_class=Bytes,
+    response_class=Binary,
 )
 def archive(service: ServiceDep, caller: WorkCaller, digest: Digest) -> Response:
-    return Bytes(found(service.database.read(blobs.archive, digest, caller)))
+    return Binary(found(service.database.read(blobs.archive, digest, caller)))
 
 
 @api.post("/api/jobs", summary="Submit a job", openapi_extra=_SENDS_SPEC, **_QUEUES)
@@ -85,14 +85,14 @@ def listed(
     _caller: ReadCaller,
     state: Annotated[list[State] | None, Query()] = None,
     before: Before = None,
-    most: Annotated[int, Query(ge=1, le=jobs.MAX_LISTED)] = 50,
+    most: Annotated[int, Query(ge=1, le=jobs.MAX_JOBS)] = 50,
 ) -> dict[str, Any]:
     page, more = service.database.read(jobs.listed, state or (), before, most)
     return {"jobs": page, "more": more}
 
 
 @api.get("/api/jobs/{number}", summary="A job with its attempts and trials")
-def details(service: ServiceDep, _caller: ReadCaller, number: Number) -> dict[str, Any]:
+def details(service: ServiceDep, _caller: ReadCaller, number: RowNumber) -> dict[str, Any]:
     return found(service.database.read(jobs.details, number), f"job {number}")
 
 
@@ -100,12 +100,12 @@ def details(service: ServiceDep, _caller: ReadCaller, number: Number) -> dict[st
 def log(
     service: ServiceDep,
     _caller: ReadCaller,
-    number: Number,
+    number: RowNumber,
     after: Annotated[int, Query(ge=0, lt=2**63)] = 0,
 ) -> dict[str, Any]:
     return found(service.database.read(jobs.log, number, after), f"job {number}")
 
 
 @api.post("/api/jobs/{number}/cancel", summary="Cancel your own job")
-def cancel(service: ServiceDep, caller: SubmitCaller, number: Number) -> dict[str, str]:
+def cancel(service: ServiceDep, caller: SubmitCaller, number: RowNumber) -> dict[str, str]:
     return {"state": found(service.database.write(jobs.cancel, number, caller), f"job {number}")}

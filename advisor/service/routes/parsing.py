@@ -32,12 +32,12 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 """The answers of a route to a request that it refuses, for OpenAPI."""
 
-Number = Annotated[int, Path(ge=1, lt=2**31)]
+RowNumber = Annotated[int, Path(ge=1, lt=2**31)]
 Before = Annotated[int | None, Query(ge=1, lt=2**31)]
 RecordId = Annotated[str, Path(pattern=r"^[0-9a-f]{12}@[1-9][0-9]{0,9}$")]
 
 
-class Bytes(Response):
+class Binary(Response):
     media_type = BYTES
 
 

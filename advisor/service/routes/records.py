@@ -14,14 +14,14 @@ from advisor.cache.settings import MAX_ARTIFACTS
 from advisor.service import blobs, records
 from advisor.service.access import ReadCaller, ServiceDep, WorkCaller, needs
 from advisor.service.records import Question
-from advisor.service.routes.parsing import Body, Bytes, LargeBody, Strict, found, kept, takes_bytes
+from advisor.service.routes.parsing import Binary, Body, LargeBody, Strict, found, kept, takes_bytes
 from advisor.service.schema import ArtifactsRow, Item
 
 _KEY = r"^record/[0-9a-fs./]{1,200}$"
 
-Key = Annotated[str, StringConstraints(pattern=_KEY)]
+RecordKey = Annotated[str, StringConstraints(pattern=_KEY)]
 Named = Annotated[str, Path(pattern=_KEY, description="The record's key in a store.")]
-Label = Annotated[str, Path(pattern=f"^{LABEL}$", description="The artifacts' name.")]
+Artifact = Annotated[str, Path(pattern=f"^{LABEL}$", description="The artifacts' name.")]
 
 api = APIRouter(tags=["records"], dependencies=[needs("read")])
 
@@ -31,7 +31,7 @@ class Msgpack(Response):
 
 
 class Keys(Strict):
-    keys: list[Key] = Field(min_length=1, max_length=64)
+    keys: list[RecordKey] = Field(min_length=1, max_length=64)
 
 
 @api.get("/api/self", summary="What this token may do")
@@ -47,7 +47,7 @@ def whoami(caller: ReadCaller) -> dict[str, Any]:
 def lookup(service: ServiceDep, question: Annotated[Question, Query()]) -> Response:
     with service.database.reading() as session:
         near = records.find(session, question)
-        data = records.data_of(session, records.within(near.sizes, records.MAX_BYTES))
+        data = records.data_of(session, records.within(near.sizes, records.MAX_ANSWER_BYTES))
     service.lookups.count(question, near)
     return Msgpack(msgpack.packb({"items": [[key, data.get(key)] for key in near.sizes]}))
 
@@ -96,15 +96,19 @@ def artifact_sizes(
 @api.get(
     "/api/artifacts/{label}",
     summary="The compiled code for a config of a record",
-    response_class=Bytes,
+    response_class=Binary,
 )
-def artifacts(service: ServiceDep, label: Label) -> Response:
-    return Bytes(found(service.database.read(blobs.artifacts, label)))
+def artifacts(service: ServiceDep, label: Artifact) -> Response:
+    return Binary(found(service.database.read(blobs.artifacts, label)))
 
 
 @api.put("/api/artifacts/{label}", summary="Store compiled code", **takes_bytes(MAX_ARTIFACTS))
 def put_artifacts(
-    service: ServiceDep, caller: WorkCaller, label: Label, data: LargeBody, response: Response
+    service: ServiceDep,
+    caller: WorkCaller,
+    label: Artifact,
+    data: LargeBody,
+    response: Response,
 ) -> dict[str, str]:
     if not data:
         raise HTTPException(400, "the body is empty: send the artifacts in it")
@@ -113,5 +117,5 @@ def put_artifacts(
 
 
 @api.delete("/api/artifacts/{label}", summary="Remove your own artifacts")
-def delete_artifacts(service: ServiceDep, caller: WorkCaller, label: Label) -> dict[str, bool]:
+def delete_artifacts(service: ServiceDep, caller: WorkCaller, label: Artifact) -> dict[str, bool]:
     return {"deleted": found(service.database.write(blobs.remove, ArtifactsRow, label, caller))}

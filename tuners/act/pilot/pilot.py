@@ -57,7 +57,7 @@ UNORDERED = (
     f"in {MAX_OBSERVED_STEPS} steps the optimizers never repeat an order, so advisor cannot tell "
     "where a step of the script ends; it tunes scripts whose optimizers all step in turn"
 )
-THREADS = "models train in several threads at once; advisor tunes scripts that train in one thread"
+IN_THREADS = "models train in several threads; advisor tunes scripts that train in one"
 LITTLE = "not tried: little of the device's memory is free"
 FELL_BACK = "RecompileLimit: torch.compile has given up: shapes vary too much"
 
@@ -180,7 +180,7 @@ class Pilot:
         finally:
             self._stepping.release()
         if self._threaded.is_set():
-            self._stop(Stopped("unclear", THREADS))
+            self._stop(Stopped("unclear", IN_THREADS))
 
     def _stepped_alone(self, optimizer: torch.optim.Optimizer) -> None:
         if self._switch is None:
