@@ -244,10 +244,28 @@ class Noisy:
         return 0.0, ""
 
 
+class NearlyZero(Noisy):
+    """Of a bias before a BatchNorm: its gradient is a hundred-thousandth of a usual one, and half
+    of it changes with any rounding. Another order of summation makes it ten times as large."""
+
+    draws = False
+
+    def sample(self, config: Config, point: int, seed: int) -> Sample:
+        torch.manual_seed(point // POINTS)
+        bias = 1e-5 * (1 + 0.3 * torch.randn(400)) * (10 if config["compile"] != "none" else 1)
+        found = {"steady": self._means["steady"], "noisy": bias}
+        if config["compile"] != "none" and self.fault:
+            found[self.fault] = 1.1 * found[self.fault]
+        return Sample(outputs={"output 0": torch.ones(8)}, gradients=found, loss=1.0)
+
+
+@pytest.mark.parametrize("subject", [Noisy, NearlyZero])
 @pytest.mark.parametrize(("fault", "outcome"), [("", "ok"), ("steady", "wrong")])
-def test_a_small_noisy_gradient_does_not_block_verification(fault: str, outcome: str) -> None:
+def test_a_small_gradient_of_noise_does_not_count(
+    subject: type[Noisy], fault: str, outcome: str
+) -> None:
     torch.manual_seed(1)
-    references = References(Noisy(fault), FP32, tolerance=0.02)
+    references = References(subject(fault), FP32, tolerance=0.02)
     found = references.compare(COMPILED, FP32, left_s=lambda: 1e9)
     assert found.outcome == outcome, found
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from advisor.cache.config import Config
-from advisor.tuners.decisions import LOST, PERTURBATION, POINTS
+from advisor.tuners.decisions import LOST, NEGLIGIBLE, PERTURBATION, POINTS
 
 NamedTensors = dict[str, Tensor]
 # Relative changes of weights that show the effect of rounding to fp32, and to bf16.
@@ -207,7 +207,9 @@ class Reference:
         floor = NUDGE * usual  # a tensor below this norm counts as zero
         self.size = size.maximum(floor).clamp(min=TINY)
         self.usual = usual / self.size
-        self.rounding = torch.stack(self._noise).maximum(floor) / self.size
+        # Of a gradient near 0, other code may round off more than NUDGE shows.
+        more = (NEGLIGIBLE * self.usual).clamp(min=1)
+        self.rounding = torch.stack(self._noise).maximum(floor) / self.size * more
 
     def of(self, config: Config) -> Draws:
         """Draws of fp32 or of a 'plain' config, made once."""
