@@ -414,8 +414,8 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         name="fused_optimizer",
-        summary="one fused kernel for the optimizer step (torch's default on CUDA is foreach)",
-        values=_off_on(lambda here: here.device == "cuda" and here.training),
+        summary="one fused kernel for the optimizer step (default: foreach on CUDA, else a loop)",
+        values=_off_on(lambda here: here.training),
         numerics=True,
         guess="leader",
         # For steps that the GradScaler skips, see `init_momentum`.

@@ -19,6 +19,7 @@ from advisor.report import feeding, sections
 from advisor.report.data import as_data
 from advisor.report.progress import Shown
 from advisor.report.text import ago, spread
+from advisor.resolve.answer import advises
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan
 
@@ -111,7 +112,7 @@ def _result(
     yield from ("", *sections.summary(record), *(() if found.earlier else found.remarks))
     if found.interrupted and not found.earlier:
         yield "Interrupted: the best config so far is kept; the same command continues."
-    if found.finished:
+    if found.finished and (advises(record) or not found.interrupted):
         yield from sections.use(record, cache, command=command, url=url).text()
     elif not found.interrupted:
         mend = "a larger --budget" if plan.trials is None else "no --trials"

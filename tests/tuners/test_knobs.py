@@ -63,7 +63,7 @@ OFF, FIXED_ON = (False,), (True,)
         (BATCH, on_cuda(batches=(32, 16, 64)), (32, 16, 64)),
         ("fused_optimizer", on_cuda(), OFF_ON),
         ("fused_optimizer", on_cuda(training=False), ()),
-        ("fused_optimizer", on_cpu(), ()),
+        ("fused_optimizer", on_cpu(), OFF_ON),
         ("compile", on_cuda(full=True), ("none", *MODES, *OF_FULL)),
         ("compile", on_cuda(repeats=True), ("none", *REPEATING)),
         ("compile", on_cuda(repeats=True, deterministic=True), ()),
@@ -311,8 +311,9 @@ def test_models_whose_forward_is_no_code_of_the_user_are_compiled(
 
 def test_what_torch_does_for_a_task() -> None:
     task = Task.of("model.py", {"shape": "16x3x8x8"})
-    plain = {"channels_last": False, "cudnn_deterministic": False, "precision": "default"}
-    assert dict(knobs.plain(task, "cpu")) == {BATCH: 16, **plain}
+    off = ("channels_last", "cudnn_deterministic", "fused_optimizer")
+    plain = {BATCH: 16, "precision": "default", **dict.fromkeys(off, False)}
+    assert dict(knobs.plain(task, "cpu")) == plain
     fixed = knobs.plain(dataclasses.replace(task, deterministic=True), "cpu")
     assert fixed["cudnn_deterministic"] is True
 

@@ -346,7 +346,8 @@ class Tuner:
             artifacts=artifacts,
             remarks=(*self._remarks, *lines, *self._untried()),
             interrupted=interrupted,
-            exhausted=len(visits) == 1
+            exhausted=not interrupted
+            and len(visits) == 1
             and not (self._passed_over or self._is_full or self._open(self._space.batch)),
             complete=self._complete and not interrupted,
         )
