@@ -207,9 +207,9 @@ class Reference:
         floor = NUDGE * usual  # a tensor below this norm counts as zero
         self.size = size.maximum(floor).clamp(min=TINY)
         self.usual = usual / self.size
+        noise = torch.stack(self._noise).maximum(floor) / self.size
         # Of a gradient near 0, other code may round off more than NUDGE shows.
-        more = (NEGLIGIBLE * self.usual).clamp(min=1)
-        self.rounding = torch.stack(self._noise).maximum(floor) / self.size * more
+        self.rounding = noise.maximum((NEGLIGIBLE * self.usual * noise).clamp(max=1))
 
     def of(self, config: Config) -> Draws:
         """Draws of fp32 or of a 'plain' config, made once."""
