@@ -236,18 +236,19 @@ class References:
     def _distances(self, drawn: Draws, share: Tensor, points: slice) -> list[_Figure]:
         """Distances of tensors from fp32's, each at its best point: a fault shows at all points."""
         distances, share = torch.stack(drawn.distances)[points], share[points]
+        lost, usual = share > limits.LOST, self._reference.usual[points]
         # If fp32 itself is nothing but rounding errors, other code may make other ones.
         alone = limits.STANDARD_ERRORS * limits.ROUNDINGS * share
-        alone = alone.maximum(limits.NEGLIGIBLE * self._reference.usual[points])
-        allowed = limits.ROUNDINGS * share + limits.NEGLIGIBLE
-        allowed = allowed.where(share <= limits.LOST, alone)
-        least = (distances / allowed).argmin(0)
+        alone = alone.maximum(limits.NEGLIGIBLE * usual)
+        allowed = (limits.ROUNDINGS * share + limits.NEGLIGIBLE).where(~lost, alone)
+        least, unit = (distances / allowed).argmin(0), usual.where(lost, 1.0)
         return [
             _Figure(
                 name=self._reference.label(at),
-                off=float(distances[point, at]),
-                limit=float(allowed[point, at]),
-                beside=f" fp32, {float(share[point, at]):.2%} in its number format alone",
+                off=float(distances[point, at] / unit[point, at]),
+                limit=float(allowed[point, at] / unit[point, at]),
+                beside=", as part of a usual gradient" * bool(lost[point, at])
+                or f" fp32, {float(share[point, at]):.2%} in its number format alone",
             )
             for at, point in enumerate(least.tolist())
         ]
