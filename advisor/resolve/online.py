@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from advisor.arguments import Model
     from advisor.tuners.act.advice import Advice
 
-ONE_PATIENCE_S, RANKS_PATIENCE_S = 60.0, 600.0
+PATIENCE_ALONE_S, PATIENCE_RANKS_S = 60.0, 600.0
 """Timeout for an answer of the search process, in seconds, its start included. With several ranks,
 one rank may have to wait while another evaluates or writes a checkpoint."""
 LEAVE_S = 10.0
@@ -121,7 +121,7 @@ class OnlineTuner(RecordGuide):
         tell(f"tune: trying configs for {self._tune_s:g} s; every step trains")
         self._began = time.monotonic()
         atexit.register(self._report_early_end, os.getpid())
-        patience_s = ONE_PATIENCE_S if seen.processes == 1 else RANKS_PATIENCE_S
+        patience_s = PATIENCE_ALONE_S if seen.processes == 1 else PATIENCE_RANKS_S
         try:
             self._folder = self._shared_folder(seen)
             self._client = PilotClient(f"{self._folder}/pilot", None, patience_s=patience_s)
