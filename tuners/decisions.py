@@ -120,7 +120,7 @@ NEGLIGIBLE = 1e-2
 off fp32, eager 0.1%. Also the fraction of the gradient, in its smallest tensors, that may stay
 unknown: for EfficientNetV2-S in bf16, 32 draws give 99% to a tenth; 20 more tensors would take 500
 and more. Also how far two gradients that are nothing but rounding may differ, as part of a usual
-one: on a CPU, eager code sums one of a bias before a BatchNorm to 1e-5, compiled code to 2e-4."""
+one: on a CPU, that of a bias before a BatchNorm was 1e-5 in eager code, 2e-4 in compiled code."""
 UPDATE_OFF = 1e-4
 """Fraction of an update by which an optimizer may differ: fused kernels round differently. AdamW's
 weight decay is five times this fraction at a weight of 0.05 and lr 1e-4."""

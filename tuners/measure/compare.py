@@ -247,8 +247,9 @@ class References:
                 name=self._reference.label(at),
                 off=float(distances[point, at] / unit[point, at]),
                 limit=float(allowed[point, at] / unit[point, at]),
-                beside=", as part of a usual gradient" * bool(lost[point, at])
-                or f" fp32, {float(share[point, at]):.2%} in its number format alone",
+                beside=", as part of a usual gradient"
+                if lost[point, at]
+                else f" fp32, {float(share[point, at]):.2%} in its number format alone",
             )
             for at, point in enumerate(least.tolist())
         ]

@@ -49,9 +49,8 @@ def race(
                     return {one: seen[:turn] for one, seen in rates.items() if turn}, lost
                 del rates[config]
         ratios = [paired(rates[config], rates[reference]) for config in rates]
-        if turn + 1 in LOOKS and all(one.within(CLEARLY - 1) for one in ratios[1:]):
-            break
-        if clock.left_s < clock.now() - began:
+        known = turn + 1 in LOOKS and all(one.within(CLEARLY - 1) for one in ratios[1:])
+        if known or clock.left_s < clock.now() - began:
             break
     return rates, lost
 

@@ -104,11 +104,7 @@ def artifacts(service: ServiceDep, label: Artifact) -> Response:
 
 @api.put("/api/artifacts/{label}", summary="Store compiled code", **takes_bytes(MAX_ARTIFACTS))
 def put_artifacts(
-    service: ServiceDep,
-    caller: WorkCaller,
-    label: Artifact,
-    data: LargeBody,
-    response: Response,
+    service: ServiceDep, caller: WorkCaller, label: Artifact, data: LargeBody, response: Response
 ) -> dict[str, str]:
     if not data:
         raise HTTPException(400, "the body is empty: send the artifacts in it")
