@@ -364,8 +364,7 @@ KNOBS: tuple[Knob, ...] = (
         shown=str,
         script=_own_precision,
         flag=Flag(
-            # Operations that autocast leaves in float32 use TF32, as in the measured tables.
-            set=lambda value: set_float32("tf32" if value in AUTOCAST else str(value)),
+            set=lambda value: set_float32(str(value)),
             now=Float32.now,
             back=Float32.put_back,
         ),

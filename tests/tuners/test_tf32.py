@@ -10,6 +10,7 @@ from typing import Any
 EXPECTED = {
     "default": ("matmul=ieee conv=tf32 rnn=tf32", "highest"),
     "tf32": ("matmul=tf32 conv=tf32 rnn=tf32", "high"),
+    "bf16": ("matmul=tf32 conv=tf32 rnn=tf32", "high"),
     "fp32": ("matmul=ieee conv=ieee rnn=ieee", "highest"),
 }
 
@@ -72,10 +73,10 @@ def every_sequence() -> None:
         held.put_back()
         back = Float32.now()
         # What torch refused to say, as the switches disagreed, is said by the new ones.
-        assert back.new == held.new, told
+        assert (back.tag, back.new) == (held.tag, held.new), told
         assert held.matmul in (None, back.matmul) and held.cudnn in (None, back.cudnn), told
         set_float32(precision)
-        assert (describe(), read(told)) == expected, told
+        assert (describe(), read(told), Float32.now().tag) == (*expected, precision), told
         with cudnn.flags(enabled=True):
             read(f"{told} in flags")
         assert (describe(), read(f"{told} flags")) == expected, told
