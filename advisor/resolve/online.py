@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,19 +106,18 @@ class OnlineTuner(RecordGuide):
         self._client: PilotClient | None = None
         self._folder = ""
         self._search: subprocess.Popen[bytes] | None = None
-        self._began = 0.0
         self._early_request: BlockRequest | None = None
 
     def begin(self, seen: ScriptFacts) -> BlockRequest:
         known = self.advice_for(seen)
         if known is not None:
+            tell(f"tune: nothing is tried, because this run is tuned; {self._reason}")
             return known
         local = int(os.environ.get("LOCAL_WORLD_SIZE") or seen.processes)
         if local < seen.processes:
             warn_in_hook(f"tune: a job on several machines is not tuned within its run. {GOES_ON}")
             return self.leave_unmodified()
         tell(f"tune: trying configs for {self._tune_s:g} s; every step trains")
-        self._began = time.monotonic()
         atexit.register(self._report_early_end, os.getpid())
         patience_s = PATIENCE_ALONE_S if seen.processes == 1 else PATIENCE_RANKS_S
         try:
@@ -176,10 +174,9 @@ class OnlineTuner(RecordGuide):
     def _report_early_end(self, process: int) -> None:
         """Report that the script ended during tuning; only in `process`, not in its forks."""
         if process == os.getpid():
-            took = time.monotonic() - self._began
             tell(
-                f"tune: the script ended {took:.0f} s into the {self._tune_s:.0f} s of its tuning, "
-                "and is not tuned yet; the next run continues the search"
+                f"tune: the script ended before its {self._tune_s:g} s of tuning were over; the "
+                "next run continues the search"
             )
 
     def _search_lost(self) -> BlockRequest:

@@ -30,7 +30,7 @@ from advisor.cache.record import Record, Target
 from advisor.open_store import open_records
 from advisor.resolve import lookups
 from advisor.resolve.failures import Failures
-from advisor.resolve.online import own_command
+from advisor.resolve.online import OnlineTuner, own_command
 from advisor.resolve.record_guide import RecordGuide
 from advisor.resolve.request import Request
 from advisor.tuners.act import advice_usage
@@ -167,6 +167,15 @@ def test_artifacts_are_loaded_before_the_advice_is_in_force(
     refused = "artifacts: in an unknown format; refused; compiled anew"
     said = [one.getMessage() for one in caplog.records]
     assert refused in said and said[-1].endswith(f"; {refused}")
+
+
+@pytest.mark.usefixtures("known")
+def test_a_run_that_is_tuned_is_not_tuned_again(
+    seen: ScriptFacts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    OnlineTuner(["python", "train.py"], Request(), tune_s=9.0).begin(seen)
+    said = capsys.readouterr().err
+    assert said.startswith("advisor: tune: nothing is tried, because this run is tuned; "), said
 
 
 @pytest.mark.usefixtures("known")
