@@ -1,12 +1,12 @@
-"""What a first lookup costs in a fresh process, beyond imports: alone, and 64 at once.
+"""Measures the first lookup of a fresh process, without imports: one alone, and 64 at once.
 
     python benchmarks/apply_cost.py examples/conv.py --shape 64x3x256x256 \\
         disk:/tmp/a dir:/tmp/b 'redis://127.0.0.1:7000?timeout=1s' redis://127.0.0.1:1
 
-The target must be tuned in the first store; the other local ones, and those that can be reached,
-are filled from it. Each process imports advisor and torch, waits for all others, looks up once as
-apply() does, then 50 times more. `store` is the part that the store took; `lookup` is all of it:
-to detect the environment (NVML) too. A store that is away shows what it adds.
+The target must be tuned in the first store. The other stores are filled from it, if they can be
+reached. Each process imports advisor and torch, waits for the others, looks the target up as
+apply() does, and then 50 more times. `lookup` is the whole call, with the detection of the
+environment (NVML); `store` is the store's share. An unreachable store shows the delay it adds.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ for _ in range(50):
     s = time.perf_counter()
     advisor.lookup(target, shape=shape, store=cache)
     later.append(time.perf_counter() - s)
-said = advice.explanation.stores
+stores = advice.explanation.stores
 print(json.dumps({
     "status": advice.status,
     "import_advisor_s": t1 - t0,
     "lookup_s": t3 - t2,
     "lookup_cpu_s": c3 - c2,
     "store_s": sum(float(text.rpartition("(")[2].split()[0]) / 1e3
-                   for _url, text in said if text.endswith(" ms)")),
+                   for _url, text in stores if text.endswith(" ms)")),
     "later_s": sorted(later)[25],
     "cuda_context": bool(torch.cuda.is_available() and torch.cuda.is_initialized()),
 }))
@@ -77,31 +77,31 @@ def probe(target: str, shape: str, cache: str, processes: int) -> list[dict[str,
     for process in running:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
-            raise SystemExit("a probe does not start")
+            raise SystemExit("a probe did not start")
     time.sleep(0.5)
     for process in running:
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-    found = []
+    rows = []
     for process in running:
         out, _err = process.communicate(timeout=600)
         if process.returncode:
             raise SystemExit(f"a probe failed with exit code {process.returncode}")
-        found.append(json.loads(out.splitlines()[-1]))
-    return found
+        rows.append(json.loads(out.splitlines()[-1]))
+    return rows
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {"status": sorted({row["status"] for row in rows})}
+    figures: dict[str, Any] = {"status": sorted({row["status"] for row in rows})}
     for what in ("lookup_s", "lookup_cpu_s", "store_s", "later_s", "import_advisor_s"):
         ms = sorted(1e3 * row[what] for row in rows)
-        found[what.removesuffix("_s") + "_ms"] = {
+        figures[what.removesuffix("_s") + "_ms"] = {
             "p50": round(statistics.median(ms), 2),
             "p99": round(ms[min(len(ms) - 1, int(0.99 * len(ms)))], 2),
         }
-    found["cuda_contexts"] = sum(row["cuda_context"] for row in rows)
-    return found
+    figures["cuda_contexts"] = sum(row["cuda_context"] for row in rows)
+    return figures
 
 
 def main() -> None:
@@ -111,32 +111,32 @@ def main() -> None:
     parser.add_argument("target")
     parser.add_argument("stores", nargs="+", metavar="URL")
     parser.add_argument("--shape", required=True)
-    parser.add_argument("--alone", type=int, default=20, help="processes one after another")
-    parser.add_argument("--together", type=int, default=64, help="processes at once")
+    parser.add_argument("--alone", type=int, default=20, help="processes that run one by one")
+    parser.add_argument("--together", type=int, default=64, help="concurrent processes")
     parser.add_argument("--results", type=Path, default=results.RESULTS)
-    given = parser.parse_args()
+    args = parser.parse_args()
     warnings.simplefilter("ignore")
-    table = {}
-    for store in given.stores:
-        filled = store == given.stores[0]
+    summaries = {}
+    for store in args.stores:
+        filled = store == args.stores[0]
         if not filled:
             try:
-                filled = bool(Store(given.stores[0]).sync(store))
+                filled = bool(Store(args.stores[0]).sync(store))
             except StoreError as exc:
                 print(f"{store}: not filled: {exc}", file=sys.stderr)
-        seen = {
-            "alone": [probe(given.target, given.shape, store, 1)[0] for _ in range(given.alone)],
-            f"{given.together} at once": probe(given.target, given.shape, store, given.together),
+        samples = {
+            "alone": [probe(args.target, args.shape, store, 1)[0] for _ in range(args.alone)],
+            f"{args.together} at once": probe(args.target, args.shape, store, args.together),
         }
         name = store if filled else f"{store} (away)"
-        for when, rows in seen.items():
-            table.setdefault(name, {})[when] = figures = summary(rows)
-            told = "   ".join(
+        for when, rows in samples.items():
+            summaries.setdefault(name, {})[when] = figures = summary(rows)
+            latencies = "   ".join(
                 f"{what} {figures[f'{what}_ms']['p50']:.1f} / {figures[f'{what}_ms']['p99']:.1f}"
                 for what in ("lookup", "store", "lookup_cpu", "later")
             )
-            print(f"{name} {when}: ms p50 / p99: {told}  {figures['status']}", flush=True)
-    results.append("apply_cost", {"target": given.target, "seen": table}, given.results)
+            print(f"{name} {when}: ms p50 / p99: {latencies}  {figures['status']}", flush=True)
+    results.append("apply_cost", {"target": args.target, "seen": summaries}, args.results)
 
 
 if __name__ == "__main__":

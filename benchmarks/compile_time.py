@@ -1,4 +1,4 @@
-"""Where the seconds of a first compilation go: GPT-2 small, 8x512, bf16, reduce-overhead.
+"""Prints how long each part of a first compilation takes: GPT-2, bf16, reduce-overhead.
 
 TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) python benchmarks/compile_time.py
 """
@@ -15,11 +15,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 
 @contextmanager
-def timed(what: str) -> Iterator[None]:
+def timed(label: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     torch.cuda.synchronize()
-    print(f"{what}: {time.perf_counter() - began:.2f} s", flush=True)
+    print(f"{label}: {time.perf_counter() - began:.2f} s", flush=True)
 
 
 def main() -> None:
@@ -52,8 +52,8 @@ def main() -> None:
     with timed("four more steps"):
         for _ in range(4):
             step()
-    for what, seconds in torch._dynamo.utils.calculate_time_spent().items():
-        print(f"{what}: {seconds:.2f} s")
+    for label, seconds in torch._dynamo.utils.calculate_time_spent().items():
+        print(f"{label}: {seconds:.2f} s")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Whether what is right passes the comparison with fp32, and planted faults do not.
+"""Checks that the comparison with fp32 accepts correct configs and detects planted faults.
 
-Five models in every number format and compiled mode: none of these may fail, or stay unverified.
-Then the same with a fault planted in one of them: each must be found. One JSON line a case.
+Five models run in every number format and compile mode: no comparison may fail or stay unverified.
+Then faults are planted, one at a time: each must be detected. Every case adds one JSON line.
 
     python benchmarks/false_alarms.py out.jsonl [--only gpt2] [--seconds 120]
 """
@@ -32,18 +32,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = ("fp32", "tf32", "bf16", "fp16") if DEVICE == "cuda" else ("fp32", "bf16")
 MODES = ("none", "default", "reduce-overhead") if DEVICE == "cuda" else ("none", "default")
 FAULTS = {
-    "layer": "one matrix' gradient is a tenth too large",
-    "stale": "one matrix keeps the value that it had at first",
+    "layer": "the gradient of one matrix is 10% too large",
+    "stale": "one matrix keeps its initial value",
     "decay": "the optimizer skips weight decay",
     "dropout": "dropout at twice its rate",
     "scale": "gradients are twice as large: a wrong loss scale",
-    "overflow": "what the model returns overflows in half precision",
+    "overflow": "the model's output overflows in half precision",
 }
 BLAMES = {"decay": "optimizer", "overflow": "format"}
 FP32 = Config(precision="fp32", compile="none", fused_optimizer=False)
 SHOWN = ("compile", "precision")
-SCALES = 20
-"""Halvings of the loss scale, from 65536."""
+SCALE_ATTEMPTS = 20
+"""Loss scales to try: 65536, then half of the last one."""
 
 
 class Encoder(nn.Module):
@@ -55,8 +55,8 @@ class Encoder(nn.Module):
         self.last = nn.Linear(width, 10)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.last(self.layers(self.embedding(tokens)).mean(1))
-        return found
+        logits: Tensor = self.last(self.layers(self.embedding(tokens)).mean(1))
+        return logits
 
 
 class Recurrent(nn.Module):
@@ -66,8 +66,8 @@ class Recurrent(nn.Module):
         self.last = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.last(self.inner(x)[0][:, -1])
-        return found
+        logits: Tensor = self.last(self.inner(x)[0][:, -1])
+        return logits
 
 
 class Gpt2(nn.Module):
@@ -123,11 +123,11 @@ MODELS = {
 
 
 class Step:
-    """A Subject: one model in a loop with advice, as a script has it.
+    """A RepeatableStep: a model trained with advice, as a script would do it.
 
     Attributes:
-        fault: of FAULTS, planted wherever the model is compiled; '' for none.
-        passes: that were made.
+        fault: key of FAULTS, planted where the model is compiled; '' for none.
+        passes: number of forward and backward passes so far.
     """
 
     def __init__(self, model: Model) -> None:
@@ -137,32 +137,32 @@ class Step:
         self._make = model.make
         self._batches = [(model.batch().to(DEVICE), torch.randint(10, (BATCH,))) for _ in range(4)]
         self._built: dict[Config, tuple[nn.Module, Advice]] = {}
-        self._kept = [p.detach().clone().to(DEVICE) for p in self._first.parameters()]
+        self._initial = [p.detach().clone().to(DEVICE) for p in self._first.parameters()]
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
         self.passes += 1
-        model, advice = self._of(config)
+        model, advice = self._prepared(config)
         advice.set_flags()
         compiled, half = config["compile"] != "none", config["precision"] in ("bf16", "fp16")
         fault = self.fault if compiled or (half and self.fault == "overflow") else ""
-        self._place(list(model.parameters()), point, stale=fault == "stale")
-        rates = [one for one in model.modules() if isinstance(one, nn.Dropout)]
-        own = [one.p for one in rates]
-        for one in rates if fault == "dropout" else ():
+        self._set_weights(list(model.parameters()), point, stale=fault == "stale")
+        dropouts = [one for one in model.modules() if isinstance(one, nn.Dropout)]
+        original = [one.p for one in dropouts]
+        for one in dropouts if fault == "dropout" else ():
             one.p *= 2
         scale = 65536.0 if advice.scaler.is_enabled() else 1.0
-        for _ in range(SCALES):
-            found = self._pass(model, advice, point, seed, scale, fault)
+        for _ in range(SCALE_ATTEMPTS):
+            sample = self._pass(model, advice, point, seed, scale, fault)
             if not advice.scaler.is_enabled() or all(
-                bool(one.isfinite().all()) for one in found.gradients.values()
+                bool(one.isfinite().all()) for one in sample.gradients.values()
             ):
                 break
             scale /= 2
         else:
             raise Overflow("fp16 overflows at any loss scale")
-        for one, rate in zip(rates, own, strict=True):
+        for one, rate in zip(dropouts, original, strict=True):
             one.p = rate
-        return found
+        return sample
 
     def _pass(
         self, model: nn.Module, advice: Advice, point: int, seed: int, scale: float, fault: str
@@ -175,26 +175,26 @@ class Step:
         output = output * 1e30 * 1e30 if fault == "overflow" else output.float()
         loss = output if not output.dim() else functional.cross_entropy(output, labels.to(DEVICE))
         weights = dict(model.named_parameters())
-        found = torch.autograd.grad(loss * scale, list(weights.values()), materialize_grads=True)
+        computed = torch.autograd.grad(loss * scale, list(weights.values()), materialize_grads=True)
         matrices = [name for name, weight in weights.items() if weight.dim() > 1]
-        larger = {"layer": {matrices[-2]: 1.1}, "scale": dict.fromkeys(weights, 2.0)}.get(fault, {})
+        factor = {"layer": {matrices[-2]: 1.1}, "scale": dict.fromkeys(weights, 2.0)}.get(fault, {})
         gradients = {
-            name: sampled(one) / scale * larger.get(name, 1.0)
-            for name, one in zip(weights, found, strict=True)
+            name: sampled(one) / scale * factor.get(name, 1.0)
+            for name, one in zip(weights, computed, strict=True)
         }
         return Sample(outputs={"output 0": sampled(output)}, gradients=gradients, loss=loss.item())
 
     def optimizer_error(self, config: Config) -> tuple[float, str]:
         if config["compile"] == "none" or self.fault != "decay":
             return 0.0, ""
-        model, _advice = self._of(config)
+        model, _advice = self._prepared(config)
         names = {id(p): name for name, p in model.named_parameters()}
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         return RecordedUpdates([optimizer]).error({"weight_decay": 0.0}, names)
 
-    def _of(self, config: Config) -> tuple[nn.Module, Advice]:
+    def _prepared(self, config: Config) -> tuple[nn.Module, Advice]:
         if config not in self._built:
             advice = Advice(config, device=DEVICE)
             model = self._make()
@@ -203,17 +203,17 @@ class Step:
         return self._built[config]
 
     @torch.no_grad()
-    def _place(self, weights: list[nn.Parameter], point: int, *, stale: bool) -> None:
-        for weight, kept in zip(weights, self._kept, strict=True):
-            weight.copy_(kept)
+    def _set_weights(self, weights: list[nn.Parameter], point: int, *, stale: bool) -> None:
+        for weight, initial in zip(weights, self._initial, strict=True):
+            weight.copy_(initial)
         perturb(weights, point)
         if stale:
             at = [n for n, weight in enumerate(weights) if weight.dim() > 1][-2]
-            weights[at].copy_(self._kept[at])
+            weights[at].copy_(self._initial[at])
 
 
 def cases(step: Step) -> Iterator[tuple[Config, str, str]]:
-    """Configs, faults, and the outcome that is right."""
+    """Yields the config, the fault and the expected outcome of each case."""
     for precision in FORMATS:
         for mode in MODES:
             if (precision, mode) != ("fp32", "none"):
@@ -223,17 +223,17 @@ def cases(step: Step) -> Iterator[tuple[Config, str, str]]:
             yield FP32.replace(precision=FORMATS[-1], compile="default"), fault, "wrong"
 
 
-def case(step: Step, references: References, config: Config, seconds: float) -> dict[str, Any]:
-    """What the comparison says of a config, and what it took."""
+def compare(step: Step, references: References, config: Config, seconds: float) -> dict[str, Any]:
+    """Compares a config with fp32. Returns the outcome, the seconds and the number of passes."""
     ends, before, began = time.monotonic() + seconds, step.passes, time.perf_counter()
-    found = references.compare(
+    compared = references.compare(
         config, plain_of(config, FP32), left_s=lambda: ends - time.monotonic()
     )
     took_s = time.perf_counter() - began
     return {
-        "outcome": found.outcome,
-        "blames": found.blames,
-        "reason": found.reason,
+        "outcome": compared.outcome,
+        "blames": compared.blames,
+        "reason": compared.reason,
         "seconds": round(took_s, 2),
         "passes": step.passes - before,
     }
@@ -242,31 +242,31 @@ def case(step: Step, references: References, config: Config, seconds: float) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--only", default="", help="cases whose name holds this, as gpt2/bf16")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of a comparison, at most")
-    asked = parser.parse_args()
+    parser.add_argument("--only", default="", help="cases whose name contains this, e.g. gpt2/bf16")
+    parser.add_argument("--seconds", type=float, default=120.0, help="limit of each comparison")
+    args = parser.parse_args()
     wrong = 0
-    with asked.out.open("a") as out:
+    with args.out.open("a") as out:
         for name, model in MODELS.items():
             step = Step(model)
             references = References(step, FP32, tolerance=0.02)
-            for config, fault, right in cases(step):
+            for config, fault, expected in cases(step):
                 title = "/".join((name, *map(str, config.only(*SHOWN).values()), fault)).rstrip("/")
-                if asked.only not in title:
+                if args.only not in title:
                     continue
                 step.fault = fault
-                if fault == "overflow":  # of the format, which was found to be right before
+                if fault == "overflow":  # forgets that this format passed before
                     references = References(step, FP32, tolerance=0.02)
-                found = case(step, references, config, asked.seconds)
-                good = found["outcome"] == right
-                if right == "wrong":
-                    good &= found["blames"] == BLAMES.get(fault, "code")
+                result = compare(step, references, config, args.seconds)
+                good = result["outcome"] == expected
+                if expected == "wrong":
+                    good &= result["blames"] == BLAMES.get(fault, "code")
                 wrong += not good
-                print(f"{'' if good else 'WRONG '}{title}: {found}", flush=True)
-                line = {"case": title, "device": DEVICE, "right": right, "good": good} | found
+                print(f"{'' if good else 'WRONG '}{title}: {result}", flush=True)
+                line = {"case": title, "device": DEVICE, "right": expected, "good": good} | result
                 print(json.dumps(line), file=out, flush=True)
             PROCESS_FLAGS.release()
-    print(f"{wrong} cases are not as they should be")
+    print(f"{wrong} cases had an unexpected outcome")
 
 
 if __name__ == "__main__":

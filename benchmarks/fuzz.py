@@ -1,9 +1,9 @@
-"""Mutated byte strings through the decoder: no crash, nothing run, no more than 64 MiB.
+"""Decodes mutated byte strings: no crash, no code that runs, at most 64 MiB.
 
     python benchmarks/fuzz.py --count 1000000
 
-Prints how many were records and how many were refused, the peak of memory above the start, and
-anything that was imported, opened, compiled or started while decoding.
+Prints how many were decoded and how many refused, the peak memory above that of the start, and
+all imports, opened files, compilations and processes that decoding caused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from advisor.errors import RecordDamaged
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.cache.mutations import corpus, mutated
 
-MOST_MIB = 64
+MAX_MIB = 64
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", default=str(Path(__file__).with_name("results")))
-    given = parser.parse_args()
+    args = parser.parse_args()
     seeds = corpus()
     outcomes = Counter[str]()
     events = Counter[str]()
@@ -44,9 +44,9 @@ def main() -> None:
         if decoding:
             events[event] += 1
 
-    for seed in seeds:  # what decoding imports the first time
+    for seed in seeds:  # the first decoding imports modules
         encode(decode(seed))
-    inputs = mutated(seeds, random.Random(given.seed))
+    inputs = mutated(seeds, random.Random(args.seed))
     for data in itertools.islice(mutated(seeds, random.Random(-1)), 200):
         try:
             decode(data)
@@ -55,7 +55,7 @@ def main() -> None:
     sys.addaudithook(audit)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.monotonic()
-    for data in itertools.islice(inputs, given.count):
+    for data in itertools.islice(inputs, args.count):
         decoding = True
         try:
             decode(data)
@@ -64,22 +64,22 @@ def main() -> None:
             outcome = "refused"
         decoding = False
         outcomes[outcome] += 1
-    events.pop("object.__getattr__", None)  # of the audit's own kind: nothing is run by it
-    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    found = {
-        "count": given.count,
+    events.pop("object.__getattr__", None)  # attribute access: runs nothing
+    peak_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    result = {
+        "count": args.count,
         "records": outcomes["records"],
         "refused": outcomes["refused"],
-        "peak_mib_above_start": round(peak, 1),
+        "peak_mib_above_start": round(peak_mib, 1),
         "events": dict(events),
         "seconds": round(time.monotonic() - began, 1),
     }
-    print(json.dumps(found))
-    if given.results != "-":
+    print(json.dumps(result))
+    if args.results != "-":
         import record as results
 
-        results.append("fuzz", found, Path(given.results))
-    sys.exit(peak > MOST_MIB or bool(events))
+        results.append("fuzz", result, Path(args.results))
+    sys.exit(peak_mib > MAX_MIB or bool(events))
 
 
 if __name__ == "__main__":

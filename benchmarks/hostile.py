@@ -1,9 +1,9 @@
-"""Hostile records and stores through every command and apply(): what happened, as a table.
+"""Runs every command and apply() on hostile records and stores, and prints a table.
 
     python benchmarks/hostile.py > benchmarks/results/hostile.md
 
-The cases are those of tests/hostile.py. Each row is one store with an honest record and something
-hostile beside it; each cell the exit code, the seconds, and what was said of it first.
+The cases are those of tests/hostile.py. Each row is a store with an honest record and something
+hostile. Each cell has the exit code, whether there was a traceback, and the seconds.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tests.face.test_hostile import COMMANDS, Happened, lost, through
 
 
 def main() -> None:
-    heads = [*COMMANDS, "code run", "lost"]
-    print("| case |", " | ".join(heads), "|")
-    print("|---|" + "---|" * len(heads))
+    headings = [*COMMANDS, "code run", "lost"]
+    print("| case |", " | ".join(headings), "|")
+    print("|---|" + "---|" * len(headings))
     for case in hostile.CASES:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             os.environ["XDG_DATA_HOME"] = str(folder / "data")
-            cells = [_cell(one) for one in through(case, folder).values()]
+            cells = [_cell(outcome) for outcome in through(case, folder).values()]
             cells.append("yes" if list(folder.rglob("ran")) else "no")
             while hostile.HELD:
                 hostile.HELD.pop().close()
@@ -35,9 +35,9 @@ def main() -> None:
         print(f"| {case.name} |", " | ".join(cells), "|", flush=True)
 
 
-def _cell(one: Happened) -> str:
-    traced = ", traceback" if "Traceback" in one.said else ""
-    return f"{one.code}{traced}, {one.seconds:.1f} s"
+def _cell(outcome: Happened) -> str:
+    traced = ", traceback" if "Traceback" in outcome.said else ""
+    return f"{outcome.code}{traced}, {outcome.seconds:.1f} s"
 
 
 if __name__ == "__main__":

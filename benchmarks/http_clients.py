@@ -1,4 +1,4 @@
-"""Clients of a server, as many as are wanted, in one process."""
+"""Sends requests to a server from many concurrent clients in one process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import aiohttp
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request; `expected`: the status of its answer."""
+class Request:
+    """A request and the HTTP status that it must get."""
 
     method: str
     path: str
@@ -21,15 +21,13 @@ class Asked:
     expected: int = 200
 
 
-async def _ask(http: aiohttp.ClientSession, one: Asked) -> aiohttp.ClientResponse:
+async def _send(http: aiohttp.ClientSession, one: Request) -> None:
     headers = {"Authorization": f"Bearer {one.token}", "Accept-Encoding": "gzip"}
-    if one.method == "POST":
-        headers["Content-Type"] = "application/json"
-    async with http.request(one.method, one.path, data=one.body, headers=headers) as answer:
-        said = await answer.read()
-        if answer.status != one.expected:
-            raise SystemExit(f"{one.method} {one.path}: {answer.status} {said[:300]!r}")
-        return answer
+    headers |= {"Content-Type": "application/json"} if one.method == "POST" else {}
+    async with http.request(one.method, one.path, data=one.body, headers=headers) as response:
+        text = await response.read()
+        if response.status != one.expected:
+            raise SystemExit(f"{one.method} {one.path}: {response.status} {text[:300]!r}")
 
 
 def _session(port: int) -> aiohttp.ClientSession:
@@ -41,35 +39,37 @@ def _session(port: int) -> aiohttp.ClientSession:
     )
 
 
-async def at_once(port: int, asked: Iterator[Asked], clients: int, seconds: float) -> list[float]:
-    """Seconds of each request; each client asks at least once."""
-    took: list[float] = []
+async def run_clients(
+    port: int, requests: Iterator[Request], clients: int, seconds: float
+) -> list[float]:
+    """Runs clients for some seconds, one request or more each. Returns the seconds per request."""
+    durations: list[float] = []
     until = time.monotonic() + seconds
 
     async def client(http: aiohttp.ClientSession) -> None:
         while True:
-            one = next(asked)
+            one = next(requests)
             began = time.perf_counter()
-            await _ask(http, one)
-            took.append(time.perf_counter() - began)
+            await _send(http, one)
+            durations.append(time.perf_counter() - began)
             if time.monotonic() >= until:
                 return
 
     async with _session(port) as http, asyncio.TaskGroup() as group:
         for _ in range(clients):
             group.create_task(client(http))
-    return took
+    return durations
 
 
-async def at_a_rate(
-    port: int, asked: Iterator[Asked], a_second: float, seconds: float
+async def send_at_rate(
+    port: int, requests: Iterator[Request], per_second: float, seconds: float
 ) -> list[float]:
-    async def once(after_s: float, one: Asked) -> float:
+    async def once(after_s: float, one: Request) -> float:
         await asyncio.sleep(after_s)
         async with _session(port) as http:
             began = time.perf_counter()
-            await _ask(http, one)
+            await _send(http, one)
             return time.perf_counter() - began
 
-    count = int(a_second * seconds)
-    return await asyncio.gather(*(once(n / a_second, next(asked)) for n in range(count)))
+    count = int(per_second * seconds)
+    return await asyncio.gather(*(once(n / per_second, next(requests)) for n in range(count)))

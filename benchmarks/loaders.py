@@ -1,14 +1,14 @@
-"""What a loader feeds the advised step: by the advice, by torch's default, by the usual recipe.
+"""Compares data loaders for the advised step: torch's default, the usual recipe, and the advice.
 
     python benchmarks/loaders.py --results FOLDER
     python benchmarks/loaders.py --cases small-resnet50 --budget 60s
 
-Each case is tuned with `--data` in a process of its own; then a plain loop trains with the advised
-step on batches of three loaders in turn: torch's default, workers = cores with pinned memory, and
-the advice. Beside them stand the step alone, on a batch that lies on the device, and the advised
-loader alone: no loader feeds more than the lesser of the two. The JPEG files are made here. 'four'
-has a quota of four cores where a control group can be made (version 2, as root), else by affinity.
-Two minutes and the budget for each case on an H200.
+Each case is tuned with `--data` in its own process. Then a plain loop trains with the advised step
+and each loader in turn; the recipe is one worker per core and pinned memory. The step alone, on a
+batch that is on the device, and the advised loader alone are measured too: the slower of them is
+the limit. The benchmark makes the JPEG files. Cases named 'four' have a quota of four cores, if a
+cgroup can be made (version 2, as root), else a CPU affinity. On an H200, a case takes its budget
+and two minutes.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ HERE = Path(__file__).parent
 FILES, TOKENS = 512, 2**24
 TURNS, TURN_S = 5, 3.0
 WARM = 3
-HANGS_S = 300.0
-"""Beyond its budget, a case that is given up."""
+OVERTIME_S = 300.0
+"""Seconds after its budget when a case is aborted."""
 GROUP = Path("/sys/fs/cgroup/advisor-loaders")
 QUICK = advisor.Permit(compile=False, step_graph=False, batches=[], tolerance=0.0)
 TRIALS = 2
-"""Of the step: torch's default and the best guess. It is the loader that is looked at."""
+"""Trials of the step: torch's default and the best guess. The loader is what matters here."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A target, and the data that it trains on: `made` in the folder."""
+    """A target and its data; `data_name` is the name of the data in the folder."""
 
     target: str
     shape: tuple[int, ...]
-    made: str
+    data_name: str
     data: str = "jpegs.py"
     dtype: str = "float32"
     cores: int = 0
@@ -75,66 +75,66 @@ CASES = {
 }
 
 
-def jpeg(folder: Path, size: tuple[int, int], number: int) -> None:
-    """One file: noise of several scales, which takes as long to decode as a photograph."""
+def make_jpeg(folder: Path, size: tuple[int, int], number: int) -> None:
+    """Writes a file with noise at several scales, which decodes as slowly as a photograph."""
     from torchvision.io import write_jpeg
     from torchvision.transforms.v2.functional import resize
 
-    draw = torch.Generator().manual_seed(number)
+    generator = torch.Generator().manual_seed(number)
     image = sum(
-        resize(torch.rand(3, size[0] // scale, size[1] // scale, generator=draw), list(size))
+        resize(torch.rand(3, size[0] // scale, size[1] // scale, generator=generator), list(size))
         for scale in (2, 8, 32)
     )
     write_jpeg((image / 3 * 255).to(torch.uint8), str(folder / f"{number}.jpg"), quality=90)
 
 
-def make(case: Case, folder: Path) -> dict[str, Any]:
-    """The case's data, made where it is not there yet; its arguments."""
-    place = folder / case.made
+def make_data(case: Case, folder: Path) -> dict[str, Any]:
+    """Makes the case's data unless it exists. Returns the arguments of its make_dataset."""
+    path = folder / case.data_name
     if case.data == "tokens.py":
-        if not place.exists():
-            torch.randint(30000, (TOKENS,)).to(torch.uint16).numpy().tofile(place)
-        return {"file": str(place), "length": case.shape[1]}
-    if not place.exists():
-        place.mkdir()
-        height, width = map(int, case.made.split("x"))
-        own = torch.set_num_threads
-        with ProcessPoolExecutor(host.cores(), initializer=own, initargs=(1,)) as pool:
-            list(pool.map(partial(jpeg, place, (height, width)), range(FILES)))
-    return {"root": str(place), "crop": case.shape[-1]}
+        if not path.exists():
+            torch.randint(30000, (TOKENS,)).to(torch.uint16).numpy().tofile(path)
+        return {"file": str(path), "length": case.shape[1]}
+    if not path.exists():
+        path.mkdir()
+        height, width = map(int, case.data_name.split("x"))
+        initializer = torch.set_num_threads
+        with ProcessPoolExecutor(host.cores(), initializer=initializer, initargs=(1,)) as pool:
+            list(pool.map(partial(make_jpeg, path, (height, width)), range(FILES)))
+    return {"root": str(path), "crop": case.shape[-1]}
 
 
-def endless(loader: DataLoader[Any]) -> Generator[Any]:
+def repeat(loader: DataLoader[Any]) -> Generator[Any]:
     while True:
         yield from loader
 
 
 def speed(take: Callable[[], object], batch: int, loader: DataLoader[Any] | None = None) -> float:
-    """Samples/s. With a loader: once what may lie ready has been taken, of whole rounds of its
-    workers, whose batches come together."""
+    """Measures samples/s. With a loader, first takes the prefetched batches, then counts whole
+    rounds of its workers, because their batches arrive together."""
     workers = loader.num_workers if loader else 0
-    ready = workers * (1 + (loader.prefetch_factor or 0)) if loader else 0
-    together = max(1, workers)
+    prefetched = workers * (1 + (loader.prefetch_factor or 0)) if loader else 0
+    round_batches = max(1, workers)
 
     def now() -> float:
         if DEVICE != "cpu":
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    for _ in range(max(WARM, ready)):
+    for _ in range(max(WARM, prefetched)):
         take()
     taken, began = 0, now()
     while time.perf_counter() - began < TURN_S:
-        for _ in range(together):
+        for _ in range(round_batches):
             take()
-        taken += together
+        taken += round_batches
     return taken * batch / (now() - began)
 
 
-def measured(case: Case, arguments: dict[str, Any], budget_s: float) -> dict[str, Any]:
-    """Tune the case and hold its loader against the others."""
+def measure_case(case: Case, arguments: dict[str, Any], budget_s: float) -> dict[str, Any]:
+    """Tunes a case and compares its loader with the others."""
     data = str(HERE / "targets" / case.data)
-    model_of = advisor.Model(
+    tuned_model = advisor.Model(
         case.target,
         dtype=case.dtype,
         vocab=None if case.dtype == "float32" else 30000,
@@ -143,16 +143,16 @@ def measured(case: Case, arguments: dict[str, Any], budget_s: float) -> dict[str
         data_args=arguments,
     )
     with tempfile.TemporaryDirectory() as store:
-        given: dict[str, Any] = {"shape": case.shape, "permit": QUICK, "store": store}
+        options: dict[str, Any] = {"shape": case.shape, "permit": QUICK, "store": store}
         budget = advisor.Budget(time=budget_s, trials=TRIALS)
-        found = advisor.tune(model_of, budget=budget, **given).record
-        advice = advisor.lookup(model_of, **given)
+        record = advisor.tune(tuned_model, budget=budget, **options).record
+        advice = advisor.lookup(tuned_model, **options)
     batch = case.shape[0]
-    model = advice.prepare(build(load(parse(case.target), found.key.task.model_args)))
+    model = advice.prepare(build(load(parse(case.target), record.key.task.model_args)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, **advice.optimizer)
     advice.set_flags()
     make_dataset = parse(f"{data}:make_dataset", role="data")
-    dataset: Any = load(make_dataset, found.key.task.data_args).factory()
+    dataset: Any = load(make_dataset, record.key.task.data_args).factory()
 
     def train(batches: Iterator[Any]) -> None:
         inputs, target = next(batches)
@@ -161,7 +161,7 @@ def measured(case: Case, arguments: dict[str, Any], budget_s: float) -> dict[str
         advice.step(loss, optimizer)
 
     common = {"dataset": dataset, "shuffle": True, "drop_last": True, "batch_size": batch}
-    # As most scripts have it, which know of no quota.
+    # Most scripts do this and ignore CPU quotas.
     pinned = {"num_workers": len(os.sched_getaffinity(0)), "pin_memory": DEVICE != "cpu"}
     loaders = {
         "default": partial(DataLoader, **common),
@@ -172,45 +172,45 @@ def measured(case: Case, arguments: dict[str, Any], budget_s: float) -> dict[str
     placed = itertools.repeat(advice.place(first))
     turns: dict[str, list[float]] = {name: [] for name in ("step", *loaders, "loader")}
 
-    def fed(name: str) -> float:
+    def with_loader(name: str) -> float:
         loader = loaders[name]()
-        with contextlib.closing(advice.batches(endless(loader))) as batches:
+        with contextlib.closing(advice.batches(repeat(loader))) as batches:
             return speed(partial(train, batches), batch, loader)
 
-    def alone() -> float:
+    def loader_alone() -> float:
         loader = loaders["advice"]()
-        with contextlib.closing(endless(loader)) as batches:
+        with contextlib.closing(repeat(loader)) as batches:
             return speed(partial(next, batches), batch, loader)
 
     for turn in range(TURNS):
         turns["step"].append(speed(partial(train, placed), batch))
-        for name in list(loaders)[:: (-1) ** turn]:  # there and back
-            turns[name].append(fed(name))
-        turns["loader"].append(alone())
-    middle = {name: statistics.median(rates) for name, rates in turns.items()}
-    limit = min(middle["step"], middle["loader"])
+        for name in list(loaders)[:: (-1) ** turn]:  # alternates the order
+            turns[name].append(with_loader(name))
+        turns["loader"].append(loader_alone())
+    medians = {name: statistics.median(rates) for name, rates in turns.items()}
+    limit = min(medians["step"], medians["loader"])
     return {
         "loader": {name: value for name, value in advice.loader.items() if name != "batch_size"},
         "recipe": pinned,
         "cores": host.cores(),
         "shared_bytes": host.shared_bytes()[0],
-        "samples_per_s": middle,
+        "samples_per_s": medians,
         "limit": limit,
         "turns": turns,
-        "of_the_limit": middle["advice"] / limit,
-        "over_the_recipe": middle["advice"] / middle["recipe"],
-        "over_the_default": middle["advice"] / middle["default"],
-        "looked_at": [looked_at(pair) for pair in feeding.pairs(found)],
+        "of_the_limit": medians["advice"] / limit,
+        "over_the_recipe": medians["advice"] / medians["recipe"],
+        "over_the_default": medians["advice"] / medians["default"],
+        "looked_at": [pair_figures(pair) for pair in feeding.pairs(record)],
     }
 
 
-def looked_at(pair: feeding.Pair) -> dict[str, Any]:
-    """What the tuning measured of a loader, samples/s."""
+def pair_figures(pair: feeding.Pair) -> dict[str, Any]:
+    """Returns a loader's settings and speeds in the tuning, in samples/s."""
     return {**pair.loader, "together": pair.together.samples_per_s}
 
 
-def limited(cores: int) -> str:
-    """How this process, and what it starts, is kept to so many cores."""
+def limit_cores(cores: int) -> str:
+    """Limits the cores of this process and its children. Returns the means: quota or affinity."""
     try:
         (GROUP.parent / "cgroup.subtree_control").write_text("+cpu")
         GROUP.mkdir(exist_ok=True)
@@ -229,49 +229,49 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--budget", default="45s")
-    parser.add_argument("--batch", type=int, help="in place of each case's own")
+    parser.add_argument("--batch", type=int, help="batch size for all cases")
     parser.add_argument("--results", type=Path, default=results.RESULTS)
     parser.add_argument("--one", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        name, folder = given.one
+    args = parser.parse_args()
+    if args.one:
+        name, folder = args.one
         case = CASES[name]
-        if given.batch:
-            case = Case(**{**vars(case), "shape": (given.batch, *case.shape[1:])})
-        arguments = make(case, Path(folder))
-        by = limited(case.cores) if case.cores else ""
-        found = measured(case, arguments, Duration().checked("budget", given.budget))
-        print(json.dumps({"limited": by, **found}))
+        if args.batch:
+            case = Case(**{**vars(case), "shape": (args.batch, *case.shape[1:])})
+        arguments = make_data(case, Path(folder))
+        limited_by = limit_cores(case.cores) if case.cores else ""
+        figures = measure_case(case, arguments, Duration().checked("budget", args.budget))
+        print(json.dumps({"limited": limited_by, **figures}))
         return
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        for name in given.cases:
-            found = in_a_process(name, folder, given)
-            if found is None:
+        for name in args.cases:
+            figures = run_case(name, folder, args)
+            if figures is None:
                 failed = True
                 continue
-            results.append("loaders", {"case": name, **found}, given.results)
-            rates = {what: round(rate) for what, rate in found["samples_per_s"].items()}
-            print(name, found["loader"], rates, f"{found['of_the_limit']:.0%} of the limit,")
-            print(f"  {found['over_the_recipe']:.2f}x the recipe", flush=True)
+            results.append("loaders", {"case": name, **figures}, args.results)
+            rates = {what: round(rate) for what, rate in figures["samples_per_s"].items()}
+            print(name, figures["loader"], rates, f"{figures['of_the_limit']:.0%} of the limit,")
+            print(f"  {figures['over_the_recipe']:.2f}x the recipe", flush=True)
     sys.exit(failed)
 
 
-def in_a_process(name: str, folder: str, given: argparse.Namespace) -> dict[str, Any] | None:
-    """What a case gives; None where it failed, which costs no other."""
-    words = [sys.executable, __file__, "--one", name, folder, "--budget", given.budget]
-    words += ["--batch", str(given.batch)] if given.batch else []
-    most = Duration().checked("budget", given.budget) + HANGS_S
+def run_case(name: str, folder: str, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Runs a case in a new process. Returns its figures, or None if it failed."""
+    words = [sys.executable, __file__, "--one", name, folder, "--budget", args.budget]
+    words += ["--batch", str(args.batch)] if args.batch else []
+    limit = Duration().checked("budget", args.budget) + OVERTIME_S
     try:
-        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=most, check=True)
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=limit, check=True)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as exc:
         print(f"{name}: {exc}", file=sys.stderr)
         return None
     finally:
         with contextlib.suppress(OSError):
             GROUP.rmdir()
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What Advice costs in a loop: the same loop written by hand with the same settings, in turn.
+"""Compares a loop through Advice with a hand-written loop that has the same settings.
 
     python benchmarks/loop_overhead.py examples/mnist.py --shape 8x1x28x28
 
-A small model at a small batch is bound by the host, where every microsecond of Python shows.
-Prints the loop through Advice as a multiple of the loop by hand, with its 99% interval, and the
-same for a second loop by hand: what this machine's noise alone makes of no difference.
+A small model with a small batch is limited by the host, so every microsecond of Python shows.
+Prints the time of the Advice loop as a multiple of the hand-written loop's, with a 99% interval,
+and the same for a second hand-written loop, which shows this machine's noise.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def by_advice(advice: Advice, loaded: target.Loaded, batches: list[Any]) -> Callable[[], None]:
+def advice_loop(advice: Advice, loaded: target.Loaded, batches: list[Any]) -> Callable[[], None]:
     model = advice.prepare(target.build(loaded))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, **advice.optimizer)
 
@@ -50,7 +50,7 @@ def by_advice(advice: Advice, loaded: target.Loaded, batches: list[Any]) -> Call
     return epoch
 
 
-def by_hand(advice: Advice, loaded: target.Loaded, batches: list[Any]) -> Callable[[], None]:
+def hand_loop(advice: Advice, loaded: target.Loaded, batches: list[Any]) -> Callable[[], None]:
     config, device = advice.config, advice.device
     model = target.build(loaded).to(device)
     layout = torch.channels_last if config.get("channels_last") else torch.preserve_format
@@ -96,42 +96,42 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--seconds", type=float, default=10.0, help="for each configuration")
     parser.add_argument("--results", type=Path, default=results.RESULTS)
-    given = parser.parse_args()
-    batch, *sample = map(int, given.shape.split("x"))
-    where = given.device or default_device()
-    loaded = target.load(target.parse(given.target), Config())
+    args = parser.parse_args()
+    batch, *sample = map(int, args.shape.split("x"))
+    device_name = args.device or default_device()
+    loaded = target.load(target.parse(args.target), Config())
     rows = {}
     for name, values in CONFIGS.items():
         pinned = bool(values.get("pin_memory"))
-        if where == "cpu" and (pinned or values["precision"] in ("tf32", "fp16")):
+        if device_name == "cpu" and (pinned or values["precision"] in ("tf32", "fp16")):
             continue
-        advice = Advice(Config(values), device=where, batch_size=batch)
+        advice = Advice(Config(values), device=device_name, batch_size=batch)
         advice.set_flags()
         classes = target.build(loaded)(torch.zeros(1, *sample)).flatten(1).shape[1]
-        made = [
+        batches = [
             (torch.randn(batch, *sample), torch.randint(0, classes, (batch,))) for _ in range(8)
         ]
         if pinned:
-            made = [(x.pin_memory(), y.pin_memory()) for x, y in made]
-        device = torch.device(where)
-        epochs = [make(advice, loaded, made) for make in (by_hand, by_advice, by_hand)]
+            batches = [(x.pin_memory(), y.pin_memory()) for x, y in batches]
+        device = torch.device(device_name)
+        epochs = [make(advice, loaded, batches) for make in (hand_loop, advice_loop, hand_loop)]
         for epoch in epochs:
-            once = [timed(epoch, device) for _ in range(5)][-1]
-        # About 20 ms a turn: short turns see the same machine, many of them average it.
-        epoch_count = max(1, round(0.02 / once))
+            epoch_s = [timed(epoch, device) for _ in range(5)][-1]
+        # About 20 ms a turn: the machine hardly changes between short turns, and many average out.
+        epoch_count = max(1, round(0.02 / epoch_s))
         turns: tuple[list[float], ...] = ([], [], [])
         began = time.perf_counter()
-        while time.perf_counter() - began < given.seconds or len(turns[0]) < 10:
+        while time.perf_counter() - began < args.seconds or len(turns[0]) < 10:
             order = (0, 1, 2) if len(turns[0]) % 2 == 0 else (2, 1, 0)
-            for which in order:
-                spent = sum(timed(epochs[which], device) for _ in range(epoch_count))
-                turns[which].append(spent / epoch_count / len(made))
-        ours, control = (paired(seen, turns[0]) for seen in turns[1:])
+            for loop in order:
+                spent_s = sum(timed(epochs[loop], device) for _ in range(epoch_count))
+                turns[loop].append(spent_s / epoch_count / len(batches))
+        advised, control = (paired(seconds, turns[0]) for seconds in turns[1:])
         rows[name] = {
             "by_hand_step_s": statistics.median(turns[0]),
-            "x_by_hand": ours.mean,
-            "low": ours.low,
-            "high": ours.high,
+            "x_by_hand": advised.mean,
+            "low": advised.low,
+            "high": advised.high,
             "control": control.mean,
             "control_low": control.low,
             "control_high": control.high,
@@ -139,13 +139,13 @@ def main() -> None:
         }
         print(
             f"{name:<14} by hand {rows[name]['by_hand_step_s'] * 1e6:10,.1f} us a step   through "
-            f"Advice {ours.mean:.4f}x ({ours.low:.4f}-{ours.high:.4f})   by hand again "
+            f"Advice {advised.mean:.4f}x ({advised.low:.4f}-{advised.high:.4f})   by hand again "
             f"{control.mean:.4f}x ({control.low:.4f}-{control.high:.4f})"
         )
     path = results.append(
         "loop_overhead",
-        {"target": given.target, "shape": given.shape, "device": where, "rows": rows},
-        given.results,
+        {"target": args.target, "shape": args.shape, "device": device_name, "rows": rows},
+        args.results,
     )
     print(f"appended to {path.name}")
 

@@ -1,7 +1,7 @@
-"""Made-up records, as many as are wanted, and as large as real ones.
+"""Makes any number of synthetic records that are as large as real ones.
 
-A few are encoded and checked as those of workers are, and copied with the fingerprints of models
-that nobody has.
+A few template records are encoded and checked like those of workers, then copied with the
+fingerprints of models that do not exist.
 """
 
 from __future__ import annotations
@@ -24,63 +24,63 @@ from advisor.service.schema import Item
 from tests.cache.examples import DEVICE, KEY, changed
 from tests.cache.examples import record as example
 
-A_MODEL = 4
-"""Records of one model: two devices, two sizes of its input."""
+RECORDS_PER_MODEL = 4
+"""Two devices times two input sizes."""
 POPULAR = "train.py:Net"
-"""What every tenth model is called."""
+"""The target name of every tenth model."""
 TRIALS = (12, 40, 40, 120)
-"""Of the records of one model: 5 to 50 KB."""
+"""Numbers of trials in the records of one model, which are then 5 to 50 KB large."""
 READER = Records((), NO_KEYS, refusal)
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
-    """A record that copies are made of, and its row in the database."""
+class Template:
+    """A record to copy, and its database row."""
 
     record: Record
     payload: bytes
     row: dict[str, Any]
 
     @classmethod
-    def of(cls, key: Key, trials: int) -> Copied:
-        one = example(key=key, name=called(0), trials=trials)
+    def of(cls, key: Key, trials: int) -> Template:
+        one = example(key=key, name=target_name(0), trials=trials)
         one = replace(one, target=replace(one.target, code=code_of(0)), family="f0" * 8)
         rng = random.Random(trials)
         noisy = tuple(
             replace(
-                tried,
+                trial,
                 measurement=replace(
-                    tried.measurement, blocks=tuple(rng.random() for _ in range(8))
+                    trial.measurement, blocks=tuple(rng.random() for _ in range(8))
                 ),
             )
-            for tried in one.trials
+            for trial in one.trials
         )
-        one = replace(one, trials=noisy)  # as what was measured: no number is like another
+        one = replace(one, trials=noisy)  # like real measurements: all different
         data = encode(one)
         item = records.item_of(READER, Name.of(one, data).text, data)
         row = {column.name: getattr(item, column.name) for column in Item.__table__.columns}
         return cls(one, open_envelope(data)[0], row)
 
-    def at(self, model: int) -> dict[str, Any]:
-        """The row of a copy, which is of another model."""
-        of_model, hex, code = called(model), fingerprint_of(model), code_of(model)
-        payload = self.payload.replace(self.record.key.model.encode(), hex.encode())
-        payload = payload.replace(called(0).encode(), of_model.encode())
+    def copy_for(self, model: int) -> dict[str, Any]:
+        """Returns the database row of a copy for another model."""
+        renamed, fingerprint, code = target_name(model), fingerprint_of(model), code_of(model)
+        payload = self.payload.replace(self.record.key.model.encode(), fingerprint.encode())
+        payload = payload.replace(target_name(0).encode(), renamed.encode())
         payload = payload.replace(code_of(0).encode(), code.encode())
         data = make_envelope(payload)
-        target = replace(self.record.target, name=of_model, code=code)
-        copy = replace(self.record, key=replace(self.record.key, model=hex), target=target)
+        target = replace(self.record.target, name=renamed, code=code)
+        copy = replace(self.record, key=replace(self.record.key, model=fingerprint), target=target)
         name = Name.of(copy, data)
         return self.row | {
             "key": name.text,
             "record_key": name.record_key,
-            "model": hex[:12],
+            "model": fingerprint[:12],
             "id": name.id,
             "target": name.target[0],
-            "called": of_model,
-            "file": of_model.partition(":")[0],
+            "called": renamed,
+            "file": renamed.partition(":")[0],
             "code": code,
-            "fields": self.row["fields"].replace(self.record.key.model, hex),
+            "fields": self.row["fields"].replace(self.record.key.model, fingerprint),
             "data": data,
             "size": len(data),
             "stored": time.time(),
@@ -88,8 +88,8 @@ class Copied:
         }
 
 
-def called(model: int) -> str:
-    """As many letters for each."""
+def target_name(model: int) -> str:
+    """Returns the target name of a model. All names have the same length."""
     return POPULAR if model % 10 == 1 else f"m{model:07d}:Net"
 
 
@@ -101,8 +101,8 @@ def code_of(model: int) -> str:
     return random.Random(~model).randbytes(8).hex()
 
 
-def of_a_model() -> list[Copied]:
-    """What copies are made of: two devices, two sizes of input."""
+def make_templates() -> list[Template]:
+    """Returns one template for each device and input size."""
     slots = itertools.product(("NVIDIA H200", "NVIDIA H100"), (224, 256))
     keys = [
         replace(
@@ -111,4 +111,4 @@ def of_a_model() -> list[Copied]:
         )
         for name, size in slots
     ]
-    return [Copied.of(key, trials) for key, trials in zip(keys, TRIALS, strict=True)]
+    return [Template.of(key, trials) for key, trials in zip(keys, TRIALS, strict=True)]

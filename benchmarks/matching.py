@@ -1,10 +1,10 @@
-"""What is served, and what is said, when something has changed since a record was made.
+"""Shows which advice and warnings a script gets if something has changed since its tuning.
 
     python benchmarks/matching.py examples/conv.py --shape 64x3x256x256
 
-The target must be tuned. Its record is changed, one field at a time, into what it would be had it
-been made elsewhere, put alone into a store of its own, and looked up as a script does. Prints a
-table, and appends it to the results.
+The target must be tuned. Each case changes one field of its record, as if it had been made
+elsewhere, stores it in a new store and looks the target up as a script would. Prints a table, and
+appends it to the results.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ def main() -> None:
     parser.add_argument("target")
     parser.add_argument("--shape", required=True)
     parser.add_argument("--results", type=Path, default=results.RESULTS)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        record = advisor.lookup(given.target, shape=given.shape, strict=True).record
+        record = advisor.lookup(args.target, shape=args.shape, strict=True).record
     assert record is not None
     rows = []
     table = Table("what has changed", "status", "served", "said", box=None)
     for name, changed in cases(record).items():
-        rows.append(row := look_up(name, changed, given))
+        rows.append(row := look_up(name, changed, args))
         table.add_row(*map(str, row.values()))
     Console(width=200).print(table)
-    results.append("matching", {"target": given.target, "rows": rows}, given.results)
+    results.append("matching", {"target": args.target, "rows": rows}, args.results)
 
 
 def cases(record: Record) -> dict[str, Record | None]:
-    """None: the model that the script builds is another."""
+    """Returns the changed record of each case; None if the script builds another model instead."""
     key = record.key
     device, software = key.environment.device, key.environment.software
     torch_version = software.torch.partition("+")[0].rpartition(".")
@@ -60,6 +60,9 @@ def cases(record: Record) -> dict[str, Record | None]:
         other = dataclasses.replace(device, **changes)  # type: ignore[arg-type]
         return with_key(environment=dataclasses.replace(key.environment, device=other))
 
+    def with_task(**changes: object) -> Record:
+        return with_key(task=dataclasses.replace(key.task, **changes))  # type: ignore[arg-type]
+
     def with_key(**changes: object) -> Record:
         return dataclasses.replace(record, key=dataclasses.replace(key, **changes))  # type: ignore[arg-type]
 
@@ -69,32 +72,30 @@ def cases(record: Record) -> dict[str, Record | None]:
         "torch, a patch": with_software(torch=f"{torch_version[0]}.{int(torch_version[2]) + 1}"),
         "power limit": with_software(power_limit_w=400),
         "another GPU": with_device(name="NVIDIA H100 80GB HBM3", memory_gib=80),
-        "sample": with_key(
-            sample=dataclasses.replace(key.sample, shape=(*key.sample.shape[:-1], 999))
-        ),
-        "optimizer": with_key(optimizer="adamw"),
+        "sample": with_task(shapes=((*key.task.shapes[0][:-1], 999),)),
+        "optimizer": with_task(optimizer="adamw"),
         "model": None,
     }
 
 
-def look_up(name: str, changed: Record | None, given: argparse.Namespace) -> dict[str, str]:
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as seen:
+def look_up(name: str, changed: Record | None, args: argparse.Namespace) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if changed is not None:
             open_records(f"dir:{folder}").put(changed)
             advice = advisor.lookup(
-                advisor.Model(given.target, optimizer="sgd"),
-                shape=given.shape,
+                advisor.Model(args.target, optimizer="sgd"),
+                shape=args.shape,
                 store=f"dir:{folder}",
             )
         else:
-            advice = advisor.lookup(given.target, shape=given.shape)
+            advice = advisor.lookup(args.target, shape=args.shape)
             advice.prepare(nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)))
     return {
         "changed": name,
         "status": advice.status,
         "served": ", ".join(f"{k}={v}" for k, v in advice.config.items()) or "nothing",
-        "said": " | ".join(str(one.message) for one in seen),
+        "said": " | ".join(str(one.message) for one in caught),
     }
 
 

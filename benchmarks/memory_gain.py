@@ -1,11 +1,11 @@
-"""fp8, and an optimizer with 8-bit state: step time and peak memory on one GPU.
+"""Measures step time and peak memory with fp8, and with an 8-bit optimizer, on one GPU.
 
     python benchmarks/memory_gain.py --seconds 150
 
-Feed-forward blocks 4096 wide, compiled, in bf16 and in fp8; examples/gpt2.py compiled in bf16 with
-torch's AdamW and torchao's of 8-bit state. Each in a process of its own, given up after `--most`
-seconds; one JSON line a result, as they come. What one has compiled the next find: first steps are
-no cold ones. Needs torchao.
+The cases: compiled feed-forward blocks, 4096 wide, in bf16 and in fp8; examples/gpt2.py, compiled
+in bf16, with torch's AdamW and with torchao's 8-bit AdamW. Each runs in its own process for at most
+`--most` seconds and adds one JSON line. They share a compile cache, so
+their first steps are not cold. Needs torchao.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ CASES: dict[str, Case] = {
     "gpt2, AdamW": ("gpt2", {}, "adamw"),
     "gpt2, 8-bit AdamW": ("gpt2", {}, "adamw8bit"),
 }
-"""By what is to be known first: there may not be the time for all."""
+"""The most important come first, as there may not be time for all."""
 
 
 def task_of(model: str, optimizer: str, *, tiny: bool) -> Task:
     if model == "gpt2":
         shape = (1, 1024) if tiny else (8, 1024)
-        given: dict[str, Any] = {"target": GPT2, "dtype": "int64", "vocab": 50304}
+        args: dict[str, Any] = {"target": GPT2, "dtype": "int64", "vocab": 50304}
     else:
         shape = (4, 16, 2048) if tiny else (4, 2048, 4096)
         size = Config(layers=1, width=2048) if tiny else Config(layers=8, width=4096)
-        given = {"target": WIDE, "model_args": size}
-    return Task(shapes=(shape,), optimizer=optimizer, **given)
+        args = {"target": WIDE, "model_args": size}
+    return Task(shapes=(shape,), optimizer=optimizer, **args)
 
 
-def add_8_bit() -> None:
-    """Have a workload know torchao's AdamW, with the learning rate of torch's."""
+def register_8bit_adamw() -> None:
+    """Makes torchao's 8-bit AdamW available to workloads, with the learning rate of torch's."""
     from torchao.optim import AdamW8bit
 
     OPTIMIZER_FACTORIES["adamw8bit"] = lambda parameters, **_how: AdamW8bit(parameters, lr=1e-4)
 
 
 def measure(case: str, device: str) -> dict[str, Any]:
-    """One case, in this process."""
+    """Measures a case in this process."""
     model, changes, optimizer = CASES[case]
     if optimizer == "adamw8bit":
-        add_8_bit()
+        register_8bit_adamw()
     cuda = device != "cpu"
     task = task_of(model, optimizer, tiny=not cuda)
     loaded = target.load(target.parse(task.target), task.model_args)
@@ -77,8 +77,8 @@ def measure(case: str, device: str) -> dict[str, Any]:
     begun = time.perf_counter()
     workload = Workload(loaded, task, advice, batch=task.batch, seed=0)
 
-    def steps(count: int) -> float:
-        """Seconds of one."""
+    def seconds_per_step(count: int) -> float:
+        """Makes some steps. Returns the seconds of one."""
         begun = time.perf_counter()
         for _ in range(count):
             workload.step()
@@ -86,28 +86,28 @@ def measure(case: str, device: str) -> dict[str, Any]:
             torch.cuda.synchronize()
         return (time.perf_counter() - begun) / count
 
-    steps(1)
+    seconds_per_step(1)
     first_s = time.perf_counter() - begun
-    steps(2)
+    seconds_per_step(2)
     assert workload.loss is not None
     loss = float(workload.loss)
-    count = max(1, round(TURN_S / steps(2)))
+    count = max(1, round(TURN_S / seconds_per_step(2)))
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    turns = sorted(steps(count) for _ in range(TURNS))
-    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    turns = sorted(seconds_per_step(count) for _ in range(TURNS))
+    peak_bytes = torch.cuda.max_memory_allocated() if cuda else 0
     return {
         "step_ms": round(1000 * turns[TURNS // 2], 3),
         "from_ms": round(1000 * turns[0], 3),
         "to_ms": round(1000 * turns[-1], 3),
-        "peak_gib": round(peak / GIB, 3),
+        "peak_gib": round(peak_bytes / GIB, 3),
         "first_step_s": round(first_s, 1),
         "third_loss": round(loss, 5),
     }
 
 
-def measured(case: str, device: str, caches: str, seconds: float) -> dict[str, Any]:
-    """The same in a process of its own, that is ended after so long."""
+def measure_in_process(case: str, device: str, caches: str, seconds: float) -> dict[str, Any]:
+    """Measures a case in a new process, which is killed after `seconds`."""
     process = subprocess.Popen(
         [sys.executable, __file__, "--one", case, "--device", device],
         env=os.environ
@@ -118,15 +118,15 @@ def measured(case: str, device: str, caches: str, seconds: float) -> dict[str, A
         start_new_session=True,
     )
     try:
-        said, told = process.communicate(timeout=seconds)
+        output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return {"failed": f"not within {seconds:.0f} s"}
+        return {"failed": f"timed out after {seconds:.0f} s"}
     if process.returncode:
-        return {"failed": next(iter(told.strip().splitlines()[-1:]), "")[:300]}
-    found: dict[str, Any] = json.loads(said.strip().splitlines()[-1])
-    return found
+        return {"failed": next(iter(errors.strip().splitlines()[-1:]), "")[:300]}
+    result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
+    return result
 
 
 def main() -> None:
@@ -138,20 +138,20 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--results", type=Path, default=results.RESULTS)
     parser.add_argument("--one", metavar="CASE")
-    given = parser.parse_args()
-    if given.one:
-        print(json.dumps(measure(given.one, given.device)))
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(args.one, args.device)))
         return
-    deadline = time.monotonic() + given.seconds
+    deadline = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
         for case in CASES:
-            left_s = min(given.most, deadline - time.monotonic())
-            found = {"failed": "no time was left"}
+            left_s = min(args.most, deadline - time.monotonic())
+            result = {"failed": "no time left"}
             if left_s > 0:
-                found = measured(case, given.device, caches, left_s)
-            line = {"case": case, "torch": torch.__version__, **found}
+                result = measure_in_process(case, args.device, caches, left_s)
+            line = {"case": case, "torch": torch.__version__, **result}
             print(json.dumps(line), flush=True)
-            results.append("memory_gain", line, given.results)
+            results.append("memory_gain", line, args.results)
 
 
 if __name__ == "__main__":

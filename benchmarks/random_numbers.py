@@ -1,8 +1,8 @@
-"""What it costs compiled code to draw eager's random numbers, and how near to eager it then is.
+"""Measures what drawing eager's random numbers costs compiled code, and how close to eager it is.
 
-Each model is compiled by itself, in bf16 with mode reduce-overhead. One JSON line: milliseconds of
-each block of 20 training steps, and how far the first loss and gradients are from eager's, by
-norms. Start both values of `same` side by side: they take turns at the GPU.
+Each process compiles one model, in bf16 with mode reduce-overhead, and writes one JSON line: the
+milliseconds of a step in each block of 20, and how far loss and gradients are from eager's (the
+gradients by relative norm). Start both values of `same` together: they take turns on the GPU.
 
     for same in 0 1; do python benchmarks/random_numbers.py out.jsonl gpt2 $same & done; wait
 """
@@ -34,8 +34,8 @@ class Encoder(nn.Module):
         self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.last(self.layers(self.embedding(tokens)))
-        return found
+        logits: Tensor = self.last(self.layers(self.embedding(tokens)))
+        return logits
 
 
 def encoder() -> tuple[nn.Module, Tensor, Tensor]:
@@ -64,9 +64,9 @@ MODELS = {"encoder": encoder, "gpt2": gpt2, "efficientnet_v2_s": efficientnet}
 def loss_of(call: Callable[[Tensor], Any], x: Tensor, y: Tensor) -> Tensor:
     torch.compiler.cudagraph_mark_step_begin()
     with torch.autocast(DEVICE, torch.bfloat16):
-        found = call(x)
-        found = getattr(found, "logits", found)
-        return cross_entropy(found.float().flatten(0, -2), y.flatten())
+        output = call(x)
+        logits = getattr(output, "logits", output)
+        return cross_entropy(logits.float().flatten(0, -2), y.flatten())
 
 
 def gradients(
@@ -76,8 +76,8 @@ def gradients(
     model.zero_grad(set_to_none=True)
     loss = loss_of(call, x, y)
     loss.backward()
-    found = [one.grad.double() for one in model.parameters() if one.grad is not None]
-    return float(loss.detach()), found
+    values = [one.grad.double() for one in model.parameters() if one.grad is not None]
+    return float(loss.detach()), values
 
 
 def measure(name: str, same: bool) -> dict[str, Any]:
@@ -86,33 +86,33 @@ def measure(name: str, same: bool) -> dict[str, Any]:
     images = x.dim() == 4
     model = model.to(DEVICE, memory_format=torch.channels_last if images else None)
     x, y = x.to(DEVICE, memory_format=torch.channels_last if images else None), y.to(DEVICE)
-    first = {key: value.clone() for key, value in model.state_dict().items()}
+    initial = {key: value.clone() for key, value in model.state_dict().items()}
     loss, expected = gradients(model, model, x, y)
     call = torch.compile(model, options={"triton.cudagraphs": True, "fallback_random": same})
     for _ in range(3):
         gradients(model, call, x, y)
-    model.load_state_dict(first)
-    ours, found = gradients(model, call, x, y)
-    off = [
+    model.load_state_dict(initial)
+    compiled_loss, compiled = gradients(model, call, x, y)
+    errors = [
         float((one - other).norm() / other.norm().clamp(min=1e-12))
-        for one, other in zip(found, expected, strict=True)
+        for one, other in zip(compiled, expected, strict=True)
     ]
     return {
         "model": name,
         "mode": "reduce-overhead",
         "precision": "bf16",
         "same_draws": same,
-        "ms": [round(1e3 * one, 3) for one in blocks(model, call, x, y)],
-        "loss_off": ours - loss,
-        "gradients_off": {"median": statistics.median(off), "most": max(off)},
+        "ms": [round(1e3 * one, 3) for one in timed(model, call, x, y)],
+        "loss_off": compiled_loss - loss,
+        "gradients_off": {"median": statistics.median(errors), "most": max(errors)},
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }
 
 
-def blocks(model: nn.Module, call: Callable[[Tensor], Any], x: Tensor, y: Tensor) -> list[float]:
-    """Seconds of a step in each block, in ascending order."""
-    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True), []
+def timed(model: nn.Module, call: Callable[[Tensor], Any], x: Tensor, y: Tensor) -> list[float]:
+    """Returns the seconds of a step in each block, in ascending order."""
+    optimizer, seconds = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True), []
 
     def step() -> None:
         loss_of(call, x, y).backward()
@@ -130,10 +130,10 @@ def blocks(model: nn.Module, call: Callable[[Tensor], Any], x: Tensor, y: Tensor
             for _ in range(STEPS):
                 step()
             torch.cuda.synchronize()
-            found.append((time.perf_counter() - began) / STEPS)
+            seconds.append((time.perf_counter() - began) / STEPS)
             fcntl.flock(lock, fcntl.LOCK_UN)
-            time.sleep(0.2)  # the other's turn
-    return sorted(found)
+            time.sleep(0.2)  # lets the other process lock the GPU
+    return sorted(seconds)
 
 
 def main() -> None:
@@ -141,9 +141,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("same", type=int, choices=(0, 1), help="1: draw eager's random numbers")
-    given = parser.parse_args()
-    row = measure(given.model, bool(given.same))
-    with given.out.open("a") as file:
+    args = parser.parse_args()
+    row = measure(args.model, bool(args.same))
+    with args.out.open("a") as file:
         file.write(json.dumps(row) + "\n")
 
 

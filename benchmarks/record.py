@@ -1,4 +1,4 @@
-"""Append results with their environment to benchmarks/results/, one JSON line each."""
+"""Appends results to benchmarks/results/: one JSON line each, with the environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESULTS = Path(__file__).with_name("results")
 
 
 def append(name: str, result: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Append one result to NAME.jsonl, with the command, the time and the environment."""
+    """Appends one result to NAME.jsonl, with the command, the time and the environment."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.jsonl"
     line = {
@@ -31,8 +31,8 @@ def append(name: str, result: dict[str, Any], folder: Path = RESULTS) -> Path:
 
 
 def _without(option: str, words: list[str]) -> list[str]:
-    """The command without an option and its value: where results went is no part of it."""
+    """Removes an option and its value from a command."""
     if option not in words:
         return words
-    at = words.index(option)
-    return words[:at] + words[at + 2 :]
+    index = words.index(option)
+    return words[:index] + words[index + 2 :]

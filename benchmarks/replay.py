@@ -1,4 +1,4 @@
-"""A measured table as a place: visits are played back in no time, by a clock of their own."""
+"""A Runner that replays a measured table: visits take no time, but advance a simulated clock."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from advisor.cache.config import Config
 from advisor.tuners.measure.runner import Block, Compared, ConfigFailed, Runner
 
 COMPARED_STEPS = 12
-"""Steps that a comparison takes: four points under fp32, the number format and the config."""
+"""Steps of a comparison: four points with fp32, with the number format and with the config."""
 
 
-class ReplayPlace:
-    """Plays back a table, JSON lines as in `advisor show KEY --json`'s trials.
+class ReplayRunner:
+    """Replays a table of JSON lines, like the trials of `advisor show KEY --json`.
 
-    Each row has `config` and `samples_per_s`, or `ok: false`; the first one of a config counts,
-    and the first of all is the baseline.
+    Each row has `config` and `samples_per_s`, or `ok: false`. Only the first row of a config
+    counts; the first row of the table is the baseline.
 
     Args:
-        table: the file.
+        table: path of the table.
         noise: standard deviation of the logarithm of a block's samples/s.
     """
 
@@ -36,19 +36,19 @@ class ReplayPlace:
         self._random = random.Random(seed)
         self._now_s = 0.0
         self._built: set[Config] = set()
-        self._at_work: Config | None = None
+        self._active: Config | None = None
 
     @property
     def baseline(self) -> Config:
-        """See Place."""
+        """See Runner."""
         return next(iter(self._rows))
 
     def now(self) -> float:
-        """Seconds that all visits so far would have taken."""
+        """Returns the seconds that all visits so far would have taken."""
         return self._now_s
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
-        """See Place."""
+        """See Runner."""
         step_s, row = self._step_s(config), self._rows[config]
         first_s = 0.0 if config in self._built else float(row.get("first_step_s", 0.0))
         before_s = first_s + warm * step_s
@@ -57,7 +57,7 @@ class ReplayPlace:
             self._now_s += deadline_s
             raise ConfigFailed("timed_out", f"no answer within {deadline_s:.0f} s")
         self._now_s += before_s + seconds
-        switched, self._at_work = config != self._at_work, config
+        switched, self._active = config != self._active, config
         self._built.add(config)
         return Block(
             steps=steps,
@@ -69,17 +69,17 @@ class ReplayPlace:
         )
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        """See Place: all that a table has was measured right."""
+        """See Runner. All rows pass, as only correct configs were measured."""
         self._now_s += min(deadline_s, COMPARED_STEPS * self._step_s(self.baseline))
-        self._at_work = None
+        self._active = None
         return Compared(outcome="ok", reason="as measured")
 
     def forget(self, config: Config) -> None:
-        """See Place."""
+        """See Runner."""
         self._built.discard(config)
 
     def save(self, config: Config, file: Path) -> None:
-        """See Place: nothing was compiled."""
+        """See Runner. There is no compiled code to save."""
 
     def _step_s(self, config: Config) -> float:
         row = self._rows.get(config)
@@ -90,4 +90,4 @@ class ReplayPlace:
         return config.batch / float(row["samples_per_s"])
 
 
-_: type[Runner] = ReplayPlace
+_: type[Runner] = ReplayRunner

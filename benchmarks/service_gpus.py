@@ -1,10 +1,10 @@
-"""A server with its local executor tunes two targets at once, a GPU each; then both by hand.
+"""Tunes two targets at once on a server, each on a GPU, then both with `advisor tune`.
 
-    python benchmarks/service_gpus.py --results service_gpus.jsonl --budget 150s \
+    python benchmarks/service_gpus.py --results service_gpus.jsonl --budget 150s \\
         torchvision:resnet50 64x3x224x224 torchvision:mobilenet_v3_large 64x3x224x224
 
-What must come out: both jobs ran at the same time, each on a GPU of its own, and their records are
-as good as those of `advisor tune` by hand, which finds nothing that the server's jobs compiled.
+Expected: both jobs ran at the same time on different GPUs, and their records are as good as those
+of `advisor tune`, which has compile caches of its own.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ ADVISOR = [sys.executable, "-m", "advisor"]
 
 
 def empty_caches(folder: str) -> dict[str, str]:
-    """Environment variables that have a process compile with empty caches, in an empty folder."""
+    """Returns environment variables that put the compile caches into an empty folder."""
     return {f"{name}_CACHE_DIR": f"{folder}/{name}" for name in ("TORCHINDUCTOR", "TRITON")}
 
 
-def served(folder: Path) -> tuple[subprocess.Popen[str], str, str]:
-    """A server that runs: its process, its address, its admin token."""
+def start_server(folder: Path) -> tuple[subprocess.Popen[str], str, str]:
+    """Starts a server. Returns its process, address and admin token."""
     process = subprocess.Popen(
         [*ADVISOR, "serve", "--port", "0", "--database", f"sqlite:///{folder / 'service.db'}"],
         env=os.environ | {"XDG_CACHE_HOME": str(folder)} | empty_caches(str(folder / "server")),
@@ -48,13 +48,13 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split("x")))
 
 
-def watched(client: Client, job: Job) -> Job:
+def wait_for(client: Client, job: Job) -> Job:
     while not (job := client.job(job.id)).over:
         time.sleep(1)
     return job
 
 
-def found(record: Any) -> dict[str, Any]:
+def figures(record: Any) -> dict[str, Any]:
     winner = record.winner(record.use)
     return {
         "config": {k: v for k, v in winner.config.items() if v != record.baseline.config.get(k)},
@@ -76,20 +76,20 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--budget", default="150s")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--alone", action="store_true", help="nothing by hand")
+    parser.add_argument("--alone", action="store_true", help="skip the tunings by hand")
     parser.add_argument("targets", nargs="+", metavar="TARGET SHAPE")
     args = parser.parse_args()
     pairs = list(zip(args.targets[::2], args.targets[1::2], strict=True))
-    where: dict[str, Any] = {"gpus": 0} if args.device == "cpu" else {}
+    extra: dict[str, Any] = {"gpus": 0} if args.device == "cpu" else {}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor() as pool:
-        server, address, token = served(Path(name))
+        server, address, token = start_server(Path(name))
         os.environ["ADVISOR_TOKEN"] = token
         try:
             client = Client(address)
-            asked = [client.submit(t, shape=s, budget=args.budget, **where) for t, s in pairs]
-            jobs = list(pool.map(lambda job: watched(client, job), asked))
+            sent = [client.submit(t, shape=s, budget=args.budget, **extra) for t, s in pairs]
+            jobs = list(pool.map(lambda job: wait_for(client, job), sent))
             cache = f"{address}?timeout=10s"
-            there = [
+            looked_up = [
                 lookup(Model(t, device=args.device), shape=_shape(s), store=cache) for t, s in pairs
             ]
         finally:
@@ -106,19 +106,19 @@ def main() -> None:
             return tune(model, shape=_shape(shape), budget=budget, store=cache).record
 
         if args.alone:
-            hands = []
+            manual = []
         else:
-            hands = list(pool.map(by_hand, range(len(pairs)))) if not where else [by_hand(0)]
+            manual = list(pool.map(by_hand, range(len(pairs)))) if not extra else [by_hand(0)]
     with args.results.open("a") as file:
-        for number, (job, advice) in enumerate(zip(jobs, there, strict=True)):
+        for number, (job, advice) in enumerate(zip(jobs, looked_up, strict=True)):
             row = {
                 "target": pairs[number],
                 "budget": args.budget,
                 "state": job.state,
                 "reason": job.reason,
                 "attempts": list(job.attempts),
-                "by the server": advice.record and found(advice.record),
-                "by hand": found(hands[number]) if number < len(hands) else None,
+                "by the server": advice.record and figures(advice.record),
+                "by hand": figures(manual[number]) if number < len(manual) else None,
             }
             file.write(json.dumps(row) + "\n")
             print(json.dumps(row, indent=1))

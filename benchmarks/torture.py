@@ -1,14 +1,14 @@
-"""Writers and readers of one store, killed at random instants: is anything lost, torn or wrong?
+"""Kills writers and readers of a store at random: are records lost, damaged or wrong?
 
     python benchmarks/torture.py disk:/tmp/a dir:/tmp/b
     python benchmarks/torture.py 'redis://127.0.0.1:7000/0?timeout=5s' \\
         --server 'redis-server --port 7000 --appendonly yes --appendfsync always --dir /tmp/c'
 
-Each writer puts records of its own, one after another, and notes each that was taken in a journal
-of its own; readers read what is there, again and again; and several times a second one of them is
-killed with SIGKILL and replaced. With --server, the server is started, killed in the middle and
-started again; one that keeps all in memory, as moto's does, is --forgetful. At the end every noted
-record must be there, and every record there must be one that a writer made.
+Each writer puts records, one after another, and logs each accepted one in its journal. Readers
+look records up all the time. Several times a second, one of these processes is killed with SIGKILL
+and replaced. With --server, the server is started, killed halfway and restarted; a server that
+keeps its data in memory, like moto's, is --forgetful. At the end, the store must contain every
+logged record, and only records that a writer made.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from tests.cache.examples import record
 
 KILL_EVERY_S = 0.1
 TARGETS = 40
-"""Names that the records are of: readers look up one at a time, as apply() does."""
+"""Number of target names. A lookup is for one of them, as in apply()."""
 
 
-def made(writer: int, number: int) -> Record:
-    """A record all of whose numbers follow from two, so that a mixture of two is told."""
+def make_record(writer: int, number: int) -> Record:
+    """Makes a record from two numbers, so that a mixture of two records is detected."""
     one = record(name=f"net{writer % TARGETS}.py:Net", created=1.7e9 + number, trials=20)
     return dataclasses.replace(
         one,
@@ -58,24 +58,24 @@ def made(writer: int, number: int) -> Record:
     )
 
 
-def is_whole(one: Record) -> bool:
-    right = made(int(one.provenance.study), one.provenance.seed)
-    # A lookup gives a record the name that it was asked for.
-    return dataclasses.replace(one, target=right.target) == right
+def is_intact(one: Record) -> bool:
+    expected = make_record(int(one.provenance.study), one.provenance.seed)
+    # A lookup renames the record to the requested target.
+    return dataclasses.replace(one, target=expected.target) == expected
 
 
 def write(url: str, journal: Path, writer: int, first: int) -> None:
-    """Put records for ever; note in the journal what was taken, and what failed."""
-    records = opened(url)
+    """Puts records until killed. Logs each accepted record and each failure."""
+    records = connect(url)
     number = first
     with journal.open("a") as log:
         while True:
             number += 1
-            one = made(writer, number)
+            one = make_record(writer, number)
             try:
                 records.put(one)
             except StoreError as exc:
-                log.write(f"f {exc}\n")  # the server is away
+                log.write(f"f {exc}\n")  # the server is down
                 time.sleep(0.05)
             else:
                 log.write(f"{number} {time.time()}\n")
@@ -83,31 +83,31 @@ def write(url: str, journal: Path, writer: int, first: int) -> None:
 
 
 def read(url: str, journal: Path, seed: int) -> None:
-    """Look up one target after another for ever; note how often, and what was wrong."""
-    records = opened(url)
-    dice = random.Random(seed)
+    """Looks up random targets until killed. Logs the records found and those that are bad."""
+    records = connect(url)
+    rng = random.Random(seed)
     with journal.open("a") as log:
         while True:
             try:
-                found = records.look_into(
-                    records.stores[0], RecordFilter(target=f"net{dice.randrange(TARGETS)}.py:Net")
+                result = records.look_into(
+                    records.stores[0], RecordFilter(target=f"net{rng.randrange(TARGETS)}.py:Net")
                 )
             except StoreError as exc:
                 log.write(f"f {exc}\n")
             else:
-                bad = len(found.damaged), sum(not is_whole(held.record) for held in found.held)
-                log.write(f"{len(found.held)} {bad[0]} {bad[1]}\n")
+                bad = len(result.damaged), sum(not is_intact(held.record) for held in result.held)
+                log.write(f"{len(result.held)} {bad[0]} {bad[1]}\n")
             log.flush()
 
 
-def opened(url: str) -> Records:
+def connect(url: str) -> Records:
     stores = [open_store(url)]
     be_patient(stores, 10.0)
     return Records(stores)
 
 
-class Crowd:
-    """Processes that are killed and replaced."""
+class Workers:
+    """Writer and reader processes that are killed and replaced."""
 
     def __init__(self, url: str, folder: Path, writers: int, readers: int) -> None:
         self._context = multiprocessing.get_context("fork")
@@ -133,13 +133,13 @@ class Crowd:
         for role in self._roles:
             self.start(role)
 
-    def kill_one(self, dice: random.Random) -> None:
-        role = dice.choice(self._roles)
+    def kill_one(self, rng: random.Random) -> None:
+        role = rng.choice(self._roles)
         self._end(role)
         self.kills += 1
         self.start(role)
 
-    def died_alone(self) -> int:
+    def count_crashed(self) -> int:
         return sum(process.exitcode is not None for process in self._running.values())
 
     def end_all(self) -> None:
@@ -153,7 +153,7 @@ class Crowd:
 
 
 class Server:
-    """A command that serves the store; None for a store that needs none."""
+    """The server of a store; it does nothing if there is no command."""
 
     def __init__(self, command: str | None, prepare: str | None) -> None:
         self._command, self._prepare = command, prepare
@@ -173,76 +173,76 @@ class Server:
             self._process.wait()
 
 
-def torture(url: str, given: argparse.Namespace) -> dict[str, Any]:
-    server = Server(given.server, given.prepare)
+def torture(url: str, args: argparse.Namespace) -> dict[str, Any]:
+    server = Server(args.server, args.prepare)
     try:
-        return tortured(url, given, server)
+        return measure(url, args, server)
     finally:
         server.kill()
 
 
-def tortured(url: str, given: argparse.Namespace, server: Server) -> dict[str, Any]:
-    dice = random.Random(given.seed)
+def measure(url: str, args: argparse.Namespace, server: Server) -> dict[str, Any]:
+    rng = random.Random(args.seed)
     server.start()
     with TemporaryDirectory() as name:
         folder = Path(name)
-        crowd = Crowd(url, folder, given.writers, given.readers)
-        crowd.start_all()
+        workers = Workers(url, folder, args.writers, args.readers)
+        workers.start_all()
         began = time.monotonic()
-        restarted = not given.server
+        restarted = not args.server
         counted_from = 0.0
-        while (spent := time.monotonic() - began) < given.seconds:
+        while (elapsed_s := time.monotonic() - began) < args.seconds:
             time.sleep(KILL_EVERY_S)
-            crowd.kill_one(dice)
-            if not restarted and spent > given.seconds / 2:
+            workers.kill_one(rng)
+            if not restarted and elapsed_s > args.seconds / 2:
                 server.kill()
                 time.sleep(1.0)
                 server.start()
                 restarted = True
-                counted_from = time.time() if given.forgetful else 0.0
-        faults = crowd.died_alone()
-        crowd.end_all()
-        taken = {
+                counted_from = time.time() if args.forgetful else 0.0
+        crashed = workers.count_crashed()
+        workers.end_all()
+        accepted = {
             (int(path.name[1:]), int(line.split()[0]))
             for path in folder.glob("w*")
-            for line in whole_lines(path)
+            for line in complete_lines(path)
             if line[0] != "f" and float(line.split()[1]) > counted_from
         }
-        refused = [line for p in folder.glob("w*") for line in whole_lines(p) if line[0] == "f"]
-        reads = [line.split() for p in folder.glob("r*") for line in whole_lines(p)]
-    looked = [list(map(int, parts)) for parts in reads if parts[0] != "f"]
+        refused = [line for p in folder.glob("w*") for line in complete_lines(p) if line[0] == "f"]
+        reads = [line.split() for p in folder.glob("r*") for line in complete_lines(p)]
+    lookups = [list(map(int, parts)) for parts in reads if parts[0] != "f"]
     for why, count in Counter(refused).most_common(5):
         print(f"{count} x refused: {why[2:]}")
-    there, unreadable, wrong = in_store(url)
+    stored, unreadable, wrong = read_all(url)
     return {
-        "writers": given.writers,
-        "readers": given.readers,
-        "seconds": given.seconds,
-        "kills": crowd.kills,
-        "server_killed": bool(given.server),
-        "counted_since_restart": given.forgetful,
-        "puts_taken": len(taken),
+        "writers": args.writers,
+        "readers": args.readers,
+        "seconds": args.seconds,
+        "kills": workers.kills,
+        "server_killed": bool(args.server),
+        "counted_since_restart": args.forgetful,
+        "puts_taken": len(accepted),
         "puts_refused": len(refused),
-        "lookups": len(looked),
-        "lookups_refused": len(reads) - len(looked),
-        "records_seen": sum(parts[0] for parts in looked),
-        "lost": len(taken - there),
-        "unreadable": unreadable + sum(parts[1] for parts in looked),
-        "wrong": wrong + sum(parts[2] for parts in looked),
-        "processes_that_failed": faults,
+        "lookups": len(lookups),
+        "lookups_refused": len(reads) - len(lookups),
+        "records_seen": sum(parts[0] for parts in lookups),
+        "lost": len(accepted - stored),
+        "unreadable": unreadable + sum(parts[1] for parts in lookups),
+        "wrong": wrong + sum(parts[2] for parts in lookups),
+        "processes_that_failed": crashed,
     }
 
 
-def whole_lines(path: Path) -> list[str]:
-    """A killed process may leave its last line half written."""
+def complete_lines(path: Path) -> list[str]:
+    """Returns the complete lines of a file: a killed process may leave half a line."""
     return path.read_text().rpartition("\n")[0].split("\n") if path.stat().st_size else []
 
 
-def in_store(url: str) -> tuple[set[tuple[int, int]], int, int]:
-    """(writer, number) of each record in the store, how many cannot be read, how many are wrong."""
-    records = opened(url)
+def read_all(url: str) -> tuple[set[tuple[int, int]], int, int]:
+    """Returns (writer, number) of all records, and the numbers of unreadable and wrong ones."""
+    records = connect(url)
     store = records.stores[0]
-    there, unreadable, wrong = set(), 0, 0
+    stored, unreadable, wrong = set(), 0, 0
     names = [name.text for name in records.names(store)]
     for start in range(0, len(names), 64):
         for text, data in store.get_many(names[start : start + 64]).items():
@@ -255,9 +255,9 @@ def in_store(url: str) -> tuple[set[tuple[int, int]], int, int]:
             except RecordDamaged:
                 unreadable += 1
                 continue
-            wrong += not is_whole(one)
-            there.add((int(one.provenance.study), one.provenance.seed))
-    return there, unreadable, wrong
+            wrong += not is_intact(one)
+            stored.add((int(one.provenance.study), one.provenance.seed))
+    return stored, unreadable, wrong
 
 
 def main() -> None:
@@ -269,24 +269,24 @@ def main() -> None:
     parser.add_argument("--readers", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--server", metavar="COMMAND", help="what serves the URL")
+    parser.add_argument("--server", metavar="COMMAND", help="starts a server for the URL")
     parser.add_argument("--prepare", metavar="COMMAND", help="run after each start of the server")
     parser.add_argument(
         "--forgetful",
         action="store_true",
-        help="the server keeps nothing over a kill: lost are those taken since its restart",
+        help="the server loses its data if killed: only check records put after its restart",
     )
     parser.add_argument("--results", type=Path, default=Path(__file__).with_name("results"))
-    given = parser.parse_args()
+    args = parser.parse_args()
     failed = False
-    for url in given.urls:
-        found = torture(url, given)
+    for url in args.urls:
+        result = torture(url, args)
         scheme = url.partition(":")[0]
-        import record as results  # here: it loads torch, which every forked process would carry
+        import record as results  # late: forked processes must not load torch
 
-        print(scheme, json.dumps(found), flush=True)
-        results.append("torture", {"store": scheme, "server": given.server, **found}, given.results)
-        failed = failed or any(found[what] for what in ("lost", "unreadable", "wrong"))
+        print(scheme, json.dumps(result), flush=True)
+        results.append("torture", {"store": scheme, "server": args.server, **result}, args.results)
+        failed = failed or any(result[what] for what in ("lost", "unreadable", "wrong"))
     sys.exit(failed)
 
 

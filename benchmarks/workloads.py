@@ -1,8 +1,8 @@
-"""What `advisor tune TARGET` reaches within a budget: speed-ups of the loop and the captured step.
+"""Measures the speed-ups that `advisor tune TARGET` finds in a budget: loop and captured step.
 
     python benchmarks/workloads.py RESULTS --commit SHA --budget 150s --limit 560 resnet50 vit_b_16
 
-Each target is tuned by itself, with an empty store. A line of JSON for each is added to RESULTS.
+Each target is tuned alone, with an empty store, and adds a JSON line to RESULTS.
 """
 
 from __future__ import annotations
@@ -29,53 +29,53 @@ TARGETS = {
 MORE = {"gpt2": ("--dtype", "int64", "--vocab", "50304", "--optimizer", "adamw")}
 
 
-def tuned(name: str, budget: str, limit_s: float) -> dict[str, Any]:
-    """The record that a tuning leaves, and what it printed."""
+def tune(name: str, budget: str, limit_s: float) -> dict[str, Any]:
+    """Tunes a target. Returns its record, log and duration."""
     target, shape = TARGETS[name]
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-m", "advisor", "tune", target, "--shape", shape, "--json"]
-        words += ["--budget", budget, *MORE.get(name, ())]
+        command = [sys.executable, "-m", "advisor", "tune", target, "--shape", shape, "--json"]
+        command += ["--budget", budget, *MORE.get(name, ())]
         began = time.monotonic()
-        done = subprocess.run(
-            words,
+        finished = subprocess.run(
+            command,
             env={**os.environ, "ADVISOR_CACHE": f"disk:{folder}"},
             capture_output=True,
             text=True,
             timeout=limit_s,
         )
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "wall_s": round(time.monotonic() - began, 1),
-        "log": done.stderr[-6000:],
+        "log": finished.stderr[-6000:],
     }
     try:
-        found |= json.loads(done.stdout)
+        result |= json.loads(finished.stdout)
     except ValueError:
-        found["failed"] = done.stdout[-500:] or f"exit code {done.returncode}"
-    return found
+        result["failed"] = finished.stdout[-500:] or f"exit code {finished.returncode}"
+    return result
 
 
-def row(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Of a record what is compared from commit to commit."""
-    told: dict[str, Any] = {"target": name, "wall_s": found["wall_s"]}
-    record = found.get("record")
+def figures_of(name: str, result: dict[str, Any]) -> dict[str, Any]:
+    """Extracts the figures of a record that are compared between commits."""
+    figures: dict[str, Any] = {"target": name, "wall_s": result["wall_s"]}
+    record = result.get("record")
     if not record:
-        return told | {"failed": found.get("failed", ""), "log": found["log"]}
+        return figures | {"failed": result.get("failed", ""), "log": result["log"]}
     for one in record.get("winners", ()):
         choice = one["choice"]
-        at = f"{one['use']}{' free' if one['free'] else ''}"
-        told[at] = {
+        use = f"{one['use']}{' free' if one['free'] else ''}"
+        figures[use] = {
             "speedup": choice["speedup"],
             "low": choice["speedup_low"],
             "high": choice["speedup_high"],
             "config": choice["config"],
         }
     trials = record.get("trials", ())
-    told["compared"] = [
+    figures["compared"] = [
         (t["config"], t["measurement"]["outcome"], t["measurement"]["reason"])
         for t in trials
         if t["stage"] == "numerics"
     ]
-    return told | {"log": found["log"]}
+    return figures | {"log": result["log"]}
 
 
 def main() -> None:
@@ -84,20 +84,20 @@ def main() -> None:
     parser.add_argument("names", nargs="+", choices=TARGETS)
     parser.add_argument("--commit", default="")
     parser.add_argument("--budget", default="150s")
-    parser.add_argument("--limit", type=float, default=580.0, help="seconds of all of it")
+    parser.add_argument("--limit", type=float, default=580.0, help="seconds for all targets")
     args = parser.parse_args()
-    ends = time.monotonic() + args.limit
+    deadline = time.monotonic() + args.limit
     for name in args.names:
-        left_s = ends - time.monotonic()
+        left_s = deadline - time.monotonic()
         try:
-            told = row(name, tuned(name, args.budget, left_s))
+            figures = figures_of(name, tune(name, args.budget, left_s))
         except (subprocess.TimeoutExpired, ValueError):
-            told = {"target": name, "failed": f"not over within {left_s:.0f} s"}
-        told |= {"commit": args.commit, "budget": args.budget}
+            figures = {"target": name, "failed": f"timed out after {left_s:.0f} s"}
+        figures |= {"commit": args.commit, "budget": args.budget}
         with args.results.open("a") as file:
-            file.write(json.dumps(told) + "\n")
-        shown = {use: told[use]["speedup"] for use in ("loop", "capture") if use in told}
-        print(name, shown or told.get("failed"), told.get("wall_s"), flush=True)
+            file.write(json.dumps(figures) + "\n")
+        speedups = {use: figures[use]["speedup"] for use in ("loop", "capture") if use in figures}
+        print(name, speedups or figures.get("failed"), figures.get("wall_s"), flush=True)
 
 
 if __name__ == "__main__":

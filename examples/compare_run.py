@@ -2,9 +2,9 @@
 
 python examples/compare_run.py python examples/train_mnist_plain.py --epochs 100
 
-The command prints its own speed, as '1,234 samples/s', repeatedly. The first line is left out,
-and the command is stopped 15 s after that line. If advisor advises nothing, there is nothing to
-compare.
+The command must print its speed repeatedly, as '1,234 samples/s'. The first speed does not count,
+and the command is stopped 15 s after it. If advisor has no advice for the command, nothing is
+compared.
 """
 
 import json
@@ -21,31 +21,31 @@ TURNS = 2
 
 
 def speed(name: str, command: list[str]) -> float:
-    """Run a command. Returns the median of the samples/s that it prints."""
+    """Runs a command. Returns the median of the samples/s that it prints."""
     speeds = []
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         end = threading.Timer(SECONDS, process.terminate)
         for line in process.stdout:
-            found = re.findall(r"([\d,.]+) samples/s", line)
-            if found and not speeds:
+            printed = re.findall(r"([\d,.]+) samples/s", line)
+            if printed and not speeds:
                 end.start()
-            speeds += [float(one.replace(",", "")) for one in found]
+            speeds += [float(one.replace(",", "")) for one in printed]
         end.cancel()
     if len(speeds) < 2:
         sys.exit(f"{' '.join(command)}: expected two or more lines with '1,234 samples/s'")
-    found = statistics.median(speeds[1:])
-    print(f"{name}  {found:,.0f} samples/s", flush=True)
-    return found
+    median = statistics.median(speeds[1:])
+    print(f"{name}  {median:,.0f} samples/s", flush=True)
+    return median
 
 
 def advised_speedup(command: list[str]) -> tuple[float, str]:
-    """The measured speed-up of the advice for a command, 1 if there is none, and the reason."""
+    """Returns the measured speed-up of the advice for a command, or 1, and the reason."""
     why = [*ADVISOR, "why", "--json", "--", *command]
-    told = json.loads(subprocess.run(why, stdout=subprocess.PIPE, check=True).stdout)
-    served = told["served"]
-    found = [one["speedup"] for one in told["records"] if one["id"] == served["record"]]
-    return max(found, default=1.0), served["reason"]
+    report = json.loads(subprocess.run(why, stdout=subprocess.PIPE, check=True).stdout)
+    served = report["served"]
+    speedups = [one["speedup"] for one in report["records"] if one["id"] == served["record"]]
+    return max(speedups, default=1.0), served["reason"]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""One convolution, to tune in a minute or two.
+"""One convolution, which can be tuned in a minute or two.
 
     advisor tune examples/conv.py --shape 64x3x256x256
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Net(nn.Module):
-    """Images (N, 3, H, W) to features (N, 64, H, W)."""
+    """Maps images (N, 3, H, W) to features (N, 64, H, W)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,8 +2,8 @@
 
     advisor tune examples/gpt2.py:GPT2 --shape 8x1024 --dtype int64 --vocab 50304
 
-Radford et al., Language Models are Unsupervised Multitask Learners, 2019; the vocabulary of 50257
-is rounded up to a multiple of 64, which suits matrix units.
+After Radford et al., Language Models are Unsupervised Multitask Learners, 2019. The vocabulary of
+50257 is rounded up to a multiple of 64, which is faster on tensor cores.
 """
 
 import torch
@@ -61,11 +61,11 @@ class GPT2(nn.Module):
 
 
 def make_batch(batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random tokens and the ones that follow them."""
+    """Returns random tokens, and the tokens that follow them."""
     tokens = torch.randint(VOCABULARY, (batch_size, LENGTH + 1), device=device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy over all positions."""
+    """Returns the mean cross entropy over all positions."""
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())

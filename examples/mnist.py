@@ -1,8 +1,8 @@
-"""A small network for images of digits, and made-up digits.
+"""A small network that classifies images of digits, and synthetic digits.
 
     advisor tune examples/mnist.py --shape 128x1x28x28
 
-train_mnist_plain.py trains it without calls to advisor, train_mnist.py with the advice for it.
+train_mnist_plain.py trains it without calls to advisor, train_mnist.py with its advice.
 """
 
 import torch
@@ -13,7 +13,7 @@ SAMPLE = (1, 28, 28)
 
 
 class Net(nn.Module):
-    """Images (N, 1, 28, 28) to the logits of ten classes (N, 10)."""
+    """Maps images (N, 1, 28, 28) to the logits of ten classes (N, 10)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,6 +32,6 @@ class Net(nn.Module):
 
 
 def make_digits(prototypes: Tensor, count: int) -> TensorDataset:
-    """`count` noisy copies of ten fixed images, each with its class."""
+    """Returns `count` noisy copies of the ten prototypes, with their classes."""
     labels = torch.randint(10, (count,))
     return TensorDataset(prototypes[labels] + torch.randn(count, *SAMPLE), labels)

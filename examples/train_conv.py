@@ -36,13 +36,13 @@ def main() -> None:
     dataset = TensorDataset(torch.randn(args.batch, *SAMPLE))
     sampler = RandomSampler(dataset, replacement=True, num_samples=args.steps * args.batch)
     loader = DataLoader(dataset, sampler=sampler, **advice.loader)
-    # Made once: at 16 MiB a sample, loading the target would hide the time of the convolution.
-    wanted = advice.place(torch.randn(args.batch, 64, *SAMPLE[1:]))
+    # Made only once: loading 16 MiB per sample would take longer than the convolution.
+    expected = advice.place(torch.randn(args.batch, 64, *SAMPLE[1:]))
 
     started = 0.0
     for step, (x,) in enumerate(advice.batches(loader)):
         with advice.autocast():
-            loss = mse_loss(model(x), wanted)
+            loss = mse_loss(model(x), expected)
         advice.step(loss, optimizer)
         if step == 0:
             loss.item()  # waits for the device

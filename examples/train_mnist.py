@@ -1,4 +1,4 @@
-"""Trains and evaluates mnist.py on made-up digits with the advice of `advisor tune`.
+"""Trains and evaluates mnist.py on synthetic digits with the advice of `advisor tune`.
 
 advisor tune examples/mnist.py --shape 128x1x28x28
 python examples/train_mnist.py --compare
@@ -20,17 +20,17 @@ from mnist import SAMPLE, Net, make_digits
 
 
 def compare(words: list[str], turns: int = 3) -> None:
-    """Train without the advice and with it, in turn, each time in a new process."""
+    """Trains with and without the advice, in turn, each time in a new process."""
     for _turn in range(turns):
         for name, disabled in (("without advisor", "1"), ("with its advice", "")):
-            ran = subprocess.run(
+            finished = subprocess.run(
                 [sys.executable, __file__, *words],
                 env=os.environ | {"ADVISOR_DISABLE": disabled},
                 stdout=subprocess.PIPE,
                 text=True,
                 check=True,
             )
-            _advice, speed, accuracy = ran.stdout.splitlines()
+            _advice, speed, accuracy = finished.stdout.splitlines()
             print(f"{name}:  {speed}, {accuracy}", flush=True)
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100, help="at least 2; the first is not timed")
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--compare", action="store_true", help="train without the advice, and with")
+    parser.add_argument("--compare", action="store_true", help="train with and without the advice")
     args = parser.parse_args()
     if args.compare:
         compare([word for word in sys.argv[1:] if word != "--compare"])
@@ -67,7 +67,7 @@ def main() -> None:
         return loss
 
     model.train()
-    step = advice.capture(train_step, next(iter(train_loader)))  # train_step, without a graph
+    step = advice.capture(train_step, next(iter(train_loader)))  # train_step if not captured
     started = 0.0
     for number, batch in enumerate(advice.batches(train_loader)):
         loss = step(batch)

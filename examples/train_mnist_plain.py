@@ -1,4 +1,4 @@
-"""Trains mnist.py on made-up digits. This is an ordinary script without calls to advisor.
+"""Trains mnist.py on synthetic digits. This is an ordinary script without calls to advisor.
 
 advisor tune -- python examples/train_mnist_plain.py
 advisor run -- python examples/train_mnist_plain.py
@@ -18,7 +18,7 @@ from mnist import SAMPLE, Net, make_digits
 def train(
     model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> float:
-    """Train one epoch. Returns its last loss."""
+    """Trains one epoch. Returns its last loss."""
     model.train()
     for x, y in loader:
         loss = cross_entropy(model(x.to(device)), y.to(device))
@@ -30,7 +30,7 @@ def train(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: DataLoader, device: torch.device) -> float:
-    """The fraction of a loader's samples that a model classifies correctly."""
+    """Returns the fraction of a loader's samples that a model classifies correctly."""
     model.eval()
     right = [(model(x.to(device)).argmax(1) == y.to(device)).float() for x, y in loader]
     return torch.cat(right).mean().item()

@@ -19,7 +19,7 @@ CLASSES = 1000
 
 
 class RandomImages(Dataset[tuple[torch.Tensor, int]]):
-    """`length` samples from `images` random 8-bit images in memory."""
+    """A dataset of `length` samples that repeats `images` random 8-bit images."""
 
     def __init__(self, length: int, images: int = 256) -> None:
         images = min(images, length)

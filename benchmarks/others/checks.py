@@ -1,13 +1,13 @@
-"""Checks on a GPU what the tuning of a run takes for granted.
+"""Checks on a GPU the assumptions behind the tuning of a run.
 
     python benchmarks/others/checks.py --part gate dcgan --results checks.jsonl
 
-- gate: compiled GPT-2, a short batch after every 40 steps, with a gate by signature and without
-- dcgan: two compiled nets with several calls in a step, and a look at the generator now and then
-- layouts: weights that change their layout and back; are CUDA graphs recorded again?
-- lstm: which ways to compile or capture an LSTM work, and what they gain
+- gate: compiled GPT-2 with a short batch every 40 steps, with and without a signature gate
+- dcgan: two compiled nets, several calls in a step, and extra calls of the generator
+- layouts: weights that change their layout and back: are CUDA graphs recorded again?
+- lstm: which ways to compile or capture an LSTM work, and their speed-up
 
-Each part is a process of its own with a time limit. One JSON line for each measurement.
+Each part runs in its own process with a time limit. Each measurement adds a JSON line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from wrapped import compiled, formatted, gated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WEIGHTS = {"gate": 12, "dcgan": 9, "layouts": 11, "lstm": 7}
-"""Shares of the time that the parts get; what one leaves, the next have."""
+"""Relative time limits of the parts. Unused time goes to the later parts."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Report:
     limit_s: float
     started: float = field(default_factory=time.monotonic)
 
-    def say(self, **fields: Any) -> None:
+    def write(self, **fields: Any) -> None:
         at = round(time.monotonic() - self.started, 1)
         line = json.dumps({"part": self.part, "at_s": at, **fields})
         with self.results.open("a") as file:
@@ -56,20 +56,20 @@ class Report:
         print(line, flush=True)
 
     @contextmanager
-    def trying(self, share: float, **fields: Any) -> Iterator[None]:
-        """Reports an error of one variant and goes on; it has this share of the part's time."""
-        signal.signal(signal.SIGALRM, late)
+    def attempt(self, share: float, **fields: Any) -> Iterator[None]:
+        """Limits a variant to a share of the part's time. Reports its error and goes on."""
+        signal.signal(signal.SIGALRM, raise_timeout)
         signal.alarm(max(1, int(share * self.limit_s)))
         try:
             yield
         except Exception as error:
-            self.say(**fields, error=type(error).__name__, message=str(error)[:400])
+            self.write(**fields, error=type(error).__name__, message=str(error)[:400])
         finally:
             signal.alarm(0)
             start_over()
 
 
-def late(signum: int, frame: Any) -> None:
+def raise_timeout(signum: int, frame: Any) -> None:
     raise TimeoutError("the variant took too long")
 
 
@@ -86,26 +86,26 @@ def synchronize() -> None:
 
 
 @contextmanager
-def clocked(into: list[float]) -> Iterator[None]:
-    """Adds the seconds of the block to the list, the device synchronized at both ends."""
+def append_seconds(seconds: list[float]) -> Iterator[None]:
+    """Appends the seconds of the block, with the device synchronized before and after."""
     synchronize()
     begin = time.perf_counter()
     yield
     synchronize()
-    into.append(time.perf_counter() - begin)
+    seconds.append(time.perf_counter() - begin)
 
 
 def timed(step: Callable[[], Any], steps: int = 1) -> float:
-    """Seconds of these steps."""
-    into: list[float] = []
-    with clocked(into):
+    """Returns the seconds of some steps."""
+    seconds: list[float] = []
+    with append_seconds(seconds):
         for _ in range(steps):
             step()
-    return into[0]
+    return seconds[0]
 
 
 def rate(step: Callable[[], Any], *, blocks: int = 5, seconds: float = 0.5) -> dict[str, Any]:
-    """Steps per second: the median of some blocks, and the lowest and highest of them."""
+    """Measures steps per second: the median, lowest and highest of some blocks."""
     steps = max(3, int(seconds / max(1e-4, timed(step))))
     rates = [steps / timed(step, steps) for _ in range(blocks)]
     return {"steps_per_s": statistics.median(rates), "range": [min(rates), max(rates)]}
@@ -115,14 +115,14 @@ GRAPHS = {"recorded": 0, "warmed_up": 0}
 
 
 def count_graphs() -> None:
-    """Counts in GRAPHS how often torch.compile records a CUDA graph, or runs it eagerly before."""
+    """Counts in GRAPHS how often torch.compile records a CUDA graph or warms one up."""
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
 
     for method, key in (("record_function", "recorded"), ("run_eager", "warmed_up")):
-        setattr(CUDAGraphTreeManager, method, counted(getattr(CUDAGraphTreeManager, method), key))
+        setattr(CUDAGraphTreeManager, method, counting(getattr(CUDAGraphTreeManager, method), key))
 
 
-def counted(method: Callable[..., Any], key: str) -> Callable[..., Any]:
+def counting(method: Callable[..., Any], key: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         GRAPHS[key] += 1
         return method(*args, **kwargs)
@@ -131,7 +131,7 @@ def counted(method: Callable[..., Any], key: str) -> Callable[..., Any]:
 
 
 def compilations() -> dict[str, Any]:
-    """How much was compiled and recorded since the last start_over(); graphs since the process."""
+    """Returns counts of compilations since start_over(), and of CUDA graphs since the start."""
     return {
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": {reason[:160]: count for reason, count in counters["graph_break"].items()},
@@ -142,7 +142,7 @@ def compilations() -> dict[str, Any]:
 
 def gate(report: Report) -> None:
     for is_gated, share in ((True, 0.4), (False, 0.55)):
-        with report.trying(share, gated=is_gated):
+        with report.attempt(share, gated=is_gated):
             gate_variant(report, is_gated)
 
 
@@ -170,10 +170,10 @@ def gate_variant(report: Report, is_gated: bool) -> None:
 
     short = ids[: batch - 3].clone()
     first = [timed(lambda: step(ids)) for _ in range(4)]
-    report.say(gated=is_gated, first_steps_s=first, **compilations())
+    report.write(gated=is_gated, first_steps_s=first, **compilations())
     for epoch in range(5):
         full = [timed(lambda: step(ids), 10) for _ in range(1 if report.small else 4)]
-        report.say(
+        report.write(
             gated=is_gated,
             epoch=epoch,
             full_steps_per_s=[10 / seconds for seconds in full],
@@ -196,7 +196,7 @@ def dcgan(report: Report) -> None:
         {"mode": "none", "is_gated": True, "peek": "gradients"},
     )
     for variant in variants:
-        with report.trying(0.4, **variant):
+        with report.attempt(0.4, **variant):
             dcgan_variant(report, **variant)
 
 
@@ -221,16 +221,16 @@ def discriminator(width: int) -> nn.Module:
 
 
 def compile_net(net: nn.Module, mode: str, is_gated: bool, care: str) -> None:
-    """Compiles the calls of a net in place; a discriminator has two signatures in a step."""
+    """Compiles a net in place. A discriminator has two signatures in a step."""
     if mode == "none":
         return
     plain = net._call_impl
-    made = compiled(plain, mode)
+    compiled_call = compiled(plain, mode)
 
     def cloned(*args: Any) -> Any:
-        return tree_map(torch.clone, made(*args))
+        return tree_map(torch.clone, compiled_call(*args))
 
-    fast = cloned if care == "cloned" else made
+    fast = cloned if care == "cloned" else compiled_call
     net._compiled_call_impl = gated(net, plain, fast, signatures=2) if is_gated else fast
 
 
@@ -250,17 +250,17 @@ def dcgan_variant(report: Report, mode: str, is_gated: bool, peek: str, care: st
         try:
             if care == "marked":
                 torch.compiler.cudagraph_mark_step_begin()
-            with clocked(times):
+            with append_seconds(times):
                 losses = dcgan_step(nets, optimizers, real)
             if i % look == 0:
                 with torch.set_grad_enabled(peek == "gradients"):
                     looked_at = nets[1](fixed).detach().cpu().mean().item()
         except Exception as error:
             message = f"{type(error).__name__}: {str(error)[:300]}"
-            report.say(**variant, raised_at=i, raised=message, **compilations())
+            report.write(**variant, raised_at=i, raised=message, **compilations())
             return
     steady = times[iterations // 2 :]
-    report.say(
+    report.write(
         **variant,
         raised=None,
         steps_per_s=len(steady) / sum(steady),
@@ -277,24 +277,24 @@ def dcgan_step(
     optimizers: list[torch.optim.Adam],
     real: Tensor,
 ) -> list[float]:
-    """One iteration: the discriminator learns from real and made images, then the generator."""
-    (judge, maker), (judge_optimizer, maker_optimizer) = nets, optimizers
+    """Trains the discriminator on real and generated images, then the generator."""
+    (critic, generator_net), (critic_optimizer, generator_optimizer) = nets, optimizers
     ones, zeros = torch.ones(len(real), device=DEVICE), torch.zeros(len(real), device=DEVICE)
-    judge.zero_grad()
-    judged = judge(real)
-    nn.functional.binary_cross_entropy(judged, ones).backward()
-    said = judged.mean().item()
-    made = maker(torch.randn(len(real), 100, 1, 1, device=DEVICE))
-    judged = judge(made.detach())
-    judge_loss = nn.functional.binary_cross_entropy(judged, zeros)
-    judge_loss.backward()
-    judge_optimizer.step()
-    maker.zero_grad()
-    judged = judge(made)
-    maker_loss = nn.functional.binary_cross_entropy(judged, ones)
-    maker_loss.backward()
-    maker_optimizer.step()
-    return [said, judge_loss.item(), maker_loss.item()]
+    critic.zero_grad()
+    scores = critic(real)
+    nn.functional.binary_cross_entropy(scores, ones).backward()
+    real_score = scores.mean().item()
+    generated = generator_net(torch.randn(len(real), 100, 1, 1, device=DEVICE))
+    scores = critic(generated.detach())
+    critic_loss = nn.functional.binary_cross_entropy(scores, zeros)
+    critic_loss.backward()
+    critic_optimizer.step()
+    generator_net.zero_grad()
+    scores = critic(generated)
+    generator_loss = nn.functional.binary_cross_entropy(scores, ones)
+    generator_loss.backward()
+    generator_optimizer.step()
+    return [real_score, critic_loss.item(), generator_loss.item()]
 
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -302,13 +302,13 @@ FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 def layouts(report: Report) -> None:
     for keep, share in ((True, 0.6), (False, 0.35)):
-        with report.trying(share, kept=keep):
+        with report.attempt(share, kept=keep):
             layouts_variant(report, keep)
 
 
 @dataclass(slots=True)
 class Storages:
-    """Weights and momentum in one layout at a time, with one kept storage for each if asked."""
+    """Switches the layout of weights and momentum. With `keep`, each layout has a fixed storage."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -321,14 +321,14 @@ class Storages:
             weight.grad = None
             if weight.dim() != 4:
                 continue
-            weight.data = self.moved(index, "weight", weight.data, before, after)
+            weight.data = self.converted(index, "weight", weight.data, before, after)
             state = self.optimizer.state[weight]
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() == 4:
-                    state[key] = self.moved(index, key, value, before, after)
+                    state[key] = self.converted(index, key, value, before, after)
 
-    def moved(self, index: int, key: str, value: Tensor, before: str, after: str) -> Tensor:
-        """The same values in the other layout."""
+    def converted(self, index: int, key: str, value: Tensor, before: str, after: str) -> Tensor:
+        """Returns the values in the other layout."""
         if not self.keep:
             return value.clone(memory_format=FORMATS[after])
         self.kept[index, key, before] = value
@@ -361,7 +361,7 @@ def layouts_variant(report: Report, keep: bool) -> None:
         switch_s = [timed(partial(storages.switch, before, after)) for _ in range(before != after)]
         first = [timed(partial(step, after)) for _ in range(4)]
         seconds = timed(partial(step, after), count)
-        report.say(
+        report.write(
             kept=keep,
             visit=visit,
             layout=after,
@@ -393,7 +393,7 @@ def lstm(report: Report) -> None:
     ways = ("none", "default", "reduce-overhead", "cudagraphs", "graphed lstm", "graphed model")
     for number_format in ("bf16", "own"):
         for way in (*ways, "reduce-overhead with allow_rnn"):
-            with report.trying(0.3, way=way, format=number_format):
+            with report.attempt(0.3, way=way, format=number_format):
                 lstm_variant(report, way, number_format)
 
 
@@ -424,7 +424,7 @@ def lstm_variant(report: Report, way: str, number_format: str) -> None:
         measured = rate(step, seconds=0.02 if report.small else 0.5)
     loss = nn.functional.mse_loss(model(inputs), target).item()
     fields = {**measured, "build_s": built, "first_steps_s": first, "loss": loss}
-    report.say(way=way, format=number_format, **fields, **compilations())
+    report.write(way=way, format=number_format, **fields, **compilations())
 
 
 PARTS: dict[str, Callable[[Report], None]] = {
@@ -456,15 +456,15 @@ def main() -> None:
 
 
 def start(report: Report) -> None:
-    """Runs one part in a process of its own, for its limit at most."""
+    """Runs one part in a new process, until its limit at most."""
     command = [sys.executable, __file__, "--inside", "--part", report.part]
     command += ["--limit", str(report.limit_s), "--results", str(report.results)]
     command += ["--small"] if report.small else []
     try:
         done = subprocess.run(command, timeout=report.limit_s, check=False)
-        report.say(finished=done.returncode == 0, exit=done.returncode)
+        report.write(finished=done.returncode == 0, exit=done.returncode)
     except subprocess.TimeoutExpired:
-        report.say(finished=False, stopped_after_s=report.limit_s)
+        report.write(finished=False, stopped_after_s=report.limit_s)
 
 
 if __name__ == "__main__":

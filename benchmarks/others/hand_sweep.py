@@ -1,10 +1,10 @@
-"""Measures scripts of others with every config set by hand, without advisor: what can be reached.
+"""Measures third-party scripts with every config, set without advisor, to find the best speed.
 
     python benchmarks/others/hand_sweep.py hf-clm ex-siamese --harness FOLDER --results sweep.jsonl
 
-FOLDER has the harness: bench.py, its data makers and the scripts. Each config is a process of its
-own, read by the script's own progress lines. One JSON line for each; after `--limit` seconds it
-stops. The likely best come first, and all scripts take turns.
+FOLDER has the harness: bench.py, its data makers and the scripts. Each config runs in its own
+process, is measured by the script's progress lines and adds one JSON line. Configs that are likely
+fast come first, and scripts take turns, until `--limit` seconds have passed.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pathlib import Path
 from typing import Any
 
 WRAPPED = Path(__file__).resolve().with_name("wrapped.py")
-LEAST_S = 40.0
-"""Seconds left under which no process is started: what a small compilation takes."""
+MIN_LEFT_S = 40.0
+"""No process is started with less time left: a small compilation takes this long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One setting of each knob, as wrapped.py takes them."""
+    """Values of the knobs, as in the options of wrapped.py."""
 
     compile: str = "none"
     format: str = "own"
     layout: str = "own"
 
-    def words(self) -> list[str]:
+    def options(self) -> list[str]:
         return ["--compile", self.compile, "--format", self.format, "--layout", self.layout]
 
 
@@ -44,23 +44,23 @@ CONVOLVES = ("ex-siamese", "tv-segment")
 
 
 def main() -> None:
-    args = parsed()
+    args = parse_args()
     sys.path.insert(0, str(args.harness.resolve()))
     end = time.monotonic() + args.limit
-    for name, config in in_turn(args.scripts):
+    for name, config in interleave(args.scripts):
         if config.compile not in args.compile or config.format not in args.format:
             continue
         left = end - time.monotonic()
-        if left < LEAST_S:
+        if left < MIN_LEFT_S:
             print("stopped by the limit", flush=True)
             return
-        line = {"script": name, **asdict(config), **measured(args, name, config, left)}
+        line = {"script": name, **asdict(config), **measure(args, name, config, left)}
         with args.results.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps({**line, "windows": None, "stderr": line["stderr"][-200:]}), flush=True)
 
 
-def parsed() -> argparse.Namespace:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -68,7 +68,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--harness", type=Path, required=True, help="folder with bench.py")
     parser.add_argument("--compile", nargs="+", choices=COMPILES, default=COMPILES)
     parser.add_argument("--format", nargs="+", choices=FORMATS, default=FORMATS)
-    parser.add_argument("--seconds", type=float, default=10.0, help="measured in each start")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds to measure per start")
     parser.add_argument("--start-timeout", type=float, default=120.0)
     parser.add_argument("--limit", type=float, default=570.0, help="seconds for everything")
     parser.add_argument("--gpu", default="0")
@@ -78,14 +78,14 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def in_turn(scripts: list[str]) -> Iterator[tuple[str, Config]]:
-    """Each script's first config, then each script's second, and so on."""
+def interleave(scripts: list[str]) -> Iterator[tuple[str, Config]]:
+    """Yields the first config of each script, then the second of each, and so on."""
     for row in itertools.zip_longest(*(configs(name) for name in scripts)):
         yield from ((name, config) for name, config in zip(scripts, row, strict=True) if config)
 
 
 def configs(name: str) -> list[Config]:
-    """All configs of a script: as it is, what is likely the best, then the others."""
+    """Returns all configs of a script: unmodified, then likely fast ones, then the others."""
     layouts = ("channels_last", "own") if name in CONVOLVES else ("own",)
     likely = [Config(), Config("reduce-overhead", "bf16", layouts[0]), Config(format="bf16")]
     likely += [Config("default", "bf16", layouts[0]), Config("cudagraphs", "own")]
@@ -99,17 +99,17 @@ def configs(name: str) -> list[Config]:
     return list(dict.fromkeys([*likely, *every]))
 
 
-def measured(args: argparse.Namespace, name: str, config: Config, left: float) -> dict[str, Any]:
-    """Speed of the script with this config, by the harness."""
+def measure(args: argparse.Namespace, name: str, config: Config, left: float) -> dict[str, Any]:
+    """Measures the script with a config, using the harness."""
     bench, makers = import_module("bench"), import_module("data")
     script = bench.SCRIPTS[name]
     root = (args.data / "small" if args.small else args.data).resolve()
     for kind in script.sets:
         makers.make(kind, root, args.small)
-    python, *words = bench.command(script, root, args.small)
+    python, *options = bench.command(script, root, args.small)
     result = bench.run(
         script,
-        [python, str(WRAPPED), *config.words(), *words],
+        [python, str(WRAPPED), *config.options(), *options],
         bench.place(script, f"by-hand-{name}", root),
         bench.environment(script, root, f"by-hand-{name}", args.gpu),
         min(args.seconds, left / 2),
@@ -118,11 +118,11 @@ def measured(args: argparse.Namespace, name: str, config: Config, left: float) -
     return summary(result, "own" if script.own else "wall")
 
 
-def summary(result: dict[str, Any], judged: str) -> dict[str, Any]:
-    """The figures of one start."""
+def summary(result: dict[str, Any], speed_key: str) -> dict[str, Any]:
+    """Selects the figures of one start."""
     windows = result["wall_windows"]
     return {
-        "samples_per_s": result[judged],
+        "samples_per_s": result[speed_key],
         "quartiles": statistics.quantiles(windows) if len(windows) > 3 else None,
         "windows": windows,
         "overall": result["overall"],

@@ -1,8 +1,8 @@
-"""Prints a Markdown table of results of run_others.py.
+"""Prints Markdown tables of the results of run_others.py.
 
     python benchmarks/others/summarize.py others.jsonl [MORE.jsonl ...]
 
-Of several results of one script and one commit, the last one counts.
+If a script has several results for a commit, the last one counts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def row(line: dict[str, Any]) -> str:
-    """One script as a line of the table."""
+    """Formats one script as a row of the table."""
     if "ratio" not in line:
         return f"| {line['script']} | {line.get('left_out') or 'failed'} |" + " |" * 7
     low, high = line["spread"] or (None, None)
@@ -66,12 +66,12 @@ def last_loss(line: dict[str, Any], way: str) -> str:
 
 
 def means(lines: Iterable[dict[str, Any]]) -> str:
-    """Geometric means over the scripts that were measured both ways."""
+    """Returns the geometric means over the scripts that were measured both ways."""
     both = [line for line in lines if line.get("ratio") and line.get("best_trial")]
     if not both:
         return "No script was measured both ways."
-    ran = geometric(line["ratio"] for line in both)
-    best = geometric(line["best_trial"] for line in both)
+    ran = geometric_mean(line["ratio"] for line in both)
+    best = geometric_mean(line["best_trial"] for line in both)
     verified = sum(bool(line["verified"]) for line in both)
     return (
         f"Geometric mean of {len(both)} scripts: `advisor run` {ran:.2f}x, best trial {best:.2f}x,"
@@ -79,7 +79,7 @@ def means(lines: Iterable[dict[str, Any]]) -> str:
     )
 
 
-def geometric(ratios: Iterable[float]) -> float:
+def geometric_mean(ratios: Iterable[float]) -> float:
     logs = [math.log(ratio) for ratio in ratios]
     return math.exp(sum(logs) / len(logs))
 

@@ -1,12 +1,12 @@
-"""Starts a training script with one config set by hand, without advisor.
+"""Runs a training script with a given config, without advisor.
 
     python benchmarks/others/wrapped.py --compile reduce-overhead --format bf16 train.py --epochs 9
 
-The first module with weights that the script calls counts as the trained model, or each outermost
-one with `--every`. Its calls in training go through autocast and torch.compile, if they have the
-shapes of the first one; all others stay eager. With `--seconds` it is ended after so many seconds
-of steps, the first of which do not count, and prints how many it made in a second. With `--profile`
-it prints where the time of these steps goes: the GPU, waiting for the loader, anything else.
+The first module with weights that the script calls is taken for the trained model; with `--every`,
+each outermost module is. Its training calls use autocast and torch.compile if their shapes are
+those of the first call; all others stay eager. With `--seconds`, the script warms up, runs for so
+many seconds, prints its steps per second, and is ended. With `--profile`, it also prints how long
+the GPU was busy, and how long the script waited for its loader.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FORMATS = ("own", "tf32", "bf16")
 LAYOUTS = ("own", "channels_last")
 OWN = ("autocast", "compile")
 SETTLE_STEPS, SETTLE_S = 8, 2.0
-"""Steps of the optimizers, and seconds, that do not count; for a profile, only the steps."""
+"""Warm-up: at least these optimizer steps and seconds; with a profile, only the steps."""
 
 
 def main() -> None:
@@ -44,9 +44,9 @@ def main() -> None:
     parser.add_argument("--layout", choices=LAYOUTS, default="own")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--fused", action="store_true", help="fused optimizers")
-    parser.add_argument("--without", choices=OWN, help="what of the script's own is left out")
+    parser.add_argument("--without", choices=OWN, help="what the script must not use")
     parser.add_argument("--every", action="store_true", help="wrap every outermost model")
-    parser.add_argument("--seconds", type=float, help="of steps, after which it is ended")
+    parser.add_argument("--seconds", type=float, help="end after measuring this long")
     parser.add_argument("--profile", action="store_true", help="profile the steps of --seconds")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -56,7 +56,7 @@ def main() -> None:
     if args.fused:
         fuse()
     if args.without:
-        leave_out(args.without)
+        disable(args.without)
     if args.seconds:
         count_steps(args.seconds, Profile() if args.profile else None)
     if (args.compile, args.format, args.layout) != ("none", "own", "own"):
@@ -67,11 +67,11 @@ def main() -> None:
 
 
 def wrap_called(compile_by: str, number_format: str, layout: str, *, every: bool) -> None:
-    """Wraps the first module with weights that is called, or every outermost one, from its second
-    call on."""
+    """Wraps the first module with weights that is called, or all outermost ones with `every`. The
+    first call of a module stays unwrapped."""
     parts: set[nn.Module] = set()
 
-    def called(model: nn.Module, inputs: Any) -> None:
+    def on_call(model: nn.Module, inputs: Any) -> None:
         if model in parts or next(model.parameters(), None) is None:
             return
         parts.update(model.modules())
@@ -79,25 +79,25 @@ def wrap_called(compile_by: str, number_format: str, layout: str, *, every: bool
             handle.remove()
         wrap(model, compile_by, number_format, layout)
 
-    handle = register_module_forward_pre_hook(called)
+    handle = register_module_forward_pre_hook(on_call)
 
 
 def fuse() -> None:
-    """Makes the optimizers of the script fused ones."""
+    """Makes the script's optimizers fused."""
     for optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         optimizer.__init__ = functools.partialmethod(optimizer.__init__, fused=True)
 
 
-def leave_out(own: str) -> None:
-    """Has the script's own autocast or compilation do nothing."""
-    if own == "compile":
+def disable(feature: str) -> None:
+    """Disables the script's own autocast or compilation."""
+    if feature == "compile":
         torch.compile = lambda model, *args, **kwargs: model
     else:
         torch.autocast = lambda *args, **kwargs: nullcontext()
 
 
 class Profile:
-    """The seconds in which the GPU runs a kernel, and in which loaders are waited for."""
+    """Measures how long the GPU runs kernels, and how long the script waits for loaders."""
 
     def __init__(self) -> None:
         from torch.utils.data import dataloader
@@ -105,25 +105,25 @@ class Profile:
         kinds = torch.profiler.ProfilerActivity
         kind = kinds.CUDA if torch.cuda.is_available() else kinds.CPU
         self._profiler = torch.profiler.profile(activities=[kind])
-        self._waited_s = self._begun_s = 0.0
+        self._waited_s = self._began_s = 0.0
         take_next = dataloader._BaseDataLoaderIter.__next__
 
-        def timed(loader: Any) -> Any:
-            begun = time.perf_counter()
+        def timed_next(loader: Any) -> Any:
+            began = time.perf_counter()
             try:
                 return take_next(loader)
             finally:
-                self._waited_s += time.perf_counter() - begun
+                self._waited_s += time.perf_counter() - began
 
-        dataloader._BaseDataLoaderIter.__next__ = timed
+        dataloader._BaseDataLoaderIter.__next__ = timed_next
 
     def start(self) -> None:
         synchronize()
-        self._begun_s = self._waited_s
+        self._began_s = self._waited_s
         self._profiler.start()
 
     def result(self, steps: int, wall_s: float) -> dict[str, float]:
-        """Milliseconds of one step."""
+        """Ends the profile. Returns milliseconds per step, and kernels per step."""
         synchronize()
         self._profiler.stop()
         spans = sorted(
@@ -135,7 +135,7 @@ class Profile:
         for start, end in spans:  # kernels of several streams overlap
             busy_us += max(0.0, end - max(start, until))
             until = max(until, end)
-        waited_s = self._waited_s - self._begun_s
+        waited_s = self._waited_s - self._began_s
         return {
             "step_ms": 1e3 * wall_s / steps,
             "gpu_busy_ms": 1e-3 * busy_us / steps,
@@ -150,24 +150,24 @@ def synchronize() -> None:
 
 
 def count_steps(seconds: float, profile: Profile | None = None) -> None:
-    """Prints the steps per second of the script's optimizers after so many seconds, and ends it."""
-    begun, first, steps = 0.0, 0.0, 0
+    """After `seconds` of optimizer steps, prints the steps per second and ends the script."""
+    began, first, steps = 0.0, 0.0, 0
 
-    def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        nonlocal begun, first, steps
+    def on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal began, first, steps
         now, steps = time.perf_counter(), steps + 1
         first = first or now
-        if not begun and steps >= SETTLE_STEPS and (profile or now - first >= SETTLE_S):
+        if not began and steps >= SETTLE_STEPS and (profile or now - first >= SETTLE_S):
             if profile is not None:
                 profile.start()
-            begun, steps = time.perf_counter(), 0
-        elif begun and now - begun >= seconds:
-            found = {"steps_per_s": steps / (now - begun)}
-            found |= profile.result(steps, now - begun) if profile is not None else {}
-            print(json.dumps(found), flush=True)
+            began, steps = time.perf_counter(), 0
+        elif began and now - began >= seconds:
+            result = {"steps_per_s": steps / (now - began)}
+            result |= profile.result(steps, now - began) if profile is not None else {}
+            print(json.dumps(result), flush=True)
             os._exit(0)
 
-    register_optimizer_step_post_hook(stepped)
+    register_optimizer_step_post_hook(on_step)
 
 
 def wrap(model: nn.Module, compile_by: str, number_format: str, layout: str) -> None:
@@ -178,30 +178,30 @@ def wrap(model: nn.Module, compile_by: str, number_format: str, layout: str) -> 
     model.forward = formatted(model.forward, number_format, layout)
     if compile_by != "none":
         plain = model._call_impl
-        # The wrapper that `module(...)` asks first.
+        # `module(...)` calls this attribute instead of `_call_impl`, if it is set.
         model._compiled_call_impl = gated(model, plain, compiled(plain, compile_by))
 
 
 def formatted(forward: Callable[..., Any], number_format: str, layout: str) -> Callable[..., Any]:
-    """The forward under autocast, images in the layout of the weights, outputs in float32."""
+    """Wraps a forward: autocast, images in the layout of the weights, outputs in float32."""
 
-    def images(value: Any) -> Any:
+    def to_channels_last(value: Any) -> Any:
         is_image = isinstance(value, torch.Tensor) and value.dim() == 4
         return value.contiguous(memory_format=torch.channels_last) if is_image else value
 
-    def single(value: Any) -> Any:
+    def to_fp32(value: Any) -> Any:
         is_half = isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
         return value.float() if is_half else value
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if layout == "channels_last":
-            args, kwargs = tree_map(images, (args, kwargs))
+            args, kwargs = tree_map(to_channels_last, (args, kwargs))
         with autocast(number_format):
             outputs = forward(*args, **kwargs)
         has_loss = isinstance(outputs, dict) and "loss" in outputs
-        # Some losses refuse bf16; of outputs with a loss of their own only that is used.
-        return tree_map(single, outputs) if number_format == "bf16" and not has_loss else outputs
+        # Some loss functions refuse bf16. If the outputs have a loss, nothing else is used.
+        return tree_map(to_fp32, outputs) if number_format == "bf16" and not has_loss else outputs
 
     return run
 
@@ -210,7 +210,7 @@ def autocast(number_format: str) -> AbstractContextManager[Any]:
     if number_format != "bf16":
         return nullcontext()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # CUDA graphs must not hold casts that a cache frees.
+    # CUDA graphs must not refer to casts that autocast's cache frees.
     return torch.autocast(device, torch.bfloat16, cache_enabled=False)
 
 
@@ -226,13 +226,13 @@ def gated(
     fast: Callable[..., Any],
     signatures: int = 1,
 ) -> Callable[..., Any]:
-    """Calls `fast` in training with one of the first signatures seen there, else `plain`."""
+    """Calls `fast` in training if the signature is among the first ones seen, else `plain`."""
     expected: list[Any] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not (model.training and torch.is_grad_enabled()):
             return plain(*args, **kwargs)
-        signature = [described(leaf) for leaf in tree_leaves((args, kwargs))]
+        signature = [signature_of(leaf) for leaf in tree_leaves((args, kwargs))]
         if len(expected) < signatures and signature not in expected:
             expected.append(signature)
         return (fast if signature in expected else plain)(*args, **kwargs)
@@ -240,8 +240,8 @@ def gated(
     return call
 
 
-def described(leaf: Any) -> Any:
-    """What compiled code was made for, of one argument."""
+def signature_of(leaf: Any) -> Any:
+    """Returns the part of a signature that describes one argument."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype, leaf.requires_grad
     return leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)

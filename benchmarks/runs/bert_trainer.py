@@ -1,4 +1,4 @@
-"""BERT-base, 32 texts of 128 tokens, by Hugging Face's Trainer: its AdamW is fused as it is.
+"""BERT-base, 32 texts of 128 tokens, with Hugging Face's Trainer, whose AdamW is fused.
 
 python benchmarks/runs/bert_trainer.py
 """
@@ -21,7 +21,7 @@ from transformers import (
 
 
 class Texts(Dataset):
-    """Made-up tokens, of two classes."""
+    """Random tokens of two classes."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -38,7 +38,7 @@ class Texts(Dataset):
 
 
 class Count(TrainerCallback):
-    """Counts the steps; the Trainer prints the loss itself."""
+    """Counts the steps. The Trainer prints the loss itself."""
 
     def __init__(self, speed: Speed) -> None:
         self.speed = speed

@@ -1,10 +1,10 @@
-"""Tune a command, then compare `advisor run` with the original and with a version by hand.
+"""Tunes a command, then compares `advisor run` with the original and a hand-tuned version.
 
     python benchmarks/runs/compare.py --results runs.jsonl --by-hand -- \\
         python benchmarks/runs/resnet50.py
 
-By hand the job has written into it what the record advises. Starts come in turn, as many rounds as
-the time holds. The jobs print their own samples/s and losses; what is compared is what they print.
+The hand-tuned version applies the record's best config itself. The versions run in turn, for as
+many rounds as the time allows. The jobs print the samples/s and losses that are compared.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ RATE = re.compile(r"([0-9.,]+) (?:samples|steps)/s over")
 LOSS = re.compile(r"loss'?:? '?([0-9.]+)")
 
 
-def spoken(words: list[str], environment: dict[str, str], limit_s: float) -> tuple[str, float]:
-    """What a command prints, and how long it took."""
+def run(words: list[str], environment: dict[str, str], limit_s: float) -> tuple[str, float]:
+    """Runs a command. Returns its output and its seconds."""
     began = time.monotonic()
     done = subprocess.run(
         words,
@@ -44,29 +44,29 @@ def spoken(words: list[str], environment: dict[str, str], limit_s: float) -> tup
 
 
 def speed(text: str) -> float:
-    found = RATE.findall(text)
-    return float(found[-1].replace(",", "")) if found else float("nan")
+    rates = RATE.findall(text)
+    return float(rates[-1].replace(",", "")) if rates else float("nan")
 
 
-def shown(config: dict[str, object], default: dict[str, object]) -> dict[str, object]:
-    """What of a config is not as it is."""
+def diff(config: dict[str, object], default: dict[str, object]) -> dict[str, object]:
+    """Returns the values of a config that differ from the default."""
     return {name: value for name, value in config.items() if default.get(name) != value}
 
 
-def said(record: dict[str, Any]) -> dict[str, Any]:
-    """What a record holds of this run, without its trials."""
+def summary(record: dict[str, Any]) -> dict[str, Any]:
+    """Summarizes a record without its trials."""
     default = record["baseline"]["config"]
     [winner] = [one["choice"] for one in record["winners"] if one["use"] == "pilot"]
     figures = ("speedup", "speedup_low", "speedup_high")
     trials = record["trials"]
     return {
-        "winner": shown(winner["config"], default) | {name: winner[name] for name in figures},
+        "winner": diff(winner["config"], default) | {name: winner[name] for name in figures},
         "raced": [
-            shown(one["config"], default) | {name: one[name] for name in figures}
+            diff(one["config"], default) | {name: one[name] for name in figures}
             for one in record["raced"]
         ],
         "compared": [
-            [shown(one["config"], default), one["measurement"]["reason"], round(one["seconds"], 1)]
+            [diff(one["config"], default), one["measurement"]["reason"], round(one["seconds"], 1)]
             for one in trials
             if one["stage"] == "numerics"
         ],
@@ -76,8 +76,8 @@ def said(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def by_hand(config: dict[str, object]) -> list[str]:
-    """The options of a job of this folder that is to have a config written into it."""
+def hand_options(config: dict[str, object]) -> list[str]:
+    """Returns the options that make a job of this folder apply a config itself."""
     words = [config["compile"]] if config.get("compile", "none") != "none" else []
     words += [config["precision"]] if config.get("precision") in ("bf16", "tf32") else []
     words += [name for name in ("cudnn_benchmark", "channels_last") if config.get(name)]
@@ -93,28 +93,28 @@ def main() -> None:
     parser.add_argument("--budget", default="150s")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--by-hand", action="store_true", help="also run the job hand-tuned")
     parser.add_argument(
-        "--by-hand", action="store_true", help="the command is a job of this folder"
+        "--hand", metavar="COMMAND", help="a hand-tuned version, which applies $HAND"
     )
-    parser.add_argument("--hand", metavar="COMMAND", help="the same, by hand as $HAND says")
-    parser.add_argument("--until", type=float, default=1e9, help="seconds; no round begins after")
+    parser.add_argument("--until", type=float, default=1e9, help="no new rounds after (seconds)")
     parser.add_argument(
-        "--meter", action="store_true", help="the command counts no steps itself: see meter/"
+        "--meter", action="store_true", help="the command prints no speed: measure it with meter/"
     )
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds of one command")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds per command")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     command, began = args.command[1:], time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         store = {"ADVISOR_CACHE": str(Path(folder) / "store")}
         advisor = [sys.executable, "-m", "advisor"]
-        _, took = spoken(
+        _, took_s = run(
             [*advisor, "tune", "--budget", args.budget, "--", *command], store, 2 * args.limit
         )
-        listed = subprocess.run(
+        listing = subprocess.run(
             [*advisor, "show", "--json"], env=os.environ | store, capture_output=True, text=True
         ).stdout
-        records = [said(one) for one in json.loads(listed or "{}").get("records", [])]
+        records = [summary(one) for one in json.loads(listing or "{}").get("records", [])]
         steps = [] if args.meter else ["--steps", str(args.steps)]
         if args.meter:
             behind = os.environ.get("PYTHONPATH", "")
@@ -124,26 +124,26 @@ def main() -> None:
             "advisor run": [*advisor, "run", "--", *command, *steps],
         }
         if args.by_hand and records:
-            ways["by hand"] = [*command, *steps, *by_hand(records[0]["winner"])]
+            ways["by hand"] = [*command, *steps, *hand_options(records[0]["winner"])]
         if args.hand and records:
             ways["by hand"] = shlex.split(args.hand)
-            store["HAND"] = by_hand(records[0]["winner"])[1]
+            store["HAND"] = hand_options(records[0]["winner"])[1]
         rates: dict[str, list[float]] = {way: [] for way in ways}
         losses: dict[str, list[float]] = {}
         for number in range(args.rounds):
             if number and time.monotonic() - began > args.until:
                 break
             for way, words in ways.items():
-                text, _ = spoken(words, store, args.limit)
+                text, _ = run(words, store, args.limit)
                 rates[way].append(speed(text))
                 losses[way] = [float(one) for one in LOSS.findall(text)][:8]
     row = {
         "command": shlex.join(command),
         "budget": args.budget,
-        "tuned_s": round(took, 1),
+        "tuned_s": round(took_s, 1),
         "per_s": rates,
-        "over_as_it_is": over(rates, "as it is"),
-        "over_by_hand": over(rates, "by hand"),
+        "over_as_it_is": relative_to(rates, "as it is"),
+        "over_by_hand": relative_to(rates, "by hand"),
         "losses": losses,
         "records": records,
     }
@@ -152,8 +152,8 @@ def main() -> None:
     print(json.dumps(row, indent=1))
 
 
-def over(rates: dict[str, list[float]], base: str) -> dict[str, list[float]]:
-    """Each way's rates over those of one of them, round by round."""
+def relative_to(rates: dict[str, list[float]], base: str) -> dict[str, list[float]]:
+    """Divides the rates of each way by those of `base`, round by round."""
     return {
         way: [round(one / plain, 3) for one, plain in zip(rates[way], rates[base], strict=True)]
         for way in rates

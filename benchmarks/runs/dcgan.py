@@ -1,4 +1,4 @@
-"""DCGAN as pytorch/examples has it: two models, two optimizers, BCELoss after a sigmoid.
+"""DCGAN as in pytorch/examples: two models, two optimizers, BCELoss after a sigmoid.
 
 python benchmarks/runs/dcgan.py
 """
@@ -12,7 +12,7 @@ NOISE, WIDTH, SIDE = 100, 64, 64
 
 
 def generator() -> nn.Sequential:
-    """Noise (N, NOISE, 1, 1) to pictures (N, 3, 64, 64)."""
+    """Maps noise (N, NOISE, 1, 1) to pictures (N, 3, 64, 64)."""
     layers: list[nn.Module] = []
     before = NOISE
     for width, stride, padding in ((8, 1, 0), (4, 2, 1), (2, 2, 1), (1, 2, 1)):
@@ -28,7 +28,7 @@ def generator() -> nn.Sequential:
 
 
 def discriminator() -> nn.Sequential:
-    """Pictures (N, 3, 64, 64) to how likely each is a real one, (N, 1, 1, 1)."""
+    """Maps pictures (N, 3, 64, 64) to the probabilities that they are real (N, 1, 1, 1)."""
     layers: list[nn.Module] = [nn.Conv2d(3, WIDTH, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, True)]
     for width in (1, 2, 4):
         layers += [
@@ -40,7 +40,7 @@ def discriminator() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def start(module: nn.Module) -> None:
+def init(module: nn.Module) -> None:
     if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
         nn.init.normal_(module.weight, 0.0, 0.02)
     elif isinstance(module, nn.BatchNorm2d):
@@ -62,7 +62,7 @@ def main() -> None:
         pin_memory=device.type == "cuda",
         drop_last=True,
     )
-    net_g, net_d = generator().apply(start).to(device), discriminator().apply(start).to(device)
+    net_g, net_d = generator().apply(init).to(device), discriminator().apply(init).to(device)
     for net in (net_g, net_d):
         hand.prepare(net)
     settings = {"lr": 0.0002, "betas": (0.5, 0.999), "fused": hand.fused or None}
@@ -75,7 +75,7 @@ def main() -> None:
     speed = Speed(args.steps, args.batch_size)
     while True:
         for pictures, _ in loader:
-            real = hand.laid_out(normalized(pictures.to(device, non_blocking=True)))
+            real = hand.to_layout(normalized(pictures.to(device, non_blocking=True)))
 
             net_d.zero_grad()
             with hand.autocast(device):

@@ -1,4 +1,4 @@
-"""GPT-2 small without a framework: gradients of four batches gathered, clipped, then stepped.
+"""GPT-2 small without a framework: gradients of four batches are accumulated and clipped.
 
 python benchmarks/runs/gpt2_accumulate.py
 """
@@ -18,11 +18,11 @@ from job import Speed, options
 
 from gpt2 import GPT2, VOCABULARY
 
-GATHERED, WARM_UP, DECAY = 4, 100, 10_000
+ACCUMULATED, WARM_UP, DECAY = 4, 100, 10_000
 
 
 class Texts(Dataset):
-    """Stretches of one long made-up text: tokens and the ones that follow them."""
+    """Parts of one long random text: tokens and the tokens that follow them."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -32,16 +32,16 @@ class Texts(Dataset):
         return len(self.text) - self.length
 
     def __getitem__(self, start: int) -> tuple[Tensor, Tensor]:
-        stretch = self.text[start : start + self.length + 1]
-        return stretch[:-1], stretch[1:]
+        part = self.text[start : start + self.length + 1]
+        return part[:-1], part[1:]
 
 
-def rate(step: int) -> float:
-    """The learning rate's factor: a linear warm-up, then half a cosine down to a tenth."""
+def lr_factor(step: int) -> float:
+    """Returns the factor of the learning rate: linear warm-up, then half a cosine to 0.1."""
     if step < WARM_UP:
         return (step + 1) / WARM_UP
-    along = min(1.0, (step - WARM_UP) / (DECAY - WARM_UP))
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * along))
+    progress = min(1.0, (step - WARM_UP) / (DECAY - WARM_UP))
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
 
 
 def main() -> None:
@@ -63,25 +63,25 @@ def main() -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=hand.fused or None
     )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
 
     if hand.graphs:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
-    speed = Speed(args.steps, GATHERED * args.batch_size)
+    speed = Speed(args.steps, ACCUMULATED * args.batch_size)
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     model.train()
     while True:
         total = torch.zeros((), device=device)
-        for tokens, following in itertools.islice(batches, GATHERED):
+        for tokens, following in itertools.islice(batches, ACCUMULATED):
             tokens = tokens.to(device, non_blocking=True)
             following = following.to(device, non_blocking=True)
             with hand.autocast(device):
                 logits = model(tokens)
                 loss = functional.cross_entropy(logits.flatten(0, 1), following.flatten())
-            (loss / GATHERED).backward()
-            total += loss.detach() / GATHERED
+            (loss / ACCUMULATED).backward()
+            total += loss.detach() / ACCUMULATED
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()

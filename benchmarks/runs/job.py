@@ -1,8 +1,8 @@
-"""What the jobs in this folder share: their options, made-up data, and their own samples/s.
+"""Shared by the jobs in this folder: options, synthetic data, and printing of samples/s.
 
-The jobs are ordinary training scripts, each as its framework's users write it, and know nothing of
-advisor. With `--by-hand bf16,channels_last,reduce-overhead` the same job has these written into it:
-what advice is to be compared with.
+The jobs are ordinary training scripts in the style of their framework, without calls to advisor.
+`--by-hand bf16,channels_last,reduce-overhead` makes a job apply these settings itself, to compare
+them with advice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODES = ("default", "reduce-overhead", "max-autotune", "cudagraphs")
 
 @dataclass(frozen=True)
 class Hand:
-    """What is written into a job by hand; `compiled` by this mode, or '' for not at all."""
+    """Settings that a job applies itself; `compiled` is a mode, or '' for no compilation."""
 
     bf16: bool = False
     tf32: bool = False
@@ -33,7 +33,7 @@ class Hand:
     compiled: str = ""
 
     @classmethod
-    def of(cls, text: str) -> Hand:
+    def parse(cls, text: str) -> Hand:
         words = {word for word in text.split(",") if word}
         if unknown := words - {*WORDS, *MODES}:
             raise argparse.ArgumentTypeError(f"{unknown}: expected some of {WORDS}, one of {MODES}")
@@ -42,17 +42,17 @@ class Hand:
 
     @property
     def graphs(self) -> bool:
-        """Whether CUDA graphs are replayed, whose gradients must not be added to where they lie."""
+        """Whether CUDA graphs are used; their gradients must be accumulated in other memory."""
         return self.compiled not in ("", "default")
 
     def set_flags(self) -> None:
-        """TF32 for what stays fp32, and cuDNN's fastest convolutions for the shapes at hand."""
+        """Sets TF32 for fp32 matrix products, and cuDNN's benchmark mode."""
         if self.tf32:
             torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Its weights laid out and its calls compiled."""
+        """Converts the layout of a module's weights and compiles its calls."""
         if self.channels_last:
             module.to(memory_format=torch.channels_last)
         if self.compiled == "cudagraphs":
@@ -61,13 +61,13 @@ class Hand:
             module.compile(mode=self.compiled)
         return module
 
-    def laid_out(self, pictures: Tensor) -> Tensor:
+    def to_layout(self, pictures: Tensor) -> Tensor:
         if not self.channels_last:
             return pictures
         return pictures.contiguous(memory_format=torch.channels_last)
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """bf16 around a forward pass if asked for, else nothing at all."""
+        """Returns a bf16 autocast if it is set, else a context that does nothing."""
         on = self.bf16
         return torch.autocast(device.type, torch.bfloat16) if on else contextlib.nullcontext()
 
@@ -75,19 +75,19 @@ class Hand:
 def options(
     description: str, *, batch_size: int, size: int | None = None, root: bool = False
 ) -> argparse.Namespace:
-    """The command line's options, over what is usual for the job. With `root` it reads files, and
-    its loader is as torch has it where no workers are asked for."""
+    """Parses the command line; the arguments are the job's defaults. A job with `root` reads files,
+    with torch's default loader unless workers are given."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1_000_000, help="optimizer steps, at least 2")
-    parser.add_argument("--batch-size", type=int, default=batch_size, help="a GPU's, in one batch")
+    parser.add_argument("--batch-size", type=int, default=batch_size, help="samples per GPU")
     if size is not None:
-        parser.add_argument("--size", type=int, default=size, help="of a picture's side or a text")
+        parser.add_argument("--size", type=int, default=size, help="picture side or text length")
     if root:
-        parser.add_argument("--root", required=True, metavar="FOLDER", help="of JPEG files")
+        parser.add_argument("--root", required=True, metavar="FOLDER", help="folder of JPEG files")
     workers = 0 if root else 8
-    parser.add_argument("--workers", type=int, default=workers, help="the data loader's")
+    parser.add_argument("--workers", type=int, default=workers, help="data loader workers")
     parser.add_argument(
-        "--by-hand", type=Hand.of, default=Hand(), metavar="WORDS", help="written into the job"
+        "--by-hand", type=Hand.parse, default=Hand(), metavar="WORDS", help="settings for the job"
     )
     args = parser.parse_args()
     if args.steps < 2:
@@ -96,7 +96,7 @@ def options(
 
 
 class Pictures(Dataset):
-    """As many as ImageNet has, drawn from few, as bytes: workers and copies, but no decoding."""
+    """A dataset of ImageNet's size that repeats 512 random 8-bit images: nothing to decode."""
 
     def __init__(self, size: int, classes: int = 1000) -> None:
         self.pictures = torch.randint(256, (512, 3, size, size), dtype=torch.uint8)
@@ -110,22 +110,22 @@ class Pictures(Dataset):
 
 
 def normalized(pictures: Tensor) -> Tensor:
-    """Bytes as floats from -1 to 1."""
+    """Converts bytes to floats from -1 to 1."""
     return pictures.float().div_(127.5).sub_(1)
 
 
 class Speed:
-    """Prints the loss every 50 steps and, when all are done, samples/s over their second half."""
+    """Prints the loss every 50 steps and, at the end, the samples/s of the second half."""
 
     def __init__(self, steps: int, samples_per_step: int) -> None:
         self.steps = steps
         self.samples_per_step = samples_per_step * int(os.environ.get("WORLD_SIZE", "1"))
-        self.speaks = os.environ.get("RANK", "0") == "0"
+        self.prints = os.environ.get("RANK", "0") == "0"
         self.done = 0
         self.started = 0.0
 
     def step(self, loss: Tensor | None = None) -> bool:
-        """Counts a step that was queued, and says whether it was the last."""
+        """Counts a step. Returns whether it was the last one."""
         self.done += 1
         if loss is not None and self.done % 50 == 0:
             self._print(f"step {self.done}: loss {loss.item():.4f}")
@@ -143,5 +143,5 @@ class Speed:
         return time.perf_counter()
 
     def _print(self, line: str) -> None:
-        if self.speaks:
+        if self.prints:
             print(line, flush=True)

@@ -1,4 +1,4 @@
-"""MobileNetV3-Large by Lightning, batch 64.
+"""MobileNetV3-Large with Lightning, batch 64.
 
 python benchmarks/runs/mobilenet_lightning.py
 """
@@ -21,7 +21,7 @@ class Classifier(lightning.LightningModule):
         self.net = hand.prepare(torchvision.models.mobilenet_v3_large(weights=None))
 
     def training_step(self, batch: tuple[Tensor, Tensor], _index: int) -> Tensor:
-        pictures, labels = self.hand.laid_out(normalized(batch[0])), batch[1]
+        pictures, labels = self.hand.to_layout(normalized(batch[0])), batch[1]
         return functional.cross_entropy(self.net(pictures), labels)
 
     def configure_optimizers(self) -> dict[str, Any]:

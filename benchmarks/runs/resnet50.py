@@ -1,4 +1,4 @@
-"""ResNet-50 as torchvision's references train it: a loop written by hand, on one GPU or several.
+"""ResNet-50 as in torchvision's references: a plain training loop, on one GPU or several.
 
 python benchmarks/runs/resnet50.py
 torchrun --nproc-per-node 2 benchmarks/runs/resnet50.py
@@ -59,7 +59,7 @@ def main() -> None:
             pictures = normalized(pictures.to(device, non_blocking=True))
             labels = labels.to(device, non_blocking=True)
             with hand.autocast(device):
-                loss = criterion(model(hand.laid_out(pictures)), labels)
+                loss = criterion(model(hand.to_layout(pictures)), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -1,4 +1,4 @@
-"""ResNet-50 from JPEG files, by a DataLoader that is left as torch has it: the job waits for data.
+"""ResNet-50 on JPEG files with torch's default DataLoader settings: the job waits for data.
 
 python benchmarks/runs/resnet50_jpegs.py --root FOLDER
 """
@@ -25,13 +25,13 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
 
-    given = {"num_workers": args.workers, "pin_memory": True} if args.workers else {}
+    settings = {"num_workers": args.workers, "pin_memory": True} if args.workers else {}
     loader = DataLoader(
         make_dataset(args.root, args.size),
         batch_size=args.batch_size,
         shuffle=True,
         drop_last=True,
-        **given,
+        **settings,
     )
     model = hand.prepare(torchvision.models.resnet50(weights=None).to(device))
     criterion = nn.CrossEntropyLoss()
@@ -42,7 +42,7 @@ def main() -> None:
     speed = Speed(args.steps, args.batch_size)
     for _ in itertools.count():
         for pictures, labels in loader:
-            pictures = hand.laid_out(pictures.to(device, non_blocking=True))
+            pictures = hand.to_layout(pictures.to(device, non_blocking=True))
             labels = labels.to(device, non_blocking=True)
             with hand.autocast(device):
                 loss = criterion(model(pictures), labels)

@@ -1,10 +1,10 @@
-"""Epochs that end in a short batch and an evaluation: is the last one as fast as the first?
+"""Trains epochs that end with a short batch and an evaluation: does the speed stay the same?
 
     advisor tune --budget 60s -- python benchmarks/runs/three_epochs.py --epochs 100
     advisor run -- python benchmarks/runs/three_epochs.py
 
-Prints a JSON line for each epoch: the median seconds of a full batch's step in the epoch's second
-half, and how many graphs torch.compile has made by its end. An `advisor run` compiles in the first.
+Prints a JSON line for each epoch: the median seconds of a step with a full batch in its second
+half, and the number of graphs compiled so far. Under `advisor run`, the first epoch compiles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn import functional
 BATCH, LENGTH, WORDS = 16, 256, 8192
 
 
-class Language(nn.Module):
+class LanguageModel(nn.Module):
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, width)
@@ -31,8 +31,8 @@ class Language(nn.Module):
         self.last = nn.Linear(width, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.last(self.layers(self.embedding(tokens)))
-        return found
+        logits: Tensor = self.last(self.layers(self.embedding(tokens)))
+        return logits
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -47,13 +47,13 @@ def graphs() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300, help="full batches of an epoch")
+    parser.add_argument("--steps", type=int, default=300, help="full batches per epoch")
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     args = parser.parse_args()
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Language(args.width, args.layers).to(device)
+    model = LanguageModel(args.width, args.layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     samples = args.steps * BATCH + BATCH // 3  # the last batch is short
     data = torch.randint(WORDS, (samples, LENGTH), device=device)
@@ -70,10 +70,10 @@ def main() -> None:
             seconds.append(time.perf_counter() - began)
         model.eval()
         with torch.no_grad():
-            evaluated = statistics.fmean(loss_of(model, t).item() for t in data[:100].split(BATCH))
+            eval_loss = statistics.fmean(loss_of(model, t).item() for t in data[:100].split(BATCH))
         step_s = statistics.median(seconds[len(seconds) // 2 : -1])
         line = {"epoch": epoch + 1, "step_s": step_s, "short_s": seconds[-1], "graphs": graphs()}
-        print(json.dumps(line | {"loss": loss.item(), "evaluated": evaluated}), flush=True)
+        print(json.dumps(line | {"loss": loss.item(), "evaluated": eval_loss}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""ViT-B/16 by Accelerate, batch 64, on one GPU or several.
+"""ViT-B/16 with Accelerate, batch 64, on one GPU or several.
 
 python benchmarks/runs/vit_accelerate.py
 accelerate launch --num_processes 2 benchmarks/runs/vit_accelerate.py
@@ -40,7 +40,7 @@ def main() -> None:
     while True:
         model.train()
         for pictures, labels in loader:
-            loss = criterion(model(hand.laid_out(normalized(pictures))), labels)
+            loss = criterion(model(hand.to_layout(normalized(pictures))), labels)
             optimizer.zero_grad()
             accelerator.backward(loss)
             optimizer.step()

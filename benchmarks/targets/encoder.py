@@ -1,4 +1,4 @@
-"""An encoder of text with LayerNorm and dropout, as BERT-base is built, for two classes.
+"""A text classifier with the architecture of BERT-base, for two classes.
 
 advisor tune benchmarks/targets/encoder.py --shape 32x128 --dtype int64 --vocab 30000
 """
@@ -10,7 +10,7 @@ VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 30000, 512, 768, 12, 12
 
 
 class Net(nn.Module):
-    """Tokens (N, T) to the logits of two classes (N, 2)."""
+    """Maps tokens (N, T) to the logits of two classes (N, 2)."""
 
     def __init__(self) -> None:
         super().__init__()

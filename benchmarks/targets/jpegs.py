@@ -1,4 +1,4 @@
-"""JPEG files of a folder, decoded and augmented as for ImageNet by torchvision's transforms v2.
+"""Reads JPEG files, and augments them as for ImageNet with torchvision's transforms v2.
 
 advisor tune torchvision:resnet50 --shape 128x3x224x224 --data benchmarks/targets/jpegs.py \\
     --data-arg root=FOLDER
@@ -15,8 +15,8 @@ from torchvision.transforms import v2
 
 
 class Jpegs(Dataset[tuple[Tensor, int]]):
-    """Random crops of `crop` pixels, flipped at random, float32 and normalised. Each file stands
-    `times` times."""
+    """Normalized float32 images, cropped to `crop` pixels and flipped at random. Every file is used
+    `times` times in an epoch."""
 
     def __init__(self, root: str, crop: int, times: int) -> None:
         self.files = sorted(map(str, Path(root).glob("*.jpg")))

@@ -1,4 +1,4 @@
-"""A network that computes next to nothing: what feeds it is the limit on any device.
+"""A network with almost no computation: data loading is the limit on any device.
 
 advisor tune benchmarks/targets/light.py --shape 32x3x224x224 \\
     --data benchmarks/targets/jpegs.py --data-arg root=FOLDER
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Net(nn.Module):
-    """Images (N, 3, H, W) to the logits of a thousand classes (N, 1000)."""
+    """Maps images (N, 3, H, W) to the logits of a thousand classes (N, 1000)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""Two LSTM layers of 1,024 units over sequences of 128: a step launches thousands of kernels."""
+"""Two LSTM layers of 1,024 units. A step on sequences of 128 launches thousands of kernels."""
 
 from torch import Tensor, nn
 
 
 class Net(nn.Module):
-    """Classifies sequences of 256 features."""
+    """Maps sequences (N, T, 256) to the logits of ten classes (N, 10)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -12,6 +12,6 @@ class Net(nn.Module):
         self.head = nn.Linear(1024, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        found, _state = self.lstm(x)
-        logits: Tensor = self.head(found[:, -1])
+        outputs, _state = self.lstm(x)
+        logits: Tensor = self.head(outputs[:, -1])
         return logits

@@ -1,8 +1,8 @@
-"""A U-Net for images in two classes of pixels: five levels, 64 to 1024 channels.
+"""A U-Net that puts pixels into two classes: five levels, 64 to 1024 channels.
 
     advisor tune benchmarks/targets/unet.py --shape 16x3x256x256
 
-Ronneberger, Fischer and Brox, U-Net, 2015, with padding and BatchNorm.
+After Ronneberger, Fischer and Brox, U-Net, 2015, but with padding and BatchNorm.
 """
 
 import torch
@@ -13,7 +13,7 @@ WIDTHS = (64, 128, 256, 512, 1024)
 
 
 def block(before: int, after: int) -> nn.Sequential:
-    """(N, before, H, W) to (N, after, H, W)."""
+    """Maps (N, before, H, W) to (N, after, H, W)."""
     layers: list[nn.Module] = []
     for width in (before, after):
         layers += [nn.Conv2d(width, after, 3, padding=1, bias=False), nn.BatchNorm2d(after)]
@@ -22,7 +22,7 @@ def block(before: int, after: int) -> nn.Sequential:
 
 
 class Net(nn.Module):
-    """Images (N, 3, H, W), H and W multiples of 16, to logits (N, 2, H, W)."""
+    """Maps images (N, 3, H, W) to logits (N, 2, H, W). H and W are multiples of 16."""
 
     def __init__(self) -> None:
         super().__init__()

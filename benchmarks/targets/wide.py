@@ -1,10 +1,10 @@
-"""A stack of wide feed-forward blocks, most of whose work is matrix products."""
+"""A stack of wide feed-forward blocks. Most of their work is matrix products."""
 
 from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """(N, T, width) to itself."""
+    """A feed-forward block with a residual; maps (N, T, width) to (N, T, width)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Block(nn.Module):
 
 
 class Wide(nn.Sequential):
-    """`layers` blocks, each `width` wide."""
+    """A stack of `layers` blocks, each `width` wide."""
 
     def __init__(self, layers: int = 8, width: int = 4096) -> None:
         super().__init__(*(Block(width) for _ in range(layers)))

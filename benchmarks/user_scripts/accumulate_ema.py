@@ -1,4 +1,4 @@
-"""A small character model: gradient accumulation, averaged weights, the script's own compile."""
+"""A character model with gradient accumulation, averaged weights and its own torch.compile."""
 
 import argparse
 import math
@@ -53,13 +53,13 @@ def main():
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=4)
     parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--backend", default="inductor", help="torch.compile's")
     args = parser.parse_args()
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     text = torch.randint(0, 64, (100_000,))
-    text[1::2] = (text[::2] * 7 + 3) % 64  # every second character follows from the one before
+    text[1::2] = (text[::2] * 7 + 3) % 64  # every second character depends on the one before
 
     def batch():
         starts = torch.randint(0, len(text) - args.length - 1, (args.batch_size,)).tolist()

@@ -1,4 +1,4 @@
-"""A convolutional network under the script's own bf16 autocast, fed by the loader's workers."""
+"""A convolutional network with its own bf16 autocast and loader workers."""
 
 import argparse
 import time
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Pictures(Dataset):
-    """Pictures that are made when they are asked for, flipped and cropped at random."""
+    """Pictures that are generated on access and cropped at random."""
 
     def __init__(self, count):
         self.count = count

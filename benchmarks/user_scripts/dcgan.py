@@ -1,4 +1,4 @@
-"""A DCGAN on made-up images of 32 x 32; keeps samples and both networks each epoch."""
+"""A DCGAN on random images of 32 x 32; saves samples and both networks every epoch."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""An LSTM classifies sentences of different lengths, padded to the longest of each batch."""
+"""An LSTM that classifies sentences, padded to the longest one in each batch."""
 
 import argparse
 import random
@@ -13,7 +13,7 @@ PAD = 0
 
 
 class Sentences(Dataset):
-    """The label says whether the lower half of the words is in the majority."""
+    """Random sentences. The label is whether words of the lower half are more likely."""
 
     def __init__(self, count, words, longest):
         rng = random.Random(0)

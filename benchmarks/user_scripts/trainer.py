@@ -1,4 +1,4 @@
-"""A class trains a small convolutional network, evaluates each epoch and keeps checkpoints."""
+"""A trainer class for a small convolutional network, with evaluation and checkpoints."""
 
 import argparse
 import time

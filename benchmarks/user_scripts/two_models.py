@@ -1,4 +1,4 @@
-"""Trains a large network, then a small one on what the large one says."""
+"""Trains a large network, then a small one with the large one as its teacher."""
 
 import argparse
 import time

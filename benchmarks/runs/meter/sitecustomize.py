@@ -1,8 +1,8 @@
-"""Measures any training command from outside: steps/s of its last optimizer steps, then ends it.
+"""Measures any training command: prints the steps/s of its last optimizer steps, then ends it.
 
     METER_STEPS=600 PYTHONPATH=benchmarks/runs/meter python main.py
 
-Steps are counted by PyTorch's own hook; the clock runs over the second half of them.
+A hook of PyTorch counts the optimizer steps. Only the second half of them is timed.
 """
 
 import importlib.abc
@@ -19,11 +19,11 @@ class _Finder(importlib.abc.MetaPathFinder):
         spec = importlib.util.find_spec(name)
         load = spec.loader.exec_module
 
-        def loaded(module):
+        def load_and_count(module):
             load(module)
             _count(int(os.environ["METER_STEPS"]))
 
-        spec.loader.exec_module = loaded
+        spec.loader.exec_module = load_and_count
         return spec
 
 
@@ -40,7 +40,7 @@ def _count(steps):
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def stepped(_optimizer, _args, _kwargs):
+    def on_step(_optimizer, _args, _kwargs):
         nonlocal done, started
         done += 1
         if done == steps // 2:
@@ -52,7 +52,7 @@ def _count(steps):
                 sys.stdout.flush()
             os._exit(0)
 
-    register_optimizer_step_post_hook(stepped)
+    register_optimizer_step_post_hook(on_step)
 
 
 if os.environ.get("METER_STEPS"):
