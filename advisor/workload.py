@@ -238,7 +238,7 @@ def _new_log(records: Records, command: tuple[str, ...]) -> Path:
         make_folder(folder)
     except OSError as exc:
         raise StoreError(f"{folder}: {exc.strerror}; give another folder as --cache") from exc
-    file = folder / f"{fingerprint(list(command))[:12]}.log"
+    file = folder / f"{fingerprint([str(Path.cwd()), *command])[:12]}.log"
     file.unlink(missing_ok=True)
     return file
 

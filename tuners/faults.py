@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import re
 import traceback
@@ -95,8 +96,16 @@ def is_config_error(exc: BaseException) -> bool:
 
 
 def may_be_config_error(exc: BaseException) -> bool:
-    """Whether a config may be the cause: PyTorch raises the types below, scripts mostly others."""
-    return is_config_error(exc) or type(exc) in (RuntimeError, NotImplementedError)
+    """Whether a config may be the cause: PyTorch raises the types below. A script that raises one
+    by a statement of its own, as if a disk is full, is itself the cause."""
+    if type(exc) not in (RuntimeError, NotImplementedError):
+        return is_config_error(exc)
+    last = exc.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or is_library(last.tb_frame.f_code.co_filename):
+        return True
+    return last.tb_frame.f_code.co_code[last.tb_lasti] != dis.opmap["RAISE_VARARGS"]
 
 
 def where(exc: BaseException) -> str:

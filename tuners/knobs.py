@@ -307,7 +307,7 @@ def _own_fused(script: ScriptSettings) -> ScriptValue | None:
     if any(group.get("fused") for group in groups):
         return ScriptValue(True)
     fused = all("fused" in group for group in groups)
-    return None if fused else ScriptValue(None, why="the optimizer has no fused kernels")
+    return None if fused else ScriptValue(None, why="fused_optimizer: there are no fused kernels")
 
 
 def _threads(here: SearchContext) -> tuple[Value, ...]:

@@ -233,6 +233,8 @@ def _why_command(command: tuple[str, ...], cache: str | None, strict: bool) -> P
     own = served.record.baseline.config if served.record else served.config
     by = f"{served.record.id}: " if served.record else ""
     yield f"served      {by}{described(served.config, own, nothing='nothing')}; {served.reason}"
+    if len({one.record.key.model for one in found}) > 1:
+        yield "This command has trained several models. `advisor run` uses the record of its model."
     would = explained(served, served.config.batch or None)
     yield Output(
         lambda: {"command": list(command), "records": listed, "served": would},

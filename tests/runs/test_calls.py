@@ -1,4 +1,4 @@
-"""Configs compared within a run: a script's own calls, made again; the run goes on as it was."""
+"""Compares configs within a run by repeating the script's calls. The run must not change."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from advisor.tuners.measure.run.run import comparison
 from advisor.tuners.measure.runner import UNVERIFIED
 from advisor.tuners.measure.samples import Sample
 from advisor.tuners.search.space import Space
-from tests.runs.forked import COMPARES_S, TOLERANCE, Ordered, left_behind
+from tests.runs.forked import COMPARE_LIMIT_S, TOLERANCE, ScriptedGuide, left_behind
 
 HALF: Mapping[str, Value] = {"precision": "bf16"}
 
 
-class Asking(Ordered):
-    """A guide that has configs compared one after the other, then leaves the script unmodified."""
+class ComparingGuide(ScriptedGuide):
+    """A guide that compares configs one by one, then leaves the script unmodified."""
 
-    def __init__(self, *asked: Mapping[str, Value], careful: bool = False) -> None:
-        super().__init__(partial(comparisons, asked))
-        self.watch = RecordedSteps(careful=careful)
+    def __init__(self, *values_list: Mapping[str, Value], careful: bool = False) -> None:
+        super().__init__(partial(comparisons, values_list))
+        self.recorder = RecordedSteps(careful=careful)
         self.compiled: list[int] = []
 
     def next(self, result: BlockResult) -> BlockRequest:
@@ -42,21 +42,21 @@ class Asking(Ordered):
         return super().next(result)
 
 
-def comparisons(asked: Sequence[Mapping[str, Value]], space: Space) -> Iterator[BlockRequest]:
+def comparisons(values_list: Sequence[Mapping[str, Value]], space: Space) -> Iterator[BlockRequest]:
     own = Config(space.default | {"compile": "none"})
-    for number, values in enumerate(asked):
-        # What the first comparison has kept serves the next ones.
+    for number, values in enumerate(values_list):
+        # Later comparisons reuse the steps that the first one recorded.
         steps = 1 if number else POINTS
-        compare = comparison(own.replace(**values), own, TOLERANCE, COMPARES_S)
+        compare = comparison(own.replace(**values), own, TOLERANCE, COMPARE_LIMIT_S)
         yield BlockRequest(config=own, own=own, steps=steps, compare=compare)
     yield BlockRequest(config=own, own=own)
 
 
 class Net(nn.Module):
-    """Where it is given labels it returns its loss too, as Hugging Face's models do.
+    """Returns its loss too if it is given labels, as Hugging Face's models do.
 
     Args:
-        inner, outer: what becomes of its hidden values, and of its outputs.
+        inner, outer: applied to its hidden values and to its outputs.
     """
 
     def __init__(
@@ -74,25 +74,25 @@ class Net(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
         hidden = self.inner(self.norm(self.first(self.embedding(tokens).mean(1))).relu())
-        found = self.outer(self.last(self.dropout(hidden)))
+        outputs = self.outer(self.last(self.dropout(hidden)))
         if labels is None:
-            return found
-        return {"loss": nn.functional.cross_entropy(found.float(), labels), "logits": found}
+            return outputs
+        return {"loss": nn.functional.cross_entropy(outputs.float(), labels), "logits": outputs}
 
 
-def trained(
+def train(
     net: nn.Module,
-    guide: Asking | None,
+    guide: ComparingGuide | None,
     *,
-    within: bool = False,
+    model_loss: bool = False,
     micro: int = 1,
     steps: int = 10,
     sizes: Callable[[int], tuple[int, ...]] = lambda step: (32, 5),
 ) -> None:
-    """A script's steps, each of some micro-batches; `within`: the model returns its loss;
-    `sizes`: of a step's tokens."""
-    PROCESS_FLAGS.release()  # what tests of other files have left
-    pilot = None if guide is None else Pilot(guide, guide.watch)
+    """Makes a script's steps, each of `micro` micro-batches. `model_loss`: the model returns its
+    loss; `sizes`: shape of the tokens by step."""
+    PROCESS_FLAGS.release()  # flags that tests of other files have set
+    pilot = None if guide is None else Pilot(guide, guide.recorder)
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for step in range(steps):
@@ -100,7 +100,7 @@ def trained(
         for _ in range(micro):
             tokens = torch.randint(10, sizes(step))
             labels = torch.randint(4, tokens.shape[:1])
-            if within:
+            if model_loss:
                 loss = net(tokens, labels=labels)["loss"]
             else:
                 loss = nn.functional.cross_entropy(net(tokens), labels)
@@ -108,7 +108,7 @@ def trained(
         optimizer.step()
     if pilot is not None and guide is not None:
         pilot.release()
-        guide.watch.close()
+        guide.recorder.close()
         assert left_behind() == []
 
 
@@ -117,23 +117,30 @@ def _same_weights() -> None:
     torch.manual_seed(0)
 
 
-def beside_alone(make: Callable[[], Net], guide: Asking, **how: Any) -> tuple[Net, Net]:
-    """A model that is trained while it is compared, and one with the same weights that trains
-    alone, to the same bits."""
+def train_both(make: Callable[[], Net], guide: ComparingGuide, **how: Any) -> tuple[Net, Net]:
+    """Trains a model while configs are compared, and a copy without a pilot. Both must end with
+    bit-identical weights."""
     net, alone = make(), make()
     alone.load_state_dict(net.state_dict())
-    trained(alone, None, **how)
-    trained(net, guide, **how)
+    train(alone, None, **how)
+    train(net, guide, **how)
     weights = alone.state_dict()
     assert all(torch.equal(weight, weights[name]) for name, weight in net.state_dict().items())
     return net, alone
 
 
-@pytest.mark.parametrize("how", [{}, {"within": True}, {"micro": 3}])
-def test_half_precision_passes_and_the_run_is_the_same_to_the_bit(how: dict[str, Any]) -> None:
-    guide = Asking(HALF, {"fused_optimizer": True})
-    beside_alone(Net, guide, **how)
+@pytest.mark.parametrize("how", [{}, {"model_loss": True}, {"micro": 3}])
+def test_half_precision_passes_and_the_run_stays_bit_identical(how: dict[str, Any]) -> None:
+    guide = ComparingGuide(HALF, {"fused_optimizer": True})
+    train_both(Net, guide, **how)
     assert [one.outcome for one in guide.results] == ["ok", "ok"], guide.results
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_a_model_with_a_scripted_module_is_compared() -> None:
+    guide = ComparingGuide({"fused_optimizer": True})
+    train_both(lambda: Net(inner=torch.jit.script(nn.Tanh())), guide)
+    assert [one.outcome for one in guide.results] == ["ok"], guide.results
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -144,42 +151,42 @@ def test_half_precision_passes_and_the_run_is_the_same_to_the_bit(how: dict[str,
         pytest.param(lambda step: (8 + 3 * step, 5), id="other sizes in each step"),
     ],
 )
-def test_batches_of_other_sizes_are_compared(
+def test_batches_of_varying_sizes_are_compared(
     sizes: Callable[[int], tuple[int, ...]], dropout: float
 ) -> None:
-    guide = Asking(HALF, HALF | {"fused_optimizer": True})
-    trained(Net(dropout), guide, steps=14, sizes=sizes)
+    guide = ComparingGuide(HALF, HALF | {"fused_optimizer": True})
+    train(Net(dropout), guide, steps=14, sizes=sizes)
     assert [one.outcome for one in guide.results] == ["ok", "ok"], guide.results
 
 
-def test_steps_of_one_signature_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short batch runs no compiled code, so that it would hide a fault of that code."""
+def test_only_full_batches_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short batches run uncompiled, so they would hide faults of the compiled code."""
     repeated: list[int] = []
     draw = RecordedSteps.sample
 
     def sample(steps: RecordedSteps, config: Config, point: int, seed: int) -> Sample:
-        found = draw(steps, config, point, seed)
-        repeated.append(len(found.outputs["output 0"]))
-        return found
+        drawn = draw(steps, config, point, seed)
+        repeated.append(len(drawn.outputs["output 0"]))
+        return drawn
 
     monkeypatch.setattr(RecordedSteps, "sample", sample)
-    trained(Net(), Asking(HALF), steps=14, sizes=lambda step: (32 - 12 * (step % 3 == 2), 5))
+    train(Net(), ComparingGuide(HALF), steps=14, sizes=lambda step: (32 - 12 * (step % 3 == 2), 5))
     assert set(repeated) == {32 * 4}
 
 
-@pytest.mark.parametrize("steps", [10, POINTS + 2])  # or it leaves in the middle
-def test_nothing_of_the_model_or_its_optimizer_stays_alive(steps: int) -> None:
-    net, guide = Net(), Asking(HALF)
-    trained(net, guide, steps=steps)
+@pytest.mark.parametrize("steps", [10, POINTS + 2])  # the second run ends during the comparison
+def test_the_model_is_freed_after_the_pilot_leaves(steps: int) -> None:
+    net, guide = Net(), ComparingGuide(HALF)
+    train(net, guide, steps=steps)
     assert bool(guide.results) == (steps == 10)
-    there = weakref.ref(net)
+    reference = weakref.ref(net)
     del net
     gc.collect()
-    assert there() is None
+    assert reference() is None
 
 
-class _Off(torch.autograd.Function):
-    """What it is given; in bf16 with a gradient that is off by as much as `by`."""
+class _WrongGradient(torch.autograd.Function):
+    """Returns its input. In bf16, its gradient is too large by the fraction `by`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, by: float) -> Tensor:
@@ -191,62 +198,62 @@ class _Off(torch.autograd.Function):
         return gradients[0] * (1 + ctx.by), None
 
 
-def failing(found: Tensor) -> Tensor:
+def raise_under_autocast(outputs: Tensor) -> Tensor:
     if torch.is_autocast_enabled("cpu"):
         raise RuntimeError("no half")
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize(
-    ("how", "outcome", "said"),
+    ("how", "outcome", "message"),
     [
-        # Right outputs, and wrong gradients of what comes before.
-        ({"inner": lambda hidden: _Off.apply(hidden, 2.0)}, "wrong", "gradient"),
+        # Correct outputs, but wrong gradients of the layers before.
+        ({"inner": lambda hidden: _WrongGradient.apply(hidden, 2.0)}, "wrong", "gradient"),
         (
-            {"outer": lambda found: found * (1.2 if found.dtype == torch.bfloat16 else 1.0)},
+            {"outer": lambda outputs: outputs * (1.2 if outputs.dtype == torch.bfloat16 else 1.0)},
             "wrong",
             "allowed",
         ),
-        ({"outer": failing}, "failed", "RuntimeError: no half"),
+        ({"outer": raise_under_autocast}, "failed", "RuntimeError: no half"),
     ],
 )
-def test_what_is_wrong_is_found_and_the_script_goes_on(
-    how: dict[str, Any], outcome: str, said: str
+def test_wrong_or_failing_config_is_reported_and_the_script_continues(
+    how: dict[str, Any], outcome: str, message: str
 ) -> None:
-    guide = Asking(HALF)
-    trained(Net(**how), guide)
+    guide = ComparingGuide(HALF)
+    train(Net(**how), guide)
     assert guide.results[0].outcome == outcome, guide.results
-    assert said in guide.results[0].reason
+    assert message in guide.results[0].reason
     assert guide.results[0].blames == ("format" if outcome == "wrong" else "")
 
 
-def test_what_was_compiled_is_compared_without_compiling_again(
+def test_a_compiled_config_is_compared_without_recompiling(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
-    guide = Asking({**HALF, "compile": "default"}, HALF, {**HALF, "compile": "default"})
-    trained(Net(), guide, steps=12)
+    guide = ComparingGuide({**HALF, "compile": "default"}, HALF, {**HALF, "compile": "default"})
+    train(Net(), guide, steps=12)
     assert [one.outcome for one in guide.results] == ["ok"] * 3, guide.results
     assert guide.compiled[0] == guide.compiled[2]
 
 
-class Hiding(Net):
-    """Returns its loss where nobody sees it."""
+class HidingLoss(Net):
+    """Returns its loss in an object in which the pilot sees no tensor."""
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
         loss = super().forward(tokens, labels)["loss"]
         return type("Hidden", (), {"__getitem__": lambda _self, _name: loss})()
 
 
-def test_of_a_model_without_gradients_of_outputs_no_end_of_steps_is_looked_at() -> None:
-    guide = Asking(HALF)
-    trained(Hiding(), guide, within=True, steps=8 * POINTS + 10)
+def test_comparison_gives_up_if_no_output_receives_a_gradient() -> None:
+    guide = ComparingGuide(HALF)
+    train(HidingLoss(), guide, model_loss=True, steps=8 * POINTS + 10)
     assert guide.results[0].outcome == UNVERIFIED
     assert guide.results[0].reason == "no gradient came back to what the model returned"
 
 
 class Counting(Net):
-    """Keeps what it came to in an attribute, and rebinds a buffer."""
+    """Counts its calls in an attribute and rebinds a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,63 +261,63 @@ class Counting(Net):
         self.calls = 0
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
-        found = super().forward(tokens)
+        outputs = super().forward(tokens)
         self.calls += 1
-        self.mean = 0.9 * self.mean + 0.1 * found.detach().mean(0)
-        return found * (1 + 0.01 * self.calls)
+        self.mean = 0.9 * self.mean + 0.1 * outputs.detach().mean(0)
+        return outputs * (1 + 0.01 * self.calls)
 
 
 class Collecting(Net):
-    """Keeps what it came to in a list, or what else it is given."""
+    """Changes `kept` in each call: a list, a tensor or a random generator."""
 
     def __init__(self, kept: Any) -> None:
         super().__init__()
         self.kept = kept
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
-        found = super().forward(tokens)
+        outputs = super().forward(tokens)
         if isinstance(self.kept, list):
-            self.kept.append(found.detach())
+            self.kept.append(outputs.detach())
         elif isinstance(self.kept, torch.Generator):
-            found = found + torch.randn(4, generator=self.kept)
+            outputs = outputs + torch.randn(4, generator=self.kept)
         else:
-            self.kept += found.detach().mean(0)
-        return found
+            self.kept += outputs.detach().mean(0)
+        return outputs
 
 
-def test_where_a_run_counts_what_calls_leave_behind_is_put_back() -> None:
-    guide = Asking(HALF, careful=True)
-    net, alone = beside_alone(Counting, guide)
+def test_careful_comparison_restores_attributes_and_buffers() -> None:
+    guide = ComparingGuide(HALF, careful=True)
+    net, alone = train_both(Counting, guide)
     assert guide.results[0].outcome == "ok", guide.results
     assert vars(net)["calls"] == vars(alone)["calls"] == 10
 
 
 @pytest.mark.parametrize(
-    "kept", [list, lambda: torch.zeros(4), lambda: torch.Generator().manual_seed(3)]
+    "make_kept", [list, lambda: torch.zeros(4), lambda: torch.Generator().manual_seed(3)]
 )
-def test_where_a_run_counts_a_model_that_changes_more_is_not_called_again(kept: Any) -> None:
-    guide = Asking(HALF, careful=True)
-    net, _ = beside_alone(lambda: Collecting(kept()), guide)
+def test_careful_comparison_skips_a_model_that_cannot_be_restored(make_kept: Any) -> None:
+    guide = ComparingGuide(HALF, careful=True)
+    net, _ = train_both(lambda: Collecting(make_kept()), guide)
     assert guide.results[0].outcome == UNVERIFIED
     assert "changes Collecting.kept, which could not be restored" in guide.results[0].reason
-    assert not isinstance(found := vars(net)["kept"], list) or len(found) == 10
+    assert not isinstance(kept := vars(net)["kept"], list) or len(kept) == 10
 
 
-def test_where_a_run_counts_hooks_of_the_script_do_not_run_again() -> None:
-    net, guide, seen = Net(), Asking(HALF, careful=True), []
-    net.first.register_forward_hook(lambda _module, _args, found: seen.append(found.shape))
-    trained(net, guide)
+def test_careful_comparison_does_not_rerun_hooks_of_the_script() -> None:
+    net, guide, shapes = Net(), ComparingGuide(HALF, careful=True), []
+    net.first.register_forward_hook(lambda _module, _args, outputs: shapes.append(outputs.shape))
+    train(net, guide)
     assert guide.results[0].outcome == UNVERIFIED and "hooks" in guide.results[0].reason
-    assert len(seen) == 10
+    assert len(shapes) == 10
 
 
-def test_memory_that_is_full_within_the_scripts_own_step_costs_the_comparison_alone(
+def test_out_of_memory_while_recording_cancels_only_the_comparison(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(_tensor: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("full")
 
-    guide = Asking(HALF)
+    guide = ComparingGuide(HALF)
     monkeypatch.setattr("advisor.tuners.measure.run.recorded_steps._fresh", full)
-    beside_alone(Net, guide)
+    train_both(Net, guide)
     assert guide.results[0].outcome == UNVERIFIED and "full" in guide.results[0].reason

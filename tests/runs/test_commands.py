@@ -1,4 +1,4 @@
-"""`advisor tune -- COMMAND` and `advisor run -- COMMAND`, on commands as people type them."""
+"""Tests `advisor tune -- COMMAND` and `advisor run -- COMMAND` with commands as users type them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.runs.forked import space_of
 
 TRAINING = """
 import gc
-gc.disable()  # what is imported is no garbage: looking through it is a quarter of a start
+gc.disable()  # scanning imported modules would take a quarter of the start-up
 import torch
 from torch import nn
 
@@ -61,7 +61,7 @@ QUICK = ("--effort", "quick", "--no-verify", "--budget", "3s", "--trials", "2", 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the commands are typed."""
+    """The current folder, with scripts to run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "training.py").write_text(TRAINING)
     (tmp_path / "package").mkdir()
@@ -77,19 +77,19 @@ def script(source: str) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def started(command: tuple[str, ...]) -> Iterator[tuple[Run, ScriptFacts, Config]]:
-    """A run under measurement, what is seen of it, and the config that it has itself."""
+def started_run(command: tuple[str, ...]) -> Iterator[tuple[Run, ScriptFacts, Config]]:
+    """Starts a command. Yields the run, the facts about its script, and the script's own config."""
     with Run(command, injected=INJECTED, log=Path("log")) as run:
         seen = run.describe()
         run.baseline, run.tolerance = space_of(seen).default, 0.02
         yield run, seen, run.baseline
 
 
-def measured(run: Run, config: Config, steps: int = 8) -> Block:
+def measure(run: Run, config: Config, steps: int = 8) -> Block:
     return run.block(config, steps, deadline_s=60)
 
 
-# Commands as they are typed
+# Commands as users type them
 
 
 LAUNCHER = """
@@ -111,14 +111,14 @@ for rank in set(ranks) - {ended}:
     os.kill(rank, signal.SIGKILL)
 sys.exit(status != 0)
 """
-"""As torchrun, without importing torch in each process."""
+"""Starts two ranks as torchrun does, without importing torch for each."""
 
 
 TORCHRUN = pytest.param("torchrun --nproc-per-node 2", marks=[pytest.mark.e2e, pytest.mark.long])
 
 
 @pytest.mark.parametrize("launcher", ["python launcher.py", TORCHRUN])
-def test_processes_get_the_same_orders_and_one_may_be_killed(folder: Path, launcher: str) -> None:
+def test_ranks_run_the_same_configs_and_one_may_be_killed(folder: Path, launcher: str) -> None:
     (folder / "launcher.py").write_text(LAUNCHER)
     source = """
 import os, pathlib
@@ -127,12 +127,12 @@ from training import nn, train
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-orders = open(f"orders{rank}", "w")
+formats = open(f"formats{rank}", "w")
 
 class Net(nn.Linear):
     def forward(self, x):
-        orders.write("bf16\\n" if torch.is_autocast_enabled("cpu") else "unmodified\\n")
-        orders.flush()
+        formats.write("bf16\\n" if torch.is_autocast_enabled("cpu") else "unmodified\\n")
+        formats.flush()
         return super().forward(x)
 
 def after(step):
@@ -145,27 +145,27 @@ import torch
 train(model=nn.parallel.DistributedDataParallel(Net(8, 4)), after=after)
 """
     command = (*launcher.split(), *script(source)[1:], str(folder))
-    with started(command) as (run, seen, own):
+    with started_run(command) as (run, seen, own):
         assert (seen.processes, seen.rank, seen.shape) == (2, 0, (64, 8))
-        block = measured(run, own)
+        block = measure(run, own)
         assert (block.steps, block.samples) == (8, 8 * 64)
         assert Path("killed").exists()
         half = own.replace(precision="bf16")
-        assert measured(run, half).steps == 8
+        assert measure(run, half).steps == 8
         compared = run.compare(half, deadline_s=60)
         assert compared.ok, compared.reason
         run.stop()
         assert started_with(folder) == []
-    both = [Path(f"orders{rank}").read_text().splitlines() for rank in (0, 1)]
+    both = [Path(f"formats{rank}").read_text().splitlines() for rank in (0, 1)]
     shortest = min(map(len, both))
     assert both[0][:shortest] == both[1][:shortest]
     assert {"bf16", "unmodified"} == set(both[0])
 
 
-def test_hooks_processes_and_checkpoints_of_a_script_are_its_own(
+def test_hooks_children_and_checkpoints_of_a_script_are_preserved(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it does before torch is loaded, and what it raises once, too."""
+    """Its start-up code runs, too, and an exception that it raises once ends no tuning."""
     mine = folder / "mine"
     mine.mkdir()
     (mine / "sitecustomize.py").write_text("import pathlib\npathlib.Path('customized').touch()")
@@ -173,7 +173,7 @@ def test_hooks_processes_and_checkpoints_of_a_script_are_its_own(
     Path("last.pt").write_text("the user's")
     command = script("""
 import importlib.util, os, sys
-assert importlib.util.find_spec("torch")  # as transformers looks whether it is there
+assert importlib.util.find_spec("torch")  # as transformers checks for torch
 if os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 sys.excepthook = lambda *_: print("mine")
@@ -196,10 +196,10 @@ def after(step):
 
 train(after=after)
 """)
-    with started(command) as (run, seen, own):
+    with started_run(command) as (run, seen, own):
         assert Path("customized").exists()
         assert seen.shape == (32, 8)
-        assert measured(run, own).steps == 8
+        assert measure(run, own).steps == 8
         assert Path("raised").exists()
     assert "mine" in Path("log").read_text()
     assert Path("last.pt").read_text() == "the user's"
@@ -213,7 +213,7 @@ for spec in [finder.find_spec("torch") for _ in range(2)]:
     spec.loader.exec_module(types.ModuleType("torch"))
 import torch
 """
-"""Both find it before one has loaded it."""
+"""Both threads find the module before either has loaded it."""
 
 
 def test_two_threads_may_import_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_two_threads_may_import_torch(folder: Path, monkeypatch: pytest.MonkeyPa
     assert (done.stderr, done.stdout) == ("", "attached\n")
 
 
-def test_what_is_printed_without_end_is_cut_off() -> None:
+def test_endless_output_is_cut_off_in_the_log() -> None:
     endless = "while True: print('x' * 2**21, flush=True)"
     log = Path("log")
     command = GuardedProcess([sys.executable, "-c", endless], log=log, environment=os.environ)
@@ -239,8 +239,8 @@ while true; do read -t 0.05 < /dev/zero; done
 """
 
 
-def test_a_compiler_that_is_ended_leaves_nothing_half_written() -> None:
-    """torch.compile would load it in the user's next run."""
+def test_a_killed_compiler_leaves_no_partial_file() -> None:
+    """torch.compile would load a partial file in the user's next run."""
     compiler, half = Path("g++"), Path("half.so")
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
@@ -251,22 +251,25 @@ def test_a_compiler_that_is_ended_leaves_nothing_half_written() -> None:
     assert not half.exists()
 
 
-# Bad input and bad luck
+# Errors
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
-        (
-            "print(5)",
-            "of the command has imported torch; it ended with exit code 0. Its output",
-        ),
-        ("input()", "it ended with exit code 1: EOFError"),
-        ("def train(:", "it ended with exit code 1: SyntaxError: invalid syntax. Its output"),
+        ("print(5)", "with exit code 0; no process of the command has imported torch. Its output"),
+        ("input()", "the command ended with exit code 1: EOFError"),
+        ("def train(:", "the command ended with exit code 1: SyntaxError: invalid syntax;"),
         (f"sys.modules['advisor'] = None; {TRAINS}", "advisor is not in this Python environment ("),
-        (f"{TRAINS}; sys.exit(3)", "imported, but no torch.optim optimizer made 4 steps; it ended"),
-        (BY_HAND, "a step; it ended with exit code 0. Its output is in log; advisor tunes scripts"),
-        (f"{BY_HAND}; sys.exit('bad')", "a step; it ended with exit code 1: bad. Its output"),
+        (
+            f"{TRAINS}; sys.exit(3)",
+            "with exit code 3; torch was imported, but no torch.optim optimizer made",
+        ),
+        (BY_HAND, "a step; the command ended with exit code 0. Its output is in log; advisor"),
+        (
+            f"{BY_HAND}; sys.exit('bad')",
+            "a step; the command ended with exit code 1: bad. Its output",
+        ),
         (f"{TRAINS}; raise ValueError('bad')", "could be measured: ValueError: bad (script.py:2)"),
     ],
     ids=[
@@ -280,35 +283,37 @@ def test_a_compiler_that_is_ended_leaves_nothing_half_written() -> None:
         "fails",
     ],
 )
-def test_a_command_that_cannot_be_measured_says_why(source: str, said: str) -> None:
-    with pytest.raises(TargetFailed) as caught, started(script(f"import sys\n{source}")):
+def test_a_command_that_cannot_be_measured_says_why(source: str, message: str) -> None:
+    with pytest.raises(TargetFailed) as caught, started_run(script(f"import sys\n{source}")):
         pass
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_of_one_that_is_shown_no_file_is_named() -> None:
-    """Which may be on another machine, and gone."""
-    said: list[str] = []
-    run = Run(script("print(5)"), injected=INJECTED, log=Path("log"), show=said.append)
+def test_error_names_no_log_file_if_the_output_is_shown() -> None:
+    """The log may be on another machine, or deleted."""
+    output: list[str] = []
+    run = Run(script("print(5)"), injected=INJECTED, log=Path("log"), show=output.append)
     with (
-        pytest.raises(TargetFailed, match=r"exit code 0\. See its output; give .* input is empty"),
+        pytest.raises(TargetFailed, match=r"torch\. See its output; give .* input is empty"),
         run,
     ):
         run.describe()
-    assert "".join(said) == "5\n"
+    assert "".join(output) == "5\n"
 
 
-def test_no_step_within_the_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_without_steps_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "START_S", 1.0)
     done = advisor(folder, "tune", *QUICK, "--", "sleep", "98.76")
     assert done.returncode == 1
-    assert "no process of the command has imported torch; it has run for 1 s" in done.stderr
+    assert (
+        "the command has run for 1 s; no process of the command has imported torch" in done.stderr
+    )
     assert started_with("98.76") == []
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("-- python -uI x.py", "python -uI keeps advisor out of the command"),
         ("-- python3 -W error -E x.py", "python -E keeps advisor out of the command"),
@@ -321,15 +326,14 @@ def test_no_step_within_the_deadline(folder: Path, monkeypatch: pytest.MonkeyPat
         ("--loader override model.py --shape 4x3", "--loader is for a command after --"),
     ],
 )
-def test_what_cannot_be_started(folder: Path, words: str, said: str) -> None:
+def test_command_that_cannot_start_is_refused(folder: Path, words: str, message: str) -> None:
     done = advisor(folder, "tune", *QUICK, *shlex.split(words))
     assert done.returncode == 2
-    assert done.stderr.startswith(f"advisor: {said}")
+    assert done.stderr.startswith(f"advisor: {message}")
     assert done.stderr.count("\n") == 1
 
 
-def test_what_no_program_can_be_started_from_is_told(folder: Path) -> None:
-    """A file that may be executed, and does not say by what."""
+def test_executable_without_an_interpreter_line_is_refused(folder: Path) -> None:
     (folder / "train").touch(0o700)
     with pytest.raises(TargetFailed, match=r"exit code 127: .*train: Exec format error"):
         Run(("./train",), injected=INJECTED, log=Path("log")).describe()
@@ -338,7 +342,7 @@ def test_what_no_program_can_be_started_from_is_told(folder: Path) -> None:
     assert done.stderr.startswith("advisor: command './train': Exec format error; put its interp")
 
 
-TURNS = """
+OUTLIVING_PARENT = """
 import os, time
 if os.fork():
     open("pid", "w").write(str(os.getpid()))
@@ -349,9 +353,9 @@ train(9)
 """
 
 
-def test_of_programs_in_turn_the_first_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parent_that_outlives_training_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "END_S", 0.2)
-    command = CommandProcess(script(TURNS), injected=INJECTED, log=Path("log"))
+    command = CommandProcess(script(OUTLIVING_PARENT), injected=INJECTED, log=Path("log"))
     session = PilotSession(command, 60, Path("log"), real=False)
     try:
         own = space_of(session.seen).default
@@ -369,36 +373,36 @@ HALF = Config(precision="bf16")
 class MadeUpRun(Run):
     def __init__(self, ends: Callable[[Config, int], Exception | None]) -> None:
         super().__init__(("python", "train.py"), injected=Path(), log=Path())
-        self.baseline, self.starts, self._how = OWN, 0, ends
+        self.baseline, self.starts, self._ends = OWN, 0, ends
 
     def _start(self, words: tuple[str, ...], start_s: float) -> PilotSession:
         self.starts += 1
-        return MadeUpSession(ends=self._how)
+        return MadeUpSession(ends=self._ends)
 
 
-def raised(reason: str, *, own: bool = True) -> RunEnded:
+def run_error(reason: str, *, own: bool = True) -> RunEnded:
     return RunEnded("failed", reason, own=own)
 
 
-ANOTHER = RunEnded(TRAINING_OVER, "another model", 0)
-BAD, OVER = raised("ValueError: bad (train.py:4)"), RunEnded("crashed", "exit code 0", 0)
+ANOTHER_MODEL = RunEnded(TRAINING_OVER, "another model", 0)
+BAD, OVER = run_error("ValueError: bad (train.py:4)"), RunEnded("crashed", "exit code 0", 0)
 
 
-def test_what_pytorch_raises_twice_is_no_failure_of_a_config() -> None:
-    twice = raised("RuntimeError: x", own=False)
-    run = MadeUpRun(lambda _config, made: twice if made > 60 else None)
+def test_repeated_pytorch_error_is_blamed_on_the_script_not_the_config() -> None:
+    error = run_error("RuntimeError: x", own=False)
+    run = MadeUpRun(lambda _config, made: error if made > 60 else None)
     failed = []
     with pytest.raises(TargetFailed, match="RuntimeError: x"):
         for _ in range(99):
             try:
-                measured(run, HALF)
+                measure(run, HALF)
             except ConfigFailed as exc:
                 failed.append(str(exc))
     assert failed == ["RuntimeError: x"]
 
 
 @pytest.mark.parametrize(
-    ("first", "config", "error", "said"),
+    ("first", "config", "error", "message"),
     [
         (BAD, OWN, TargetFailed, r"fails by itself \(ValueError: bad \(train.py:4\)\)"),
         (OVER, OWN, WorkerError, r"measured: exit code 0; have it train for longer"),
@@ -406,38 +410,38 @@ def test_what_pytorch_raises_twice_is_no_failure_of_a_config() -> None:
         (RunEnded(UNCLEAR, "in several threads"), HALF, TargetFailed, "^in several threads$"),
     ],
 )
-def test_without_time_for_another_start_it_is_said_how_the_first_one_ended(
-    first: RunEnded, config: Config, error: type[Exception], said: str
+def test_without_time_to_restart_the_error_says_how_the_first_start_ended(
+    first: RunEnded, config: Config, error: type[Exception], message: str
 ) -> None:
     late = RunEnded("timed_out", "no process of the command has imported torch")
     ends = chain([first], repeat(late))
-    with pytest.raises(error, match=said):
-        measured(MadeUpRun(lambda _config, _made: next(ends)), config)
+    with pytest.raises(error, match=message):
+        measure(MadeUpRun(lambda _config, _made: next(ends)), config)
 
 
 @pytest.mark.parametrize(
-    ("ended", "said", "starts"),
+    ("ended", "message", "starts"),
     [
         (BAD, "the script fails by itself (ValueError: bad (train.py:4)): fix that, then give", 2),
         (RunEnded("crashed", "x", -11), "the script fails by itself (x): fix that, then give", 3),
         (OVER, "no config was measured: exit code 0; have it train for longer, or for more", 3),
-        (ANOTHER, "no config was measured: another model; give a command that trains one", 3),
+        (ANOTHER_MODEL, "no config was measured: another model; give a command that trains one", 3),
     ],
     ids=["fails", "crashes", "few steps", "another model"],
 )
-def test_what_a_script_does_by_itself_has_one_remedy(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, ended: RunEnded, said: str, starts: int
+def test_failure_of_the_unmodified_script_has_one_remedy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ended: RunEnded, message: str, starts: int
 ) -> None:
     ends = MadeUpRun(lambda _config, made: ended if made > 4 else None)
     monkeypatch.setattr(Run, "_start", lambda *given: ends._start(*given[1:]))
     done = advisor(folder, "tune", "--budget", "20s", "--", "python", "train.py", **own(folder))
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(f"advisor: {said}")
+    assert done.stderr.splitlines()[-1].startswith(f"advisor: {message}")
     assert ends.starts == starts
     assert advisor(folder, "show", **own(folder)).stdout.startswith("Nothing is tuned yet")
 
 
-# Tuned, and run
+# Tuning, then running
 
 FIRST = ("sh", "train.sh")
 PACED = f"""
@@ -459,18 +463,18 @@ for _ in range(int(os.environ.get("STEPS", 10**7))):
     net(torch.randn(4, 3, 8, 8)).square().mean().backward()
     optimizer.step()
 """
-"""channels_last is twice as fast."""
+"""A script for which channels_last is twice as fast."""
 
 
 @pytest.mark.e2e
-def test_killed_interrupted_gone_on_with_and_run(folder: Path) -> None:
-    """Kill -9 leaves no process and no file; Ctrl-C keeps the best so far, which a run is given."""
+def test_killed_tuning_resumes_and_an_interrupted_one_keeps_its_record(folder: Path) -> None:
+    """SIGKILL leaves no process and no file. Ctrl-C keeps the best config so far for later runs."""
     (folder / "package" / "train.py").write_text(PACED)
     (folder / "train.sh").write_text(f"exec python3 -m package.train {folder}\n")
     tuning = ("tune", "--no-compile", "--show-output", "--budget", "60s", "--", *FIRST)
     (temporary := folder / "t").mkdir()
 
-    def stopped(number: int, *, after: str) -> tuple[int, str]:
+    def stop_tuner(number: int, *, after: str) -> tuple[int, str]:
         log = folder / f"tuner{number}"
         with log.open("wb") as out:
             words = [sys.executable, "-m", "advisor", *tuning]
@@ -484,13 +488,13 @@ def test_killed_interrupted_gone_on_with_and_run(folder: Path) -> None:
         assert list(temporary.iterdir()) == []
         return code, log.read_text()
 
-    code, said = stopped(signal.SIGKILL, after="trial 0:")
+    code, output = stop_tuner(signal.SIGKILL, after="trial 0:")
     assert code == -signal.SIGKILL
-    assert said.startswith("advisor: starts the command and ends it when tuned; ")
-    assert "mode disabled" in said
-    code, said = stopped(signal.SIGINT, after="trial 1:")
-    assert code == 130 and "Traceback" not in said
-    assert "continuing an earlier tuning, which measured 1 config\n" in said
+    assert output.startswith("advisor: starts the command and ends it when tuned; ")
+    assert "mode disabled" in output
+    code, output = stop_tuner(signal.SIGINT, after="trial 1:")
+    assert code == 130 and "Traceback" not in output
+    assert "continuing an earlier tuning, which measured 1 config\n" in output
     (record,) = open_records(None).all()
     assert record.key.task.command == FIRST
     assert len({trial.number for trial in record.trials}) == len(record.trials) > 1
@@ -502,8 +506,8 @@ def test_killed_interrupted_gone_on_with_and_run(folder: Path) -> None:
 
 
 @pytest.fixture
-def laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starts of a script for which channels_last is twice as fast, without processes."""
+def faked_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces processes by a script for which channels_last is twice as fast."""
 
     def step_s(config: Config) -> float:
         return 0.005 if config["channels_last"] else 0.01
@@ -512,20 +516,20 @@ def laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "_start", lambda *_: MadeUpSession(seen, step_s=step_s))
 
 
-@pytest.mark.usefixtures("laid_out")
-def test_a_run_is_verified_by_its_command(folder: Path) -> None:
+@pytest.mark.usefixtures("faked_script")
+def test_verifying_a_run_requires_its_command(folder: Path) -> None:
     tuned = advisor(folder, "tune", "--no-compile", "--trials", "2", "--json", "--", *FIRST)
     record = json.loads(tuned.stdout)["record"]["id"]
     refused = advisor(folder, "verify", record)
-    asked, line = refused.stderr.strip().split(": give its command, as in: advisor ")
-    assert (refused.returncode, asked) == (2, f"advisor: record {record} is of a run")
+    reason, line = refused.stderr.strip().split(": give its command, as in: advisor ")
+    assert (refused.returncode, reason) == (2, f"advisor: record {record} is of a run")
     words = shlex.split(line)
     at = words.index("--")
     verified = advisor(folder, *words[:at], "--budget", "3s", "--json", *words[at:])
     assert json.loads(verified.stdout)["verdict"] == "holds"
 
 
-@pytest.mark.usefixtures("laid_out")
+@pytest.mark.usefixtures("faked_script")
 def test_a_command_is_tuned_from_python() -> None:
     events: list[Mapping[str, Any]] = []
     permit, budget = package.Permit(compile=False), package.Budget(time="20s", trials=3)
@@ -537,7 +541,7 @@ def test_a_command_is_tuned_from_python() -> None:
     assert package.Store().records() == [record]
 
 
-def test_input_output_and_exit_code_are_the_commands(folder: Path) -> None:
+def test_run_passes_on_input_output_and_exit_code(folder: Path) -> None:
     words = [str(COMMAND), "run", "--", "sh", "-c", "cat; exit 7"]
     ran = subprocess.run(words, input="words", capture_output=True, text=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (7, "words", "")
@@ -548,7 +552,7 @@ def test_input_output_and_exit_code_are_the_commands(folder: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_a_command_that_sets_pythonpath_itself_is_ended(folder: Path) -> None:
+def test_command_that_sets_pythonpath_ends_tuning_but_not_a_run(folder: Path) -> None:
     (folder / "outside.py").write_text("import time, torch\ntime.sleep(600)\n")
     words = ("--", "env", "PYTHONPATH=.", "python", "outside.py")
     done = advisor(folder, "tune", "--budget", "20s", *words, process=True)
@@ -558,7 +562,7 @@ def test_a_command_that_sets_pythonpath_itself_is_ended(folder: Path) -> None:
     assert ran.returncode == 0 and "the command sets PYTHONPATH itself" in ran.stderr
 
 
-def test_a_script_that_replaces_pythonpath_is_seen() -> None:
+def test_shell_script_that_replaces_pythonpath_is_detected() -> None:
     keeps = 'export PYTHONPATH="${PYTHONPATH}:."\n# PYTHONPATH=.\n'
     for line, replaces in ((keeps, False), (f"{keeps}cd x && PYTHONPATH=. python x.py", True)):
         Path("start.sh").write_text(line)
@@ -566,7 +570,7 @@ def test_a_script_that_replaces_pythonpath_is_seen() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_are_the_commands(number: int) -> None:
+def test_signals_reach_the_command(number: int) -> None:
     source = (
         "import signal, sys, time\n"
         f"signal.signal({int(number)}, lambda *_: sys.exit(9))\n"
@@ -580,7 +584,7 @@ def test_signals_are_the_commands(number: int) -> None:
         assert process.wait(30) == 9
 
 
-def test_a_process_that_loads_no_torch_loads_one_module_more(folder: Path) -> None:
+def test_a_process_without_torch_loads_at_most_sitecustomize_in_addition(folder: Path) -> None:
     command = ("python", "-c", "import sys; print(*sys.modules)")
     alone = subprocess.run(command, capture_output=True, text=True)
     under = advisor(folder, "run", "--", *command, process=True)
@@ -588,7 +592,7 @@ def test_a_process_that_loads_no_torch_loads_one_module_more(folder: Path) -> No
     assert {name for name in more if not name.startswith("importlib")} <= {"sitecustomize"}
 
 
-def test_the_current_folder_is_gone(folder: Path) -> None:
+def test_run_works_in_a_deleted_folder(folder: Path) -> None:
     gone = folder / "gone"
     gone.mkdir()
     line = f"rmdir {gone} && exec {sys.executable} -m advisor run -- {sys.executable} -c 'print(1)'"
@@ -600,7 +604,7 @@ RUN = ["python", "x.py"]
 
 
 @pytest.mark.parametrize(
-    ("what", "asked", "said"),
+    ("what", "options", "message"),
     [
         ([], {}, r"\[\]: expected a target, or a command as \['python', 'train.py'\]"),
         (["python", 3], {}, "expected a target, or a command"),
@@ -609,6 +613,6 @@ RUN = ["python", "x.py"]
         (RUN, {"budget": package.Budget(length="soon")}, "duration 'soon'"),
     ],
 )
-def test_a_call_that_starts_nothing(what: Any, asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(package.UsageError, match=said):
-        package.tune(what, **asked)
+def test_invalid_call_raises_usage_error(what: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(package.UsageError, match=message):
+        package.tune(what, **options)

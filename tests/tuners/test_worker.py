@@ -1,5 +1,5 @@
-"""The worker process: whatever the user's code does costs one config; where in it an exception came
-from; and folders for what is written for now, gone with their process, never while it lives."""
+"""The worker process: user code fails one config at most. Also: the user's line in a traceback,
+and scratch folders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from advisor.tuners.scratch import ScratchFolder
 from tests import forks
 from tests.forks import alive, call, until
 
-MEAN = """
+FAILING_NET = """
 import os, signal, sys, threading, time
 import torch
 from torch import nn
@@ -43,13 +43,13 @@ print("noise on stdout while it is imported")
 for _ in range(200):
     os.write(1, b"x" * 100_000 + b"\\n")
 
-class Sour(torch.autograd.Function):
+class FailingBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return x * 1
     @staticmethod
     def backward(ctx, grad):
-        raise ValueError("sour in the backward pass")
+        raise ValueError("error in the backward pass")
 
 class Net(nn.Linear):
     def __init__(self):
@@ -69,7 +69,7 @@ class Net(nn.Linear):
         if n == 10:
             return y * float("nan")
         if n == 11:
-            return Sour.apply(y)
+            return FailingBackward.apply(y)
         if n == 12:
             os.kill(os.getpid(), signal.SIGSEGV)
         if n == 13:
@@ -93,7 +93,7 @@ class Net(nn.Linear):
 
 
 def job(path: Path | str, **changes: Any) -> WorkerJob:
-    """A job of a batch of 4 vectors of 3 on the CPU, but for these fields of its task."""
+    """A job on the CPU with batches of 4x3, except for the given task fields."""
     batch, shape = changes.pop("batch", 4), changes.pop("shape", (3,))
     shapes = changes.pop("mix", [(batch, *shape)])
     device, seed = changes.pop("device", "cpu"), changes.pop("seed", 0)
@@ -107,14 +107,14 @@ def config(batch: int) -> Config:
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    (path := tmp_path_factory.mktemp("mean") / "mean.py").write_text(MEAN)
+    (path := tmp_path_factory.mktemp("failing") / "failing.py").write_text(FAILING_NET)
     before = resource.getrlimit(resource.RLIMIT_AS)
-    # Children inherit it: the target that hoards meets a wall instead of this machine's memory.
+    # Children inherit the limit, so the target cannot exhaust the memory of this machine.
     resource.setrlimit(resource.RLIMIT_AS, (32 * 2**30, before[1]))
     try:
-        with Worker(job(path), deadline_s=60) as made:
-            made.describe()
-            yield made
+        with Worker(job(path), deadline_s=60) as started:
+            started.describe()
+            yield started
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
@@ -137,43 +137,42 @@ def failed(worker: Worker, batch: int, deadline_s: float = 60.0) -> ConfigFailed
         (7, "out_of_memory", "MemoryError"),
         (9, "out_of_memory", "allocate memory"),
         (10, "wrong", "the loss is nan"),
-        (11, "failed", "ValueError: sour in the backward pass"),
+        (11, "failed", "ValueError: error in the backward pass"),
         (12, "crashed", "signal SIGSEGV"),
         (15, "out_of_memory", "allocate memory"),
     ],
 )
-def test_a_mean_config_costs_itself(worker: Worker, batch: int, outcome: str, reason: str) -> None:
-    found = failed(worker, batch, deadline_s=1 if outcome == "timed_out" else 60)
-    assert found.outcome == outcome and reason in str(found)
-    assert "\n" not in str(found) and len(str(found)) < 400, "what it printed is capped"
-    assert "nanobind" not in str(found), "what is said as an interpreter ends"
+def test_failing_config_ends_alone(worker: Worker, batch: int, outcome: str, reason: str) -> None:
+    failure = failed(worker, batch, deadline_s=1 if outcome == "timed_out" else 60)
+    assert failure.outcome == outcome and reason in str(failure)
+    assert "\n" not in str(failure) and len(str(failure)) < 400, "its output is shortened"
+    assert "nanobind" not in str(failure), "printed at interpreter exit"
     good = block(worker, 4)
     assert good.samples == 8 and good.seconds > 0
 
 
-def test_neither_noise_nor_flags_reach_the_next_config(worker: Worker) -> None:
+def test_output_and_flags_of_a_config_do_not_affect_the_next(worker: Worker) -> None:
     for batch in (13, 4, 14, 16):
         assert block(worker, batch).steps == 2
 
 
 @pytest.mark.parametrize("mode", ["none", "default"])
-def test_a_config_is_compared_with_fp32_in_the_process_that_timed_it(
-    worker: Worker, mode: str
-) -> None:
+def test_config_is_compared_in_the_process_that_timed_it(worker: Worker, mode: str) -> None:
     worker.baseline = eager = config(4)
-    made = eager.replace(compile=mode)
-    blocks = [worker.block(one, 3, deadline_s=200) for one in (eager, made, eager, made)]
-    assert [one.compiled for one in blocks] == [0] * 4, "all before they are timed"
+    compiled = eager.replace(compile=mode)
+    blocks = [worker.block(one, 3, deadline_s=200) for one in (eager, compiled) * 2]
+    assert [one.compiled for one in blocks] == [0] * 4, "compiled while timed"
     process = worker._process
-    for one in (made, made.at(8)):  # at the user's batch
+    for one in (compiled, compiled.at(8)):  # compared at the user's batch size
         compared = worker.compare(one, deadline_s=200)
         assert compared.ok and not compared.blames, compared
-    assert worker.block(made, 3, deadline_s=200).compiled == 0 and worker._process is process
-    crashed = worker.compare(made.replace(threads=3), deadline_s=60)
+    block = worker.block(compiled, 3, deadline_s=200)
+    assert block.compiled == 0 and worker._process is process
+    crashed = worker.compare(compiled.replace(threads=3), deadline_s=60)
     assert crashed.outcome == "crashed" and "exit code 8" in crashed.reason
 
 
-def test_a_search_for_algorithms_has_a_fresh_process(worker: Worker) -> None:
+def test_cudnn_benchmark_runs_in_a_fresh_process(worker: Worker) -> None:
     plain = config(18).replace(cudnn_benchmark=False)
     searching = plain.replace(cudnn_benchmark=True)
     other = searching.replace(precision="fp32")
@@ -186,14 +185,14 @@ def test_a_search_for_algorithms_has_a_fresh_process(worker: Worker) -> None:
     assert rest[:2] == [first] * 2 and rest[2] == rest[3] != first
 
 
-def test_a_worker_that_cannot_start(tmp_path: Path) -> None:
+def test_worker_that_cannot_start_names_its_exit_code(tmp_path: Path) -> None:
     (path := tmp_path / "dead.py").write_text("import os\nprint('last words')\nos._exit(9)\n")
     with Worker(job(path), deadline_s=60) as dead, pytest.raises(WorkerError) as caught:
         dead.describe()
     assert "exit code 9" in str(caught.value)
 
 
-LEAVES = """
+PROCESS_STARTER = """
 import ctypes, os, subprocess, sys, tempfile, time
 import torch
 from torch import nn
@@ -202,14 +201,14 @@ def leave(name):
     with open(os.path.join(os.path.dirname(__file__), name), "w") as file:
         file.write(str(os.getpid()))
 
-if os.fork() == 0:  # a daemon: another session, and its parent gone
+if os.fork() == 0:  # a daemon: another session, no parent
     os.setsid()
     if os.fork() == 0:
         leave("daemon")
         time.sleep(1000)
     os._exit(0)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
-tempfile.mkstemp(prefix="cc", suffix=".s")  # as a compiler that is killed
+tempfile.mkstemp(prefix="cc", suffix=".s")  # like a killed compiler
 
 class Net(nn.Linear):
     def __init__(self):
@@ -218,13 +217,13 @@ class Net(nn.Linear):
     def forward(self, x):
         if len(x) == 6:
             leave("spins")
-            ctypes.PyDLL(None).sleep(1000)  # in C, the interpreter's lock held
+            ctypes.PyDLL(None).sleep(1000)  # in C, holding the GIL
         return super().forward(x)
 """
 
 
-def written(path: Path) -> int:
-    """A process that leaves its number there."""
+def pid_in(path: Path) -> int:
+    """Wait for the file and return the process id in it."""
     return int(until(lambda: path.exists() and path.read_text()))
 
 
@@ -233,34 +232,33 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prct
 
 @linux
 @pytest.mark.parametrize("which", [0, 1], ids=["its guard", "the worker"])
-def test_a_worker_killed_between_blocks_is_replaced(worker: Worker, which: int) -> None:
-    """As where another process took the memory: no config is charged for it."""
+def test_worker_killed_between_blocks_is_replaced(worker: Worker, which: int) -> None:
+    """No config fails for it: the OOM killer may act on behalf of another process."""
     block(worker, 4)
     guard, child, *_ = host.family(worker._process.pid)
     os.kill((guard, child)[which], signal.SIGKILL)
     until(lambda: not alive(child))
-    # The last thread of its process is gone, too, which holds the pipe.
+    # The pipe closes with the last thread of the process.
     assert worker._pipe is not None and worker._pipe.poll(20)
     block(worker, 4)
     assert worker._process.pid != guard
 
 
 @linux
-def test_what_a_target_starts_ends_with_its_worker(tmp_path: Path) -> None:
-    (path := tmp_path / "leaves.py").write_text(LEAVES)
-    with Worker(job(path), deadline_s=60) as made:
-        made.describe()
-        started = host.family(made._process.pid)
-        scratch = made._scratch.path
+def test_processes_of_a_target_end_with_its_worker(tmp_path: Path) -> None:
+    (path := tmp_path / "leaves.py").write_text(PROCESS_STARTER)
+    with Worker(job(path), deadline_s=60) as worker:
+        worker.describe()
+        started = host.family(worker._process.pid)
+        scratch = worker._scratch.path
         assert list(scratch.glob("cc*.s"))
-        assert len(started) >= 4 and written(tmp_path / "daemon") in started
+        assert len(started) >= 4 and pid_in(tmp_path / "daemon") in started
         assert os.getsid(started[0]) == started[0], "Ctrl-C in the terminal would reach it"
     assert not any(map(alive, started))
     assert not scratch.exists()
 
 
-def tune_for_ever(path: Path, temporary: Path) -> None:
-    """In a process of its own."""
+def tune_forever(path: Path, temporary: Path) -> None:
     tempfile.tempdir = str(temporary)
     worker = Worker(job(path), deadline_s=100)
     worker.describe()
@@ -268,11 +266,11 @@ def tune_for_ever(path: Path, temporary: Path) -> None:
 
 
 @linux
-def test_nothing_outlives_a_tuning_process_that_was_killed(tmp_path: Path) -> None:
-    (path := tmp_path / "leaves.py").write_text(LEAVES)
+def test_killed_tuning_process_leaves_no_processes_or_files(tmp_path: Path) -> None:
+    (path := tmp_path / "leaves.py").write_text(PROCESS_STARTER)
     (temporary := tmp_path / "temporary").mkdir()
-    tuner = call(tune_for_ever, path, temporary)
-    written(tmp_path / "spins")
+    tuner = call(tune_forever, path, temporary)
+    pid_in(tmp_path / "spins")
     started = host.family(tuner.pid)[1:]
     assert len(started) >= 4
     (scratch,) = temporary.glob("advisor.*")
@@ -283,7 +281,7 @@ def test_nothing_outlives_a_tuning_process_that_was_killed(tmp_path: Path) -> No
     assert list(temporary.glob("advisor.*")) == []
 
 
-RAN = """
+RUN_MARKER = """
 from pathlib import Path
 from torch import nn
 
@@ -301,30 +299,30 @@ def loss(output, target):
 
 
 @pytest.mark.parametrize("other", ["", "model", "make_batch or loss"])
-def test_only_the_target_that_is_known_is_run(tmp_path: Path, other: str) -> None:
-    (path := tmp_path / "known.py").write_text(RAN)
+def test_changed_target_is_not_run(tmp_path: Path, other: str) -> None:
+    (path := tmp_path / "known.py").write_text(RUN_MARKER)
     loaded = target.load(target.parse(str(path)), Config())
     model = fingerprint.of_model(target.build(loaded))
     hooks = fingerprint.of_hooks(loaded.make_batch, loaded.loss)
     known = ("0" * 64 if other == "model" else model, "0" * 64 if "loss" in other else hooks)
     bench = Bench(dataclasses.replace(job(path), known=known))
-    said = f"the {other} of known.py:Net {CHANGED}"
-    with pytest.raises(TargetError, match=said) if other else nullcontext():
+    message = f"the {other} of known.py:Net {CHANGED}"
+    with pytest.raises(TargetError, match=message) if other else nullcontext():
         assert describe(bench).model == model
     assert (tmp_path / "ran").exists() == (not other)
 
 
 @linux
 @pytest.mark.parametrize("batch", [4, 17])
-def test_a_limit_of_memory_holds_on_a_cpu(tmp_path: Path, batch: int) -> None:
-    (path := tmp_path / "mean.py").write_text(MEAN)
-    with Worker(job(path, max_memory=2**30, batch=batch), deadline_s=60) as made:
+def test_max_memory_limits_a_cpu_target(tmp_path: Path, batch: int) -> None:
+    (path := tmp_path / "failing.py").write_text(FAILING_NET)
+    with Worker(job(path, max_memory=2**30, batch=batch), deadline_s=60) as worker:
         if batch == 4:
-            tried = failed(made, 17)
-            assert tried.outcome == "out_of_memory" and "of the 1 GiB permitted" in str(tried)
+            failure = failed(worker, 17)
+            assert failure.outcome == "out_of_memory" and "of the 1 GiB permitted" in str(failure)
             return
         with pytest.raises(TargetFailed, match=r"batch 17 does not fit on cpu.*of the 1 GiB"):
-            made.describe()
+            worker.describe()
 
 
 GPU_MODEL = """
@@ -345,24 +343,24 @@ class Net(nn.Module):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_memory_and_lost_contexts_cost_one_trial(tmp_path: Path) -> None:
+def test_out_of_memory_and_lost_cuda_contexts_fail_one_config(tmp_path: Path) -> None:
     (path := tmp_path / "model.py").write_text(GPU_MODEL)
     with Worker(job(path, device="cuda:0", dtype="int64", shape=(8,)), deadline_s=60) as worker:
         facts = worker.describe()
         assert facts.memory_bytes > 0 and facts.device_uuid
 
-        def tried(batch: int, outcome: str = "ok") -> tuple[Block | None, int]:
-            found = None
+        def try_batch(batch: int, outcome: str = "ok") -> tuple[Block | None, int]:
+            block = None
             with nullcontext() if outcome == "ok" else pytest.raises(ConfigFailed) as raised:
-                found = worker.block(config(batch).without("threads"), 2, deadline_s=60)
+                block = worker.block(config(batch).without("threads"), 2, deadline_s=60)
             assert outcome == "ok" or raised.value.outcome == outcome
-            return found, 0 if worker._process is None else worker._process.pid
+            return block, 0 if worker._process is None else worker._process.pid
 
-        first, process = tried(4)
+        first, process = try_batch(4)
         assert first is not None and first.gpu_s > 0 and first.peak_bytes > 0
-        assert tried(7, "out_of_memory")[1] == tried(4)[1] == process
-        tried(6, "failed")
-        assert tried(4)[1] != process, "a lost CUDA context was used again"
+        assert try_batch(7, "out_of_memory")[1] == try_batch(4)[1] == process
+        try_batch(6, "failed")
+        assert try_batch(4)[1] != process, "a lost CUDA context was used again"
 
 
 GPU_NET = """
@@ -378,7 +376,9 @@ def Net():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_on_a_gpu_kept_code_is_timed_and_compared(tmp_path: Path, optimizer: str) -> None:
+def test_compiled_code_is_kept_between_timing_and_comparison(
+    tmp_path: Path, optimizer: str
+) -> None:
     (path := tmp_path / "net.py").write_text(GPU_NET)
     task = {"device": "cuda:0", "shape": (3, 32, 32), "batch": 64, "optimizer": optimizer}
     with Worker(job(f"{path}:Net", **task), deadline_s=120) as worker:
@@ -397,20 +397,20 @@ def test_on_a_gpu_kept_code_is_timed_and_compared(tmp_path: Path, optimizer: str
             compared = worker.compare(config, deadline_s=120)
             assert compared.ok, (config, compared)
             again = worker.block(config, 20, deadline_s=300)
-            assert again.compiled == 0, "what is compared is what was timed"
+            assert again.compiled == 0, "the compared code is not the timed code"
         assert worker._process.pid == process
 
 
 SOURCES = {
-    "raised here": ("def step():\n    raise ValueError('bad')\nstep()\n", "train.py:2"),
-    "in a library": ("import torch\n\ntorch.ones(2) @ torch.ones(3)\n", "train.py:3"),
-    "in Python": ("import json\njson.loads('[')\n", "train.py:2"),
-    "of wrong syntax": ("x = 1\ndef train(:\n", "train.py:2"),
+    "own code": ("def step():\n    raise ValueError('bad')\nstep()\n", "train.py:2"),
+    "library": ("import torch\n\ntorch.ones(2) @ torch.ones(3)\n", "train.py:3"),
+    "standard library": ("import json\njson.loads('[')\n", "train.py:2"),
+    "syntax error": ("x = 1\ndef train(:\n", "train.py:2"),
 }
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_the_innermost_line_of_the_users_own(tmp_path: Path, name: str) -> None:
+def test_where_names_the_innermost_line_of_the_users_code(tmp_path: Path, name: str) -> None:
     source, at = SOURCES[name]
     file = tmp_path / "train.py"
     file.write_text(source)
@@ -421,7 +421,7 @@ def test_the_innermost_line_of_the_users_own(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exc", "is_it", "may_be"),
+    ("exc", "certain", "possible"),
     [
         (torch._dynamo.exc.InternalTorchDynamoError("in the compiler"), True, True),
         (torch.OutOfMemoryError("no memory left"), True, True),
@@ -431,11 +431,20 @@ def test_the_innermost_line_of_the_users_own(tmp_path: Path, name: str) -> None:
         (RecursionError("a RuntimeError too"), False, False),
     ],
 )
-def test_what_a_config_may_be_the_cause_of(exc: Exception, is_it: bool, may_be: bool) -> None:
-    assert (is_config_error(exc), may_be_config_error(exc)) == (is_it, may_be)
+def test_errors_that_a_config_can_cause(exc: Exception, certain: bool, possible: bool) -> None:
+    assert (is_config_error(exc), may_be_config_error(exc)) == (certain, possible)
 
 
-ABANDONED = """
+def test_error_that_a_script_raises_itself_is_not_caused_by_a_config() -> None:
+    with pytest.raises(RuntimeError) as by_hand:
+        raise RuntimeError("disk full")
+    with pytest.raises(RuntimeError) as by_torch:
+        torch.ones(2) @ torch.ones(3)
+    assert not may_be_config_error(by_hand.value)
+    assert may_be_config_error(by_torch.value)
+
+
+KILLED_PROCESS = """
 import os
 from advisor.tuners.scratch import ScratchFolder
 made = ScratchFolder()
@@ -447,24 +456,24 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_what_a_killed_process_left_is_swept_and_nothing_else(
+def test_sweep_removes_only_the_scratch_folders_of_dead_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path
     monkeypatch.setattr(tempfile, "tempdir", str(root))
-    (root / "leave.py").write_text(ABANDONED)
+    (root / "leave.py").write_text(KILLED_PROCESS)
     done = forks.run(root / "leave.py", env=os.environ | {"TMPDIR": str(root)})
     (root / "leave.py").unlink()
-    gone = Path(done.stdout.strip())
-    assert gone.parent == root and (gone / "deep" / "file").exists()
+    abandoned = Path(done.stdout.strip())
+    assert abandoned.parent == root and (abandoned / "deep" / "file").exists()
     (mine := root / "advisor-work").mkdir()
     (mine / "notes").touch()
     (root / f"{scratch.FOLDER_PREFIX}link").symlink_to(mine)
     with ScratchFolder() as living:
         (living / "file").touch()
         scratch.sweep(root)
-        left_there = {one.name for one in root.iterdir()}
-        assert left_there == {mine.name, f"{scratch.FOLDER_PREFIX}link", living.name}
+        remaining = {one.name for one in root.iterdir()}
+        assert remaining == {mine.name, f"{scratch.FOLDER_PREFIX}link", living.name}
         assert (living / "file").exists() and (mine / "notes").exists()
     assert not living.exists()
     made = ScratchFolder()
@@ -473,8 +482,8 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else(
     assert not made.path.exists()
 
 
-def test_what_is_compiled_lies_where_the_users_runs_find_it() -> None:
-    """A worker's temporary folder is its own, in which Inductor would keep it."""
+def test_compiled_code_goes_to_the_users_inductor_cache() -> None:
+    """By default it would go to the worker's own temporary folder."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     assert inductor_folder() == default_cache_dir()

@@ -23,7 +23,8 @@ _MOST_ELEMENTS = 2**22  # of a recorded parameter; both limits save memory
 
 def save_attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:
     """Record which objects modules hold. Returns a function that restores them."""
-    tables: list[dict[str, Any]] = [t for one in modules for t in (vars(one), one._buffers)]
+    tables = [t for one in modules for t in (vars(one), one._buffers)]
+    tables = [one for one in tables if isinstance(one, dict)]  # else of a scripted module
     kept = [{name: held for name, held in table.items() if name != _OURS} for table in tables]
 
     def put() -> None:

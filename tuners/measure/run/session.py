@@ -260,7 +260,9 @@ class PilotSession:
                     reason = f"only {len(seen)} of its processes reached their first steps"
                     if not seen:
                         sooner = "give a larger --budget, or a command that trains sooner"
-                        reason = self._why_no_steps(f"it has run for {start_s:.0f} s", sooner)
+                        reason = self._why_no_steps(
+                            f"the command has run for {start_s:.0f} s", sooner
+                        )
                     raise RunEnded("timed_out", reason)
             seen.append(self._receive(pipe, "seen", ScriptFacts, until))
             self._pipes.append(pipe)
@@ -299,7 +301,7 @@ class PilotSession:
         if self._pipes:
             return RunEnded("crashed", f"the command {ended}{printed}", code, own=code > 0)
         mend = FIX_HINT if code else "give a command that trains for longer"
-        never = self._why_no_steps(f"it {ended}{'' if note else printed}", mend)
+        never = self._why_no_steps(f"the command {ended}{'' if note else printed}", mend)
         return RunEnded("failed", never, code or 1, f"it {ended}{f': {note}' if note else printed}")
 
     def _why_no_steps(self, so_far: str, mend: str) -> str:
@@ -311,9 +313,9 @@ class PilotSession:
             seen, mend = f"it failed before a step could be measured: {note}", FIX_HINT
         elif note is not None:
             steps = f"{MIN_OBSERVED_STEPS} steps"
-            seen = f"torch was imported, but no torch.optim optimizer made {steps}"
+            seen, so_far = so_far, f"torch was imported, but no torch.optim optimizer made {steps}"
         else:
-            seen = "no process of the command has imported torch"
+            seen, so_far = so_far, "no process of the command has imported torch"
             better = "give the command that trains, as you would type it; standard input is empty"
         mend = mend if mend == FIX_HINT else better
         where = "See its output" if self._log is None else f"Its output is in {self._log}"
