@@ -1,5 +1,5 @@
-"""Made-up places with a clock of their own, and what is tuned on them: nothing waits, nothing is
-real."""
+"""Test data, and simulated runners with a clock of their own, so that tests neither wait nor need a
+GPU."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ GAINS: Mapping[tuple[str, object], float] = {
     ("cudnn_benchmark", True): 1.03,
     ("step_graph", True): 1.7,
 }
-"""How many times as fast a value makes a step."""
+"""Speed-up of a step by knob value."""
 BUILDS_S = {"none": 0.2, "cudagraphs": 4.0}
-"""Seconds of a first step by the knob compile; others take COMPILING_S."""
+"""Seconds of the first step by value of the knob compile. Other values take COMPILING_S."""
 COMPILING_S = 28.0
 
 
 def space(device: str = "cuda", **more: Any) -> Space:
-    """What is offered on a GPU to a run, or to a workload with `use="capture"`."""
+    """Returns the space of a run on a GPU, or of a workload with `use="capture"`."""
     given = {"capability": (9, 0), "compiles": True, "use": "pilot", "batches": (64,), **more}
     return Space.of(SearchContext(device=device, **given))
 
 
 class Net(nn.Module):
-    """Keeps the number formats that it was called in. `backward`: called in it, under bf16."""
+    """Records the dtype of each call. `backward`: a hook that is called in backward under bf16."""
 
     backward = staticmethod(lambda gradient: gradient)
 
@@ -84,7 +84,7 @@ def trained(
     optimizer: torch.optim.Optimizer | None = None,
     shape: tuple[int, ...] = (4, 3, 8, 8),
 ) -> torch.optim.Optimizer:
-    """The optimizer that a script's steps were made with, on batches or so many of them."""
+    """Trains on the given batches, or on so many random ones. Returns the optimizer."""
     optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for x in torch.randn(batches, *shape) if isinstance(batches, int) else batches:
         loss = net(x).square().mean()
@@ -96,7 +96,7 @@ def trained(
 
 
 def net_of(name: str = "model.py:Net") -> nn.Module:
-    """The model that a target names, below the current folder."""
+    """Returns the model that a target names, relative to the current folder."""
     return target.build(target.load(target.parse(name), Config()))
 
 
@@ -108,10 +108,10 @@ def record_here(
     name: str = "model.py:Net",
     **changes: Any,
 ) -> Record:
-    """One of a file's model at 4x3x8x8 on this machine's CPU, with some of its key changed.
+    """Returns a record of a model at 4x3x8x8 on this machine's CPU, with changes to its key.
 
     Args:
-        changes: as `examples.changed` has them, with two underscores for a dot.
+        changes: fields of the key as in `examples.changed`, with two underscores for a dot.
     """
     spec = target.parse(name)
     key = Key(
@@ -133,22 +133,22 @@ def record_here(
 
 
 class MadeUp:
-    """A place whose configs are as fast as their values say.
+    """Simulates a runner whose configs are as fast as the gains of their values.
 
     Args:
-        step_s: of the baseline.
-        gains: in place of GAINS.
-        noise: of a block's time, as the standard deviation of its logarithm.
-        seed: of that noise.
-        load: by what a step takes longer at a time.
-        waits_s: seconds that a step of a config waits for its data at least.
+        step_s: seconds of a step of the baseline.
+        gains: speed-up by knob value.
+        noise: standard deviation of the logarithm of a block's time.
+        seed: of the noise.
+        load: factor by which steps are slower at a given time.
+        waits_s: seconds in which the loader makes a batch. Shorter steps wait for it.
 
     Attributes:
         time: seconds that have passed.
-        fails: outcome by value of a knob; 'hangs' builds for ever.
-        verdicts: comparisons by value of a knob.
-        stops: what is raised at a block, by its number.
-        blocks: configs of the blocks so far; `compared` and `forgotten` likewise.
+        fails: outcome by knob value; 'hangs' never finishes building.
+        verdicts: result of the comparison by knob value.
+        stops: exception to raise, by number of the block.
+        blocks: configs of all blocks so far. `compared` and `forgotten` are alike.
     """
 
     def __init__(
@@ -179,11 +179,11 @@ class MadeUp:
         self._built: set[Config] = set()
 
     def now(self) -> float:
-        """The clock that a tuning goes by."""
+        """Returns the simulated time."""
         return self.time
 
     def speedup(self, config: Config) -> float:
-        """Of a config over the baseline, in truth."""
+        """Returns the true speed-up of a config over the baseline."""
         return self._gain(config) / self._gain(self.baseline) * config.batch / self.baseline.batch
 
     def _gain(self, config: Config) -> float:
@@ -191,7 +191,7 @@ class MadeUp:
         return larger * math.prod(self.gains.get(pair, 1.0) for pair in config.items())
 
     def _seconds(self, config: Config) -> tuple[float, float]:
-        """Of a step, and how long it waits for its data."""
+        """Returns the seconds of a step, and those of them in which it waits for data."""
         step_s = self.step_s * self._gain(self.baseline) / self._gain(config)
         waited_s = max(0.0, self.waits_s(config) - step_s)
         return step_s + waited_s, waited_s
@@ -203,7 +203,6 @@ class MadeUp:
             raise ConfigFailed("timed_out", "no time is left")
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
-        """See Place."""
         self.blocks.append(config)
         if stop := self.stops.get(len(self.blocks)):
             raise stop
@@ -221,7 +220,7 @@ class MadeUp:
         )
 
     def _switch(self, config: Config, deadline_s: float) -> float:
-        """Seconds that it takes; what a config shares with another is built once."""
+        """Switches to a config. Returns the seconds that it takes; shared code is built once."""
         if config == self._last:
             return 0.0
         self._last = None
@@ -240,18 +239,15 @@ class MadeUp:
         return first_s
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        """See Place."""
         self.compared.append(config)
         self._last = None
         self.time += min(2.0, deadline_s)
         return next((v for pair, v in self.verdicts.items() if pair in config.items()), OK)
 
     def forget(self, config: Config) -> None:
-        """See Place."""
         self.forgotten.append(config)
 
     def save(self, config: Config, file: Path) -> None:
-        """See Place."""
         self.saved.append(config)
         file.write_bytes(b"compiled")
 
@@ -282,16 +278,16 @@ SCRIPT = ScriptFacts(
     workers=0,
     room=0,
 )
-"""What is seen of a script that trains on a CPU."""
+"""The facts of a script that trains on a CPU."""
 
 
 class MadeUpSession(PilotSession):
-    """A start of a command, without a process.
+    """Simulates a started command without a process.
 
     Args:
-        seen: of its script.
+        seen: the facts of its script.
         step_s: seconds of a step under a config.
-        ends: called with a config and the steps that this start has made; why it is over.
+        ends: called with a config and the number of steps so far; returns why it ended, or None.
     """
 
     def __init__(
@@ -316,11 +312,11 @@ class MadeUpSession(PilotSession):
         return [BlockResult(reason=OK.reason)]
 
     def end(self) -> None:
-        """Nothing was started."""
+        """There is no process to end."""
 
 
 class Heard(Progress):
-    """Keeps what is told."""
+    """Records everything that is reported."""
 
     def __init__(self) -> None:
         self.trials: list[Trial] = []
@@ -340,7 +336,7 @@ class Heard(Progress):
 
     @property
     def configs(self) -> list[Config]:
-        """In the order of their visits, the baseline first."""
+        """The tried configs in order, the baseline first."""
         return [trial.config for trial in self.trials]
 
 
@@ -353,25 +349,25 @@ def tuned(
     study: optuna.Study | None = None,
     **scope: Any,
 ) -> SearchResult:
-    """What a search finds on a made-up place."""
+    """Returns the result of a search with a simulated runner."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = study or optuna.create_study(direction="maximize")
     given, clock = SearchOptions(**{"modules": 150, **scope}), Clock(budget_s, now=runner.now)
     return Tuner(runner, of, study, given, heard or Progress(), clock).run()
 
 
-def advised(found: SearchResult, use: str = "pilot") -> Config:
-    """The config that a use is advised."""
-    return next(w.choice.config for w in found.winners if (w.use, w.free) == (use, False))
+def advised(result: SearchResult, use: str = "pilot") -> Config:
+    """Returns the config that is advised for a use."""
+    return next(w.choice.config for w in result.winners if (w.use, w.free) == (use, False))
 
 
-def speedup(found: SearchResult, use: str = "pilot") -> float:
-    """That its advice promises."""
-    return next(w.choice.speedup for w in found.winners if (w.use, w.free) == (use, False))
+def speedup(result: SearchResult, use: str = "pilot") -> float:
+    """Returns the speed-up of the config that is advised for a use."""
+    return next(w.choice.speedup for w in result.winners if (w.use, w.free) == (use, False))
 
 
 def lookup_arguments(target: Any = None, **given: Any) -> dict[str, Any]:
-    """The arguments of `advisor.lookup` that have what is given by keyword where it belongs."""
+    """Returns the arguments of `advisor.lookup`, with flat keywords sorted into its parts."""
     model = {field.name for field in fields(Model)}
     permit = {field.name for field in fields(Permit)}
     if "duration" in given:
@@ -394,7 +390,7 @@ def measured(
     origin: str = "guess",
     peak_bytes: int = 2**30,
 ) -> Trial:
-    """A trial of a config that ran once at this many samples/s, known to a percent."""
+    """Returns a trial of a config that ran at `rate` samples/s, with an interval of one percent."""
     return Trial(
         number=0,
         config=config,
@@ -414,6 +410,6 @@ def measured(
 
 
 def verified(config: Config, outcome: str = "ok", reason: str = "within rounding") -> Trial:
-    """The comparison of a config with strict fp32, and how it ended."""
-    found = measured(config, 0.0, stage="numerics", origin="fp32")
-    return replace(found, measurement=Measurement(outcome=outcome, reason=reason))
+    """Returns the trial that compared a config with strict fp32, with this outcome."""
+    trial = measured(config, 0.0, stage="numerics", origin="fp32")
+    return replace(trial, measurement=Measurement(outcome=outcome, reason=reason))

@@ -28,23 +28,23 @@ def main() -> int:
 
 
 def lines_of(folder: Path) -> int:
-    """Lines of the Python files in a folder, without the links to other folders."""
+    """Counts the lines of Python in a folder, without links to other folders."""
     files = [one for one in folder.rglob("*.py") if not any(p.is_symlink() for p in one.parents)]
     return sum(len(one.read_text().splitlines()) for one in files)
 
 
 def last_change() -> Counter[str]:
-    """Lines that each folder has gained since the last commit or, if nothing has changed, by it."""
+    """Returns the lines that each folder gained since the last commit, or in it if none changed."""
     changes = numstat("HEAD") or numstat("HEAD~1", "HEAD")
-    found: Counter[str] = Counter()
+    gained: Counter[str] = Counter()
     for added, removed, path in (line.split("\t") for line in changes):
         if path.endswith(".py"):
-            found[path.partition("/")[0]] += int(added) - int(removed)
-    return found
+            gained[path.partition("/")[0]] += int(added) - int(removed)
+    return gained
 
 
 def numstat(*commits: str) -> list[str]:
-    """git's lines 'added removed path'; none outside a repository."""
+    """Returns git's lines 'added removed path', or none outside a repository."""
     words = ["git", "diff", "--numstat", "--no-renames", *commits, "--", "*.py"]
     done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     return done.stdout.decode().splitlines() if done.returncode == 0 else []

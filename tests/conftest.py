@@ -1,4 +1,4 @@
-"""What every test stands on: a store of its own, and no leftovers of the caller's shell."""
+"""Gives every test a store of its own, and hides the environment of the caller's shell."""
 
 import gc
 import os
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-# Before torch is imported: two processes of several OpenMP threads each starve one another on few
-# cores, and a record is of as many threads as the process that asks for it has.
+# Set before torch is imported. On few cores, processes with several OpenMP threads slow each other
+# down. The number of threads is also a part of each record's key.
 os.environ["OMP_NUM_THREADS"] = "1"
-# None of a config's two threads spins for a core that others need: that took six times as long.
+# A waiting thread must not spin on a core that others need: that took six times as long.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-# What every Python that a test starts reads first.
+# Every Python that a test starts imports sitecustomize.py from this folder.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).with_name("started")), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
@@ -26,32 +26,32 @@ from tests import forks
 from tests.cache import servers
 
 _MEMORY = Path("/dev/shm")
-_ENOUGH = 2 * 2**30
-"""Bytes; a session whose tests pass leaves nothing, and has a third of it at most."""
+_ENOUGH_BYTES = 2 * 2**30
+"""Bytes. A session needs a third of it at most, and leaves nothing if its tests pass."""
 
 
 def pytest_configure() -> None:
-    """What is imported is no garbage: a collection that looks through it takes 0.3 s each time.
+    """Disables garbage collection during imports, where each collection takes 0.3 s.
 
-    Folders of tests are in memory, where there is enough of it: tests end processes, not machines,
-    and those of a search waited half their time until a disk had their journals.
+    Puts temporary folders in memory if there is room. On a disk, tests of the search spent half
+    their time waiting for their journals.
     """
     gc.disable()
-    if "PYTEST_DEBUG_TEMPROOT" not in os.environ and _in_memory():
+    if "PYTEST_DEBUG_TEMPROOT" not in os.environ and _fits_in_memory():
         os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_MEMORY)
 
 
-def _in_memory() -> bool:
-    """Whether there is room in it, and what was compiled may be loaded from there."""
+def _fits_in_memory() -> bool:
+    """Whether /dev/shm has enough room and permits to load compiled code from it."""
     if not os.access(_MEMORY, os.W_OK):
         return False
-    there = os.statvfs(_MEMORY)
-    return there.f_bavail * there.f_frsize >= _ENOUGH and not there.f_flag & os.ST_NOEXEC
+    status = os.statvfs(_MEMORY)
+    return status.f_bavail * status.f_frsize >= _ENOUGH_BYTES and not status.f_flag & os.ST_NOEXEC
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Folders come in reverse: short files are last then, and processes that share the files end
-    together. On a GPU, warnings of PyTorch's own are no errors: torch 2.11 gives several."""
+    """Reverses the folders. Short files then come last, and parallel processes end together.
+    Tolerates warnings in GPU tests: torch 2.11 itself gives several."""
     items.sort(key=lambda item: item.path.parent.name, reverse=True)
     for item in items:
         if item.get_closest_marker("gpu"):
@@ -60,40 +60,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu"):
-        import torch  # here, because it takes seconds and most selections do not need it
+        import torch  # imported late, because it takes seconds and few selections need it
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
 
 
 def pytest_collection_finish() -> None:
-    """From here on there is garbage, beside what was imported."""
+    """Enables garbage collection, which from now on skips all imported objects."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     gc.enable()
 
 
 def pytest_sessionfinish() -> None:
-    """Put back, because nanobind tells of all that is still there at the end."""
+    """Unfreezes the objects, because nanobind reports all that exist at exit."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For what is set up before a test has surroundings of its own. Workers and commands that this
+def isolated_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Isolates fixtures that are set up before `own_surroundings`. Workers and commands that this
     process starts are forks: see tests/forks.py."""
-    # Python takes a file for unchanged if only its content is another, as of an edit in a test.
+    # With bytecode, Python may miss that a test has edited a file.
     sys.dont_write_bytecode = True
-    get_temp_dir()  # of the server of forks: not in the folder of the first test that forks
+    get_temp_dir()  # for the fork server, which must not use the first test's folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
         patch.setattr(guarded_process, "subprocess", forks.FORKING)
-        cpu = host.cpu().replace("bf16", "")  # on any host, as on one without kernels for it
+        cpu = host.cpu().replace("bf16", "")  # every host acts as one without bf16 kernels
         patch.setattr(host, "cpu", lambda: cpu)
         folder = tmp_path_factory.mktemp("nobody")
         patch.setenv("ADVISOR_CACHE", str(folder / "cache"))
         patch.setenv("XDG_DATA_HOME", str(folder / "data"))
-        patch.setenv("XDG_CACHE_HOME", str(folder / "user"))  # the store to fall back on
+        patch.setenv("XDG_CACHE_HOME", str(folder / "user"))  # the fallback store
         yield
 
 
@@ -118,7 +118,7 @@ def own_surroundings(
 
 @pytest.fixture(scope="session")
 def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Of a real Redis server on loopback."""
+    """Returns the port of a real Redis server on loopback."""
     server = servers.redis_server(tmp_path_factory.mktemp("redis"))
     if server is None:
         pytest.skip("redis-server is not installed")
@@ -128,7 +128,7 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 @pytest.fixture(scope="session")
 def s3_port() -> Iterator[int]:
-    """Of moto's S3 server on loopback."""
+    """Returns the port of moto's S3 server on loopback."""
     patch = pytest.MonkeyPatch()
     for name, value in servers.AWS.items():
         patch.setenv(name, value)

@@ -1,7 +1,7 @@
-"""Pythons that tests start, as forks of one that has imported torch: importing is most of them.
+"""Starts Python processes as forks of a server that has imported torch, which saves start-up time.
 
-A fork is as a process of its own: the same words, environment, folder and output, a path and a main
-module as at its start, and torch is imported only once something imports it.
+A fork behaves like a new process: it has its own arguments, environment, folder, output, sys.path
+and main module, and torch appears in sys.modules only once something imports it.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from typing import Any
 from unittest import mock
 
 READ_AT_START = ("OMP_", "MKL_", "ONEDNN_", "LD_", "PYTHONHASHSEED", "PYTHONOPTIMIZE")
-"""Variables that decide before a fork could: with another value a real Python is started."""
+"""Variables that are read at start. If one of them differs, a real Python is started instead."""
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["preloaded"])  # of tests/started, as PYTHONPATH of conftest.py says
+_SERVER.set_forkserver_preload(["preloaded"])  # conftest.py adds tests/started to PYTHONPATH
 _STARTING = threading.Lock()
 
 
 def run(
     script: Path, *words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """What `python SCRIPT WORD ...` prints, and how it ends."""
+    """Runs `python SCRIPT WORD ...` and returns its output and exit code."""
     command = [sys.executable, str(script), *words]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        there = os.environ if env is None else env
-        forked = Fork(command, env=there, cwd=cwd, stdout=out.fileno(), stderr=err.fileno())
+        env = os.environ if env is None else env
+        forked = Fork(command, env=env, cwd=cwd, stdout=out.fileno(), stderr=err.fileno())
         code = forked.wait()
-        said = []
+        outputs = []
         for one in (out, err):
             one.seek(0)
-            said.append(one.read())
-        return subprocess.CompletedProcess(command, code, *said)
+            outputs.append(one.read())
+        return subprocess.CompletedProcess(command, code, *outputs)
 
 
 def call(target: Callable[..., None], *args: object) -> Fork:
-    """A process that calls a function, and prints where this one does."""
+    """Starts a process that calls a function and prints to the output of this process."""
     code = CALL.format(sys.path, pickle.dumps((target, args)))
     return Fork([sys.executable, "-c", code], env=os.environ, stdout=1)
 
@@ -64,35 +64,35 @@ CALL = "import pickle, sys; sys.path[:] = {}; target, args = pickle.loads({}); t
 def until(holds: Callable[[], Any], within_s: float = 200.0) -> Any:
     """Waits until `holds` returns something true, and returns it."""
     end = time.monotonic() + within_s
-    while not (found := holds()):
+    while not (value := holds()):
         assert time.monotonic() < end, f"it did not come about within {within_s:.0f} s"
         time.sleep(0.02)
-    return found
+    return value
 
 
 def alive(process: int) -> bool:
-    """Whether a process runs; a zombie waits for its parent alone."""
+    """Whether a process runs. A zombie does not count."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
 
 def started_with(text: object) -> list[int]:
-    """The processes with a text in their words."""
-    found = []
+    """Returns the ids of the processes whose command line contains a text."""
+    processes = []
     for one in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if str(text).encode() in (one / "cmdline").read_bytes():
-                found.append(int(one.name))
-    return found
+                processes.append(int(one.name))
+    return processes
 
 
 class Fork:
-    """As `subprocess.Popen`, of words that begin with this Python.
+    """Like `subprocess.Popen`, for commands that start this Python.
 
     Args:
-        pass_fds: descriptors that it inherits under numbers of their own, which replace theirs in
-            its words.
+        pass_fds: descriptors to inherit. Their numbers change in the fork, and in the words of its
+            command.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Fork:
         given = [_Descriptor(stdout), _Descriptor(stderr), passed]
         memory = resource.getrlimit(resource.RLIMIT_AS)
         args = [[*words], dict(env), str(cwd or Path.cwd()), memory, *given]
-        self._process = _SERVER.Process(target=_begin, args=args, daemon=True)
+        self._process = _SERVER.Process(target=_become_process, args=args, daemon=True)
         with _STARTING, mock.patch.object(spawn, "get_preparation_data", _same_path):
             self._process.start()
         if piped:
@@ -134,7 +134,7 @@ class Fork:
 
 
 class _Descriptor:
-    """A descriptor that a fork is sent; there, its number."""
+    """A file descriptor to send to a fork, where it arrives as its new number."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -149,28 +149,28 @@ def _received(sent: Any) -> int:
 
 
 def _same_path(_name: str) -> dict[str, Any]:
-    """All that a fork needs to find this module, in place of the main module of this process."""
+    """Lets a fork find this module. Does not send the main module of this process."""
     return {"sys_path": [*sys.path]}
 
 
 def popen(words: Sequence[str], **how: Any) -> Any:
-    """In the place of `subprocess.Popen` where guards are started: a guard and its worker, or its
-    command, are forks if they are this Python's."""
-    here, there = (
+    """Replaces `subprocess.Popen` for guards. If the command starts this Python, the guard and the
+    command are forks."""
+    ours, theirs = (
         {name: value for name, value in env.items() if name.startswith(READ_AT_START)}
         for env in (os.environ, how["env"])
     )
-    return (Fork if here == there and _forks(words[9:]) else subprocess.Popen)(words, **how)
+    return (Fork if ours == theirs and _can_fork(words[9:]) else subprocess.Popen)(words, **how)
 
 
 FORKING = types.SimpleNamespace(
     **{name: getattr(subprocess, name) for name in subprocess.__all__} | {"Popen": popen}
 )
-"""In the place of the module subprocess."""
+"""Replaces the module subprocess."""
 
 
-def _forks(words: Sequence[str]) -> bool:
-    """Whether words start a Python as this one, with options that `_become` knows."""
+def _can_fork(words: Sequence[str]) -> bool:
+    """Whether a command starts this Python, with options that `_become` supports."""
     if not words or Path(words[0]).resolve() != Path(sys.executable).resolve():
         return False
     rest = list(words[1:])
@@ -179,7 +179,7 @@ def _forks(words: Sequence[str]) -> bool:
     return bool(rest) and (rest[0] in ("-m", "-c") or not rest[0].startswith("-"))
 
 
-def _begin(
+def _become_process(
     words: list[str],
     env: dict[str, str],
     cwd: str,
@@ -188,11 +188,11 @@ def _begin(
     err: int,
     passed: dict[str, int],
 ) -> None:
-    """Be the process that was asked for; does not return."""
+    """Becomes the requested process. Does not return."""
     code = 1
     try:
         os.setsid()
-        # A runner started in the background ignores it, and so would its children.
+        # A test run in the background ignores SIGINT, which its children would inherit.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(out, 1)
         os.dup2(err, 2)
@@ -201,17 +201,17 @@ def _begin(
         os.environ.update(env)
         tempfile.tempdir = None
         resource.setrlimit(resource.RLIMIT_AS, memory)
-        _forget_the_server()
+        _detach_from_server()
         words = [str(passed.get(word, word)) for word in words]
-        _close_but([*passed.values()])
+        _close_all_but([*passed.values()])
         code = _guard(words[3], words[4:]) if "-I" in words[:2] else _become(words)
     except BaseException:
         traceback.print_exc()
     os._exit(code)
 
 
-def _forget_the_server() -> None:
-    """Be a main process, for what it starts itself."""
+def _detach_from_server() -> None:
+    """Makes a fork a main process, which can start processes itself."""
     preloaded = sys.modules.pop("preloaded")
     process._current_process = preloaded.PROCESS  # type: ignore[attr-defined]
     process._parent_process = None  # type: ignore[attr-defined]
@@ -223,8 +223,8 @@ def _forget_the_server() -> None:
     sys.stdin = os.fdopen(0, closefd=False)
 
 
-def _close_but(kept: list[int]) -> None:
-    """Close what is open, other than the standard streams."""
+def _close_all_but(kept: list[int]) -> None:
+    """Closes all descriptors other than these and the standard streams."""
     for one in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         if one > 2 and one not in kept:
             with contextlib.suppress(OSError):
@@ -232,7 +232,7 @@ def _close_but(kept: list[int]) -> None:
 
 
 def _guard(guard: str, words: list[str]) -> int:
-    """Run the guard, which forks; its fork becomes the command in the place of another program."""
+    """Runs the guard, which forks. Its fork becomes the command instead of executing a program."""
     before, path = set(sys.modules), list(sys.path)
 
     def execv(_program: str, command: list[str]) -> None:
@@ -240,7 +240,7 @@ def _guard(guard: str, words: list[str]) -> int:
         for name in set(sys.modules) - before:
             del sys.modules[name]
         sys.path[:] = path
-        _close_but([int(words[1])])
+        _close_all_but([int(words[1])])
         os._exit(_become(command))
 
     plain, os.execv = os.execv, execv  # type: ignore[assignment]
@@ -250,7 +250,7 @@ def _guard(guard: str, words: list[str]) -> int:
 
 
 def _become(command: list[str]) -> int:
-    """Run a script, a module or code as if this Python had been started with it."""
+    """Runs a script, a module or code as if this Python had been started with it."""
     random.seed()
     sys.orig_argv[:] = command
     words = command[1:]

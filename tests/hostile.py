@@ -1,13 +1,13 @@
-"""Hostile records and stores: what somebody plants, or what a disk does, one case a line.
+"""Hostile records and stores, planted by an attacker or damaged by a disk, one case per line.
 
     for case in CASES:
-        url = case.make(folder)          # a store with one honest record and the hostile thing
+        url = case.make(folder)          # a store with one honest record and a hostile item
         ... advisor show --cache URL ...
 
-The honest record, `examples.record()`, is by nobody known and of a device that is not here. After
-whatever was done with the store it can still be read where `case.honest` says so, no file called
-`ran` lies in `folder`, and nothing took longer than a few seconds. Nothing in a store is followed,
-opened, imported or run, and no text of it comes out raw.
+The honest record, `examples.record()`, has no known signer and another device than this machine.
+After any use of the store, that record is still readable if `case.honest`, `folder` has no file
+called `ran`, and nothing took longer than a few seconds. advisor follows, opens, imports and runs
+nothing that lies in a store, and prints no raw text of it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from advisor.cache.stores.disk import write_pack
 from tests.cache.examples import KEY, MINE, changed, planted, record
 
 OTHER = record(key=changed(KEY, "mode", "infer"))
-"""What the hostile record would be, were it honest: one that nothing else is in the place of."""
+"""The hostile record before it is spoiled. Its key differs from that of the honest record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """`spoil` plants something in a folder with an honest store, or returns another store's URL.
-    `honest`: the honest record is there and can be read; `refused`: the text that says why the
-    hostile one may not be used, or '' where it does not count as a record at all."""
+    `honest`: the honest record is still readable. `refused`: the reason why the hostile record is
+    refused, or '' if it does not count as a record."""
 
     name: str
     spoil: Callable[[Path], object]
@@ -66,13 +66,13 @@ def _bytes(data: bytes) -> Callable[[Path], object]:
 
 
 def _planted(path: str, value: object) -> Callable[[Path], object]:
-    """A record with one value in it that no encoder wrote, under the name that it would have, as
-    far as one can be made from what is planted."""
+    """Plants a record with one value that no encoder writes, under the name that belongs to its
+    bytes."""
     return _bytes(make_envelope(msgpack.packb(planted(OTHER, path, value))))
 
 
 def _file(make: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Something else in the place of a record's file."""
+    """Replaces a record's file."""
 
     def made(folder: Path) -> None:
         _put(folder, b"x")
@@ -100,7 +100,7 @@ def _link(path: Path) -> None:
 
 
 def _sql(*statements: str) -> Callable[[Path], object]:
-    """A database in which somebody was, with an honest record in it."""
+    """Changes the database of an honest store with SQL."""
 
     def make(folder: Path) -> None:
         _put(folder, b"\x00", store="disk:store")
@@ -117,7 +117,7 @@ def _database(folder: Path) -> Path:
 
 
 class Bomb:
-    """A pickle that leaves a mark where it is loaded."""
+    """A pickle that creates a folder when it is loaded."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -132,7 +132,7 @@ def _lying_name(folder: Path) -> None:
 
 
 def _earlier(folder: Path) -> str:
-    """A stranger's of the same key, newer and of more effort, in a store before one's own."""
+    """Puts a stranger's newer record with the same key and more effort into an earlier store."""
     Records(open_store(f"dir:{folder}/own"), keyring=MINE).put(record())
     theirs = record(created=1.74e9, effort="exhaustive")
     _put(folder, encode(theirs), theirs, "dir:first")
@@ -167,7 +167,7 @@ def _studies(folder: Path) -> None:
 
 
 def _exclusive(folder: Path) -> None:
-    """Locked by a transaction that never ends, in a process that is gone with the test's."""
+    """Locks the database in a transaction that lasts until its connection is closed."""
     database = _database(folder)
     connection = sqlite3.connect(database, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")

@@ -1,4 +1,4 @@
-"""The built wheel holds the whole house, under one name."""
+"""Tests that the built wheel contains every file of the package, all below advisor/."""
 
 import shutil
 import subprocess
@@ -35,7 +35,7 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def test_wheel_holds_every_file(wheel_names: set[str]) -> None:
-    """And nothing is installed under another name. Links are not followed."""
+    """Nothing is installed outside advisor/. Links are not followed."""
     modules = {
         f"{inside}/{file.relative_to(ROOT / folder).as_posix()}"
         for folder, inside in FOLDERS.items()
@@ -43,11 +43,11 @@ def test_wheel_holds_every_file(wheel_names: set[str]) -> None:
         if not any(link in file.parents for link in (ROOT / "advisor" / name for name in LINKS))
     }
     assert {name for name in wheel_names if name.endswith(".py")} == modules
-    made_of = {"advisor/py.typed", "advisor/service/static/LICENSE-pico"}
+    data_files = {"advisor/py.typed", "advisor/service/static/LICENSE-pico"}
     for folder in ("report/templates", "service/templates", "service/static"):
         files = (ROOT / "advisor" / folder).iterdir()
-        made_of |= {f"advisor/{folder}/{file.name}" for file in files}
-    assert made_of <= wheel_names and len(made_of) > 4
+        data_files |= {f"advisor/{folder}/{file.name}" for file in files}
+    assert data_files <= wheel_names and len(data_files) > 4
     tops = {name.split("/")[0] for name in wheel_names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"advisor"}
 

@@ -1,4 +1,4 @@
-"""Generated examples may take as long as the host needs; a store of files."""
+"""Hypothesis without time limits, for slow hosts; and a store of files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Records to test with."""
+"""Keys, records and parts of records for tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEFAULT = Config(batch_size=64, precision="default", channels_last=False, cudnn_
 
 
 def changed(key: Key, name: str, value: object) -> Key:
-    """The key with the field set that `cache.key.fields` has under this name."""
+    """A copy of the key with one field set; `name` is as in `cache.key.fields`."""
     part, dot, field = name.partition(".")
     if dot:
         owner = replace(getattr(key.environment, part), **{field: value})
@@ -76,8 +76,8 @@ def trial(number: int = 0, config: Config = DEFAULT, outcome: str = "ok") -> Tri
 
 
 def winners(flags: Choice, loop: Choice, **of: Choice) -> tuple[Winner, ...]:
-    """One for each use: the pilot's as that of the flags, capture's as the loop's, unless given;
-    `free_loop` and the like: with the batch free."""
+    """One winner per use. `pilot` defaults to `flags` and `capture` to `loop`; names such as
+    `free_loop` mean a winner with a free batch size."""
     chosen = {"flags": flags, "pilot": flags, "loop": loop, "capture": loop, **of}
     return tuple(
         Winner(use=use.removeprefix("free_"), free=use.startswith("free_"), choice=one)
@@ -129,7 +129,7 @@ SMALL = changed(KEY, "shapes", ((8, 3, 256, 256),))
 
 
 def planted(one: Record, path: str, value: object) -> dict[str, Any]:
-    """The record as plain data, with one value that no encoder wrote."""
+    """The record as plain data, with the value at `path` replaced, valid or not."""
     content: dict[str, Any] = to_plain(one)
     *owners, last = path.split(".")
     here: Any = content

@@ -1,4 +1,4 @@
-"""Byte strings to try on the decoder: random ones, and mutations of a corpus."""
+"""Byte strings to fuzz the decoder with: random ones, and mutations of a corpus."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from advisor.cache.signing import KeyRing
 from tests.cache.examples import DEFAULT, choice, record
 
 HEADERS = (
-    b"\xdd\xff\xff\xff\xff",  # a list, map, text, bytes of four thousand million
+    b"\xdd\xff\xff\xff\xff",  # list, map, text and bytes of length 2**32 - 1
     b"\xdf\xff\xff\xff\xff",
     b"\xdb\xff\xff\xff\xff",
     b"\xc6\xff\xff\xff\xff",
-    b"\xdd\x00\x00\x07\xff",  # the longest list that is allowed
-    b"\xc7\x08\xff",  # an extension
-    b"\xd6\xff\x00\x00\x00\x00",  # a time
-    b"\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00",  # not a number
+    b"\xdd\x00\x00\x07\xff",  # the longest allowed list
+    b"\xc7\x08\xff",  # an extension type
+    b"\xd6\xff\x00\x00\x00\x00",  # a timestamp
+    b"\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00",  # NaN
     b"\xcf\xff\xff\xff\xff\xff\xff\xff\xff",
     b"\xc1",
 )
 
 
 def corpus() -> list[bytes]:
-    """Records of all sorts: bare, full, signed, of a later version, with values nobody measured."""
+    """Encoded records: small, large, signed, of a later version, stale, with an odd config."""
     one = record()
     later = to_plain(one)
     later["later"] = {"deep": [1, 2]}
@@ -44,18 +44,18 @@ def corpus() -> list[bytes]:
 
 
 def mutated(seeds: list[bytes], dice: random.Random) -> Iterator[bytes]:
-    """Byte strings without end. Half of them carry a checksum that is right, so that what is inside
-    is looked at."""
+    """An endless stream of byte strings. About half have a valid checksum, so that the decoder
+    reads their content."""
     payloads = [data for seed in seeds if (data := _payload(seed))]
     while True:
         kind = dice.random()
         if kind < 0.1:
             yield dice.randbytes(dice.randrange(200))
         elif kind < 0.45:
-            yield _changed(dice.choice(seeds), seeds, dice)
+            yield _mutate(dice.choice(seeds), seeds, dice)
         else:
-            payload = _changed(dice.choice(payloads), payloads, dice)
-            if kind > 0.98:  # much of the same: lists in lists, and long lists of small things
+            payload = _mutate(dice.choice(payloads), payloads, dice)
+            if kind > 0.98:  # repetition: nested lists, long lists
                 payload = payload[: dice.randrange(40)] + dice.choice(HEADERS) * dice.randrange(
                     2000
                 )
@@ -68,23 +68,23 @@ def _payload(seed: bytes) -> bytes:
     return bytes(msgpack.unpackb(seed)["record"])
 
 
-def _changed(data: bytes, others: list[bytes], dice: random.Random) -> bytes:
-    found = bytearray(data)
+def _mutate(data: bytes, others: list[bytes], dice: random.Random) -> bytes:
+    result = bytearray(data)
     for _ in range(dice.choice((1, 1, 1, 2, 4, 16))):
-        at = dice.randrange(len(found) + 1)
+        at = dice.randrange(len(result) + 1)
         how = dice.randrange(6)
-        if how == 0 and at < len(found):
-            found[at] ^= 1 << dice.randrange(8)
-        elif how == 1 and at < len(found):
-            found[at] = dice.randrange(256)
+        if how == 0 and at < len(result):
+            result[at] ^= 1 << dice.randrange(8)
+        elif how == 1 and at < len(result):
+            result[at] = dice.randrange(256)
         elif how == 2:
-            found[at:at] = dice.choice(HEADERS)
+            result[at:at] = dice.choice(HEADERS)
         elif how == 3:
-            del found[at : at + dice.randrange(1, 20)]
+            del result[at : at + dice.randrange(1, 20)]
         elif how == 4:
             other = dice.choice(others)
             start = dice.randrange(len(other))
-            found[at:at] = other[start : start + dice.randrange(1, 400)]
+            result[at:at] = other[start : start + dice.randrange(1, 400)]
         else:
-            del found[at:]
-    return bytes(found)
+            del result[at:]
+    return bytes(result)

@@ -1,4 +1,4 @@
-"""Real servers on loopback, for the stores at the other end of a network."""
+"""Real servers on loopback, for tests of network stores and services."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ AWS = {
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
-"""What an S3 client wants to have; moto takes any."""
+"""Environment of an S3 client; moto accepts any values."""
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
     return port
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
-    """A key, and its certificate for this host; skips where there is no OpenSSL."""
+    """Create a key and a certificate for 127.0.0.1; skips the test without OpenSSL."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("openssl is needed")
-    key, found = folder / "key.pem", folder / "certificate.pem"
+    key, cert = folder / "key.pem", folder / "certificate.pem"
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
     names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    made = [openssl, "req", "-x509", *curve, "-nodes", "-days", "2", *names]
-    subprocess.run([*made, "-keyout", key, "-out", found], check=True, capture_output=True)
-    return key, found
+    command = [openssl, "req", "-x509", *curve, "-nodes", "-days", "2", *names]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return key, cert
 
 
 def answers(port: int) -> bool:
@@ -52,8 +52,8 @@ def answers(port: int) -> bool:
 
 
 class Server:
-    """A process that listens on a port; it can be stopped and started again. As root, it is the
-    user's `who`; it is there once `ready` is true of its port."""
+    """A server process that can be killed and restarted. It runs as user `who` if given; `start`
+    waits until `ready(port)` is true."""
 
     def __init__(
         self, command: list[str], port: int, who: str = "", ready: Callable[[int], bool] = answers
@@ -89,7 +89,7 @@ def running(server: Server) -> Iterator[Server]:
 
 
 def redis_server(folder: Path) -> Server | None:
-    """None where Redis is not installed. What was put survives a kill: each write is flushed."""
+    """A Redis that flushes each write, so data survives a kill. None if Redis is not installed."""
     binary = shutil.which("redis-server") or shutil.which("valkey-server")
     if binary is None:
         return None
@@ -99,7 +99,7 @@ def redis_server(folder: Path) -> Server | None:
 
 
 def s3_server() -> Server:
-    """moto's, which keeps everything in memory: what was put does not survive a kill."""
+    """A moto server. It keeps data in memory, so a kill loses all of it."""
     port = free_port()
     return Server([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port)
 
@@ -107,15 +107,15 @@ def s3_server() -> Server:
 def make_bucket(port: int) -> None:
     import s3fs
 
-    there = s3fs.S3FileSystem(endpoint_url=f"http://127.0.0.1:{port}", skip_instance_cache=True)
+    s3 = s3fs.S3FileSystem(endpoint_url=f"http://127.0.0.1:{port}", skip_instance_cache=True)
     with contextlib.suppress(FileExistsError):
-        there.mkdir(BUCKET)
+        s3.mkdir(BUCKET)
 
 
 @contextlib.contextmanager
 def postgresql(durable: bool = False) -> Iterator[Server]:
-    """A PostgreSQL that runs; skips where there is none. As root, who may not run it, it is its own
-    user's, and so is its folder. `durable`: what was committed outlives a crash of the machine."""
+    """A running PostgreSQL; skips the test if not installed. Root must not run it, so then it runs
+    as user `postgres`. `durable`: commits survive a crash of the machine."""
     binaries = [Path(found).resolve().parent for found in [shutil.which("postgres")] if found]
     binaries += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
     binary = next((one for one in binaries if (one / "initdb").exists()), None)
@@ -130,7 +130,7 @@ def postgresql(durable: bool = False) -> Iterator[Server]:
         as_user = {"user": who, "group": who} if who else {}
         command = [*made, "--no-sync", "--locale=C.UTF-8"]
         subprocess.run(command, check=True, capture_output=True, cwd="/", **as_user)
-        # What is killed leaves the memory that it shares, so that lies in the folder.
+        # A killed server leaves its shared memory behind; mmap keeps it in the folder.
         options = {
             "listen_addresses": "127.0.0.1",
             "unix_socket_directories": folder,
@@ -146,7 +146,7 @@ def postgresql(durable: bool = False) -> Iterator[Server]:
 
 
 def accepts(port: int) -> bool:
-    """Whether PostgreSQL takes a connection: it listens before it does."""
+    """Whether PostgreSQL accepts connections; it opens its port earlier than that."""
     import psycopg
 
     with contextlib.suppress(psycopg.OperationalError):

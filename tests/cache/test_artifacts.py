@@ -1,4 +1,4 @@
-"""What was compiled for a record: loaded only if one's own key signed it, for the same purpose."""
+"""Compiled artifacts of records: loaded only if signed with a trusted key, for the same purpose."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def artifacts(*stores: ByteStore, keyring: KeyRing = MINE, most: int = 2**20) ->
     return Artifacts(stores, keyring, most)
 
 
-def name(purpose: Purpose, keyring: KeyRing = MINE) -> str:
+def blob_name(purpose: Purpose, keyring: KeyRing = MINE) -> str:
     return keyring.tagged(purpose.label)
 
 
-def key(purpose: Purpose) -> str:
-    return BLOBS + name(purpose)
+def blob_key(purpose: Purpose) -> str:
+    return BLOBS + blob_name(purpose)
 
 
-def put(store: ByteStore, one: Record = RECORD, keyring: KeyRing = MINE) -> Purpose:
+def put_both(store: ByteStore, one: Record = RECORD, keyring: KeyRing = MINE) -> Purpose:
     """Keep a record and artifacts for its config."""
     Records(store, keyring=keyring).put(one)
     purpose = Purpose.of(one, one.winner("loop").config, ENVIRONMENT, TOOLS)
@@ -49,19 +49,19 @@ def put(store: ByteStore, one: Record = RECORD, keyring: KeyRing = MINE) -> Purp
     return purpose
 
 
-def test_what_was_kept_is_found(store: ByteStore) -> None:
+def test_kept_artifacts_are_found(store: ByteStore) -> None:
     size = artifacts(store).keep(DATA, PURPOSE, store)
     found = artifacts(store).find(PURPOSE)
     assert found is not None and (found.data, found.size, found.store) == (DATA, size, store.url)
     assert size < len(DATA)
-    assert artifacts(store, keyring=TEAM).find(PURPOSE) is not None  # by one's own key too
+    assert artifacts(store, keyring=TEAM).find(PURPOSE) is not None  # also signed with the own key
     assert artifacts(store, most=0).find(PURPOSE) is None
     assert artifacts(store).find(OTHER) is None
     fed = DEFAULT.replace(pin_memory=True)  # the input pipeline is not compiled
     assert Purpose.of(RECORD, fed, ENVIRONMENT, TOOLS) == PURPOSE
 
 
-def test_for_anything_else_they_are_refused() -> None:
+def test_artifacts_for_another_purpose_are_refused() -> None:
     for field, now in {
         **{"torch": "2.12.0", "triton": "", "python": "3.12.1", "driver": "590.2", "kind": "cpu"},
         **{"device": "NVIDIA H100", "capability": "10.0"},
@@ -75,7 +75,7 @@ RECORD_SIGNATURE = GOOD[:20] + MINE.sign(GOOD[52:]) + GOOD[52:]
 
 
 def test_planted_or_changed_artifacts_are_refused(store: ByteStore) -> None:
-    """Under a trusted name, which can be copied from a listing."""
+    """Even under a trusted name, which anyone can copy from a listing."""
     for packed, says in (
         (b"\0" * 1000, "in an unknown format"),
         (bytes([GOOD[0] ^ 1]) + GOOD[1:], "in an unknown format"),
@@ -88,12 +88,12 @@ def test_planted_or_changed_artifacts_are_refused(store: ByteStore) -> None:
         (pack_artifacts(DATA, OTHER, MINE), "made for config"),
         (pack_artifacts(b"\0" * 10**6, PURPOSE, MINE), "too large when unpacked"),
     ):
-        store.put(key(PURPOSE), packed)
+        store.put(blob_key(PURPOSE), packed)
         with pytest.raises(RecordDamaged, match=says):
             artifacts(store).find(PURPOSE)
 
 
-def test_what_is_too_large_or_unsigned_is_not_kept(store: ByteStore, tmp_path: Path) -> None:
+def test_oversized_or_unsigned_artifacts_are_not_kept(store: ByteStore, tmp_path: Path) -> None:
     limits = {"most": 10}, {"most": 0}, {"keyring": NO_KEYS}
     for limit in limits:
         assert artifacts(store, **limit).keep(DATA, PURPOSE, store) == 0  # type: ignore[arg-type]
@@ -105,73 +105,73 @@ def test_what_is_too_large_or_unsigned_is_not_kept(store: ByteStore, tmp_path: P
         artifacts(store, most=10).find(PURPOSE)
 
 
-def test_stores_are_searched_in_order_and_the_first_gets_it(
+def test_stores_are_searched_in_order_and_the_first_gets_a_copy(
     store: ByteStore, tmp_path: Path
 ) -> None:
     first = open_store(f"disk:{tmp_path}/first")
     artifacts(store).keep(DATA, PURPOSE, store)
-    first.put(key(PURPOSE), b"rubbish")
-    for there in (store, first):
+    first.put(blob_key(PURPOSE), b"rubbish")
+    for source in (store, first):
         found = artifacts(first, store).find(PURPOSE)
-        assert found is not None and found.store == there.url
+        assert found is not None and found.store == source.url
 
 
 def test_artifacts_of_another_key_are_refused(store: ByteStore, tmp_path: Path) -> None:
-    """Unless there are one's own, or none for this record and config."""
+    """Own artifacts are still found, and other configs are a plain miss."""
     bucket = open_store(f"file://{tmp_path}/bucket")
-    for there in (store, bucket):
-        artifacts(there, keyring=THEIRS).keep(DATA, PURPOSE, there)
+    for place in (store, bucket):
+        artifacts(place, keyring=THEIRS).keep(DATA, PURPOSE, place)
         for keyring in (MINE, NO_KEYS, TEAM):
             with pytest.raises(RecordDamaged, match=r"^artifacts: signed with another"):
-                artifacts(there, keyring=keyring).find(PURPOSE)
-        assert artifacts(there).find(OTHER) is None
-        assert artifacts(there, most=0).find(PURPOSE) is None
+                artifacts(place, keyring=keyring).find(PURPOSE)
+        assert artifacts(place).find(OTHER) is None
+        assert artifacts(place, most=0).find(PURPOSE) is None
     artifacts(store).keep(DATA, PURPOSE, store)
     assert artifacts(bucket, store).find(PURPOSE) is not None
 
 
 @pytest.mark.parametrize("which", ["own", "secret"])
-def test_a_key_that_others_may_have_runs_no_code(store: ByteStore, which: str) -> None:
-    """What it signed is not loaded, and it signs nothing; another key does both."""
+def test_an_exposed_key_loads_and_signs_no_artifacts(store: ByteStore, which: str) -> None:
+    """A second, safe key still loads and signs."""
     why = "others can read /key (mode 644)"
     bare = KeyRing(own=b"m" * 32) if which == "own" else KeyRing(b"a secret of a team")
-    shown = replace(bare, **{f"{which}_exposed": why})
-    assert artifacts(store, keyring=shown).keep(DATA, PURPOSE, store) == 0
-    assert artifacts(store, keyring=shown).unsigned == why
+    exposed = replace(bare, **{f"{which}_exposed": why})
+    assert artifacts(store, keyring=exposed).keep(DATA, PURPOSE, store) == 0
+    assert artifacts(store, keyring=exposed).unsigned == why
     assert artifacts(store, keyring=NO_KEYS).unsigned and not artifacts(store).unsigned
-    assert artifacts(store, keyring=shown).find(PURPOSE) is None
-    for keyring in (bare, THEIRS):  # what the reader can repair is said first
+    assert artifacts(store, keyring=exposed).find(PURPOSE) is None
+    for keyring in (bare, THEIRS):  # the error names what can be fixed
         artifacts(store, keyring=keyring).keep(DATA, PURPOSE, store)
         with pytest.raises(RecordDamaged, match=r"artifacts: others can read /key .*; refused"):
-            artifacts(store, keyring=shown).find(PURPOSE)
+            artifacts(store, keyring=exposed).find(PURPOSE)
     both = replace(TEAM, **{f"{which}_exposed": why})
     assert artifacts(store, keyring=both).keep(DATA, PURPOSE, store) > 0
     assert artifacts(store, keyring=both).find(PURPOSE) is not None
 
 
-def reasons(store: ByteStore, keyring: KeyRing = MINE) -> dict[str, str]:
+def garbage(store: ByteStore, keyring: KeyRing = MINE) -> dict[str, str]:
     found = find_garbage(Records(store, keyring=keyring))
     return {one.name: one.reason for one in found if isinstance(one.key, Label)}
 
 
-def test_gc_takes_what_no_record_leads_to(
+def test_gc_finds_orphaned_and_oversized_artifacts(
     store: ByteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    purpose = put(store)
-    assert reasons(store) == {}
+    purpose = put_both(store)
+    assert garbage(store) == {}
     other = replace(purpose, config="ab" * 6)
     gone = replace(purpose, record=f"{'ab' * 6}/{'cd' * 6}/1")
     for one in (gone, other):
         artifacts(store).keep(DATA, one, store)
     artifacts(store, keyring=THEIRS).keep(DATA, other, store)
-    assert {name: reason.rpartition(": ")[2] for name, reason in reasons(store).items()} == {
-        name(gone): "their record is gone",
-        name(other): "their config is no longer advised",
+    assert {name: reason.rpartition(": ")[2] for name, reason in garbage(store).items()} == {
+        blob_name(gone): "their record is gone",
+        blob_name(other): "their config is no longer advised",
     }
     monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "10B")
-    said = reasons(store)[name(purpose)]
-    assert said.startswith("oversized: ")
-    assert said.endswith("of artifacts: larger than 10 bytes (ADVISOR_MAX_ARTIFACTS)")
+    reason_text = garbage(store)[blob_name(purpose)]
+    assert reason_text.startswith("oversized: ")
+    assert reason_text.endswith("of artifacts: larger than 10 bytes (ADVISOR_MAX_ARTIFACTS)")
 
 
 SHOWN = "others can read /key"
@@ -191,17 +191,17 @@ SHOWN = "others can read /key"
 def test_damaged_artifacts_are_shown_and_removed(
     store: ByteStore, keyring: KeyRing, data: bytes, reason: str, goes: bool
 ) -> None:
-    """And those of other keys stay."""
-    purpose = put(store)
-    ((there, label, _size),) = artifacts(store).listed(purpose.label)
+    """Artifacts signed with other keys are not removed."""
+    purpose = put_both(store)
+    ((holder, label, _size),) = artifacts(store).listed(purpose.label)
     assert (label.record_id, label.record_key) == (RECORD.id, purpose.record)
-    assert artifacts(store).fault(there, label) == ""
-    assert artifacts(store, most=0).fault(there, label).startswith("none are loaded")
+    assert artifacts(store).fault(holder, label) == ""
+    assert artifacts(store, most=0).fault(holder, label).startswith("none are loaded")
     store.put(label.text, data)
     (label,) = artifacts(store, keyring=keyring).on(store)
     assert label.trusted is (keyring is MINE)
     assert artifacts(store, keyring=keyring).fault(store, label) == reason
-    assert {key: why.rpartition(": ")[2] for key, why in reasons(store, keyring).items()} == (
+    assert {key: why.rpartition(": ")[2] for key, why in garbage(store, keyring).items()} == (
         {label.name: reason} if goes else {}
     )
 
@@ -210,37 +210,37 @@ def test_damaged_artifacts_are_shown_and_removed(
 def test_only_own_sound_artifacts_are_copied_to_another_store(
     store: ByteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
-    purpose = put(store)
+    purpose = put_both(store)
     artifacts(store, keyring=THEIRS).keep(DATA, purpose, store)
     changed, moved = (replace(purpose, config=one * 6) for one in ("ab", "cd"))
-    store.put(key(changed), b"changed since")
-    store.put(key(moved), good := pack_artifacts(DATA, purpose, MINE))
-    there = open_store(other.format(tmp_path))
-    records = Records([store, there], keyring=MINE)
+    store.put(blob_key(changed), b"changed since")
+    store.put(blob_key(moved), good := pack_artifacts(DATA, purpose, MINE))
+    target = open_store(other.format(tmp_path))
+    records = Records([store, target], keyring=MINE)
 
     def copied(*places: str) -> dict[str, str]:
-        found = exchange.copy_artifacts(records, store, there, places)
+        found = exchange.copy_artifacts(records, store, target, places)
         return {one.name: one.reason or one.outcome for one in found}
 
     refused = {
-        name(changed): "artifacts: in an unknown format; refused",
-        name(moved): "artifacts: made for another record or config; refused",
+        blob_name(changed): "artifacts: in an unknown format; refused",
+        blob_name(moved): "artifacts: made for another record or config; refused",
     }
     for outcome in ("added", "known"):
-        assert copied(record_key(RECORD)) == {name(purpose): outcome, **refused}
+        assert copied(record_key(RECORD)) == {blob_name(purpose): outcome, **refused}
     for damaged in (good[:-1] + bytes([good[-1] ^ 1]), good[:-1], good + b"more"):
-        there.put(key(purpose), damaged)
-        assert copied(record_key(RECORD))[name(purpose)] == "added"
-        assert there.get(key(purpose), 2**20) == good
+        target.put(blob_key(purpose), damaged)
+        assert copied(record_key(RECORD))[blob_name(purpose)] == "added"
+        assert target.get(blob_key(purpose), 2**20) == good
     assert copied() == {}
     monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "0")
     assert copied(record_key(RECORD)) == {}
-    assert artifacts(there).find(purpose) is not None
+    assert artifacts(target).find(purpose) is not None
 
 
-def test_how_large_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    for said, most in (("", 64 * 2**20), ("0", 0), ("1GiB", 2**30)):
-        monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", said)
+def test_the_size_limit_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting, most in (("", 64 * 2**20), ("0", 0), ("1GiB", 2**30)):
+        monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", setting)
         assert max_artifacts() == most
     monkeypatch.setenv("ADVISOR_MAX_ARTIFACTS", "much")
     with pytest.raises(UsageError, match=r"ADVISOR_MAX_ARTIFACTS 'much': expected .* or 0 to keep"):

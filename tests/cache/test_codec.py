@@ -21,7 +21,7 @@ from advisor.cache.signing import KeyRing
 from advisor.errors import RecordDamaged
 from tests.cache.examples import choice, planted, record, trial
 from tests.cache.mutations import HEADERS
-from tests.cache.test_key import configs_of
+from tests.cache.test_key import configs_with
 
 lines = st.text(st.just(" ") | st.characters(exclude_categories=("C", "Z")), max_size=20)
 measurements = st.builds(
@@ -36,7 +36,7 @@ EXAMPLE = encode(record())
 
 
 @settings(max_examples=25)
-@given(st.lists(st.tuples(measurements, configs_of(lines)), max_size=4), configs_of(lines))
+@given(st.lists(st.tuples(measurements, configs_with(lines)), max_size=4), configs_with(lines))
 def test_round_trip(measured: list[Any], input: Any) -> None:
     trials = [replace(trial(n, config), measurement=m) for n, (m, config) in enumerate(measured)]
     one = replace(record(), trials=tuple(trials), input=input)
@@ -44,7 +44,7 @@ def test_round_trip(measured: list[Any], input: Any) -> None:
     assert from_plain(Record, json.loads(json.dumps(to_plain(one)))) == one
 
 
-def enclosed(content: object, **changes: object) -> bytes:
+def wrap(content: object, **changes: object) -> bytes:
     envelope = msgpack.unpackb(make_envelope(msgpack.packb(content)))
     return msgpack.packb(envelope | changes)  # type: ignore[no-any-return]
 
@@ -54,7 +54,7 @@ TEXT = "one line of at most 4096 printable"
 
 
 def leaves(content: Any, path: str = "") -> Iterator[tuple[str, object]]:
-    """Each value in plain data, with where it is."""
+    """Yields the path and value of each leaf in plain data."""
     if not isinstance(content, dict | list):
         yield path.removeprefix("."), content
         return
@@ -70,7 +70,7 @@ def test_every_value_has_a_type_and_bounds() -> None:
             odd = ["\x1b[2J", float("inf"), float("nan"), {"a": 1}]
         for one in odd + [1e300] * (isinstance(value, float)):
             with pytest.raises(RecordDamaged) as caught:
-                decode(enclosed(planted(one_trial, path, one)))
+                decode(wrap(planted(one_trial, path, one)))
             assert str(caught.value).isprintable(), path
 
 
@@ -116,12 +116,12 @@ def test_every_value_has_a_type_and_bounds() -> None:
         ("winners.2.use", "pilot", "winners: expected one for each of flags"),
     ],
 )
-def test_values_that_are_refused(path: str, value: object, says: str) -> None:
+def test_values_out_of_bounds_are_refused(path: str, value: object, says: str) -> None:
     with pytest.raises(RecordDamaged, match=re.escape(says)):
-        decode(enclosed(planted(record(), path, value)))
+        decode(wrap(planted(record(), path, value)))
 
 
-def test_names_what_is_wrong_with_the_envelope() -> None:
+def test_envelope_errors_name_the_problem() -> None:
     for name, value, says in (
         ("format", FORMAT + 1, f"newer than {FORMAT}.*upgrade advisor"),
         ("format", FORMAT - 1, f"format {FORMAT - 1} is older than"),
@@ -132,18 +132,18 @@ def test_names_what_is_wrong_with_the_envelope() -> None:
         ("sha256", None, "envelope.sha256: expected"),
     ):
         with pytest.raises(RecordDamaged, match=says):
-            decode(enclosed(to_plain(record()), **{name: value}))
+            decode(wrap(to_plain(record()), **{name: value}))
 
 
-def test_tolerates() -> None:
+def test_unknown_fields_and_missing_defaults_are_accepted() -> None:
     content = to_plain(record())
     content["unknown"] = [1]
-    content["baseline"]["speedup"] = 1  # int where a number is asked
-    del content["trials"][0]["measurement"]["gpu_s"]  # has a default
-    assert decode(enclosed(content, later=1)) == record()
+    content["baseline"]["speedup"] = 1  # int for a float field
+    del content["trials"][0]["measurement"]["gpu_s"]  # a field with a default
+    assert decode(wrap(content, later=1)) == record()
 
 
-def test_what_is_too_large_is_thinned_out() -> None:
+def test_a_record_with_too_many_trials_drops_the_slower_ones() -> None:
     many = record(trials=3000)
     slow, fast = many.trials[0], many.trials[2999]
     fast = replace(fast, measurement=replace(fast.measurement, samples_per_s=9e9))
@@ -154,13 +154,13 @@ def test_what_is_too_large_is_thinned_out() -> None:
     assert slow.number not in [trial.number for trial in found.trials]
 
 
-def test_signed() -> None:
+def test_signatures_are_checked() -> None:
     team = KeyRing(b"a secret of a team", required=True)
     other = KeyRing(b"the secret of another", required=True)
     signed = encode(record(), team)
     assert decode(signed, team) == decode(signed) == record()
     hmac = msgpack.unpackb(signed)["hmac"]
-    forged = enclosed(to_plain(replace(record(), stale="no longer")), hmac=hmac)
+    forged = wrap(to_plain(replace(record(), stale="no longer")), hmac=hmac)
     for data, keyring, says in (
         (EXAMPLE, team, "not signed"),
         (signed, other, "signed with another secret"),
@@ -170,10 +170,10 @@ def test_signed() -> None:
             decode(data, keyring)
 
 
-def test_greedy_bytes_take_no_memory() -> None:
+def test_msgpack_bombs_take_no_memory() -> None:
     tracemalloc.start()
     for data in (
-        b"\xdd\x00\x00\x07\xff" * 1000,  # lists in lists, each said to be long
+        b"\xdd\x00\x00\x07\xff" * 1000,  # nested lists with long declared lengths
         *HEADERS,
         b"\x91" * 100_000,
         b"\x9f" + b"\x90" * 1_000_000,
@@ -186,12 +186,12 @@ def test_greedy_bytes_take_no_memory() -> None:
     assert peak < 64 * 2**20
 
 
-def test_what_could_not_be_read_is_not_written() -> None:
+def test_unreadable_values_are_not_written() -> None:
     with pytest.raises(RecordDamaged, match="speedup: expected float >= 1e-06"):
         encode(replace(record(), baseline=choice(speedup=float("nan"))))
     with pytest.raises(RecordDamaged, match="cannot be stored"):
         encode(replace(record(), trials=(replace(record().trials[0], number=2**70),)))
-    # Text that a terminal would not show unchanged is replaced.
+    # Characters that a terminal would interpret are replaced.
     named = replace(record().target, name="a\udc80\x1b[31mb\nc\u202ed.py")
     assert decode(encode(replace(record(), target=named))).target.name == "a??[31mb c?d.py"
     long = replace(record().target, name="x" * (LONGEST + 1))
@@ -219,7 +219,7 @@ for number in range(100):
 """
 
 
-def test_several_threads_may_be_the_first_to_read_a_class() -> None:
-    """In a process of its own: msgspec crashes if two of them describe it at once."""
+def test_concurrent_first_reads_of_a_class_are_safe() -> None:
+    """Runs in a subprocess: msgspec can crash if two threads inspect a class at once."""
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

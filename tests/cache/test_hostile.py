@@ -1,4 +1,4 @@
-"""Whatever bytes a store holds: they are a record, or refused; nothing runs, nothing is taken."""
+"""Hostile bytes in a store: they decode to a record or are refused; nothing is executed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_mutations_are_records_or_refused(seed: int) -> None:
 
 
 def test_many_take_no_memory_and_run_nothing() -> None:
-    """In a process of its own, whose peak memory and system calls are its own too."""
+    """Runs in a subprocess, so that its peak memory and system calls can be measured."""
     done = subprocess.run(
         [sys.executable, "benchmarks/fuzz.py", "--count", "5000", "--results", "-"],
         cwd=ROOT,
@@ -88,28 +88,28 @@ def case(request: pytest.FixtureRequest) -> Iterator[hostile.Case]:
 
 
 @pytest.mark.parametrize("case", hostile.CASES, ids=lambda case: case.name, indirect=True)
-def test_what_is_hostile_costs_nothing_else(case: hostile.Case, tmp_path: Path) -> None:
+def test_hostile_store_contents_harm_nothing_else(case: hostile.Case, tmp_path: Path) -> None:
     url = case.make(tmp_path)
     before = set(tmp_path.iterdir())
     records = Records(open_stores(url), keyring=MINE)
     wanted, began = RecordFilter(target="model.py:Net"), time.monotonic()
-    said = Explanation(target="", query=Query(environment=ENVIRONMENT))
-    _match, held = ask(records, wanted, lambda _held: MISS, said, deadline_s=0.5)
-    assert time.monotonic() - began < 30  # it ends, on a slow machine too
-    found = [one.record for one in held]
+    explanation = Explanation(target="", query=Query(environment=ENVIRONMENT))
+    _match, stored = ask(records, wanted, lambda _held: MISS, explanation, deadline_s=0.5)
+    assert time.monotonic() - began < 30  # generous, for slow machines
+    found = [one.record for one in stored]
     assert not case.honest or record() in found
     if case.refused:
         assert hostile.OTHER not in found and len(found) <= 1
-        assert said.failed or case.refused in " ".join(said.refused)
-    assert " ".join([*said.refused, *said.failed]).isprintable()
+        assert explanation.failed or case.refused in " ".join(explanation.refused)
+    assert " ".join([*explanation.refused, *explanation.failed]).isprintable()
     assert set(tmp_path.iterdir()) == before
-    if case.name != "an exclusive lock":  # each command would wait for it
-        work_on(case, records, tmp_path, removes=url.startswith("dir:"))
+    if case.name != "an exclusive lock":  # each command would wait for the lock
+        run_commands(case, records, tmp_path, removes=url.startswith("dir:"))
     assert not (tmp_path / "ran").exists()
 
 
-def work_on(case: hostile.Case, records: Records, tmp_path: Path, removes: bool) -> None:
-    """What commands do ends with one line, takes nothing of others, and removes what it names."""
+def run_commands(case: hostile.Case, records: Records, tmp_path: Path, removes: bool) -> None:
+    """Each command gives at most a one-line error, and removes only what it names."""
     store, target = records.stores[-1], open_store(f"dir:{tmp_path}/target")
     for act in (
         records.all,

@@ -1,4 +1,4 @@
-"""Configs and keys: what makes them different, and that they stay the same between versions."""
+"""Configs and keys: equality, digests, and digests that are stable between versions."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from advisor.errors import UsageError
 from tests.cache.examples import KEY, TASK, changed, record
 
 
-def another(name: str) -> object:
-    """Another value for a field of KEY, inside its domain."""
+def other_value(name: str) -> object:
+    """A different valid value for a field of KEY."""
     odd = {"dtype": "int64", "mode": "infer", "optimizer": "adamw", "tolerance": 0.5}
     value = odd.get(name, fields(KEY)[name])
     if name in odd:
@@ -40,11 +40,11 @@ def another(name: str) -> object:
     return (4,) if value is None else f"{value}+"
 
 
-def test_every_field_has_its_place() -> None:
+def test_every_key_field_is_listed_once() -> None:
     assert sorted(fields(KEY)) == sorted([*PLACE, *VARIANT])
 
 
-def test_what_the_digest_counts() -> None:
+def test_which_fields_change_the_digest() -> None:
     def digest(**changes: Any) -> str:
         return replace(KEY, task=replace(TASK, **changes)).digest
 
@@ -52,7 +52,7 @@ def test_what_the_digest_counts() -> None:
     assert {*same, digest(shapes=((32, 3, 256, 256),))} == {KEY.digest}
     mixes = [((batch, 3, 16, 16), (8, 3, 8, 8)) for batch in (4, 5)]
     assert len({digest(shapes=mix) for mix in mixes}) == 2
-    # It stays the same between versions.
+    # The digest is stable between versions.
     assert KEY.digest == "166ed09f4c3a2cd425641517862c23dbc6adfc7099cce6919ce184d8caff8efa"
 
 
@@ -68,7 +68,7 @@ NEWER = changed(KEY, "script", "amp")
 
 
 @pytest.fixture
-def a_field_more(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def added_field(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(key, "ADDED", {"script": ""})
         key._digest.cache_clear()
@@ -76,24 +76,24 @@ def a_field_more(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     key._digest.cache_clear()
 
 
-def older() -> dict[str, Any]:
-    """The fields of KEY that an older version had."""
+def old_fields() -> dict[str, Any]:
+    """KEY's fields as an older version stored them, without `script`."""
     found: dict[str, Any] = json.loads(json.dumps(to_plain(key.fields(KEY))))
     del found["script"]
     return found
 
 
-@pytest.mark.usefixtures("a_field_more")
-def test_a_key_stays_the_same() -> None:
-    assert KEY.digest == key.fingerprint(key.as_fields(older())) != NEWER.digest
-    assert key.terms_of(older()) == key.terms_of(key.fields(KEY))
-    known = key.completed(key.as_fields(older()))
+@pytest.mark.usefixtures("added_field")
+def test_an_added_field_at_its_default_keeps_the_digest() -> None:
+    assert KEY.digest == key.fingerprint(key.as_fields(old_fields())) != NEWER.digest
+    assert key.terms_of(old_fields()) == key.terms_of(key.fields(KEY))
+    known = key.completed(key.as_fields(old_fields()))
     assert compared(key.fields(KEY), known) == ("exact", ())
     assert list(map(str, compared(key.fields(NEWER), known)[1])) == ["script none -> amp"]
 
 
-@pytest.mark.usefixtures("a_field_more")
-def test_a_record_without_the_field_is_read(store: ByteStore) -> None:
+@pytest.mark.usefixtures("added_field")
+def test_a_record_without_the_added_field_is_read(store: ByteStore) -> None:
     content = to_plain(record())
     del content["key"]["task"]["script"]
     data = make_envelope(msgpack.packb(content))
@@ -104,8 +104,8 @@ def test_a_record_without_the_field_is_read(store: ByteStore) -> None:
     assert {one.key.task.script for one in records.all()} == {"", "amp"}
 
 
-def test_an_older_version_refuses_a_newer_key_alone(store: ByteStore) -> None:
-    """It does not know the field, and says so of no other record."""
+def test_a_record_with_an_unknown_key_field_is_refused(store: ByteStore) -> None:
+    """Other records in the store are still read."""
     content = to_plain(record())
     content["key"]["task"]["flavour"] = "sour"
     data = make_envelope(msgpack.packb(content))
@@ -121,15 +121,15 @@ def test_a_newer_format_reads_the_older_one(monkeypatch: pytest.MonkeyPatch) -> 
     assert decode(data) == record()
 
 
-def configs_of(words: st.SearchStrategy[str]) -> st.SearchStrategy[Config]:
-    """Configs with these names and strings."""
+def configs_with(words: st.SearchStrategy[str]) -> st.SearchStrategy[Config]:
+    """A strategy for configs whose names and strings come from `words`."""
     numbers = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
     values = st.none() | st.booleans() | numbers | words
     return st.dictionaries(words, values, max_size=6).map(Config)
 
 
-@given(configs_of(st.text(max_size=8)))
-def test_neither_order_nor_pickle_changes_it(config: Config) -> None:
+@given(configs_with(st.text(max_size=8)))
+def test_order_and_pickling_do_not_change_a_config(config: Config) -> None:
     turned = Config(dict(reversed(list(config.items()))))
     again = pickle.loads(pickle.dumps(config))
     assert turned == again == config
@@ -138,7 +138,7 @@ def test_neither_order_nor_pickle_changes_it(config: Config) -> None:
     assert list(config) == sorted(config)
 
 
-def test_values_and_types_count() -> None:
+def test_configs_compare_values_and_types() -> None:
     several = {Config(a=value) for value in (True, 1, 1.0, "1")}
     assert len(several) == len({one.digest for one in several}) == 4
     default = Config(a=1, b=True, c="x", batch_size=8)
@@ -154,7 +154,7 @@ def test_values_and_types_count() -> None:
     assert config != {"batch_size": 64, "precision": "bf16"}
 
 
-def test_what_is_refused_or_missing() -> None:
+def test_invalid_values_and_missing_names_raise_errors() -> None:
     expected = "str, int of at most 64 bits, finite float, bool or None"
     for wrong in (b"", 2**64, -(2**63) - 1, float("inf"), [1]):
         with pytest.raises(UsageError) as refused:

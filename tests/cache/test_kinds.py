@@ -1,4 +1,4 @@
-"""Kinds of values and the fields of a task: what is taken, held, refused and printed."""
+"""Value kinds and task fields: parsing, refusing, printing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from advisor.errors import UsageError
 CHOICE = kinds.SingleChoice(("sgd", "adamw"))
 MULTI = kinds.MultiChoice(("default", "tf32", "bf16"))
 BATCH = kinds.Options(("batch",))
-MOST = 2**31 - 1
-NINE = [f"{n}x3" for n in range(1, 10)]
+MAX_INT = 2**31 - 1
+NINE_SHAPES = [f"{n}x3" for n in range(1, 10)]
 ARGUMENTS = ["a=1", "b=1.5", "c=True", "d=false", "e=NONE", 'f="1"', "g=x=y", 'h="', "i="]
-HELD = Config(a=1, b=1.5, c=True, d=False, e=None, f="1", g="x=y", h='"', i="")
+PARSED = Config(a=1, b=1.5, c=True, d=False, e=None, f="1", g="x=y", h='"', i="")
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ HELD = Config(a=1, b=1.5, c=True, d=False, e=None, f="1", g="x=y", h='"', i="")
         (CHOICE, [("sgd", "sgd"), ("torch.sgd", "sgd")]),
         (MULTI, [("bf16, default,bf16", ("default", "bf16")), (["bf16"], ("bf16",))]),
         (kinds.Switch(), [(False, False)]),
-        (kinds.Whole(), [(1, 1), ("12", 12), (MOST, MOST)]),
+        (kinds.Whole(), [(1, 1), ("12", 12), (MAX_INT, MAX_INT)]),
         (kinds.Whole(0), [(0, 0)]),
         (kinds.Fraction(), [(0, 0.0), ("0.999", 0.999)]),
         (kinds.DeviceName(), [(one, one) for one in ("cpu", "cuda", "cuda:9999")]),
@@ -43,21 +43,21 @@ HELD = Config(a=1, b=1.5, c=True, d=False, e=None, f="1", g="x=y", h='"', i="")
         (kinds.Shapes(), [("64x3X8", ((64, 3, 8),)), ((64, 3), ((64, 3),))]),
         (kinds.Shapes(), [(["64", "3"], ((64, 3),)), ([1] * 16, ((1,) * 16,))]),
         (kinds.Shapes(), [([[2, 3], "4x3", (3, 4)], ((3, 4), (4, 3), (2, 3)))]),
-        (kinds.Shapes(), [(f"{MOST}x1", ((MOST, 1),))]),
+        (kinds.Shapes(), [(f"{MAX_INT}x1", ((MAX_INT, 1),))]),
         (
             BATCH,
             [(["batch=--size"], Config(batch="--size")), ({"batch": "-b"}, Config(batch="-b"))],
         ),
         (kinds.Arguments(), [("width=8", Config(width=8)), ({"width": 8}, Config(width=8))]),
-        (kinds.Arguments(), [(ARGUMENTS, HELD)]),
+        (kinds.Arguments(), [(ARGUMENTS, PARSED)]),
         (kinds.Arguments(), [(['a=""', 'b="x', 'c=x"'], Config(a="", b='"x', c='x"'))]),
     ],
 )
-def test_taken(kind: kinds.Kind[Any], taken: list[tuple[object, object]]) -> None:
-    for given, held in taken:
-        found = kind.checked("it", given)
-        assert (found, type(found)) == (held, type(held))
-        assert kind.checked("it", found) == found  # what is in its own form stays
+def test_valid_values_are_parsed(kind: kinds.Kind[Any], taken: list[tuple[object, object]]) -> None:
+    for given, parsed in taken:
+        value = kind.checked("it", given)
+        assert (value, type(value)) == (parsed, type(parsed))
+        assert kind.checked("it", value) == value  # a parsed value stays the same
 
 
 @pytest.mark.parametrize(
@@ -67,36 +67,36 @@ def test_taken(kind: kinds.Kind[Any], taken: list[tuple[object, object]]) -> Non
         (CHOICE, ["adam", 3]),
         (MULTI, ["int8", "bf16,int8", (), 3]),
         (kinds.Switch(), [1, "true"]),
-        (kinds.Whole(), [0, MOST + 1, True, 2.5, "2.5", "2.0", "1e3", "", "\u0664", None]),
+        (kinds.Whole(), [0, MAX_INT + 1, True, 2.5, "2.5", "2.0", "1e3", "", "\u0664", None]),
         (kinds.Whole(0), [-1]),
         (kinds.Fraction(), [1, -0.1, math.nan, None, "x"]),
         (kinds.DeviceName(), ["cuda:", "CPU", "cuda:12345", "cuda:0-", "cuda:0-3", "all", "cpu\n"]),
         (kinds.Numbers(), [3, [0], "", "16.0,32", "1e1", range(65)]),
         (kinds.ByteSize(), [0, "1PB", "GiB", "-1", 2**63, "1e999", None]),
         (kinds.Duration(), [0, "", "-5", "1w", "1h5", "1m30", "1ms5", "5m1h", 10**9]),
-        (kinds.Shapes(), ["64", 7, "0x3", f"{MOST + 1}x3", "axb", [None], [[1] * 17], []]),
+        (kinds.Shapes(), ["64", 7, "0x3", f"{MAX_INT + 1}x3", "axb", [None], [[1] * 17], []]),
         (kinds.Shapes(), ["1e3x3", "16.0x3"]),
         (BATCH, [3, "lr=--lr", 2 * ["batch=-b"], {"batch": "$(x)"}]),
         (kinds.Arguments(), [3, "width", ["a=1", "a=2"], "a b=1", {3: 1}]),
         (kinds.Words(), ["a b", 3, ["a\n"]]),
     ],
 )
-def test_refused(kind: kinds.Kind[Any], given: list[object]) -> None:
+def test_invalid_values_are_refused(kind: kinds.Kind[Any], given: list[object]) -> None:
     for value in given:
         with pytest.raises(UsageError) as refused:
             kind.checked("it", value)
         assert str(refused.value) == f"it {value!r}: expected {kind.expected}"
 
 
-def test_shapes_that_do_not_go_together() -> None:
-    for given in (["4x3", "4x3"], ["4x3", "4x3x3"], NINE):
+def test_incompatible_shapes_are_refused() -> None:
+    for given in (["4x3", "4x3"], ["4x3", "4x3x3"], NINE_SHAPES):
         with pytest.raises(UsageError, match=r"different shapes with the same number of dimens"):
             kinds.Shapes().checked("it", given)
     with pytest.raises(UsageError, match=r"^shape '4x3', 'x': expected a batch and a sample"):
-        kinds.Shapes().checked("shape", ("4x3", "x"))  # shown as typed
+        kinds.Shapes().checked("shape", ("4x3", "x"))  # the error shows the original text
 
 
-def test_a_run_may_have_another_optimizer_than_a_person_gives() -> None:
+def test_runs_may_report_choices_that_users_cannot_give() -> None:
     known = kinds.SingleChoice(("sgd",), "[a-z]+")
     assert known.checked("it", "lion") == "lion"
     with pytest.raises(UsageError, match="expected one of sgd"):
@@ -104,7 +104,7 @@ def test_a_run_may_have_another_optimizer_than_a_person_gives() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "held", "texts", "literal"),
+    ("kind", "value", "texts", "literal"),
     [
         (kinds.Text(), "a", "a", '"a"'),
         (kinds.Text(), 'say "a"', 'say "a"', "'say \"a\"'"),
@@ -128,10 +128,10 @@ def test_a_run_may_have_another_optimizer_than_a_person_gives() -> None:
         ),
     ],
 )
-def test_written(kind: kinds.Kind[Any], held: object, texts: str, literal: str) -> None:
-    assert " ".join(kind.texts(held)) == texts
-    assert kind.literal(held) == literal
-    assert eval(literal) == held or kind.checked("it", eval(literal)) == held
+def test_values_are_written(kind: kinds.Kind[Any], value: object, texts: str, literal: str) -> None:
+    assert " ".join(kind.texts(value)) == texts
+    assert kind.literal(value) == literal
+    assert eval(literal) == value or kind.checked("it", eval(literal)) == value
 
 
 def task(**given: object) -> Task:
@@ -159,13 +159,13 @@ ODD = {
 }
 
 
-def test_the_table_is_tried_whole() -> None:
-    said = {row.keyword for row in rows(Task).values() if row.option or row.switches}
-    assert said == {"map", *ODD}  # the first is of runs alone
+def test_the_examples_cover_every_option() -> None:
+    keywords = {row.keyword for row in rows(Task).values() if row.option or row.switches}
+    assert keywords == {"map", *ODD}  # map: only for runs
 
 
 @pytest.mark.parametrize("keyword", ODD)
-def test_what_is_printed_says_the_same_when_it_is_read_again(keyword: str) -> None:
+def test_printed_options_round_trip(keyword: str) -> None:
     given: dict[str, Any] = {keyword: ODD[keyword]}
     if keyword == "vocab":
         given["dtype"] = "int64"
@@ -188,11 +188,11 @@ def test_what_is_printed_says_the_same_when_it_is_read_again(keyword: str) -> No
             again[known[word].keyword] = words.pop(0)
     assert Task.of("model.py:Net", again) == made
 
-    said = {row.keyword: eval(row.kind.literal(v)) for row, v in changed(made) if row.asked}
+    keywords = {row.keyword: eval(row.kind.literal(v)) for row, v in changed(made) if row.asked}
     unasked = {name: r.default for name, r in rows(Task).items() if r.printed and not r.asked}
-    assert Task.of("model.py:Net", said) == dataclasses.replace(made, **unasked)
+    assert Task.of("model.py:Net", keywords) == dataclasses.replace(made, **unasked)
     made = dataclasses.replace(made, **unasked)
-    assert len(said) == 1 + (made != task()) + (keyword == "vocab") - (keyword == "shape")
+    assert len(keywords) == 1 + (made != task()) + (keyword == "vocab") - (keyword == "shape")
 
 
 @pytest.mark.parametrize(
@@ -210,19 +210,19 @@ def test_what_is_printed_says_the_same_when_it_is_read_again(keyword: str) -> No
         ({"shape": None}, "give your batch and the sample"),
     ],
 )
-def test_what_is_refused(given: dict[str, object], says: str) -> None:
-    """See `test_kinds` for the values of one field."""
+def test_invalid_tasks_are_refused(given: dict[str, object], says: str) -> None:
+    """For single fields see `test_invalid_values_are_refused`."""
     with pytest.raises(UsageError, match=says):
         task(**given)
 
 
 @pytest.mark.parametrize("target", ["", "a\nb.py", "\udcff.py"])
-def test_odd_targets_are_refused(target: str) -> None:
+def test_unprintable_targets_are_refused(target: str) -> None:
     with pytest.raises(UsageError, match="expected text on one line"):
         Task.of(target, {"shape": "4x64"})
 
 
-def test_what_does_not_matter_is_left_at_its_default() -> None:
+def test_irrelevant_options_keep_their_defaults() -> None:
     assert task(mode="infer", optimizer="adamw") == task(mode="infer", tolerance=0.3)
     assert task(vocab=7) == task()
     assert task(dtype="int64", vocab=7) != task(dtype="int64")

@@ -9,18 +9,18 @@ from advisor.cache.key import PLACE, VARIANT
 from advisor.cache.match import Query, best, compare, find_similar
 from advisor.cache.task import PERMITTED
 from tests.cache.examples import ENVIRONMENT, KEY, changed, record
-from tests.cache.test_key import another
+from tests.cache.test_key import other_value
 
-OPEN = Query(environment=ENVIRONMENT)
+ANY = Query(environment=ENVIRONMENT)
 
 
-def asking(**given: object) -> Query:
-    return replace(OPEN, given=given)
+def query_with(**given: object) -> Query:
+    return replace(ANY, given=given)
 
 
 @pytest.mark.parametrize("name", [*PLACE, *VARIANT])
-def test_each_field(name: str) -> None:
-    other = changed(KEY, name, another(name))
+def test_each_key_field_decides_between_miss_and_compatible(name: str) -> None:
+    other = changed(KEY, name, other_value(name))
     assert other.digest != KEY.digest and other.id == other.digest[:12]
     kind, differs = compare(KEY, other)
     assert kind == ("miss" if name in PLACE else "compatible")
@@ -30,44 +30,44 @@ def test_each_field(name: str) -> None:
 @pytest.mark.parametrize(
     ("query", "kind", "says"),
     [
-        (replace(asking(shapes=((8, 3, 256, 256),)), model=KEY.model), "exact", []),
-        (OPEN, "exact", []),
-        (asking(precisions=("default", "tf32", "bf16")), "exact", []),
-        (asking(shapes=((64, 3, 8, 8),)), "miss", ["shapes 3x256x256 -> 3x8x8"]),
+        (replace(query_with(shapes=((8, 3, 256, 256),)), model=KEY.model), "exact", []),
+        (ANY, "exact", []),
+        (query_with(precisions=("default", "tf32", "bf16")), "exact", []),
+        (query_with(shapes=((64, 3, 8, 8),)), "miss", ["shapes 3x256x256 -> 3x8x8"]),
         (
-            asking(shapes=((64, 3, 8, 8), (8, 3, 4, 4))),
+            query_with(shapes=((64, 3, 8, 8), (8, 3, 4, 4))),
             "miss",
             ["shapes 3x256x256 -> 64x3x8x8+8x3x4x4"],
         ),
-        (asking(deterministic=True), "miss", ["deterministic False -> True"]),
+        (query_with(deterministic=True), "miss", ["deterministic False -> True"]),
         (
-            asking(precisions=("default",), optimizer="adamw"),
+            query_with(precisions=("default",), optimizer="adamw"),
             "miss",
             ["optimizer sgd -> adamw", "precisions default+tf32+bf16 -> default"],
         ),
-        (replace(OPEN, model="cd" * 32), "miss", ["model abababababab -> cdcdcdcdcdcd"]),
-        (replace(OPEN, threads=8), "compatible", ["threads 0 -> 8"]),
-        (asking(device="cuda:3", model_args=Config(a=1)), "exact", []),
+        (replace(ANY, model="cd" * 32), "miss", ["model abababababab -> cdcdcdcdcdcd"]),
+        (replace(ANY, threads=8), "compatible", ["threads 0 -> 8"]),
+        (query_with(device="cuda:3", model_args=Config(a=1)), "exact", []),
     ],
 )
-def test_queries(query: Query, kind: str, says: list[str]) -> None:
+def test_queries_match_exactly_compatibly_or_not(query: Query, kind: str, says: list[str]) -> None:
     found, differs = compare(query, KEY)
     assert found == kind
     assert [str(difference) for difference in differs] == says
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
-def test_of_another_device_only_the_name_is_said(kind: str) -> None:
+def test_another_device_is_reported_by_name_only(kind: str) -> None:
     other = changed(changed(KEY, "device.memory_gib", 80), "device.capability", "8.0")
     other = changed(changed(other, "device.name", "NVIDIA A100"), "device.kind", kind)
     _, differs = compare(KEY, other)
     assert list(map(str, differs)) == ["device name NVIDIA A100 -> NVIDIA H200"]
 
 
-WANTED = replace(OPEN, model=KEY.model, given={"mode": "train", "optimizer": "sgd"})
+WANTED = replace(ANY, model=KEY.model, given={"mode": "train", "optimizer": "sgd"})
 
 
-def test_best() -> None:
+def test_best_prefers_the_closest_then_the_newest_record() -> None:
     driver = changed(KEY, "software.driver", "590.2")
     nothing = changed(changed(KEY, "mode", "infer"), "optimizer", "adamw")
     exact, older = record(created=2.0), record(created=1.0)
@@ -96,46 +96,46 @@ STRICTER: dict[str, object] = {"compile": False, "deterministic": True, "optimiz
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "query",
     [*({name: value} for name, value in (WEAKER | STRICTER).items()), WEAKER | {"compile": False}],
 )
-def test_a_record_that_permits_more_will_do(asked: dict[str, object]) -> None:
-    """And a miss names no permission that a record could answer."""
-    made, differs = record(), sorted(asked.keys() & STRICTER)
-    match = best(asking(**asked), [made])
+def test_a_record_with_wider_permissions_fits(query: dict[str, object]) -> None:
+    """A miss lists only the fields that prevent a match."""
+    made, differs = record(), sorted(query.keys() & STRICTER)
+    match = best(query_with(**query), [made])
     assert match.record is made and match.fits == (not differs)
     assert [one.field for one in match.differs] == differs
 
 
-def test_a_record_with_the_very_permissions_comes_first() -> None:
+def test_a_record_with_equal_permissions_is_preferred() -> None:
     made = record(changed(KEY, "precisions", ("default", "tf32")), created=1.0)
-    asked = asking(precisions=("default", "tf32"))
-    assert best(asked, [record(created=2.0), made]).record is made
+    query = query_with(precisions=("default", "tf32"))
+    assert best(query, [record(created=2.0), made]).record is made
 
 
 @pytest.mark.parametrize(("name", "value"), (WEAKER | {**STRICTER, "vocab": 9}).items())
-def test_what_is_left_open_prefers_the_defaults(name: str, value: object) -> None:
-    """A narrower permission does not hide the record of the usual one, however new it is."""
+def test_an_open_query_prefers_default_permissions(name: str, value: object) -> None:
+    """A newer record with narrower permissions does not hide it."""
     usual = record(changed(KEY, "precisions", PERMITTED), created=1.0)
     narrow = record(changed(usual.key, name, value), created=2.0)
-    assert best(OPEN, [narrow, usual]).record is usual
-    assert best(OPEN, [narrow]).record is narrow
+    assert best(ANY, [narrow, usual]).record is usual
+    assert best(ANY, [narrow]).record is narrow
 
 
 def test_a_library_of_another_version_makes_a_record_stale() -> None:
     import importlib.metadata
 
     here = importlib.metadata.version("pytest")
-    assert compare(OPEN, replace(KEY, libraries=(f"pytest=={here}",)))[0] == "exact"
-    kind, differs = compare(OPEN, replace(KEY, libraries=("pytest==0.1", "no-such-thing==2")))
+    assert compare(ANY, replace(KEY, libraries=(f"pytest=={here}",)))[0] == "exact"
+    kind, differs = compare(ANY, replace(KEY, libraries=("pytest==0.1", "no-such-thing==2")))
     assert kind == "compatible"
     assert str(differs[0]) == (
         f"libraries pytest==0.1+no-such-thing==2 -> pytest=={here}+no-such-thing==none"
     )
 
 
-def test_the_most_similar_comes_first() -> None:
-    """Of the model: itself, software, sample, permissions; then of the family by sample."""
+def test_find_similar_orders_by_similarity() -> None:
+    """First the same model: identical, other software, sample, options; then its family."""
     other = changed(KEY, "model", "cd" * 32)
     known = [
         record(key=KEY),
@@ -189,13 +189,13 @@ def test_the_most_similar_comes_first() -> None:
         ),
     ],
 )
-def test_sizes_that_are_not_known(
+def test_unknown_sizes_match_any_size(
     want: tuple[tuple[int, ...], str], have: tuple[tuple[int, ...], str], kind: str
 ) -> None:
     shapes, others = have
     key = changed(changed(KEY, "shapes", ((4, *shapes),)), "others", others)
     shapes, others = want
-    query = asking(shapes=((8, *shapes),), others=others)
+    query = query_with(shapes=((8, *shapes),), others=others)
     found, differs = compare(query, key)
     assert found == kind
     assert bool(differs) is (kind == "miss")

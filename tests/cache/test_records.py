@@ -1,4 +1,4 @@
-"""Versions of a record, several stores, what is refused, and records carried about."""
+"""Record versions, several stores, refused records, and copying between stores."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ VERSIONS = [
 ]
 
 
-def name(one: Record) -> Name:
+def name_of(one: Record) -> Name:
     return Name.of(one, encode(one))
 
 
-def test_which_version_counts(tmp_path: Path) -> None:
+def test_ranking_of_record_versions(tmp_path: Path) -> None:
     for one in VERSIONS:
-        assert Name.parse(name(one).text) == name(one)
-    for text in ("", "record/a/b/c", name(VERSIONS[0]).text + "0", "study/x"):
+        assert Name.parse(name_of(one).text) == name_of(one)
+    for text in ("", "record/a/b/c", name_of(VERSIONS[0]).text + "0", "study/x"):
         assert Name.parse(text) is None
-    for there, counts in (
-        ((0, 1), 1),  # the newer
-        ((0, 1, 2), 2),  # more effort, though older
-        ((1, 3), 1),  # less effort, though newer
-        ((2, 4, 0), 0),  # marked stale: another measurement counts
-        ((4, 2), 4),  # what verify said of a measurement counts over the measurement
+    for stored, winner in (
+        ((0, 1), 1),  # newer
+        ((0, 1, 2), 2),  # more effort beats newer
+        ((1, 3), 1),  # less effort loses, though newer
+        ((2, 4, 0), 0),  # stale: another measurement wins
+        ((4, 2), 4),  # a verification replaces its measurement
         ((0, 5), 5),
         ((6, 3), 3),
     ):
-        for order in itertools.permutations(there):
-            assert ranked(name(VERSIONS[n]) for n in order)[0] == name(VERSIONS[counts])
-        records = Records(open_store(f"dir:{tmp_path}/{there}"))
-        for n in there:
+        for order in itertools.permutations(stored):
+            assert ranked(name_of(VERSIONS[n]) for n in order)[0] == name_of(VERSIONS[winner])
+        records = Records(open_store(f"dir:{tmp_path}/{stored}"))
+        for n in stored:
             records.put(VERSIONS[n])
-        assert records.all() == [VERSIONS[counts]]
-        assert len(records.stores[0].keys()) == len(there)  # nothing is lost
+        assert records.all() == [VERSIONS[winner]]
+        assert len(records.stores[0].keys()) == len(stored)  # all versions stay stored
 
 
-def test_stores_may_be_synced_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merging commutes, and once is as good as twice. Records come in several requests."""
+def test_syncs_in_any_order_converge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merging is commutative and idempotent. AT_ONCE forces several requests."""
     monkeypatch.setattr(exchange, "AT_ONCE", 2)
     dice, ends = random.Random(0), []
     for attempt in range(4):
@@ -71,7 +71,7 @@ def test_stores_may_be_synced_in_any_order(tmp_path: Path, monkeypatch: pytest.M
         for n, one in enumerate(VERSIONS):
             Records(stores[n % 3]).put(one)
         pairs = list(itertools.permutations(stores, 2))
-        # A first round may miss what comes later.
+        # The second round copies what arrived after the first.
         for source, target in dice.sample(2 * pairs, 2 * len(pairs)) + pairs:
             list(exchange.copy_records(exchange.contents(source), Records(target), target))
         ends += [dict(exchange.contents(store)) for store in stores]
@@ -79,8 +79,8 @@ def test_stores_may_be_synced_in_any_order(tmp_path: Path, monkeypatch: pytest.M
     assert all(end == ends[0] for end in ends)
 
 
-def test_several_stores_are_one(tmp_path: Path) -> None:
-    """The first writable store gets records; all stores are read; an unreachable one is named."""
+def test_several_stores_act_as_one(tmp_path: Path) -> None:
+    """Writes go to the first writable store, reads use all; unreachable stores are reported."""
     away, first, second = map(
         open_store, ["redis://127.0.0.1:1", f"disk:{tmp_path}/a", f"dir:{tmp_path}/b"]
     )
@@ -100,7 +100,7 @@ def test_several_stores_are_one(tmp_path: Path) -> None:
         Records(away).all()
 
 
-def test_what_carrying_says(tmp_path: Path) -> None:
+def test_copy_outcomes(tmp_path: Path) -> None:
     source, target, lone = (open_store(f"dir:{tmp_path}/{n}") for n in "stl")
     other, revised = record(key=INFER), replace(VERSIONS[2], revised=1.74e9)
     torn, planted = record(created=1.67e9), record(created=1.66e9)
@@ -108,21 +108,21 @@ def test_what_carrying_says(tmp_path: Path) -> None:
     for store, several in ((target, (known, VERSIONS[2])), (source, (known, *added))):
         for one in several:
             Records(store).put(one)
-    target.put(name(torn).text, b"torn")
+    target.put(name_of(torn).text, b"torn")
     for store in (source, lone):
-        store.put(name(planted).text, b"rubbish")
+        store.put(name_of(planted).text, b"rubbish")
     assert Records(lone).health(lone) == "ok: 0 records, 1 unreadable"
 
-    def carried() -> dict[str, str]:
+    def copy_all() -> dict[str, str]:
         rows = exchange.copy_records(exchange.contents(source), Records(target), target)
         return {row.name: row.outcome for row in rows}
 
-    outcomes = {name(known).text: "known", name(planted).text: "refused"}
-    assert carried() == {**outcomes, **{name(one).text: "added" for one in added}}
-    assert {*carried().values()} == {"known", "refused"}
+    outcomes = {name_of(known).text: "known", name_of(planted).text: "refused"}
+    assert copy_all() == {**outcomes, **{name_of(one).text: "added" for one in added}}
+    assert {*copy_all().values()} == {"known", "refused"}
 
 
-def test_a_pack_carries_and_is_a_store(tmp_path: Path) -> None:
+def test_a_pack_can_be_exported_imported_and_read_as_a_store(tmp_path: Path) -> None:
     records = Records(open_store(f"disk:{tmp_path}/s"))
     for one in (*VERSIONS, record(key=INFER)):
         records.put(one)
@@ -144,7 +144,7 @@ def test_a_pack_carries_and_is_a_store(tmp_path: Path) -> None:
         assert "damaged" in PackStore(path).health()
 
 
-def test_a_full_disk_is_told_with_the_users_file(
+def test_a_full_disk_error_names_the_users_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (records := Records(open_store(f"disk:{tmp_path}/s"))).put(VERSIONS[0])
@@ -167,7 +167,7 @@ def test_a_full_disk_is_told_with_the_users_file(
     assert not list(tmp_path.glob(".writing-*"))
 
 
-def test_only_signed_records_where_that_is_asked(tmp_path: Path) -> None:
+def test_required_signatures_hide_unsigned_records(tmp_path: Path) -> None:
     keyring = KeyRing(b"a secret of a team", required=True)
     store, other = (open_store(f"dir:{tmp_path}/{n}") for n in "so")
     Records(store).put(VERSIONS[1])
@@ -183,7 +183,7 @@ def test_only_signed_records_where_that_is_asked(tmp_path: Path) -> None:
         assert row.outcome == outcome and why in row.reason
 
 
-def test_the_secret_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bad_secrets_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ADVISOR_SIGNED_ONLY", "1")
     for secret, says in (("", "no secret"), ("short", "at least 16")):
         monkeypatch.setenv("ADVISOR_SECRET", secret)
@@ -198,8 +198,8 @@ def test_the_secret_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert "openssl" not in repr(found)
 
 
-def test_batches_are_records_of_their_own(store: ByteStore) -> None:
-    """The key does not hold the batch; less effort at one does not hide behind more at another."""
+def test_each_batch_size_has_its_own_record(store: ByteStore) -> None:
+    """The key does not contain the batch size."""
     records = Records(store)
     small = record(created=1.73e9, effort="quick", key=SMALL)
     records.put(VERSIONS[2])
@@ -211,9 +211,9 @@ def test_batches_are_records_of_their_own(store: ByteStore) -> None:
         assert best(query, records.all()).record == wanted
 
 
-def test_what_commands_measured_under_one_key_is_told_as_theirs(store: ByteStore) -> None:
-    """Of a target's names each is given the version that counts; what a target measured is never
-    told as a run's, nor what one command gave as another's."""
+def test_commands_and_targets_with_one_key_keep_their_own_records(store: ByteStore) -> None:
+    """Every name of a target shows its best version. A record of a target is never shown for a
+    run, nor one command's record for another command."""
     records = Records(store)
     long = record(created=1.72e9, effort="exhaustive")
     alias = replace(long, target=replace(long.target, name="other.py:Net"), revised=1.74e9)
@@ -232,7 +232,7 @@ def test_what_commands_measured_under_one_key_is_told_as_theirs(store: ByteStore
     assert of_target is not None and not of_target.key.task.command
 
 
-def test_the_next_writer_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+def test_a_writer_removes_old_temporary_files(tmp_path: Path) -> None:
     old, fresh = tmp_path / ".writing-1-a", tmp_path / ".writing-2-b"
     for path in (old, fresh):
         path.touch()
@@ -243,7 +243,7 @@ def test_the_next_writer_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     assert fresh.exists() and not old.exists() and store.keys() == ["a"]
 
 
-def test_folders_are_for_their_owner_alone_and_no_key_leaves_them(tmp_path: Path) -> None:
+def test_folders_are_private_and_keys_cannot_escape_them(tmp_path: Path) -> None:
     store = open_store(f"dir:{tmp_path}/new/deep")
     for key in ("../out", "a/../../out", "/etc/x", ".hidden", ""):
         with pytest.raises(RecordDamaged):
@@ -254,7 +254,7 @@ def test_folders_are_for_their_owner_alone_and_no_key_leaves_them(tmp_path: Path
     assert len(list((tmp_path / "new" / "deep").iterdir())) == 1
 
 
-def test_a_config_that_won_twice_is_called_what_most_scripts_are() -> None:
+def test_identical_winners_are_shown_once() -> None:
     one = record()
     same = replace(one, winners=tuple(replace(w, choice=one.winner("loop")) for w in one.winners))
     assert list(one.choices) == list(same.choices) == ["torch default", "at your batch"]

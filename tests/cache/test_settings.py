@@ -1,4 +1,4 @@
-"""Where records are kept: what arguments, environment and project say, and what a folder is on."""
+"""Store settings: URLs from arguments, environment and pyproject.toml; network file systems."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from advisor.persistence import locked
 
 
 @pytest.fixture(autouse=True)
-def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_cache_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("ADVISOR_CACHE")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
@@ -39,7 +39,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         *((wrong, "expected a folder") for wrong in (5, b"x", [5], object())),
     ],
 )
-def test_lists(given: Any, urls: tuple[str, ...] | str) -> None:
+def test_lists_of_urls_are_split_and_checked(given: Any, urls: tuple[str, ...] | str) -> None:
     if isinstance(urls, tuple):
         assert cache_urls(given) == urls
         return
@@ -48,7 +48,7 @@ def test_lists(given: Any, urls: tuple[str, ...] | str) -> None:
     assert "s3cr3t" not in str(caught.value)
 
 
-def test_arguments_environment_and_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_beat_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pyproject.toml").write_text(
         '[tool.advisor]\ncache = ["dir:records", "redis://host/0"]\n'
     )
@@ -62,7 +62,7 @@ def test_arguments_environment_and_project(tmp_path: Path, monkeypatch: pytest.M
     assert cache_urls("/given") == ("/given",)
 
 
-def test_paths_of_a_project_are_beside_it(tmp_path: Path) -> None:
+def test_project_paths_are_relative_to_pyproject(tmp_path: Path) -> None:
     for given, becomes in {
         "records": f"{tmp_path}/records",
         "./records": f"{tmp_path}/records",
@@ -74,7 +74,7 @@ def test_paths_of_a_project_are_beside_it(tmp_path: Path) -> None:
         assert found == becomes or Path(found) == Path(becomes)
 
 
-def test_wrong_projects(tmp_path: Path) -> None:
+def test_invalid_pyproject_settings_are_refused(tmp_path: Path) -> None:
     for text in (
         "[tool.advisor]\ncache = 1",
         "[tool.advisor]\ncache = [1]",
@@ -91,7 +91,7 @@ def test_wrong_projects(tmp_path: Path) -> None:
     assert cache_urls() == ()
 
 
-def test_remote_stores_alone_are_followed_by_the_user_s_folder(tmp_path: Path) -> None:
+def test_only_remote_stores_get_the_users_folder_as_fallback(tmp_path: Path) -> None:
     assert [store.url for store in open_stores("redis://h/0")] == ["redis://h/0"]
     urls = [store.url for store in open_stores("redis://h/0", fallback=True)]
     assert urls == ["redis://h/0", f"disk:{tmp_path}/xdg/advisor"]
@@ -110,7 +110,7 @@ overlay /over overlay rw 0 0
 """
 
 
-def test_network_file_systems(tmp_path: Path) -> None:
+def test_network_file_systems_are_detected(tmp_path: Path) -> None:
     (tmp_path / "mounts").write_text(MOUNTS)
     for path, kind in {
         "/var/x": "",
@@ -125,7 +125,7 @@ def test_network_file_systems(tmp_path: Path) -> None:
         assert network(Path(path), tmp_path / "no such file") == ""
 
 
-def test_a_folder_on_one_is_one_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_folders_become_dir_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("advisor.cache.stores.network", lambda _path: "nfs4")
     store = open_store(str(tmp_path / "new"))
     assert store.url == f"dir:{tmp_path}/new"
@@ -133,7 +133,7 @@ def test_a_folder_on_one_is_one_of_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert "SQLite corrupts: use dir:" in store_note(open_store(f"disk:{tmp_path}/new"))
 
 
-def test_a_bare_path_is_what_lies_there(tmp_path: Path) -> None:
+def test_a_bare_path_opens_the_existing_kind_of_store(tmp_path: Path) -> None:
     for kind in ("dir", "disk"):
         open_store(f"{kind}:{tmp_path}/{kind}").put("record/a", b"1")
         assert open_store(f"{tmp_path}/{kind}").url.startswith(f"{kind}:")
@@ -186,20 +186,20 @@ def test_no_secret_is_ever_shown(url: str, shown: str) -> None:
         ("memory://x", "a store in memory ends with its process; set ADVISOR_CACHE to a"),
     ],
 )
-def test_wrong_urls(url: str, says: str) -> None:
+def test_invalid_urls_are_refused(url: str, says: str) -> None:
     with pytest.raises(UsageError, match=says) as caught:
         open_store(url)
     assert "secret" not in str(caught.value)
 
 
-def test_a_wrong_endpoint_is_one_line() -> None:
+def test_an_invalid_endpoint_gives_one_error_line() -> None:
     for endpoint in ("h:9000", "http://h:99999", "http://[::1"):
         with pytest.raises(StoreError) as caught:
             open_store(f"s3://b?endpoint={endpoint}").keys()
         assert "\n" not in str(caught.value) and endpoint in str(caught.value)
 
 
-def test_what_is_not_installed_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_gives_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
     find = importlib.util.find_spec
@@ -212,7 +212,7 @@ def test_what_is_not_installed_is_one_clear_line(monkeypatch: pytest.MonkeyPatch
         assert "\n" not in str(caught.value)
 
 
-def test_a_server_that_says_nothing_is_not_waited_for() -> None:
+def test_a_silent_server_times_out() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -221,7 +221,7 @@ def test_a_server_that_says_nothing_is_not_waited_for() -> None:
             store.keys()
 
 
-def test_a_study_lies_beside_its_records(tmp_path: Path) -> None:
+def test_studies_are_stored_next_to_the_records(tmp_path: Path) -> None:
     records = Records(open_store(f"dir:{tmp_path}/s"))
     assert records.study("0a1b@64-2.journal") == tmp_path / "s" / "studies" / "0a1b@64-2.journal"
     for name in ("../x", "/etc/x", "a/b", "", ".x", "0a.journal.lock.x", "0a\n"):
@@ -229,7 +229,7 @@ def test_a_study_lies_beside_its_records(tmp_path: Path) -> None:
             records.study(name)
 
 
-def test_planted_links_among_studies_are_not_followed(tmp_path: Path) -> None:
+def test_symbolic_links_among_studies_are_not_followed(tmp_path: Path) -> None:
     records = Records(open_store(f"dir:{tmp_path}/s"))
     folder, outside = tmp_path / "s" / "studies", tmp_path / "outside"
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What every store promises, and what the disk and Redis promise beyond it."""
+"""The contract of all stores, and further guarantees of the disk and Redis stores."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ S3 = pytest.param("s3", marks=pytest.mark.long)  # its server takes seconds to s
 
 
 def item(threads: int) -> tuple[str, bytes]:
-    """The key and the bytes of a record, of which there are as many as numbers."""
+    """Key and bytes of a record; each number gives another record."""
     one = record(key=changed(KEY, "threads", threads), trials=0)
     data = encode(one)
     return Name.of(one, data).text, data
 
 
 class TestContract:
-    """A further store is one more entry in `params`."""
+    """To test a new store, add it to `params`."""
 
     @pytest.fixture(params=["disk", "dir", "redis", S3, "file"])
     def url(self, request: pytest.FixtureRequest, tmp_path: Path) -> str:
@@ -54,7 +54,7 @@ class TestContract:
             port = request.getfixturevalue("s3_port")
             place = f"s3://{servers.BUCKET}/{uuid.uuid4().hex}"
             return f"{place}?endpoint=http://127.0.0.1:{port}&timeout=20s"
-        if request.param == "file":  # fsspec, where a write is not whole by itself
+        if request.param == "file":  # fsspec: its writes are not atomic
             return f"local://{tmp_path / 'store'}?timeout=20s"
         return f"{request.param}:{tmp_path / 'store'}"
 
@@ -68,7 +68,7 @@ class TestContract:
         assert store.get("a") is None and not store.delete("a") and not store.delete(BLOB)
         assert store.health() == "empty" and list(tmp_path.iterdir()) == []
 
-    def test_put_get_delete(self, store: ByteStore, url: str) -> None:
+    def test_put_get_and_delete(self, store: ByteStore, url: str) -> None:
         (one, first), (two, second) = sorted([item(1), item(2)])
         store.put(two, second)
         store.put(one, first)
@@ -84,8 +84,7 @@ class TestContract:
         assert store.keys() == [one] and store.get(two) is None
         assert store.health() == "ok"
 
-    def test_blobs(self, store: ByteStore, url: str, tmp_path: Path) -> None:
-        """They lie beside the records, and are none of them."""
+    def test_blobs_are_not_records(self, store: ByteStore, url: str, tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
         store.put(BLOB, b"before")
         store.put(BLOB, b"\0" * 2**21)
@@ -101,7 +100,7 @@ class TestContract:
                 act("artifacts/../elsewhere")
         assert again.delete(BLOB) and not again.delete(BLOB) and again.sizes() == {}
 
-    def test_records(self, store: ByteStore) -> None:
+    def test_record_queries(self, store: ByteStore) -> None:
         records = Records(store)
         one, two = record(), record(key=changed(KEY, "software.driver", "590.2"))
         named = record(name="other.py:Net", created=1.72e9)
@@ -109,10 +108,10 @@ class TestContract:
             records.put(each)
         assert len(records.all()) == 2
         assert [h.record for h in records.held(RecordFilter(target="other.py:Net"))] == [named]
-        assert len(records.held(RecordFilter(model=KEY.model))) == 3  # one of them has two names
+        assert len(records.held(RecordFilter(model=KEY.model))) == 3  # one record has two names
         assert records.held(RecordFilter(model="cd" * 32)) == []
         assert records.get(two.id[:6]) == two
-        assert records.get(one.id) == named  # the same key: the newest
+        assert records.get(one.id) == named  # same key: the newest
         assert [held.record for held in records.newest(1)] == [named] and records.left == 1
         assert len(records.newest(2)) == 2 and records.left == 0
         assert len(records.remove(records.versions(two))) == 1
@@ -132,8 +131,8 @@ class TestContract:
         assert records.all() == [good] and records.damaged == []
 
 
-def test_where_keys_lie(tmp_path: Path) -> None:
-    """Stores that people have stay readable, and one store reads what another scheme wrote."""
+def test_the_file_layout_is_stable_and_shared_by_schemes(tmp_path: Path) -> None:
+    """Existing stores stay readable, also through another scheme."""
     (tmp_path / "artifacts").mkdir()
     (tmp_path / BLOB).write_bytes(b"blob")
     (tmp_path / "artifacts" / ".writing-1-a").write_bytes(b"cut")
@@ -150,15 +149,15 @@ def disk(tmp_path: Path) -> DiskStore:
     return DiskStore(tmp_path / "store")
 
 
-def database(store: DiskStore) -> Path:
+def database_file(store: DiskStore) -> Path:
     return store.path / "records" / "cache.db"
 
 
 @pytest.mark.parametrize("how", ["rubbish", "header", "middle", "cut", "text", "foreign"])
-def test_a_corrupt_file(disk: DiskStore, how: str) -> None:
+def test_a_corrupt_database_is_reported_and_quarantined(disk: DiskStore, how: str) -> None:
     for n in range(5):
         disk.put(f"record/{n}", b"x" * 12_000)
-    data = database(disk).read_bytes()
+    data = database_file(disk).read_bytes()
     broken = {
         "rubbish": b"This is no database. " * 1000,
         "header": b"\0" * 100 + data[100:],
@@ -167,7 +166,7 @@ def test_a_corrupt_file(disk: DiskStore, how: str) -> None:
         "cut": data[: len(data) // 2],
         "foreign": data.replace(b"Cache", b"Other"),
     }[how]
-    database(disk).write_bytes(broken)
+    database_file(disk).write_bytes(broken)
     store = DiskStore(disk.path)
     with pytest.raises(StoreDamaged) as caught:
         store.keys()
@@ -182,13 +181,13 @@ def test_a_corrupt_file(disk: DiskStore, how: str) -> None:
     assert store.get("a") == b"1"
 
 
-def test_what_a_killed_maker_left_is_completed(disk: DiskStore) -> None:
+def test_a_half_created_database_is_completed(disk: DiskStore) -> None:
     for left in ("DROP INDEX Cache_key_raw", "DROP TABLE Cache", ""):
         disk.put("a", b"1")
-        with contextlib.closing(sqlite3.connect(database(disk))) as connection:
+        with contextlib.closing(sqlite3.connect(database_file(disk))) as connection:
             connection.execute(left)
         if not left:
-            database(disk).write_bytes(b"")
+            database_file(disk).write_bytes(b"")
         assert disk.get_many(["b"]) == {}
         disk.check_writable()
         disk.put("b", b"2")
@@ -198,7 +197,7 @@ def test_what_a_killed_maker_left_is_completed(disk: DiskStore) -> None:
 def test_a_locked_store_is_not_damaged(disk: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     disk.put("a", b"1")
     monkeypatch.setattr("advisor.cache.stores.disk._WRITE_TIMEOUT_S", 0.05)
-    with contextlib.closing(sqlite3.connect(database(disk), isolation_level=None)) as other:
+    with contextlib.closing(sqlite3.connect(database_file(disk), isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         assert disk.get("a") == b"1"  # readers do not wait for writers
         with pytest.raises(StoreError, match="locked by another process") as caught:
@@ -207,8 +206,8 @@ def test_a_locked_store_is_not_damaged(disk: DiskStore, monkeypatch: pytest.Monk
 
 
 @contextlib.contextmanager
-def unwritable(folder: Path) -> Iterator[None]:
-    """Makes a folder and what is in it read-only: for root, who ignores modes, by a mount."""
+def read_only(folder: Path) -> Iterator[None]:
+    """Make a folder tree read-only; for root, who ignores modes, with a bind mount."""
     if os.geteuid() != 0:
         inside = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
         for path in inside:
@@ -228,35 +227,35 @@ def unwritable(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_a_read_only_store_is_read(disk: DiskStore, tmp_path: Path) -> None:
+def test_a_read_only_store_can_be_read(disk: DiskStore, tmp_path: Path) -> None:
     disk.put("a", b"1")
     copy = DiskStore(tmp_path / "copy")
-    database(copy).parent.mkdir(parents=True)
-    with unwritable(disk.path):
+    database_file(copy).parent.mkdir(parents=True)
+    with read_only(disk.path):
         assert (disk.keys(), disk.get("a"), disk.health()) == (["a"], b"1", "ok, read-only")
         for act in (lambda: disk.put("b", b"2"), disk.check_writable, disk.quarantine):
             with pytest.raises(StoreError, match="ADVISOR_CACHE") as caught:
                 act()
             assert not isinstance(caught.value, StoreDamaged)
-    with contextlib.closing(sqlite3.connect(database(disk))) as writer:
+    with contextlib.closing(sqlite3.connect(database_file(disk))) as writer:
         writer.execute("INSERT INTO Cache (key, raw, mode, value) VALUES ('b', 1, 1, x'32')")
-        writer.commit()  # in the log, not yet in the database
-        with unwritable(disk.path):
+        writer.commit()  # in the write-ahead log only
+        with read_only(disk.path):
             assert DiskStore(disk.path).keys() == ["a", "b"]
-        for name in ("cache.db", "cache.db-wal"):  # as where the writer was killed
+        for name in ("cache.db", "cache.db-wal"):  # as after a killed writer
             shutil.copy(disk.path / "records" / name, copy.path / "records")
-    with unwritable(copy.path), pytest.raises(StoreError, match="advisor show") as caught:
+    with read_only(copy.path), pytest.raises(StoreError, match="advisor show") as caught:
         copy.keys()
     assert not isinstance(caught.value, StoreDamaged)
     assert copy.keys() == ["a", "b"]
 
 
-def start(code: str, *arguments: str) -> subprocess.Popen[str]:
+def start_process(code: str, *arguments: str) -> subprocess.Popen[str]:
     words = [sys.executable, "-c", code, *arguments]
     return subprocess.Popen(words, cwd=ROOT, text=True, stdout=subprocess.PIPE)
 
 
-def test_many_processes_at_once(disk: DiskStore) -> None:
+def test_concurrent_processes_read_and_write_whole_values(disk: DiskStore) -> None:
     code = """
 import sys
 from advisor.cache.stores.disk import DiskStore
@@ -269,13 +268,13 @@ for turn in range(3):
         data = store.get(key)
         assert data is not None and len(set(data[i:i+2] for i in range(0, len(data), 2))) == 1, key
 """
-    running = [start(code, str(disk.path), f"{n:02}") for n in range(3)]
+    running = [start_process(code, str(disk.path), f"{n:02}") for n in range(3)]
     assert [(process.communicate(), process.returncode)[1] for process in running] == [0] * 3
     assert disk.keys() == sorted([*(f"record/{n:02}" for n in range(3)), "record/shared"])
     assert disk.health() == "ok"
 
 
-def test_kill_leaves_whole_or_absent(disk: DiskStore) -> None:
+def test_a_killed_writer_leaves_only_whole_values(disk: DiskStore) -> None:
     code = """
 import sys
 from advisor.cache.stores.disk import DiskStore
@@ -285,9 +284,9 @@ for n in range(10_000):
     print(n, flush=True)
 """
     for written in (1, 7, 13):
-        process = start(code, str(disk.path))
+        process = start_process(code, str(disk.path))
         assert process.stdout is not None
-        for _ in range(written):  # it is writing: the next one is on its way
+        for _ in range(written):  # by now it is writing the next one
             process.stdout.readline()
         process.send_signal(signal.SIGKILL)
         process.communicate()
@@ -305,7 +304,7 @@ def test_records_expire(redis_port: int) -> None:
     lasting.put("record/lasting", b"1")
     short.put("record/short", b"2")
     limit = time.monotonic() + 20
-    # By the server's clock, which may be put back meanwhile.
+    # Expiry follows the server's clock, which may be set back during the test.
     while lasting.get("record/short") is not None or "record/short" in lasting.keys():
         assert time.monotonic() < limit
         time.sleep(0.01)
@@ -313,7 +312,7 @@ def test_records_expire(redis_port: int) -> None:
 
 
 def test_where_keys_lie_in_redis(redis_port: int) -> None:
-    """Stores that people have stay readable, and what is planted there is refused."""
+    """Existing stores stay readable; planted values are refused."""
     prefix, place = uuid.uuid4().hex, f"redis://127.0.0.1:{redis_port}"
     store, other = (
         open_store(f"{place}?prefix={name}&timeout=20s") for name in (prefix, f"{prefix}2")
@@ -334,13 +333,13 @@ def test_where_keys_lie_in_redis(redis_port: int) -> None:
 
 
 @contextlib.contextmanager
-def refusing() -> Iterator[tuple[str, list[bytes]]]:
-    """A server that refuses everything, and what it was sent."""
+def refusing_server() -> Iterator[tuple[str, list[bytes]]]:
+    """A server that answers everything with an error; yields its URL and what it received."""
     sent: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
-            with contextlib.suppress(OSError):  # the test is over
+            with contextlib.suppress(OSError):  # the server socket is closed
                 while True:
                     connection, _address = server.accept()
                     with connection:
@@ -355,11 +354,11 @@ def refusing() -> Iterator[tuple[str, list[bytes]]]:
 def test_no_password_for_a_project_s_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what a server says steers no terminal."""
+    """Control characters in the server's answer are replaced in the error."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ADVISOR_CACHE")
     monkeypatch.setenv("ADVISOR_REDIS_PASSWORD", "s3cret")
-    with refusing() as (url, sent):
+    with refusing_server() as (url, sent):
         (tmp_path / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{url}"\n')
         for stores, is_sent in ((open_stores(), False), (open_stores(url), True)):
             with pytest.raises(StoreError, match=r"\?\[2Jgone") as caught:

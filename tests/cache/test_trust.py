@@ -1,4 +1,4 @@
-"""Whose record counts: versions of several writers, signatures, names, exposed keys, and gc."""
+"""Trust: versions by several writers, signatures, names, exposed keys, and gc."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ NEW = 1.74e9
 
 @pytest.fixture
 def records(store: ByteStore) -> Records:
-    """The reader's own."""
     return Records(store, keyring=MINE)
 
 
 def put_raw(store: ByteStore, one: Record, keyring: KeyRing = NO_KEYS) -> Name:
-    """As somebody writes it who does not ask: whatever clock and claims."""
+    """Write a record directly to the store, without the checks of `Records.put`."""
     data = encode(one, keyring)
     name = Name.of(one, data, keyring)
     store.put(name.text, data)
     return name
 
 
-def test_what_others_write_hides_nothing(records: Records, store: ByteStore) -> None:
+def test_records_of_others_do_not_replace_own_records(records: Records, store: ByteStore) -> None:
     mine = record(effort="quick")
     records.put(mine)
     planted = [
@@ -55,7 +54,7 @@ def test_what_others_write_hides_nothing(records: Records, store: ByteStore) -> 
         store.delete(name.text)
 
 
-def test_the_team_s_word_is_everybody_s(store: ByteStore) -> None:
+def test_team_records_win_for_all_team_members(store: ByteStore) -> None:
     Records(store, keyring=TEAM).put(record(created=1.7e9))
     put_raw(store, record(created=NEW, effort="exhaustive"), THEIRS)
     colleague = replace(TEAM, own=b"c" * 32)
@@ -64,7 +63,7 @@ def test_the_team_s_word_is_everybody_s(store: ByteStore) -> None:
         assert one.provenance.created == created
 
 
-def test_a_copied_tag_on_other_bytes_is_refused(records: Records, store: ByteStore) -> None:
+def test_a_copied_name_with_other_bytes_is_refused(records: Records, store: ByteStore) -> None:
     records.put(record())
     (text,) = store.keys()
     store.put(text, encode(record(), THEIRS))
@@ -76,10 +75,10 @@ def test_a_copied_tag_on_other_bytes_is_refused(records: Records, store: ByteSto
         records.read(name, encode(record()))
 
 
-def test_what_verify_says_of_another_s_record_is_not_signed(
+def test_verifying_the_record_of_another_owner_is_not_signed(
     records: Records, store: ByteStore
 ) -> None:
-    """It counts for all but the owner and their team, until somebody says otherwise."""
+    """It applies to all readers except the owner and their team, until the next verification."""
     theirs = record(created=1.7e9)
     put_raw(store, theirs, THEIRS)
     stale = replace(theirs, stale="slower now", revised=1.71e9)
@@ -88,53 +87,53 @@ def test_what_verify_says_of_another_s_record_is_not_signed(
     assert Records(store, keyring=THEIRS).all() == [theirs]
     other = record(created=1.6e9)
     put_raw(store, other)
-    assert records.all() == [other]  # a fresh one counts before it
+    assert records.all() == [other]  # a valid record is preferred to a stale one
     assert not any(one.trusted for one in records.held())
     again = replace(stale, stale="", revised=1.72e9)
     records.put(again, revises=stale)
     assert records.all() == [again]
 
 
-def test_what_verify_says_of_ones_own_record_is_signed(records: Records, store: ByteStore) -> None:
+def test_verifying_the_own_record_is_signed(records: Records, store: ByteStore) -> None:
     records.put(record())
     records.put(replace(record(), stale="slower now", revised=1.71e9), revises=record())
     (held,) = records.held()
     assert held.trusted and held.record.stale == "slower now"
-    put_raw(store, record(revised=NEW))  # a stranger's: it holds after all
+    put_raw(store, record(revised=NEW))  # a stranger claims that it is valid
     assert records.all() == [held.record]
 
 
-def named_too(records: Records, one: Record, target: Target) -> Record:
-    """Keep a record under another target's name too."""
+def put_under_name(records: Records, one: Record, target: Target) -> Record:
+    """Store a record under another target name as well."""
     task = replace(one.key.task, target=target.name)
     named = replace(one, key=replace(one.key, task=task), target=target)
     records.put(named, revises=one)
     return named
 
 
-def test_a_record_has_several_names(records: Records, store: ByteStore) -> None:
+def test_a_record_can_have_several_names(records: Records, store: ByteStore) -> None:
     def under(name: str) -> list[Record]:
         return [one.record for one in records.held(RecordFilter(target=name))]
 
     first = record()
     records.put(first)
-    named = named_too(records, first, Target(name="pkg/other.py:Net", origin="fedcba98"))
+    named = put_under_name(records, first, Target(name="pkg/other.py:Net", origin="fedcba98"))
     assert records.all() in ([first], [named])
     assert (under("pkg/other.py:Net"), under("model.py:Net")) == ([named], [first])
-    copied = named_too(records, first, Target(name="model.py:Net", origin="0a"))
+    copied = put_under_name(records, first, Target(name="model.py:Net", origin="0a"))
     assert {*under("model.py:Net")} == {first, copied}
-    # What verify says of one name is said of all, and every one is the owner's.
+    # A verification applies to all names, and all stay signed by the owner.
     records.put(replace(first, stale="slower now", revised=NEW), revises=first)
     for name in ("pkg/other.py:Net", "model.py:Net"):
         found = records.held(RecordFilter(target=name))
         assert found and all(one.record.stale and one.trusted for one in found)
         assert {one.record.target.name for one in found} == {name}
-    # A stranger gives it no name.
+    # A stranger cannot add a name.
     put_raw(store, replace(first, target=Target(name="evil.py:Net", origin="0b")))
     assert under("evil.py:Net") == []
 
 
-def test_the_own_key_is_made_at_the_first_write_and_kept(
+def test_the_own_key_is_created_at_the_first_write_and_reused(
     store: ByteStore,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -155,7 +154,7 @@ def test_the_own_key_is_made_at_the_first_write_and_kept(
     assert not caplog.records
 
 
-def test_no_key_can_be_kept(
+def test_records_work_without_a_place_for_the_key(
     store: ByteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -168,53 +167,53 @@ def test_no_key_can_be_kept(
     assert KeyRing.from_environment().own_file is None
 
 
-def reasons(records: Records) -> dict[str, str]:
+def garbage(records: Records) -> dict[str, str]:
     return {one.key.text: one.reason for one in find_garbage(records)}
 
 
-def test_what_may_go_is_what_one_wrote_oneself(records: Records, store: ByteStore) -> None:
+def test_gc_finds_only_own_superseded_records(records: Records, store: ByteStore) -> None:
     for one in (record(created=1.7e9), record(created=1.72e9)):
         records.put(one)
     put_raw(store, record(created=1.71e9), THEIRS)
     put_raw(store, record(created=NEW, effort="exhaustive", stale="says a stranger"))
-    (gone,) = reasons(records)
+    (gone,) = garbage(records)
     name = Name.parse(gone, MINE)
     assert name is not None and name.trusted and name.created == int(1.7e9 * 1e6)
-    assert reasons(Records(store, keyring=THEIRS)) == {}
+    assert garbage(Records(store, keyring=THEIRS)) == {}
 
 
-def test_neither_more_effort_nor_another_name_goes(records: Records, store: ByteStore) -> None:
+def test_gc_keeps_more_effort_and_other_names(records: Records, store: ByteStore) -> None:
     records.put(record())
-    named_too(records, record(), Target(name="other.py:Net", origin="0a"))
-    assert reasons(records) == {}
+    put_under_name(records, record(), Target(name="other.py:Net", origin="0a"))
+    assert garbage(records) == {}
     records.put(record(created=1.72e9))
-    assert len(reasons(records)) == 1  # the first; the other name has no better version
+    assert len(garbage(records)) == 1  # not the other name: it has no better version
     best = record(created=1.7e9, effort="exhaustive")
     quick = record(created=1.72e9, effort="quick")
     for one in (best, quick, replace(best, stale="slower now", revised=1.73e9)):
         records.put(one, revises=best if one.stale else None)
-        going = reasons(records)
+        going = garbage(records)
         assert 3 in [name.effort for name in records.names(store) if name.text not in going]
 
 
-def test_gc_takes_what_one_wrote_and_is_damaged(records: Records, store: ByteStore) -> None:
-    """And leaves what a newer version may read."""
+def test_gc_finds_own_damaged_records(records: Records, store: ByteStore) -> None:
+    """Records that only fail the check stay: a newer version may read them."""
     good, bad = record(created=1.7e9), record(created=1.72e9)
     records.put(good)
     for cut in (b"", b"torn", encode(record(), MINE)[:-1]):
         records.put(bad)
         (text,) = (name.text for name in records.names(store) if name.created == int(1.72e15))
         store.put(text, cut)
-        assert reasons(records) == {text: "damaged: its bytes were changed"}
+        assert garbage(records) == {text: "damaged: its bytes were changed"}
         (gone,) = find_garbage(records)
         assert (gone.kind, gone.key.record_id) == ("damaged", bad.id)
         assert records.remove([(gone.store, gone.key)]) == [gone.key]
         assert records.all() == [good] and not records.damaged
     strict = Records(store, keyring=MINE, check=lambda _record: "an unknown knob")
-    assert strict.all() == [] and reasons(strict) == {}
+    assert strict.all() == [] and garbage(strict) == {}
 
 
-ANOTHER = 65534
+OTHER_UID = 65534
 
 
 @pytest.fixture
@@ -227,72 +226,72 @@ def file(tmp_path: Path) -> Path:
     return made
 
 
-def fault(file: Path, group_reads: bool = False) -> str:
+def reason(file: Path, group_reads: bool = False) -> str:
     with file.open("rb") as opened:
         return insecure_reason(file, opened.fileno(), group_reads)
 
 
-def be_anothers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def give_to_other_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid() == 0:
-        os.chown(path, ANOTHER, ANOTHER, follow_symlinks=False)
-    else:  # then it is the reader who is another
-        monkeypatch.setattr(os, "geteuid", lambda: ANOTHER)
+        os.chown(path, OTHER_UID, OTHER_UID, follow_symlinks=False)
+    else:  # without root, pretend to be another user
+        monkeypatch.setattr(os, "geteuid", lambda: OTHER_UID)
 
 
-def test_who_may_read_and_write_it(file: Path) -> None:
-    for mode, reads, said in (
+def test_key_file_modes(file: Path) -> None:
+    for mode, reads, verb in (
         *((0o600, False, ""), (0o400, False, ""), (0o440, True, ""), (0o640, True, "")),
         *((0o640, False, "read"), (0o604, False, "read"), (0o644, True, "read")),
         *((0o444, True, "read"), (0o620, True, "write"), (0o602, True, "write")),
     ):
         file.chmod(mode)
-        assert fault(file, reads) == (f"others can {said} {file} (mode {mode:o})" if said else "")
+        assert reason(file, reads) == (f"others can {verb} {file} (mode {mode:o})" if verb else "")
 
 
 @pytest.mark.parametrize("which", ["folder/key", "folder", "."])
-def test_another_owns_it_or_a_folder_above_it(
+def test_a_key_or_folder_of_another_user_is_insecure(
     file: Path, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert fault(file) == ""
-    be_anothers(tmp_path / which, monkeypatch)
-    assert "is another user's" in fault(file)
+    assert reason(file) == ""
+    give_to_other_user(tmp_path / which, monkeypatch)
+    assert "is another user's" in reason(file)
 
 
-def test_others_can_write_a_folder_above_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_in_writable_folders_are_insecure(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = SimpleNamespace(gr_name=pwd.getpwuid(os.geteuid()).pw_name)
     monkeypatch.setattr(grp, "getgrgid", lambda _gid: own)
     for mode, members, private in (
         (0o702, [], False),
-        (0o1777, ["eve"], True),  # as /tmp
-        (0o770, [], True),  # of a group of the user alone
+        (0o1777, ["eve"], True),  # like /tmp
+        (0o770, [], True),  # a group with no other members
         (0o770, ["eve"], False),
     ):
         own.gr_mem = members
         file.parent.chmod(mode)
         found = "" if private else f"others can write {file.parent} (mode {mode:o})"
-        assert fault(file) == found
+        assert reason(file) == found
 
 
-def test_links_on_the_way(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Kubernetes mounts a secret: key -> ..data/key, ..data -> ..2026/."""
+def test_keys_behind_links(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes mounts secrets this way: key -> ..data/key, ..data -> ..2026/."""
     links = {"..data": "folder", "key": "..data/key", "far": str(file), "a": "b", "b": "a"}
     for name, to in links.items():
         (tmp_path / name).symlink_to(to)
     link, far = tmp_path / "key", tmp_path / "far"
-    assert fault(link) == fault(far) == ""
+    assert reason(link) == reason(far) == ""
     file.parent.chmod(0o777)
-    assert fault(link) == fault(far) == f"others can write {file.parent} (mode 777)"
+    assert reason(link) == reason(far) == f"others can write {file.parent} (mode 777)"
     file.parent.chmod(0o700)
-    be_anothers(tmp_path / "..data", monkeypatch)
-    assert "is another user's" in fault(link)
-    with file.open("rb") as opened:  # in a circle
+    give_to_other_user(tmp_path / "..data", monkeypatch)
+    assert "is another user's" in reason(link)
+    with file.open("rb") as opened:  # a link cycle
         assert "a: " in insecure_reason(tmp_path / "a", opened.fileno())
         file.unlink()
         file.touch(0o600)
         assert insecure_reason(file, opened.fileno()) == f"{file} was replaced while it was read"
 
 
-def test_a_key_that_others_may_have_signs_records_and_no_code(
+def test_an_exposed_key_signs_records_but_no_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     data, secret = tmp_path / "data", tmp_path / "secret"

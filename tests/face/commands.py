@@ -1,4 +1,4 @@
-"""Running `advisor` as a user does: its own main() in this process, or a process of its own."""
+"""Run `advisor` as a user does: through its main() in this process, or in a new process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,15 +44,15 @@ def keep_pace(model, step_s):
     DUE[id(model)] = due = due if due > now - AFTER_A_BREAK_S else now
     time.sleep(max(0.0, due - now))
 """
-"""Steps begin at a steady pace on any host: what one comes late, however long it computes, the next
-ones catch up."""
+"""keep_pace() starts steps at a fixed rate on any host. After a late step, the next ones catch
+up."""
 LAYERED = PACE + MODEL.replace(
     "    def forward(self, x):\n",
     "    def forward(self, x):\n"
     "        laid_out = x.is_contiguous(memory_format=torch.channels_last)\n"
     "        keep_pace(self, 0.015 if laid_out else 0.03)\n",
 )
-"""For which channels_last is twice as fast, and nothing else matters."""
+"""A model that is twice as fast with channels_last. No other knob matters."""
 SHAPE = "4x3x8x8"
 COMMAND = Path(sys.executable).with_name("advisor")
 
@@ -61,31 +60,25 @@ Done = subprocess.CompletedProcess[str]
 
 
 def own(folder: Path) -> dict[str, str]:
-    """The environment of a store, and of a key that signs, which belong to a folder."""
+    """Environment variables that put the store and the signing key into a folder."""
     return {"ADVISOR_CACHE": str(folder / "store"), "XDG_DATA_HOME": str(folder / "data")}
 
 
-def take_over(folder: Path) -> None:
-    """Copy what a folder `own`s to where this test has its own, so that it may spoil it."""
-    for name, variable in (("store", "ADVISOR_CACHE"), ("data", "XDG_DATA_HOME")):
-        shutil.copytree(folder / name, os.environ[variable])
-
-
 def offer_bf16(patch: pytest.MonkeyPatch) -> None:
-    """Have `advisor`, called in this process, try bf16 on a CPU without kernels for it, too: plain
-    layers compute in it there, slowly."""
+    """Make `advisor`, called in this process, try bf16 on any CPU. Without bf16 kernels, plain
+    layers still compute in it, slowly."""
     patch.setattr("advisor.tuners.environment.cpu_has_bf16", lambda: True)
 
 
 def advisor(folder: Path, *arguments: str, process: bool = False, **env: str) -> Done:
-    """Run `advisor` in a folder; never raises for its exit code.
+    """Run `advisor` in a folder. A non-zero exit code does not raise.
 
-    In this process, which saves seconds of importing torch: what it prints is caught where a
-    process would write it, and the folder, the environment and the warnings are put back.
-    `process`: in one of its own, where that is the point.
+    It runs in this process, which saves the seconds of importing torch. Its output is captured at
+    the file descriptors. The folder, the environment and the warnings are restored afterwards.
+    `process`: run it in a new process instead.
     """
     if process:
-        return _process([str(COMMAND), *arguments], folder, env)
+        return _run_process([str(COMMAND), *arguments], folder, env)
     with (
         mock.patch.dict(os.environ),
         tempfile.TemporaryFile("w+", encoding="utf-8") as out,
@@ -95,26 +88,26 @@ def advisor(folder: Path, *arguments: str, process: bool = False, **env: str) ->
         patch.chdir(folder)
         for name, value in env.items():
             patch.setenv(name, value)
-        # A command's own file lies in no project.
+        # The file of the installed command is in no project.
         patch.setattr(sys.modules["__main__"], "__file__", str(COMMAND), raising=False)
-        with _written_to(out, err), _as_at_the_start():
+        with _capture_output(out, err), _fresh_warnings():
             try:
                 code = main(list(arguments))
-            except SystemExit as exc:  # how click ends a completion
+            except SystemExit as exc:  # click ends a completion this way
                 code = int(exc.code or 0)
-        return Done(arguments, code, _text(out), _text(err))
+        return Done(arguments, code, _read(out), _read(err))
 
 
-def printed(folder: Path, command: str, *arguments: str) -> Any:
-    """What `advisor COMMAND --json` prints in a folder, where it succeeds."""
+def run_json(folder: Path, command: str, *arguments: str) -> Any:
+    """Parsed output of `advisor COMMAND --json` in a folder. The command must succeed."""
     done = advisor(folder, command, "--json", *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @contextlib.contextmanager
-def _written_to(out: TextIO, err: TextIO) -> Iterator[None]:
-    """Python's output and that of whatever is started, which has the descriptors alone."""
+def _capture_output(out: TextIO, err: TextIO) -> Iterator[None]:
+    """Capture the output of Python and of child processes, which write to the descriptors."""
     kept = os.dup(1), os.dup(2)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         os.dup2(out.fileno(), 1)
@@ -129,14 +122,14 @@ def _written_to(out: TextIO, err: TextIO) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_at_the_start() -> Iterator[None]:
-    """Warnings are printed, once, and no handler of an earlier command is left."""
+def _fresh_warnings() -> Iterator[None]:
+    """Print each warning once. Afterwards, remove the log handlers that the command added."""
     log = logging.getLogger("advisor")
     handlers, level = list(log.handlers), log.level
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        warnings.showwarning = lambda *said: print(
-            warnings.formatwarning(*said[:4]), end="", file=sys.stderr
+        warnings.showwarning = lambda *args: print(
+            warnings.formatwarning(*args[:4]), end="", file=sys.stderr
         )
         try:
             yield
@@ -145,9 +138,9 @@ def _as_at_the_start() -> Iterator[None]:
             log.setLevel(level)
 
 
-def _process(words: list[str], folder: Path, env: dict[str, str]) -> Done:
+def _run_process(command: list[str], folder: Path, env: dict[str, str]) -> Done:
     return subprocess.run(
-        words,
+        command,
         cwd=folder,
         env=os.environ | env,
         capture_output=True,
@@ -157,28 +150,28 @@ def _process(words: list[str], folder: Path, env: dict[str, str]) -> Done:
     )
 
 
-def _text(stream: TextIO) -> str:
+def _read(stream: TextIO) -> str:
     stream.seek(0)
     return stream.read()
 
 
-def script(folder: Path, source: str, *, process: bool = False, **env: str) -> Done:
-    """Run a Python script that lies in a folder.
+def run_script(folder: Path, source: str, *, process: bool = False, **env: str) -> Done:
+    """Write a Python script into a folder and run it.
 
-    In a fork of a process that has imported torch, which saves seconds; `process`: in one of its
-    own, where that is the point.
+    It runs in a fork of a process that has imported torch, which saves seconds.
+    `process`: run it in a new process instead.
     """
     path = folder / "train.py"
     path.write_text(source)
     if not process:
         return forks.run(path, cwd=folder, env=os.environ | env)
-    return _process([sys.executable, str(path)], folder, env)
+    return _run_process([sys.executable, str(path)], folder, env)
 
 
-def said_by(script: str, *words: str) -> list[str]:
-    """The lines that a script of examples/ prints."""
+def run_example(script: str, *arguments: str) -> list[str]:
+    """Lines that a script of examples/ prints."""
     root = Path(__file__).parents[2]
     folder, env = root / "examples", os.environ | {"PYTHONPATH": str(root)}
-    done = forks.run(folder / script, *words, cwd=folder, env=env)
+    done = forks.run(folder / script, *arguments, cwd=folder, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

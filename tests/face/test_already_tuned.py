@@ -1,6 +1,6 @@
-"""Whether something is tuned already: asked of all that narrows or widens a task, and of its code.
+"""When a target counts as already tuned, depending on its options and its code.
 
-Nothing is measured here; what would have been is counted.
+Most tests measure nothing. They count the searches that tuning would have run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from advisor.cache.config import Config
 from advisor.cache.task import Task
 from advisor.tuners.measure.runner import Block
 from tests.cache import examples
-from tests.face.commands import MODEL, SHAPE, Done, advisor, printed
-from tests.face.unmeasured import Worker, made_up
+from tests.face.commands import MODEL, SHAPE, Done, advisor, run_json
+from tests.face.unmeasured import FakeWorker, fake_worker
 
 TUNE = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu")
 HOOKS = """
@@ -42,23 +42,23 @@ def tune(folder: Path, *options: str, code: int = 0) -> Done:
     return done
 
 
-def tuned(folder: Path, *options: str) -> tuple[str, str]:
-    """(Status, id) of what `advisor tune` found."""
-    found = printed(folder, *TUNE, *options)
-    return found["status"], found["record"]["id"]
+def tune_status(folder: Path, *options: str) -> tuple[str, str]:
+    """(Status, record id) as printed by `advisor tune --json`."""
+    result = run_json(folder, *TUNE, *options)
+    return result["status"], result["record"]["id"]
 
 
-def lookup(name: str = "model.py:Net", **asked: Any) -> package.Advice:
-    return package.lookup(package.Model(name, device="cpu"), shape=SHAPE, **asked)
+def lookup(name: str = "model.py:Net", **arguments: Any) -> package.Advice:
+    return package.lookup(package.Model(name, device="cpu"), shape=SHAPE, **arguments)
 
 
-def served(name: str = "model.py:Net") -> tuple[str, str | None]:
-    """(Status, id) of what a script is served."""
+def lookup_status(name: str = "model.py:Net") -> tuple[str, str | None]:
+    """(Status, record id) of a strict lookup."""
     advice = lookup(name, strict=True)
     return advice.status, advice.record and advice.record.id
 
 
-OTHERS = (
+OPTION_SETS = (
     *("", "--no-compile", "--no-step-graph", "--batches 2", "--batches 2,8", "--fixed-batch"),
     *("--tolerance 0.5", "--tolerance 0.4", "--no-verify", "--max-memory 1TiB"),
     *("--max-memory 2TiB", "--precisions default", "--precisions default,bf16", "--deterministic"),
@@ -67,20 +67,20 @@ OTHERS = (
 )
 
 
-def test_another_permission_is_not_tuned_already(here: Path, unmeasured: list[Task]) -> None:
+def test_each_set_of_options_has_its_own_record(here: Path, searched: list[Task]) -> None:
     (here / "model.py").write_text(MODEL.replace("self.conv(x)", "self.conv(x.float())"))
-    found = {one: tuned(here, *one.split()) for one in OTHERS}
-    assert {status for status, _id in found.values()} == {"tuned"}
-    assert len(set(found.values())) == len(found)
-    for one, (_status, id) in found.items():
-        assert tuned(here, *one.split()) == ("known", id), one
-    # A bound for integers says nothing of other inputs.
-    assert tuned(here, "--vocab", "50") == ("known", found[""][1])
+    results = {options: tune_status(here, *options.split()) for options in OPTION_SETS}
+    assert {status for status, _id in results.values()} == {"tuned"}
+    assert len(set(results.values())) == len(results)
+    for options, (_status, id) in results.items():
+        assert tune_status(here, *options.split()) == ("known", id), options
+    # --vocab has no effect on inputs that are not integers.
+    assert tune_status(here, "--vocab", "50") == ("known", results[""][1])
     assert advisor(here, *TUNE).stdout.startswith("Already tuned, ")
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "said"),
+    ("first", "second", "message"),
     [
         ("--budget 5s", "--budget 5s", ""),
         ("--budget 5s", "", "already tuned with --budget 5s; continuing with 300s"),
@@ -92,23 +92,23 @@ def test_another_permission_is_not_tuned_already(here: Path, unmeasured: list[Ta
         ("--duration 1h", "--duration 2h", "already tuned for a job of another length"),
     ],
 )
-def test_more_goes_on_and_less_does_not(
-    here: Path, unmeasured: list[Task], first: str, second: str, said: str
+def test_a_larger_request_continues_and_a_smaller_one_does_not(
+    here: Path, searched: list[Task], first: str, second: str, message: str
 ) -> None:
-    _, id = tuned(here, *first.split())
+    _, id = tune_status(here, *first.split())
     done = tune(here, *second.split())
-    assert said in done.stderr and ("Already tuned" in done.stdout) == (not said)
-    assert len(unmeasured) == 1 + bool(said)
-    assert tuned(here, *second.split()) == ("known", id)
+    assert message in done.stderr and ("Already tuned" in done.stdout) == (not message)
+    assert len(searched) == 1 + bool(message)
+    assert tune_status(here, *second.split()) == ("known", id)
 
 
 ONLY = ("--fixed-batch", "--no-verify", "--precisions", "default")
 
 
 def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
-    """The same command goes on, each time with a budget of its own, until something was raced."""
+    """The same command continues, with a new budget each time, until a race was run."""
     only, unfinished = (*ONLY, "--effort", "quick"), ("--json", "--for", "https://x")
-    with made_up({("channels_last", True): 2.0}, step_s=0.1):
+    with fake_worker({("channels_last", True): 2.0}, step_s=0.1):
         first = tune(here, *only, "--budget", "3s")
         assert "trial 1:" not in first.stderr, "the budget was meant for the default alone"
         assert "not measured for want of time: channels_last; --budget 10s" in first.stdout
@@ -121,13 +121,13 @@ def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
         again = tune(here, *only, "--budget", "3s", *unfinished, code=3)
         assert json.loads(again.stdout)["status"] == "unfinished"
         assert "continuing an earlier tuning, which measured 1 config\n" in again.stderr
-        assert tuned(here, *only, "--budget", "10s")[0] == "tuned"
+        assert tune_status(here, *only, "--budget", "10s")[0] == "tuned"
         assert tune(here, *only, "--budget", "3s").stdout.startswith("Already tuned, ")
-    assert len(printed(here, "show")["records"]) == 1
+    assert len(run_json(here, "show")["records"]) == 1
 
 
-class Interrupting(Worker):
-    """Ctrl-C is pressed while the first config is compiled."""
+class Interrupting(FakeWorker):
+    """Simulates Ctrl-C while the first config is compiled."""
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
         if config["compile"] != "none":
@@ -138,30 +138,30 @@ class Interrupting(Worker):
 def test_an_interrupted_tuning_keeps_its_best_and_goes_on(here: Path) -> None:
     only = (*ONLY, "--budget", "90s")
     gains = {("compile", "default"): 2.0, ("channels_last", True): 1.5}
-    kept = "Interrupted: the best config so far is kept; the same command continues."
-    with made_up(gains, kind=Interrupting):
-        assert kept in tune(here, *only, code=130).stdout
+    message = "Interrupted: the best config so far is kept; the same command continues."
+    with fake_worker(gains, kind=Interrupting):
+        assert message in tune(here, *only, code=130).stdout
     best = lookup(strict=True)
-    with made_up(gains, load=busy_host):
+    with fake_worker(gains, load=busy_host):
         assert "the earlier record stays in use" in tune(here, *only, "--force").stdout
     assert lookup(strict=True).record == best.record
-    with made_up(gains):
+    with fake_worker(gains):
         again = tune(here, *only)
         assert "tuned until it was cut short; continuing with --effort normal" in again.stderr
         assert "continuing an earlier tuning" in again.stderr
-        found = lookup(strict=True)
+        final = lookup(strict=True)
         assert best.config["channels_last"] and best.config["compile"] == "none"
-        assert found.config["channels_last"] and found.config["compile"] != "none"
+        assert final.config["channels_last"] and final.config["compile"] != "none"
         assert tune(here, *only).stdout.startswith("Already tuned, ")
 
 
 def busy_host(seconds: float) -> float:
-    """Other jobs come and go: a step takes up to three times as long."""
+    """Other jobs run at times: a step then takes three times as long."""
     return 3.0 if int(seconds / 2) % 2 else 1.0
 
 
 @pytest.mark.parametrize(
-    ("how", "options", "code"),
+    ("fault", "options", "code"),
     [
         ({"kind": Interrupting}, (), 130),
         ({"load": busy_host}, (), 0),
@@ -170,23 +170,23 @@ def busy_host(seconds: float) -> float:
     ids=["interrupted", "doubtful", "nothing raced"],
 )
 def test_an_uncertain_tuning_replaces_no_clear_record(
-    here: Path, how: dict[str, Any], options: tuple[str, ...], code: int
+    here: Path, fault: dict[str, Any], options: tuple[str, ...], code: int
 ) -> None:
     only, gains = (*ONLY, "--budget", "90s"), {("channels_last", True): 1.5}
-    with made_up(gains):
+    with fake_worker(gains):
         tune(here, *only)
     clear = lookup(strict=True).record
-    with made_up(gains, **how):
+    with fake_worker(gains, **fault):
         again = tune(here, *only, *options, "--force", code=code)
     line = "or was too noisy to tell: the earlier record stays in use, and is shown here."
     assert line in again.stdout and "best so far is kept" not in again.stdout
     assert lookup(strict=True).record == clear
-    with made_up({}):  # quiet, and sure that nothing gains
+    with fake_worker({}):  # a quiet host, on which nothing gains
         assert "stays in use" not in tune(here, *only, "--force").stdout
     assert lookup(strict=True).record != clear
 
 
-def test_what_counts_as_raced() -> None:
+def test_a_record_compares_if_another_config_was_raced_or_none_runs() -> None:
     default, fast = examples.DEFAULT, examples.DEFAULT.replace(precision="bf16")
     made = examples.record()
     once = replace(made.baseline, rounds=made.baseline.rounds[:1])
@@ -199,13 +199,13 @@ def test_what_counts_as_raced() -> None:
         (alone, False),
         (replace(alone, raced=(made.baseline, examples.choice(fast))), True),
         (replace(alone, trials=tried[:1]), False),
-        # There was a race, and the other was too slow to be in it.
+        # A race was run. The other config was too slow to enter it.
         (replace(alone, baseline=made.baseline), True),
         (replace(alone, baseline=made.baseline, trials=tried[:1]), False),
-        # What does not run cannot be raced.
+        # A config that fails cannot be raced.
         (replace(alone, trials=(tried[0], failed)), True),
         (replace(alone, trials=(tried[0], replace(failed, origin="reference"))), False),
-        # With more time it may be.
+        # A config that timed out may be raced, given more time.
         (replace(alone, trials=(tried[0], examples.trial(1, fast, outcome="timed_out"))), False),
     ):
         assert one.compares == compares
@@ -223,38 +223,37 @@ def test_what_counts_as_raced() -> None:
     ],
     ids=["forward", "a line more", "dropout", "make_batch", "loss", "hooks at all"],
 )
-def test_code_that_changed_is_another_model(
-    here: Path, unmeasured: list[Task], before: str, after: str
+def test_edited_code_is_a_miss_until_it_is_tuned(
+    here: Path, searched: list[Task], before: str, after: str
 ) -> None:
-    """Whatever it is called: a miss, and measured anew."""
     (here / "model.py").write_text(before)
-    status, first = tuned(here)
-    assert (status, tuned(here)) == ("tuned", ("known", first))
+    status, first = tune_status(here)
+    assert (status, tune_status(here)) == ("tuned", ("known", first))
     (here / "model.py").write_text(after)
-    said = "the code of model.py:Net has changed since it was tuned; run: advisor tune"
-    with pytest.warns(package.AdvisorWarning, match=said) as seen:
-        assert (lookup().status, len(seen)) == ("miss", 1)
-    told = advisor(here, "why", "model.py:Net", "--device", "cpu").stdout
-    assert f"not served  {first} model.py:Net: code as tuned -> edited since" in told
+    message = "the code of model.py:Net has changed since it was tuned; run: advisor tune"
+    with pytest.warns(package.AdvisorWarning, match=message) as caught:
+        assert (lookup().status, len(caught)) == ("miss", 1)
+    why = advisor(here, "why", "model.py:Net", "--device", "cpu").stdout
+    assert f"not served  {first} model.py:Net: code as tuned -> edited since" in why
     assert "code as tuned -> edited since" in advisor(here, "show", "--json").stdout
-    status, second = tuned(here)
+    status, second = tune_status(here)
     assert status == "tuned" and second != first
-    assert served() == ("exact", second)
+    assert lookup_status() == ("exact", second)
     (here / "model.py").write_text(before)
-    assert tuned(here) == ("known", first)
+    assert tune_status(here) == ("known", first)
 
 
-def test_code_that_computes_the_same_is_the_same_model(here: Path, unmeasured: list[Task]) -> None:
-    _, first = tuned(here)
+def test_an_equivalent_edit_keeps_the_record(here: Path, searched: list[Task]) -> None:
+    _, first = tune_status(here)
     formatted = MODEL.replace(
         "        return self.head(self.conv(x).mean((2, 3)))",
         '        """Says what it does."""\n        # and why\n'
         "        return self.head(\n            self.conv(x).mean((2, 3)),\n        )",
     )
     (here / "model.py").write_text(f"# A model.\n\n\n{formatted}")
-    assert served("model.py") == ("exact", first)
-    assert tuned(here) == ("known", first)
-    # By name it is not known to be the same; `tune` builds the model, and knows.
+    assert lookup_status("model.py") == ("exact", first)
+    assert tune_status(here) == ("known", first)
+    # A lookup by name cannot tell that the code is equivalent. `tune` builds the model.
     for text in (MODEL + "print('made')\n", MODEL, MODEL + "print('made')\n"):
         (here / "model.py").write_text(text)
         with pytest.warns(package.AdvisorWarning, match="code of model.py:Net has changed"):
@@ -262,25 +261,25 @@ def test_code_that_computes_the_same_is_the_same_model(here: Path, unmeasured: l
         done = tune(here)
         assert done.stdout.startswith("Already tuned, ")
         assert "the edited code of model.py:Net computes the same" in done.stderr
-        assert served() == ("exact", first)
+        assert lookup_status() == ("exact", first)
         assert "edited" not in tune(here).stderr
-    assert len(unmeasured) == 1
+    assert len(searched) == 1
 
 
-def test_names_and_folders_do_not_matter(
-    here: Path, unmeasured: list[Task], monkeypatch: pytest.MonkeyPatch
+def test_a_renamed_or_moved_file_keeps_the_record(
+    here: Path, searched: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, first = tuned(here)
+    _, first = tune_status(here)
     (here / "other.py").write_text(MODEL)
-    assert printed(here, "tune", "other.py", *TUNE[2:])["status"] == "known"
+    assert run_json(here, "tune", "other.py", *TUNE[2:])["status"] == "known"
     for name in ("model.py:Net", "other.py:Net", "other.py"):
-        assert served(name) == ("exact", first)
-    assert len(printed(here, "show")["records"]) == 1
+        assert lookup_status(name) == ("exact", first)
+    assert len(run_json(here, "show")["records"]) == 1
     moved = here / "moved"
     moved.mkdir()
     shutil.move(here / "model.py", moved / "model.py")
     monkeypatch.chdir(moved)
-    assert served() == ("exact", first)
+    assert lookup_status() == ("exact", first)
     with (moved / "model.py").open("a") as file:
         file.write("print('made')\n")
     with pytest.warns(package.AdvisorWarning, match="file another of this name"):
@@ -288,20 +287,20 @@ def test_names_and_folders_do_not_matter(
     done = tune(moved)
     assert done.stdout.startswith("Already tuned, ")
     assert "now known as model.py:Net too" in done.stderr
-    assert served() == ("exact", first) and len(unmeasured) == 1
+    assert lookup_status() == ("exact", first) and len(searched) == 1
 
 
-def test_what_made_up_data_gave_is_never_told_as_a_run(here: Path, unmeasured: list[Task]) -> None:
-    """They have one key, and records of their own; another command of the same key has no other."""
+def test_a_target_and_a_command_have_separate_records(here: Path, searched: list[Task]) -> None:
+    """They share a key. A second command with that key reuses the record of the first one."""
 
     a, b = ((sys.executable, f"{name}.py") for name in "ab")
-    made_up = printed(here, *TUNE)["record"]
-    run = printed(here, "tune", "--force", "--", *a)
+    target = run_json(here, *TUNE)["record"]
+    run = run_json(here, "tune", "--force", "--", *a)
     first = run["record"]
-    assert (run["status"], first["id"]) == ("tuned", made_up["id"]), "they share a key"
-    assert first["provenance"]["study"] != made_up["provenance"]["study"]
+    assert (run["status"], first["id"]) == ("tuned", target["id"]), "they share a key"
+    assert first["provenance"]["study"] != target["provenance"]["study"]
     done = advisor(here, "tune", "--json", "--", *b)
     assert json.loads(done.stdout) == {"status": "known", "record": first}
     assert f"tuned before as {' '.join(a)}, which trains the same" in done.stderr
-    assert printed(here, *TUNE)["record"] == made_up, "--force has left it"
-    assert len(unmeasured) == 2
+    assert run_json(here, *TUNE)["record"] == target, "--force has left it"
+    assert len(searched) == 2

@@ -1,4 +1,4 @@
-"""apply() and lookup() in a training script: what is served, when, and what is said."""
+"""apply() and lookup() in a training script: what they serve, when, and what they print."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from advisor.tuners.environment import own_threads
 from advisor.tuners.knobs import KNOBS, TORCH
 from tests.builders import lookup_arguments, measured, net_of, record_here, verified
 from tests.cache import examples
-from tests.face.commands import script
+from tests.face.commands import run_script
 
 THREADS = own_threads()
 OTHER = THREADS + 1
@@ -42,14 +42,14 @@ DEFAULT = Config(
 )
 FAST = DEFAULT.replace(precision="bf16", channels_last=True, threads=OTHER)
 ALONE = DEFAULT.replace(threads=OTHER)
-"""What a script that calls nothing but apply() can follow."""
+"""The part of FAST that a script can use if it only calls apply()."""
 WIDE = FAST.at(16)
 GIB = 2**30
 NET = advisor.Model("model.py:Net", device="cpu")
 
 
-def remember(**changes: Any) -> Record:
-    """Keep a record of model.py:Net at 4x3x8x8 on this CPU, with some of its key changed."""
+def store_record(**changes: Any) -> Record:
+    """Store a record of model.py:Net at 4x3x8x8 on this CPU, with parts of its key changed."""
     fast = replace(examples.choice(FAST, 150.0, 1.5), peak_bytes=2 * GIB)
     alone, wide = examples.choice(ALONE, 110.0, 1.1), examples.choice(WIDE, 400.0, 4.0)
     trials = (
@@ -70,27 +70,27 @@ def remember(**changes: Any) -> Record:
 
 @pytest.fixture
 def record(here: Path) -> Record:
-    return remember()
+    return store_record()
 
 
 def runs_as(patch: pytest.MonkeyPatch, file: Path) -> None:
-    """As if this process ran that script."""
+    """Make `file` the main script of this process."""
     file.touch()
     patch.setattr(sys.modules["__main__"], "__file__", str(file), raising=False)
 
 
-def look(**arguments: Any) -> advisor.Advice:
-    """What lookup gives for model.py:Net on the CPU."""
+def lookup_net(**arguments: Any) -> advisor.Advice:
+    """The advice for model.py:Net on the CPU."""
     return advisor.lookup(NET, **arguments)
 
 
-def told(**arguments: Any) -> tuple[advisor.Advice, str]:
-    """What lookup gives on the CPU, and its one warning."""
-    with pytest.warns(advisor.AdvisorWarning) as seen:
+def lookup_warning(**arguments: Any) -> tuple[advisor.Advice, str]:
+    """The advice of a lookup on the CPU, and the message of its only warning."""
+    with pytest.warns(advisor.AdvisorWarning) as caught:
         advice = advisor.lookup(**lookup_arguments(device="cpu", **arguments))
-    assert len(seen) == 1
-    assert seen[0].filename == __file__, "the warning names another line than the user's"
-    return advice, str(seen[0].message)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__, "the warning names another line than the user's"
+    return advice, str(caught[0].message)
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def told(**arguments: Any) -> tuple[advisor.Advice, str]:
         ({"max_memory": "1GiB"}, DEFAULT.replace(channels_last=True)),
     ],
 )
-def test_found(
+def test_lookup_serves_the_best_config_for_a_request(
     record: Record, here: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, config: Config
 ) -> None:
     runs_as(monkeypatch, here / "train.py")
     monkeypatch.setenv("WORLD_SIZE", "")
     (here / "elsewhere").mkdir()
-    monkeypatch.chdir(here / "elsewhere")  # beside the script
+    monkeypatch.chdir(here / "elsewhere")  # the file is found beside the script
     advice = advisor.lookup(
         **lookup_arguments(**{"target": "model.py", "device": "cpu", "strict": True} | arguments)
     )
@@ -128,7 +128,7 @@ def test_found(
 def test_every_knob_can_be_read_by_its_name(
     record: Record, monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:
-    """Whatever was served, and torch's own value where that says nothing of it."""
+    """Knobs that the served config does not have read as torch's default."""
     if status == "disabled":
         monkeypatch.setenv("ADVISOR_DISABLE", "1")
     with warnings.catch_warnings():
@@ -145,15 +145,15 @@ def test_every_knob_can_be_read_by_its_name(
     assert copied == advice.config and copied.step_graph is False
 
 
-def test_found_by_the_model_itself(record: Record, here: Path) -> None:
+def test_a_model_object_finds_its_record(record: Record, here: Path) -> None:
     assert advisor.lookup(advisor.Model(net_of(), device="cpu")).config == FAST
     assert advisor.lookup(advisor.Model(nn.DataParallel(net_of()), device="cpu")).status == "exact"
-    _, said = told(target=nn.Linear(2, 2))
-    assert "this Linear was not tuned" in said
+    _, message = lookup_warning(target=nn.Linear(2, 2))
+    assert "this Linear was not tuned" in message
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "reason"),
     [
         ({"shape": (4, 3, 9, 9)}, "shapes 3x8x8 -> 3x9x9"),
         ({"mode": "infer"}, "mode train -> infer"),
@@ -163,23 +163,23 @@ def test_found_by_the_model_itself(record: Record, here: Path) -> None:
         ({"max_memory": "100MiB"}, "not measured at batch 4 within 100 MiB"),
     ],
 )
-def test_miss(record: Record, arguments: Any, says: str) -> None:
+def test_a_miss_warns_and_sets_no_flags(record: Record, arguments: Any, reason: str) -> None:
     flags = (torch.get_num_threads(), torch.get_float32_matmul_precision())
-    asked = lookup_arguments("model.py:Net", device="cpu", **arguments)
-    with pytest.warns(advisor.AdvisorWarning) as seen:
-        advice = advisor.apply(**asked)
-    (one,) = seen
-    assert one.filename == __file__ and says in str(one.message)
+    request = lookup_arguments("model.py:Net", device="cpu", **arguments)
+    with pytest.warns(advisor.AdvisorWarning) as caught:
+        advice = advisor.apply(**request)
+    (one,) = caught
+    assert one.filename == __file__ and reason in str(one.message)
     assert "run: advisor tune model.py:Net --shape" in str(one.message)
     assert (advice.status, advice.config, advice.loader.get("pin_memory")) == ("miss", TORCH, None)
     assert flags == (torch.get_num_threads(), torch.get_float32_matmul_precision())
     with pytest.raises(advisor.NoRecord):
-        advisor.apply(**asked | {"strict": True})
+        advisor.apply(**request | {"strict": True})
 
 
-def test_apply_sets_what_lookup_leaves(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apply_sets_flags_but_lookup_not(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
-    look()
+    lookup_net()
     assert torch.get_num_threads() == THREADS
     advisor.apply(NET)
     assert torch.get_num_threads() == OTHER
@@ -191,18 +191,18 @@ def test_determinism_is_never_undone(record: Record) -> None:
         advice = advisor.apply(NET)
     assert advice.status == "miss"
     assert torch.are_deterministic_algorithms_enabled()
-    kept = remember(deterministic=True)
-    found = look()
-    assert found.record is not None and found.record.id == kept.id
+    deterministic = store_record(deterministic=True)
+    advice = lookup_net()
+    assert advice.record is not None and advice.record.id == deterministic.id
     torch.use_deterministic_algorithms(False)
-    # Not asked for: the record without it comes first, though the other is as new.
-    found = look()
-    assert found.record is not None and found.record.id == record.id
+    # If determinism is not requested, the record without it comes first.
+    advice = lookup_net()
+    assert advice.record is not None and advice.record.id == record.id
 
 
-def test_a_job_of_several_processes(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_warns_of_a_miss(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    advice = look()
+    advice = lookup_net()
     assert (advice.status, advice.config) == ("exact", FAST)
     monkeypatch.setenv("RANK", "3")
     with warnings.catch_warnings():
@@ -211,19 +211,19 @@ def test_a_job_of_several_processes(record: Record, monkeypatch: pytest.MonkeyPa
 
 
 def test_log(record: Record, here: Path) -> None:
-    look()
+    lookup_net()
     assert logging.getLogger("advisor").handlers == []
     source = "import advisor\nadvisor.apply(advisor.Model('model.py:Net', device='cpu'))\n"
     logs = f"import logging\nlogging.basicConfig()\n{source}"
-    ran = script(here, logs, ADVISOR_LOG="info")
+    ran = run_script(here, logs, ADVISOR_LOG="info")
     assert ran.stderr.count(f"record {record.id} (exact)") == 1
     assert f"advisor INFO record {record.id} (exact)" in ran.stderr
-    # What was advised and never took effect is said, once, and nothing else.
-    (line,) = script(here, source).stderr.splitlines()
+    # At the end, one line names the advice that never took effect. Nothing else is printed.
+    (line,) = run_script(here, source).stderr.splitlines()
     assert line.startswith("advice at the end: ") and "1.50x once" in line
 
 
-def test_beside_a_users_own_cache_and_tuners(record: Record, here: Path) -> None:
+def test_modules_of_the_user_may_be_named_like_ours(record: Record, here: Path) -> None:
     for name in ("cache", "tuners", "config", "record", "target"):
         (here / f"{name}.py").write_text(f"MINE = '{name}'\n")
     source = (
@@ -231,50 +231,50 @@ def test_beside_a_users_own_cache_and_tuners(record: Record, here: Path) -> None
         "advice = advisor.lookup(advisor.Model('model.py', device='cpu'))\n"
         "print(cache.MINE, tuners.MINE, advice.status)\n"
     )
-    ran = script(here, source)
+    ran = run_script(here, source)
     assert (ran.stdout.strip(), ran.stderr) == ("cache tuners exact", "")
 
 
 def test_tune_moves_a_damaged_store_aside(
-    record: Record, own_surroundings: Path, unmeasured: list[Task]
+    record: Record, own_surroundings: Path, searched: list[Task]
 ) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     database = own_surroundings / "records" / "cache.db"
     database.write_bytes(b"no database" * 1000)
-    assert told(target="model.py:Net")[0].config == TORCH
+    assert lookup_warning(target="model.py:Net")[0].config == TORCH
     with pytest.raises(advisor.StoreError):
-        look(strict=True)
-    found = advisor.tune(
+        lookup_net(strict=True)
+    result = advisor.tune(
         NET,
         shape=(4, 3, 8, 8),
-        on_event=lambda event: said.append(event["text"]),
+        on_event=lambda event: messages.append(event["text"]),
     )
-    assert not found.known and len(unmeasured) == 1
+    assert not result.known and len(searched) == 1
     (aside,) = own_surroundings.glob("records.damaged-*")
-    assert str(aside) in said[0]
+    assert str(aside) in messages[0]
     assert (aside / "cache.db").read_bytes().startswith(b"no database")
-    advice = look()
-    assert advice.record is not None and advice.record.id == found.record.id
+    advice = lookup_net()
+    assert advice.record is not None and advice.record.id == result.record.id
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "small"),
+    ("name", "options"),
     [("train_conv.py", ("--batch", "1")), ("train_mnist.py", ("--steps", "3"))],
 )
-def test_examples_train_without_a_record(name: str, small: tuple[str, str], here: Path) -> None:
+def test_examples_train_without_a_record(name: str, options: tuple[str, str], here: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / name
     ran = subprocess.run(
-        [sys.executable, str(example), *small], capture_output=True, text=True, timeout=240
+        [sys.executable, str(example), *options], capture_output=True, text=True, timeout=240
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("AdvisorWarning") == 1 and "advisor tune" in ran.stderr
 
 
-def test_what_rank_0_serves_is_what_every_rank_gets(
+def test_every_rank_gets_what_rank_0_serves(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served, store = look().served, dict[str, bytes]()
+    served, store = lookup_net().served, dict[str, bytes]()
     group = SimpleNamespace(rank=0, store=SimpleNamespace(set=store.__setitem__))
     group.get = lambda _key, _seconds: next(iter(store.values()))
     monkeypatch.setattr(Group, "current", lambda: group)

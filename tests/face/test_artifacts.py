@@ -1,4 +1,4 @@
-"""What was compiled for a record, in a script: loaded, or refused and compiled anew."""
+"""Compiled artifacts of a record: a script loads them, or refuses them and compiles again."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Net(nn.Module):
     def forward(self, x):
         return self.head(x.mean((2, 3)))
 """
-"""Of as few kernels as can be: a C++ compiler takes seconds for each."""
+"""A model with few kernels, as the C++ compiler takes seconds for each."""
 SCRIPT = """
-import multiprocessing  # before torch, as its pickles would tell
+import multiprocessing  # before torch, as unstable cache keys depend on it
 
 from model import Net
 
@@ -77,32 +77,32 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "model.py").write_text(SMALL)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    advice_usage._last.clear()  # nothing of it is to be told at the end
+    advice_usage._last.clear()  # no report at exit
     advisor.release()
 
 
 @pytest.fixture
 def record(here: Path) -> Record:
-    """Of model.py:Net, which is best compiled."""
+    """A record of model.py:Net, whose best config is compiled."""
     fast, base = choice(COMPILED, 150.0, 1.5), choice(DEFAULT, 100.0)
-    found = replace(
-        test_apply.remember(),
+    made = replace(
+        test_apply.store_record(),
         baseline=base,
         winners=winners(base, fast, pilot=fast),
         trials=(measured(DEFAULT, 100.0), measured(COMPILED, 150.0), verified(COMPILED)),
     )
-    kept = open_records(None)
-    kept.remove(kept.named())
-    kept.put(found)
-    return found
+    records = open_records(None)
+    records.remove(records.named())
+    records.put(made)
+    return made
 
 
 def purpose(record: Record) -> Purpose:
     return Purpose.of(record, COMPILED, detect("cpu"), tools())
 
 
-def keep(data: bytes, what: Purpose) -> tuple[ByteStore, str]:
-    """Where it is kept, and as what."""
+def store_artifact(data: bytes, what: Purpose) -> tuple[ByteStore, str]:
+    """Store an artifact. Returns its store and its key."""
     records: Records = open_records(None)
     (store,) = records.stores
     assert records.artifacts.keep(data, what, store)
@@ -111,27 +111,27 @@ def keep(data: bytes, what: Purpose) -> tuple[ByteStore, str]:
 
 
 @pytest.mark.long
-def test_a_fresh_process_finds_what_the_worker_compiled(record: Record, tmp_path: Path) -> None:
+def test_a_fresh_process_loads_what_the_worker_compiled(record: Record, tmp_path: Path) -> None:
     file = tmp_path / "saved"
     with Worker(WorkerJob(task=record.key.task, device="cpu", seed=0), deadline_s=240) as worker:
         fp32 = strict(worker.baseline)
         for config in (DEFAULT, COMPILED | fp32.only(*FORMATS), COMPILED):
             worker.block(config, 1, deadline_s=240)
         worker.save(COMPILED, file)
-    found = saved(file)
-    assert found is not None and found[0] == tools()
-    keep(found[1], purpose(record))
+    artifact = saved(file)
+    assert artifact is not None and artifact[0] == tools()
+    store_artifact(artifact[1], purpose(record))
     (tmp_path / "train.py").write_text(SCRIPT)
     empty = {f"{name}_CACHE_DIR": str(tmp_path / name) for name in ("TORCHINDUCTOR", "TRITON")}
-    said = subprocess.run(
+    lines = subprocess.run(
         [sys.executable, "train.py"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | empty,
         capture_output=True,
         text=True,
         check=True,
     ).stdout.splitlines()
-    assert said[0] == "2 0"  # forward and backward; its own cache is empty
-    assert "of artifacts loaded from disk:" in said[-1]
+    assert lines[0] == "2 0"  # hits for forward and backward, in an empty local cache
+    assert "of artifacts loaded from disk:" in lines[-1]
 
 
 def flip_a_bit(store: ByteStore, key: str) -> None:
@@ -141,7 +141,7 @@ def flip_a_bit(store: ByteStore, key: str) -> None:
 
 
 def sign_as_another(store: ByteStore, key: str) -> None:
-    """Its name alone tells, as another key makes another."""
+    """Another signing key changes only the name of the artifact."""
     data = store.get(key)
     assert data is not None and store.delete(key)
     store.put(f"{key[:-12]}{'ab' * 6}", data)
@@ -155,26 +155,26 @@ def sign_as_another(store: ByteStore, key: str) -> None:
         ("2.0.0", lambda *_: None, f"made for torch 2.0.0, here {torch.__version__}"),
     ],
 )
-def test_what_is_foreign_or_changed_is_refused_in_one_line(
+def test_foreign_or_changed_artifacts_are_refused_in_one_line(
     record: Record,
     torch_: str,
     spoil: Callable[[ByteStore, str], None],
     why: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    spoil(*keep(b"no pickle", replace(purpose(record), torch=torch_)))
+    spoil(*store_artifact(b"no pickle", replace(purpose(record), torch=torch_)))
     advice = advisor.lookup("model.py:Net", shape=SHAPE)
     assert advice.config["compile"] == "default" and advice.artifacts is not None
     with caplog.at_level(logging.WARNING, "advisor"):
         advice.artifacts.load()
         advice.artifacts.load()
     line = f"artifacts: {why}; refused; compiled anew"
-    said = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
-    assert said == [line]
+    messages = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert messages == [line]
     assert line in advice.report()
 
 
-def test_where_there_is_nothing_nothing_is_said(
+def test_missing_artifacts_give_no_warning(
     record: Record, caplog: pytest.LogCaptureFixture
 ) -> None:
     advice = advisor.apply("model.py:Net", shape=SHAPE)
@@ -182,12 +182,12 @@ def test_where_there_is_nothing_nothing_is_said(
     advice.artifacts.load()
     assert advice.artifacts.said == ""
     assert not any(one.levelno >= logging.WARNING for one in caplog.records)
-    # What is not compiled needs none.
+    # A config that is not compiled needs no artifacts.
     with pytest.warns(advisor.AdvisorWarning):
         assert advisor.lookup("model.py:Net", shape=(4, 3, 9, 9)).artifacts is None
-    test_apply.remember(dtype="float64")
-    found = advisor.lookup(advisor.Model("model.py:Net", dtype="float64"), shape=SHAPE)
-    assert found.status == "exact" and found.artifacts is None
+    test_apply.store_record(dtype="float64")
+    other = advisor.lookup(advisor.Model("model.py:Net", dtype="float64"), shape=SHAPE)
+    assert other.status == "exact" and other.artifacts is None
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_where_there_is_nothing_nothing_is_said(
     [(0.01, "not found within 0.01 s"), (60.0, "cache redis://gone: refused")],
     ids=["late", "away"],
 )
-def test_a_store_that_does_not_answer_is_waited_for_so_long_only(
+def test_the_wait_for_a_store_has_a_deadline(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, most_s: float, why: str
 ) -> None:
     answers = threading.Event()
@@ -213,20 +213,20 @@ def test_a_store_that_does_not_answer_is_waited_for_so_long_only(
     assert len(caplog.records) == 1
 
 
-def test_it_is_loaded_right_before_the_first_call() -> None:
+def test_artifacts_are_loaded_right_before_the_first_call() -> None:
     model, order = nn.Identity(), []
-    how = {"sizes": False, "inference": False, "before": lambda: order.append("load")}
-    gate.attach(model, **how)
-    assert model._compiled_call_impl is None  # nothing of it is compiled
+    options = {"sizes": False, "inference": False, "before": lambda: order.append("load")}
+    gate.attach(model, **options)
+    assert model._compiled_call_impl is None  # not compiled yet
     model._compiled_call_impl = lambda x: order.append("call")
-    gate.attach(model, **how)
+    gate.attach(model, **options)
     assert order == []
     model(torch.ones(1))
     model(torch.ones(1))
     assert order == ["load", "call", "call"]
 
 
-def test_keys_do_not_tell_what_was_imported_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stable_keys_do_not_depend_on_the_order_of_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.codecache import FxGraphCachePickler
 
     graph = torch.fx.symbolic_trace(nn.Identity())
@@ -235,7 +235,7 @@ def test_keys_do_not_tell_what_was_imported_first(monkeypatch: pytest.MonkeyPatc
         return FxGraphCachePickler(graph).dumps([torch.channels_last, torch.float32])
 
     own = key()
-    monkeypatch.setattr(sys, "torch", torch, raising=False)  # the first module of all
+    monkeypatch.setattr(sys, "torch", torch, raising=False)  # sys is now the first module with it
     assert key() != own
     for _twice in range(2):
         use_stable_keys()

@@ -1,4 +1,4 @@
-"""Wrong input: one line that names the value and the remedy, an exit code, nothing written."""
+"""Wrong input gives one line with the value and the remedy, and nothing is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.face.commands import MODEL, SHAPE, advisor
 from tests.face.unmeasured import InProcess
 
 FILES = {
-    # Importing it leaves a mark: what is refused early must not have started a worker.
+    # Importing it creates a file, which shows that a worker was started.
     "model.py": "from pathlib import Path\nPath('imported').touch()\n" + MODEL,
     "two.py": "from torch import nn\nclass A(nn.Identity): pass\nclass B(nn.Identity): pass\n",
     "boom.py": "def helper():\n    return 1 / 0\nhelper()\n",
@@ -55,27 +55,27 @@ def no_worker_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
-def refused(
+def run_refused(
     folder: Path, store: Path, *arguments: str, early: bool = True, **env: str
 ) -> tuple[int, list[str]]:
-    """The exit code and the lines on stderr of a command that does nothing else.
+    """Exit code and stderr lines of a command that is refused. It must write nothing else.
 
-    `early`: it is one line, before a worker is started.
+    `early`: it must be refused with one line, before a worker starts.
     """
     mark = folder / "imported"
     mark.unlink(missing_ok=True)
     done = advisor(folder, *arguments, **env)
     lines = done.stderr.splitlines()
     assert done.stdout == ""
-    kept = [path.name for path in store.rglob("*") if path.is_file() and path.suffix != ".lock"]
-    assert not kept, "a refused command wrote to the store"
-    left = {path.name for path in folder.iterdir()} - {"__pycache__", "imported"}
-    assert left == set(FILES), "a refused command wrote here"
+    stored = [path.name for path in store.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    assert not stored, "a refused command wrote to the store"
+    files = {path.name for path in folder.iterdir()} - {"__pycache__", "imported"}
+    assert files == set(FILES), "a refused command wrote here"
     assert not early or (len(lines) == 1 and not mark.exists()), lines
     return done.returncode, lines
 
 
-# tests/cache/test_kinds.py and test_settings.py have further wrong values.
+# tests/cache/test_kinds.py and test_settings.py test more wrong values.
 SHAPES = ("64", "64x-3x8x8", "99999999999999999999x3x8x8")
 OPTIONS = [
     ("--budget soon", 2, "budget 'soon': expected a time above zero, as 90s"),
@@ -131,39 +131,39 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [(f"{TUNE} {options}", code, said) for options, code, said in OPTIONS]
-    + [(words, 2, said) for words, said in COMMANDS],
+    ("words", "code", "message"),
+    [(f"{TUNE} {options}", code, message) for options, code, message in OPTIONS]
+    + [(words, 2, message) for words, message in COMMANDS],
 )
-def test_one_line_before_anything_starts(
-    folder: Path, own_surroundings: Path, words: str, code: int, said: str
+def test_wrong_options_give_one_line_before_a_worker_starts(
+    folder: Path, own_surroundings: Path, words: str, code: int, message: str
 ) -> None:
-    found, (line,) = refused(folder, own_surroundings, *words.split())
-    assert said in line and found == code
+    status, (line,) = run_refused(folder, own_surroundings, *words.split())
+    assert message in line and status == code
     assert "--frobnicate" not in line or "before your command" not in line
-    assert not said.startswith("shape '") or "e.g. 64x3x256x256" in line
+    assert not message.startswith("shape '") or "e.g. 64x3x256x256" in line
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="in /proc even root makes no folder")
-def test_a_cache_where_nothing_can_be_made(folder: Path, own_surroundings: Path) -> None:
+def test_a_cache_that_cannot_be_created_is_named(folder: Path, own_surroundings: Path) -> None:
     words = (*TUNE.split(), "--cache", "/proc/advisor")
-    code, (line,) = refused(folder, own_surroundings, *words, early=False)
+    code, (line,) = run_refused(folder, own_surroundings, *words, early=False)
     assert code == 1 and line.startswith("advisor: cache /proc/advisor: ")
     assert "point --cache or ADVISOR_CACHE to another folder" in line
 
 
-def test_a_cache_without_permission(
+def test_a_cache_without_write_permission_is_named(
     folder: Path, own_surroundings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Root may write anywhere, whatever the modes.
+    # Tests may run as root, for whom a file mode has no effect.
     monkeypatch.setattr(os, "access", lambda path, *_: Path(path) != tmp_path)
-    code, (line,) = refused(folder, own_surroundings, *TUNE.split(), "--cache", str(tmp_path))
+    code, (line,) = run_refused(folder, own_surroundings, *TUNE.split(), "--cache", str(tmp_path))
     assert code == 1
     assert f"{tmp_path} cannot be written; point --cache or ADVISOR_CACHE" in line
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         ("nofile.py", 2, "'nofile.py': there is no file"),
         ("nofile", 2, "'nofile': expected model.py, model.py:Net, package.module:factory"),
@@ -175,31 +175,31 @@ def test_a_cache_without_permission(
         ("model.py --data data.py --data-arg size=2", 1, "raised TypeError"),
     ],
 )
-def test_targets(
-    folder: Path, own_surroundings: Path, arguments: str, code: int, said: str
+def test_a_wrong_target_gives_one_line(
+    folder: Path, own_surroundings: Path, arguments: str, code: int, message: str
 ) -> None:
     words = ("tune", *arguments.split(), "--shape", SHAPE)
-    found, lines = refused(folder, own_surroundings, *words, early=False)
+    status, lines = run_refused(folder, own_surroundings, *words, early=False)
     lines = [line for line in lines if "creating the dataset and a batch" not in line]
     assert len(lines) == 1, lines
-    assert said in lines[0] and found == code
+    assert message in lines[0] and status == code
 
 
 @pytest.mark.parametrize(
-    ("target", "files", "said"),
+    ("target", "files", "message"),
     [
         ("boom.py", ["boom.py", "boom.py"], "importing it raised ZeroDivisionError: division by"),
         ("chain.py", ["chain.py", "broken.py"], "importing it raised TypeError: empty()"),
         ("picky.py", ["picky.py"], "make_batch(4, 'cpu') raised LookupError: no data here"),
     ],
 )
-def test_the_users_own_error_is_cut_to_the_users_frames(
-    folder: Path, own_surroundings: Path, target: str, files: list[str], said: str
+def test_an_error_in_user_code_shows_only_frames_of_user_code(
+    folder: Path, own_surroundings: Path, target: str, files: list[str], message: str
 ) -> None:
-    code, lines = refused(folder, own_surroundings, "tune", target, *SMALL, early=False)
+    code, lines = run_refused(folder, own_surroundings, "tune", target, *SMALL, early=False)
     assert code == 1
     assert lines[0] == "Traceback (most recent call last):"
-    assert lines[-1].startswith(f"advisor: target '{target}") and said in lines[-1]
+    assert lines[-1].startswith(f"advisor: target '{target}") and message in lines[-1]
     frames = [line.split('"')[1] for line in lines if line.startswith("  File ")]
     assert frames == [str(folder / name) for name in files]
 
@@ -207,18 +207,18 @@ def test_the_users_own_error_is_cut_to_the_users_frames(
 def test_a_rejected_sample_names_the_layer(
     folder: Path, own_surroundings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a real worker, whose errors come over its pipe."""
+    """With a real worker, whose errors come through its pipe."""
     monkeypatch.setattr(parent, "Worker", WORKER)
     arguments = ("tune", "model.py", "--shape", "4x1x8x8")
-    code, lines = refused(folder, own_surroundings, *arguments, early=False)
+    code, lines = run_refused(folder, own_surroundings, *arguments, early=False)
     assert code == 2
     assert "rejects --shape 4x1x8x8 float32 at layer 'conv', Conv2d(3, 8" in lines[-1]
     assert "got 4x1x8x8" in lines[-1] and "3 channels" in lines[-1]
-    assert (folder / "imported").exists()  # the mark that `refused` looks for
+    assert (folder / "imported").exists()  # model.py was imported
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_and_a_closed_pipe_are_no_tracebacks(tmp_path: Path) -> None:
+def test_a_full_disk_and_a_closed_pipe_give_no_traceback(tmp_path: Path) -> None:
     command = f"{shlex.quote(sys.executable)} -m advisor"
 
     def shell(line: str) -> subprocess.CompletedProcess[str]:
@@ -230,19 +230,19 @@ def test_a_full_disk_and_a_closed_pipe_are_no_tracebacks(tmp_path: Path) -> None
     assert shell("tune --help | head -n 1 > /dev/null").stderr == ""
 
 
-def test_a_file_that_fails_meanwhile_is_one_line(
+def test_an_os_error_gives_one_line(
     folder: Path, own_surroundings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(*_: object, **__: object) -> None:
         raise FileNotFoundError(2, "No such file or directory", "some/file")
 
     monkeypatch.setattr("advisor.cli.reading.open_records", gone)
-    done = refused(folder, own_surroundings, "show")
+    done = run_refused(folder, own_surroundings, "show")
     assert done == (1, ["advisor: some/file: No such file or directory"])
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: package.tune(["python", "x.py"], budget="15s"), r"'15s': .* advisor.Budget"),
         (lambda: package.tune(["python", "x.py"], permit="bf16"), r"'bf16': .* advisor.Permit"),
@@ -258,6 +258,6 @@ def test_a_file_that_fails_meanwhile_is_one_line(
         (lambda: package.Store(5), "cache 5: expected a folder, a store's URL, or several"),
     ],
 )
-def test_an_argument_of_another_type(call: Callable[[], object], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_an_argument_of_the_wrong_type_is_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         call()

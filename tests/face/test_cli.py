@@ -1,4 +1,4 @@
-"""The commands, as a user types them, on the CPU."""
+"""The commands as a user types them, on the CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from advisor.tuners.measure.worker import parent
 from advisor.tuners.target import origin_of
 from tests.cache import examples
 from tests.face.commands import MODEL, SHAPE, advisor, offer_bf16
-from tests.face.unmeasured import Worker, made_up
+from tests.face.unmeasured import FakeWorker, fake_worker
 
 TUNE = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu", "--effort", "quick")
 FEW = ("--fixed-batch", "--no-compile", "--budget", "60s")
@@ -43,7 +43,7 @@ def test_a_record_is_tuned_shown_and_forgotten(
     events = tmp_path / "events"
     events.write_text("of another day\n")
     options = ("--budget", "60s", "--trials", "3", "--fixed-batch", "--events", str(events))
-    with made_up({("precision", "bf16"): 1.5}):
+    with fake_worker({("precision", "bf16"): 1.5}):
         done = advisor(tmp_path, *TUNE, *options, "--json")
     assert done.returncode == 0 and "trial 0:  torch's default  " in done.stderr
     assert "\x1b" not in done.stderr
@@ -51,16 +51,16 @@ def test_a_record_is_tuned_shown_and_forgotten(
     assert first["id"].endswith("@4")
 
     before, *lines = events.read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    assert before == "of another day" and len(found) == 3
-    told = {"number", "what", "batch", "samples_per_s", "ratio", "outcome", "origin"}
-    assert all(set(one) == told and one["outcome"] == "" for one in found)
-    assert [found[0][name] for name in ("number", "batch", "ratio")] == [0, 4, 1.0]
-    half = next(one for one in found if "bf16" in one["what"])
+    parsed = [json.loads(line) for line in lines]
+    assert before == "of another day" and len(parsed) == 3
+    fields = {"number", "what", "batch", "samples_per_s", "ratio", "outcome", "origin"}
+    assert all(set(one) == fields and one["outcome"] == "" for one in parsed)
+    assert [parsed[0][name] for name in ("number", "batch", "ratio")] == [0, 4, 1.0]
+    half = next(one for one in parsed if "bf16" in one["what"])
     assert half["ratio"] == pytest.approx(1.5, rel=0.1)
     trials = [one for one in first["trials"] if one["stage"] == "compute"]
     visits = [(one["number"], one["measurement"]["samples_per_s"]) for one in trials]
-    assert [(one["number"], one["samples_per_s"]) for one in found] == visits
+    assert [(one["number"], one["samples_per_s"]) for one in parsed] == visits
 
     store, elsewhere = open_store(), examples.record()
     Records(store).put(elsewhere)
@@ -75,7 +75,7 @@ def test_a_record_is_tuned_shown_and_forgotten(
     shown = [(row["id"], row["stale"]) for row in rows["records"]]
     assert shown == [(first["id"], []), (elsewhere.id, [])] and rows["damaged"] == []
 
-    # Nothing is left that the next tuning would go on from.
+    # `forget` also removes the journal, so that the next tuning does not continue it.
     assert list(store.studies.glob("*.journal"))
     gone = advisor(tmp_path, "forget", first["id"][:6], "--json")
     assert json.loads(gone.stdout) == {"forgotten": [first["id"]], "damaged": 0}
@@ -91,26 +91,26 @@ def test_records_that_cannot_be_read_are_named(tmp_path: Path, own_surroundings:
     down = advisor(tmp_path, "show", "--cache", "http://127.0.0.1:9")
     assert (down.returncode, "Connection refused" in down.stderr) == (1, True)
     about = ("env", "--device", "cpu")
-    found = json.loads(advisor(tmp_path, *about, "--json").stdout)
-    assert found["environment"] == to_plain(detect("cpu"))
-    assert found["stores"][0]["url"] == f"disk:{own_surroundings}"
-    told = advisor(tmp_path, *about).stdout
-    assert detect("cpu").device.name in told and str(own_surroundings) in told
+    parsed = json.loads(advisor(tmp_path, *about, "--json").stdout)
+    assert parsed["environment"] == to_plain(detect("cpu"))
+    assert parsed["stores"][0]["url"] == f"disk:{own_surroundings}"
+    printed = advisor(tmp_path, *about).stdout
+    assert detect("cpu").device.name in printed and str(own_surroundings) in printed
 
     (own_surroundings / "records" / "cache.db").write_bytes(b"no database " * 1000)
     shown = advisor(tmp_path, "show")
     assert (shown.returncode, shown.stdout) == (1, "")
     (line,) = shown.stderr.splitlines()
     assert str(own_surroundings) in line and "damaged" in line and "`advisor tune`" in line
-    found = json.loads(advisor(tmp_path, *about, "--json").stdout)
-    assert found["stores"][0]["health"].startswith("damaged: ")
+    parsed = json.loads(advisor(tmp_path, *about, "--json").stdout)
+    assert parsed["stores"][0]["health"].startswith("damaged: ")
 
 
 @pytest.mark.parametrize("gain", [0.6, 1.0])
-def test_what_gains_nothing_was_tuned_all_the_same(tmp_path: Path, gain: float) -> None:
-    """However far behind all else is, there is nothing to measure again."""
+def test_a_model_without_a_gain_counts_as_tuned(tmp_path: Path, gain: float) -> None:
+    """It is not measured again, even if all other configs are much slower."""
     (tmp_path / "model.py").write_text(MODEL)
-    with made_up({("channels_last", True): gain}):
+    with fake_worker({("channels_last", True): gain}):
         done = advisor(tmp_path, *TUNE, *FEW)
         assert done.returncode == 0, done.stderr
         assert "Nothing measured is clearly faster at your batch" in done.stdout
@@ -118,8 +118,8 @@ def test_what_gains_nothing_was_tuned_all_the_same(tmp_path: Path, gain: float) 
         assert advisor(tmp_path, *TUNE, *FEW).stdout.startswith("Already tuned, ")
 
 
-def test_a_list_walks_the_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not once for each record: of 200 records each looked into 500 folders."""
+def test_targets_are_found_in_one_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not walk the folder for each record, which is slow with many folders."""
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "model.py").write_text("class Net: ...")
     monkeypatch.chdir(tmp_path)
@@ -127,12 +127,12 @@ def test_a_list_walks_the_folder_once(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Path, "glob", lambda top, one: looks.append(one) or glob(top, one))
     one = examples.record()
     near = replace(one.target, origin=origin_of(tmp_path / "below" / "model.py"))
-    found = [local_target(one), local_target(replace(one, target=near)), local_target(one)]
-    assert found == ["model.py:Net", "below/model.py:Net", "model.py:Net"]
+    targets = [local_target(one), local_target(replace(one, target=near)), local_target(one)]
+    assert targets == ["model.py:Net", "below/model.py:Net", "model.py:Net"]
     assert len(looks) == len(set(looks))
 
 
-def test_a_narrow_terminal_shows_the_config_whole() -> None:
+def test_a_narrow_terminal_shows_the_whole_config() -> None:
     loop = examples.choice(examples.DEFAULT.replace(precision="bf16", channels_last=True), 9.0, 1.4)
     made = examples.record()
     record = replace(made, winners=examples.winners(made.baseline, loop))
@@ -146,11 +146,11 @@ def test_a_narrow_terminal_shows_the_config_whole() -> None:
 
 def test_version_and_help(tmp_path: Path) -> None:
     assert advisor(tmp_path, "--version").stdout.strip() == f"advisor {__version__}"
-    asked = advisor(tmp_path, "--help")
-    assert asked.returncode == 0
-    unasked = advisor(tmp_path)
-    assert (unasked.returncode, unasked.stdout, unasked.stderr) == (2, "", asked.stdout)
-    listed = set(re.findall(r"^  ([a-z]+) ", asked.stdout, re.MULTILINE))
+    helped = advisor(tmp_path, "--help")
+    assert helped.returncode == 0
+    bare = advisor(tmp_path)
+    assert (bare.returncode, bare.stdout, bare.stderr) == (2, "", helped.stdout)
+    listed = set(re.findall(r"^  ([a-z]+) ", helped.stdout, re.MULTILINE))
     assert listed == set(cli.list_commands(click.Context(cli)))
 
 
@@ -161,8 +161,8 @@ def test_completion(tmp_path: Path) -> None:
         ("advisor tune --op", "plain,--optimizer"),
     ):
         words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
-        said = advisor(tmp_path, _ADVISOR_COMPLETE="bash_complete", **words).stdout
-        assert said.splitlines() == [offered]
+        printed = advisor(tmp_path, _ADVISOR_COMPLETE="bash_complete", **words).stdout
+        assert printed.splitlines() == [offered]
     for shell in ("bash", "zsh", "fish"):
         made = advisor(tmp_path, "completion", shell)
         assert made.returncode == 0 and f"_ADVISOR_COMPLETE={shell}_complete" in made.stdout
@@ -175,46 +175,46 @@ def test_completion(tmp_path: Path) -> None:
         ("infer", "it is for training"),
     ],
 )
-def test_tuning_says_why_fp8_is_not_tried(
-    here: Path, unmeasured: list[Task], mode: str, why: str
+def test_tune_says_why_fp8_is_not_tried(
+    here: Path, searched: list[Task], mode: str, why: str
 ) -> None:
-    asked = advisor(here, *TUNE, "--mode", mode, "--precisions", "default,fp8")
-    assert f"fp8 is not tried: {why}" in asked.stderr
+    done = advisor(here, *TUNE, "--mode", mode, "--precisions", "default,fp8")
+    assert f"fp8 is not tried: {why}" in done.stderr
     assert "fp8 is not tried" not in advisor(here, *TUNE, "--mode", mode).stderr
 
 
 REAL = parent.Worker
 
 
-class Comparing(Worker):
-    """Of made-up speed, and compared with fp32 in a real worker."""
+class Comparing(FakeWorker):
+    """A worker of made-up speed that compares with fp32 in a real worker."""
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
         with REAL(self._job, deadline_s=240) as real:
             return real.compare(config, deadline_s=240)
 
 
-def test_a_sabotaged_model_keeps_torchs_numbers(
+def test_a_config_with_wrong_results_is_not_advised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is fast and wrong under bf16 becomes no advice, and a line says why."""
+    """bf16 is fast but wrong: it is not advised, and a line says why."""
     offer_bf16(monkeypatch)
     wrong = "x.neg() if torch.is_autocast_enabled('cpu') else x"
     (tmp_path / "model.py").write_text(MODEL.replace("self.conv(x)", f"self.conv({wrong})"))
     options = (*FEW, "--precisions", "bf16")
     fast = {("precision", "bf16"): 2.0}
-    with made_up(fast, kind=Comparing):
+    with fake_worker(fast, kind=Comparing):
         done = advisor(tmp_path, *TUNE, *options)
     assert done.returncode == 0, done.stderr
     (record,) = open_records(None).all()
     assert {one.choice.config["precision"] for one in record.winners} == {"default"}
-    struck = [one for one in record.trials if one.stage == "numerics"]
-    assert {one.measurement.outcome for one in struck} == {"wrong"}
+    rejected = [one for one in record.trials if one.stage == "numerics"]
+    assert {one.measurement.outcome for one in rejected} == {"wrong"}
     (remark,) = [line for line in done.stdout.splitlines() if ", not advised: " in line]
     assert "bf16: 2.0" in remark and remark.endswith("it does not train like fp32")
-    assert f"bf16: wrong result, {struck[0].measurement.reason}" in done.stdout
+    assert f"bf16: wrong result, {rejected[0].measurement.reason}" in done.stdout
 
-    with made_up(fast):
+    with fake_worker(fast):
         unchecked = advisor(tmp_path, *TUNE, *options, "--no-verify", "--json")
     record_id = json.loads(unchecked.stdout)["record"]["id"]
     shown = advisor(tmp_path, "show", record_id)

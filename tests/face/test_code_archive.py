@@ -1,4 +1,4 @@
-"""Code as an archive: the same for everybody who packs it, and harmless to whoever unpacks it."""
+"""Code archives: packing is reproducible, and unpacking is safe."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def committed(folder: Path) -> str:
+def commit_all(folder: Path) -> str:
     git(folder, "init", "-q")
     git(folder, "add", "-A")
     git(folder, "commit", "-q", "-m", "all")
@@ -53,11 +53,11 @@ def committed(folder: Path) -> str:
 
 
 def names(archive: bytes) -> list[str]:
-    with tarfile.open(fileobj=io.BytesIO(archive)) as found:
-        return found.getnames()
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        return tar.getnames()
 
 
-def test_what_was_packed_is_what_is_unpacked(project: Path, tmp_path: Path) -> None:
+def test_unpacking_restores_the_packed_files(project: Path, tmp_path: Path) -> None:
     packed = pack(project)
     assert names(packed.archive) == PACKED and packed.files == 4 and not packed.left_out
     unpack(packed.archive, tmp_path / "there")
@@ -72,7 +72,7 @@ def test_what_was_packed_is_what_is_unpacked(project: Path, tmp_path: Path) -> N
     assert stat.S_IMODE((tmp_path / "here" / "a").stat().st_mode) & 0o7022 == 0
 
 
-def test_the_same_tree_is_the_same_bytes(project: Path, tmp_path: Path) -> None:
+def test_equal_trees_give_equal_archives(project: Path, tmp_path: Path) -> None:
     first = pack(project)
     other = tmp_path / "elsewhere" / "other"
     shutil.copytree(project, other, symlinks=True, copy_function=shutil.copyfile)
@@ -83,12 +83,12 @@ def test_the_same_tree_is_the_same_bytes(project: Path, tmp_path: Path) -> None:
     assert pack(other).digest != first.digest
 
 
-def test_a_checkout_travels_as_it_lies_there(project: Path, tmp_path: Path) -> None:
+def test_a_checkout_is_packed_with_its_uncommitted_changes(project: Path, tmp_path: Path) -> None:
     (project / ".gitignore").write_text("out/\n")
     git(project, "init", "-q")
     fresh = pack(project)
     assert (names(fresh.archive), fresh.commit) == ([".gitignore", *PACKED], "")
-    commit = committed(project)
+    commit = commit_all(project)
     clean = pack(project)
     assert (clean.commit, clean.dirty) == (commit, False)
     git(project, "commit", "-q", "--allow-empty", "-m", "nothing")
@@ -100,27 +100,27 @@ def test_a_checkout_travels_as_it_lies_there(project: Path, tmp_path: Path) -> N
     (project / "new.py").write_text("untracked")
     (project / "train.py").write_text("changed")
     (project / "run.sh").unlink()
-    changed = pack(project / "nets")  # of a folder in it the whole
+    changed = pack(project / "nets")  # a subfolder packs the whole checkout
     assert names(changed.archive) == [".gitignore", "latest", "nets/net.py", "new.py", "train.py"]
     assert (changed.root, changed.commit, changed.dirty) == (project, later.commit, True)
     library = tmp_path / "library"
     library.mkdir()
     (library / "lib.py").write_text("x = 1")
-    committed(library)
+    commit_all(library)
     git(project, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(library), "lib")
     assert "lib/lib.py" in names(pack(project).archive)
-    # A link in the place of a tracked folder is not followed.
+    # A link that replaces a tracked folder is not followed.
     shutil.move(project / "nets", tmp_path / "outside")
     (project / "nets").symlink_to(tmp_path / "outside")
     assert "nets/net.py" not in names(pack(project).archive)
 
 
-def test_nothing_travels_where_git_does_not_say_what_it_ignores(
+def test_nothing_is_packed_if_git_cannot_list_the_files(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (project / ".gitignore").write_text("secrets.yaml\n")
     (project / "secrets.yaml").write_text("key: 1")
-    committed(project)
+    commit_all(project)
     with monkeypatch.context() as without, pytest.raises(UsageError, match="not installed"):
         without.setenv("PATH", str(project))
         pack(project / "nets")
@@ -130,12 +130,12 @@ def test_nothing_travels_where_git_does_not_say_what_it_ignores(
 
 
 @pytest.mark.parametrize("in_git", [False, True])
-def test_what_stays_at_home(project: Path, monkeypatch: pytest.MonkeyPatch, in_git: bool) -> None:
+def test_files_are_left_out(project: Path, monkeypatch: pytest.MonkeyPatch, in_git: bool) -> None:
     monkeypatch.setattr(code_archive, "LARGE", 100)
     if in_git:
         (project / "tracked.pt").write_bytes(bytes(200))
         (project / "secret.key").write_text("tracked, so meant")
-        committed(project)
+        commit_all(project)
     (project / "node_modules").mkdir()
     (project / "node_modules" / "a.js").write_text("")
     (project / "__pycache__").mkdir()
@@ -162,7 +162,7 @@ def test_what_stays_at_home(project: Path, monkeypatch: pytest.MonkeyPatch, in_g
     assert in_git or why["pipe"] == "no regular file"  # git does not list it
 
 
-def test_too_much_is_refused_and_the_largest_named(
+def test_too_much_code_is_refused_naming_the_largest_files(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (project / "big.txt").write_bytes(os.urandom(3000))
@@ -178,17 +178,17 @@ def test_too_much_is_refused_and_the_largest_named(
         pack(project)
 
 
-def test_a_home_is_not_packed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_folder_is_not_packed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(project))
     for folder in (project, project.parent, Path("/")):
         with pytest.raises(UsageError, match="no project's folder"):
             pack(folder)
-    git(project, "init", "-q")  # as for settings
+    git(project, "init", "-q")  # a repository in the home folder does not count
     packed = pack(project / "nets")
     assert (packed.root, names(packed.archive)) == (project / "nets", ["net.py"])
 
 
-def test_files_that_cannot_be_used(project: Path) -> None:
+def test_unreadable_folders_and_ignore_files_are_refused(project: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         pack(project / "none")
     (project / ".advisorignore").write_bytes(b"\xff\xfe\0")
@@ -224,7 +224,7 @@ NAME, OUT, TWICE, KIND = "with the name", "out of the folder", "twice, or", "no 
 
 
 def test_hostile_members_are_refused(tmp_path: Path) -> None:
-    every: list[tuple[list[Member], str]] = [
+    cases: list[tuple[list[Member], str]] = [
         *(
             ([member(name)], NAME)
             for name in (
@@ -248,10 +248,10 @@ def test_hostile_members_are_refused(tmp_path: Path) -> None:
         *(([member("a", type=getattr(tarfile, f"{kind}TYPE"))], KIND) for kind in DEVICES),
         ([member("a", type=b"S")], f"{KIND}|cannot be read|damaged"),
     ]
-    for members, says in every:
-        with pytest.raises(UsageError, match=says):
+    for members, reason in cases:
+        with pytest.raises(UsageError, match=reason):
             unpack(archived(member("first"), *members), tmp_path / "here")
-        (tmp_path / "here").rmdir()  # nothing is written, there or elsewhere
+        (tmp_path / "here").rmdir()  # raises if a file was written
     assert list(tmp_path.iterdir()) == []
 
 
@@ -261,14 +261,14 @@ def claiming(size: int, kind: bytes) -> bytes:
     return gzip.compress(header.tobuf(tarfile.GNU_FORMAT) + bytes(2**21), compresslevel=1)
 
 
-# Headers that say something of the next one, and so on.
+# A chain of headers, each of which describes the next one.
 CHAINED = gzip.compress(member("x", type=tarfile.XHDTYPE)[0].tobuf(tarfile.USTAR_FORMAT) * 2000)
 
 
-def test_bombs_are_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archive_bombs_are_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_archive, "MAX_UNPACKED", 2**20)
     monkeypatch.setattr(code_archive, "MAX_FILES", 50)
-    for data, says in (
+    for data, reason in (
         (archived(member("zeros", bytes(2**20 + 1))), "more than 1 MiB"),
         (archived(*(member(str(n), bytes(2**18)) for n in range(5))), "more than 1 MiB"),
         (archived(*(member(str(n)) for n in range(60))), "more than 50 files"),
@@ -283,22 +283,21 @@ def test_bombs_are_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (b"", "damaged"),
         (b"PK\3\4", "damaged"),
     ):
-        with pytest.raises(UsageError, match=says):
+        with pytest.raises(UsageError, match=reason):
             unpack(data, tmp_path / "here")
-        (tmp_path / "here").rmdir()  # nothing is written before all is checked
+        (tmp_path / "here").rmdir()  # raises if a file was written
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_whatever_was_done_to_an_archive(
+def test_a_damaged_archive_is_refused_or_unpacked_inside(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """It is unpacked inside the folder, or refused in words."""
     members = [member("a/b.py", b"x" * 700), link("c", "a/b.py"), member("ü" * 80, b"y")]
     tar = bytearray(gzip.decompress(archived(*members, format=tarfile.PAX_FORMAT)))
     for _ in range(data.draw(st.integers(1, 6))):
         tar[data.draw(st.integers(0, 4000))] = data.draw(st.integers(0, 255))
-    if data.draw(st.booleans()):  # the sums of the headers set right
+    if data.draw(st.booleans()):  # make the header checksums valid
         for at in range(0, len(tar) - 511, 512):
             block = tar[at : at + 512]
             if block[257:262] == b"ustar":
@@ -313,7 +312,7 @@ TARGETS = st.lists(st.sampled_from(["..", "a", "b", "."]), min_size=1, max_size=
 
 @settings(max_examples=80, deadline=None)
 @given(st.dictionaries(NAMES, TARGETS, max_size=5))
-def test_no_chain_of_links_leads_out(
+def test_no_chain_of_links_leads_out_of_the_folder(
     tmp_path_factory: pytest.TempPathFactory, links: dict[str, str]
 ) -> None:
     data = archived(*(link(*pair) for pair in links.items()))
@@ -321,7 +320,7 @@ def test_no_chain_of_links_leads_out(
 
 
 def check_inside(folder: Path, data: bytes) -> None:
-    """An archive is refused in words, or all of it is in its folder."""
+    """Check that an archive is refused with a message or unpacked inside its folder."""
     try:
         unpack(data, folder / "here")
     except UsageError as exc:

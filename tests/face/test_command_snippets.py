@@ -1,4 +1,4 @@
-"""Every line that is printed for copying works, copied literally, from where it was printed."""
+"""Every printed command and line of code works if it is copied literally."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from advisor.cache.task import Task
 from advisor.open_store import open_records
 from advisor.tuners import environment
 from tests.builders import lookup_arguments, net_of
-from tests.face.commands import MODEL, SHAPE, advisor, printed, script
+from tests.face.commands import MODEL, SHAPE, advisor, run_json, run_script
 
-ARGUED = MODEL.replace("width=8)", "width=8, name='', scale=1.0, bias=True, extra=None)")
-WORDS = """
+ARGS_MODEL = MODEL.replace("width=8)", "width=8, name='', scale=1.0, bias=True, extra=None)")
+TEXT_MODEL = """
 from torch import nn
 
 class Net(nn.Sequential):
@@ -55,14 +55,14 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: list[Task]) -> Iterator[Path]:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, searched: list[Task]) -> Iterator[Path]:
     (tmp_path / "examples").mkdir()
     tuned = MODEL.replace("nn.Linear(width, 4)", "nn.Linear(width, 5)")
-    files = {"argued.py": ARGUED, "words.py": WORDS, "tuned.py": tuned}
+    files = {"argued.py": ARGS_MODEL, "words.py": TEXT_MODEL, "tuned.py": tuned}
     for name, source in (files | dict.fromkeys(("model.py", "examples/x.py", ODD), MODEL)).items():
         (tmp_path / name).write_text(source)
     monkeypatch.chdir(tmp_path)
-    # As a script in this folder, not as the runner of these tests.
+    # The running script is one in this folder, not pytest.
     monkeypatch.setattr(
         sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False
     )
@@ -70,74 +70,74 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unmeasured: list[Task]
 
 
 def tune(folder: Path, target: str, options: tuple[str, ...]) -> Any:
-    """The record of a target, as JSON."""
+    """Tune a target and return its record as JSON."""
     shape = () if "--shape" in options else ("--shape", SHAPE)
-    return printed(folder, "tune", target, *shape, *options)["record"]
+    return run_json(folder, "tune", target, *shape, *options)["record"]
 
 
-def pasted(line: str) -> Any:
-    """The advice of a line pasted into a script, without touching this process's flags."""
+def paste(line: str) -> Any:
+    """Run a printed line as a script does and return its advice. Sets no flags."""
     unset = SimpleNamespace(apply=package.lookup, Model=package.Model, Permit=package.Permit)
     scope: dict[str, Any] = {"advisor": unset}
     exec(line.strip(), scope)
     return scope["advice"]
 
 
-def typed(folder: Path, line: str) -> Any:
-    """What a line typed into a shell says, as JSON."""
+def run_line(folder: Path, line: str) -> Any:
+    """Run a printed command as a shell does and return its JSON output."""
     name, *words = shlex.split(line)
     assert name == "advisor"
-    return printed(folder, *words)
+    return run_json(folder, *words)
 
 
-def command_in(said: str) -> str:
-    """The command at the end of a sentence, as a person would copy it."""
-    found = re.search(r"advisor (?:tune|sync) .*?(?=\. Training goes on|$)", said, re.MULTILINE)
-    assert found, said
-    return found[0]
+def command_in(message: str) -> str:
+    """The command at the end of a message."""
+    match = re.search(r"advisor (?:tune|sync) .*?(?=\. Training goes on|$)", message, re.MULTILINE)
+    assert match, message
+    return match[0]
 
 
-def missed(target: str, **asked: Any) -> str:
-    with warnings.catch_warnings(record=True) as seen:
+def miss_message(target: str, **arguments: Any) -> str:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        advice = package.lookup(**lookup_arguments(target, **asked))
+        advice = package.lookup(**lookup_arguments(target, **arguments))
     assert advice.status == "miss"
-    return str(seen[-1].message)
+    return str(caught[-1].message)
 
 
 @pytest.mark.parametrize(("target", "options"), CASES.values(), ids=CASES)
-def test_what_is_printed_of_a_record(
-    here: Path, unmeasured: list[Task], target: str, options: tuple[str, ...]
+def test_the_line_and_the_command_for_a_record_work(
+    here: Path, searched: list[Task], target: str, options: tuple[str, ...]
 ) -> None:
-    """The line for a script; and the command that measures again, where the record is stale."""
-    tune(here, "model.py", ("--max-memory", "3GiB"))  # another record of a like target
+    """The line for a script, and the command that tunes a stale record again."""
+    tune(here, "model.py", ("--max-memory", "3GiB"))  # another record of a similar target
     record = tune(here, target, options)
     shown = advisor(here, "show", record["id"]).stdout
     (line,) = (line for line in shown.splitlines() if "advisor.apply(" in line)
     assert line.strip() == record["script"]
-    advice = pasted(line)
+    advice = paste(line)
     assert (advice.status, advice.record.id) == ("exact", record["id"])
-    outdate(open_records(None), record["id"])
-    with pytest.warns(package.AdvisorWarning) as seen:
-        assert pasted(record["script"]).status == "stale"
-    again = typed(here, command_in(str(seen[0].message)))
+    mark_stale(open_records(None), record["id"])
+    with pytest.warns(package.AdvisorWarning) as caught:
+        assert paste(record["script"]).status == "stale"
+    again = run_line(here, command_in(str(caught[0].message)))
     assert (again["status"], again["record"]["id"]) == ("tuned", record["id"])
-    _other, first, second = unmeasured
+    _other, first, second = searched
     assert second == replace(first, target=second.target)
-    # What the file has is known by then.
+    # The second command may also name the class, which is known by then.
     assert second.target.partition(":")[0] == target.partition(":")[0]
 
 
-def outdate(records: Records, name: str) -> None:
-    """Have a record say that it is stale."""
-    (held,) = (one for one in records.all() if one.id == name)
-    records.put(replace(held, stale="it is slower", revised=time.time()), revises=held)
+def mark_stale(records: Records, name: str) -> None:
+    """Mark a record as stale."""
+    (record,) = (one for one in records.all() if one.id == name)
+    records.put(replace(record, stale="it is slower", revised=time.time()), revises=record)
 
 
-def test_the_line_for_a_script_elsewhere(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a server's worker prints it, which keeps its record in a folder of its own."""
-    told = ("--cache", "dir:scratch", "--for", "https://advisor.example")
-    done = advisor(here, "tune", "examples/x.py", "--shape", SHAPE, *told)
+def test_the_script_line_works_elsewhere(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As printed by a server's worker, which keeps the record in its own folder."""
+    stores = ("--cache", "dir:scratch", "--for", "https://advisor.example")
+    done = advisor(here, "tune", "examples/x.py", "--shape", SHAPE, *stores)
     assert "In your script, with ADVISOR_CACHE=https://advisor.example\n" in done.stdout
     (line,) = (line for line in done.stdout.splitlines() if "advisor.apply(" in line)
     assert "scratch" not in done.stdout and "cache=" not in line
@@ -146,7 +146,7 @@ def test_the_line_for_a_script_elsewhere(here: Path, monkeypatch: pytest.MonkeyP
     copy.mkdir()
     (here / "examples" / "x.py").rename(copy / "x.py")
     monkeypatch.chdir(copy)
-    assert pasted(line).status == "exact"
+    assert paste(line).status == "exact"
 
 
 @pytest.mark.parametrize(
@@ -163,17 +163,17 @@ def test_the_line_for_a_script_elsewhere(here: Path, monkeypatch: pytest.MonkeyP
         ("tuned.py:Net", {"shape": (4, 3, 9, 9)}),
     ],
 )
-def test_the_command_that_ends_a_miss(here: Path, target: str, asked: dict[str, Any]) -> None:
-    """Beside a record of its own, it is as that record was tuned, but for what was asked for."""
+def test_the_command_of_a_miss_works(here: Path, target: str, asked: dict[str, Any]) -> None:
+    """If the target has a record, the command keeps its options, except those asked for."""
     tune(here, "tuned.py:Net", ("--optimizer", "adamw", "--max-memory", "1GiB"))
     asked = {"shape": (4, 3, 8, 8), **asked}
-    command = command_in(missed(target, **asked))
+    command = command_in(miss_message(target, **asked))
     assert ("--optimizer adamw" in command) == ("optimizer" in asked or target == "tuned.py:Net")
-    found = typed(here, command)
-    assert found["status"] == "tuned"
-    # What a file has is known once it was tuned.
+    result = run_line(here, command)
+    assert result["status"] == "tuned"
+    # The class in the file is known after tuning.
     advice = package.lookup(**lookup_arguments(target, strict=True, **asked))
-    assert (advice.status, advice.record.id) == ("exact", found["record"]["id"])  # type: ignore[union-attr]
+    assert (advice.status, advice.record.id) == ("exact", result["record"]["id"])  # type: ignore[union-attr]
 
 
 @pytest.mark.e2e
@@ -185,29 +185,28 @@ def test_the_command_that_ends_a_miss(here: Path, target: str, asked: dict[str, 
     ],
     ids=["a module", "the script, if importing it does not train"],
 )
-def test_the_command_for_a_model_in_hand(here: Path, source: str, command: str) -> None:
-    """Names its class's file, wherever below this folder that is."""
+def test_the_command_for_a_model_object_works(here: Path, source: str, command: str) -> None:
     own = "    " * source.endswith(":")
     call = f"{own}advisor.lookup(advisor.Model(Net(), device='cpu'), shape=(4, 3, 8, 8))\n"
-    ran = script(here, f"{source}\n{call}")
+    ran = run_script(here, f"{source}\n{call}")
     line = command_in(ran.stderr.splitlines()[0])
     assert line == f"advisor tune {command} --shape 4x3x8x8"
-    # Net takes arguments, and those that it was built with are not to be seen.
+    # Net has constructor arguments, whose values cannot be seen.
     assert "; run, with --model-arg for its constructor arguments: advisor tune" in ran.stderr
-    found = typed(here, line)
+    result = run_line(here, line)
     if not own:
         model = package.Model(net_of(command), device="cpu")
         advice = package.lookup(model, shape=(4, 3, 8, 8))
-        assert advice.record is not None and advice.record.id == found["record"]["id"]
+        assert advice.record is not None and advice.record.id == result["record"]["id"]
 
 
 @pytest.mark.e2e
-def test_no_command_is_printed_that_does_not_work(here: Path) -> None:
-    """What cannot be known of it is said in words."""
+def test_no_command_is_printed_if_its_target_or_shape_is_unknown(here: Path) -> None:
+    """The message says in words what to run instead."""
     (here / "wanting.py").write_text(MODEL.replace("width=8", "width"))
     inside = "".join(f"    {line}\n" for line in MODEL.splitlines())
     (here / "factory.py").write_text(f"def make():\n{inside}    return Net\n")
-    ran = script(
+    ran = run_script(
         here,
         "import warnings; warnings.simplefilter('always')\n"
         "import advisor, factory, wanting\n"
@@ -216,45 +215,45 @@ def test_no_command_is_printed_that_does_not_work(here: Path) -> None:
         "for model in wanting.Net(3), factory.make()(), nn.Linear(3, 3), Net():\n"
         "    advisor.lookup(advisor.Model(model, device='cpu'), shape=(4, 3))\n",
     )
-    said = re.findall("AdvisorWarning: (.*)", ran.stderr)
-    assert len(said) == 4, ran.stderr
-    for line in said:
+    messages = re.findall("AdvisorWarning: (.*)", ran.stderr)
+    assert len(messages) == 4, ran.stderr
+    for line in messages:
         assert "; run advisor tune on your model, named as file.py:Class. Training" in line
-    shapeless = missed("model.py:Net")
+    shapeless = miss_message("model.py:Net")
     assert "; run advisor tune on model.py:Net, with your batch and one sample as" in shapeless
-    for line in (*said, shapeless):
+    for line in (*messages, shapeless):
         assert "TARGET" not in line and "BATCH" not in line and "run: " not in line
 
 
-def test_the_command_names_a_device_that_is_not_the_first(
+def test_the_command_names_a_device_that_is_not_the_default(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "default_device", lambda: "cuda:0")
-    said = missed("model.py", shape=(4, 3, 8, 8), device="cpu")
-    assert command_in(said) == "advisor tune model.py --shape 4x3x8x8 --device cpu"
+    message = miss_message("model.py", shape=(4, 3, 8, 8), device="cpu")
+    assert command_in(message) == "advisor tune model.py --shape 4x3x8x8 --device cpu"
 
 
 @pytest.mark.parametrize("stores", ["dir:else where", "dir:else where,dir:there"])
-def test_a_store_elsewhere_stands_in_the_command(here: Path, stores: str) -> None:
-    """In the one that ends a miss, and in the one that measures a stale record again."""
+def test_the_command_names_a_store_that_is_not_the_default(here: Path, stores: str) -> None:
+    """For a miss and for a stale record."""
     cache = stores.split(",")
-    command = command_in(missed("model.py", shape=(4, 3, 8, 8), cache=cache))
-    found = typed(here, command)["record"]
+    command = command_in(miss_message("model.py", shape=(4, 3, 8, 8), cache=cache))
+    record = run_line(here, command)["record"]
     advice = package.lookup("model.py", shape=(4, 3, 8, 8), strict=True, store=cache[0])
-    assert advice.record is not None and advice.record.id == found["id"]
-    assert pasted(found["script"]).record.id == found["id"]
+    assert advice.record is not None and advice.record.id == record["id"]
+    assert paste(record["script"]).record.id == record["id"]
     assert open_records(None).all() == []
-    outdate(open_records(cache[0]), found["id"])
-    with pytest.warns(package.AdvisorWarning) as seen:
+    mark_stale(open_records(cache[0]), record["id"])
+    with pytest.warns(package.AdvisorWarning) as caught:
         assert package.lookup("model.py:Net", store=cache).status == "stale"
-    assert typed(here, command_in(str(seen[0].message)))["status"] == "tuned"
+    assert run_line(here, command_in(str(caught[0].message)))["status"] == "tuned"
     assert [one.stale for one in open_records(cache[0]).all()] == [""]
 
 
-def test_the_command_where_the_code_has_changed(here: Path, unmeasured: list[Task]) -> None:
+def test_the_command_for_edited_code_tunes_it(here: Path, searched: list[Task]) -> None:
     record = tune(here, ODD, ("--optimizer", "adamw"))
     (here / ODD).write_text(MODEL.replace(".mean((2, 3))", ".amax((2, 3))"))
     done = advisor(here, "verify", record["id"])
     assert done.returncode == 2 and "has changed since" in done.stderr
-    again = typed(here, command_in(done.stderr.strip()))
+    again = run_line(here, command_in(done.stderr.strip()))
     assert again["status"] == "tuned" and again["record"]["id"] != record["id"]

@@ -1,4 +1,4 @@
-"""The pages name every command, option, variable and exported name, and what they show works."""
+"""The pages name every command, option, variable and public name. Their examples work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import advisor
 from advisor.arguments import Budget, Model, Permit
 from advisor.cli import cli
 from advisor.errors import AdvisorWarning
-from tests.face.commands import said_by
+from tests.face.commands import run_example
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -31,24 +31,24 @@ SOURCES = "".join(
 _CONTEXT = click.Context(cli)
 OFFERED = {name: cli.get_command(_CONTEXT, name) for name in cli.list_commands(_CONTEXT)}
 INTERNAL = ("ADVISOR_COMPLETE", "ADVISOR_PILOT", "ADVISOR_RUN")
-"""How the names begin of variables that advisor sets for what it starts itself."""
+"""Prefixes of the variables that advisor sets for processes that it starts."""
 
 
-def named(word: str) -> bool:
-    """Whether a page has it as a word of its own, in code."""
+def documented(word: str) -> bool:
+    """Whether a page has the words as code."""
     return bool(re.search(rf"[`| ]{re.escape(word)}(?![\w-])", WHOLE))
 
 
 @pytest.mark.parametrize("command", sorted(OFFERED))
 def test_commands_and_options_are_documented(command: str) -> None:
-    assert named(f"advisor {command}")
+    assert documented(f"advisor {command}")
     for parameter in OFFERED[command].params:
         if isinstance(parameter, click.Option):
             for option in parameter.opts:
                 assert re.search(rf"[`| ,]{option}(?![\w-])", WHOLE), option
 
 
-def test_every_public_class_and_constant_has_a_name_of_its_own() -> None:
+def test_public_classes_and_constants_have_unique_names() -> None:
     lines = re.findall(r"(?m)^(?:class )?([A-Z]\w[\w, ]*)(?:[(:].*)?(?::| = .*)$", SOURCES)
     names = Counter(name for line in lines for name in line.split(", "))
     assert [name for name, times in names.items() if times > 1] == []
@@ -57,20 +57,20 @@ def test_every_public_class_and_constant_has_a_name_of_its_own() -> None:
 def test_variables_exported_names_and_arguments_are_documented() -> None:
     read = set(re.findall(r"(?<![\w])ADVISOR_[A-Z_]*[A-Z]", SOURCES))
     assert "ADVISOR_CACHE" in read
-    theirs = {name for name in read if not name.startswith(INTERNAL)}
-    assert {name for name in theirs if f"`{name}" not in WHOLE} == set()
+    public_variables = {name for name in read if not name.startswith(INTERNAL)}
+    assert {name for name in public_variables if f"`{name}" not in WHOLE} == set()
     names = {name for name in advisor.__all__ if not name.startswith("__")}
-    # `apply(model)`, `tune()` and `Advice` are names in code.
+    # They may be written as `apply(model)`, `tune()` or `Advice`.
     assert {name for name in names if not re.search(rf"`{name}\b", WHOLE)} == set()
-    taken = {field.name for one in (Model, Permit, Budget) for field in dataclasses.fields(one)}
-    assert {word for word in taken if f"`{word}`" not in WHOLE} == set()
+    arguments = {field.name for one in (Model, Permit, Budget) for field in dataclasses.fields(one)}
+    assert {word for word in arguments if f"`{word}`" not in WHOLE} == set()
     public = {name for name in vars(advisor.Advice) if not name.startswith("_")}
     assert {name for name in public if not re.search(rf"advice\.{name}\b", WHOLE)} == set()
 
 
-def test_what_is_not_read_is_not_documented() -> None:
-    said = set(re.findall(r"ADVISOR_[A-Z_]*[A-Z]", WHOLE))
-    assert {name for name in said if name not in SOURCES} == set()
+def test_documented_variables_and_options_exist() -> None:
+    mentioned = set(re.findall(r"ADVISOR_[A-Z_]*[A-Z]", WHOLE))
+    assert {name for name in mentioned if name not in SOURCES} == set()
     options = set(re.findall(r"(?<=`)--[a-z][a-z-]+", WHOLE))
     known = {
         option
@@ -85,8 +85,8 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 100
 
 
-def shown(page: Path) -> Iterator[str]:
-    """The commands in a page's indented blocks, with or without a prompt."""
+def shown_commands(page: Path) -> Iterator[str]:
+    """The commands in a page's indented blocks, without their prompts."""
     for block in re.findall(r"(?:^ {4}.*\n)+", page.read_text(), re.MULTILINE):
         lines = [line[4:] for line in block.splitlines()]
         session = any(line.startswith("$ ") for line in lines)
@@ -95,14 +95,14 @@ def shown(page: Path) -> Iterator[str]:
                 yield line.removeprefix("$ ")
 
 
-def check_words(words: list[str]) -> None:
-    """The CLI takes these words, or they start a file of this repository or a rule of make."""
+def check_command(words: list[str]) -> None:
+    """Check that the CLI accepts the words, or that the example or rule of make exists."""
     program = Path(words[0]).name
     if program == "advisor":
         name, *rest = words[1:]
         OFFERED[name].make_context(name, rest)
         if "--" in rest:
-            check_words(rest[rest.index("--") + 1 :])
+            check_command(rest[rest.index("--") + 1 :])
     elif program == "make":
         rules = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(words[1:]) <= set(rules)
@@ -113,26 +113,26 @@ def check_words(words: list[str]) -> None:
 DEMO = ["make", "-n", "--no-print-directory", "-o", ".venv/.installed", "demo"]
 
 
-def test_commands_that_are_shown_are_commands() -> None:
-    found = {line for page in PAGES for line in shown(page)}
-    commands = {one for one in found if one.split(" ")[0] in ("advisor", "make", "python")}
+def test_shown_commands_are_valid() -> None:
+    shown = {line for page in PAGES for line in shown_commands(page)}
+    commands = {one for one in shown if one.split(" ")[0] in ("advisor", "make", "python")}
     assert "advisor run -- python train.py" in commands
     demo = subprocess.check_output(DEMO, cwd=ROOT, text=True).splitlines()
     assert len(demo) == 2
     for line in (*sorted(commands), *demo):
-        check_words(shlex.split(line, comments=True))
+        check_command(shlex.split(line, comments=True))
 
 
-def test_the_ordinary_script_trains_and_says_its_speed() -> None:
-    (line,) = said_by("train_mnist_plain.py", "--epochs", "1", "--samples", "256")
+def test_the_plain_example_trains_and_prints_its_speed() -> None:
+    (line,) = run_example("train_mnist_plain.py", "--epochs", "1", "--samples", "256")
     assert re.fullmatch(r"epoch 1: [\d,]+ samples/s, loss [\d.]+, accuracy [\d.]+%", line)
 
 
-def headings(page: Path) -> set[str]:
-    """The anchors of a page, as they are made of its headings on the web."""
+def anchors(page: Path) -> set[str]:
+    """The anchors that a page's headings have on the web."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    found = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", one).strip().lower().replace(" ", "-") for one in found}
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one).strip().lower().replace(" ", "-") for one in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -142,16 +142,16 @@ def test_links_between_pages_resolve(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         if "://" not in link:
             assert target.is_file(), link
-            assert not anchor or anchor in headings(target), link
+            assert not anchor or anchor in anchors(target), link
 
 
 def code_of(page: str) -> str:
-    """The blocks of Python in a page, one after another."""
+    """The Python blocks of a page, joined."""
     text = (ROOT / "docs" / page).read_text()
     return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
 
 
-def test_the_code_of_the_loop_runs() -> None:
+def test_the_documented_loop_runs() -> None:
     import torch
     from torch import nn
     from torch.utils.data import TensorDataset

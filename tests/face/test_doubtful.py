@@ -1,4 +1,4 @@
-"""A tuning on a CPU beside other jobs: said to be doubtful, not advised, and in no mean."""
+"""Tuning on a CPU beside other jobs: the record is shown as doubtful and not advised."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ BUSY = [1000.0, 1010.0, 640.0, 630.0, 620.0, 650.0, 990.0, 1005.0]
 
 
 def raced(own: list[float], gain: float = 1.5) -> tuple[Choice, Choice]:
-    """(The baseline, a config that is as much faster in every turn, to a percent)."""
+    """(The baseline, a config that is `gain` times as fast in every turn, within about 1%)."""
     draw = random.Random(1)
     turns = [gain * one * math.exp(draw.gauss(0, 0.01)) for one in own]
     return choice_of(OWN, own, own, {}), choice_of(FAST, turns, own, {})
 
 
 def made(own: list[float], gain: float = 1.5, key: Key = examples.KEY) -> Record:
-    """As an earlier version kept it: with the config as the winner, whatever the host did."""
+    """A record as stored by an earlier version: the config wins even on a busy host."""
     baseline, fast = raced(own, gain)
     return replace(
         examples.record(key),
@@ -64,38 +64,38 @@ def made(own: list[float], gain: float = 1.5, key: Key = examples.KEY) -> Record
     ],
     ids=["steady", "more than the interval", "less", "more than any", "one slow turn", "none"],
 )
-def test_a_baseline_moved_by_more_than_the_interval(
+def test_a_baseline_is_unsteady_if_it_moves_more_than_the_interval(
     turns: list[float], interval: float, moved: bool
 ) -> None:
     assert unsteady(turns, interval) is moved
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.1, 0.3])
-def test_noise_of_single_turns_is_no_doubt(noise: float) -> None:
-    """However much there is, the interval is as wide."""
+def test_noise_of_single_turns_is_not_unsteady(noise: float) -> None:
+    """More noise also gives a wider interval."""
     draw = random.Random(7)
 
     def turns(count: int) -> list[float]:
         return [1000 * math.exp(draw.gauss(0, noise)) for _ in range(count)]
 
-    told = []
+    verdicts = []
     for _ in range(200):
         own, ours = turns(LOOKS[2]), turns(LOOKS[2])
-        found = choice_of(FAST, [3 * one for one in ours], own, {})
-        told.append(unsteady(own, found.speedup_high / found.speedup_low))
-    assert sum(told) < (20 if noise < 0.3 else 100)  # twofold movement is always one
+        choice = choice_of(FAST, [3 * one for one in ours], own, {})
+        verdicts.append(unsteady(own, choice.speedup_high / choice.speedup_low))
+    assert sum(verdicts) < (20 if noise < 0.3 else 100)  # a change of 2x always counts
 
 
 @pytest.mark.parametrize(
     ("own", "threads", "winner"), [(STEADY, True, FAST), (BUSY, True, OWN), (BUSY, False, FAST)]
 )
-def test_what_is_doubtful_is_no_winner(own: list[float], threads: bool, winner: Config) -> None:
-    """On a GPU, which has no threads, a load slows all configs alike."""
+def test_a_doubtful_config_is_no_winner(own: list[float], threads: bool, winner: Config) -> None:
+    """A GPU has no knob `threads`. Load slows all of its configs equally."""
     space = SPACE if threads else Space({"channels_last": (False, True), "batch_size": (64,)})
-    kept = ["channels_last", "batch_size", *["threads"] * threads]
+    knobs = ["channels_last", "batch_size", *["threads"] * threads]
     baseline, fast = raced(own)
-    rates = {OWN.only(*kept): list(baseline.rounds), FAST.only(*kept): list(fast.rounds)}
-    assert advised(choose(space, rates, {}), "loop") == winner.only(*kept)
+    rates = {OWN.only(*knobs): list(baseline.rounds), FAST.only(*knobs): list(fast.rounds)}
+    assert advised(choose(space, rates, {}), "loop") == winner.only(*knobs)
 
 
 def test_a_doubtful_record_is_not_advised_and_says_so() -> None:
@@ -110,11 +110,11 @@ def test_a_doubtful_record_is_not_advised_and_says_so() -> None:
     assert report(sound).headline.startswith("1.5")
 
 
-def test_a_race_that_found_nothing_on_a_busy_host_is_undecided() -> None:
+def test_a_race_without_a_winner_is_inconclusive_on_a_busy_host() -> None:
     doubted, quiet = made(BUSY), made(STEADY)
-    tried = (measured(OWN, 100.0), measured(FAST, 150.0))  # and not raced
+    tried = (measured(OWN, 100.0), measured(FAST, 150.0))  # but not raced
     noisy = replace(quiet.raced[1], speedup=4.8, speedup_low=1.1, speedup_high=21.0)
-    for one, fast, said, speedup, state in (
+    for one, fast, remark, speedup, state in (
         (doubted, doubted.raced[1], "Could not tell what", "?", "doubtful: the host was busy"),
         (quiet, noisy, "Could not tell what gains", "?", "could not tell"),
         (quiet, made(STEADY, 1.0).raced[1], "Nothing measured clearly gains", "1.00x", "fresh"),
@@ -122,7 +122,7 @@ def test_a_race_that_found_nothing_on_a_busy_host_is_undecided() -> None:
     ):
         own = one.baseline
         nothing = replace(one, raced=(own, fast), winners=examples.winners(own, own))
-        assert sections.nothing_to_gain(nothing).startswith(said)
+        assert sections.nothing_to_gain(nothing).startswith(remark)
         stored: Any = SimpleNamespace(record=nothing, trusted=True)
         (row,) = sections.listing([(stored, ())]).rows
         assert row.cells[5] == speedup and str(row.cells[7]).startswith(state)

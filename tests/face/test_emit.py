@@ -1,6 +1,6 @@
-"""A record as a framework's settings: which config is served, all of it, under real names.
+"""A record as settings of a framework: a whole config is served, under names that exist there.
 
-A test that needs a framework is skipped where it is not installed: `pip install -e .[dev]`.
+Tests that need a framework are skipped if it is not installed: `pip install -e .[dev]`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WORDS = replace(ADAMW, shapes=((64, 128),), dtype="int64")
 def record_of(
     *configs: tuple[Config, float], task: Task = SGD, base: Config = CUDA, **winners: Config
 ) -> Record:
-    """A record whose trials have these rates, all of them verified; the winner of each use."""
+    """A record with these configs and rates, all verified. `winners`: the config of each use."""
     rates = {base: 100.0, **dict(configs)}
     chosen = {
         use: examples.choice(config, rates[config], rates[config] / 100)
@@ -71,28 +71,28 @@ def record_of(
 
 
 def framework(name: str) -> Framework:
-    found: Framework = getattr(tables, name)
-    return found
+    table: Framework = getattr(tables, name)
+    return table
 
 
 def emitted(name: str, record: Record, free: bool = False) -> Emitted:
     return Emitted(framework(name), record, free=free)
 
 
-def winning(name: str, config: Config, task: Task = SGD) -> Emitted:
-    """Of a record whose loop has this config."""
+def emitted_winner(name: str, config: Config, task: Task = SGD) -> Emitted:
+    """The output for a record with this winner of the loop."""
     return emitted(name, record_of((config, 400.0), task=task, loop=config))
 
 
 def test_a_config_is_served_whole_or_not_at_all() -> None:
-    """timm's script has no deterministic algorithms: the next best that was measured is served."""
-    without = BF16.replace(cudnn_deterministic=True)
-    record = record_of((without, 400.0), (BF16, 300.0), (TF32, 200.0), loop=without)
-    found = emitted("timm", record)
-    assert found.setup.config == BF16
-    assert found.reason == "3.00x torch's default at batch 64, each measured once"
-    assert "#     at your batch, 4.00x: cudnn_deterministic=True\n" in text(found)
-    assert emitted("hf", record).setup.config == without
+    """timm's script cannot set deterministic algorithms, so the next best config is served."""
+    deterministic = BF16.replace(cudnn_deterministic=True)
+    record = record_of((deterministic, 400.0), (BF16, 300.0), (TF32, 200.0), loop=deterministic)
+    output = emitted("timm", record)
+    assert output.setup.config == BF16
+    assert output.reason == "3.00x torch's default at batch 64, each measured once"
+    assert "#     at your batch, 4.00x: cudnn_deterministic=True\n" in text(output)
+    assert emitted("hf", record).setup.config == deterministic
     fixed = CUDA.replace(cudnn_deterministic=True)
     with pytest.raises(NoRecord, match=r"train.py has no setting for cudnn_deterministic=True"):
         emitted("timm", record_of(base=fixed, loop=fixed, flags=fixed))
@@ -101,13 +101,13 @@ def test_a_config_is_served_whole_or_not_at_all() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_knob_that_a_framework_does_not_know(name: str) -> None:
-    """Is named, and what has it is not served."""
-    sour = TF32.replace(slack=9)
-    found = emitted(name, record_of((sour, 400.0), (TF32, 200.0), task=SGD, loop=sour))
-    assert found.setup.config == TF32
-    assert " has no setting for:\n#     at your batch, 4.00x: slack=9\n" in text(found)
-    assert data(found)["not_expressed"] == {"at your batch": {"slack": 9}}
+def test_a_knob_without_a_setting_is_named_and_not_served(name: str) -> None:
+    """It is named in the output, and a config that sets it is not served."""
+    unknown = TF32.replace(slack=9)
+    output = emitted(name, record_of((unknown, 400.0), (TF32, 200.0), task=SGD, loop=unknown))
+    assert output.setup.config == TF32
+    assert " has no setting for:\n#     at your batch, 4.00x: slack=9\n" in text(output)
+    assert data(output)["not_expressed"] == {"at your batch": {"slack": 9}}
     assert set(framework(name).rows) <= set(BY_NAME)
 
 
@@ -124,13 +124,13 @@ SUM, TWO = "2 batches of 32 make one of 64", "4 batches of 8 in each of 2 proces
 
 
 @pytest.mark.parametrize(
-    ("name", "task", "config", "said"),
+    ("name", "task", "config", "line"),
     [
-        # transformers has a word for AdamW's, and a default of its own; others are the user's.
+        # transformers creates AdamW from a name. Other optimizers are the user's.
         ("hf", ADAMW, FUSED, '    "optim": "adamw_torch_fused",\n'),
         ("hf", ADAMW, BF16, '    "optim": "adamw_torch",\n'),
         ("hf", SGD, FUSED, "Add to the arguments of your optimizer: fused=True\n"),
-        # The batch of a run is as it was seen.
+        # The batch of a run is the one that its steps had.
         ("hf", of_run(""), TF32, '    "per_device_train_batch_size": 64,\n    "dataloader'),
         ("hf", of_run("2 micro-batches"), TF32, f"{SUM}, by gradient accumulation\n"),
         ("hf", of_run("labels 1 int64; 4 micro-batches; adamw, sgd", 2), TF32, TWO),
@@ -139,9 +139,9 @@ SUM, TWO = "2 batches of 32 make one of 64", "4 batches of 8 in each of 2 proces
         ("lightning", SGD, DETERMINISTIC, '    "deterministic": True,\n'),
         ("lightning", SGD, COMPILED, "#     model = model.to(memory_format=torch.channels_last)\n"),
         ("lightning", SGD, COMPILED, '#     model.compile(mode="reduce-overhead")\n'),
-        # Measured with a torch whose compiler is wrong without.
+        # The compiler of the torch that was measured is wrong without this line.
         ("lightning", SGD, COMPILED, INDUCTOR),
-        # TF32 stays off where a framework switches it on.
+        # TF32 stays off, even if the framework switches it on.
         ("hf", SGD, PLAIN, '    "tf32": False,\n'),
         ("hf", SGD, PLAIN, TF32_OFF),
         ("accelerate", SGD, PLAIN, TF32_OFF),
@@ -155,8 +155,8 @@ SUM, TWO = "2 batches of 32 make one of 64", "4 batches of 8 in each of 2 proces
         ("timm", SGD, PLAIN, f"train.py switches TF32 on for matrix products{WITHOUT_IT}"),
     ],
 )
-def test_what_is_printed(name: str, task: Task, config: Config, said: str) -> None:
-    assert said in text(winning(name, config, task))
+def test_the_output_has_this_text(name: str, task: Task, config: Config, line: str) -> None:
+    assert line in text(emitted_winner(name, config, task))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_what_is_printed(name: str, task: Task, config: Config, said: str) -> No
         ("timm", {"batch_size": 16, "grad_accum_steps": 4}),
     ],
 )
-def test_the_batch_asked_for_is_kept(name: str, settings: dict[str, int]) -> None:
+def test_a_smaller_batch_is_accumulated(name: str, settings: dict[str, int]) -> None:
     rates = [(TF32.at(16), 400.0), (TF32.at(24), 500.0), (TF32.at(128), 600.0), (TF32, 200.0)]
     rates += [(CUDA.at(size), 90.0) for size in (16, 24, 128)]
 
@@ -176,21 +176,21 @@ def test_the_batch_asked_for_is_kept(name: str, settings: dict[str, int]) -> Non
         made = record_of(*rates, task=SGD, loop=TF32, free_loop=TF32.at(size))
         return emitted(name, made, free=free)
 
-    found = best_at(16)
-    assert settings.items() <= found.setup.settings.items()
-    assert found.setup.loader.get(BATCH, 16) == 16
-    assert "4 batches of 16 make one of 64" in text(found)
-    # At the user's own batch, and at a larger one that was asked to be free, nothing is added up.
+    output = best_at(16)
+    assert settings.items() <= output.setup.settings.items()
+    assert output.setup.loader.get(BATCH, 16) == 16
+    assert "4 batches of 16 make one of 64" in text(output)
+    # No gradients are accumulated at the user's batch, or at a larger one if the batch is free.
     for plain in (best_at(16, free=False), best_at(128)):
         assert 4 not in plain.setup.settings.values()
-    with pytest.raises(NoRecord):  # 24 does not go into 64
+    with pytest.raises(NoRecord):  # 64 is not divisible by 24
         best_at(24)
 
 
 THREADS = torch.get_num_threads()
 
 
-def _put_back() -> None:
+def _reset_flags() -> None:
     PROCESS_FLAGS.release()
     for knob in KNOBS:
         if knob.flag is not None and knob.default is not None:
@@ -199,12 +199,12 @@ def _put_back() -> None:
 
 
 @pytest.fixture(autouse=True)
-def flags_put_back() -> Iterator[None]:
+def reset_flags_afterwards() -> Iterator[None]:
     yield
-    _put_back()
+    _reset_flags()
 
 
-def state() -> tuple[object, ...]:
+def flag_state() -> tuple[object, ...]:
     cudnn = torch.backends.cudnn
     return (
         *(torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32),
@@ -230,27 +230,27 @@ def test_the_lines_set_what_the_knob_sets(
     setup = tables.accelerate.setup(record_of(), CUDA.replace(**{name: value}))
     assert flag is not None
     flag.set(value)
-    wanted = state()
-    _put_back()
+    wanted = flag_state()
+    _reset_flags()
     exec("\n".join(setup.flags), {"torch": torch, "os": os})
-    assert state() == wanted
+    assert flag_state() == wanted
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 10), reason="lacks options in lines for torch 2.11")
 @pytest.mark.parametrize("value", ["default", "tf32", "fp32", "bf16"])
-def test_transformers_own_switch_agrees_with_the_lines(value: str) -> None:
-    """It sets the new switches alone; where the old ones differ, reading them raises."""
+def test_the_tf32_switch_of_transformers_agrees_with_the_lines(value: str) -> None:
+    """It sets only the new flags. If the old flags differ, reading them raises."""
     utils = pytest.importorskip("transformers.utils.import_utils")
-    setup = winning("hf", CUDA.replace(precision=value, compile="default")).setup
+    setup = emitted_winner("hf", CUDA.replace(precision=value, compile="default")).setup
     flag = BY_NAME["precision"].flag
     assert flag is not None
     flag.set(value)
     wanted = tf32.describe()
-    _put_back()
+    _reset_flags()
     try:
         exec("\n".join(setup.flags), {"torch": torch})
         utils.enable_tf32.__wrapped__(setup.settings["tf32"])
-        if setup.after:  # as Accelerate does, where it compiles in float32
+        if setup.after:  # as Accelerate does when it compiles in float32
             torch.backends.cuda.matmul.allow_tf32 = True
         exec("\n".join(setup.after), {"torch": torch})
         assert tf32.describe() == wanted
@@ -259,16 +259,16 @@ def test_transformers_own_switch_agrees_with_the_lines(value: str) -> None:
         torch.backends.fp32_precision = "none"  # type: ignore[attr-defined]
 
 
-def test_the_yaml_that_is_printed_reads() -> None:
+def test_the_printed_yaml_can_be_parsed() -> None:
     yaml = pytest.importorskip("yaml")
     fused = COMPILED.replace(fused_optimizer=True, pin_memory=True)
     amp = {"amp": True, "amp_dtype": "bfloat16", "channels_last": True, "pin_mem": True}
     compiled = {"torchcompile": "inductor", "torchcompile_mode": "reduce-overhead"}
     others = {"device": "cuda", "batch_size": 64, "opt_kwargs": {"fused": True}}
-    assert yaml.safe_load(text(winning("timm", fused))) == {**amp, **compiled, **others}
+    assert yaml.safe_load(text(emitted_winner("timm", fused))) == {**amp, **compiled, **others}
 
 
-def test_what_the_page_shows_is_what_is_printed() -> None:
+def test_the_example_in_the_documentation_is_up_to_date() -> None:
     page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
     record = record_of((GRAPHED, 500.0), (BF16, 300.0), loop=BF16, capture=GRAPHED)
     printed = text(emitted("hf", record)).replace(record.id, "0a20b631573e@64")
@@ -279,21 +279,21 @@ def test_what_the_page_shows_is_what_is_printed() -> None:
 
 
 def every_setting(name: str) -> dict[str, set[Any]]:
-    """Each setting that a framework's file can say, with its values that are text or numbers."""
-    found: dict[str, set[Any]] = {}
+    """Every setting that may be printed for a framework, with its text and number values."""
+    values: dict[str, set[Any]] = {}
     for task, of_cpu in itertools.product((SGD, ADAMW, WORDS), (False, True)):
         record = on_cpu() if of_cpu else record_of(task=task)
         for knob, compiled in itertools.product(KNOBS, ("none", "default")):
             for value in (16, 64) if isinstance(knob.domain, range) else knob.domain:
                 config = CUDA.replace(compile=compiled).replace(**{knob.name: value})
                 setup = framework(name).setup(record, config)
-                for setting, said in setup.settings.items():
-                    plain = isinstance(said, str | int | float)
-                    found.setdefault(setting, set()).update([said] if plain else [])
-    return found
+                for setting, choice in setup.settings.items():
+                    plain = isinstance(choice, str | int | float)
+                    values.setdefault(setting, set()).update([choice] if plain else [])
+    return values
 
 
-def test_the_names_are_real() -> None:
+def test_the_settings_exist_in_the_frameworks() -> None:
     for name in ("transformers", "lightning", "accelerate"):
         pytest.importorskip(name)
     optim = pytest.importorskip("timm.optim")
@@ -305,12 +305,12 @@ def test_the_names_are_real() -> None:
     from transformers.training_args import OptimizerNames
 
     hf, lightning, accelerate = map(every_setting, ("hf", "lightning", "accelerate"))
-    for said, some, known in (
+    for settings, some, known in (
         (hf, {"bf16", "fp16", "tf32", "optim", "torch_compile_backend"}, TrainingArguments),
         (lightning, {"precision", "benchmark", "deterministic"}, Trainer.__init__),
         (accelerate, {"mixed_precision", "dynamo_backend", "dynamo_plugin"}, Accelerator.__init__),
     ):
-        assert some <= set(said) <= set(inspect.signature(known).parameters)
+        assert some <= set(settings) <= set(inspect.signature(known).parameters)
     assert hf["optim"] <= {one.value for one in OptimizerNames}
     modes = set(BY_NAME["compile"].domain) - {"none", "cudagraphs", "blocks"}
     assert hf["torch_compile_mode"] == modes
@@ -324,7 +324,7 @@ def test_the_names_are_real() -> None:
 
 
 def on_cpu(*, compile: str = "none") -> Record:
-    """Of this machine's CPU."""
+    """A record of this machine's CPU."""
     base = Config(
         {name: value for name, value in TORCH.items() if not name.startswith("cudnn")},
         threads=own_threads(),
@@ -335,15 +335,15 @@ def on_cpu(*, compile: str = "none") -> Record:
 
 
 def arguments_of(name: str, compile: str = "default") -> dict[str, Any]:
-    """What the printed Python makes."""
+    """The arguments that the printed Python code defines."""
     scope: dict[str, Any] = {}
     exec(text(emitted(name, on_cpu(compile=compile))), scope)
-    found: dict[str, Any] = scope["arguments"]
-    return found
+    arguments: dict[str, Any] = scope["arguments"]
+    return arguments
 
 
-@pytest.mark.filterwarnings("ignore")  # the frameworks' own
-def test_arguments_and_a_trainer_are_made_of_it(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # of the frameworks
+def test_training_arguments_and_a_trainer_accept_the_output(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     made = transformers.TrainingArguments(output_dir=str(tmp_path), **arguments_of("hf"))
     assert (made.bf16, made.per_device_train_batch_size, made.use_cpu) == (True, 64, True)
@@ -354,9 +354,9 @@ def test_arguments_and_a_trainer_are_made_of_it(tmp_path: Path) -> None:
     assert trainer.precision == "bf16-mixed"
 
 
-@pytest.mark.filterwarnings("ignore")  # the framework's own
+@pytest.mark.filterwarnings("ignore")  # of the framework
 @pytest.mark.parametrize("mode", ["none", "reduce-overhead"])
-def test_an_accelerator_is_made_of_it(mode: str) -> None:
+def test_an_accelerator_accepts_the_output(mode: str) -> None:
     accelerate = pytest.importorskip("accelerate")
     try:
         made = accelerate.Accelerator(**arguments_of("accelerate", mode))
@@ -368,7 +368,7 @@ def test_an_accelerator_is_made_of_it(mode: str) -> None:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_the_command(here: Path) -> None:
+def test_the_emit_command(here: Path) -> None:
     small, own = BF16.at(16), CUDA.at(16)
     record = record_of((BF16, 400.0), (small, 500.0), (own, 90.0), loop=BF16, free_loop=small)
     Records(open_store(None)).put(record)
@@ -376,12 +376,12 @@ def test_the_command(here: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == text(emitted("lightning", record))
     assert "#     model = model.to(memory_format=torch.channels_last)\n" in done.stdout
-    found = json.loads(advisor(here, "emit", "hf", record.id, "--batch", "free", "--json").stdout)
-    settings = found["settings"]
+    parsed = json.loads(advisor(here, "emit", "hf", record.id, "--batch", "free", "--json").stdout)
+    settings = parsed["settings"]
     assert settings["per_device_train_batch_size"] == 16
     assert settings["gradient_accumulation_steps"] == 4
 
-    for words, code, said in (
+    for words, code, message in (
         (("keras", record.id), 2, "'keras' is not one of"),
         (("hf", "ffff"), 2, "ffff"),
         (("hf", record.id, "--batch", "0"), 2, "--batch '0': expected a number"),
@@ -389,4 +389,4 @@ def test_the_command(here: Path) -> None:
     ):
         done = advisor(here, "emit", *words)
         assert (done.returncode, done.stdout) == (code, "")
-        assert said in done.stderr and len(done.stderr.splitlines()) == 1
+        assert message in done.stderr and len(done.stderr.splitlines()) == 1

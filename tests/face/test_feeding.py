@@ -1,4 +1,4 @@
-"""What is said of a loader that limits its step: from given numbers, and of a real one."""
+"""The report on a loader that limits its step: from given figures, and of a real loader."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fed(rate: float, loader: Config, stage: str = "input", turns: int = 0) -> Tr
 
 
 def loaders(*measured: Trial, **advised: int | bool) -> Record:
-    """A record whose step makes 5,506 samples/s, and makes fewer with the measured loaders."""
+    """A record whose step takes 5,506 samples/s, and fewer with the measured loaders."""
     trials = (fed(STEP, Config()), *measured)
     return replace(examples.record(), trials=trials, input=Config(advised))
 
@@ -49,7 +49,7 @@ SEVERAL = (
 STARVED = loaders(*SEVERAL, num_workers=8)
 
 
-def test_what_limits_the_run_and_what_a_sample_costs() -> None:
+def test_explain_names_the_bottleneck_and_the_cost_of_a_sample() -> None:
     assert list(feeding.explained(STARVED, IMAGES)) == [
         "the step alone takes 5,506 samples/s, with its loader 3,392: input-bound",
         "a sample costs a worker 2.1 ms: default_loader 71%, RandomResizedCrop 19%, ToDtype 7%, "
@@ -82,19 +82,19 @@ ONE, NONE = Config(num_workers=1), Config(num_workers=0)
         (loaders(fed(9999.0, EIGHT, "loader"), *SEVERAL, num_workers=8), "with its loader 3,392:"),
         (loaders(PINNED, *SEVERAL, num_workers=8), "with its loader 3,392:"),
         (loaders(PINNED, *SEVERAL, num_workers=8, pin_memory=True), "with its loader 3,390:"),
-        (loaders(*ONCE, num_workers=8), "with its loader 3,392:"),  # it took most turns
+        (loaders(*ONCE, num_workers=8), "with its loader 3,392:"),  # the one with most turns
         (loaders(fed(0.97 * STEP, EIGHT), fed(380.0, ONE), num_workers=8), ": the loader keeps up"),
         (loaders(fed(0.59 * STEP, EIGHT), fed(380.0, ONE), num_workers=8), ": input-bound"),
         (loaders(fed(0.65 * STEP, NONE), fed(380.0, EIGHT)), ": input-bound"),
     ],
 )
-def test_the_loader_that_is_shown_and_its_verdict(record: Record, says: str) -> None:
+def test_the_advised_loader_is_shown_with_its_verdict(record: Record, says: str) -> None:
     assert says in list(feeding.remarks(record))[-1]
     shown = feeding.table(record)
     assert shown and not any("9,999" in cell for row in shown.rows for cell in row.cells)
 
 
-def test_the_gain_of_the_loader_and_how_to_apply_it() -> None:
+def test_the_gain_of_a_loader_and_the_code_to_apply_it_are_shown() -> None:
     how = "9.69x as fast as with a DataLoader without workers (350 samples/s)"
     assert f"with that loader the step is {how}" in feeding.remarks(STARVED)
     line = "loader = DataLoader(dataset, **advice.loader)"
@@ -147,7 +147,7 @@ def test_a_loader_is_tuned_shown_and_explained(folder: Path) -> None:
     record = json.loads(tuned.stdout)["record"]
     alone = next(trial for trial in record["trials"] if trial["stage"] == "input")
     assert (alone["origin"], alone["config"]["num_workers"]) == ("baseline", 0)
-    # A sample takes five milliseconds, or more where the host is busy.
+    # A sample takes at least 5 ms, more on a busy host.
     assert 0 < alone["measurement"]["samples_per_s"] < 201
     assert alone["measurement"]["waited"] > 0.5
 
@@ -157,14 +157,14 @@ def test_a_loader_is_tuned_shown_and_explained(folder: Path) -> None:
     assert "of the step" in shown.stdout and "0 loader workers" in shown.stdout
 
     why = ("explain", record["id"], "--cache", "store", "--budget", "20s")
-    told = advisor(folder, *why, "--data", "data.py")
-    assert told.returncode == 0, told.stderr
-    assert "a sample costs a worker" in told.stdout and ": data.py:Slow.read 9" in told.stdout
-    assert "    without data.py:Slow.read: at most" in told.stdout
+    done = advisor(folder, *why, "--data", "data.py")
+    assert done.returncode == 0, done.stderr
+    assert "a sample costs a worker" in done.stdout and ": data.py:Slow.read 9" in done.stdout
+    assert "    without data.py:Slow.read: at most" in done.stdout
 
 
-@pytest.mark.usefixtures("made_up")
-def test_without_data_it_is_said_that_the_loader_is_not_tuned(folder: Path) -> None:
+@pytest.mark.usefixtures("fake_workers")
+def test_without_data_tune_says_that_the_loader_is_not_tuned(folder: Path) -> None:
     plain = advisor(folder, *TUNE, *QUICK)
     assert plain.returncode == 0, plain.stderr
     assert "The loader is not tuned: name its dataset with --data data.py:" in plain.stdout

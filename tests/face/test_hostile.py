@@ -1,4 +1,4 @@
-"""What is hostile in a store is refused alone, never run, and never printed but as text."""
+"""Hostile content of a store is refused on its own, never run, and printed only as text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from advisor.tuners.search.ratio import LEVEL, Ratio
 from tests import hostile
 from tests.cache.examples import KEY, record, trial
 from tests.face.commands import MODEL, SHAPE, advisor
-from tests.face.unmeasured import unmeasured
+from tests.face.unmeasured import fake_search
 
 OTHER = hostile.OTHER.id
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -43,7 +43,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 class Happened(NamedTuple):
-    """`code`: of the command; of apply(), 0 where it went on and 1 where it raised."""
+    """Exit code (0 for a lookup), output and duration of a command."""
 
     code: int
     said: str
@@ -51,52 +51,52 @@ class Happened(NamedTuple):
 
 
 def through(case: hostile.Case, folder: Path) -> dict[str, Happened]:
-    """Make the store in a folder, beside a model, and ask every command of it.
+    """Create the case's store in a folder with a model, and run every command on it.
 
-    Tuning measures nothing: it is refused, or remembers a made-up record in the store. The store's
-    URL is then in the file `url`.
+    Tuning measures nothing: it is refused, or stores a made-up record. The store's URL is written
+    to the file `url`.
     """
     (folder / "model.py").write_text(MODEL)
     url = case.make(folder)
     (folder / "url").write_text(url)
     happened = {}
-    with unmeasured():
+    with fake_search():
         for name, words in COMMANDS.items():
             began = time.monotonic()
             if words:
                 done = advisor(folder, *words, "--cache", url)
-                code, said = done.returncode, done.stdout + done.stderr
+                code, output = done.returncode, done.stdout + done.stderr
             else:
-                code, said = 0, applied(folder, url)
-            happened[name] = Happened(code, said, time.monotonic() - began)
+                code, output = 0, lookup_warnings(folder, url)
+            happened[name] = Happened(code, output, time.monotonic() - began)
     return happened
 
 
-def applied(folder: Path, url: str) -> str:
-    """What a lookup in a folder warns of."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
+def lookup_warnings(folder: Path, url: str) -> str:
+    """Warnings of a lookup in a folder."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         patch.chdir(folder)
         warnings.simplefilter("always")
         package.lookup(package.Model("model.py:Net", device="cpu"), shape=SHAPE, store=url)
-    return "\n".join(str(one.message) for one in seen)
+    return "\n".join(str(one.message) for one in caught)
 
 
 def lost(case: hostile.Case, folder: Path) -> bool:
-    """Whether the honest record is not there any more."""
+    """Whether the honest record can no longer be read."""
     url = (folder / "url").read_text()
     return case.honest and record().id not in {one.id for one in open_records(url).all()}
 
 
 @pytest.fixture
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[hostile.Case]:
-    monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.1)  # of ten, which each command would wait
+    monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.1)  # instead of 10 s for each command
     yield request.param
     while hostile.HELD:
         hostile.HELD.pop().close()
 
 
 @pytest.mark.parametrize("case", hostile.CASES, ids=lambda case: case.name, indirect=True)
-def test_hostile(case: hostile.Case, here: Path) -> None:
+def test_hostile_content_harms_no_command(case: hostile.Case, here: Path) -> None:
     for command, one in through(case, here).items():
         assert one.code in (0, 1, 2), (command, one)
         assert "Traceback" not in one.said, (command, one.said)
@@ -109,7 +109,7 @@ def test_hostile(case: hostile.Case, here: Path) -> None:
 ODD = ("[bold]x.py", "[nope]x.py", "[link=file]x.py", "[red]a[on red].py", "a[ b].py")
 
 
-def named(name: str, **more: str) -> Record:
+def record_with_markup(name: str, **more: str) -> Record:
     task = replace(KEY.task, target=name, model_args=Config(a="[/b]"))
     device = replace(KEY.environment.device, name=more.get("device", "[/H200]"))
     environment = replace(KEY.environment, device=device)
@@ -123,13 +123,13 @@ def named(name: str, **more: str) -> Record:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_markup_is_text(here: Path, name: str) -> None:
+def test_markup_in_a_record_is_printed_as_text(here: Path, name: str) -> None:
     (here / name).write_text(MODEL)
-    one = named(name)
+    one = record_with_markup(name)
     records = open_records(None)
     records.put(one)
-    records.put(record())  # which the other does not spoil
-    told = {
+    records.put(record())  # must stay readable
+    outputs = {
         "show": advisor(here, "show"),
         "whole": advisor(here, "show", one.id),
         "why": advisor(here, "why", name, "--shape", "64x3x256x256"),
@@ -139,25 +139,25 @@ def test_markup_is_text(here: Path, name: str) -> None:
         "import": advisor(here, "import", "some.pack", "--cache", "dir:other"),
         "forget": advisor(here, "forget", one.id),
     }
-    codes = {command: done.returncode for command, done in told.items()}
-    assert codes == dict.fromkeys(told, 0) | {"verify": 2}
-    for done in told.values():
+    codes = {command: done.returncode for command, done in outputs.items()}
+    assert codes == dict.fromkeys(outputs, 0) | {"verify": 2}
+    for done in outputs.values():
         assert "\x1b" not in done.stdout + done.stderr and "Traceback" not in done.stderr
-    assert told["show"].stdout.count("@64") == 2
+    assert outputs["show"].stdout.count("@64") == 2
     for command in ("show", "whole", "forget"):
-        # A narrow column folds a name, and loses nothing of it.
-        flat = "".join(told[command].stdout.split())
-        assert "".join(name.split()) in flat, told[command].stdout
-    assert "[/stale]" in told["whole"].stdout and "[/H200]" in told["whole"].stdout
-    assert "[/H200]" in told["why"].stdout
+        # A narrow column wraps a name, but shows all of it.
+        flat = "".join(outputs[command].stdout.split())
+        assert "".join(name.split()) in flat, outputs[command].stdout
+    assert "[/stale]" in outputs["whole"].stdout and "[/H200]" in outputs["whole"].stdout
+    assert "[/H200]" in outputs["why"].stdout
 
 
 @pytest.mark.parametrize(
     "text", ["a\x1b[31m.py", "a\x9b31m.py", "a\rb.py", "a\nb.py", "a\u202eb.py"]
 )
-def test_what_a_terminal_obeys_is_never_shown(here: Path, text: str) -> None:
-    """Whoever writes it: what is no line of text is refused or made one, whatever the field."""
-    plain = named("x.py")
+def test_control_characters_are_never_printed(here: Path, text: str) -> None:
+    """In every field, such text is refused or turned into one printable line."""
+    plain = record_with_markup("x.py")
     device = replace(KEY.environment.device, name=text)
     environment = replace(KEY.environment, device=device)
     odd = (
@@ -171,11 +171,11 @@ def test_what_a_terminal_obeys_is_never_shown(here: Path, text: str) -> None:
         with contextlib.suppress(RecordDamaged):
             records.put(one)
     listed = advisor(here, "show")
-    said = [listed]
+    outputs = [listed]
     for one in json.loads(advisor(here, "show", "--json").stdout)["records"]:
-        said.append(advisor(here, "show", one["id"]))
-        said.append(advisor(here, "forget", one["id"]))
-    for done in said:
+        outputs.append(advisor(here, "show", one["id"]))
+        outputs.append(advisor(here, "forget", one["id"]))
+    for done in outputs:
         assert done.returncode == 0
         lines = (done.stdout + done.stderr).splitlines()
         assert all(line.isprintable() for line in lines) and text not in done.stdout
@@ -183,34 +183,34 @@ def test_what_a_terminal_obeys_is_never_shown(here: Path, text: str) -> None:
 
 @pytest.mark.parametrize("odd", ["\x1b[2J", "\x9b2J", "\r", "\n", "\u202e"])
 def test_a_warning_is_one_line_of_text(here: Path, odd: str) -> None:
-    """Whatever the path that it names: a file's name may hold all of it."""
-    with pytest.warns(package.AdvisorWarning) as seen:
+    """The path that it names may contain any character."""
+    with pytest.warns(package.AdvisorWarning) as caught:
         package.lookup(package.Model(f"a{odd}b.py:Net", device="cpu"))
-    (said,) = [str(one.message) for one in seen]
-    assert "there is no file" in said and said.isprintable()
+    (message,) = [str(one.message) for one in caught]
+    assert "there is no file" in message and message.isprintable()
 
 
-def test_what_tune_says_of_a_record_is_no_markup() -> None:
-    """As the libraries of one that is akin: '[/bold]' alone would end the command."""
-    said = io.StringIO()
-    progress = Shown(Console(file=said, width=80), budget_s=1.0)
+def test_markup_in_a_notice_of_tune_is_printed_as_text() -> None:
+    """For example in library names of a similar record. '[/bold]' alone would raise in rich."""
+    out = io.StringIO()
+    progress = Shown(Console(file=out, width=80), budget_s=1.0)
     progress.notice("tried first: of torchvision [/bold][link=https://example.com]0.26.0")
-    assert said.getvalue().endswith("[/bold][link=https://example.com]0.26.0\n")
+    assert out.getvalue().endswith("[/bold][link=https://example.com]0.26.0\n")
 
 
 DEFAULT = record().baseline.config
 
 
-def test_a_trial_is_a_line() -> None:
-    said = io.StringIO()
+def test_tune_prints_one_line_for_each_trial() -> None:
+    out = io.StringIO()
     compiled = DEFAULT.replace(compile="default")
-    progress = Shown(Console(file=said, width=200), budget_s=90.0)
+    progress = Shown(Console(file=out, width=200), budget_s=90.0)
     for ratio, visited in (
         (Ratio(mean=1.5, low=1.4, high=1.6), trial(1, compiled)),
         (LEVEL, trial(3, outcome="failed")),
     ):
         progress.visited(JournaledTrial(visited, ratio, None), "compile=default", compiled, 60.0)
-    first, second = said.getvalue().splitlines()
+    first, second = out.getvalue().splitlines()
     assert first.startswith("trial 1:  compile=default  ")
     assert "1.50x  (1.40-1.60)  the best so far  1m 00s left of 1m 30s" in first
     assert "failed  said so  " in second

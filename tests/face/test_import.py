@@ -1,4 +1,4 @@
-"""The face: what is public, and what importing it costs."""
+"""The public names of the package, and the modules that importing it loads."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ PUBLIC = """
 """
 
 
-def test_the_public_names_are_these() -> None:
+def test_the_public_names_are_locked() -> None:
     assert sorted(advisor.__all__) == PUBLIC.split()
     assert all(getattr(advisor, name) for name in advisor.__all__)
 
 
 def test_every_error_is_public() -> None:
-    """Whoever calls a public function can name what it raises; a server and a worker are called by
-    none."""
-    waiting, every = [errors.AdvisorError], set()
+    """No public function raises the errors of the server and of its jobs."""
+    waiting, names = [errors.AdvisorError], set()
     while waiting:
-        found = waiting.pop()
-        if not found.__module__.startswith(("advisor.service", "advisor.jobs")):
-            every.add(found.__name__)
-        waiting += found.__subclasses__()
-    assert every <= set(advisor.__all__)
+        error = waiting.pop()
+        if not error.__module__.startswith(("advisor.service", "advisor.jobs")):
+            names.add(error.__name__)
+        waiting += error.__subclasses__()
+    assert names <= set(advisor.__all__)
 
 
-def applied(store: str) -> str:
-    """Code that looks a target up in a store; `silent` listens and says nothing."""
+def apply_code(store: str) -> str:
+    """Code that looks a target up in a store. The server `silent` never answers."""
     return (
         "import advisor, socket, warnings; warnings.simplefilter('ignore'); "
         "silent = socket.create_server(('127.0.0.1', 0)); "
@@ -47,22 +46,22 @@ def applied(store: str) -> str:
     ("code", "heavy"),
     [
         ("import advisor", "torch optuna rich"),
-        # Part of every start with `advisor run`.
+        # Every start with `advisor run` executes this.
         (
             "import os; os.execve = lambda *_: None; from advisor.cli import main; "
             "main(['run', '--', 'true'])",
             "torch optuna rich numpy msgpack advisor.cache.records",
         ),
         (
-            applied("None"),
+            apply_code("None"),
             "optuna torchvision rich click pathspec advisor.client advisor.jobs.code_archive "
             "advisor.cache.stores.http_client",
         ),
-        (applied("f'http://127.0.0.1:{silent.getsockname()[1]}'"), "urllib3"),
-        (applied("'redis://127.0.0.1:1'"), "redis"),
+        (apply_code("f'http://127.0.0.1:{silent.getsockname()[1]}'"), "urllib3"),
+        (apply_code("'redis://127.0.0.1:1'"), "redis"),
     ],
     ids=["import", "run", "apply", "server", "redis that is down"],
 )
-def test_nothing_is_loaded_that_is_not_needed(code: str, heavy: str) -> None:
+def test_modules_that_are_not_needed_are_not_imported(code: str, heavy: str) -> None:
     code += f"; import sys; print([one for one in {heavy.split()} if one in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

@@ -1,4 +1,4 @@
-"""A tuning that is cut off loses at most the trial in flight; a second one starts nothing."""
+"""An interrupted tuning loses at most the current trial. A second one does not start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from advisor.cache.stores import open_store
 from advisor.errors import Busy
 from advisor.persistence import HOST, lock_names, measuring
 from advisor.report.progress import Shown
-from tests.face.commands import MODEL, SHAPE, advisor, script
+from tests.face.commands import MODEL, SHAPE, advisor, run_script
 from tests.forks import Fork, alive, until
 
 TUNE = ("tune", "model.py", "--shape", SHAPE, "--batches", "8,16", "--device", "cpu")
@@ -32,10 +32,10 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's /proc")
-def test_two_at_once_and_kill_9_and_ctrl_c_and_go_on(
+def test_tuning_continues_after_kill_9_and_after_ctrl_c(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that is killed has a worker that was started as users' are."""
+    """The killed process has a real worker."""
     (tmp_path / "model.py").write_text(NOISY + MODEL)
     log, words = tmp_path / "log", [sys.executable, "-m", "advisor", *TUNE, "--budget", "60s"]
     with log.open("wb") as out:
@@ -44,7 +44,7 @@ def test_two_at_once_and_kill_9_and_ctrl_c_and_go_on(
         until(lambda: "trial 1:" in log.read_text() or not alive(tuner.pid))
         workers = children(tuner.pid)
         assert workers, log.read_text()
-        os.killpg(tuner.pid, signal.SIGSTOP)  # however long the second one takes
+        os.killpg(tuner.pid, signal.SIGSTOP)  # until the second one has ended
         second = advisor(tmp_path, *TUNE)
     finally:
         tuner.kill()
@@ -55,21 +55,21 @@ def test_two_at_once_and_kill_9_and_ctrl_c_and_go_on(
     assert Records(open_store(None)).all() == []
     before, visited = log.read_text().count("\ntrial "), Shown.visited
 
-    def interrupted(*given: Any) -> None:
-        visited(*given)
-        raise KeyboardInterrupt  # a runner in the background ignores the signal
+    def interrupted(*args: Any) -> None:
+        visited(*args)
+        raise KeyboardInterrupt  # pytest in the background ignores SIGINT
 
     monkeypatch.setattr(Shown, "visited", interrupted)
     done = advisor(tmp_path, *TUNE)
     assert done.returncode == 130 and "Traceback" not in done.stderr
     assert f"tuning, which measured {before} config" in done.stderr
-    printed = done.stdout + done.stderr
-    assert "hello" not in printed and "goodbye" not in printed  # a model's stays in its worker
+    output = done.stdout + done.stderr
+    assert "hello" not in output and "goodbye" not in output  # the worker keeps the model's output
     assert "\nInterrupted: the best config so far is kept; the same command" in done.stdout
-    (kept,) = Records(open_store(None)).all()
-    numbers = {trial.number for trial in kept.trials}
-    # What the first run measured is in the record.
-    assert len(numbers) == len(kept.trials) == before + done.stderr.count("\ntrial ")
+    (record,) = Records(open_store(None)).all()
+    numbers = {trial.number for trial in record.trials}
+    # The record has the trials of both runs.
+    assert len(numbers) == len(record.trials) == before + done.stderr.count("\ntrial ")
 
 
 COMMAND = ("python", "train.py")
@@ -80,7 +80,7 @@ def records(own_surroundings: Path) -> Records:
     return Records(open_store(str(own_surroundings)))
 
 
-def test_a_second_tuning_starts_and_removes_nothing(tmp_path: Path, records: Records) -> None:
+def test_a_second_tuning_is_refused_and_starts_nothing(tmp_path: Path, records: Records) -> None:
     (tmp_path / "train.py").write_text("open('started', 'w')")
     runs = records.studies.parent / "runs"
     runs.mkdir(parents=True)
@@ -96,7 +96,7 @@ def test_a_second_tuning_starts_and_removes_nothing(tmp_path: Path, records: Rec
     assert not (tmp_path / "started").exists() and list(runs.iterdir()) == []
 
 
-def test_the_lock_of_a_process_that_was_killed_is_free(records: Records) -> None:
+def test_the_lock_of_a_killed_process_is_released(records: Records) -> None:
     code = (
         "import os, sys; from advisor.open_store import open_records; "
         "from advisor.persistence import measuring\n"
@@ -107,25 +107,25 @@ def test_the_lock_of_a_process_that_was_killed_is_free(records: Records) -> None
         pass
 
 
-def test_other_gpus_are_free_whatever_store_is_used(tmp_path: Path, records: Records) -> None:
+def test_a_gpu_lock_holds_for_all_stores_but_no_other_gpu(tmp_path: Path, records: Records) -> None:
     other = Records(open_store(f"dir:{tmp_path}/other"))
     with measuring(records, ["one"], ["GPU-a"]):
         with measuring(other, ["two"], ["GPU-b"]):
             pass
-        said = r"on GPU GPU-a now; .*CUDA_VISIBLE_DEVICES"
+        message = r"on GPU GPU-a now; .*CUDA_VISIBLE_DEVICES"
         both = measuring(other, ["two"], ["GPU-b", "GPU-a"])
-        with pytest.raises(Busy, match=said), both:
+        with pytest.raises(Busy, match=message), both:
             pass
         same = measuring(records, ["one"], ["GPU-b"])
         with pytest.raises(Busy, match="this very command"), same:
             pass
-        with measuring(other, ["two"], ["GPU-b"]):  # what was held before is free again
+        with measuring(other, ["two"], ["GPU-b"]):  # its earlier locks are released
             pass
 
 
 @pytest.mark.gpu
 def test_apply_makes_no_cuda_context(tmp_path: Path) -> None:
-    """The driver lists a process that has a context: that is asked, not PyTorch alone."""
+    """Checked with PyTorch and with the driver, which lists every process with a context."""
     source = """
 import os, warnings
 warnings.simplefilter('ignore')
@@ -141,5 +141,5 @@ print(advice.device, torch.cuda.is_initialized())
 torch.ones(1, device='cuda')
 print(mine() - before)
 """
-    ran = script(tmp_path, source, process=True)
+    ran = run_script(tmp_path, source, process=True)
     assert ran.stdout.splitlines() == ["cuda:0 False", "1"], ran.stderr

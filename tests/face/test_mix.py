@@ -1,4 +1,4 @@
-"""Several shapes: tuned as one mix, found as one mix."""
+"""Several input shapes: tuned as one mix and looked up as one mix."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from advisor.cache.stores import open_store
 from advisor.errors import TargetFailed
 from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import describe
-from tests.face.commands import MODEL, advisor, own, take_over
-from tests.face.unmeasured import made_up
+from tests.face.commands import MODEL, advisor, own
+from tests.face.unmeasured import fake_worker
 from tests.tuners.test_worker import config, job
 
 SHAPES = [(2, 3, 10, 10), (6, 3, 6, 6), (4, 3, 8, 8)]
-GIVEN = [word for shape in SHAPES for word in ("--shape", "x".join(map(str, shape)))]
+SHAPE_OPTIONS = [word for shape in SHAPES for word in ("--shape", "x".join(map(str, shape)))]
 QUICK = ("--budget", "10s", "--effort", "quick")
 TEXT = """
 from torch import nn
@@ -50,26 +50,20 @@ def make_batch(batch_size, device{more}):
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mix")
     (folder / "model.py").write_text(MODEL)
-    with made_up({("channels_last", True): 2.0}):
-        done = advisor(folder, "tune", "model.py", *GIVEN, *QUICK, **own(folder))
+    with fake_worker({("channels_last", True): 2.0}):
+        done = advisor(folder, "tune", "model.py", *SHAPE_OPTIONS, *QUICK, **own(folder))
     assert done.returncode == 0, done.stderr
     assert "4x3x8x8 + 6x3x6x6 + 2x3x10x10" in done.stderr
     return folder
 
 
-@pytest.fixture
-def tuned(project: Path, own_surroundings: Path) -> Path:
-    take_over(project)
-    return project
-
-
-def held() -> Record:
+def only_record() -> Record:
     (record,) = Records(open_store()).all()
     return record
 
 
 def test_one_record_holds_all_shapes(tuned: Path) -> None:
-    record = held()
+    record = only_record()
     assert record.key.task.mix == ((4, 3, 8, 8), (6, 3, 6, 6), (2, 3, 10, 10))
     assert not any(one.free for one in record.winners) and record.batch == 4
     assert record.winner(LOOP, free=True) == record.winner(LOOP)
@@ -77,36 +71,36 @@ def test_one_record_holds_all_shapes(tuned: Path) -> None:
     assert "4x3x8x8 + 6x3x6x6" in advisor(tuned, "show", record.id).stdout
 
 
-def test_it_is_found_in_any_order_and_by_all_its_shapes_only(tuned: Path) -> None:
+def test_lookup_needs_all_shapes_of_the_mix_in_any_order(tuned: Path) -> None:
     target = str(tuned / "model.py")
     for shapes in (SHAPES, SHAPES[::-1], ["6x3x6x6", "2x3x10x10", "4x3x8x8"]):
         advice = package.lookup(target, shape=shapes, strict=True)
         assert advice.status == "exact" and advice.batch_size == 4
     for shapes in (SHAPES[:2], (4, 3, 8, 8), "4x3x8x8"):
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert package.lookup(target, shape=shapes).status == "miss"
-        (one,) = seen
+        (one,) = caught
         assert "shapes 4x3x8x8+6x3x6x6+2x3x10x10 -> " in str(one.message)
 
 
-def test_it_is_measured_again_as_a_mix(tuned: Path) -> None:
-    with made_up({("channels_last", True): 2.0}):
-        done = advisor(tuned, "verify", held().id, "--budget", "60s")
+def test_verify_measures_the_whole_mix(tuned: Path) -> None:
+    with fake_worker({("channels_last", True): 2.0}):
+        done = advisor(tuned, "verify", only_record().id, "--budget", "60s")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("the record holds\n")
 
 
-def test_text_of_two_lengths(tmp_path: Path) -> None:
+def test_a_step_runs_texts_of_every_length(tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text(TEXT)
-    how = {"mix": [(4, 16), (4, 32)], "dtype": "int64", "vocab": 50}
-    made = Bench(job(tmp_path / "text.py", **how))
-    describe(made)
-    # A step is a pass: 8 samples.
-    assert made.block(config(4), 2, 1).samples == 16
+    fields = {"mix": [(4, 16), (4, 32)], "dtype": "int64", "vocab": 50}
+    bench = Bench(job(tmp_path / "text.py", **fields))
+    describe(bench)
+    # A step runs one batch of each length: 8 samples.
+    assert bench.block(config(4), 2, 1).samples == 16
 
 
-def test_a_make_batch_must_know_the_shape(tmp_path: Path) -> None:
+def test_make_batch_for_a_mix_needs_a_shape_argument(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(HOOK.format(more=""))
     (tmp_path / "three.py").write_text(HOOK.format(more=", shape"))
     mix = [(4, 3), (8, 3)]

@@ -1,4 +1,4 @@
-"""What is added as one row is found everywhere: in a copy of the sources that has one row more."""
+"""One row adds a field or a knob everywhere: tested on a copy of the sources with such rows."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ COMMAND = """
 import sys
 from pathlib import Path
 from tests.face.commands import advisor
-from tests.face.unmeasured import made_up
+from tests.face.unmeasured import fake_worker
 
-with made_up({("slack", 9): 1.4}):
+with fake_worker({("slack", 9): 1.4}):
     done = advisor(Path.cwd(), *sys.argv[1:])
 print(done.stdout, end="")
 sys.exit(done.stderr if done.returncode else 0)
 """
-"""A command for which the new knob makes a model 1.4 times as fast."""
+"""Runs an advisor command. The new knob makes the model 1.4 times as fast."""
 
 
 ROWS = (
@@ -59,13 +59,13 @@ ROWS = (
     ("advisor/arguments.py", "    vocab: int | None = None\n", "    flavour: str | None = None\n"),
     ("tuners/knobs.py", "    Knob(\n        name=THREADS,", KNOB),
 )
-"""(File, what the row stands before, the row)."""
+"""(File, the text that the row is inserted before, the row)."""
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """What code prints that imports, in place of the installed package, a copy of the sources with
-    these rows."""
+    """Run code and return its output. It imports a copy of the sources with these rows, not the
+    installed package."""
     sources, work = tmp_path_factory.mktemp("src"), tmp_path_factory.mktemp("work")
     for name in ("advisor", "tuners", "cache"):
         shutil.copytree(ROOT / name, sources / name, symlinks=True)
@@ -74,7 +74,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         assert before in source
         (sources / name).write_text(source.replace(before, row + before))
     (work / "model.py").write_text(MODEL)
-    path = f"{sources}{os.pathsep}{ROOT}"  # the tests' own modules lie beside ours
+    path = f"{sources}{os.pathsep}{ROOT}"  # ROOT has the modules of the tests
     env = os.environ | {"PYTHONPATH": path, "SLACK": "0"}
 
     def run(code: str, *words: str) -> str:
@@ -87,24 +87,24 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 
 def keywords(cls: Any, **more: object) -> set[str]:
-    """Of a Task or a Plan, those that an argument of the public functions has fields for."""
+    """Keywords of a Task or a Plan that a public class of arguments can set."""
     names = {one.name for one in dataclasses.fields(cls)}
     return {*cls(**dict.fromkeys(names, "some") | more).given}
 
 
-def test_the_public_arguments_have_every_row() -> None:
+def test_every_row_has_a_public_argument() -> None:
     every = {row.keyword for row in rows(Task).values() if row.option or row.switches}
     assert keywords(advisor.Model) | keywords(advisor.Permit) == every - {"shape"}
     planned = keywords(advisor.Budget) | keywords(advisor.Budget, length=3)
     assert planned == {row.keyword for row in rows(Plan).values()}
     applied = dict(inspect.signature(advisor.apply).parameters)
     assert len(applied) <= 10
-    del applied["tune"]  # which a lookup has no run for
+    del applied["tune"]  # lookup() has no run to tune
     assert applied == dict(inspect.signature(advisor.lookup).parameters)
 
 
 @pytest.mark.long
-def test_a_field_of_the_task(python: Callable[..., str]) -> None:
+def test_a_new_field_is_an_option_and_part_of_the_key(python: Callable[..., str]) -> None:
     advisor = functools.partial(python, COMMAND)
     assert "--flavour [plain|sour]" in advisor("tune", "--help")
     assert "--flavour [plain|sour]" in advisor("why", "--help")
@@ -120,35 +120,35 @@ def test_a_field_of_the_task(python: Callable[..., str]) -> None:
 
     line = sour["record"]["script"]
     assert 'flavour="sour"' in line and "flavour" not in plain["record"]["script"]
-    told = python(
+    output = python(
         f"import sys, advisor\n{line}\nprint(advice.record.id)\n"
         "print(advisor.lookup('model.py:Net', shape='4x3x8x8').record.id)\n"
         "sys.stderr = sys.stdout\n"
         "advisor.lookup(advisor.Model('model.py:Net', flavour='sour'), shape='4x3x9x9')"
     )
-    assert told.split()[:2] == [sour["record"]["id"], plain["record"]["id"]]
-    assert "--flavour sour" in told
+    assert output.split()[:2] == [sour["record"]["id"], plain["record"]["id"]]
+    assert "--flavour sour" in output
     why = advisor("why", "model.py", "--shape", SHAPE, "--flavour", "sour")
     assert "flavour plain -> sour" in why
 
 
 @pytest.mark.long
-def test_a_knob(python: Callable[..., str]) -> None:
-    """Of whole numbers from 0 on, which is what is read, by a mistake, as nothing at all."""
+def test_a_new_knob_is_tuned_shown_and_applied(python: Callable[..., str]) -> None:
+    """Its values are integers from 0 on, as 0 is easily mistaken for a missing value."""
     advisor = functools.partial(python, COMMAND)
     tune = ("tune", "model.py", "--shape", SHAPE, "--device", "cpu", "--json")
     options = ("--budget", "16s", "--fixed-batch", "--no-compile")
     options += ("--precisions", "default")
-    found = json.loads(advisor(*tune, *options))["record"]
-    chosen = {one["use"]: one["choice"]["config"]["slack"] for one in found["winners"]}
+    record = json.loads(advisor(*tune, *options))["record"]
+    chosen = {one["use"]: one["choice"]["config"]["slack"] for one in record["winners"]}
     assert chosen == {"flags": 9, "pilot": 9, "loop": 9, "capture": 9}
-    assert found["baseline"]["config"]["slack"] == 0
+    assert record["baseline"]["config"]["slack"] == 0
 
-    assert "slack=9" in advisor("explain", found["id"], "--budget", "8s")
-    assert "slack=9" in advisor("show", found["id"])
+    assert "slack=9" in advisor("explain", record["id"], "--budget", "8s")
+    assert "slack=9" in advisor("show", record["id"])
     served = python(
         "import os, advisor\n"
-        f"{found['script']}\n"
+        f"{record['script']}\n"
         "print(os.environ['SLACK'], advice.config.slack)\n"
         "missed = advisor.apply('model.py:Net', shape='4x3x9x9')\n"
         "print(missed.config.slack)"

@@ -1,4 +1,4 @@
-"""The report on a record: its page, `advisor show KEY`, and the lines that say what to do."""
+"""The report on a record: its HTML page, `advisor show KEY`, and the lines of advice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FAST = examples.DEFAULT.replace(precision="bf16", channels_last=True)
 
 
 class Page:
-    """A page taken apart: every tag is closed in turn, as in XML, or this raises."""
+    """A parsed page. Raises if the page is not well-formed XML."""
 
     def __init__(self, text: str) -> None:
         self.elements = list(ElementTree.fromstring(text).iter())
@@ -53,17 +53,17 @@ class Page:
         self.text = "".join(self.elements[0].itertext())
 
     def values(self, name: str) -> list[str]:
-        """Of an attribute, wherever it is."""
+        """The values of an attribute in all elements."""
         return [one.attrib[name] for one in self.elements if name in one.attrib]
 
 
 def flat(text: str) -> str:
-    """Without blanks, which a terminal folds and a page collapses."""
+    """The text without whitespace, which a terminal and a page change."""
     return "".join(text.split())
 
 
-def full() -> Record:
-    """A record with something in every section, failures included."""
+def full_record() -> Record:
+    """A record with content for every section, failures included."""
     made, paired = examples.record(), FAST.replace(num_workers=2, pin_memory=False)
     reason = "loss within 0.03% of fp32 over 24 steps, worst gradient 3.2% (conv.bias)"
     trials = (
@@ -92,34 +92,34 @@ def full() -> Record:
     )
 
 
-def well_made(text: str, sections: Sequence[str] = SECTIONS) -> Page:
-    """Taken apart, when it is a page that needs nothing and can be used without a mouse."""
+def check_page(text: str, sections: Sequence[str] = SECTIONS) -> Page:
+    """Parse a page. Checks that it is self-contained, accessible and has valid coordinates."""
     assert text.startswith("<!DOCTYPE html>")
-    found = Page(text)
-    assert set(found.tags) <= TAGS
-    assert not any(name.startswith("on") for one in found.elements for name in one.attrib)
-    ids = found.values("id")
+    parsed = Page(text)
+    assert set(parsed.tags) <= TAGS
+    assert not any(name.startswith("on") for one in parsed.elements for name in one.attrib)
+    ids = parsed.values("id")
     assert len(ids) == len(set(ids)) and set(sections) < set(ids)
-    assert {link.removeprefix("#") for link in found.values("href")} < set(ids)
-    assert all(link.startswith("#") for link in found.values("href"))
-    labels = {one for value in found.values("aria-labelledby") for one in value.split()}
+    assert {link.removeprefix("#") for link in parsed.values("href")} < set(ids)
+    assert all(link.startswith("#") for link in parsed.values("href"))
+    labels = {one for value in parsed.values("aria-labelledby") for one in value.split()}
     assert labels < set(ids)
-    assert not found.values("src") and not found.values("style")
-    for one in found.elements:
+    assert not parsed.values("src") and not parsed.values("style")
+    for one in parsed.elements:
         if one.tag == "svg":
             assert "aria-labelledby" in one.attrib or one.attrib["aria-hidden"] == "true"
         if one.attrib.get("class") == "scroll":
             assert one.attrib["tabindex"] == "0" and one.attrib["role"] == "region"
-    assert found.tags.count("h1") == 1
-    assert found.tags.count("table") == found.tags.count("caption")
+    assert parsed.tags.count("h1") == 1
+    assert parsed.tags.count("table") == parsed.tags.count("caption")
     for name in ("x", "y", "cx", "cy", "x1", "x2", "y1", "y2", "width"):
-        for value in found.values(name):
+        for value in parsed.values(name):
             assert 0 <= float(value.removesuffix("%")) <= 100, (name, value)
-    return found
+    return parsed
 
 
-def test_the_page_is_written_whole_in_place_of_an_older_one(tmp_path: Path) -> None:
-    record = full()
+def test_report_replaces_an_older_page(tmp_path: Path) -> None:
+    record = full_record()
     open_records(None).put(record)
     file = tmp_path / "page.html"
     file.write_text("of another day")
@@ -134,38 +134,38 @@ def test_the_page_is_written_whole_in_place_of_an_older_one(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("key", [examples.KEY, RUN], ids=["model", "run"])
-def test_a_terminal_says_the_same(key: Key, tmp_path: Path) -> None:
-    record = replace(full(), key=key)
+def test_show_prints_the_same_facts_as_the_page(key: Key, tmp_path: Path) -> None:
+    record = replace(full_record(), key=key)
     open_records(None).put(record)
     shown = advisor(tmp_path, "show", record.id)
     assert shown.returncode == 0, shown.stderr
-    terminal, written = flat(shown.stdout), flat(well_made(page(record)).text)
-    told = report(record)
-    facts = [told.title, told.headline, told.stale, *(value for _, value in told.facts)]
-    for section in told.sections:
+    terminal, written = flat(shown.stdout), flat(check_page(page(record)).text)
+    data = report(record)
+    facts = [data.title, data.headline, data.stale, *(value for _, value in data.facts)]
+    for section in data.sections:
         facts += [section.title, *section.lines, *section.code]
         rows = section.table.rows if section.table else []
         for cell in (cell for row in rows for cell in row.cells):
-            # A narrow column folds a cell, and other columns come between its lines.
+            # A narrow column wraps a cell; other columns come between its lines.
             assert flat(cell) in written and all(word in terminal for word in cell.split()), cell
     for fact in map(flat, facts):
         assert fact in terminal and fact in written, fact
 
 
-def test_every_section_has_its_numbers() -> None:
-    record = full()
-    told = {section.name: section for section in report(record).sections}
-    assert tuple(told) == SECTIONS
-    tables = [name for name, section in told.items() if section.table]
+def test_sections_tables_and_charts_of_a_full_record() -> None:
+    record = full_record()
+    by_name = {section.name: section for section in report(record).sections}
+    assert tuple(by_name) == SECTIONS
+    tables = [name for name, section in by_name.items() if section.table]
     assert tables == ["chosen", "tried", "knobs", "loader"]
-    charts = [section.chart.title for section in told.values() if section.chart]
-    assert not {section.title for section in told.values()} & set(charts), "a heading twice"
-    found = well_made(page(record))
-    assert "out of memory" in found.text and "said so" in found.text
-    assert "loss within 0.03% of fp32" in found.text and "wrong result" in found.text
-    assert "1.50x (1.47-1.53) as fast as torch's default" in found.text
-    assert "batch free" in found.text and '# or, with the batch free: batch="free"' in found.text
-    loader, tried, knobs = told["loader"].table, told["tried"].chart, told["knobs"].chart
+    charts = [section.chart.title for section in by_name.values() if section.chart]
+    assert not {section.title for section in by_name.values()} & set(charts), "a heading twice"
+    parsed = check_page(page(record))
+    assert "out of memory" in parsed.text and "said so" in parsed.text
+    assert "loss within 0.03% of fp32" in parsed.text and "wrong result" in parsed.text
+    assert "1.50x (1.47-1.53) as fast as torch's default" in parsed.text
+    assert "batch free" in parsed.text and '# or, with the batch free: batch="free"' in parsed.text
+    loader, tried, knobs = by_name["loader"].table, by_name["tried"].chart, by_name["knobs"].chart
     assert loader and [row.cells[3] for row in loader.rows] == ["80%", "97%"]
     assert isinstance(tried, Timeline) and isinstance(knobs, Comparison)
     assert [(one.at_s, one.samples_per_s, one.at_batch) for one in tried.points] == [
@@ -175,36 +175,36 @@ def test_every_section_has_its_numbers() -> None:
         (6.0, 2000.0, False),
     ]
     assert tried.leaders == [tried.points[0]], "the best so far is at the user's batch"
-    scale = across(knobs)  # a wide interval flattens no other
+    scale = across(knobs)  # a wide interval is cut, so that others stay visible
     assert scale.cuts(9.0) and not scale.cuts(0.9) and not scale.cuts(1.5)
     places = [scale.at(value) for value in (0.9, 1.0, 1.2, 1.4, 9.0)]
     assert all(a < b for a, b in itertools.pairwise(places)) and places[-1] == 99
 
 
-def test_from_which_step_on_the_advice_pays() -> None:
+def test_remarks_name_the_step_from_which_the_advice_pays() -> None:
     assert "The advice pays from step 939 on (1m 02s)." in sections.remarks(compiled())
 
 
-def test_what_is_empty_is_left_out() -> None:
+def test_empty_sections_are_left_out() -> None:
     made, left = examples.record(trials=0), ("chosen", "numerics", "script")
     default = tuple(replace(one, choice=made.baseline) for one in made.winners)
     nothing = replace(made, winners=default, input=Config())
     for one in (made, nothing):
         assert tuple(section.name for section in report(one).sections) == left
-    assert "The advice is torch's default" in well_made(page(nothing), left).text
+    assert "The advice is torch's default" in check_page(page(nothing), left).text
 
 
-NAMES = ("name", "origin", "reason", "advisor", "effort", "stale")
-"""Fields of a record that hold any text."""
+TEXT_FIELDS = ("name", "origin", "reason", "advisor", "effort", "stale")
+"""Fields of a record that hold free text."""
 
 
-def changed(value: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
-    """A record whose fields are what `change` makes of their names and values."""
+def mapped(value: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
+    """A copy of a record with each field's value replaced by `change(name, value)`."""
     if is_dataclass(value) and not isinstance(value, type):
-        held = {one.name: getattr(value, one.name) for one in fields(value)}
-        return replace(value, **{name: changed(one, change, name) for name, one in held.items()})
+        old = {one.name: getattr(value, one.name) for one in fields(value)}
+        return replace(value, **{name: mapped(one, change, name) for name, one in old.items()})
     if isinstance(value, tuple):
-        return tuple(changed(one, change, name) for one in value)
+        return tuple(mapped(one, change, name) for one in value)
     return change(name, value)
 
 
@@ -220,74 +220,74 @@ def changed(value: Any, change: Callable[[str, Any], Any], name: str = "") -> An
         "&lt;b&gt; &amp; ]]>",
     ],
 )
-def test_markup_in_a_record_is_text(text: str) -> None:
-    def odd(name: str, value: Any) -> Any:
+def test_markup_in_a_record_is_escaped(text: str) -> None:
+    def insert_markup(name: str, value: Any) -> Any:
         if isinstance(value, Config) and name in ("config", "knob"):
             return Config(value | {text: text})
-        return text if name in NAMES else value
+        return text if name in TEXT_FIELDS else value
 
-    plain = full()
-    record = replace(changed(plain, odd), baseline=plain.baseline)
+    plain = full_record()
+    record = replace(mapped(plain, insert_markup), baseline=plain.baseline)
     whole = page(record)
-    honest, found = well_made(page(plain)), well_made(whole)
-    assert set(found.tags) == set(honest.tags)
-    assert not any("alert" in value for one in found.elements for value in one.attrib.values())
-    assert flat(found.text).count(flat(text)) > 20
+    honest, parsed = check_page(page(plain)), check_page(whole)
+    assert set(parsed.tags) == set(honest.tags)
+    assert not any("alert" in value for one in parsed.elements for value in one.attrib.values())
+    assert flat(parsed.text).count(flat(text)) > 20
     assert "<" not in text or text not in whole
 
 
 EXTREMES = (5e-324, 1e-300, 0.5, 1.0, 1e17, 1e300, 1.7976931348623157e308)
-"""Each is allowed for a speed or for seconds."""
+"""Valid, but extreme values of a speed or a duration."""
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_numbers_that_nobody_measured_are_drawn_all_the_same(seed: int) -> None:
-    """And intervals that are none."""
-    chosen = random.Random(seed)
+def test_extreme_numbers_are_drawn(seed: int) -> None:
+    """Invalid intervals are drawn, too."""
+    rng = random.Random(seed)
 
-    def strained(name: str, value: Any) -> Any:
+    def extreme(name: str, value: Any) -> Any:
         if name == "peak_bytes":
-            return chosen.choice((0, 1, 2**63))
+            return rng.choice((0, 1, 2**63))
         none = (0.0, -1e308) * name.endswith(("low", "high"))
         drawn = isinstance(value, float) and name not in ("created", "tolerance")
-        return chosen.choice(EXTREMES + none) if drawn else value
+        return rng.choice(EXTREMES + none) if drawn else value
 
-    found = well_made(page(changed(full(), strained)))
-    assert not re.search(r"\bnan\b", found.text)
+    parsed = check_page(page(mapped(full_record(), extreme)))
+    assert not re.search(r"\bnan\b", parsed.text)
 
 
-def advises_nothing(key: Key, **more: Any) -> Record:
+def without_advice(key: Key, **more: Any) -> Record:
     made = examples.record(key, **more)
     own = made.baseline
     return replace(made, winners=examples.winners(own, own), input=Config(), raced=(own,))
 
 
-def tried(*rates: tuple[Config, float]) -> tuple[Trial, ...]:
-    found = (builders.measured(config, rate) for config, rate in rates)
-    return tuple(replace(one, number=number) for number, one in enumerate(found))
+def trials_of(*rates: tuple[Config, float]) -> tuple[Trial, ...]:
+    trials = (builders.measured(config, rate) for config, rate in rates)
+    return tuple(replace(one, number=number) for number, one in enumerate(trials))
 
 
 @pytest.mark.parametrize(
-    ("key", "effort", "said"),
+    ("key", "effort", "message"),
     [
         (RUN, "normal", "Nothing measured clearly gains on this machine; run it as usual."),
         (examples.KEY, "normal", "Nothing measured clearly gains on this machine; train as usual."),
         (RUN, "interrupted", "Could not tell what gains on this machine; run it as usual. Give a "),
     ],
 )
-def test_nothing_to_gain_is_not_started_with_an_advice(key: Key, effort: str, said: str) -> None:
-    trials = tried((examples.DEFAULT, 100.0), (FAST, 105.0))
-    record = replace(advises_nothing(key, effort=effort), trials=trials)
+def test_without_a_gain_the_report_says_so(key: Key, effort: str, message: str) -> None:
+    trials = trials_of((examples.DEFAULT, 100.0), (FAST, 105.0))
+    record = replace(without_advice(key, effort=effort), trials=trials)
     section = report(record).sections[-1]
     assert section == sections.use(record, None, url="https://host")
     (line,) = section.lines
-    assert (section.name, section.code) == ("script", ()) and line.startswith(said)
+    assert (section.name, section.code) == ("script", ()) and line.startswith(message)
     whole = [*sections.remarks(record), line]
     assert sum("--force" in one for one in whole) == (effort == "interrupted")
 
 
-def test_a_run_that_gains_at_a_larger_batch_alone_is_started_with_that_batch_only() -> None:
-    made = advises_nothing(RUN)
+def test_a_gain_only_at_a_larger_batch_is_advised_for_that_batch() -> None:
+    made = without_advice(RUN)
     winners = examples.winners(
         made.baseline, made.baseline, free_pilot=examples.choice(FAST.at(128), 3300.0, 1.65)
     )
@@ -296,20 +296,20 @@ def test_a_run_that_gains_at_a_larger_batch_alone_is_started_with_that_batch_onl
     assert line.startswith("Nothing measured clearly gains") and "# or, with the batch free" in code
 
 
-def test_a_trial_is_shown_with_the_ratio_that_was_told_when_it_ended() -> None:
+def test_a_trial_is_shown_with_its_ratio_to_the_latest_baseline() -> None:
     own = examples.DEFAULT
-    trials = tried((own, 100.0), (FAST, 150.0), (own, 125.0), (FAST, 150.0))
+    trials = trials_of((own, 100.0), (FAST, 150.0), (own, 125.0), (FAST, 150.0))
     assert ratios(trials, own) == {0: 1.0, 1: 1.5, 2: 1.0, 3: 1.2}
-    made = replace(advises_nothing(RUN), trials=trials)
-    assert made.baseline.samples_per_s == 2000.0  # of the race
+    made = replace(without_advice(RUN), trials=trials)
+    assert made.baseline.samples_per_s == 2000.0  # measured in the race
     shown = {row.cells[0]: row.cells[4] for row in sections.trials(made).rows}
     assert shown == {"0": "1.00x", "1": "1.50x", "2": "1.00x", "3": "1.20x"}
 
 
-def test_a_record_with_fp8_says_what_no_comparison_shows() -> None:
+def test_a_record_with_fp8_shows_the_caveat_once() -> None:
     made, config = examples.record(), examples.DEFAULT.replace(precision="fp8")
     assert fp8.CAVEAT not in list(sections.remarks(made))
     one = examples.choice(config)
-    found = replace(made, winners=examples.winners(one, one))
-    assert list(sections.remarks(found)).count(fp8.CAVEAT) == 1
-    assert hf.setup(found, config).unsupported["precision"] == "fp8"
+    record = replace(made, winners=examples.winners(one, one))
+    assert list(sections.remarks(record)).count(fp8.CAVEAT) == 1
+    assert hf.setup(record, config).unsupported["precision"] == "fp8"

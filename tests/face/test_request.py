@@ -1,4 +1,4 @@
-"""What a script asks for, as one object."""
+"""A script's request as one object."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from advisor.tuners import environment
 from advisor.tuners.search.plan import Plan
 from tests.cache import examples
 
-NOTHING: dict[str, Any] = dict.fromkeys(
+DEFAULTS: dict[str, Any] = dict.fromkeys(
     ("batch", "capture", "store", "length", "shape", "device", "mode")
 )
 
 
-def of(target: object = None, **asked: Any) -> Request:
-    return Request.of(target, {**NOTHING, "device": "cpu", **asked})
+def request_of(target: object = None, **arguments: Any) -> Request:
+    return Request.of(target, {**DEFAULTS, "device": "cpu", **arguments})
 
 
 OPTION = "KNOB=OPTION, e.g. batch=--batch-size; KNOB is one of batch, num_workers"
@@ -42,30 +42,30 @@ ASKED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("asked", "found"), ASKED)
-def test_what_is_asked(asked: dict[str, Any], found: dict[str, Any]) -> None:
-    request = of(**asked)
-    assert {name: getattr(request, name) for name in found} == found
+@pytest.mark.parametrize(("asked", "expected"), ASKED)
+def test_arguments_become_request_fields(asked: dict[str, Any], expected: dict[str, Any]) -> None:
+    request = request_of(**asked)
+    assert {name: getattr(request, name) for name in expected} == expected
 
 
-def test_on_a_gpu_the_threads_of_the_host_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_for_a_gpu_has_no_host_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "detect", lambda _device: examples.ENVIRONMENT)
-    found = [of(device=device).query().threads for device in ("cuda:0", "cpu")]
-    assert found == [0, environment.own_threads()]
+    threads = [request_of(device=device).query().threads for device in ("cuda:0", "cpu")]
+    assert threads == [0, environment.own_threads()]
 
 
-def test_determinism_that_the_process_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "deterministic" not in of().given
+def test_deterministic_flags_of_the_process_are_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "deterministic" not in request_of().given
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    assert of().given["deterministic"] is True
-    assert of(deterministic=False).given["deterministic"] is False
+    assert request_of().given["deterministic"] is True
+    assert request_of(deterministic=False).given["deterministic"] is False
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert of().given["deterministic"] is True
+    assert request_of().given["deterministic"] is True
 
 
 @pytest.mark.parametrize(
-    ("target", "asked", "said"),
+    ("target", "asked", "message"),
     [
         (3, {}, "target 3: expected a target's name or an nn.Module"),
         *(
@@ -79,6 +79,6 @@ def test_determinism_that_the_process_asks_for(monkeypatch: pytest.MonkeyPatch) 
         (None, {"permit": Permit(map={"batch": 3})}, f"map {{'batch': 3}}: expected {OPTION}"),
     ],
 )
-def test_what_is_refused(target: object, asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=f"^{re.escape(said)}$"):
-        of(target, **asked)
+def test_wrong_arguments_are_refused(target: object, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
+        request_of(target, **asked)

@@ -1,4 +1,4 @@
-"""What is asked of a server: as JSON, and as the options of the command line."""
+"""A job for a server: as JSON, and as options of the command line."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ def given() -> dict[str, Any]:
     return {"model_args" if name == "model_arg" else name: v for name, v in OPTIONS.items()}
 
 
-def test_the_command_line_reads_its_words() -> None:
-    asked = JobSpec(target=TARGET, options=given())
-    options = tune.make_context("tune", [*asked.words(), TARGET]).params
+def test_tune_parses_the_words_of_a_target_job() -> None:
+    job = JobSpec(target=TARGET, options=given())
+    options = tune.make_context("tune", [*job.words(), TARGET]).params
     plan = {name: value for name, value in given().items() if name in ("budget", "trials", "seed")}
     plan["duration"] = "2h"
-    assert Plan.of(collected(Plan, options)) == Plan.of(plan) == asked.plan
+    assert Plan.of(collected(Plan, options)) == Plan.of(plan) == job.plan
     task = {name: value for name, value in given().items() if name not in plan}
     assert Task.of(TARGET, collected(Task, options)) == Task.of(TARGET, task)
 
 
-def test_a_commands_too() -> None:
+def test_tune_parses_the_words_of_a_command_job() -> None:
     allowed = {"precisions": "tf32,default", "max_memory": "20GiB", "tolerance": 0.0}
-    asked = JobSpec(command=("python", "x.py"), options={**allowed, "budget": "1m"})
-    options = tune.make_context("tune", [*asked.words(), "--", *asked.command]).params
+    job = JobSpec(command=("python", "x.py"), options={**allowed, "budget": "1m"})
+    options = tune.make_context("tune", [*job.words(), "--", *job.command]).params
     assert permissions(collected(Task, options)) == permissions(allowed)
-    assert asked.plan.seconds == 60
+    assert job.plan.seconds == 60
 
 
-def test_json_and_back() -> None:
-    asked = JobSpec(target=TARGET, options=given(), gpu="H100", gpus=4, env={"pip": "timm"})
-    again = JobSpec.of(json.loads(json.dumps(asked.plain)))
-    assert again == asked and again.key == asked.key
+def test_a_job_survives_json() -> None:
+    job = JobSpec(target=TARGET, options=given(), gpu="H100", gpus=4, env={"pip": "timm"})
+    again = JobSpec.of(json.loads(json.dumps(job.plain)))
+    assert again == job and again.key == job.key
 
 
-def test_what_is_the_same_has_the_same_key() -> None:
+def test_equal_jobs_have_the_same_key() -> None:
     def key(**more: Any) -> str:
         return JobSpec(**({"target": TARGET, "options": given()} | more)).key
 
@@ -74,19 +74,19 @@ def test_what_is_the_same_has_the_same_key() -> None:
     assert len({key(), *others}) == 1 + len(others)
 
 
-def test_a_long_command_is_shown_in_short() -> None:
+def test_a_long_command_is_shortened() -> None:
     shown = JobSpec(command=("python", "-c", "x" * 1000)).what
     assert len(shown) == 300 and shown.startswith("python -c x") and shown.endswith("…")
 
 
-def test_an_unknown_option_is_told_with_those_there_are() -> None:
+def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
     for name in ("script", "bogus"):
         with pytest.raises(UsageError, match=f"{name}: not an option; expected .*budget.*shape"):
             JobSpec(target="model.py:Net", options={"shape": "64x8", name: "x"})
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [
         *({"options": {"budget": one}} for one in ("1s", "-5m", [], {}, 10**400, True, "never")),
         {"command": []},
@@ -116,14 +116,14 @@ def test_an_unknown_option_is_told_with_those_there_are() -> None:
         {"more": 1},
     ],
 )
-def test_what_is_no_job(asked: dict[str, Any]) -> None:
+def test_an_invalid_job_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
-        JobSpec.of({"command": ["python"]} | asked)
+        JobSpec.of({"command": ["python"]} | fields)
     assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize(
-    ("gpu", "name", "meant"),
+    ("gpu", "name", "matches"),
     [
         ("h100", "NVIDIA H100 80GB HBM3", True),
         ("", "H100", True),
@@ -135,17 +135,17 @@ def test_what_is_no_job(asked: dict[str, Any]) -> None:
         ("NVIDIA H100 80GB HBM3", "", False),
     ],
 )
-def test_a_kind_of_gpu_is_matched_by_its_whole_name(gpu: str, name: str, meant: bool) -> None:
-    assert gpu_matches(gpu, name) is meant
+def test_a_gpu_is_matched_by_whole_words(gpu: str, name: str, matches: bool) -> None:
+    assert gpu_matches(gpu, name) is matches
 
 
 DEEP: Any = functools.reduce(lambda inner, _: [inner], range(20_000), [])
 
 
 @pytest.mark.parametrize("value", ["\x1b[2J", "a\nb", "\ud800", float("nan"), 10**400, DEEP])
-def test_no_option_smuggles_anything_in(value: Any) -> None:
+def test_options_are_printable_json_or_refused(value: Any) -> None:
     for options in ({"shape": value}, {"shape": "1x8", "model_args": {"a": value}}):
         with contextlib.suppress(UsageError):
-            asked = JobSpec.of({"target": TARGET, "options": options})
-            assert all(word.isprintable() for word in asked.words())
-            assert json.loads(json.dumps(asked.plain, allow_nan=False)) == asked.plain
+            job = JobSpec.of({"target": TARGET, "options": options})
+            assert all(word.isprintable() for word in job.words())
+            assert json.loads(json.dumps(job.plain, allow_nan=False)) == job.plain

@@ -1,4 +1,4 @@
-"""Store: what a store has, copied elsewhere and tidied, from Python."""
+"""advisor.Store: list, copy and prune records from Python."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def store(tmp_path: Path) -> advisor.Store:
     return advisor.Store(url)
 
 
-def test_its_records(store: advisor.Store, tmp_path: Path) -> None:
+def test_records_lists_the_records_of_a_store(store: advisor.Store, tmp_path: Path) -> None:
     assert [record.id for record in store.records()] == [MADE.id]
     assert advisor.Store(f"dir:{tmp_path}/none").records() == []
     with pytest.raises(advisor.UsageError):
         advisor.Store(3)  # type: ignore[arg-type]
 
 
-def test_sync_copies(store: advisor.Store, tmp_path: Path) -> None:
+def test_sync_copies_records(store: advisor.Store, tmp_path: Path) -> None:
     other = advisor.Store(f"dir:{tmp_path}/two")
     assert [one.outcome for one in store.sync(other)] == ["added"]
     assert [record.id for record in other.records()] == [MADE.id]
@@ -41,7 +41,7 @@ def test_sync_copies(store: advisor.Store, tmp_path: Path) -> None:
         advisor.Store([f"dir:{tmp_path}/one", f"dir:{tmp_path}/two"]).sync(other)
 
 
-def test_a_pack_takes_them_elsewhere(store: advisor.Store, tmp_path: Path) -> None:
+def test_export_and_import_copy_records(store: advisor.Store, tmp_path: Path) -> None:
     pack = str(tmp_path / "nets.pack")
     assert store.export(pack) == 1
     other = advisor.Store(f"dir:{tmp_path}/two")
@@ -53,11 +53,11 @@ def test_a_pack_takes_them_elsewhere(store: advisor.Store, tmp_path: Path) -> No
         store.import_(tmp_path / "none.pack")
 
 
-def test_prune_removes_once_it_is_told_to(store: advisor.Store) -> None:
+def test_prune_removes_records_unless_it_is_a_dry_run(store: advisor.Store) -> None:
     newer = replace(MADE.provenance, created=MADE.provenance.created + 1.0)
     open_records(store.urls).put(replace(MADE, provenance=newer))
-    (going,) = store.prune()
-    assert going.key.record_id == MADE.id and going.reason.startswith("superseded")
+    (removed,) = store.prune()
+    assert removed.key.record_id == MADE.id and removed.reason.startswith("superseded")
     assert len(store.prune()) == 1, "a dry run removes nothing"
     assert len(store.prune(dry_run=False)) == 1
     assert store.prune() == [] and [one.id for one in store.records()] == [MADE.id]
@@ -74,20 +74,20 @@ USES: dict[str, Callable[[advisor.Store, Path], object]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_store_that_cannot_be_reached_is_no_other_store(
+def test_an_unreachable_store_is_not_replaced_by_the_default_one(
     store: advisor.Store, tmp_path: Path, use: str
 ) -> None:
-    """The user's cache folder has a record too, which is not taken for the named store's."""
+    """The default store has a record too, which must not be used instead."""
     store.export(tmp_path / "one.pack")
     open_records(None).put(MADE)
-    away = advisor.Store(f"http://127.0.0.1:{servers.free_port()}?timeout=1s")
+    unreachable = advisor.Store(f"http://127.0.0.1:{servers.free_port()}?timeout=1s")
     with pytest.raises(advisor.StoreError, match="refused") as caught:
-        USES[use](away, tmp_path)
+        USES[use](unreachable, tmp_path)
     assert "\n" not in str(caught.value) and not (tmp_path / "pack").exists()
 
 
 @pytest.mark.parametrize("use", ["records", "export"])
-def test_what_cannot_be_read_is_one_warning(store: advisor.Store, tmp_path: Path, use: str) -> None:
+def test_unreadable_records_warn_once(store: advisor.Store, tmp_path: Path, use: str) -> None:
     (inner,) = open_records(store.urls).stores
     for threads in (1, 2):
         bad = examples.record(key=examples.changed(examples.KEY, "threads", threads))
@@ -98,6 +98,6 @@ def test_what_cannot_be_read_is_one_warning(store: advisor.Store, tmp_path: Path
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(advisor.Store(f"dir:{tmp_path}/none").records()) == 0
-    away = advisor.Store([*store.urls, f"http://127.0.0.1:{servers.free_port()}?timeout=1s"])
+    unreachable = advisor.Store([*store.urls, f"http://127.0.0.1:{servers.free_port()}?timeout=1s"])
     with pytest.warns(advisor.AdvisorWarning, match="refused"):
-        assert len(away.records()) == 1
+        assert len(unreachable.records()) == 1

@@ -1,4 +1,4 @@
-"""Which of a target's records are meant."""
+"""Which record matches a target."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ WIDE = Config(width=2)
 SMALL = ((32, 3, 256, 256),)
 
 
-def meant(
-    found: list[Record], target: str | nn.Module = "model.py", query: Query = QUERY, **given: Any
+def match_of(
+    records: list[Record], target: str | nn.Module = "model.py", query: Query = QUERY, **given: Any
 ) -> Match:
-    """The match among some records, as a request for this target means it."""
+    """The match of a request for this target among the records."""
     request = Request(target=target, given={"mode": "train", **given})
-    return TargetResolver(request, query).match(found)
+    return TargetResolver(request, query).match(records)
 
 
 def record(name: str = "model.py:Net", origin: str = "", code: str = "", **task: Any) -> Record:
@@ -44,28 +44,28 @@ def record(name: str = "model.py:Net", origin: str = "", code: str = "", **task:
     )
 
 
-def mine(name: str = "Net", **task: Any) -> Record:
-    """A record of the current folder's model.py."""
+def local_record(name: str = "Net", **task: Any) -> Record:
+    """A record of the model.py in the current folder."""
     spec = parse(f"model.py:{name}")
     return record(spec.name, origin=spec.origin, code=spec.code, **task)
 
 
-def asking(**given: Any) -> Query:
+def query_for(**given: Any) -> Query:
     return replace(QUERY, given=given)
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a model's file."""
+    """The current folder, with an empty model.py."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").touch()
     return tmp_path
 
 
-def test_a_name_means_the_very_file(here: Path) -> None:
+def test_a_name_matches_only_records_of_its_file(here: Path) -> None:
     other = record(origin="0123456789abcdef")
     for target, fits in (("model.py:Net", False), (nn.Linear(1, 1), True)):
-        assert meant([mine()], target).fits and meant([other], target).fits is fits
+        assert match_of([local_record()], target).fits and match_of([other], target).fits is fits
 
 
 NET = """
@@ -91,25 +91,25 @@ PARTS = "from torch import nn\nclass Block(nn.Linear): pass\ndef metric(x): retu
 
 
 class TestCode:
-    """What is served by a name is what was tuned, as far as its code says."""
+    """A record matches the name of its target only if the code is unchanged."""
 
     @pytest.fixture
     def tuned(self, here: Path) -> Record:
-        """A record of NET's factory."""
+        """A record of build_model() in NET."""
         (here / "parts.py").write_text(PARTS)
         (here / "model.py").write_text(NET)
-        return mine("build_model")
+        return local_record("build_model")
 
     @staticmethod
-    def says(tuned: Record) -> list[str]:
-        """What differs, by each way of naming it; where all agree, once."""
-        said = []
+    def differences(tuned: Record) -> list[str]:
+        """The differences to the request. Both names of the target must give the same ones."""
+        differences = []
         for target in ("model.py:build_model", "model.py"):
-            match = meant([tuned], target)
+            match = match_of([tuned], target)
             assert match.record is tuned and match.fits == (not match.differs)
-            said.append([str(one) for one in match.differs])
-        assert said[0] == said[1]
-        return said[0]
+            differences.append([str(one) for one in match.differs])
+        assert differences[0] == differences[1]
+        return differences[0]
 
     @pytest.mark.parametrize(
         ("file", "before", "after", "counts"),
@@ -121,40 +121,40 @@ class TestCode:
             ("parts.py", "return x + 1", "return x + 2", False),
         ],
     )
-    def test_that_changed_is_a_miss_if_it_decides_the_model(
+    def test_an_edit_is_a_miss_if_it_changes_the_model(
         self, tuned: Record, here: Path, file: str, before: str, after: str, counts: bool
     ) -> None:
-        """Which code decides: tests/tuners/test_target.py."""
+        """tests/tuners/test_target.py tests which code belongs to a model."""
         text = (here / file).read_text()
-        assert before in text and self.says(tuned) == []
+        assert before in text and self.differences(tuned) == []
         (here / file).write_text(text.replace(before, after))
-        assert self.says(tuned) == ["code as tuned -> edited since"] * counts
+        assert self.differences(tuned) == ["code as tuned -> edited since"] * counts
 
-    def test_that_cannot_be_read_is_not_known(self, tuned: Record, here: Path) -> None:
+    def test_unreadable_code_is_a_miss(self, tuned: Record, here: Path) -> None:
         (here / "model.py").write_text("def model(:\n")
         fault = "code as tuned -> not known, model.py cannot be read: SyntaxError"
-        assert self.says(tuned) == [fault]
-        # Nor is that of which a record says nothing.
+        assert self.differences(tuned) == [fault]
+        # A record without a hash of its code does not match, either.
         (here / "model.py").write_text(NET)
-        assert self.says(replace(tuned, target=replace(tuned.target, code="")))
+        assert self.differences(replace(tuned, target=replace(tuned.target, code="")))
 
-    def test_what_else_differs_is_said_too(self, tuned: Record, here: Path) -> None:
+    def test_other_differences_are_listed_too(self, tuned: Record, here: Path) -> None:
         (here / "model.py").write_text(NET.replace("out(0.1", "out(0.5"))
-        match = meant([tuned], "model.py", asking(deterministic=True), model_args=WIDE)
+        match = match_of([tuned], "model.py", query_for(deterministic=True), model_args=WIDE)
         assert [str(one) for one in match.differs] == [
             "code as tuned -> edited since",
             "model args none -> width=2",
             "deterministic False -> True",
         ]
 
-    def test_of_another_file_comes_after_it(self, tuned: Record, here: Path) -> None:
+    def test_a_record_of_the_same_file_comes_first(self, tuned: Record, here: Path) -> None:
         other = replace(tuned, target=replace(tuned.target, origin="0123456789abcdef"))
         (here / "model.py").write_text(NET.replace("out(0.1", "out(0.5"))
-        for found in ([other, tuned], [tuned, other]):
-            assert meant(found, "model.py").record is tuned
+        for records in ([other, tuned], [tuned, other]):
+            assert match_of(records, "model.py").record is tuned
 
     @pytest.mark.parametrize("target", ["model.py:build_model", "model.py", "model.py:Net", "b.py"])
-    def test_in_another_folder_its_name_is_meant_while_the_code_is_the_same(
+    def test_a_moved_file_matches_by_its_name_if_its_code_is_unchanged(
         self, tuned: Record, here: Path, monkeypatch: pytest.MonkeyPatch, target: str
     ) -> None:
         (copy := here / "copy").mkdir()
@@ -165,12 +165,12 @@ class TestCode:
         same = target in ("model.py:build_model", "model.py")
         for text in (NET, NET.replace("out(0.1", "out(0.5")):
             (copy / "model.py").write_text(text)
-            said = [str(one) for one in meant([tuned], target).differs]
-            assert said == ([] if same and text == NET else [ANOTHER])
+            differs = [str(one) for one in match_of([tuned], target).differs]
+            assert differs == ([] if same and text == NET else [ANOTHER])
 
 
 @pytest.mark.parametrize(
-    ("found", "listed"),
+    ("tasks", "listed"),
     [
         (
             [{"name": "A"}, {"name": "B"}],
@@ -187,45 +187,45 @@ class TestCode:
     ],
     ids=["targets", "samples", "arguments"],
 )
-def test_of_several_none_is_guessed(here: Path, found: list[dict[str, Any]], listed: str) -> None:
+def test_several_matches_are_refused(here: Path, tasks: list[dict[str, Any]], listed: str) -> None:
     with pytest.raises(NoRecord, match=r"several records fit: .* Name one: apply") as refused:
-        meant([mine(**one) for one in found])
+        match_of([local_record(**one) for one in tasks])
     assert listed in str(refused.value)
 
 
-def test_the_same_at_another_batch_or_what_does_not_fit_is_no_rival(here: Path) -> None:
-    for other, found, given in (
-        (mine(), mine(shapes=SMALL), {"shapes": SMALL}),
-        (mine("A"), mine("B", deterministic=True), {"deterministic": True}),
+def test_records_of_another_batch_or_task_are_not_ambiguous(here: Path) -> None:
+    for other, fitting, given in (
+        (local_record(), local_record(shapes=SMALL), {"shapes": SMALL}),
+        (local_record("A"), local_record("B", deterministic=True), {"deterministic": True}),
     ):
-        match = meant([other, found], query=asking(**given))
-        assert match.fits and match.record is found
+        match = match_of([other, fitting], query=query_for(**given))
+        assert match.fits and match.record is fitting
 
 
-def test_without_arguments_the_model_without_them_is_meant(here: Path) -> None:
-    plain, wide = mine(), mine(model_args=WIDE)
+def test_without_arguments_the_record_without_arguments_matches(here: Path) -> None:
+    plain, wide = local_record(), local_record(model_args=WIDE)
     wide = replace(wide, provenance=replace(wide.provenance, created=1.8e9))
-    assert meant([plain, wide]).record is meant([wide, plain]).record is plain
-    assert meant([plain, wide], model_args=WIDE).record is wide
+    assert match_of([plain, wide]).record is match_of([wide, plain]).record is plain
+    assert match_of([plain, wide], model_args=WIDE).record is wide
 
 
-def test_a_model_in_hand_is_sought_by_its_fingerprint() -> None:
+def test_a_model_object_is_looked_up_by_its_fingerprint() -> None:
     query = replace(QUERY, model="ab" * 32)
     resolver = TargetResolver(Request(target=nn.Linear(2, 2), given={"mode": "train"}), query)
     assert resolver.sought() == RecordFilter(model="ab" * 32, query=query)
 
 
-def test_a_miss_has_the_nearest(here: Path) -> None:
-    match = meant([mine()], query=asking(deterministic=True))
+def test_a_miss_has_the_nearest_record(here: Path) -> None:
+    match = match_of([local_record()], query=query_for(deterministic=True))
     assert [str(one) for one in match.differs] == ["deterministic False -> True"]
     other = record(origin="0123456789abcdef")
-    match = meant([other], "model.py:Net")
+    match = match_of([other], "model.py:Net")
     assert (match.kind, match.record) == ("miss", other)
     assert [str(one) for one in match.differs] == [ANOTHER]
-    assert meant([], "model.py:Net") == Match()
+    assert match_of([], "model.py:Net") == Match()
 
 
-def test_a_file_beside_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_file_beside_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder := tmp_path / "project").mkdir()
     (folder / "model.py").touch()
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(folder / "train.py")))

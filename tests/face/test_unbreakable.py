@@ -1,4 +1,4 @@
-"""apply() never breaks a run and never waits: a warning, torch's defaults, and on."""
+"""apply() never breaks a run and never waits: it warns and continues with torch's defaults."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from advisor.cache.stores import open_store
 from advisor.cache.stores.dir import DirStore
 from advisor.tuners.knobs import TORCH
 from tests.builders import lookup_arguments
-from tests.face.commands import script
-from tests.face.test_apply import NET, record, remember
+from tests.face.commands import run_script
+from tests.face.test_apply import NET, record, store_record
 
 __all__ = ["record"]
 
 
-def process() -> tuple[object, ...]:
-    """Everything that a flag of any knob sets."""
+def flag_state() -> tuple[object, ...]:
+    """State of the process that flags of knobs set."""
     return (
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),
@@ -46,34 +46,34 @@ def process() -> tuple[object, ...]:
     )
 
 
-def unharmed(target: object = "model.py:Net", **asked: Any) -> str:
-    """apply() as a script calls it: the one warning, after torch's defaults were served."""
-    before = process()
-    asked = {"device": "cpu", **asked}
+def check_apply(target: object = "model.py:Net", **arguments: Any) -> str:
+    """Call apply() as a script does, check that it serves the defaults, and return its warning."""
+    before = flag_state()
+    arguments = {"device": "cpu", **arguments}
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        advice = advisor.apply(**lookup_arguments(target, **asked))  # type: ignore[arg-type]
+        advice = advisor.apply(**lookup_arguments(target, **arguments))  # type: ignore[arg-type]
     assert (advice.status, advice.config) == ("miss", TORCH)
-    assert process() == before
+    assert flag_state() == before
     model = advice.prepare(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **advice.optimizer)
     with advice.autocast():
         loss = model(torch.ones(1, 2)).sum()
     advice.step(loss, optimizer)
-    said, *others = [str(w.message) for w in seen if w.category is advisor.AdvisorWarning] or [""]
-    assert said and not others, (advice.reason, seen)
-    assert "Training goes on unmodified" in said and "\n" not in said
-    return said
+    text, *others = [str(w.message) for w in seen if w.category is advisor.AdvisorWarning] or [""]
+    assert text and not others, (advice.reason, seen)
+    assert "Training goes on unmodified" in text and "\n" not in text
+    return text
 
 
-def strictly(target: object = "model.py:Net", **asked: Any) -> None:
+def check_strict(target: object = "model.py:Net", **arguments: Any) -> None:
     with pytest.raises(advisor.AdvisorError):
-        advisor.lookup(**lookup_arguments(target, **{"device": "cpu", "strict": True, **asked}))
+        advisor.lookup(**lookup_arguments(target, **{"device": "cpu", "strict": True, **arguments}))
 
 
 @pytest.fixture
 def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a user whom the system does not know, as in many containers."""
+    """A user without a home folder or an account, as in many containers."""
 
     def unknown(*_args: object) -> object:
         raise KeyError("getpwuid(): uid not found: 4711")
@@ -83,25 +83,25 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pwd.getpwuid", unknown)
 
 
-def test_without_a_home(here: Path, no_home: None) -> None:
-    said = unharmed()
-    assert "ADVISOR_CACHE" in said
-    strictly()
+def test_apply_works_without_a_home_folder(here: Path, no_home: None) -> None:
+    message = check_apply()
+    assert "ADVISOR_CACHE" in message
+    check_strict()
     for cache in ("~/.cache/x", "disk:~/x", "~nobody_of_that_name/x", "a" * 5000):
-        unharmed(cache=cache)
-        strictly(cache=cache)
+        check_apply(cache=cache)
+        check_strict(cache=cache)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a folder in use cannot be removed there")
-def test_where_the_current_folder_is_gone(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unharmed()  # torch's first optimizer asks for the current folder
+def test_apply_works_in_a_deleted_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_apply()  # torch's first optimizer reads the current folder
     gone = here / "gone"
     gone.mkdir()
     os.chdir(gone)
     gone.rmdir()
     try:
-        unharmed()
-        strictly()
+        check_apply()
+        check_strict()
         for script in (None, "<stdin>", __file__):
             monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=script))
             with pytest.warns(advisor.AdvisorWarning, match="model.py:Net': cannot be found"):
@@ -111,10 +111,10 @@ def test_where_the_current_folder_is_gone(here: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("given", [Path("store"), ["store"], (Path("store"),)])
-def test_a_store_given_as_a_path(record: Any, own_surroundings: Path, given: Any) -> None:
+def test_a_store_may_be_given_as_a_path(record: Any, own_surroundings: Path, given: Any) -> None:
     Path("store").symlink_to(own_surroundings)
-    asked = NET
-    assert advisor.apply(asked, store=given).status == "exact"
+    model = NET
+    assert advisor.apply(model, store=given).status == "exact"
 
 
 VARIABLES: dict[str, tuple[str, ...]] = {
@@ -131,7 +131,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize(
     ("variable", "value"), [(name, value) for name, many in VARIABLES.items() for value in many]
 )
-def test_odd_variables(
+def test_apply_survives_invalid_environment_variables(
     here: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -141,16 +141,16 @@ def test_odd_variables(
     log = logging.getLogger("advisor")
     monkeypatch.setattr(log, "handlers", list(log.handlers))
     monkeypatch.setenv(variable, value)
-    before = process()
-    with warnings.catch_warnings(record=True) as seen:
+    before = flag_state()
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         advice = advisor.apply(NET)
         advisor.apply("model.py:Net", capture=True)
-    # A rank other than the first leaves the saying to that one.
-    assert advice.status == "miss" and len(seen) == (0 if variable == "RANK" else 2)
+    # Only rank 0 warns.
+    assert advice.status == "miss" and len(caught) == (0 if variable == "RANK" else 2)
     assert "please report" not in caplog.text
-    assert process() == before
-    strictly()
+    assert flag_state() == before
+    check_strict()
 
 
 @pytest.mark.parametrize("value", ["2", "yes please", "\udcff"])
@@ -162,7 +162,7 @@ def test_odd_variables(
         ("ADVISOR_KEEP_LOADER", "expected 1 or 0; it counts as 1"),
     ],
 )
-def test_a_variable_that_means_nothing_is_one_line(
+def test_an_invalid_variable_gives_one_line(
     record: Any, here: Path, variable: str, counts: str, value: str
 ) -> None:
     source = (
@@ -170,9 +170,9 @@ def test_a_variable_that_means_nothing_is_one_line(
         "for _ in 'ab': advisor.apply(advisor.Model('model.py:Net', device='cpu'))\n"
         "from advisor.cache import settings\nfor _ in 'ab': settings.is_on('ADVISOR_KEEP_LOADER')\n"
     )
-    said = script(here, source, **{variable: value}).stderr
+    output = run_script(here, source, **{variable: value}).stderr
     line = f"{variable}={value}: {counts}".replace("\udcff", "?")
-    assert said.count(line) == 1, said
+    assert output.count(line) == 1, output
 
 
 @pytest.mark.parametrize(
@@ -187,17 +187,17 @@ def test_a_variable_that_means_nothing_is_one_line(
         None,
     ],
 )
-def test_an_odd_project(here: Path, monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
-    """None: a pipe, which is not waited for."""
+def test_invalid_pyproject(here: Path, monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
+    """`text` None: pyproject.toml is a named pipe, which must not block."""
     monkeypatch.delenv("ADVISOR_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(here / "home"))
     if text is None:
         os.mkfifo(here / "pyproject.toml")
     else:
         (here / "pyproject.toml").write_text(text, errors="surrogateescape")
-    said = unharmed()
-    assert text is not None or "not a regular file" in said
-    strictly()
+    message = check_apply()
+    assert text is not None or "not a regular file" in message
+    check_strict()
 
 
 class Raising(nn.Linear):
@@ -205,24 +205,24 @@ class Raising(nn.Linear):
         raise RuntimeError("no words")
 
 
-class NoLength(nn.Module):
+class NoModule(nn.Module):
     def named_modules(self, *_args: Any, **_more: Any) -> Iterator[Any]:
         raise ValueError("not for you")
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: nn.LazyLinear(3), lambda: Raising(2, 2), NoLength], ids=["lazy", "repr", "odd"]
+    "make", [lambda: nn.LazyLinear(3), lambda: Raising(2, 2), NoModule], ids=["lazy", "repr", "odd"]
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_odd_models(record: Any, make: Callable[[], nn.Module]) -> None:
-    unharmed(make(), shape=(4, 2))
-    if make is not NoLength:
+def test_apply_survives_unusual_models(record: Any, make: Callable[[], nn.Module]) -> None:
+    check_apply(make(), shape=(4, 2))
+    if make is not NoModule:
         with pytest.warns(advisor.AdvisorWarning, match=r"not the one tuned|cannot be compared"):
             advisor.lookup(NET).prepare(make())
 
 
 NAN, INF = float("nan"), float("inf")
-ODD: dict[str, tuple[Any, ...]] = {
+INVALID: dict[str, tuple[Any, ...]] = {
     "target": (3, b"x", "\0", "a" * 5000, "~nobody_of_that_name/x.py"),
     "shape": ("4by3", object(), [[]], NAN, [None]),
     "batch": (INF, True, "big"),
@@ -239,9 +239,9 @@ ODD: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, many in ODD.items() for v in many])
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, many in INVALID.items() for v in many])
 @pytest.mark.parametrize("target", ["model.py:Net", None])
-def test_odd_arguments(
+def test_apply_survives_invalid_arguments(
     record: Any,
     target: str | None,
     name: str,
@@ -249,35 +249,35 @@ def test_odd_arguments(
     here: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Without a script and a target, no store is read.
+    # Without a script and a target, apply() reads no store.
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(here / "train.py"), raising=False)
-    said = unharmed(**{"target": target, name: value})
-    assert name != "tune" or "expected a time above zero, as 90s, 5m or 1h30m" in said
+    message = check_apply(**{"target": target, name: value})
+    assert name != "tune" or "expected a time above zero, as 90s, 5m or 1h30m" in message
     with pytest.raises(advisor.AdvisorError):
-        asked = {"target": target, "device": "cpu", "strict": True, name: value}
-        advisor.apply(**lookup_arguments(**asked))
+        arguments = {"target": target, "device": "cpu", "strict": True, name: value}
+        advisor.apply(**lookup_arguments(**arguments))
 
 
-def test_a_time_to_tune_beside_a_target_is_refused(record: Any) -> None:
-    said = "advisor: tune='10m' tunes the running script, and takes no target; leave one of them"
-    assert unharmed(tune="10m").startswith(said)
+def test_a_time_to_tune_is_refused_if_a_target_is_given(record: Any) -> None:
+    message = "advisor: tune='10m' tunes the running script, and takes no target; leave one of them"
+    assert check_apply(tune="10m").startswith(message)
 
 
-def test_a_store_that_hangs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it hangs: a lookup has one deadline for all stores."""
+def test_apply_waits_for_no_hanging_store(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup has one deadline for all stores."""
     released = threading.Event()
     monkeypatch.setattr(DirStore, "keys", lambda _self: released.wait(60) and [])
     try:
         began = time.monotonic()
-        said = unharmed(cache=[f"dir:{here}/one", f"dir:{here}/two", f"dir:{here}/three"])
-        # Ten times the deadline, on a busy host; a minute if it is not kept.
+        message = check_apply(cache=[f"dir:{here}/one", f"dir:{here}/two", f"dir:{here}/three"])
+        # Up to 10x the deadline on a busy host. Without a deadline it takes a minute.
         assert time.monotonic() - began < 10 * asking.DEADLINE_S
-        assert "no answer within" in said
+        assert "no answer within" in message
     finally:
         released.set()
 
 
-def test_the_catch_all_says_where_it_went_wrong(
+def test_an_internal_error_is_logged_with_its_traceback(
     here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_args: object, **_more: object) -> None:
@@ -285,8 +285,8 @@ def test_the_catch_all_says_where_it_went_wrong(
 
     monkeypatch.setattr("advisor.resolve.lookups.look_up", broken)
     with caplog.at_level(logging.ERROR, logger="advisor"):
-        said = unharmed()
-    assert "ZeroDivisionError: of ours" in said
+        message = check_apply()
+    assert "ZeroDivisionError: of ours" in message
     (logged,) = (one for one in caplog.records if one.exc_info)
     assert logged.name == "advisor" and logged.levelno == logging.ERROR
     assert logged.exc_info is not None and logged.exc_info[0] is ZeroDivisionError
@@ -295,24 +295,24 @@ def test_the_catch_all_says_where_it_went_wrong(
         advisor.apply(NET, strict=True)
 
 
-@pytest.mark.parametrize("users", [False, True])
-def test_an_advice_that_is_the_default_changes_nothing(
-    here: Path, monkeypatch: pytest.MonkeyPatch, users: bool
+@pytest.mark.parametrize("changed", [False, True])
+def test_advice_equal_to_the_default_changes_nothing(
+    here: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
 ) -> None:
-    """Also in a process where the user has set all of it otherwise."""
-    made = remember()
+    """Also if the user has set the flags to other values."""
+    made = store_record()
     same = tuple(replace(one, choice=made.baseline) for one in made.winners)
     Records(open_store(None)).put(replace(made, winners=same, revised=time.time()))
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     try:
-        if users:
+        if changed:
             torch.set_num_threads(3)
             torch.set_float32_matmul_precision("medium")
             for name, value in (("benchmark", True), ("enabled", False), ("allow_tf32", False)):
                 monkeypatch.setattr(torch.backends.cudnn, name, value)
-        before = process()
+        before = flag_state()
         advice = advisor.apply(NET, shape=(4, 3, 8, 8))
-        assert (advice.status, process()) == ("exact", before)
+        assert (advice.status, flag_state()) == ("exact", before)
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)

@@ -1,4 +1,4 @@
-"""What is served in a changed world, why, and what a remote store may cost."""
+"""What a lookup serves after a change and from several stores, and `advisor why`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from advisor.resolve.failures import Failures
 from advisor.tuners.environment import own_threads
 from tests.builders import lookup_arguments, record_here
 from tests.cache.examples import choice, winners
-from tests.face.commands import MODEL, advisor, said_by
+from tests.face.commands import MODEL, advisor, run_example
 
 BASE = Config(batch_size=4, precision="default", channels_last=False, cudnn_deterministic=False)
 FAST = BASE.replace(channels_last=True)
 
 
 def made(loop: Config = FAST, **changes: object) -> Record:
-    """A record of model.py:Net here on this machine's CPU, with fields of its key changed."""
+    """A record of model.py:Net on this machine's CPU, with fields of its key changed."""
     won = choice(loop, 3000.0, 1.5)
     return record_here(choice(BASE), winners(choice(BASE), won, pilot=won), **changes)
 
@@ -38,13 +38,13 @@ def keep(one: Record, cache: str | None = None) -> None:
 
 
 def look_up(**given: object) -> tuple[package.Advice, str]:
-    """The advice, and what was said."""
-    with warnings.catch_warnings(record=True) as seen:
+    """The advice and the text of its warning, if any."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        asked = {"shape": (4, 3, 8, 8), "device": "cpu"} | given
-        advice = package.lookup(**lookup_arguments("model.py:Net", **asked))  # type: ignore[arg-type]
-    assert len(seen) <= 1, [str(one.message) for one in seen]
-    return advice, "".join(str(one.message) for one in seen)
+        arguments = {"shape": (4, 3, 8, 8), "device": "cpu"} | given
+        advice = package.lookup(**lookup_arguments("model.py:Net", **arguments))  # type: ignore[arg-type]
+    assert len(caught) <= 1, [str(one.message) for one in caught]
+    return advice, "".join(str(one.message) for one in caught)
 
 
 @pytest.mark.parametrize(
@@ -60,37 +60,37 @@ def look_up(**given: object) -> tuple[package.Advice, str]:
         ("device__memory_gib", 1, "miss", "device memory_gib 1 -> "),
     ],
 )
-def test_what_has_changed_is_said(
+def test_a_lookup_names_what_has_changed(
     here: Path, field: str, value: object, status: str, says: str
 ) -> None:
     keep(made(**{field: value}))
-    advice, said = look_up()
+    advice, warning = look_up()
     assert advice.status == status
-    assert says in said and "advisor tune" in said
+    assert says in warning and "advisor tune" in warning
     assert (advice.config == FAST) == (status == "stale")
     assert says in str(advice.explanation)
 
 
-def test_where_nothing_is_applied_nothing_is_warned_of(here: Path) -> None:
+def test_a_stale_record_that_advises_nothing_gives_no_warning(here: Path) -> None:
     keep(made(BASE, software__driver="1.2"))
-    advice, said = look_up()
-    assert (advice.status, advice.config, said) == ("stale", BASE, "")
+    advice, warning = look_up()
+    assert (advice.status, advice.config, warning) == ("stale", BASE, "")
 
 
 def test_a_planted_record_is_refused_with_its_reason(here: Path) -> None:
     keep(made(FAST.replace(compile="../../x")))
-    advice, said = look_up()
+    advice, warning = look_up()
     assert advice.status == "miss"
-    assert "compile '../../x': expected none, cudagraphs" in said
+    assert "compile '../../x': expected none, cudagraphs" in warning
     assert advice.explanation is not None and "../../x" in advice.explanation.refused[0]
 
 
-def test_only_signed_records(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsigned_records_may_be_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Records(open_store()).put(made())
     monkeypatch.setenv("ADVISOR_SECRET", "what openssl printed")
     monkeypatch.setenv("ADVISOR_SIGNED_ONLY", "1")
-    advice, said = look_up()
-    assert advice.status == "miss" and "not signed" in said
+    advice, warning = look_up()
+    assert advice.status == "miss" and "not signed" in warning
     keep(made())
     assert look_up()[0].status == "exact"
 
@@ -101,68 +101,66 @@ def stores_asked(advice: package.Advice) -> list[str]:
 
 
 class TestSeveralStores:
-    def test_a_hit_behind_is_written_back(self, here: Path) -> None:
+    def test_a_hit_in_a_later_store_is_copied_to_the_first(self, here: Path) -> None:
         keep(made(), f"dir:{here}/team")
         urls = [f"disk:{here}/mine", f"dir:{here}/team"]
-        advice, said = look_up(cache=urls)
-        assert (advice.status, said) == ("exact", "")
+        advice, warning = look_up(cache=urls)
+        assert (advice.status, warning) == ("exact", "")
         assert advice.explanation is not None and advice.explanation.near_misses == ()
         assert open_store(urls[0]).keys() == open_store(urls[1]).keys()
-        assert stores_asked(look_up(cache=urls)[0]) == urls[:1]  # the second is not asked any more
+        assert stores_asked(look_up(cache=urls)[0]) == urls[:1]  # the second store is not read
 
     @pytest.mark.parametrize("other", [{}, {"tolerance": 0.5}])
-    def test_a_stranger_s_before_does_not_hide_ones_own(
+    def test_a_strangers_record_does_not_hide_the_users_own(
         self, here: Path, other: dict[str, object]
     ) -> None:
-        """Not even one of a task that is as near to what is asked."""
+        """Not even if its task is as similar to the request."""
         urls = [f"dir:{here}/theirs", f"dir:{here}/mine", f"dir:{here}/behind"]
         keep(made(**{"tolerance": 0.25} if other else {}), urls[1])
         theirs = made(FAST.replace(threads=1), **other)
         date = replace(theirs.provenance, created=1.74e9, effort="exhaustive")
         Records(open_store(urls[0])).put(replace(theirs, provenance=date))
-        advice, said = look_up(cache=urls)
-        assert (advice.status, said, advice.config) == ("exact", "", FAST)
+        advice, warning = look_up(cache=urls)
+        assert (advice.status, warning, advice.config) == ("exact", "", FAST)
         assert "unsigned" not in advice.reason and stores_asked(advice) == urls[:2]
-        advice, _said = look_up(cache=urls)
-        assert advice.config == FAST  # copied before, where the search now ends
+        advice, _warning = look_up(cache=urls)
+        assert advice.config == FAST  # now copied to the first store, where the lookup ends
         assert stores_asked(advice) == urls[:1]
 
-    def test_a_stranger_s_is_served_where_nothing_else_is_and_said_to_be(self, here: Path) -> None:
+    def test_a_strangers_record_is_served_and_marked_if_no_other_matches(self, here: Path) -> None:
         urls = [f"dir:{here}/theirs", f"dir:{here}/behind"]
         theirs, mine = made(FAST.replace(threads=1)), made(mode="infer")
         Records(open_store(urls[0])).put(theirs)
-        assert stores_asked(look_up(cache=urls)[0]) == urls[:1]  # no key
+        assert stores_asked(look_up(cache=urls)[0]) == urls[:1]  # there is no signing key yet
         keep(mine, urls[1])
-        advice, said = look_up(cache=urls)
-        assert (advice.status, said, advice.record) == ("exact", "", theirs)
+        advice, text = look_up(cache=urls)
+        assert (advice.status, text, advice.record) == ("exact", "", theirs)
         assert advice.reason.startswith("not in force yet; ")
         assert advice.reason.endswith("; unsigned") and stores_asked(advice) == urls
         assert advice.served.reason.endswith("; unsigned")
-        asked = ("--cache", ",".join(urls))
+        stores = ("--cache", ",".join(urls))
         model = ("model.py:Net", "--shape", "4x3x8x8")
-        assert "; unsigned" in advisor(here, "why", *model, *asked).stdout
-        said = advisor(here, "why", *model, "--mode", "infer", *asked).stdout
-        assert f"not served  {theirs.id} model.py:Net (unsigned): mode" in said
-        shown = json.loads(advisor(here, "show", "--json", *asked).stdout)["records"]
+        assert "; unsigned" in advisor(here, "why", *model, *stores).stdout
+        text = advisor(here, "why", *model, "--mode", "infer", *stores).stdout
+        assert f"not served  {theirs.id} model.py:Net (unsigned): mode" in text
+        shown = json.loads(advisor(here, "show", "--json", *stores).stdout)["records"]
         assert {one["id"]: one["signed"] for one in shown} == {theirs.id: False, mine.id: True}
         for which, times in (((), 1), ((theirs.id,), 1), ((mine.id,), 0)):
-            assert advisor(here, "show", *which, *asked).stdout.count("unsigned") == times
+            assert advisor(here, "show", *which, *stores).stdout.count("unsigned") == times
 
-    def test_one_s_own_that_cannot_answer_does_not_stand_before_a_stranger_s(
-        self, here: Path
-    ) -> None:
-        """Each batch that a record did not measure is another's to answer."""
+    def test_a_strangers_record_answers_if_the_users_own_cannot(self, here: Path) -> None:
+        """The user's own record was measured at another batch."""
         keep(made(shapes=((2, 3, 8, 8),)))
         Records(open_store()).put(made(FAST.replace(threads=1)))
-        advice, _said = look_up()
+        advice, _warning = look_up()
         assert advice.config["threads"] == 1 and advice.served.reason.endswith("; unsigned")
 
-    def test_a_read_only_pack_before(self, here: Path) -> None:
+    def test_a_hit_in_a_read_only_pack_gives_no_warning(self, here: Path) -> None:
         keep(made(), f"dir:{here}/team")
         done = advisor(here, "export", "some.pack", "--cache", f"dir:{here}/team")
         assert done.returncode == 0, done.stderr
-        advice, said = look_up(cache=[f"pack:{here}/some.pack", f"dir:{here}/none"])
-        assert (advice.status, said) == ("exact", "")
+        advice, warning = look_up(cache=[f"pack:{here}/some.pack", f"dir:{here}/none"])
+        assert (advice.status, warning) == ("exact", "")
 
     @pytest.mark.parametrize(
         ("url", "why"),
@@ -172,32 +170,32 @@ class TestSeveralStores:
             ("pack:none.pack", "No such file"),
         ],
     )
-    def test_a_dead_store_is_passed_over_with_one_warning(
+    def test_an_unreachable_store_is_skipped_with_one_warning(
         self, here: Path, url: str, why: str
     ) -> None:
         keep(made(), f"dir:{here}/mine")
-        advice, said = look_up(cache=[url, f"dir:{here}/mine"])
-        assert advice.status == "exact" and why in said
-        assert "went on without this store" in said
+        advice, warning = look_up(cache=[url, f"dir:{here}/mine"])
+        assert advice.status == "exact" and why in warning
+        assert "went on without this store" in warning
 
 
-def test_the_command(here: Path, own_surroundings: Path) -> None:
+def test_why_prints_the_differences_and_the_stores(here: Path, own_surroundings: Path) -> None:
     keep(made(optimizer="adamw"))
-    asked = ("why", "model.py:Net", "--shape", "4x3x8x8", "--optimizer", "sgd")
-    told = advisor(here, *asked)
-    assert told.returncode == 0, told.stderr
-    assert "optimizer adamw -> sgd" in told.stdout and str(own_surroundings) in told.stdout
-    data = json.loads(advisor(here, *asked, "--json").stdout)
+    command = ("why", "model.py:Net", "--shape", "4x3x8x8", "--optimizer", "sgd")
+    done = advisor(here, *command)
+    assert done.returncode == 0, done.stderr
+    assert "optimizer adamw -> sgd" in done.stdout and str(own_surroundings) in done.stdout
+    data = json.loads(advisor(here, *command, "--json").stdout)
     (near,) = data["near_misses"]
     assert data["status"] == "miss"
     assert near["differs"] == [{"field": "optimizer", "wanted": "sgd", "found": "adamw"}]
     (here / "other.py").write_text(MODEL)
-    told = advisor(here, "why", "other.py", "--shape", "4x3x8x8")
-    assert "records of  model.py:Net" in told.stdout
+    done = advisor(here, "why", "other.py", "--shape", "4x3x8x8")
+    assert "records of  model.py:Net" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (("import", "missing.pack"), 2, "there is no such file"),
         (("import", "model.py"), 1, "no pack of advisor's"),
@@ -214,92 +212,92 @@ def test_the_command(here: Path, own_surroundings: Path) -> None:
         (("gc", "--only", "everything"), 2, "'everything' is not one of"),
     ],
 )
-def test_wrong_input_is_one_line(
-    here: Path, arguments: tuple[str, ...], code: int, said: str
+def test_wrong_input_gives_one_line(
+    here: Path, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
     done = advisor(here, *arguments)
     assert done.returncode == code, done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") <= 1
 
 
-def test_tuning_keeps_locally_what_a_remote_cannot_take(here: Path, unmeasured: list[Task]) -> None:
+def test_tune_stores_locally_if_the_remote_is_down(here: Path, searched: list[Task]) -> None:
     remote, local = "redis://127.0.0.1:1", f"dir:{here}/mine"
     tune = ("tune", "model.py", "--device", "cpu", "--shape")
     done = advisor(here, *tune, "4x3x8x8", "--cache", f"{remote},{local}")
     assert done.returncode == 0, done.stderr
     assert f"advisor sync {local} {remote}" in done.stderr
     assert len(open_store(local).keys()) == 1
-    # What was best at another shape is tried first at the next.
+    # The advice for another shape is tried first.
     advice = look_up(cache=local)[0]
     assert advice.record is not None and advice.config != advice.record.baseline.config
     done = advisor(here, *tune, "4x3x9x9", "--cache", local)
-    said = f"tried first: the advice of record {advice.record.id} (the same model, shapes 3x8x8"
-    assert said in done.stderr and len(unmeasured) == 2
+    message = f"tried first: the advice of record {advice.record.id} (the same model, shapes 3x8x8"
+    assert message in done.stderr and len(searched) == 2
 
 
-TYPED = ("python", "train.py", "--lr", "0.1 0.2")
+COMMAND = ("python", "train.py", "--lr", "0.1 0.2")
 
 
 def keep_run(*command: str, **changes: object) -> Record:
-    """A record of a command, on this machine's CPU but for some of its key."""
+    """Store a record of a command on this machine's CPU, with fields of its key changed."""
     one = made(**changes)
     one = replace(one, key=replace(one.key, task=replace(one.key.task, command=command)))
     keep(one)
     return one
 
 
-def test_why_of_a_command_is_what_was_tuned_for_its_words(here: Path) -> None:
-    """It is not started: there is no such script."""
-    keep_run(*TYPED, device__name="Xeon of another")
-    one = keep_run(*TYPED[:2])
-    said = advisor(here, "why", "--", *TYPED).stdout.splitlines()
-    assert said[0] == "looked for  python train.py --lr '0.1 0.2'"
-    assert "of another device: Xeon of another: channels_last, 1.50x (1.47-1.53)" in said[2]
-    found = json.loads(advisor(here, "why", "--strict", "--json", "--", *TYPED[:2]).stdout)
-    assert [one["state"] for one in found["records"]] == ["exact"]
-    assert (found["served"]["record"], found["served"]["config"]) == (one.id, dict(FAST))
-    for words in (("model.py", "--", *TYPED), (), ("--shape", "4x3", "--", *TYPED)):
+def test_why_of_a_command_shows_its_records(here: Path) -> None:
+    """The command is not started: its script does not exist."""
+    keep_run(*COMMAND, device__name="Xeon of another")
+    one = keep_run(*COMMAND[:2])
+    lines = advisor(here, "why", "--", *COMMAND).stdout.splitlines()
+    assert lines[0] == "looked for  python train.py --lr '0.1 0.2'"
+    assert "of another device: Xeon of another: channels_last, 1.50x (1.47-1.53)" in lines[2]
+    data = json.loads(advisor(here, "why", "--strict", "--json", "--", *COMMAND[:2]).stdout)
+    assert [one["state"] for one in data["records"]] == ["exact"]
+    assert (data["served"]["record"], data["served"]["config"]) == (one.id, dict(FAST))
+    for words in (("model.py", "--", *COMMAND), (), ("--shape", "4x3", "--", *COMMAND)):
         refused = advisor(here, "why", *words)
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1
 
 
-def test_why_of_a_command_says_what_its_run_is_served(
+def test_why_of_a_command_says_what_its_run_would_be_served(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def served(*words: str, missed: bool = True) -> str:
+    def served_line(*words: str, missed: bool = True) -> str:
         done = advisor(here, "why", "--strict", "--", *words)
         assert done.returncode == missed
         return done.stdout.splitlines()[-1].removeprefix("served      ")
 
-    assert served("python", "other.py") == (
+    assert served_line("python", "other.py") == (
         "nothing; no record has exactly this command; `advisor run` also finds one of the same "
         "model and inputs. To tune: advisor tune -- python other.py"
     )
-    keep_run(*TYPED, device__name="Xeon of another")
-    assert served(*TYPED).startswith("nothing; this run was not tuned on")
-    one = keep_run(*TYPED[:2], software__torch="2.0.1")
+    keep_run(*COMMAND, device__name="Xeon of another")
+    assert served_line(*COMMAND).startswith("nothing; this run was not tuned on")
+    one = keep_run(*COMMAND[:2], software__torch="2.0.1")
     speedup = f"{one.id}: channels_last; 1.50x your unmodified script at batch 4"
-    stale = served(*TYPED[:2], missed=False)
+    stale = served_line(*COMMAND[:2], missed=False)
     assert stale.startswith(f"{speedup}; measured elsewhere: torch 2")
-    one = keep_run(*TYPED[:2])
+    one = keep_run(*COMMAND[:2])
     speedup = f"{one.id}: channels_last; 1.50x your unmodified script at batch 4"
-    assert served(*TYPED[:2], missed=False) == speedup
-    assert served("python", "-I", "train.py") == "nothing; python -I keeps advisor out"
+    assert served_line(*COMMAND[:2], missed=False) == speedup
+    assert served_line("python", "-I", "train.py") == "nothing; python -I keeps advisor out"
     Failures(None, one.key.model, one.key.task).keep(FAST, "RuntimeError: view")
-    said = served(*TYPED[:2])
-    assert said.endswith("; this run failed with the advice (RuntimeError: view)")
+    line = served_line(*COMMAND[:2])
+    assert line.endswith("; this run failed with the advice (RuntimeError: view)")
     monkeypatch.setenv("ADVISOR_DISABLE", "1")
-    assert served(*TYPED[:2]) == "nothing; ADVISOR_DISABLE is set"
+    assert served_line(*COMMAND[:2]) == "nothing; ADVISOR_DISABLE is set"
 
 
-def test_a_command_is_compared_with_itself_under_its_advice(here: Path) -> None:
+def test_compare_run_compares_a_command_with_and_without_advice(here: Path) -> None:
     script = here / "speed.py"
     script.write_text(
         "import os\nfor _ in 'abc': print(24 if 'ADVISOR_RUN' in os.environ else 12, 'samples/s')"
     )
-    command = [sys.executable, str(script)]
+    call = [sys.executable, str(script)]
     turn = ["unmodified:    12 samples/s", "advisor run:   24 samples/s"]
-    assert said_by("compare_run.py", *command)[0].startswith("No advice for this machine (no reco")
-    keep_run(*command)
-    assert said_by("compare_run.py", *command) == [*turn, *turn, "2.00x as fast (2.00-2.00)"]
+    assert run_example("compare_run.py", *call)[0].startswith("No advice for this machine (no reco")
+    keep_run(*call)
+    assert run_example("compare_run.py", *call) == [*turn, *turn, "2.00x as fast (2.00-2.00)"]

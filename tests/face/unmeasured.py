@@ -1,4 +1,4 @@
-"""Tuning without waiting: the worker builds the model, and the record or its speed is made up."""
+"""Tuning without measuring: the worker builds the model; the record or its speed is made up."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from tests.builders import GAINS, SCRIPT, MadeUp, net_of
 from tests.cache import examples
 
 
-class Started(contextlib.AbstractContextManager[Any]):
+class NoProcess(contextlib.AbstractContextManager[Any]):
     def __exit__(self, *_exc: object) -> None: ...
 
 
-class InProcess(Started):
-    """A worker that takes the model's first steps, and loads its data, in this process."""
+class InProcess(NoProcess):
+    """A worker that runs the model's first steps and loads its data in this process."""
 
     def __init__(self, job: WorkerJob, *, deadline_s: float) -> None:
         self._job = job
 
     def describe(self) -> Facts:
-        # What a model prints, and determinism, stay with its worker.
+        # As in a real worker, the model's output and deterministic flags stay inside.
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             facts = child.describe(Bench(self._job))
         torch.use_deterministic_algorithms(False)
@@ -51,10 +51,10 @@ class InProcess(Started):
         return Bench(self._job).describe_data()
 
 
-class DescribedRun(Started):
-    """A run that is never started: its script trains model.py's Net, of 4x3x8x8, by SGD."""
+class DescribedRun(NoProcess):
+    """A run that is never started. Its script trains model.py's Net at 4x3x8x8 with SGD."""
 
-    def __init__(self, command: Sequence[str], **_how: Any) -> None:
+    def __init__(self, command: Sequence[str], **_options: Any) -> None:
         self.command = MappedOptions(command, {})
 
     def describe(self) -> ScriptFacts:
@@ -62,12 +62,12 @@ class DescribedRun(Started):
 
 
 @contextlib.contextmanager
-def unmeasured() -> Iterator[list[Task]]:
-    """Tuning remembers a made-up record; the tasks that would have been measured."""
-    measured: list[Task] = []
+def fake_search() -> Iterator[list[Task]]:
+    """Tuning stores a made-up record instead of searching. Yields the tasks that it searched."""
+    searched: list[Task] = []
 
-    def search(tuning: Tuning, *_given: object) -> SearchResult:
-        measured.append(tuning.task)
+    def search(tuning: Tuning, *_args: object) -> SearchResult:
+        searched.append(tuning.task)
         made = examples.record(tuning.opened.key)
         return SearchResult(baseline=made.baseline, winners=made.winners, raced=made.raced)
 
@@ -76,30 +76,29 @@ def unmeasured() -> Iterator[list[Task]]:
         patch.setattr("advisor.tuners.measure.run.run.Run", DescribedRun)
         patch.setattr(Tuning, "search", search)
         patch.setattr(sys, "path", [*sys.path])
-        yield measured
+        yield searched
 
 
-class Worker(MadeUp, InProcess):
-    """A worker that describes the model and measures by made-up gains."""
+class FakeWorker(MadeUp, InProcess):
+    """A worker that describes the real model and measures made-up speeds."""
 
-    def __init__(self, job: WorkerJob, *, deadline_s: float, **how: Any) -> None:
-        MadeUp.__init__(self, plain(job.task, job.device), **how)
+    def __init__(self, job: WorkerJob, *, deadline_s: float, **options: Any) -> None:
+        MadeUp.__init__(self, plain(job.task, job.device), **options)
         InProcess.__init__(self, job, deadline_s=deadline_s)
 
 
 @contextlib.contextmanager
-def made_up(
-    gains: Mapping[tuple[str, object], float] = GAINS, *, kind: type[Worker] = Worker, **more: Any
-) -> Iterator[list[Worker]]:
-    """All is real but the worker, its model's speed and its clock; the workers so far.
+def fake_worker(
+    gains: Mapping[tuple[str, object], float] = GAINS,
+    *,
+    kind: type[FakeWorker] = FakeWorker,
+    **more: Any,
+) -> Iterator[list[FakeWorker]]:
+    """Replace the worker, its model's speed and its clock. Yields the workers started so far.
+    `kind` is their class. The other arguments are those of MadeUp."""
+    started: list[FakeWorker] = []
 
-    Args:
-        gains: see MadeUp, as are the others.
-        kind: of worker.
-    """
-    started: list[Worker] = []
-
-    def begun(job: WorkerJob, *, deadline_s: float) -> Worker:
+    def start(job: WorkerJob, *, deadline_s: float) -> FakeWorker:
         started.append(kind(job, deadline_s=deadline_s, gains=gains, **more))
         return started[-1]
 
@@ -107,10 +106,10 @@ def made_up(
         return started[-1].time if started else 0.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parent, "Worker", begun)
+        patch.setattr(parent, "Worker", start)
         for module in (tuning, verification):
             patch.setattr(module, "Clock", functools.partial(Clock, now=now))
-        # On any host, bf16 is offered only where it gains.
+        # bf16 is offered if `gains` has it, whatever the host.
         patch.setattr(environment, "cpu_has_bf16", lambda: ("precision", "bf16") in gains)
         patch.setattr(sys, "path", [*sys.path])
         yield started

@@ -9,9 +9,9 @@ from advisor.tuners.act import advice_usage
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python` is the one that has torch, and no test has used advice, which keeps pilots away.
-    Its scripts are forked from a process that began with another environment."""
+def isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `python` this Python, and forgets used advice, which would keep pilots away. Turns off
+    the check of a process's first environment, because forks have that of their server."""
     monkeypatch.setattr(host, "loaded_without", lambda *_: False)
     advice_usage._last.clear()
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)

@@ -1,4 +1,4 @@
-"""Ordinary scripts run in forks of a process that has imported torch: importing is most of them."""
+"""Runs training scripts in forks of a process that has imported torch, which saves time."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tests import forks
 Weights = dict[str, Tensor]
 
 TOLERANCE = 0.02
-COMPARES_S = 60.0
+COMPARE_LIMIT_S = 60.0
 
 
 def space_of(seen: ScriptFacts) -> Space:
-    """What may be tuned in a script on this CPU."""
+    """Returns what may be tuned in a script on this CPU."""
     return Space.of(
         SearchContext(
             device="cpu",
@@ -56,7 +56,7 @@ def space_of(seen: ScriptFacts) -> Space:
 
 
 class Looks:
-    """A guide that keeps what was seen, leaves the script alone, and fails with it."""
+    """A guide that keeps the script's facts and changes nothing. It fails if the script fails."""
 
     def takes_over(self) -> bool:
         return True
@@ -74,44 +74,44 @@ class Looks:
     config_dropped = failed
 
 
-class Ordered(Looks):
-    """A guide that gives orders one after the other; the last one is to stay.
+class ScriptedGuide(Looks):
+    """A guide that sends the given requests in turn. The last one stays in force.
 
     Attributes:
-        results: of the orders so far.
+        results: one per finished request.
     """
 
-    def __init__(self, orders: Callable[[Space], Iterator[BlockRequest]]) -> None:
-        self._given, self.results = orders, list[BlockResult]()
+    def __init__(self, requests: Callable[[Space], Iterator[BlockRequest]]) -> None:
+        self._given, self.results = requests, list[BlockResult]()
 
     def begin(self, seen: ScriptFacts) -> BlockRequest:
-        self.seen, self._orders = seen, self._given(space_of(seen))
-        return next(self._orders)
+        self.seen, self._requests = seen, self._given(space_of(seen))
+        return next(self._requests)
 
     def next(self, result: BlockResult) -> BlockRequest:
         self.results.append(result)
-        return next(self._orders)
+        return next(self._requests)
 
 
-def there_and_back(values: Mapping[str, Value], space: Space) -> Iterator[BlockRequest]:
-    """Two steps with some values, then two as the script is; and so on.
+def alternate_configs(values: Mapping[str, Value], space: Space) -> Iterator[BlockRequest]:
+    """Yields requests that alternate between the given values and the script's own config.
 
-    Where values change no number bf16 is compared with fp32 in between, which is to leave nothing.
+    Values that change no numbers are followed by a comparison of bf16 with fp32 instead.
     """
     own = space.default
     config = own.replace(**{name: v for name, v in values.items() if space.offers(name, v)})
-    there = BlockRequest(config=config, steps=2, own=own)
-    yield there
+    changed = BlockRequest(config=config, steps=2, own=own)
+    yield changed
     if values.keys() <= set(knobs.INPUT_PIPELINE):
-        asked = comparison(config.replace(precision="bf16"), own, TOLERANCE, COMPARES_S)
-        yield BlockRequest(config=own, steps=1, compare=asked)
+        compare = comparison(config.replace(precision="bf16"), own, TOLERANCE, COMPARE_LIMIT_S)
+        yield BlockRequest(config=own, steps=1, compare=compare)
     else:
-        yield from (BlockRequest(config=own, steps=2), there, BlockRequest(config=own, steps=2))
+        yield from (BlockRequest(config=own, steps=2), changed, BlockRequest(config=own, steps=2))
     yield BlockRequest(config=config)
 
 
 def left_behind() -> list[str]:
-    """What the pilot has hooked or patched and not put back."""
+    """Returns the names of the pilot's hooks and patches that are still installed."""
     from torch.nn.modules import module
     from torch.optim import optimizer
 
@@ -121,48 +121,48 @@ def left_behind() -> list[str]:
         "their keywords": module._global_forward_hooks_with_kwargs,
         "optimizer hooks": optimizer._global_optimizer_post_hooks,
     }
-    found = [name for name, table in tables.items() if table]
-    there = torch.utils.data.dataloader
+    hooks = [name for name, table in tables.items() if table]
+    dataloader = torch.utils.data.dataloader
     patched: tuple[Any, ...] = (
-        there._BaseDataLoaderIter.__next__,
-        there.DataLoader.__iter__,
+        dataloader._BaseDataLoaderIter.__next__,
+        dataloader.DataLoader.__iter__,
         Tensor.backward,
         torch.autograd.backward,
     )
-    # A wrapper bears the name of what it wraps.
-    return found + [one.__name__ for one in patched if hasattr(one, "__wrapped__")]
+    # A wrapper has the name of the function that it wraps.
+    return hooks + [one.__name__ for one in patched if hasattr(one, "__wrapped__")]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How a script is run: with these values or, None, by itself; with these arguments. `saves`:
-    the file with its weights, '' where its first argument names one."""
+    """One run of a script: its config values (None: no pilot), its arguments, and `saves`, the file
+    to which it saves its weights ('' if that is its first argument)."""
 
     values: Mapping[str, Value] | None = None
-    words: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     saves: str = ""
 
 
-def trained(
+def train_variants(
     script: Path, folder: Path, *variants: Variant, libraries: tuple[str, ...] = ()
 ) -> list[tuple[Weights, ScriptFacts | None]]:
-    """What a script saves under each, and what the pilot saw; libraries are imported once."""
-    assert forks.call(_one_by_one, libraries, str(script), folder, variants).wait(240) == 0
-    found = []
+    """Returns the weights that a script saves, and the facts that the pilot saw, per variant."""
+    assert forks.call(_train_variants, libraries, str(script), folder, variants).wait(240) == 0
+    results = []
     for number in range(len(variants)):
         file = folder / f"{number}.seen"
         seen = msgpack.unpackb(file.read_bytes()) if file.exists() else None
         weights: Weights = torch.load(folder / f"{number}.pt")
-        found.append((weights, seen and from_plain(ScriptFacts, seen)))
-    return found
+        results.append((weights, seen and from_plain(ScriptFacts, seen)))
+    return results
 
 
-def _one_by_one(
+def _train_variants(
     libraries: Sequence[str], script: str, folder: Path, variants: Sequence[Variant]
 ) -> None:
     for library in libraries:
         importlib.import_module(library)
-    gc.freeze()  # no collection of a fork looks through it
+    gc.freeze()  # garbage collection in the forks skips what is frozen
     for number, one in enumerate(variants):
         out = str(folder / f"{number}.pt")
         process = get_context("fork").Process(target=_train, args=(script, out, one))
@@ -174,9 +174,9 @@ def _one_by_one(
 def _train(script: str, out: str, variant: Variant) -> None:
     os.chdir(Path(out).parent)
     torch.set_num_threads(1)
-    guide = Ordered(partial(there_and_back, variant.values or {}))
+    guide = ScriptedGuide(partial(alternate_configs, variant.values or {}))
     pilot = None if variant.values is None else Pilot(guide, RecordedSteps())
-    sys.argv = [script, *([] if variant.saves else [out]), *variant.words]
+    sys.argv = [script, *([] if variant.saves else [out]), *variant.arguments]
     runpy.run_path(script, run_name="__main__")
     if variant.saves:
         Path(variant.saves).replace(out)

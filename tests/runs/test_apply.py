@@ -1,4 +1,4 @@
-"""apply() and nothing else: what was found for a run, in force from inside; and release()."""
+"""Tests apply() without a target, which applies the record of the run itself, and release()."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ print("trained")
 
 
 def record_of(seen: ScriptFacts, fast: Config) -> Record:
-    """As `advisor tune -- python train.py` would have kept it, verified."""
+    """Returns a verified record, as `advisor tune -- python train.py` would store it."""
     default = space_of(seen).default
     key = Key(
         environment=detect("cpu"),
@@ -99,16 +99,16 @@ def record_of(seen: ScriptFacts, fast: Config) -> Record:
     )
 
 
-def compiled(seen: ScriptFacts) -> Record:
-    """What was found for it is compiled."""
-    found = record_of(seen, Config(compile="default"))
-    base = choice(found.baseline.config.replace(compile="none"))
-    fast = found.winner("loop")
-    return replace(found, baseline=base, winners=winners(base, fast, pilot=fast))
+def compiled_record(seen: ScriptFacts) -> Record:
+    """Returns a record that advises compile."""
+    made = record_of(seen, Config(compile="default"))
+    base = choice(made.baseline.config.replace(compile="none"))
+    fast = made.winner("loop")
+    return replace(made, baseline=base, winners=winners(base, fast, pilot=fast))
 
 
 @pytest.fixture(autouse=True)
-def as_found() -> Iterator[None]:
+def released() -> Iterator[None]:
     advisor.release()
     yield
     advisor.release()
@@ -117,22 +117,22 @@ def as_found() -> Iterator[None]:
 
 @pytest.fixture
 def seen() -> ScriptFacts:
-    """What a pilot sees of a script that trains Net."""
-    guide, charge = Looks(), ActivePilot()
-    charge.attach(guide)
+    """Returns the facts that a pilot sees of a script that trains Net."""
+    guide, pilot = Looks(), ActivePilot()
+    pilot.attach(guide)
     trained(Net())
-    charge.release()
+    pilot.release()
     return guide.seen
 
 
 @pytest.fixture
-def known(seen: ScriptFacts) -> None:
-    """What was found for Net: bf16 and channels_last."""
+def stored_record(seen: ScriptFacts) -> None:
+    """Stores a record for Net that advises bf16 and channels_last."""
     open_records(None).put(record_of(seen, Config(precision="bf16", channels_last=True)))
 
 
-@pytest.mark.usefixtures("known")
-def test_what_was_found_for_a_run_is_in_force_from_inside() -> None:
+@pytest.mark.usefixtures("stored_record")
+def test_apply_puts_the_record_of_the_run_in_force_until_release() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         advice = advisor.apply()
@@ -150,68 +150,67 @@ def test_what_was_found_for_a_run_is_in_force_from_inside() -> None:
     assert net.dtypes[-1] == torch.float32
 
 
-def test_artifacts_are_loaded_before_the_advice_is_in_force(
+def test_damaged_artifacts_are_refused_and_compiled_anew(
     seen: ScriptFacts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Or refused, where they are not what was signed."""
-    found = compiled(seen)
+    made = compiled_record(seen)
     records = open_records(None)
-    store = records.put(found)
-    purpose = Purpose.of(found, found.winner("pilot").config, detect("cpu"), tools())
+    store = records.put(made)
+    purpose = Purpose.of(made, made.winner("pilot").config, detect("cpu"), tools())
     assert records.artifacts.keep(b"no pickle", purpose, store)
     (key,) = store.sizes()
     store.put(key, b"rubbish")
     with caplog.at_level("INFO", "advisor"):
-        order = RecordGuide(["python", "train.py"], Request()).advice_for(seen)
-    assert order is not None and order.config["compile"] == "default"
+        request = RecordGuide(["python", "train.py"], Request()).advice_for(seen)
+    assert request is not None and request.config["compile"] == "default"
     refused = "artifacts: in an unknown format; refused; compiled anew"
-    said = [one.getMessage() for one in caplog.records]
-    assert refused in said and said[-1].endswith(f"; {refused}")
+    messages = [one.getMessage() for one in caplog.records]
+    assert refused in messages and messages[-1].endswith(f"; {refused}")
 
 
-@pytest.mark.usefixtures("known")
-def test_a_run_that_is_tuned_is_not_tuned_again(
+@pytest.mark.usefixtures("stored_record")
+def test_a_tuned_run_is_not_tuned_again(
     seen: ScriptFacts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     OnlineTuner(["python", "train.py"], Request(), tune_s=9.0).begin(seen)
-    said = capsys.readouterr().err
-    assert said.startswith("advisor: tune: nothing is tried, because this run is tuned; "), said
+    output = capsys.readouterr().err
+    assert output.startswith("advisor: tune: nothing is tried, because this run is tuned; "), output
 
 
-@pytest.mark.usefixtures("known")
-def test_all_ranks_leave_out_what_one_of_them_failed_with(
+@pytest.mark.usefixtures("stored_record")
+def test_all_ranks_skip_a_config_that_failed_on_one_of_them(
     seen: ScriptFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only its machine has kept that."""
-    store, here = HashStore(), threading.local()
-    monkeypatch.setattr(Group, "current", lambda: Group(store, here.rank, 2))
-    monkeypatch.setattr(Failures, "of", lambda *_: "OutOfMemoryError" if here.rank else "")
-    monkeypatch.setattr(lookups, "_calls", itertools.repeat(0))  # a process of its own each
+    """Only the machine of that rank has stored the failure."""
+    store, thread = HashStore(), threading.local()
+    monkeypatch.setattr(Group, "current", lambda: Group(store, thread.rank, 2))
+    monkeypatch.setattr(Failures, "of", lambda *_: "OutOfMemoryError" if thread.rank else "")
+    monkeypatch.setattr(lookups, "_calls", itertools.repeat(0))  # as in new processes
 
-    def order(rank: int) -> BlockRequest | None:
-        here.rank = rank
+    def request(rank: int) -> BlockRequest | None:
+        thread.rank = rank
         return RecordGuide(["python", "train.py"], Request()).advice_for(seen)
 
-    said = pytest.warns(advisor.AdvisorWarning, match="failed with it .on another rank")
-    with said, ThreadPoolExecutor(2) as ranks:
-        first, second = ranks.map(order, range(2))
+    warned = pytest.warns(advisor.AdvisorWarning, match="failed with it .on another rank")
+    with warned, ThreadPoolExecutor(2) as ranks:
+        first, second = ranks.map(request, range(2))
     assert first is not None and first == second and first.config == first.own
 
 
-def test_three_epochs_compile_nothing_after_the_first(backend: Backend) -> None:
-    """Each has a short last batch and an evaluation."""
+def test_epochs_after_the_first_compile_nothing(backend: Backend) -> None:
+    """Each epoch has a short last batch and an evaluation."""
 
-    def begun(charge: ActivePilot, guide: Guide) -> tuple[gated.Net, torch.optim.Optimizer]:
-        charge.attach(guide)
+    def start_training(pilot: ActivePilot, guide: Guide) -> tuple[gated.Net, torch.optim.Optimizer]:
+        pilot.attach(guide)
         net = gated.Net()
         return net, torch.optim.SGD(net.parameters(), lr=0.1)
 
-    looks, charge = Looks(), ActivePilot()
-    gated.epoch(*begun(charge, looks), EPOCH)
-    charge.release()
-    open_records(None).put(compiled(looks.seen))
-    told = {"command": ["python", "train.py"], "tune_s": 0, "options": None}
-    net, optimizer = begun(charge, LazyGuide(told))
+    guide, pilot = Looks(), ActivePilot()
+    gated.epoch(*start_training(pilot, guide), EPOCH)
+    pilot.release()
+    open_records(None).put(compiled_record(guide.seen))
+    settings = {"command": ["python", "train.py"], "tune_s": 0, "options": None}
+    net, optimizer = start_training(pilot, LazyGuide(settings))
     gated.epoch(net, optimizer, EPOCH)
     first = graphs_compiled()
     assert backend.made == [FULL]
@@ -220,12 +219,12 @@ def test_three_epochs_compile_nothing_after_the_first(backend: Backend) -> None:
         gated.epoch(net, optimizer, EPOCH)
         assert net.ran == [SHORT, 3, FULL]
     assert graphs_compiled() == first
-    charge.release()
+    pilot.release()
 
 
-@pytest.mark.usefixtures("known")
-def test_every_model_of_a_cross_validation_has_the_advice() -> None:
-    """Those before it are gone; of models that train in turn one keeps it."""
+@pytest.mark.usefixtures("stored_record")
+def test_every_model_of_a_cross_validation_gets_the_advice() -> None:
+    """Earlier models are freed. Of models that train alternately, one keeps the advice."""
     advisor.apply()
     gone: list[weakref.ref[Any]] = []
     for _fold in range(3):
@@ -245,76 +244,76 @@ def test_every_model_of_a_cross_validation_has_the_advice() -> None:
 
 
 @pytest.mark.parametrize("turns", [1, 6], ids=["after the first", "in turn with it"])
-@pytest.mark.usefixtures("known")
-def test_another_model_trains_on_unmodified_with_a_line(turns: int) -> None:
+@pytest.mark.usefixtures("stored_record")
+def test_a_second_model_trains_unmodified_with_one_warning(turns: int) -> None:
     advisor.apply()
     first, second, own = Net(), nn.Linear(3, 5), describe()
     kept = trained(first, 24)
     advised = describe()
     optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
-    with pytest.warns(advisor.AdvisorWarning) as said:
+    with pytest.warns(advisor.AdvisorWarning) as caught:
         for _ in range(turns):
             trained(second, 42 // turns, optimizer, (2, 3))
             if turns > 1:
                 trained(first, 1, kept)
-    assert [str(one.message) for one in said] == [
+    assert [str(one.message) for one in caught] == [
         f"advisor: {UNADVISED}. Training goes on unmodified"
     ]
     assert first.conv.weight.is_contiguous(memory_format=torch.channels_last)
     if turns == 1:
-        assert describe() == own != advised  # the flags were measured on the first
+        assert describe() == own != advised  # the flags were measured on the first model
         kept.step()
         assert describe() == advised
 
 
-@pytest.mark.usefixtures("known")
-def test_what_fails_in_backward_is_left_out_until_it_is_measured_anew(
+@pytest.mark.usefixtures("stored_record")
+def test_config_that_fails_in_backward_is_skipped_until_measured_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    errors: list[Exception] = [torch.OutOfMemoryError("no memory left"), Poisoned()]
+    errors: list[Exception] = [torch.OutOfMemoryError("no memory left"), ScriptError()]
 
     def fails(_gradient: Tensor) -> None:
         raise errors[-1]
 
-    def begun() -> Net:
+    def restart() -> Net:
         advisor.release()
         advice_usage._last.clear()
         advisor.apply()
         return Net()
 
     monkeypatch.setattr(Net, "backward", staticmethod(fails))
-    with pytest.raises(Poisoned) as own:
-        trained(begun())  # what a script raises itself is not kept
+    with pytest.raises(ScriptError) as own:
+        trained(restart())  # the script's own exceptions are not stored
     assert "possible cause: channels_last, bf16. ADVISOR_DISABLE=1" in own.value.__notes__[0]
     errors.pop()
-    net = begun()
+    net = restart()
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trained(net)
     assert caught.value.__notes__ == [
         "advisor: backward raised this under advice, a possible cause: channels_last, bf16; "
         "the next start leaves it out. ADVISOR_DISABLE=1 runs the script unmodified"
     ]
-    trained(net, 1)  # as a script that catches it
+    trained(net, 1)  # as a script that catches the exception
     assert net.dtypes[-1] == torch.float32
     why = "failed with it .OutOfMemoryError: no memory left.*: advisor tune --force -- python train"
     with pytest.warns(advisor.AdvisorWarning, match=why):
-        trained(again := begun())
+        trained(again := restart())
     assert set(again.dtypes) == {torch.float32}
     monkeypatch.setattr(Net, "backward", staticmethod(lambda gradient: gradient))
     records = open_records(None)
     (kept,) = records.all()
-    anew = replace(kept.provenance, created=time.time() + 1)
-    records.put(replace(kept, provenance=anew))
-    trained(now := begun())
+    newer = replace(kept.provenance, created=time.time() + 1)
+    records.put(replace(kept, provenance=newer))
+    trained(now := restart())
     assert now.dtypes[-1] == torch.bfloat16
 
 
-class Poisoned(RuntimeError):
-    """A script's own."""
+class ScriptError(RuntimeError):
+    """An exception that a script defines."""
 
 
-@pytest.mark.usefixtures("known")
-def test_what_ends_a_script_names_the_advice_and_the_next_start_does_without(
+@pytest.mark.usefixtures("stored_record")
+def test_crash_under_advice_names_it_and_the_next_start_skips_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     printed: list[BaseException] = []
@@ -323,12 +322,12 @@ def test_what_ends_a_script_names_the_advice_and_the_next_start_does_without(
     trained(net := Net())
     with pytest.raises(RuntimeError, match="view size") as caught:
         net.conv.weight.view(-1)
-    for own in (ValueError("the script's"), Poisoned()):
+    for own in (ValueError("the script's"), ScriptError()):
         sys.excepthook(type(own), own, None)
-    with pytest.warns(advisor.AdvisorWarning) as said:
+    with pytest.warns(advisor.AdvisorWarning) as warned:
         sys.excepthook(RuntimeError, caught.value, caught.tb)
     assert len(printed) == 3
-    assert [str(one.message) for one in said] == [
+    assert [str(one.message) for one in warned] == [
         "advisor: the script ended under advice, a possible cause: channels_last, bf16; the "
         "next start leaves it out. ADVISOR_DISABLE=1 runs the script unmodified"
     ]
@@ -337,23 +336,23 @@ def test_what_ends_a_script_names_the_advice_and_the_next_start_does_without(
     (kept,) = records.all()
     records.put(replace(kept, stale="it is slower now"))
     advisor.apply()
-    with pytest.warns(advisor.AdvisorWarning) as said:
+    with pytest.warns(advisor.AdvisorWarning) as warned:
         trained(net := Net())
-    assert len(said) == 1
-    assert "is left out: this run failed" in str(said[0].message)
+    assert len(warned) == 1
+    assert "is left out: this run failed" in str(warned[0].message)
     net.conv.weight.view(-1)
 
 
-@pytest.mark.usefixtures("known")
-def test_what_is_not_permitted_is_not_served() -> None:
+@pytest.mark.usefixtures("stored_record")
+def test_advice_that_is_not_permitted_is_not_applied() -> None:
     advice = advisor.apply(permit=advisor.Permit(precisions=["default"]))
     trained(net := Net())
     assert "your unmodified script" in advice.report()
     assert set(net.dtypes) == {torch.float32}
 
 
-@pytest.mark.usefixtures("known")
-def test_an_advice_that_the_script_follows_wins() -> None:
+@pytest.mark.usefixtures("stored_record")
+def test_advice_that_the_script_applies_itself_wins() -> None:
     served = Served(default=TORCH)
     advice = Advice(Advised(Config(channels_last=True)), device="cpu", served=served)
     advisor.apply()
@@ -363,21 +362,21 @@ def test_an_advice_that_the_script_follows_wins() -> None:
     assert left_behind() == []
 
 
-@pytest.mark.usefixtures("known")
-def test_where_a_command_brought_a_pilot_that_one_acts_alone(
+@pytest.mark.usefixtures("stored_record")
+def test_apply_adds_no_pilot_if_the_command_has_attached_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    charge, guide, net = ActivePilot(), Looks(), Net()
-    monkeypatch.setattr("advisor.resolve.online.ACTIVE_PILOT", charge)
-    charge.attach(guide)
+    pilot, guide, net = ActivePilot(), Looks(), Net()
+    monkeypatch.setattr("advisor.resolve.online.ACTIVE_PILOT", pilot)
+    pilot.attach(guide)
     advisor.apply()
     trained(net)
     assert guide.seen.shape == (4, 3, 8, 8)
     assert set(net.dtypes) == {torch.float32}
-    charge.release()
+    pilot.release()
 
 
-def test_flags_that_advice_has_set_are_not_the_scripts_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_set_by_advice_are_not_the_scripts_own(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     PROCESS_FLAGS.put(Config(threads=threads + 1))
     advisor.apply()
@@ -389,13 +388,13 @@ def test_flags_that_advice_has_set_are_not_the_scripts_own(monkeypatch: pytest.M
     with pytest.warns(advisor.AdvisorWarning, match=r"advisor tune -- \S*python"):
         trained(Net())
     assert [one.threads for one in seen] == [threads]
-    # Nothing was found: they stand again.
+    # There is no record, so the flags that advice had set are in force again.
     assert torch.get_num_threads() == threads + 1
     advisor.release()
     assert torch.get_num_threads() == threads
 
 
-def test_no_pilot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_calls_attach_no_pilot(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(advisor.AdvisorWarning, match="tune"):
         advisor.apply(tune="soon")
     assert left_behind() == []
@@ -418,15 +417,15 @@ def test_where_nothing_is_known_one_warning_has_the_command(tmp_path: Path) -> N
     assert done.stderr.count("AdvisorWarning") == 1
     line = """advisor tune -- python train.py 'it'"'"'s' '' 'two?lines'"""
     assert f"; run: {line}." in done.stderr
-    # The script's own line, not the one of PyTorch's that calls the hook.
+    # The warning names the script's line, not the line of PyTorch that calls the hook.
     assert done.stderr.startswith((f"{tmp_path}/train.py:", "train.py:"))
 
 
-def test_where_warnings_are_errors_one_line_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_if_warnings_are_errors_one_line_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     advisor.apply()
-    trained(Net())  # tests run as under `python -W error`
-    said = capsys.readouterr().err
-    assert said.startswith("advisor: this run was not tuned") and said.count("\n") == 1
+    trained(Net())  # pytest makes warnings errors, as `python -W error` does
+    output = capsys.readouterr().err
+    assert output.startswith("advisor: this run was not tuned") and output.count("\n") == 1
 
 
 def test_strict_ends_the_script(tmp_path: Path) -> None:
@@ -443,13 +442,13 @@ ELASTIC = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "4"}
     ("words", "environment", "command"),
     [
         (f"python3 {LR}", {"PATH": ""}, f"python3 {LR}"),
-        # By its whole path, unless that is what `python` is: another one has another torch.
+        # The full path, unless `python` means the same one: another one may lack torch.
         (f"{sys.executable} {LR}", {}, f"python {LR}"),
         (f"{sys.executable} {LR}", {"PATH": ""}, f"{sys.executable} {LR}"),
         ("/x/bin/python3 -u train.py", ELASTIC, "torchrun --nproc-per-node 4 train.py"),
     ],
 )
-def test_the_command_as_a_person_types_it(
+def test_own_command_is_the_one_that_a_user_types(
     words: str, environment: dict[str, str], command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():

@@ -1,4 +1,4 @@
-"""The loader's workers in force: as many as was said, in a process that has read a real store."""
+"""Tests advised loader workers in forked scripts that read a store on disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests import forks
 from tests.runs.forked import Looks
 from tests.runs.test_apply import record_of
 
-FED = """
+SCRIPT = """
 import sys
 from pathlib import Path
 
@@ -58,47 +58,47 @@ def train(epochs):
 if __name__ == "__main__":
     print(train(2))
 """
-LEFT = "1 loader worker: advised, and not in force; the loader: "
+UNUSED = "1 loader worker: advised, and not in force; the loader: "
 OPEN = "train.py is open, and workers would share its file position"
 
 
 @pytest.fixture
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Looks:
-    """What was seen of the script, for which one worker was found, in a store on disk."""
+    """Stores a record that advises one worker. Returns a guide with the facts of the script."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ADVISOR_CACHE", f"disk:{tmp_path / 'store'}")
-    Path("train.py").write_text(FED)
-    guide, charge = Looks(), ActivePilot()
+    Path("train.py").write_text(SCRIPT)
+    guide, pilot = Looks(), ActivePilot()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "files_read", list)  # pytest's own
+        patch.setattr(host, "files_read", list)  # without pytest's open files
         patch.setattr(host, "cores", lambda: 2)
         patch.syspath_prepend(tmp_path)
-        charge.attach(guide)
+        pilot.attach(guide)
         __import__("train").train(1)
-        charge.release()
+        pilot.release()
         del sys.modules["train"]
     assert guide.seen.workers
     open_records(None).put(record_of(guide.seen, Config(num_workers=1)))
     return guide
 
 
-def ran(*words: str, **env: str) -> tuple[int, str]:
-    """The samples that workers made and what the script says, with advice, in a fork."""
-    told = os.environ | {"ADVISOR_LOG": "info"} | env
-    done = forks.run(Path("train.py"), *words, env=told)
+def run_script(*words: str, **env: str) -> tuple[int, str]:
+    """Runs the script with advice in a fork. Returns the count of worker samples, and the log."""
+    environment = os.environ | {"ADVISOR_LOG": "info"} | env
+    done = forks.run(Path("train.py"), *words, env=environment)
     assert done.returncode == 0, done.stderr
     return int(done.stdout), done.stderr
 
 
 @pytest.mark.usefixtures("tuned")
-def test_the_workers_that_were_found_are_at_work() -> None:
-    by_workers, said = ran()
-    assert by_workers >= 100, said
-    assert "in force: 1 loader worker; 1.50x" in said
-    assert "Warning" not in said
+def test_advised_workers_load_the_samples() -> None:
+    by_workers, log = run_script()
+    assert by_workers >= 100, log
+    assert "in force: 1 loader worker; 1.50x" in log
+    assert "Warning" not in log
 
 
-ALONE = "in force: your unmodified script; 1 loader worker: all that is advised, and not in force"
+SUMMARY = "in force: your unmodified script; 1 loader worker: all that is advised, and not in force"
 RAISED = "; the loader goes on by itself"
 
 
@@ -106,47 +106,47 @@ RAISED = "; the loader goes on by itself"
 @pytest.mark.parametrize(
     ("how", "by_workers", "before", "end"),
     [
-        # A file of the script's is open from its first steps on, or from its first epoch on, whose
-        # workers stay at work.
+        # The script opens a file in its first step, or later in its first epoch. In the second
+        # case, workers load the rest of that epoch.
         ("opens", (0, 1), False, OPEN),
         ("later", (1, 65), True, OPEN),
-        # What a worker raises ends the workers; all 128 samples are trained on.
+        # An exception in a worker ends the workers. The script still trains on all 128 samples.
         ("raises", (1, 64), True, RAISED),
     ],
 )
-def test_a_loader_that_stays_unmodified_is_said_with_the_reason(
+def test_an_unmodified_loader_is_reported_with_the_reason(
     how: str, by_workers: tuple[int, int], before: bool, end: str
 ) -> None:
-    made, log = ran(how)
+    made, log = run_script(how)
     assert made in range(*by_workers)
-    (said,) = [line for line in log.splitlines() if "not in force; " in line]
-    assert said.endswith(end) and "AdvisorWarning: advisor: " in said
-    assert (LEFT if end == OPEN else "in a worker: ValueError: no sample 40 (train.py:") in said
+    (warned,) = [line for line in log.splitlines() if "not in force; " in line]
+    assert warned.endswith(end) and "AdvisorWarning: advisor: " in warned
+    assert (UNUSED if end == OPEN else "in a worker: ValueError: no sample 40 (train.py:") in warned
     lines = [line for line in log.splitlines() if " in force: " in line]
-    assert lines[-1].endswith(ALONE)
+    assert lines[-1].endswith(SUMMARY)
     assert (len(lines) > 1) == before
 
 
 @pytest.mark.usefixtures("tuned")
-def test_a_user_who_asked_for_the_loader_to_stay_is_not_warned() -> None:
-    by_workers, said = ran(ADVISOR_KEEP_LOADER="1")
+def test_a_user_who_keeps_the_loader_is_not_warned() -> None:
+    by_workers, log = run_script(ADVISOR_KEEP_LOADER="1")
     assert by_workers == 0
-    assert f"INFO {LEFT}ADVISOR_KEEP_LOADER is set" in said
-    assert "Warning" not in said
+    assert f"INFO {UNUSED}ADVISOR_KEEP_LOADER is set" in log
+    assert "Warning" not in log
 
 
-def test_no_more_workers_are_said_to_be_in_force_than_there_is_room_for(tuned: Looks) -> None:
+def test_advised_workers_are_limited_to_the_room_on_this_host(tuned: Looks) -> None:
     seen = replace(tuned.seen, workers=2)
     newer = record_of(tuned.seen, Config(num_workers=6))
     open_records(None).put(replace(newer, provenance=replace(newer.provenance, created=1.75e9)))
     with pytest.warns(
         advisor.AdvisorWarning, match="6 loader workers: .*; there is room for only 2 now"
     ):
-        order = RecordGuide(["python", "train.py"], Request()).advice_for(seen)
-    assert order is not None and order.config["num_workers"] == 2
+        request = RecordGuide(["python", "train.py"], Request()).advice_for(seen)
+    assert request is not None and request.config["num_workers"] == 2
 
 
-def test_the_line_that_starts_a_run_says_where_its_own_workers_are_replaced(
+def test_run_line_says_if_the_scripts_own_workers_are_replaced(
     tuned: Looks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, command = record_of(tuned.seen, Config(num_workers=1)), ["python", "train.py"]

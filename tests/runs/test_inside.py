@@ -1,4 +1,4 @@
-"""A run that is tuned within itself: it trains on whatever the search, or a config, does."""
+"""Tunes a run while it trains. The run trains on even if the search or a config fails."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SCRIPT = """
 import gc, os, sys, time
 from pathlib import Path
 
-gc.disable()  # what is imported is no garbage: looking through it is a quarter of a start
+gc.disable()  # scanning imported modules would take a quarter of the start-up
 
 import advisor
 
@@ -74,13 +74,13 @@ while not over:
 print(advice.report())
 print("loss", loss.item())
 if parallel:
-    Path(f"said-{dist.get_rank()}").write_text(advice.report())
+    Path(f"report-{dist.get_rank()}").write_text(advice.report())
     dist.barrier()
-    os._exit(0)  # gloo's own end is now and then one by SIGABRT
+    os._exit(0)  # gloo sometimes aborts at exit
 """
 WAIT_S = 60.0
 SEARCH = "advisor.online_search"
-"""The module that a process which searches runs."""
+"""The module that the search process runs."""
 
 
 @pytest.fixture
@@ -92,15 +92,15 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def listening(tmp_path: Path) -> Iterator[socket.socket]:
-    """Where the pilot of a run finds the process that searches."""
-    with socket.socket(socket.AF_UNIX) as found:
-        found.bind(str(tmp_path / "pilot"))
-        found.listen(1)
-        yield found
+    """The socket at which a pilot connects to the search process."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "pilot"))
+        server.listen(1)
+        yield server
 
 
 @pytest.mark.e2e
-def test_it_goes_on_with_the_best_and_the_record_is_kept(script: Path) -> None:
+def test_run_continues_with_the_best_config_and_stores_a_record(script: Path) -> None:
     run = [sys.executable, "-m", "advisor", "run", "--tune", "3s", "--"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
@@ -111,10 +111,11 @@ def test_it_goes_on_with_the_best_and_the_record_is_kept(script: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    begins, said = done.stderr.splitlines()
-    assert begins == "advisor: tune: trying configs for 3 s; every step trains"
-    assert done.stdout.splitlines()[0] == said.removeprefix("advisor: ")
-    assert said.startswith("advisor: in force: ") and "; found in this run: " in said
+    first_line, last_line = done.stderr.splitlines()
+    assert first_line == "advisor: tune: trying configs for 3 s; every step trains"
+    assert done.stdout.splitlines()[0] == last_line.removeprefix("advisor: ")
+    assert last_line.startswith("advisor: in force: ")
+    assert "; found in this run: " in last_line
     (record,) = open_records(None).all()
     assert record.target.name == "python train.py 60"
     assert record.trials[0].config == record.baseline.config
@@ -123,8 +124,7 @@ def test_it_goes_on_with_the_best_and_the_record_is_kept(script: Path) -> None:
     assert not suffices(record.provenance.effort, "quick")
 
 
-def test_every_process_goes_on_alike(script: Path, tmp_path: Path) -> None:
-    """Processes as torchrun starts them."""
+def test_all_ranks_continue_with_the_same_config(script: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     words, ranks = [sys.executable, script.name, "200", "3s"], []
@@ -132,30 +132,30 @@ def test_every_process_goes_on_alike(script: Path, tmp_path: Path) -> None:
         env = os.environ | master | {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
         ranks.append(forks.Fork(words, cwd=tmp_path, env=env, stdout=2))
     assert [one.wait(200) for one in ranks] == [0, 0]
-    said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
-    assert said[0] == said[1]
-    assert "found in this run" in said[0]
+    reports = [(tmp_path / f"report-{rank}").read_text() for rank in range(2)]
+    assert reports[0] == reports[1]
+    assert "found in this run" in reports[0]
     (record,) = open_records(None).all()
     assert record.key.task.processes == 2
 
 
-def test_a_script_that_ends_before_its_tuning_says_so_and_ends_the_search(script: Path) -> None:
+def test_script_that_ends_during_tuning_says_so_and_stops_the_search(script: Path) -> None:
     words, log = [sys.executable, script.name, "60", "5m"], script.with_name("log")
     with log.open("w") as err, Path(os.devnull).open("w") as out:
         streams = {"stdout": out.fileno(), "stderr": err.fileno()}
         process = forks.Fork(words, cwd=script.parent, env=os.environ, **streams)
-        (conductor,) = until(lambda: {*host.family(process.pid)} & {*started_with(SEARCH)})
+        (searcher,) = until(lambda: {*host.family(process.pid)} & {*started_with(SEARCH)})
         script.with_name("enough").touch()
         assert process.wait(WAIT_S) == 0
-    _begins, said = log.read_text().splitlines()
-    assert said == (
+    _first_line, last_line = log.read_text().splitlines()
+    assert last_line == (
         "advisor: tune: the script ended before its 300 s of tuning were over; the next run "
         "continues the search"
     )
-    until(lambda: not alive(conductor))
+    until(lambda: not alive(searcher))
 
 
-def test_a_script_that_ends_before_its_tuning_begins_says_so(script: Path) -> None:
+def test_script_that_ends_before_tuning_starts_says_so(script: Path) -> None:
     script.write_text(SCRIPT.replace("while not over", "for _ in '123'"))
     done = forks.run(script, "1", "5m", cwd=script.parent)
     assert done.stderr == (
@@ -165,15 +165,15 @@ def test_a_script_that_ends_before_its_tuning_begins_says_so(script: Path) -> No
 
 
 @pytest.mark.parametrize("lost", ["the search", "its start"])
-def test_the_script_goes_on_without(
+def test_script_continues_if_the_search_fails(
     lost: str,
     listening: socket.socket,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    charge: ActivePilot,
+    active_pilot: ActivePilot,
 ) -> None:
-    """As where something kills the process that searches, or rank 0 cannot start it and says so,
-    for which the others wait."""
+    """The search process is killed; or rank 0 cannot start it, and must tell the other ranks, which
+    wait for its answer."""
     store, net = HashStore(), Net()
 
     def full(**_: str) -> str:
@@ -185,59 +185,58 @@ def test_the_script_goes_on_without(
     else:
         monkeypatch.setattr(tempfile, "mkdtemp", full)
         monkeypatch.setattr(Group, "current", lambda: Group(store, 0, 1))
-    charge.attach(OnlineTuner(["python", "train.py"], Request(), tune_s=300.0))
-    with pytest.warns(AdvisorWarning, match="the search within this run has failed") as said:
+    active_pilot.attach(OnlineTuner(["python", "train.py"], Request(), tune_s=300.0))
+    with pytest.warns(AdvisorWarning, match="the search within this run has failed") as caught:
         trained(net, 12)
-    assert len(said) == 1
+    assert len(caught) == 1
     assert net.dtypes == [torch.float32] * 12
     if lost == "its start":
-        assert store.num_keys() == 2  # that of the lookup, and ''
+        assert store.num_keys() == 2  # a key of the lookup, and one with an empty folder name
 
 
 @pytest.mark.usefixtures("listening")
-def test_a_search_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
-    net, charge = Net(), ActivePilot()
-    charge.attach(PilotClient(str(tmp_path / "pilot"), None, patience_s=0.2))
+def test_script_continues_if_the_search_hangs(tmp_path: Path) -> None:
+    net, active_pilot = Net(), ActivePilot()
+    active_pilot.attach(PilotClient(str(tmp_path / "pilot"), None, patience_s=0.2))
     trained(net, 8)
     assert left_behind() == []
     assert set(net.dtypes) == {torch.float32}
 
 
-def test_a_config_is_held_against_fp32_within_the_run(
-    listening: socket.socket, tmp_path: Path, charge: ActivePilot
+def test_config_is_compared_with_fp32_within_the_run(
+    listening: socket.socket, tmp_path: Path, active_pilot: ActivePilot
 ) -> None:
-    """Over the line that a run and the process that searches have; the run stays what it was."""
-    data, found = torch.randn(40, 4, 6), []
+    """The search process asks for it over its connection. The weights stay bit-identical."""
+    data, comparisons = torch.randn(40, 4, 6), []
 
     def search() -> None:
-        inside = AttachedRun(
-            AttachedScript(listening), ["python", "train.py"], log=tmp_path / "log"
-        )
-        inside.baseline = space_of(inside.describe()).default
-        inside.tolerance = 0.02
-        half = inside.baseline.replace(precision="bf16")
-        found.append(inside.compare(half, deadline_s=60))
-        inside.leave(inside.baseline, "")
+        script, log = AttachedScript(listening), tmp_path / "log"
+        run = AttachedRun(script, ["python", "train.py"], log=log)
+        run.baseline = space_of(run.describe()).default
+        run.tolerance = 0.02
+        half = run.baseline.replace(precision="bf16")
+        comparisons.append(run.compare(half, deadline_s=60))
+        run.leave(run.baseline, "")
 
     torch.manual_seed(0)
     net, alone = nn.Linear(6, 4), nn.Linear(6, 4)
     alone.load_state_dict(net.state_dict())
     trained(alone, data)
-    (searching := threading.Thread(target=search)).start()
-    line = PilotClient(str(tmp_path / "pilot"), None, patience_s=WAIT_S)
-    charge.attach(line, RecordedSteps(careful=True))
+    (search_thread := threading.Thread(target=search)).start()
+    client = PilotClient(str(tmp_path / "pilot"), None, patience_s=WAIT_S)
+    active_pilot.attach(client, RecordedSteps(careful=True))
     trained(net, data)
-    searching.join(WAIT_S)
-    (compared,) = found
+    search_thread.join(WAIT_S)
+    (compared,) = comparisons
     assert compared.ok, compared
     assert all(map(torch.equal, net.state_dict().values(), alone.state_dict().values()))
 
 
-def failing(raises: type[Exception], *, backward: bool = False) -> Net:
-    """Raises in bf16, in backward or before."""
+def failing_in_bf16(raises: type[Exception], *, backward: bool = False) -> Net:
+    """Returns a model that raises in bf16, in forward or in backward."""
 
-    def fail(at: Tensor) -> None:
-        if at.dtype == torch.bfloat16:
+    def fail(tensor: Tensor) -> None:
+        if tensor.dtype == torch.bfloat16:
             raise raises("not in bf16")
 
     net = Net()
@@ -248,43 +247,43 @@ def failing(raises: type[Exception], *, backward: bool = False) -> Net:
     return net
 
 
-class Careful(Looks):
-    """A guide that tries something, bf16, for three steps, then goes on as the script is."""
+class TryConfig(Looks):
+    """A guide that tries a config for some steps, then returns to the script's own config."""
 
-    def __init__(self, steps: int = 3, *, needs_room: bool = False, **there: Value) -> None:
+    def __init__(self, steps: int = 3, *, needs_room: bool = False, **values: Value) -> None:
         self.steps, self.needs_room = steps, needs_room
-        self.there = there or {"precision": "bf16"}
+        self.values = values or {"precision": "bf16"}
         self.results: list[BlockResult] = []
 
     def begin(self, seen: ScriptFacts) -> BlockRequest:
         self.seen, self.own = seen, space_of(seen).default
-        there, room = self.own.replace(**self.there), self.needs_room
-        return BlockRequest(config=there, steps=self.steps, own=self.own, needs_room=room)
+        config, room = self.own.replace(**self.values), self.needs_room
+        return BlockRequest(config=config, steps=self.steps, own=self.own, needs_room=room)
 
     def next(self, result: BlockResult) -> BlockRequest:
         self.results.append(result)
         return BlockRequest(config=self.own, steps=2 if len(self.results) == 1 else 0)
 
-    def backward_failed(self, exc: Exception, order: BlockRequest) -> None:
-        exc.add_note(str(order.config["precision"]))
+    def backward_failed(self, exc: Exception, request: BlockRequest) -> None:
+        exc.add_note(str(request.config["precision"]))
 
 
 @pytest.fixture
-def charge() -> Iterator[ActivePilot]:
-    charge = ActivePilot()
-    yield charge
-    charge.release()
+def active_pilot() -> Iterator[ActivePilot]:
+    active_pilot = ActivePilot()
+    yield active_pilot
+    active_pilot.release()
     assert left_behind() == []
 
 
 @pytest.mark.parametrize(
     ("raises", "outcome"), [(RuntimeError, "failed"), (MemoryError, "out_of_memory")]
 )
-def test_a_config_that_raises_costs_its_step(
-    charge: ActivePilot, raises: type[Exception], outcome: str
+def test_config_that_raises_costs_one_step(
+    active_pilot: ActivePilot, raises: type[Exception], outcome: str
 ) -> None:
-    guide, net = Careful(), failing(raises)
-    charge.attach(guide)
+    guide, net = TryConfig(), failing_in_bf16(raises)
+    active_pilot.attach(guide)
     trained(net, 12)
     failed, later = guide.results
     assert (failed.steps, failed.outcome) == (1, outcome)
@@ -294,7 +293,7 @@ def test_a_config_that_raises_costs_its_step(
 
 
 class Samples(Dataset[Tensor]):
-    """Notes which of them this process has fetched."""
+    """Records which samples this process has fetched."""
 
     def __init__(self, bad: int = -1) -> None:
         self.bad = bad
@@ -311,16 +310,16 @@ class Samples(Dataset[Tensor]):
 
 
 @pytest.mark.parametrize(("bad", "outcome"), [(-1, "ok"), (20, "failed")])
-def test_workers_feed_a_config_and_cost_their_lap_alone(
-    charge: ActivePilot, monkeypatch: pytest.MonkeyPatch, bad: int, outcome: str
+def test_a_failing_loader_worker_ends_only_its_block(
+    active_pilot: ActivePilot, monkeypatch: pytest.MonkeyPatch, bad: int, outcome: str
 ) -> None:
-    monkeypatch.setattr(host, "files_read", list)  # pytest's own
-    guide, data = Careful(num_workers=1), Samples(bad)
-    charge.attach(guide)
+    monkeypatch.setattr(host, "files_read", list)  # without pytest's open files
+    guide, data = TryConfig(num_workers=1), Samples(bad)
+    active_pilot.attach(guide)
     trained(Net(), DataLoader(data, batch_size=4))
     assert [result.outcome for result in guide.results] == [outcome, "ok"]
     assert guide.results[0].reason.startswith("in a worker: ") == (outcome == "failed")
-    # The first four batches came before the config, three with it, of these one before the bad one.
+    # The config starts after four batches and lasts for three; the second of these is the bad one.
     ours = [*range(16), *range(28 if outcome == "ok" else 20, 48)]
     assert data.fetched == ours
 
@@ -331,27 +330,27 @@ class Stream(IterableDataset[Tensor]):
 
 
 @pytest.mark.parametrize(
-    ("data", "workers", "said"),
+    ("data", "workers", "line"),
     [
         (Samples(), 1, "your script already: 1 loader worker"),
         (Stream(), 0, "not tuned: the loader: every worker would read all of an IterableDataset"),
     ],
 )
-def test_a_loader_that_stays_as_it_is_is_no_part_of_the_key(
-    charge: ActivePilot, data: Dataset[Tensor], workers: int, said: str
+def test_an_unchanged_loader_is_not_part_of_the_key(
+    active_pilot: ActivePilot, data: Dataset[Tensor], workers: int, line: str
 ) -> None:
-    guide = Careful()
-    charge.attach(guide)
+    guide = TryConfig()
+    active_pilot.attach(guide)
     trained(Net(), DataLoader(data, batch_size=4, num_workers=workers))
     assert "num_workers" in guide.seen.kept and "num_workers" not in guide.own
-    assert (guide.seen.workers, guide.seen.script, guide.seen.lines()[:1]) == (0, "", [said])
+    assert (guide.seen.workers, guide.seen.script, guide.seen.lines()[:1]) == (0, "", [line])
 
 
-def test_a_config_that_raises_in_backward_has_no_order_after_it_until_the_script_goes_on(
-    charge: ActivePilot,
+def test_after_a_failure_in_backward_the_next_block_waits_for_the_script(
+    active_pilot: ActivePilot,
 ) -> None:
-    guide, net = Careful(), failing(MemoryError, backward=True)
-    charge.attach(guide)
+    guide, net = TryConfig(), failing_in_bf16(MemoryError, backward=True)
+    active_pilot.attach(guide)
     with pytest.raises(MemoryError) as caught:
         trained(net, 12)
     assert caught.value.__notes__ == ["bf16"]
@@ -361,8 +360,8 @@ def test_a_config_that_raises_in_backward_has_no_order_after_it_until_the_script
     assert [one.outcome for one in guide.results] == ["out_of_memory", "ok"]
 
 
-def test_the_search_within_a_run_hears_of_a_failure_before_the_script_may_end_of_it() -> None:
-    class Answers:
+def test_search_learns_of_a_backward_failure_before_the_script_can_end() -> None:
+    class FakeClient:
         def __init__(self) -> None:
             self.results: list[BlockResult] = []
 
@@ -372,32 +371,32 @@ def test_the_search_within_a_run_hears_of_a_failure_before_the_script_may_end_of
 
     own = Config(precision="default")
     guide = OnlineTuner(["python", "train.py"], Request(), tune_s=9.0)
-    guide._client = answers = Answers()  # type: ignore[assignment]
+    guide._client = client = FakeClient()  # type: ignore[assignment]
     guide.backward_failed(MemoryError("in backward"), BlockRequest(config=own, own=own, steps=3))
-    assert [result.reason for result in answers.results] == ["MemoryError: in backward"]
-    assert guide.next(BlockResult(outcome="out_of_memory")).steps == 1  # the answer that came then
+    assert [result.reason for result in client.results] == ["MemoryError: in backward"]
+    assert guide.next(BlockResult(outcome="out_of_memory")).steps == 1  # the answer to the failure
     assert guide.next(BlockResult(steps=1)).steps == 2
 
 
-def test_without_room_a_config_is_not_tried(
-    charge: ActivePilot, monkeypatch: pytest.MonkeyPatch
+def test_config_is_not_tried_without_free_memory(
+    active_pilot: ActivePilot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("advisor.tuners.act.pilot.pilot.Pilot._has_room", lambda *_: False)
-    guide, net = Careful(needs_room=True), Net()
-    charge.attach(guide)
+    guide, net = TryConfig(needs_room=True), Net()
+    active_pilot.attach(guide)
     trained(net, 12)
     assert guide.results[0].outcome == "out_of_memory"
     assert "little of the device's memory is free" in guide.results[0].reason
     assert set(net.dtypes) == {torch.float32}
 
 
-def without_a_module() -> None:
+def step_without_a_module() -> None:
     optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
     for _ in range(8):
         optimizer.step()
 
 
-def without_an_order() -> None:
+def step_optimizers_irregularly() -> None:
     net = nn.Linear(6, 4)
     optimizers = [torch.optim.SGD(net.parameters()) for _ in range(3)]
     for step in range(MAX_OBSERVED_STEPS):
@@ -405,50 +404,50 @@ def without_an_order() -> None:
         optimizers[int(step**0.5) % 3].step()
 
 
-def by_hand() -> None:
+def update_weights_by_hand() -> None:
     net = nn.Linear(6, 4)
     for _ in range(8 * MAX_OBSERVED_STEPS):
         net(torch.ones(2, 6)).sum().backward()
 
 
-def two_models_in_turn() -> None:
+def train_two_models() -> None:
     trained(Net())
     trained(nn.Linear(6, 5), MAX_OBSERVED_STEPS, shape=(4, 6))
 
 
 @pytest.mark.parametrize(
-    ("trains", "said"),
+    ("train", "why"),
     [
-        (without_a_module, piloting.UNSEEN),
-        (without_an_order, piloting.UNORDERED),
+        (step_without_a_module, piloting.UNSEEN),
+        (step_optimizers_irregularly, piloting.UNORDERED),
         (lambda: trained(Net().eval()), piloting.EVALUATING),
-        (by_hand, piloting.BY_HAND),
-        (two_models_in_turn, piloting.ANOTHER),
+        (update_weights_by_hand, piloting.BY_HAND),
+        (train_two_models, piloting.ANOTHER),
     ],
 )
-def test_what_cannot_be_timed_is_left_alone_with_the_reason(
-    charge: ActivePilot, trains: Callable[[], None], said: str, monkeypatch: pytest.MonkeyPatch
+def test_script_that_cannot_be_timed_is_left_alone_with_the_reason(
+    active_pilot: ActivePilot, train: Callable[[], None], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Other tests of this process may have compiled something, which would be told here.
+    # Graphs that other tests have compiled would change the reason.
     monkeypatch.setattr("advisor.tuners.act.pilot.pilot.graphs_compiled", lambda: False)
-    guide, why = Careful(steps=10**6, precision="default"), list[str]()
-    monkeypatch.setattr(guide, "failed", lambda exc: why.append(str(exc)), raising=False)
-    charge.attach(guide)
-    trains()
-    assert why == [said]
-    nn.Linear(6, 4)(torch.ones(6))  # the last hook goes with the next call of any module
+    guide, reasons = TryConfig(steps=10**6, precision="default"), list[str]()
+    monkeypatch.setattr(guide, "failed", lambda exc: reasons.append(str(exc)), raising=False)
+    active_pilot.attach(guide)
+    train()
+    assert reasons == [why]
+    nn.Linear(6, 4)(torch.ones(6))  # removes the last hook, as any call of a module does
 
 
-def test_what_a_process_failed_with_first_is_told_with_file_and_line(tmp_path: Path) -> None:
-    """What torchrun says of it is a table; and a process where nobody listens goes on."""
-    line = PilotClient(str(tmp_path / "pilot"), None)
+def test_first_failure_is_reported_with_file_and_line(tmp_path: Path) -> None:
+    """torchrun prints only a table. A process to which nobody listens trains on."""
+    client = PilotClient(str(tmp_path / "pilot"), None)
     (tmp_path / "train.py").write_text("def load():\n    raise ValueError('bad data')\n\nload()\n")
     with pytest.raises(ValueError, match="bad data") as caught:
         runpy.run_path(str(tmp_path / "train.py"))
-    line.failed(caught.value)
-    line.failed(RuntimeError("a child failed"))
+    client.failed(caught.value)
+    client.failed(RuntimeError("a child failed"))
     assert protocol.startup_failure(str(tmp_path / "pilot")) == "ValueError: bad data (train.py:2)"
-    charge = ActivePilot()
-    charge.attach(line)
+    active_pilot = ActivePilot()
+    active_pilot.attach(client)
     trained(Net(), 8)
     assert left_behind() == []

@@ -1,4 +1,4 @@
-"""Options of a command that set knobs: `--map batch=--batch-size`."""
+"""Tests options of a command that set knobs: `--map batch=--batch-size`."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ BATCH = {"batch": "--batch-size"}
         ("train.py --batch-size 1 --batch-size 64", 1, "train.py" + 2 * " --batch-size 128"),
     ],
 )
-def test_a_batch_is_put_in_proportion(words: str, processes: int, expected: str) -> None:
+def test_batch_option_scales_with_the_batch(words: str, processes: int, expected: str) -> None:
     mapped = MappedOptions(words.split(), BATCH)
     assert mapped.at(OWN.at(128), OWN, processes) == tuple(expected.split())
     assert mapped.at(OWN.replace(num_workers=8), OWN, processes) == tuple(words.split())
 
 
-def test_workers_are_put_as_they_are_and_are_none_of_the_pilots() -> None:
+def test_mapped_workers_are_set_by_the_command_and_not_by_the_pilot() -> None:
     mapped = MappedOptions(("train.py",), {"num_workers": "-w"})
     config = OWN.replace(num_workers=8, precision="bf16")
     assert mapped.at(config, OWN, 4) == ("train.py", "-w", "8")
     assert mapped.within(config, OWN) == OWN.replace(precision="bf16")
 
 
-def test_a_command_is_known_but_for_numbers() -> None:
-    part = command_digest(["train.py", "--batch-size", "64", "--arch", "r50"])
-    assert part == command_digest(["train.py", "--epochs", "90", "--arch", "r50", "--lr=1e-3"])
-    assert part != command_digest(["train.py", "--batch-size", "64", "--arch", "r18"])
+def test_command_digest_ignores_numbers() -> None:
+    digest = command_digest(["train.py", "--batch-size", "64", "--arch", "r50"])
+    assert digest == command_digest(["train.py", "--epochs", "90", "--arch", "r50", "--lr=1e-3"])
+    assert digest != command_digest(["train.py", "--batch-size", "64", "--arch", "r18"])
     assert command_digest([]) == ""
 
 
-def test_what_is_given_in_the_command_is_a_number() -> None:
+def test_mapped_option_in_the_command_must_be_a_number() -> None:
     with pytest.raises(UsageError, match="map: --batch-size 'auto' in the command: expected a"):
         MappedOptions(("train.py", "--batch-size", "auto"), BATCH)
 
@@ -75,8 +75,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starts of a script that takes --batch-size and ignores --workers, without processes."""
+def faked_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces processes by a script that obeys --batch-size and ignores --workers."""
 
     def start(_run: Run, words: tuple[str, ...], _start_s: float) -> MadeUpSession:
         given = dict(zip(words[2::2], words[3::2], strict=True))
@@ -91,16 +91,14 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The words that `advisor run` starts."""
-    found: list[list[str]] = []
-    monkeypatch.setattr(os, "execve", lambda _path, words, _env: found.append(words))
-    return found
+    """Returns the commands that `advisor run` starts."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(os, "execve", lambda _path, words, _env: commands.append(words))
+    return commands
 
 
-@pytest.mark.usefixtures("made_up")
-def test_the_batch_is_tuned_by_the_scripts_own_option(
-    folder: Path, started: list[list[str]]
-) -> None:
+@pytest.mark.usefixtures("faked_script")
+def test_batch_is_tuned_by_the_scripts_own_option(folder: Path, started: list[list[str]]) -> None:
     nothing = advisor(folder, "run", *MAP, "--", "python", "-c", "print()")
     untuned = "this command was not tuned with --map batch=--batch-size; run: advisor tune --map"
     assert untuned in nothing.stderr
@@ -113,20 +111,20 @@ def test_the_batch_is_tuned_by_the_scripts_own_option(
     assert record["key"]["task"]["map"] == BATCH
     shown = advisor(folder, "show", record["id"]).stdout
     assert "advisor run --map batch=--batch-size -- python train.py --batch-size 4" in shown
-    asked = advisor(folder, "run", *MAP, "--", "python", "train.py", "--epochs", "2")
-    said = f"--batch-size {won[True]}"
-    assert asked.stderr == f"advisor: set {said}, as record {record['id']} advises\n"
+    mapped_run = advisor(folder, "run", *MAP, "--", "python", "train.py", "--epochs", "2")
+    option = f"--batch-size {won[True]}"
+    assert mapped_run.stderr == f"advisor: set {option}, as record {record['id']} advises\n"
     advisor(folder, "run", "--", *TRAIN, "--epochs", "1")
     assert started == [
         ["python", "-c", "print()"],
-        ["python", "train.py", "--epochs", "2", *said.split()],
+        ["python", "train.py", "--epochs", "2", *option.split()],
         [*TRAIN, "--epochs", "1"],
     ]
     again = advisor(folder, *plan, "--", *TRAIN)
     assert json.loads(again.stdout)["status"] == "known"
 
 
-def test_a_store_that_is_away_keeps_no_run_from_starting(
+def test_a_run_starts_unmodified_if_the_store_is_unreachable(
     folder: Path, started: list[list[str]]
 ) -> None:
     done = advisor(folder, "run", "--cache", "http://127.0.0.1:1", *MAP, "--", *TRAIN)
@@ -136,16 +134,16 @@ def test_a_store_that_is_away_keeps_no_run_from_starting(
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"), [(16, "has no record"), (4, "has 4 samples a step, not 16")]
+    ("batch", "message"), [(16, "has no record"), (4, "has 4 samples a step, not 16")]
 )
-def test_options_that_were_set_for_another_run_are_told(batch: int, said: str) -> None:
+def test_options_set_for_another_run_are_reported(batch: int, message: str) -> None:
     options = CommandOverrides(record="ae1b@4", said="--batch-size 16", batch=16, own_batch=4)
-    line = f"--batch-size 16 was set as record ae1b@4 advises, and this run {said}"
+    line = f"--batch-size 16 was set as record ae1b@4 advises, and this run {message}"
     assert options.mismatch(None, batch) == line
 
 
-@pytest.mark.usefixtures("made_up")
-def test_an_option_without_effect_is_no_config() -> None:
+@pytest.mark.usefixtures("faked_script")
+def test_an_option_without_effect_fails_the_config() -> None:
     with Run(TRAIN, injected=INJECTED, log=Path(), options={"num_workers": "--workers"}) as run:
         run.baseline = Config(space_of(run.describe()).default | {"num_workers": 0})
         with pytest.raises(ConfigFailed, match="the script has 0 loader workers, not 1"):
@@ -153,9 +151,9 @@ def test_an_option_without_effect_is_no_config() -> None:
         assert run.block(run.baseline, 4, deadline_s=60).steps == 4
 
 
-@pytest.mark.usefixtures("made_up")
+@pytest.mark.usefixtures("faked_script")
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("option", "message"),
     [
         ("batch=--bs", "map: with --bs 8 it ended with exit code 2: train.py: error: unrec"),
         ("batch=--workers", "map: with --workers 8 a step has 4 samples, not 8"),
@@ -163,7 +161,7 @@ def test_an_option_without_effect_is_no_config() -> None:
         ("width=--width", "map 'width=--width': expected KNOB=OPTION, e.g. batch=--batch-size"),
     ],
 )
-def test_what_is_no_such_option(folder: Path, option: str, said: str) -> None:
+def test_a_wrong_map_option_is_refused_in_one_line(folder: Path, option: str, message: str) -> None:
     done = advisor(folder, "tune", *QUICK, "--budget", "5s", "--map", option, "--", *TRAIN)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith(f"advisor: {said}")
+    assert done.stderr.startswith(f"advisor: {message}")

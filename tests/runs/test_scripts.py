@@ -1,5 +1,5 @@
-"""Ordinary training scripts under the pilot, and those of Hugging Face, Lightning, Accelerate and
-timm: unmodified they train the same to the bit, in bf16 nearly the same; `advisor tune` on some."""
+"""Trains ordinary scripts, and scripts of Hugging Face, Lightning, Accelerate and timm, under the
+pilot. Weights stay bit-identical unmodified, and close in bf16. Tunes some of them, too."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import torch
 from advisor.cache.config import Config
 from tests import forks
 from tests.face.commands import advisor, own
-from tests.runs.forked import Variant, Weights, trained
+from tests.runs.forked import Variant, Weights, train_variants
 
 FOLDER = Path(__file__).parent / "scripts"
 HALF = {"precision": "bf16", "channels_last": True}
 FED = {"num_workers": 1}
-"""Data of which nothing is drawn where it is fetched is the same from workers."""
+"""Workers load identical batches, because no dataset here draws random numbers."""
 NEAR = 0.25
-"""Part of the weights by which a few steps in bf16 may move them elsewhere."""
+"""Largest relative difference that a few steps in bf16 may make."""
 
 
 @dataclass(frozen=True)
 class Framework:
-    """A script, the libraries that it imports, and what is to be seen of it.
+    """A script, the libraries that it imports, and the facts that the pilot must see.
 
     Attributes:
-        own: what it does itself.
+        own: the config that the script sets itself.
     """
 
     script: str
@@ -64,7 +64,7 @@ LONG = [
 
 
 def differing(one: Weights, other: Weights) -> list[str]:
-    """The names of the weights that are not the same to the bit, or that only one of them has."""
+    """Returns the names of weights that differ in any bit or that only one side has."""
     return [
         name
         for name in sorted(one.keys() | other.keys())
@@ -73,14 +73,14 @@ def differing(one: Weights, other: Weights) -> list[str]:
 
 
 def distance(one: Weights, other: Weights) -> float:
-    """How far weights are apart, as a part of those of the other."""
+    """Returns the norm of the difference, relative to the norm of `other`."""
     floats = [name for name, weight in other.items() if weight.is_floating_point()]
     apart = torch.stack([(one[n] - other[n]).norm() for n in floats]).norm()
     return float(apart / torch.stack([other[n].norm() for n in floats]).norm())
 
 
-def train_alike(alone: Weights, kept: Weights, half: Weights) -> None:
-    """To the bit where no number is changed, and nearly so in half precision."""
+def assert_trained_alike(alone: Weights, kept: Weights, half: Weights) -> None:
+    """Bit-identical if the config changes no numbers, and close in half precision."""
     assert alone and all(weight.isfinite().all() for weight in alone.values())
     assert differing(alone, kept) == []
     assert {n: w.dtype for n, w in half.items()} == {n: w.dtype for n, w in alone.items()}
@@ -96,10 +96,10 @@ GAN = BIG / "dcgan.py", "--images 32 --batch-size 4 --width 8 --epochs 2", "samp
     [GAN, *((path, "", "") for path in sorted(FOLDER.glob("*.py")))],
     ids=lambda one: one.stem if isinstance(one, Path) else "",
 )
-def test_an_ordinary_script(script: Path, words: str, saves: str, tmp_path: Path) -> None:
+def test_ordinary_script_trains_alike(script: Path, words: str, saves: str, tmp_path: Path) -> None:
     variants = (Variant(values, tuple(words.split()), saves) for values in (None, FED, HALF))
-    (alone, _), (fed, _), (half, _) = trained(script, tmp_path, *variants)
-    train_alike(alone, fed, half)
+    (alone, _), (fed, _), (half, _) = train_variants(script, tmp_path, *variants)
+    assert_trained_alike(alone, fed, half)
     if script.stem not in ("own_autocast", "closure"):
         assert differing(half, alone)
 
@@ -109,30 +109,29 @@ def test_an_ordinary_script(script: Path, words: str, saves: str, tmp_path: Path
     [ACCELERATE_TIMM, *(pytest.param(one, marks=pytest.mark.long) for one in LONG)],
     ids=lambda one: one.script,
 )
-def test_a_script_of_a_framework(case: Framework, tmp_path: Path) -> None:
-    """Its own half precision is kept."""
+def test_framework_script_trains_alike_and_keeps_its_bf16(case: Framework, tmp_path: Path) -> None:
     variants = [Variant(), Variant({}), Variant(HALF)]
     variants += [Variant(None, ("bf16",)), Variant(HALF, ("bf16",))]
     script = FOLDER.with_name("frameworks") / f"{case.script}.py"
-    (alone, _), (kept, seen), (half, _), (own, _), (under, found) = trained(
+    (alone, _), (kept, seen), (half, _), (own_half, _), (tuned, half_facts) = train_variants(
         script, tmp_path, *variants, libraries=case.libraries
     )
-    train_alike(alone, kept, half)
+    assert_trained_alike(alone, kept, half)
     assert differing(half, alone)
     assert seen is not None
     assert {name: getattr(seen, name) for name in case.seen} == case.seen
     assert (seen.own, seen.processes, seen.limits) == (case.own, 1, ())
-    assert found is not None and "precision" in found.kept
-    assert (found.own, found.model) == (case.own.replace(precision="bf16"), seen.model)
-    assert any("bf16" in line for line in found.lines())
-    assert distance(under, own) <= NEAR
-    if not found.convolves:  # nothing that is laid out otherwise: nothing at all is set
-        assert differing(under, own) == []
+    assert half_facts is not None and "precision" in half_facts.kept
+    assert (half_facts.own, half_facts.model) == (case.own.replace(precision="bf16"), seen.model)
+    assert any("bf16" in line for line in half_facts.lines())
+    assert distance(tuned, own_half) <= NEAR
+    if not half_facts.convolves:  # there is no layout to change, so nothing is changed
+        assert differing(tuned, own_half) == []
 
 
 LOAD = """
 import sys
-sys.modules["advisor"] = None  # as if it was not there
+sys.modules["advisor"] = None  # as if it were not installed
 import torch
 model = torch.load(sys.argv[1], weights_only=False)
 assert model.training and "_compiled_call_impl" not in vars(model)
@@ -140,12 +139,11 @@ torch.save(model.state_dict(), sys.argv[2])
 """
 
 
-def test_checkpoints_are_those_of_the_script(tmp_path: Path) -> None:
-    """One that was made without the pilot loads under it."""
+def test_checkpoints_load_with_and_without_the_pilot(tmp_path: Path) -> None:
     resumed = (str(tmp_path / "0.pt"),)
     variants = [Variant(), Variant(HALF), Variant(None, resumed), Variant({}, resumed)]
-    *_, (alone, _), (under, _) = trained(FOLDER / "evaluation.py", tmp_path, *variants)
-    assert differing(alone, under) == []
+    *_, (alone, _), (piloted, _) = train_variants(FOLDER / "evaluation.py", tmp_path, *variants)
+    assert differing(alone, piloted) == []
     (load := tmp_path / "load.py").write_text(LOAD)
     read = []
     for whole in (tmp_path / "0.whole", tmp_path / "1.whole"):
@@ -173,7 +171,7 @@ USER_SCRIPTS = {
     "accumulate_ema": ("--batch-size 2 --length 16 --backend eager --steps 99999", "ckpt_500.pt"),
     "two_models": ("--samples 80 --batch-size 8 --epochs 999", "large.pt"),
 }
-"""Arguments with which steps take milliseconds, and a checkpoint that the script would write."""
+"""Arguments for steps of milliseconds, and a checkpoint that the script would overwrite."""
 
 
 @pytest.mark.parametrize(
@@ -183,7 +181,7 @@ USER_SCRIPTS = {
         *(pytest.param(one, marks=pytest.mark.long) for one in USER_SCRIPTS),
     ],
 )
-def test_one_is_tuned_and_told_one_thing(name: str, tmp_path: Path) -> None:
+def test_tune_prints_one_verdict_and_changes_no_files(name: str, tmp_path: Path) -> None:
     work = tmp_path / "work"
     words, checkpoint = USER_SCRIPTS.get(name, ("last.pt", "last.whole"))
     for one in (checkpoint, "last.pt"):
@@ -201,7 +199,7 @@ def test_one_is_tuned_and_told_one_thing(name: str, tmp_path: Path) -> None:
     done = advisor(work, "tune", *options, "--", *command, **own(tmp_path))
     assert contents(work) == before
     assert "hangs" not in done.stdout + done.stderr
-    if done.returncode:  # a host so busy that not even the script itself was measured
+    if done.returncode:  # the host was too busy to measure even the unmodified script
         assert re.search(TOO_BUSY, done.stderr), done.stderr
         return
 
@@ -218,7 +216,7 @@ def test_one_is_tuned_and_told_one_thing(name: str, tmp_path: Path) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """What lies in a folder, by its path."""
+    """Returns the bytes of each file in a folder by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")

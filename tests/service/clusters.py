@@ -1,5 +1,4 @@
-"""A server as a process that may be killed, and a real Ray cluster of nodes whose GPUs are made
-up."""
+"""A server process that tests can kill, and a real Ray cluster whose nodes have fake GPUs."""
 
 from __future__ import annotations
 
@@ -38,13 +37,13 @@ FEW: Mapping[str, Any] = {
     **{"shape": ["8x4"], "budget": "1m", "effort": "quick"},
     **{"batches": [], "compile": False, "trials": 2},
 }
-"""Of a tuning: as many steps however slow the host is."""
+"""Options of a tuning with a fixed number of trials, however slow the host is."""
 _MARK = "NODE_OF_TEST"
-"""In the environment of all that a node starts."""
+"""Environment variable of every process that a node starts."""
 
 
-class Team:
-    """A server that may be killed and started again, and someone who submits."""
+class Stack:
+    """A server process that can be killed and restarted, and a client that submits jobs."""
 
     def __init__(self, folder: Path, *words: str, lease_s: float = 60.0) -> None:
         self.folder, self.port, self.token = folder, free_port(), ""
@@ -67,20 +66,20 @@ class Team:
     def log(self, number: int) -> str:
         return "".join(self.client.log(number))
 
-    def until(self, number: int, there: Callable[[Job], bool]) -> Job:
-        """The job, once it is as it should be."""
+    def until(self, number: int, fulfilled: Callable[[Job], bool]) -> Job:
+        """Wait until the job fulfils the condition, and return it."""
 
-        def found() -> Job | None:
+        def poll() -> Job | None:
             job = self.client.job(number)
-            assert there(job) or not job.over, (job, self.log(number)[-2000:])
-            return job if there(job) else None
+            assert fulfilled(job) or not job.over, (job, self.log(number)[-2000:])
+            return job if fulfilled(job) else None
 
-        job: Job = until(found)
+        job: Job = until(poll)
         return job
 
 
 class Node:
-    """A node as processes, of which nothing is left when it is killed: words of `ray start`."""
+    """The processes of `ray start` with these arguments; `kill` ends all of them."""
 
     def __init__(self, folder: Path, *words: str) -> None:
         self.folder = str(folder)
@@ -95,11 +94,11 @@ class Node:
         )
 
     def attempts(self) -> list[int]:
-        """The processes of attempts on it, and all that these started."""
+        """Process ids of the attempts on this node, and of their descendants."""
         return [pid for pid, line in self._processes() if " -m advisor." in line]
 
     def kill_raylet(self) -> None:
-        """Nobody answers for the node any more, and what it started is left behind."""
+        """Make the node unresponsive; the processes that it started keep running."""
         [raylet] = [pid for pid, line in self._processes() if "/raylet/raylet " in line]
         os.kill(raylet, signal.SIGKILL)
 
@@ -109,16 +108,16 @@ class Node:
     def _processes(self) -> Iterator[tuple[int, str]]:
         mark = f"{_MARK}={self.folder}".encode()
         for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it is over
+            with contextlib.suppress(OSError):  # the process has ended
                 if mark in _words(folder / "environ"):
                     yield int(folder.name), b" ".join(_words(folder / "cmdline")).decode()
 
 
 class Cluster:
-    """Nodes with a GPU each, of which the first that it is started with is its head."""
+    """Nodes with one fake GPU each; `start` makes the first one the head."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: of a socket's path 107 bytes
+        self._folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: sockets allow 107 bytes
         self._port, self._client, self.port = free_port(), free_port(), free_port()
         self.nodes: dict[str, Node] = {}
 
@@ -127,17 +126,17 @@ class Cluster:
         return f"ray-jobs:http://127.0.0.1:{self.port}"
 
     def start(self, head: str, *gpus: str) -> None:
-        """A node for each name, which are waited for."""
+        """Start one node per GPU name, and wait until all are alive."""
         words = ["--head", "--port", str(self._port)]
         words += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(self.port)]
         self.add(head, *words, "--ray-client-server-port", str(self._client))
-        until(lambda: answers(self._port))  # long before its dashboard does
+        until(lambda: answers(self._port))  # its dashboard takes much longer
         for gpu in gpus:
             self.add(gpu)
         until(lambda: {head, *gpus} <= self.alive())
 
     def add(self, gpu: str, *words: str) -> Node:
-        """A node, by default not the head."""
+        """Add a node; without `words` it joins as a worker node."""
         has = ["--num-cpus", "1", "--num-gpus", "1", "--labels", f"{ACCELERATOR}={gpu}"]
         words = words or ("--address", f"127.0.0.1:{self._port}")
         self.nodes[gpu] = Node(self._folder / uuid.uuid4().hex[:4], *words, *has)
@@ -152,7 +151,7 @@ class Cluster:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def alive(self) -> set[str]:
-        """The labels of the nodes that the head knows as alive."""
+        """GPU labels of the nodes that the head lists as alive."""
         try:
             found = json.loads(self.ask("GET", "/api/v0/nodes"))["data"]["result"]["result"]
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
@@ -160,7 +159,7 @@ class Cluster:
         return {one["labels"][ACCELERATOR] for one in found if one["state"] == "ALIVE"}
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """What the head answers; also an error of its own."""
+        """Returns the body of the head's response, of error responses too."""
         return ask(self.port, method, path, TOKEN, body).data
 
 
@@ -172,7 +171,7 @@ def _environment() -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": TOKEN,
         "RAY_USAGE_STATS_ENABLED": "0",
-        # A node that is gone is missed after some seconds, not after half a minute.
+        # Detect a dead node after a few seconds, not after half a minute.
         "RAY_health_check_initial_delay_ms": "1000",
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_failure_threshold": "3",

@@ -1,4 +1,4 @@
-"""Databases to serve from: SQLite, and a real PostgreSQL where it is installed."""
+"""Fixtures: servers on SQLite and, where it is installed, on a real PostgreSQL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from advisor.cache.stores.http_client import HttpClient
 from tests.cache import servers
-from tests.service.serving import Served, fresh, serving
+from tests.service.serving import LiveServer, reset, serving
 
 
 @pytest.fixture(scope="session")
@@ -21,8 +21,8 @@ def postgresql() -> Iterator[servers.Server]:
         yield server
 
 
-def emptied(server: servers.Server) -> str:
-    """The URL of a database with nothing in it."""
+def new_database(server: servers.Server) -> str:
+    """Create an empty database and return its URL."""
     name = f"t{uuid.uuid4().hex}"
     place = f"//advisor:s3cret@127.0.0.1:{server.port}"
     with psycopg.connect(f"postgresql:{place}/postgres", autocommit=True) as connection:
@@ -31,68 +31,68 @@ def emptied(server: servers.Server) -> str:
 
 
 @pytest.fixture
-def new_postgresql(postgresql: servers.Server) -> str:
-    return emptied(postgresql)
+def postgresql_url(postgresql: servers.Server) -> str:
+    return new_database(postgresql)
 
 
 @pytest.fixture
-def lite(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The URL of a database with nothing in it, of SQLite."""
+def sqlite_url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The URL of an empty SQLite database."""
     return f"sqlite:///{tmp_path_factory.mktemp('database')}/service.db"
 
 
-@pytest.fixture(params=["lite", "new_postgresql"])
+@pytest.fixture(params=["sqlite_url", "postgresql_url"])
 def database_url(request: pytest.FixtureRequest) -> str:
     found: str = request.getfixturevalue(request.param)
     return found
 
 
 @pytest.fixture(scope="session")
-def running_lite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server that all tests of a database share."""
+def shared_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     with serving(f"sqlite:///{tmp_path_factory.mktemp('database')}/service.db") as found:
         yield found
 
 
 @pytest.fixture(scope="session")
-def running_postgresql(postgresql: servers.Server) -> Iterator[Served]:
-    with serving(emptied(postgresql)) as found:
+def shared_postgresql(postgresql: servers.Server) -> Iterator[LiveServer]:
+    with serving(new_database(postgresql)) as found:
         yield found
 
 
-@pytest.fixture(params=["running_lite", "running_postgresql"])
-def served(request: pytest.FixtureRequest) -> Served:
-    """A server with nothing in its database but a token of each role."""
-    found: Served = request.getfixturevalue(request.param)
-    fresh(found)
+@pytest.fixture(params=["shared_sqlite", "shared_postgresql"])
+def server(request: pytest.FixtureRequest) -> LiveServer:
+    """A server whose database holds only one token per role."""
+    found: LiveServer = request.getfixturevalue(request.param)
+    reset(found)
     return found
 
 
 @pytest.fixture
-def served_lite(running_lite: Served) -> Served:
-    """As `served`, where one database is enough."""
-    fresh(running_lite)
-    return running_lite
+def sqlite_server(shared_sqlite: LiveServer) -> LiveServer:
+    reset(shared_sqlite)
+    return shared_sqlite
 
 
 @pytest.fixture
-def team(served_lite: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
-    """It is the store here, with a token that may submit."""
-    monkeypatch.setenv("ADVISOR_TOKEN", served_lite.tokens["submit"])
-    monkeypatch.setenv("ADVISOR_CACHE", served_lite.url)
+def remote(
+    sqlite_server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> LiveServer:
+    """A server that ADVISOR_CACHE names; ADVISOR_TOKEN has the submit role."""
+    monkeypatch.setenv("ADVISOR_TOKEN", sqlite_server.tokens["submit"])
+    monkeypatch.setenv("ADVISOR_CACHE", sqlite_server.url)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nobodys"))
-    return served_lite
+    return sqlite_server
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of a server."""
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lists each HTTP request as "METHOD /path"."""
     seen: list[str] = []
     request = HttpClient.request
 
-    def told(self: HttpClient, method: str, path: str, **more: Any) -> Any:
+    def record_request(self: HttpClient, method: str, path: str, **more: Any) -> Any:
         seen.append(f"{method} {path.partition('?')[0]}")
         return request(self, method, path, **more)
 
-    monkeypatch.setattr(HttpClient, "request", told)
+    monkeypatch.setattr(HttpClient, "request", record_request)
     return seen

@@ -1,4 +1,4 @@
-"""A server in a thread of the test's own process, and clients of it that know no advisor."""
+"""A server in a thread of the test process, and plain HTTP clients for it."""
 
 from __future__ import annotations
 
@@ -57,20 +57,20 @@ def ask(
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request(method, path, body, sent)
-        answer = connection.getresponse()
-        said = {name.lower(): value for name, value in answer.getheaders()}
-        return Answer(answer.status, said, answer.read())
+        response = connection.getresponse()
+        received = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(response.status, received, response.read())
     finally:
         connection.close()
 
 
-Answering = Callable[[str], tuple[int, dict[str, str], bytes]]
+Respond = Callable[[str], tuple[int, dict[str, str], bytes]]
 
 
 @contextlib.contextmanager
-def answering(answer: Answering, sent: list[tuple[str, bytes]] | None = None) -> Iterator[str]:
-    """The URL of a made-up server. `answer` gives the answer for a path; `sent` gets the token and
-    the body of each request."""
+def fake_server(answer: Respond, sent: list[tuple[str, bytes]] | None = None) -> Iterator[str]:
+    """Run a fake server and yield its URL. `answer` maps a path to a response; `sent` collects the
+    token and the body of each request."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -100,8 +100,8 @@ def answering(answer: Answering, sent: list[tuple[str, bytes]] | None = None) ->
 
 
 @dataclass
-class Served:
-    """`tokens`: one of each role, by its name; `stopping`: set when the server begins to stop."""
+class LiveServer:
+    """`tokens` has one per role; `stopping` is set when the server begins to shut down."""
 
     port: int
     service: Service
@@ -125,38 +125,38 @@ def token(database: Database, role: str, expires: float | None = None) -> str:
     return database.write(tokens.make, f"a {role}", role, expires, None)[1]
 
 
-def events(served: Served) -> list[dict[str, Any]]:
-    """The audit log, the newest first."""
-    found: list[dict[str, Any]] = served.ask("GET", "/api/audit", "admin").json["events"]
+def events(server: LiveServer) -> list[dict[str, Any]]:
+    """Audit log, newest first."""
+    found: list[dict[str, Any]] = server.ask("GET", "/api/audit", "admin").json["events"]
     return found
 
 
-def actions(served: Served) -> list[str]:
-    return [one["action"] for one in events(served)]
+def actions(server: LiveServer) -> list[str]:
+    return [one["action"] for one in events(server)]
 
 
-def caller(served: Served, role: str) -> tokens.Caller:
-    """Who has the token of a role."""
-    found = served.database.read(tokens.find, served.tokens[role], "")
+def caller(server: LiveServer, role: str) -> tokens.Caller:
+    """The caller that the token of a role identifies."""
+    found = server.database.read(tokens.find, server.tokens[role], "")
     assert found is not None
     return found
 
 
-def revoke(served: Served, role: str) -> None:
-    """The token of a role, by its owner."""
-    one = caller(served, role)
-    assert served.database.write(jobs.revoke_token, one.token, one)
+def revoke(server: LiveServer, role: str) -> None:
+    """Revoke the token of a role, as its owner."""
+    one = caller(server, role)
+    assert server.database.write(jobs.revoke_token, one.token, one)
 
 
 def begun(database: Database, one: Start) -> str:
-    """The token for which a worker exchanges what it was started with."""
+    """Begin an attempt: exchange its start token for a token of its own, and return that."""
     own = made()
     assert database.write(attempts.begin, one.attempt, digest(own), "10.0.0.1")
     return own
 
 
-def start_of(external: str = "advisor-1-1", gpu: str = "", gpus: int = 0, **asked: Any) -> Start:
-    """What an executor starts. No server answers its worker."""
+def make_start(external: str = "advisor-1-1", gpu: str = "", gpus: int = 0, **asked: Any) -> Start:
+    """A Start as executors get it. Its server URL is a port where nothing listens."""
     return Start(
         attempt=1,
         job=1,
@@ -168,13 +168,13 @@ def start_of(external: str = "advisor-1-1", gpu: str = "", gpus: int = 0, **aske
     )
 
 
-def fresh(served: Served) -> None:
-    """As if it was started now."""
-    database, service = served.database, served.service
+def reset(server: LiveServer) -> None:
+    """Empty the database, make new tokens, and reset the service's in-memory state."""
+    database, service = server.database, server.service
     with database.writing() as session:
         for table in reversed(schema.Base.metadata.sorted_tables):
             session.execute(table.delete())
-    served.tokens = {role: token(database, role) for role in tokens.ROLES}
+    server.tokens = {role: token(database, role) for role in tokens.ROLES}
     began = Service(database, service.reader)
     for name in ("guesses", "behind_proxy", "lookups", "used", "loops", "machines"):
         setattr(service, name, getattr(began, name))
@@ -182,13 +182,13 @@ def fresh(served: Served) -> None:
 
 @contextlib.contextmanager
 def serving(
-    url: str, keyring: KeyRing = NO_KEYS, as_it_is: bool = False, **tls: str
-) -> Iterator[Served]:
-    """With nothing in its database, or as it is, which must be there; `tls`: as uvicorn's."""
+    url: str, keyring: KeyRing = NO_KEYS, existing: bool = False, **tls: str
+) -> Iterator[LiveServer]:
+    """Run a server; `existing` keeps the database, which must exist; `tls`: uvicorn options."""
     database = Database(url)
     began: list[object] = []
     database.start(began.append)
-    assert not (as_it_is and began)
+    assert not (existing and began)
     service = Service(database, Records((), keyring, refusal))
     port = servers.free_port()
     config = uvicorn.Config(
@@ -210,9 +210,9 @@ def serving(
         assert thread.is_alive() and time.monotonic() < limit
         time.sleep(0.01)
     try:
-        found = Served(port, service, server, stopping)
-        if not as_it_is:
-            fresh(found)
+        found = LiveServer(port, service, server, stopping)
+        if not existing:
+            reset(found)
         yield found
     finally:
         server.should_exit = True

@@ -1,4 +1,4 @@
-"""Attempts on this machine: what they are given, what they may see, and that nothing is left."""
+"""The local executor: placement, the worker's environment, restarts and cleanup."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from advisor.service.executors import Capacity, ExecutorAway, Unplaceable, open_
 from advisor.service.executors.local import GRACE_S, Local, environment
 from advisor.tuners.environment import Gpu
 from tests.forks import until
-from tests.service.serving import start_of
+from tests.service.serving import make_start
 
 H100, L4 = "NVIDIA H100", "NVIDIA L4"
 DATABASE = "sqlite:////somewhere"
 TERM = 1 << signal.SIGTERM - 1
-"""SIGTERM in a mask of signals."""
+"""SIGTERM's bit in a signal mask."""
 
 
 def gpu(number: int, name: str = H100, *users: int) -> Gpu:
@@ -46,8 +46,8 @@ def local(tmp_path: Path, gpus: list[Gpu], monkeypatch: pytest.MonkeyPatch) -> I
     assert [*tmp_path.glob("advisor-*")] == []
 
 
-def worker(local: Local, external: str = "advisor-1-1") -> int:
-    """Its process, once it handles SIGTERM, and waits for its server."""
+def worker_pid(local: Local, external: str = "advisor-1-1") -> int:
+    """Process id of an attempt's worker, once it has installed its SIGTERM handler."""
     assert local._workers is not None
     pid = local._workers[external].pid
     status = Path(f"/proc/{pid}/status")
@@ -55,15 +55,15 @@ def worker(local: Local, external: str = "advisor-1-1") -> int:
     return pid
 
 
-def test_the_cpu_is_one_room(local: Local, tmp_path: Path) -> None:
+def test_the_cpu_runs_one_attempt_at_a_time(local: Local, tmp_path: Path) -> None:
     assert local.capacity() == [Capacity(gpu="", gpus=0)]
-    local.start(start_of())
+    local.start(make_start())
     assert local.capacity() == []
-    for other in (start_of("advisor-2-1"), start_of("advisor-3-1", gpus=1)):
+    for other in (make_start("advisor-2-1"), make_start("advisor-3-1", gpus=1)):
         with pytest.raises(Unplaceable, match="another job measures on the CPU"):
             local.start(other)
     assert states(local, "advisor-1-1", "advisor-2-1") == ["running", "unknown"]
-    worker(local)
+    worker_pid(local)
     local.stop("advisor-1-1")
     until(lambda: states(local, "advisor-1-1") == ["ended"])
     assert local.capacity() == [Capacity(gpu="", gpus=0)]
@@ -71,45 +71,44 @@ def test_the_cpu_is_one_room(local: Local, tmp_path: Path) -> None:
     assert [*tmp_path.glob("advisor-*")] == [] and states(local, "advisor-1-1") == ["unknown"]
 
 
-def test_a_gpu_is_given_to_one_alone(local: Local, gpus: list[Gpu], tmp_path: Path) -> None:
+def test_a_gpu_runs_one_attempt_at_a_time(local: Local, gpus: list[Gpu], tmp_path: Path) -> None:
     gpus += [gpu(0), gpu(1, H100, os.getpid()), gpu(2), gpu(3, L4)]
     used = f"GPU 1 is used by other processes: {os.getpid()} ("
     h100, l4, cpu = local.capacity()
     assert (h100.gpu, h100.gpus, h100.total, h100.why[: len(used)]) == (H100, 2, 3, used)
     assert (l4, cpu) == (Capacity(gpu=L4, gpus=1, total=1), Capacity(gpu="", gpus=0))
     with pytest.raises(Unplaceable, match=r"GPU 1 is used by other processes: \d+ \("):
-        local.start(start_of(gpus=3, gpu=H100))
+        local.start(make_start(gpus=3, gpu=H100))
     with pytest.raises(Unplaceable, match="no such GPU"):
-        local.start(start_of(gpus=1, gpu="B200"))
-    local.start(start_of(gpus=2, gpu=H100))
-    h100, l4 = local.capacity()  # what measures on a GPU needs the CPU
+        local.start(make_start(gpus=1, gpu="B200"))
+    local.start(make_start(gpus=2, gpu=H100))
+    h100, l4 = local.capacity()  # no CPU capacity: GPU jobs need it
     assert (h100.gpus, l4.gpus) == (0, 1)
     assert "GPU 0 is used by another job" in h100.why and "GPU 2 is used by another job" in h100.why
-    environ = Path(f"/proc/{worker(local)}/environ").read_text().split("\0")
+    environ = Path(f"/proc/{worker_pid(local)}/environ").read_text().split("\0")
     assert "CUDA_VISIBLE_DEVICES=GPU-0,GPU-2" in environ
     with pytest.raises(Unplaceable, match="another job runs on this machine"):
-        local.start(start_of("advisor-2-1"))
+        local.start(make_start("advisor-2-1"))
 
 
-def test_a_worker_sees_no_secret_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_environment_has_no_server_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/bin")
     for name in ("ADVISOR_DATABASE", "ADVISOR_SECRET", "PGPASSWORD", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "s3cret")
-    given = environment(start_of(), "")
+    given = environment(make_start(), "")
     own = {name for name in given if name.startswith("ADVISOR_")}
     assert own == {"ADVISOR_SERVER", "ADVISOR_START_TOKEN"} and "s3cret" not in given.values()
     assert (given["PATH"], given["CUDA_VISIBLE_DEVICES"]) == ("/bin", "")
 
 
-def test_a_server_finds_its_workers_again(local: Local, tmp_path: Path) -> None:
-    """After it was killed: what it knew is gone."""
-    local.start(start_of())
-    pid = worker(local)
+def test_a_restarted_server_finds_its_workers(local: Local, tmp_path: Path) -> None:
+    local.start(make_start())
+    pid = worker_pid(local)
     again = Local(DATABASE, tmp_path / "devices", list)
     with pytest.raises(ExecutorAway, match="another server of this database"):
         again.capacity()
-    local._owning.close()  # as the kernel does
-    stale = Path(tempfile.mkdtemp(prefix=local._prefix))  # of a worker that was killed, too
+    local._owning.close()  # as the kernel does when the server dies
+    stale = Path(tempfile.mkdtemp(prefix=local._prefix))  # the folder of a killed worker
     assert again.capacity() == [] and states(again, "advisor-1-1") == ["running"]
     assert not stale.exists()
     os.kill(pid, signal.SIGKILL)
@@ -118,9 +117,9 @@ def test_a_server_finds_its_workers_again(local: Local, tmp_path: Path) -> None:
     again.close()
 
 
-def test_hanging_is_killed(local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    local.start(start_of())
-    os.kill(worker(local), signal.SIGSTOP)
+def test_a_hanging_worker_is_killed(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    local.start(make_start())
+    os.kill(worker_pid(local), signal.SIGSTOP)
     local.stop("advisor-1-1")
     assert states(local, "advisor-1-1") == ["running"]
     monkeypatch.setattr(local, "_now", lambda: time.monotonic() + GRACE_S)
@@ -129,7 +128,7 @@ def test_hanging_is_killed(local: Local, tmp_path: Path, monkeypatch: pytest.Mon
     assert "SIGKILL" in local.status(["advisor-1-1"])["advisor-1-1"].reason
 
 
-def test_what_an_executor_may_be_called() -> None:
+def test_valid_and_invalid_executor_addresses() -> None:
     assert open_executors(["none"], DATABASE) == []
     (here,) = open_executors(["local"], DATABASE)
     assert here.name.startswith("local:") and "sqlite" not in here.name

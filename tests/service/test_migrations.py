@@ -1,4 +1,4 @@
-"""An empty or older database becomes one of this version."""
+"""Migrations bring an empty or older database to this version."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def upgrade():
 
 
 def tables(database: Database) -> dict[str, set[str]]:
-    """The columns of each table."""
+    """Column names by table."""
     with database.reading() as session:
         found = inspect(session.connection())
         return {
@@ -38,18 +38,18 @@ def tables(database: Database) -> dict[str, set[str]]:
         }
 
 
-def test_steps_are_in_order_and_import_nothing_of_advisor() -> None:
-    """What they did once they do again, whatever the code is by then."""
+def test_migrations_are_numbered_and_import_nothing_of_advisor() -> None:
+    """So a migration does the same after the code has changed."""
     steps = [step.revision for step in ScriptDirectory(str(FOLDER)).walk_revisions()]
     assert steps == [f"{number:04}" for number in range(len(steps), 0, -1)]
     for step in FOLDER.glob("versions/*.py"):
         assert "advisor" not in step.read_text(), step
 
 
-def test_an_older_database_takes_the_steps_that_it_lacks(
+def test_an_older_database_gets_all_missing_migrations_or_none(
     database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them or, where one fails, none; a server of the older version then refuses it."""
+    """A server of the older version then refuses the database."""
     database = Database(database_url)
     database.start(lambda _session: None)
     assert tables(database).keys() == {*Base.metadata.tables, "alembic_version"}

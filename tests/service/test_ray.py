@@ -1,4 +1,4 @@
-"""Attempts on a real Ray cluster of this machine, whose nodes say that they have GPUs."""
+"""The Ray executor, on a fake head and on a real local cluster whose nodes claim fake GPUs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from advisor.service.executors import Capacity, ExecutorAway
 from advisor.service.executors.ray import ACCELERATOR, UNNAMED, RayExecutor
 from advisor.service.schema import Attempt
 from tests.forks import until
-from tests.service.clusters import FEW, TOKEN, Cluster, Team
-from tests.service.serving import answering, ask, start_of
+from tests.service.clusters import FEW, TOKEN, Cluster, Stack
+from tests.service.serving import ask, fake_server, make_start
 
 MODEL = """
 import os, time
@@ -49,43 +49,43 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def team(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
+def stack(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("team")
-    team = Team(folder, "--executor", cluster.address, lease_s=4.0)
+    running = Stack(folder, "--executor", cluster.address, lease_s=4.0)
     try:
-        yield team
+        yield running
     finally:
-        team.server.stop(signal.SIGKILL)
+        running.server.stop(signal.SIGKILL)
 
 
-class Waiting:
-    """A job whose attempts wait where its model begins, until they are let through."""
+class GatedJob:
+    """A job whose attempts wait at the start of the model file until `finish` opens the gate."""
 
-    def __init__(self, team: Team, folder: Path, gpu: str) -> None:
-        self.team, self.where, self.gate = team, folder / f"{gpu}-where", folder / f"{gpu}-gate"
+    def __init__(self, stack: Stack, folder: Path, gpu: str) -> None:
+        self.stack, self.where = stack, folder / f"{gpu}-where"
+        self.gate = folder / f"{gpu}-gate"
         model = MODEL.format(where=str(self.where), gate=str(self.gate))
-        self.id = team.submit({"model.py": model}, target="model.py:Net", gpu=gpu, **FEW)
+        self.id = stack.submit({"model.py": model}, target="model.py:Net", gpu=gpu, **FEW)
 
     @property
     def now(self) -> Job:
-        return self.team.client.job(self.id)
+        return self.stack.client.job(self.id)
 
     @property
     def external(self) -> str:
-        """Its latest attempt, as Ray calls it."""
         last = select(Attempt.external).where(Attempt.job == self.id).order_by(Attempt.id.desc())
-        with Database(self.team.database).reading() as session:
+        with Database(self.stack.database).reading() as session:
             return session.scalars(last).first() or ""
 
-    def begun(self) -> str:
-        """The node on which an attempt is in the middle of its work, once one is."""
+    def wait_running(self) -> str:
+        """Wait until an attempt runs, and return its node."""
         found: str = until(lambda: self.where.exists() and self.where.read_text())
         self.where.unlink()
         return found
 
     def finish(self) -> Job:
         self.gate.touch()
-        return self.team.until(self.id, lambda job: job.over)
+        return self.stack.until(self.id, lambda job: job.over)
 
 
 def states(job: Job) -> list[str]:
@@ -94,7 +94,7 @@ def states(job: Job) -> list[str]:
 
 @contextlib.contextmanager
 def head(answers: Mapping[str, Any], status: int = 200) -> Iterator[tuple[RayExecutor, list[Any]]]:
-    """An executor of a made-up head, and what it is sent."""
+    """An executor for a fake head, and the list of requests that the head gets."""
     sent: list[tuple[str, bytes]] = []
 
     def answer(path: str) -> tuple[int, dict[str, str], bytes]:
@@ -102,19 +102,19 @@ def head(answers: Mapping[str, Any], status: int = 200) -> Iterator[tuple[RayExe
         data = found if isinstance(found, bytes) else json.dumps(found).encode()
         return 404 if found is None else status, {}, data
 
-    with answering(answer, sent) as url:
+    with fake_server(answer, sent) as url:
         yield RayExecutor(f"ray-jobs:{url}"), sent
 
 
-def test_what_is_no_head_of_ray_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for status, said, why in (
+def test_invalid_heads_raise_executor_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for status, body, why in (
         (200, b"<html>", "^no head of Ray"),
         (200, b"[]", "^no head of Ray"),
         (200, b'{"data": {"result": {"result": [{}]}}}', "^no head of Ray"),
         (401, b"Unauthorized", "^Unauthorized; set RAY_AUTH_TOKEN"),
         (500, b"Traceback:\nValueError: x\x07", r"^HTTP 500: ValueError: x\?"),
     ):
-        with head({"": said}, status) as (executor, _), pytest.raises(ExecutorAway, match=why):
+        with head({"": body}, status) as (executor, _), pytest.raises(ExecutorAway, match=why):
             executor.capacity()
     nobody = RayExecutor("ray-jobs:http://127.0.0.1:1")
     with pytest.raises(ExecutorAway, match=r"^Connection refused"):
@@ -136,7 +136,7 @@ def job(id: str, status: str, **more: Any) -> dict[str, Any]:
     return {"submission_id": id, "status": status, "metadata": None, **none, **more}
 
 
-def test_a_cluster_is_read_and_an_attempt_is_placed_where_it_was_claimed() -> None:
+def test_the_cluster_state_is_read_and_jobs_are_labelled_with_their_gpu() -> None:
     nodes = [node("1", "H100", 2), node("2", gpus=1), node("3", "H100", 2, "DEAD")]
     given = {"advisor_gpus": "1", "advisor_gpu": "H100"}
     jobs = {
@@ -166,7 +166,7 @@ def test_a_cluster_is_read_and_an_attempt_is_placed_where_it_was_claimed() -> No
             ("preempted", "Ray found no free node for the attempt: "),
             ("unknown", "Ray has no such job"),
         ]
-    one = start_of("advisor-6", "H100", 1, env={"pip": "timm einops"})
+    one = make_start("advisor-6", "H100", 1, env={"pip": "timm einops"})
     with head({"/api/jobs/": {"submission_id": "advisor-6"}}) as (executor, sent):
         executor.start(one)
         executor.start(replace(one, gpu=UNNAMED))
@@ -177,19 +177,19 @@ def test_a_cluster_is_read_and_an_attempt_is_placed_where_it_was_claimed() -> No
 
 
 @pytest.mark.long
-def test_placed_while_the_server_is_killed(team: Team, cluster: Cluster, tmp_path: Path) -> None:
-    one, two, none = (Waiting(team, tmp_path, gpu) for gpu in ("H100", "A100", "H200"))
-    assert one.begun() == cluster.nodes["H100"].folder
-    assert two.begun() == cluster.nodes["A100"].folder
+def test_jobs_survive_a_kill_of_the_server(stack: Stack, cluster: Cluster, tmp_path: Path) -> None:
+    one, two, none = (GatedJob(stack, tmp_path, gpu) for gpu in ("H100", "A100", "H200"))
+    assert one.wait_running() == cluster.nodes["H100"].folder
+    assert two.wait_running() == cluster.nodes["A100"].folder
     given = json.loads(cluster.ask("GET", f"/api/jobs/{one.external}"))["runtime_env"]["env_vars"]
-    assert given.keys() == {"ADVISOR_SERVER", "ADVISOR_START_TOKEN"}  # which Ray tells everybody
+    assert given.keys() == {"ADVISOR_SERVER", "ADVISOR_START_TOKEN"}  # Ray shows these to everybody
     own = {"digest": digest(made()).hex()}
-    stolen = ask(team.port, "POST", "/api/attempt/begin", given["ADVISOR_START_TOKEN"], own)
+    stolen = ask(stack.port, "POST", "/api/attempt/begin", given["ADVISOR_START_TOKEN"], own)
     assert stolen.status == 409
-    team.server.stop(signal.SIGKILL)
+    stack.server.stop(signal.SIGKILL)
     one.gate.touch()
     two.gate.touch()
-    team.start()
+    stack.start()
     for asked in (one, two):
         job = asked.finish()
         assert (job.state, states(job)) == ("done", ["done"]) and job.record, job
@@ -201,9 +201,9 @@ def test_placed_while_the_server_is_killed(team: Team, cluster: Cluster, tmp_pat
 
 
 @pytest.mark.long
-def test_a_node_is_gone_and_a_job_cancelled(team: Team, cluster: Cluster, tmp_path: Path) -> None:
-    asked = Waiting(team, tmp_path, "A100")
-    asked.begun()
+def test_a_lost_node_and_a_cancelled_job(stack: Stack, cluster: Cluster, tmp_path: Path) -> None:
+    asked = GatedJob(stack, tmp_path, "A100")
+    asked.wait_running()
     node = cluster.nodes["A100"]
     assert node.attempts()
     node.kill_raylet()
@@ -212,17 +212,17 @@ def test_a_node_is_gone_and_a_job_cancelled(team: Team, cluster: Cluster, tmp_pa
     assert "is gone" in job.attempts[0]["reason"]
     node.kill()
     node = cluster.add("A100")
-    assert asked.begun() == node.folder
-    team.client.cancel(asked.id)
+    assert asked.wait_running() == node.folder
+    stack.client.cancel(asked.id)
     until(lambda: not node.attempts())
     job = until(lambda: (found := asked.now).attempts[-1]["state"] != "running" and found)
     assert (job.state, states(job)) == ("cancelled", ["preempted", "cancelled"])
 
 
 @pytest.mark.long
-def test_the_head_is_gone_and_knows_nothing(team: Team, cluster: Cluster, tmp_path: Path) -> None:
-    asked = Waiting(team, tmp_path, "H100")
-    asked.begun()
+def test_a_restarted_head_has_lost_its_jobs(stack: Stack, cluster: Cluster, tmp_path: Path) -> None:
+    asked = GatedJob(stack, tmp_path, "H100")
+    asked.wait_running()
     executor, external = RayExecutor(cluster.address), asked.external
     assert executor.status([external])[external].state == "running"
     cluster.kill()
@@ -230,6 +230,6 @@ def test_the_head_is_gone_and_knows_nothing(team: Team, cluster: Cluster, tmp_pa
         executor.status([external])
     cluster.start("H100")
     assert executor.status([external])[external].state == "unknown"
-    asked.begun()
+    asked.wait_running()
     job = asked.finish()
     assert (job.state, states(job)) == ("done", ["lost", "done"])

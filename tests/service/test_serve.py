@@ -1,4 +1,4 @@
-"""`advisor serve` as a process: started, stopped, killed, beside another."""
+"""`advisor serve` as a process: start, stop, kill, two servers, listening, TLS."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from tests.cache import servers
 from tests.cache.examples import KEY, changed, record
 from tests.forks import until
 from tests.service.serving import ask, serving
-from tests.service.test_records import named
+from tests.service.test_records import packed
 
 ROOT = Path(__file__).parents[2]
 
 
 class Process:
-    """`advisor serve`, as a shell starts it; `program`: what stands for `advisor`."""
+    """A running `advisor serve`; `program` replaces `-m advisor`."""
 
     def __init__(self, *words: str, program: Sequence[str] = ("-m", "advisor")) -> None:
         self._process = subprocess.Popen(
             [sys.executable, *program, "serve", "--port", "0", *words],
-            # What its executor keeps lies beside the test's other data.
+            # The executor's files lie next to the test's other data.
             env={"XDG_CACHE_HOME": f"{os.environ['XDG_DATA_HOME']}-cache"}
             | os.environ
             | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"},
@@ -54,15 +54,15 @@ class Process:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.port = 0
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self.said.append(line.strip())
+            self.lines.append(line.strip())
             if found := re.search(r"serving on https?://\S+:(\d+)$", line):
                 self.port = int(found[1])
                 return
-        raise AssertionError(self.said)
+        raise AssertionError(self.lines)
 
     @property
     def pid(self) -> int:
@@ -70,12 +70,12 @@ class Process:
 
     @property
     def token(self) -> str:
-        return "".join(line.rpartition(" ")[2] for line in self.said if "admin token" in line)
+        return "".join(line.rpartition(" ")[2] for line in self.lines if "admin token" in line)
 
     def stop(self, how: signal.Signals) -> int:
         self._process.send_signal(how)
         rest, _ = self._process.communicate(timeout=60)
-        self.said += rest.splitlines()
+        self.lines += rest.splitlines()
         return self._process.returncode
 
 
@@ -89,23 +89,24 @@ def process(*words: str) -> Iterator[Process]:
             found.stop(signal.SIGKILL)
 
 
-def written(number: int) -> tuple[str, bytes]:
-    return named(record(key=changed(KEY, "threads", number), trials=0))
+def numbered_record(number: int) -> tuple[str, bytes]:
+    return packed(record(key=changed(KEY, "threads", number), trials=0))
 
 
-def test_killed_while_it_writes(lite: str) -> None:
-    """Whatever was acknowledged is there, with its line in the log, and nothing in halves. Records
-    are checked and shown without torch, which takes seconds to import."""
+def test_acknowledged_records_survive_a_kill(sqlite_url: str) -> None:
+    """Each has its line in the audit log, and no record is partial. The server never loads torch,
+    which takes seconds."""
     acknowledged: list[str] = []
 
     def write(first: int, port: int, token: str) -> None:
-        with contextlib.suppress(OSError, http.client.HTTPException):  # it was killed
+        with contextlib.suppress(OSError, http.client.HTTPException):  # the server was killed
             for number in itertools.count(first, 4):
-                key, data = written(number)
+                key, data = numbered_record(number)
                 if ask(port, "PUT", f"/api/records/{quote(key)}", token, data).status == 201:
                     acknowledged.append(key)
 
-    with ThreadPoolExecutor(4) as pool, process("--database", lite, "--executor", "none") as server:
+    words = ("--database", sqlite_url, "--executor", "none")
+    with ThreadPoolExecutor(4) as pool, process(*words) as server:
         token = server.token
         assert re.fullmatch(r"adv_[\w-]{43}", token)
         for first in range(4):
@@ -122,29 +123,29 @@ def test_killed_while_it_writes(lite: str) -> None:
         if sys.platform == "linux":
             assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
         assert server.stop(signal.SIGKILL) == -signal.SIGKILL
-    with serving(lite, as_it_is=True) as served, served.database.reading() as session:
-        there = list(blobs.listed(session, Item, "")[0])
-        stored = records.data_of(session, there)
+    with serving(sqlite_url, existing=True) as restarted, restarted.database.reading() as session:
+        stored_keys = list(blobs.listed(session, Item, "")[0])
+        stored = records.data_of(session, stored_keys)
         events = tokens.events(session, None, 10**6)
-    assert set(acknowledged) <= set(there)
+    assert set(acknowledged) <= set(stored_keys)
     assert all(Name.of(decode(data), data).text == key for key, data in stored.items())
-    assert sorted(one["subject"] for one in events if one["action"] == "put") == there
+    assert sorted(one["subject"] for one in events if one["action"] == "put") == stored_keys
 
 
-def test_two_servers_on_one_database(new_postgresql: str) -> None:
-    with serving(new_postgresql) as one, serving(new_postgresql) as other:
-        one.tokens = other.tokens  # what the second made fresh is the first's too
-        key, data = written(1)
+def test_two_servers_share_one_database(postgresql_url: str) -> None:
+    with serving(postgresql_url) as one, serving(postgresql_url) as other:
+        one.tokens = other.tokens  # the second start replaced the tokens
+        key, data = numbered_record(1)
         sent = ("PUT", f"/api/records/{quote(key)}", "worker", data)
         assert [each.ask(*sent).status for each in (one, other)] == [201, 200]
         known = one.ask("GET", "/api/tokens", "admin").json["tokens"]
         (number,) = [token["id"] for token in known if token["role"] == "read"]
         assert other.ask("GET", "/api/records", "read").json["keys"] == [key]
         one.ask("DELETE", f"/api/tokens/{number}", "admin")
-        assert other.ask("GET", "/api/self", "read").status == 401  # at once, everywhere
+        assert other.ask("GET", "/api/self", "read").status == 401  # revoked on both at once
 
 
-def test_servers_that_start_together_make_one_admin(database_url: str) -> None:
+def test_concurrent_starts_make_one_admin_token(database_url: str) -> None:
     made: list[int] = []
 
     def start(_number: int) -> None:
@@ -157,40 +158,39 @@ def test_servers_that_start_together_make_one_admin(database_url: str) -> None:
     assert made == [1]
 
 
-def test_what_is_being_answered_is_answered_before_it_stops(lite: str) -> None:
-    key, data = written(1)
+def test_a_request_in_progress_is_answered_before_shutdown(sqlite_url: str) -> None:
+    key, data = numbered_record(1)
     with (
-        serving(lite) as served,
-        socket.create_connection(("127.0.0.1", served.port), timeout=60) as client,
+        serving(sqlite_url) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as client,
     ):
         head = f"PUT /api/records/{quote(key)} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
-        head += f"{served.tokens['worker']}\r\nContent-Length: {len(data)}\r\n\r\n"
+        head += f"{server.tokens['worker']}\r\nContent-Length: {len(data)}\r\n\r\n"
         client.sendall(head.encode() + data[:100])
-        until(lambda: bool(served.server.server_state.tasks))
-        served.server.should_exit = True
-        until(served.stopping.is_set)
+        until(lambda: bool(server.server.server_state.tasks))
+        server.server.should_exit = True
+        until(server.stopping.is_set)
         client.sendall(data[100:])
         assert client.recv(2**12).startswith(b"HTTP/1.1 201")
-    with serving(lite, as_it_is=True) as again:
+    with serving(sqlite_url, existing=True) as again:
         assert list(again.database.read(blobs.listed, Item, "")[0]) == [key]
 
 
-def test_postgresql_comes_back() -> None:
-    with servers.postgresql() as server:
-        url = f"postgresql+psycopg://advisor@127.0.0.1:{server.port}/postgres"
-        with serving(url) as served:
-            key, data = written(1)
-            served.ask("PUT", f"/api/records/{quote(key)}", "worker", data)
-            server.kill()
-            assert served.ask("GET", "/readyz").status == 503
-            assert served.ask("GET", "/healthz").status == 200
-            server.start()
-            until(lambda: served.ask("GET", "/readyz").status == 200)
-            assert served.ask("GET", "/api/records", "read").json["keys"] == [key]
+def test_the_server_recovers_after_a_postgresql_restart() -> None:
+    with servers.postgresql() as postgresql:
+        url = f"postgresql+psycopg://advisor@127.0.0.1:{postgresql.port}/postgres"
+        with serving(url) as server:
+            key, data = numbered_record(1)
+            server.ask("PUT", f"/api/records/{quote(key)}", "worker", data)
+            postgresql.kill()
+            assert server.ask("GET", "/readyz").status == 503
+            assert server.ask("GET", "/healthz").status == 200
+            postgresql.start()
+            until(lambda: server.ask("GET", "/readyz").status == 200)
+            assert server.ask("GET", "/api/records", "read").json["keys"] == [key]
 
 
-def test_what_a_database_may_be(tmp_path: Path, lite: str) -> None:
-    """A file that only its owner reads."""
+def test_bad_databases_are_refused_and_sqlite_is_private(tmp_path: Path, sqlite_url: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "rubbish.db").write_bytes(b"no database" * 1000)
     for url, says in (
@@ -205,9 +205,9 @@ def test_what_a_database_may_be(tmp_path: Path, lite: str) -> None:
         with pytest.raises((StoreError, UsageError), match=says) as caught:
             Database(url).start(lambda _session: None)
         assert "s3cret" not in str(caught.value)
-    database = Database(lite)
+    database = Database(sqlite_url)
     database.start(lambda _session: None)
-    file = lite.removeprefix("sqlite:///")
+    file = sqlite_url.removeprefix("sqlite:///")
     with database.writing():
         modes = {end: Path(file + end).stat().st_mode & 0o777 for end in ("", "-wal", "-shm")}
     assert set(modes.values()) == {0o600}, modes
@@ -215,15 +215,15 @@ def test_what_a_database_may_be(tmp_path: Path, lite: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
-def test_where_it_may_listen(lite: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever it ends with, no job of the same user reads its environment."""
+def test_listening_options_are_checked(sqlite_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Even a failed start makes its environment unreadable to the user's other processes."""
     with pytest.raises(UsageError, match="sent unencrypted"):
         Where(host="0.0.0.0")
     for url in ("foo", "ftp://x", "http://", "http://x:99999"):
         with pytest.raises(UsageError, match=r"--url .*: expected http\[s\]://"):
             Where(url=url)
     assert Where(url="https://advisor.example/a").url
-    # Submitted code runs here by default only if nobody else gets in; a proxy lets others in.
+    # By default submitted code runs here only if the server is local and behind no proxy.
     assert Where().executors == Where(host="::1").executors == ("local",)
     for host in ("0.0.0.0", "127.0.0.1"):
         assert Where(host=host, behind_proxy=True).executors == ("none",)
@@ -233,12 +233,12 @@ def test_where_it_may_listen(lite: str, capsys: pytest.CaptureFixture[str]) -> N
         assert control(setting, 1, 0, 0, 0) == 0
         with servers.socket.create_server(("127.0.0.1", 0)) as taken:
             port = str(taken.getsockname()[1])
-            assert main(["serve", "--port", port, "--database", lite]) == 2
+            assert main(["serve", "--port", port, "--database", sqlite_url]) == 2
         assert control(getting, 0, 0, 0, 0) == 0
     finally:
         control(setting, 1, 0, 0, 0)
-    assert main(["serve", "--database", lite, "--executor", "slurm"]) == 2
-    assert not Path(lite.removeprefix("sqlite:///")).exists()  # nor a token that nobody saw
+    assert main(["serve", "--database", sqlite_url, "--executor", "slurm"]) == 2
+    assert not Path(sqlite_url.removeprefix("sqlite:///")).exists()  # so no unseen admin token
     address, executor = capsys.readouterr().err.splitlines()
     assert "--executor 'slurm': expected one of local" in executor
     assert re.search(rf"--port {port}: Address already in use", address)
@@ -248,22 +248,22 @@ def test_where_it_may_listen(lite: str, capsys: pytest.CaptureFixture[str]) -> N
         assert line.endswith(f"--port {port[:40]!r}: expected 0 to 65535; 0 takes any free port")
 
 
-def test_a_token_is_made_beside_the_server(
-    lite: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_token_command_needs_an_initialised_database(
+    sqlite_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = ["token", "gpu-01", "--role", "worker", "--database", lite, "--json"]
-    file = Path(lite.removeprefix("sqlite:///"))
+    make = ["token", "gpu-01", "--role", "worker", "--database", sqlite_url, "--json"]
+    file = Path(sqlite_url.removeprefix("sqlite:///"))
     assert main(make) == 2 and not file.exists()
     file.touch()
-    assert main(make) == 2  # nor is there a token in it, where no server made the first
+    assert main(make) == 2  # no server has made the first token
     assert capsys.readouterr().err.count("no server has used it; run advisor serve first\n") == 2
-    with serving(lite) as served:
+    with serving(sqlite_url) as server:
         assert main(make) == 0
         made = json.loads(capsys.readouterr().out)
-        made["token"] = new_token(Database(lite), "gpu-01", "worker", 30)
+        made["token"] = new_token(Database(sqlite_url), "gpu-01", "worker", 30)
         monkeypatch.setenv("ADVISOR_TOKEN", made["token"])
-        open_store(served.url).check_writable()
-        (last, *_) = served.ask("GET", "/api/audit", "admin").json["events"]
+        open_store(server.url).check_writable()
+        (last, *_) = server.ask("GET", "/api/audit", "admin").json["events"]
         assert (last["action"], last["by"]) == ("token made", None)
         assert "gpu-01 (worker)" in last["subject"]
     monkeypatch.setenv("ADVISOR_DATABASE", "mysql://x")
@@ -271,13 +271,13 @@ def test_a_token_is_made_beside_the_server(
     assert "expected sqlite" in capsys.readouterr().err
 
 
-def test_through_tls(tmp_path: Path, lite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tls_is_verified(tmp_path: Path, sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     key, certificate = servers.certificate(tmp_path)
-    # Of seconds, that it waits for the other side of an open connection to end TLS.
+    # Otherwise it waits seconds for clients to shut down TLS.
     monkeypatch.setattr(asyncio.constants, "SSL_SHUTDOWN_TIMEOUT", 0.1)
-    with serving(lite, ssl_certfile=str(certificate), ssl_keyfile=str(key)) as served:
-        monkeypatch.setenv("ADVISOR_TOKEN", served.tokens["worker"])
-        url = f"https://127.0.0.1:{served.port}?timeout=3s"
+    with serving(sqlite_url, ssl_certfile=str(certificate), ssl_keyfile=str(key)) as server:
+        monkeypatch.setenv("ADVISOR_TOKEN", server.tokens["worker"])
+        url = f"https://127.0.0.1:{server.port}?timeout=3s"
         with pytest.raises(StoreError, match="certificate"):
             open_store(url).keys()
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
@@ -286,12 +286,12 @@ def test_through_tls(tmp_path: Path, lite: str, monkeypatch: pytest.MonkeyPatch)
         assert Records(store).all() == [record()]
 
 
-def test_without_the_extra_one_line_says_what_to_install(
+def test_without_the_serve_extra_one_line_names_the_install_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "advisor.service.run", None)
     monkeypatch.delattr("advisor.service.run")
     assert main(["serve"]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.endswith("run: pip install 'torch-advisor[serve]'\n")
-    assert len(said.err.splitlines()) == 1
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.endswith("run: pip install 'torch-advisor[serve]'\n")
+    assert len(output.err.splitlines()) == 1

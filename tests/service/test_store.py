@@ -1,4 +1,4 @@
-"""A server as a store: what every store promises, in one request, and when it is down."""
+"""A server as a store: the store contract, the number of requests, outages, tokens, sync."""
 
 from __future__ import annotations
 
@@ -43,34 +43,33 @@ from tests.cache.examples import ENVIRONMENT, KEY, changed, record
 from tests.cache.test_store import item
 from tests.face import test_why
 from tests.face.commands import MODEL
-from tests.service.serving import Answering, Served, answering
+from tests.service.serving import LiveServer, Respond, fake_server
 
 OURS = KeyRing(own=b"k" * 32)
 
 
 @pytest.fixture
-def worker(served_lite: Served, monkeypatch: pytest.MonkeyPatch) -> Served:
-    """A server, with a worker's token here."""
-    monkeypatch.setenv("ADVISOR_TOKEN", served_lite.tokens["worker"])
-    return served_lite
+def writable(sqlite_server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> LiveServer:
+    """A server on SQLite; ADVISOR_TOKEN has the worker role."""
+    monkeypatch.setenv("ADVISOR_TOKEN", sqlite_server.tokens["worker"])
+    return sqlite_server
 
 
 @pytest.fixture
-def of_each(served: Served, monkeypatch: pytest.MonkeyPatch) -> Served:
-    """The same for each database."""
-    monkeypatch.setenv("ADVISOR_TOKEN", served.tokens["worker"])
-    return served
+def each_server(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> LiveServer:
+    """Like `writable`, on each database."""
+    monkeypatch.setenv("ADVISOR_TOKEN", server.tokens["worker"])
+    return server
 
 
 class TestContract(test_store.TestContract):
-    """Of a store that keeps nothing but records."""
+    """The store contract for a store that accepts only valid records."""
 
     @pytest.fixture
-    def url(self, of_each: Served) -> str:  # type: ignore[override]
-        return of_each.url
+    def url(self, each_server: LiveServer) -> str:  # type: ignore[override]
+        return each_server.url
 
     def test_a_damaged_record_is_skipped_and_named(self, store: ByteStore) -> None:
-        """It does not come so far."""
         with pytest.raises(RecordDamaged, match="not msgpack"):
             store.put(item(1)[0], b"rubbish")
         with pytest.raises(RecordDamaged):
@@ -78,32 +77,32 @@ class TestContract(test_store.TestContract):
         assert store.keys() == [] and store.get("a") is None and not store.delete("a")
 
 
-def test_a_lookup_is_one_request(of_each: Served, asked: list[str]) -> None:
-    store = open_store(of_each.url)
+def test_a_lookup_is_one_request(each_server: LiveServer, requests: list[str]) -> None:
+    store = open_store(each_server.url)
     assert store.searches
     records = Records(store, keyring=OURS)
     one = record()
     records.put(one)
     records.put(record(key=changed(KEY, "mode", "infer")))
-    for sought in (
+    for filter_ in (
         RecordFilter(model=KEY.model, query=Query(environment=ENVIRONMENT, model=KEY.model)),
         RecordFilter(target="model.py:Net"),
         RecordFilter(file="model.py"),
         RecordFilter(id=one.key.id, batch=64),
     ):
-        asked.clear()
-        held = records.look_into(store, sought).held
+        requests.clear()
+        held = records.look_into(store, filter_).held
         assert one in [each.record for each in held] and all(each.trusted for each in held)
-        assert asked == ["GET /api/lookup"], sought
+        assert requests == ["GET /api/lookup"], filter_
     local = open_store("dir:" + os.environ["ADVISOR_CACHE"])
-    asked.clear()
+    requests.clear()
     records.copy(held[0], local)
-    assert asked == []  # what came is not asked for again
+    assert requests == []  # the copy needs no further request
     assert records.look_into(store, RecordFilter(file="other.py")).held == []
 
 
-def several(rng: random.Random) -> Iterator[Record]:
-    """Records that differ in all that a lookup goes by."""
+def random_records(rng: random.Random) -> Iterator[Record]:
+    """Records that differ in every field that lookups compare."""
     values: dict[str, tuple[object, ...]] = {
         "model": ("ab" * 32, "cd" * 32, "ef" * 32),
         "mode": ("train", "infer"),
@@ -125,8 +124,8 @@ def several(rng: random.Random) -> Iterator[Record]:
         yield replace(one, target=target, family=rng.choice(("", "f0")))
 
 
-def questions(rng: random.Random) -> Iterator[RecordFilter]:
-    """Of a model in hand, and of a name, with the file's code known here, or elsewhere, or not."""
+def random_filters(rng: random.Random) -> Iterator[RecordFilter]:
+    """Lookups by model, and by target name with known, moved or unknown code."""
     for _ in range(40):
         given: dict[str, Any] = {"mode": "train"}
         given |= rng.choice(({}, {"shapes": ((rng.choice((8, 64)), 3, 8, 8),)}))
@@ -141,70 +140,69 @@ def questions(rng: random.Random) -> Iterator[RecordFilter]:
             yield RecordFilter(target="model.py:Net", query=query, now=now)
 
 
-def chosen(records: Records, sought: RecordFilter) -> tuple[str, Record | None]:
-    """What a client makes of what a store has, as `TargetResolver` does."""
-    assert sought.query is not None
-    found = [one.record for one in records.held(sought)]
-    if now := sought.now:
+def best_match(records: Records, filter_: RecordFilter) -> tuple[str, Record | None]:
+    """The best match among the store's records, chosen as `TargetResolver` does."""
+    assert filter_.query is not None
+    found = [one.record for one in records.held(filter_)]
+    if now := filter_.now:
         of_code = [one for one in found if one.target.code == now.code]
         found = of_code or [one for one in found if one.target.origin == now.origin] or found
-    match = best(sought.query, found)
+    match = best(filter_.query, found)
     return match.kind, match.record
 
 
-def test_of_many_a_server_has_what_a_folder_has(
-    worker: Served, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_server_lookup_gives_the_same_match_as_a_folder(
+    writable: LiveServer, requests: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However few it sends."""
     rng = random.Random(7)
-    here, there = Records(open_store(f"dir:{tmp_path}/s")), Records(open_store(worker.url))
-    for one in several(rng):
-        here.put(one)
-    list(copy_records(contents(here.stores[0]), there, there.stores[0]))
-    asked.clear()
+    folder, server = Records(open_store(f"dir:{tmp_path}/s")), Records(open_store(writable.url))
+    for one in random_records(rng):
+        folder.put(one)
+    list(copy_records(contents(folder.stores[0]), server, server.stores[0]))
+    requests.clear()
     monkeypatch.setattr(kept, "MAX_RECORDS", 2)
     monkeypatch.setattr(kept, "MAX_NEAREST", 1)
     kinds = Counter()
-    for sought in questions(rng):
-        local, remote = chosen(here, sought), chosen(there, sought)
-        assert local == remote, sought
+    for filter_ in random_filters(rng):
+        local, remote = best_match(folder, filter_), best_match(server, filter_)
+        assert local == remote, filter_
         kinds[local[0]] += 1
-    assert len(kinds) == 3 and set(asked) == {"GET /api/lookup"}
+    assert len(kinds) == 3 and set(requests) == {"GET /api/lookup"}
     monkeypatch.setattr(kept, "MAX_RECORDS", 12)
-    for one in itertools.islice(several(rng), 6):
+    for one in itertools.islice(random_records(rng), 6):
         for family in ("", "f0"):
-            asked.clear()
-            akin = here.similar(one.key, family)[:12]
-            assert there.similar(one.key, family)[:12] == akin and len(akin) > 4
-            assert asked == ["GET /api/lookup"]
+            requests.clear()
+            similar = folder.similar(one.key, family)[:12]
+            assert server.similar(one.key, family)[:12] == similar and len(similar) > 4
+            assert requests == ["GET /api/lookup"]
 
 
-def held_nine(store: ByteStore) -> bool:
+def holds_nine(store: ByteStore) -> bool:
     return len(Records(store).held(RecordFilter(model=KEY.model))) == 9
 
 
-def test_more_than_one_answer_holds(
-    of_each: Served, asked: list[str], monkeypatch: pytest.MonkeyPatch
+def test_large_listings_and_lookups_are_paged(
+    each_server: LiveServer, requests: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of too many bytes only the keys come; of too many keys pages."""
-    store = open_store(of_each.url)
-    there = dict(item(n) for n in range(9))
-    for key, data in there.items():
+    """A response over the size limit has only keys; too many keys come in pages."""
+    store = open_store(each_server.url)
+    stored = dict(item(n) for n in range(9))
+    for key, data in stored.items():
         store.put(key, data)
-    size, fetches = max(map(len, there.values())), {"POST /api/records": 5}
+    size, fetches = max(map(len, stored.values())), {"POST /api/records": 5}
     monkeypatch.setattr(blobs, "MAX_KEYS", 3)
     monkeypatch.setattr(http_module, "RECORDS_AT_ONCE", 4)
     monkeypatch.setattr(kept, "MAX_FETCHED", 2 * size)
-    for bytes_, act, requests in (
-        (size, lambda store: store.keys() == sorted(there), {"GET /api/records": 3}),
-        (size, lambda store: store.get_many([*there, "record/none"]) == there, fetches),
-        (5 * size, held_nine, {"GET /api/lookup": 1, "POST /api/records": 2}),
-        (0, held_nine, {"GET /api/lookup": 1, **fetches}),
+    for bytes_, act, counts in (
+        (size, lambda store: store.keys() == sorted(stored), {"GET /api/records": 3}),
+        (size, lambda store: store.get_many([*stored, "record/none"]) == stored, fetches),
+        (5 * size, holds_nine, {"GET /api/lookup": 1, "POST /api/records": 2}),
+        (0, holds_nine, {"GET /api/lookup": 1, **fetches}),
     ):
         monkeypatch.setattr(kept, "MAX_ANSWER_BYTES", bytes_)
-        asked.clear()
-        assert act(open_store(of_each.url))
-        assert Counter(asked) == requests
+        requests.clear()
+        assert act(open_store(each_server.url))
+        assert Counter(requests) == counts
 
 
 @pytest.mark.parametrize(
@@ -217,39 +215,39 @@ def test_more_than_one_answer_holds(
         ("", lambda store: store.keys(), "the request has no token"),
     ],
 )
-def test_tokens_that_may_not(
-    worker: Served,
+def test_insufficient_tokens_are_refused_and_never_shown(
+    writable: LiveServer,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     role: str,
     act: Callable[[ByteStore], object],
     says: str,
 ) -> None:
-    """Nothing shows or logs a token."""
     caplog.set_level(logging.DEBUG)
-    token = worker.tokens.get(role, role)
+    token = writable.tokens.get(role, role)
     monkeypatch.setenv("ADVISOR_TOKEN", token)
-    store = open_store(worker.url)
+    store = open_store(writable.url)
     with pytest.raises((StoreError, UsageError), match=says) as caught:
         act(store)
     assert not token or token not in f"{caught.value} {caplog.text} {vars(store)}"
     assert role != "read" or store.health() == "empty"
 
 
-def test_a_token_file(served_lite: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    store, file = open_store(served_lite.url), tmp_path / "tokens"
-    place = served_lite.url.partition("?")[0]
-    lines = ["# mine", f"https://elsewhere {'y' * 40}", f"{place}/ {served_lite.tokens['worker']}"]
+def test_token_files(
+    sqlite_server: LiveServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store, file = open_store(sqlite_server.url), tmp_path / "tokens"
+    place = sqlite_server.url.partition("?")[0]
+    token = sqlite_server.tokens["worker"]
+    lines = ["# mine", f"https://elsewhere {'y' * 40}", f"{place}/ {token}"]
     file.write_text("\n".join(lines))
     monkeypatch.setenv("ADVISOR_TOKEN_FILE", str(file))
     with pytest.raises(UsageError, match="chmod 600"):
         store.keys()
     file.chmod(0o600)
     store.check_writable()
-    with pytest.raises(
-        StoreError, match="the request has no token"
-    ):  # a name that the file has not
-        open_store(f"http://localhost:{served_lite.port}").keys()
+    with pytest.raises(StoreError, match="the request has no token"):  # not in the file
+        open_store(f"http://localhost:{sqlite_server.port}").keys()
     monkeypatch.setenv("ADVISOR_TOKEN_FILE", str(tmp_path / "none"))
     with pytest.raises(UsageError, match="No such file"):
         store.keys()
@@ -259,85 +257,87 @@ def test_a_token_file(served_lite: Served, monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def _own_tokens() -> Path:
-    """The user's own file of tokens, empty."""
+    """Create the user's default token file, empty."""
     own = Path(os.environ["XDG_DATA_HOME"]) / "advisor" / "tokens"
     own.parent.mkdir(parents=True, exist_ok=True)
     own.touch(0o600)
     return own
 
 
-def test_a_script_is_served(
-    worker: Served, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_script_gets_its_record_in_one_request(
+    writable: LiveServer, requests: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the server, in one request; from then on by the store before it, also when it is down."""
+    """The local store then has a copy, which serves later runs without the server."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(MODEL)
-    test_why.keep(test_why.made(), worker.url)
+    test_why.keep(test_why.made(), writable.url)
     local, down = f"dir:{tmp_path}/local", f"http://127.0.0.1:{servers.free_port()}"
-    for cache, status, says, requests in (
-        (worker.url, "exact", "", ["GET /api/lookup"]),
-        ([local, worker.url], "exact", "", ["GET /api/lookup"]),
+    for cache, status, says, expected in (
+        (writable.url, "exact", "", ["GET /api/lookup"]),
+        ([local, writable.url], "exact", "", ["GET /api/lookup"]),
         ([local, down], "exact", "", []),
         (down, "miss", "refused", ["GET /api/lookup"]),
     ):
-        asked.clear()
-        advice, said = test_why.look_up(cache=cache)
-        assert advice.status == status and asked == requests
-        assert says in said and bool(says) == bool(said)
+        requests.clear()
+        advice, output = test_why.look_up(cache=cache)
+        assert advice.status == status and requests == expected
+        assert says in output and bool(says) == bool(output)
         assert status == "miss" or advice.config["channels_last"] is True
     monkeypatch.delenv("ADVISOR_TOKEN")
-    advice, said = test_why.look_up(cache=worker.url)
-    assert advice.status == "miss" and "set ADVISOR_TOKEN to one of" in said
+    advice, output = test_why.look_up(cache=writable.url)
+    assert advice.status == "miss" and "set ADVISOR_TOKEN to one of" in output
 
 
-def test_sync_both_ways(worker: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a server refuses, as one of an older version would, does not end it."""
-    here, back = open_store(f"dir:{tmp_path}/here"), open_store(f"dir:{tmp_path}/back")
-    records = Records(here, keyring=OURS)
-    Records(here, keyring=KeyRing(own=b"o" * 32)).put(record())
+def test_store_sync(writable: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that the server refuses does not stop the sync."""
+    local, back = open_store(f"dir:{tmp_path}/here"), open_store(f"dir:{tmp_path}/back")
+    records = Records(local, keyring=OURS)
+    Records(local, keyring=KeyRing(own=b"o" * 32)).put(record())
     records.put(record(created=1.72e9))
     records.put(record(key=changed(KEY, "threads", 1)))
     bad = record(key=changed(KEY, "mode", "infer"))
-    here.put(Name.of(bad, b"rubbish").text, b"rubbish")
+    local.put(Name.of(bad, b"rubbish").text, b"rubbish")
     monkeypatch.setattr(
-        worker.service.reader,
+        writable.service.reader,
         "_check",
         lambda one: "of tomorrow" if one.key.threads == 1 else "",
     )
-    there = open_store(worker.url)
-    rows = list(copy_records(contents(here), records, there))
+    remote = open_store(writable.url)
+    rows = list(copy_records(contents(local), records, remote))
     assert sorted(row.outcome for row in rows) == ["added", "added", "refused", "refused"]
     assert any(row.reason.endswith("record: of tomorrow; refused") for row in rows)
-    assert [row.outcome for row in copy_records(contents(here), records, there)].count("known") == 2
-    list(copy_records(contents(there), records, back))
-    assert back.keys() == there.keys() and len(back.keys()) == 2
+    assert [row.outcome for row in copy_records(contents(local), records, remote)].count(
+        "known"
+    ) == 2
+    list(copy_records(contents(remote), records, back))
+    assert back.keys() == remote.keys() and len(back.keys()) == 2
 
 
-def test_artifacts_are_mended_by_their_owner_alone(worker: Served, tmp_path: Path) -> None:
-    here, there = open_store(f"dir:{tmp_path}/here"), open_store(worker.url)
-    records = Records([here, there], keyring=OURS)
+def test_only_the_owner_repairs_artifacts(writable: LiveServer, tmp_path: Path) -> None:
+    local, remote = open_store(f"dir:{tmp_path}/here"), open_store(writable.url)
+    records = Records([local, remote], keyring=OURS)
     tools = Tools(torch="2.11.0", triton="3.6.0", python="3.11.7")
     purpose = Purpose.of(record(), record().winner("loop").config, ENVIRONMENT, tools)
-    size = records.artifacts.keep(random.Random(0).randbytes(2**21), purpose, here)
-    (key,) = here.sizes()
+    size = records.artifacts.keep(random.Random(0).randbytes(2**21), purpose, local)
+    (key,) = local.sizes()
     name = key.removeprefix("artifacts/")
 
-    def carried() -> tuple[str, str]:
-        (one,) = copy_artifacts(records, here, there, {purpose.record})
+    def copy() -> tuple[str, str]:
+        (one,) = copy_artifacts(records, local, remote, {purpose.record})
         return one.outcome, one.reason
 
-    there.put(key, b"\0" * size)
-    assert carried() == ("added", "") and carried() == ("known", "")
-    assert there.get(key, size) == here.get(key, size)
-    worker.ask("DELETE", f"/api/artifacts/{name}", "admin")
-    worker.ask("PUT", f"/api/artifacts/{name}", "admin", b"\0" * size)
-    outcome, reason = carried()
+    remote.put(key, b"\0" * size)
+    assert copy() == ("added", "") and copy() == ("known", "")
+    assert remote.get(key, size) == local.get(key, size)
+    writable.ask("DELETE", f"/api/artifacts/{name}", "admin")
+    writable.ask("PUT", f"/api/artifacts/{name}", "admin", b"\0" * size)
+    outcome, reason = copy()
     assert outcome == "refused" and "another token stored it" in reason
 
 
 @contextlib.contextmanager
-def store_of(answer: Answering) -> Iterator[HttpStore]:
-    with answering(answer) as url:
+def fake_store(answer: Respond) -> Iterator[HttpStore]:
+    with fake_server(answer) as url:
         yield HttpStore(f"{url}?timeout=5s")
 
 
@@ -361,8 +361,8 @@ BOMB = __import__("gzip").compress(b"\0" * (MAX_ANSWER + 2**20))
         (404, {}, b""),
     ],
 )
-def test_whatever_a_server_says(status: int, headers: dict[str, str], data: bytes) -> None:
-    with store_of(lambda _path: (status, headers, data)) as store:
+def test_malformed_answers_raise_errors(status: int, headers: dict[str, str], data: bytes) -> None:
+    with fake_store(lambda _path: (status, headers, data)) as store:
         if "Content-Length" in headers:
             store.timeout_s = 0.1
         get = (lambda: store.search({"model": "ab"}), lambda: store.get("record/ab"))
@@ -373,19 +373,19 @@ def test_whatever_a_server_says(status: int, headers: dict[str, str], data: byte
         assert store.health().startswith("unusable: ")
 
 
-def test_a_busy_server_is_asked_again_within_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_server_is_retried_after_a_short_wait_only(monkeypatch: pytest.MonkeyPatch) -> None:
     paused: list[float] = []
     monkeypatch.setattr("advisor.cache.stores.http_client.time.sleep", paused.append)
-    said = [(429, {"Retry-After": "1"}, b"{}"), (200, {}, b'{"keys": [], "more": false}')]
-    with store_of(lambda _path: said.pop(0)) as store:
+    responses = [(429, {"Retry-After": "1"}, b"{}"), (200, {}, b'{"keys": [], "more": false}')]
+    with fake_store(lambda _path: responses.pop(0)) as store:
         assert store.keys() == []
     busy = 429, {"Retry-After": "60"}, b'{"detail": "busy"}'
-    with store_of(lambda _path: busy) as store, pytest.raises(StoreError, match="busy"):
+    with fake_store(lambda _path: busy) as store, pytest.raises(StoreError, match="busy"):
         store.keys()
     assert paused == [1.0]
 
 
-def test_a_connection_is_used_again_and_made_again() -> None:
+def test_connections_are_reused_and_reopened_after_a_close() -> None:
     seen: list[int] = []
     body = b'{"keys": [], "more": false}'
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -407,12 +407,12 @@ def test_a_connection_is_used_again_and_made_again() -> None:
     assert seen == [0, 0, 1, 1]
 
 
-def test_no_token_for_a_project_s_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pyproject_servers_get_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, bytes]] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ADVISOR_CACHE")
     monkeypatch.setenv("ADVISOR_TOKEN", "adv_" + "x" * 43)
-    with answering(lambda _path: (401, {}, b""), seen) as url:
+    with fake_server(lambda _path: (401, {}, b""), seen) as url:
         config = f'[tool.advisor]\ncache = "{url}?timeout=5s"\n'
         (tmp_path / "pyproject.toml").write_text(config)
         named = cache_urls()
@@ -427,7 +427,7 @@ def test_no_token_for_a_project_s_server(tmp_path: Path, monkeypatch: pytest.Mon
                 act()
         assert main(["show"]) == 1 and main(["jobs"]) == 1
         assert seen == [("none", b"")] * 7
-        _own_tokens().write_text(f"{url} {'y' * 40}\n")  # the user's own word for this server
+        _own_tokens().write_text(f"{url} {'y' * 40}\n")  # the user has a token for this server
         with pytest.raises(StoreError, match="set ADVISOR_TOKEN to one of"):
             open_records(None).all()
         assert seen.pop()[0] == f"Bearer {'y' * 40}"
@@ -438,7 +438,7 @@ def test_no_token_for_a_project_s_server(tmp_path: Path, monkeypatch: pytest.Mon
         assert seen[7:] == [(f"Bearer adv_{'x' * 43}", b"")] * 2
 
 
-def test_no_project_allows_plain_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pyproject_cannot_allow_plain_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "http://advisor.team?insecure=1"
     (tmp_path / "pyproject.toml").write_text(f'[tool.advisor]\ncache = "{url}"\n')
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,4 @@
-"""A tuning from where it is submitted to where it is found; and its worker, with a given clock and
-a given runner in place of `advisor tune`."""
+"""Tunings from submission to lookup, and the worker alone with a fake clock and a fake tuning."""
 
 from __future__ import annotations
 
@@ -42,10 +41,10 @@ from tests.cache import servers
 from tests.cache.examples import record
 from tests.face.commands import LAYERED
 from tests.forks import alive, started_with, until
-from tests.service.clusters import FEW, Team
-from tests.service.serving import Served, ask
-from tests.service.test_jobs import cancelled, log_of, sent, submit, told
-from tests.service.test_records import named, put
+from tests.service.clusters import FEW, Stack
+from tests.service.serving import LiveServer, ask
+from tests.service.test_jobs import cancel, job_of, log_of, put_code, submit
+from tests.service.test_records import packed, put
 
 SCRIPT = """
 import os, sys, time
@@ -85,47 +84,47 @@ time.sleep(1000)
 """
 
 
-def workers(team: Team) -> list[int]:
-    """The processes of attempts on this machine, each with all that it started."""
-    mark = Local(team.database).name.rpartition(":")[2]
+def workers(stack: Stack) -> list[int]:
+    """Process ids of the local workers and all their descendants."""
+    mark = Local(stack.database).name.rpartition(":")[2]
     running = filter(alive, started_with(f"/advisor-{mark}-"))
     return [one for pid in sorted(running) for one in host.family(pid)]
 
 
-def gone(*pids: int) -> bool:
+def all_gone(*pids: int) -> bool:
     return bool(until(lambda: not any(map(alive, pids))))
 
 
 @pytest.fixture
-def team(
+def stack(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Team]:
+) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("team")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setenv("XDG_DATA_HOME", str(folder / "data"))
-    team = Team(folder)
+    running = Stack(folder)
     try:
-        yield team
+        yield running
     finally:
-        assert team.server.stop(signal.SIGTERM) == 0
-        assert workers(team) == []
+        assert running.server.stop(signal.SIGTERM) == 0
+        assert workers(running) == []
 
 
 @pytest.mark.e2e
-def test_a_model_is_tuned(team: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_tuned(stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"model.py": MODEL.format(outputs=4)}
-    number = team.submit(files, target="model.py:Net", gpus=0, seed=1, **FEW)
-    job = team.until(number, lambda job: job.over)
-    assert (job.state, len(job.attempts)) == ("done", 1), (job, team.log(number))
+    number = stack.submit(files, target="model.py:Net", gpus=0, seed=1, **FEW)
+    job = stack.until(number, lambda job: job.over)
+    assert (job.state, len(job.attempts)) == ("done", 1), (job, stack.log(number))
     assert job.trials[0]["what"] == "torch's default" and job.trials[0]["batch"] == 8
     (found,) = job.attempts
     assert found["device"].endswith(": CPU") and found["reason"] == job.reason
     assert job.reason.startswith(f"record {job.record}: ")
-    log = team.log(number)
-    assert "Net: " in log and tempfile.gettempdir() not in log  # what lay there is gone
-    monkeypatch.setenv("ADVISOR_TOKEN", team.token)
-    monkeypatch.setenv("ADVISOR_CACHE", team.client.url)
-    monkeypatch.chdir(tmp_path)  # elsewhere
+    log = stack.log(number)
+    assert "Net: " in log and tempfile.gettempdir() not in log  # temporary paths are removed
+    monkeypatch.setenv("ADVISOR_TOKEN", stack.token)
+    monkeypatch.setenv("ADVISOR_CACHE", stack.client.url)
+    monkeypatch.chdir(tmp_path)  # another folder
     model = package.Model("model.py:Net", device="cpu")
     Path("model.py").write_text(files["model.py"])
     advice = package.lookup(model, shape="8x4")
@@ -133,54 +132,53 @@ def test_a_model_is_tuned(team: Team, tmp_path: Path, monkeypatch: pytest.Monkey
     Path("model.py").write_text(MODEL.format(outputs=5))
     with pytest.warns(package.AdvisorWarning, match="file another of this name"):
         assert package.lookup(model, shape="8x4").status == "miss"
-    assert gone(*workers(team))
+    assert all_gone(*workers(stack))
 
 
 @pytest.mark.long
-def test_a_script_as_it_is_comes_through_bad_luck(team: Team, tmp_path: Path) -> None:
-    """Its worker is killed with all that it started: another one goes on with what was tried. Its
-    server is killed: the worker goes on, and is found again. Its server is told to stop: the worker
-    saves what it has, and the job goes on when the server is back. It is done once."""
+def test_a_job_survives_killed_workers_and_servers(stack: Stack, tmp_path: Path) -> None:
+    """Killed worker: the next one continues the search. Killed server: the worker carries on and is
+    found again. Stopped server: the worker saves its state, and the job resumes after a restart."""
     gate = tmp_path / "gate"
     gate.touch()
     files, command = {"model.py": LAYERED, "train.py": SCRIPT}, ["python", "train.py", str(gate)]
-    number = team.submit(files, command=command, gpus=0, budget="10s", compile=False)
-    first = team.until(number, lambda job: len(job.trials) >= 2)
-    gate.unlink()  # the next one waits for the server, which takes a while to be back
-    killed = workers(team)
+    number = stack.submit(files, command=command, gpus=0, budget="10s", compile=False)
+    first = stack.until(number, lambda job: len(job.trials) >= 2)
+    gate.unlink()  # the next attempt waits until the server is back
+    killed = workers(stack)
     for process in killed:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
-    assert gone(*killed)
+    assert all_gone(*killed)
 
-    team.until(number, lambda job: len(job.attempts) == 2)
-    team.until(number, lambda job: job.attempts[1]["device"].endswith(": CPU"))
-    second = workers(team)
-    assert team.server.stop(signal.SIGKILL) == -signal.SIGKILL and alive(second[0])
-    team.start()
+    stack.until(number, lambda job: len(job.attempts) == 2)
+    stack.until(number, lambda job: job.attempts[1]["device"].endswith(": CPU"))
+    second = workers(stack)
+    assert stack.server.stop(signal.SIGKILL) == -signal.SIGKILL and alive(second[0])
+    stack.start()
     gate.touch()
-    team.until(number, lambda _job: team.log(number).count(EARLIER) == 1)
-    assert second[0] in workers(team) and len(team.client.job(number).attempts) == 2
+    stack.until(number, lambda _job: stack.log(number).count(EARLIER) == 1)
+    assert second[0] in workers(stack) and len(stack.client.job(number).attempts) == 2
 
-    assert team.server.stop(signal.SIGTERM) == 0 and gone(*second)
-    team.start()
-    job = team.until(number, lambda job: job.over)
-    assert job.state == "done" and job.record, (job, team.log(number))
+    assert stack.server.stop(signal.SIGTERM) == 0 and all_gone(*second)
+    stack.start()
+    job = stack.until(number, lambda job: job.over)
+    assert job.state == "done" and job.record, (job, stack.log(number))
     assert [one["state"] for one in job.attempts] == ["lost", "preempted", "done"]
-    log = team.log(number)
+    log = stack.log(number)
     assert log.count(EARLIER) == 2 and "an epoch is over" in log
-    events = ask(team.port, "GET", "/api/audit", team.token).json["events"]
+    events = ask(stack.port, "GET", "/api/audit", stack.token).json["events"]
     assert [one["action"] for one in events].count("job done") == 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ADVISOR_TOKEN", team.token)
-        (held,) = Records(open_store(team.client.url)).held(EVERYTHING)
+        patch.setenv("ADVISOR_TOKEN", stack.token)
+        (held,) = Records(open_store(stack.client.url)).held(EVERYTHING)
     tried = {trial.number for trial in held.record.trials}
     assert {one["number"] for one in first.trials} <= tried
 
 
 @dataclass
 class Tuning:
-    """A runner in place of `advisor tune`: what the tuning leaves, and how it ends."""
+    """Replaces `advisor tune`: writes the given output and ends with the given code."""
 
     code: int = 0
     words: str = ""
@@ -217,67 +215,67 @@ class Tuning:
         pass
 
 
-class Job:
-    """A claimed job, whose workers run here."""
+class ClaimedJob:
+    """A claimed job; `worker` makes a JobWorker that runs in this process."""
 
     def __init__(
-        self, served: Served, folder: Path, files: Mapping[str, str], **asked: Any
+        self, server: LiveServer, folder: Path, files: Mapping[str, str], **asked: Any
     ) -> None:
-        self.served, self.folder = served, folder
+        self.server, self.folder = server, folder
         code = folder / "sent"
         code.mkdir()
         for name, text in files.items():
             (code / name).write_text(text)
         packed = code_archive.pack(code)
-        assert sent(served, packed.archive).status < 300
+        assert put_code(server, packed.archive).status < 300
         command = ["python", "train.py"]
         self.asked = {"command": command, "archive": packed.digest, "gpus": 0} | asked
         self.again()
 
     def again(self) -> None:
-        """It is asked for, whatever was found before."""
-        self.number = submit(self.served, **self.asked, force=True).json["id"]
+        """Submit the job again with `force`, and claim it."""
+        self.number = submit(self.server, **self.asked, force=True).json["id"]
         self.claim()
 
     def claim(self) -> None:
-        with self.served.database.writing() as session:
+        with self.server.database.writing() as session:
             found = attempts.claim(session, "here", Capacity(gpu="", gpus=0))
         assert found is not None and found.job == self.number
         self.start = found
 
     def worker(self, url: str = "", folder: Path | None = None, **how: Any) -> worker.JobWorker:
         now = how.get("now", time.monotonic)
-        client = worker.AttemptClient(url or self.served.url, self.start.token, now=now)
+        client = worker.AttemptClient(url or self.server.url, self.start.token, now=now)
         work = folder or self.folder / f"work{self.start.attempt}"
         return worker.JobWorker(client, work, **how)
 
     @property
-    def told(self) -> dict[str, Any]:
-        return told(self.served, self.number)
+    def data(self) -> dict[str, Any]:
+        return job_of(self.server, self.number)
 
     @property
     def state(self) -> tuple[str, str]:
-        return self.told["state"], self.told["reason"]
+        return self.data["state"], self.data["reason"]
 
 
 @pytest.fixture
-def job(served_lite: Served, tmp_path: Path) -> Job:
-    return Job(served_lite, tmp_path, {"train.py": "print(1)"})
+def job(sqlite_server: LiveServer, tmp_path: Path) -> ClaimedJob:
+    return ClaimedJob(sqlite_server, tmp_path, {"train.py": "print(1)"})
 
 
 TRIAL = {"number": 3, "what": "tf32", "samples_per_s": 9.5, "ratio": 1.5}
 
 
-def test_a_worker_sends_all_that_a_tuning_leaves(job: Job) -> None:
+def test_a_worker_uploads_the_record_trials_log_and_studies(job: ClaimedJob) -> None:
     found = record()
     tuning = Tuning(record=found, events=[TRIAL], log="é" * 2**16, studies={"a.journal": b"1\n2"})
     job.worker(start=tuning).run()
-    last, advised = job.told, found.winner(found.use)
+    last, advised = job.data, found.winner(found.use)
     assert last["state"] == "done" and last["record"] == found.id
     assert last["reason"] == f"record {found.id}: {spread(advised)} over torch's default"
     assert [one["what"] for one in last["trials"]] == ["tf32"]
     assert last["attempts"][0]["device"].endswith(": CPU")
-    log = log_of(job.served, job.number)["text"]
+    log = log_of(job.server, job.number)["text"]
     assert re.fullmatch(
         r"é+\ufffd?\n\[advisor: 65536 bytes of output are left out\]\n\ufffd?é+", log
     )
@@ -292,7 +290,7 @@ SLOWER = replace(FOUND, winners=tuple(replace(one, choice=FOUND.baseline) for on
 ALONE = replace(SLOWER, raced=(), trials=())
 
 
-def test_how_a_tuning_ends(job: Job, tmp_path: Path) -> None:
+def test_the_job_state_follows_the_end_of_the_tuning(job: ClaimedJob, tmp_path: Path) -> None:
     for tuning, state, reason in (
         (Tuning(record=SLOWER), "done", ": nothing is clearly faster than torch's default$"),
         (Tuning(record=ALONE), "done", ": there is nothing to compare with torch's default$"),
@@ -306,7 +304,7 @@ def test_how_a_tuning_ends(job: Job, tmp_path: Path) -> None:
         job.worker(start=tuning, now=lambda ticks=ticks: next(ticks)).run()
         found, why = job.state
         assert found == state and re.search(reason, why), why
-        with job.served.database.writing() as session:  # kept, whatever became of the job
+        with job.server.database.writing() as session:  # stored even if the job failed
             assert session.execute(delete(Item)).rowcount == (tuning.record is not None)
         job.again()
     (tmp_path / "file").touch()
@@ -315,7 +313,7 @@ def test_how_a_tuning_ends(job: Job, tmp_path: Path) -> None:
     assert state == "failed" and reason.endswith(f"{tmp_path}/file/work: File exists")
 
 
-def test_the_next_attempt_goes_on_with_the_search(job: Job) -> None:
+def test_the_next_attempt_continues_the_search(job: ClaimedJob) -> None:
     one = job.worker(start=Tuning(hangs=True, studies={"a.journal": b"whole\nhal"}))
     one._server.preempted.set()
     one.run()
@@ -326,70 +324,68 @@ def test_the_next_attempt_goes_on_with_the_search(job: Job) -> None:
     assert next_one.seen == {"a.journal": b"whole\n"} and job.state[0] == "done"
 
 
-def test_a_server_that_does_not_come_back(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_server_ends_the_worker(job: ClaimedJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "HEARTBEAT_S", 0.0)
     away = f"http://127.0.0.1:{servers.free_port()}"
     ticks = itertools.count(0.0, worker.SERVER_TIMEOUT_S)
     waits, ends = job.worker(away, now=lambda: next(ticks)), job.worker(away)
-    ends._server.preempted.set()  # told to end, it does not wait
+    ends._server.preempted.set()  # a preempted worker does not wait
     for one in (waits, ends):
         with pytest.raises(StoreError, match="refused"):
             one.run()
 
 
-def test_a_worker_without_an_attempt_does_nothing(job: Job, tmp_path: Path) -> None:
-    """Because another worker has it, or because it is over."""
+def test_a_worker_exits_if_its_attempt_is_taken_or_over(job: ClaimedJob, tmp_path: Path) -> None:
     job.worker()._server.begin()
     with pytest.raises(AttemptOver, match="another worker has this attempt"):
         job.worker(folder=tmp_path / "work").run()
     assert not (tmp_path / "work").exists()
-    (attempt,) = job.told["attempts"]
+    (attempt,) = job.data["attempts"]
     assert (attempt["state"], "used a second time" in attempt["reason"]) == ("running", True)
-    with job.served.database.writing() as session:
+    with job.server.database.writing() as session:
         attempts.end(session, job.start.attempt, "lost", "not heard of")
     with pytest.raises(AttemptOver, match="over"):
         job.worker().run()
     assert job.state[0] == "queued"
 
 
-def test_an_uncertain_tuning_replaces_no_clear_record(job: Job) -> None:
-    """The earlier record stays in use, and the job says so; another's upload is kept."""
+def test_an_uncertain_record_does_not_replace_a_clear_one(job: ClaimedJob) -> None:
+    """The job reports that the earlier record stays; a direct upload is still stored."""
     clear = replace(FOUND, trials=(*FOUND.trials, verified(FOUND.winner(FOUND.use).config)))
     cut = replace(clear.provenance, effort=CUT_SHORT, created=clear.provenance.created + 1)
     short = replace(clear, provenance=cut)
     job.worker(start=Tuning(record=short)).run()
     assert job.state[0] == "done"
-    with job.served.database.writing() as session:
+    with job.server.database.writing() as session:
         session.execute(delete(Item))
     for kept, state in ((clear, "done"), (short, "failed")):
         job.again()
         job.worker(start=Tuning(record=kept)).run()
         assert job.state[0] == state, job.state
     assert "too noisy to tell: the earlier record stays in use" in job.state[1]
-    with job.served.database.reading() as session:
+    with job.server.database.reading() as session:
         assert session.scalars(select(Item.created)).all() == [clear.provenance.created]
-    put(job.served, *named(short))
-    with job.served.database.reading() as session:
+    put(job.server, *packed(short))
+    with job.server.database.reading() as session:
         assert len(session.scalars(select(Item.key)).all()) == 2
 
 
-def test_what_is_cancelled_leaves_nothing(served_lite: Served, tmp_path: Path) -> None:
-    """Of a command that prints without end, never trains, and has a daemon."""
-    job = Job(served_lite, tmp_path, {"hangs.py": HANGS}, command=["python", "hangs.py"])
+def test_cancelling_kills_the_whole_command(sqlite_server: LiveServer, tmp_path: Path) -> None:
+    job = ClaimedJob(sqlite_server, tmp_path, {"hangs.py": HANGS}, command=["python", "hangs.py"])
     pids = tmp_path / "pids"
 
     def start(_words: list[str], **how: Any) -> GuardedProcess:
         found = GuardedProcess([sys.executable, "hangs.py", str(pids)], **how)
         until(lambda: pids.exists() and "all" in pids.read_text())
-        assert cancelled(served_lite, job.number).json == {"state": "cancelled"}
+        assert cancel(sqlite_server, job.number).json == {"state": "cancelled"}
         return found
 
     with pytest.raises(AttemptOver):
         job.worker(start=start).run()
-    assert gone(*map(int, pids.read_text().split()[:2]))
+    assert all_gone(*map(int, pids.read_text().split()[:2]))
 
 
-def test_others_on_the_gpu_are_noted(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_gpu_processes_are_noted(job: ClaimedJob, monkeypatch: pytest.MonkeyPatch) -> None:
     one, gone_by_now = job.worker(), 2**22 + 1
     for others in ((), (os.getppid(),)):
         users = (os.getpid(), gone_by_now, *others)
@@ -400,16 +396,16 @@ def test_others_on_the_gpu_are_noted(job: Job, monkeypatch: pytest.MonkeyPatch) 
         assert noted == [f"{other}" for other in others]
 
 
-def test_a_study_that_did_not_arrive_is_sent_again(job: Job) -> None:
+def test_a_failed_study_upload_is_retried_once_the_server_is_back(job: ClaimedJob) -> None:
     one = job.worker()
     one._prepare(one._server.begin())
     (one._studies / "a.journal").write_bytes(b"whole\n")
     (one._studies / "b.journal").symlink_to(one._folder)
-    there, one._server = one._server, job.worker(f"http://127.0.0.1:{servers.free_port()}")._server
+    back, one._server = one._server, job.worker(f"http://127.0.0.1:{servers.free_port()}")._server
     with pytest.raises(StoreError):
         one._upload_studies()
-    away, one._server = one._server, there
+    away, one._server = one._server, back
     one._upload_studies()
-    assert there.get("attempt/studies/a.journal") == b"whole\n"
-    one._server = away  # what arrived is not sent again
+    assert back.get("attempt/studies/a.journal") == b"whole\n"
+    one._server = away  # an uploaded study is not sent again
     one._upload_studies()

@@ -1,4 +1,4 @@
-"""What the server of tests/forks.py has imported: torch, hidden until a fork imports it."""
+"""Imports torch in the server of tests/forks.py, and hides it until a fork imports it."""
 
 import gc
 import importlib.util
@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # what building an optimizer imports
+import torch._dynamo  # building an optimizer imports it
 import torch.utils.data  # noqa: F401
 
 PROCESS = multiprocessing.current_process()
 PATH = [one for one in sys.path if one not in ("", str(Path(__file__).parent))]
-"""The path of a Python without PYTHONPATH."""
+"""The initial sys.path without PYTHONPATH."""
 
 
-class Hidden:
-    """Finds torch once something imports it, with all its modules."""
+class HiddenTorch:
+    """Import hook that restores torch and all its modules at the first import of torch."""
 
     def __init__(self) -> None:
         names = [name for name in sys.modules if name == "torch" or name.startswith("torch.")]
@@ -39,5 +39,5 @@ class Hidden:
         module.__spec__, self._modules = self._spec, {}
 
 
-sys.meta_path.insert(0, Hidden())
-gc.freeze()  # no collection of a fork looks through it
+sys.meta_path.insert(0, HiddenTorch())
+gc.freeze()  # garbage collection in the forks skips what is frozen

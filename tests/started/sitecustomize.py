@@ -1,5 +1,5 @@
-"""Read by every Python that a test starts: a collection is a seventh of what importing torch takes,
-and finds nothing."""
+"""Runs first in every Python that a test starts. Collects garbage less often: a collection takes a
+seventh of the time of importing torch, and frees nothing."""
 
 import gc
 

@@ -1,8 +1,7 @@
-"""A recorder for the CPU: the operations that a step ran, run again into the same tensors.
+"""A recorder for the CPU that replays the ATen operations of a step into the same tensors.
 
-What a CUDA graph is to its kernels, this is to ATen's operations: no Python runs in a replay, each
-result goes to the memory that it had, random numbers are drawn anew, and what a recording did to
-tensors that were there before it is undone.
+It acts like a CUDA graph: a replay runs none of the step's Python code, writes each result to its
+old memory and draws new random numbers. After recording, changes to older tensors are undone.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
-"""What a device's host would have to wait for."""
+"""Operations for which the host would wait for the device."""
 
 
 class AtenRecorder:
-    """As `advisor.tuners.act.capture.captured_graph.Recorder`. `fault`: leaves out an operation
-    that it is true of."""
+    """Implements `advisor.tuners.act.capture.captured_graph.Recorder`. `fault`: called with an
+    operation's name; if true, replays leave it out."""
 
     device = "cpu"
     random_state = staticmethod(torch.get_rng_state)
@@ -67,13 +66,13 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 class _Waits(TorchDispatchMode):
-    def __init__(self, found: list[str]) -> None:
+    def __init__(self, waits: list[str]) -> None:
         super().__init__()
-        self.found = found
+        self.waits = waits
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name in WAITS:
-            self.found.append(func._schema.name)
+            self.waits.append(func._schema.name)
         return func(*args, **(kwargs or {}))
 
 
@@ -94,7 +93,7 @@ class _Tape(TorchDispatchMode):
         for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in _tensors(given.get(argument.name)):
-                    self._keep(tensor)
+                    self._save(tensor)
         result = func(*args, **kwargs)
         known = set(map(_storage, _tensors((args, kwargs))))
         self.made |= set(map(_storage, _tensors(result))) - known
@@ -102,20 +101,20 @@ class _Tape(TorchDispatchMode):
             self.calls.append((func, args, kwargs, result))
         return result
 
-    def _keep(self, tensor: Tensor) -> None:
+    def _save(self, tensor: Tensor) -> None:
         if _storage(tensor) not in self.made and id(tensor) not in self.before:
             self.before[id(tensor)] = tensor, tensor.detach().clone()
 
     def undo(self) -> None:
         with torch.no_grad():
-            for tensor, held in reversed(self.before.values()):
-                tensor.detach().copy_(held)
+            for tensor, saved in reversed(self.before.values()):
+                tensor.detach().copy_(saved)
 
     def replay(self) -> None:
         with torch.no_grad():
             for func, args, kwargs, result in self.calls:
                 known = {_storage(tensor) for tensor in _tensors((args, kwargs))}
-                again = _tensors(func(*args, **kwargs))
-                for ours, theirs in zip(_tensors(result), again, strict=True):
+                results = _tensors(func(*args, **kwargs))
+                for ours, theirs in zip(_tensors(result), results, strict=True):
                     if _storage(ours) not in known and ours.numel():
                         ours.detach().copy_(theirs)

@@ -1,4 +1,4 @@
-"""What several files of these tests stand on."""
+"""Fixtures shared by the tests in this folder."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, settings
 
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 
-# A busy host is no fault.
+# A busy host must not fail a test.
 settings.register_profile("any host", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any host")
 
 
 @pytest.fixture
 def one_process(tmp_path: Path) -> Iterator[None]:
-    """A job of one process: its gradients go through buckets all the same."""
+    """A process group of one process. DDP uses gradient buckets here too."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )
@@ -28,14 +28,14 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def flags_restored() -> Iterator[None]:
-    """What torch has for the whole process is as it was afterwards."""
+    """Restore torch's process-wide flags after the test."""
     cudnn, threads = torch.backends.cudnn, torch.get_num_threads()
     names = ("benchmark", "deterministic", "enabled", "allow_tf32")
-    held, precision = [getattr(cudnn, n) for n in names], torch.get_float32_matmul_precision()
+    values, precision = [getattr(cudnn, n) for n in names], torch.get_float32_matmul_precision()
     yield
     PROCESS_FLAGS.release()
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision(precision)
-    for name, value in zip(names, held, strict=True):
+    for name, value in zip(names, values, strict=True):
         setattr(cudnn, name, value)
     torch.set_num_threads(threads)

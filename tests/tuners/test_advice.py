@@ -1,4 +1,4 @@
-"""Advice at work: every knob acts through its row, and nothing else changes."""
+"""Advice: each knob takes effect through its table row, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from advisor.cache.config import Config
 from advisor.errors import AdvisorWarning
-from advisor.tuners.act import advice as acting
+from advisor.tuners.act import advice as advice_module
 from advisor.tuners.act.advice import Advice
 from advisor.tuners.act.advice_usage import AdviceUsage, Served
 from advisor.tuners.act.process_flags import ProcessFlags
@@ -25,10 +25,10 @@ from tests.cache import examples
 
 @pytest.fixture(autouse=True)
 def two_threads(flags_restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default, and nobody has set them."""
+    """Set two threads, as if by default and not by the user."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(acting, "log_at_exit", lambda one: None)
+    monkeypatch.setattr(advice_module, "log_at_exit", lambda usage: None)
     torch.set_num_threads(2)
 
 
@@ -66,9 +66,9 @@ def test_place_keeps_the_structure() -> None:
         assert type(placed) is type(tree) and len(placed) == len(tree)
 
 
-def test_a_model_with_a_method_compile_of_its_own_is_compiled_as_any() -> None:
-    """timm's ClassificationTask compiles the model within it: a second config found it compiled
-    already, and a checkpoint had other names."""
+def test_model_that_overrides_compile_is_compiled_by_torch() -> None:
+    """timm's ClassificationTask overrides it: its compile() wraps the inner model, which changes
+    the names in the checkpoint."""
 
     class Task(nn.Module):
         def __init__(self) -> None:
@@ -85,18 +85,18 @@ def test_a_model_with_a_method_compile_of_its_own_is_compiled_as_any() -> None:
     assert set(task.state_dict()) == {"net.weight", "net.bias"}
 
 
-def stepper(*models: nn.Module) -> list[torch.optim.Optimizer]:
+def optimizers_of(*models: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
 
 
 @pytest.mark.parametrize("precision", ["default", "fp16"])
-def test_a_generator_leaves_nothing_in_the_discriminator(precision: str) -> None:
-    """Its backward pass fills the discriminator's gradients, which are not the next step's."""
+def test_step_clears_gradients_that_another_models_step_left(precision: str) -> None:
+    """In a GAN, the generator's backward pass also fills the discriminator's gradients."""
     ends = []
     for advised in (True, False):
         torch.manual_seed(1)
         generator, discriminator = nn.Linear(2, 3), nn.Linear(3, 1)
-        ours, theirs = stepper(generator, discriminator)
+        ours, theirs = optimizers_of(generator, discriminator)
         advice = Advice(Config(precision=precision), device="cpu")
 
         def step(
@@ -119,7 +119,7 @@ def test_a_generator_leaves_nothing_in_the_discriminator(precision: str) -> None
 
 def one_step(advice: Advice, how: str) -> None:
     model = advice.prepare(nn.Linear(2, 1))
-    (optimizer,) = stepper(model)
+    (optimizer,) = optimizers_of(model)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     scaler = advice.scaler if how == "scaler" else torch.amp.GradScaler("cpu", init_scale=4.0)
     for _ in range(2):
@@ -138,37 +138,37 @@ def one_step(advice: Advice, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["step", "scaler", "own", "plain"])
-def test_fp16_without_a_scaler_is_named_once_and_the_script_s_hook_stays(how: str) -> None:
+def test_fp16_without_a_scaler_warns_once_and_keeps_the_scripts_hook(how: str) -> None:
     advice = Advice(Config(precision="fp16"), device="cpu", served=Served(reason="fast"))
     advice.set_flags()
-    with advice.autocast():  # what looks for a scaler is there
+    with advice.autocast():  # installs the check for a scaler
         pass
-    theirs: list[torch.optim.Optimizer] = []
-    hook = register_optimizer_step_post_hook(lambda optimizer, *_: theirs.append(optimizer))
-    with warnings.catch_warnings(record=True) as said:
+    hooked: list[torch.optim.Optimizer] = []
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: hooked.append(optimizer))
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         one_step(advice, how)
     hook.remove()
-    assert ["without a scaler" in str(one.message) for one in said] == [True] * (how == "plain")
-    assert len(theirs) == 2 and (advice.reason == "fast") == (how != "plain")
+    assert ["without a scaler" in str(one.message) for one in warned] == [True] * (how == "plain")
+    assert len(hooked) == 2 and (advice.reason == "fast") == (how != "plain")
     lines = [one for one in advice.report().splitlines() if one.startswith("not in effect")]
     assert any("step" in line for line in lines) == (how == "plain")
 
 
-TORCHS = Config(precision="default", channels_last=False, threads=2, cudnn_benchmark=False)
+DEFAULT = Config(precision="default", channels_last=False, threads=2, cudnn_benchmark=False)
 
 
 def served(config: Config, **more: Any) -> Advice:
     known: dict[str, Any] = {
         "reason": "1.84x torch's default at batch 128",
-        "default": TORCHS,
+        "default": DEFAULT,
         "gains": {"flags": 1.1, "loop": 1.84, "capture": 6.4},
     }
     return Advice(config, device="cpu", served=Served(**known | more))
 
 
-def test_a_reason_claims_what_is_in_force_only() -> None:
-    advice = served(TORCHS.replace(precision="bf16", channels_last=True, threads=1))
+def test_reason_claims_only_knobs_in_effect() -> None:
+    advice = served(DEFAULT.replace(precision="bf16", channels_last=True, threads=1))
     assert "not in force yet; 1.84x" in advice.reason
     advice.set_flags()
     assert advice.reason == (
@@ -181,16 +181,16 @@ def test_a_reason_claims_what_is_in_force_only() -> None:
     assert "in effect: threads=1" in advice.report()
 
 
-def test_flags_of_a_script_that_prepares_nothing_are_replaced_once_it_does() -> None:
+def test_prepare_replaces_the_flags_of_a_script_without_prepare() -> None:
     advice = served(
-        TORCHS.replace(precision="bf16"),
-        flags=TORCHS.replace(precision="tf32", cudnn_benchmark=True, threads=1),
+        DEFAULT.replace(precision="bf16"),
+        flags=DEFAULT.replace(precision="tf32", cudnn_benchmark=True, threads=1),
     )
     advice.set_flags()
     assert torch.backends.cudnn.benchmark and torch.get_num_threads() == 1
     advice.prepare(nn.Linear(1, 1))
     assert not torch.backends.cudnn.benchmark and torch.get_num_threads() == 2
-    assert torch.backends.cuda.matmul.allow_tf32  # bf16 runs over it
+    assert torch.backends.cuda.matmul.allow_tf32  # bf16 includes it
 
 
 @pytest.mark.parametrize("how", ["OMP_NUM_THREADS", "set_num_threads"])
@@ -200,7 +200,7 @@ def test_threads_that_the_user_set_stay(how: str, monkeypatch: pytest.MonkeyPatc
     else:
         monkeypatch.setenv(how, "2")
     before = torch.get_num_threads()
-    advice = served(TORCHS.replace(threads=1))
+    advice = served(DEFAULT.replace(threads=1))
     advice.set_flags()
     assert torch.get_num_threads() == before
     who = "it was set before" if how == "set_num_threads" else "the environment sets it"
@@ -211,8 +211,8 @@ def test_threads_that_the_user_set_stay(how: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("later", [2, 3])
-def test_what_is_changed_after_it_was_set_is_not_in_effect(later: int) -> None:
-    advice = served(TORCHS.replace(threads=1, precision="tf32"))
+def test_knob_that_the_script_changes_later_is_not_in_effect(later: int) -> None:
+    advice = served(DEFAULT.replace(threads=1, precision="tf32"))
     advice.set_flags()
     advice.prepare(nn.Linear(1, 1))
     assert "in effect: threads=1" in advice.report()
@@ -221,58 +221,57 @@ def test_what_is_changed_after_it_was_set_is_not_in_effect(later: int) -> None:
     assert advice.reason == f"1.84x torch's default at batch 128; but {now}"
     assert f"not by this advice: {now}; advised is threads=1" in advice.report()
     assert "in effect: threads=1" not in advice.report() and "in effect: tf32" in advice.report()
-    served(TORCHS.replace(threads=1)).set_flags()  # the user's by now, also at torch's default
+    served(DEFAULT.replace(threads=1)).set_flags()  # keeps the user's setting
     assert torch.get_num_threads() == later
     torch.set_num_threads(1)
     assert "in effect: threads=1" in advice.report()
-    other = served(TORCHS.replace(threads=3))
+    other = served(DEFAULT.replace(threads=3))
     other.set_flags()
     assert "threads=3 now: other advice set it since" in advice.report()
     assert "in effect: threads=3" in other.report()
 
 
-def test_no_speed_up_is_claimed_where_no_flag_was_set() -> None:
-    """Looked up alone, and one whose flags alone are torch's own."""
-    alone, plain = (served(TORCHS.replace(threads=1), **how) for how in ({}, {"flags": TORCHS}))
-    alone.prepare(nn.Linear(1, 1))
-    assert alone.reason == "not in force yet; 1.84x once the script also calls set_flags"
+def test_no_speed_up_is_claimed_if_no_flag_was_set() -> None:
+    """Without set_flags(), and with flags that equal torch's defaults."""
+    unset, plain = (served(DEFAULT.replace(threads=1), **how) for how in ({}, {"flags": DEFAULT}))
+    unset.prepare(nn.Linear(1, 1))
+    assert unset.reason == "not in force yet; 1.84x once the script also calls set_flags"
     plain.set_flags()
     assert plain.reason == "not in force yet; 1.84x once the loop also calls prepare"
     assert "not in effect: threads=1: advice.prepare not used" in plain.report()
 
 
 def test_no_speed_up_is_claimed_for_another_model() -> None:
-    good = examples.record()
-    advice = served(TORCHS.replace(threads=1), record=good)
+    record = examples.record()
+    advice = served(DEFAULT.replace(threads=1), record=record)
     advice.set_flags()
     with pytest.warns(AdvisorWarning, match="is not the one tuned as"):
         advice.prepare(nn.Linear(1, 1))
-    known = f"no speed-up is known: this model is not the one tuned as {good.target.name}"
+    known = f"no speed-up is known: this model is not the one tuned as {record.target.name}"
     assert advice.reason.startswith(known) and advice.report().splitlines()[0] == advice.reason
     assert advice.reason.endswith("; 1.84x torch's default at batch 128")
 
 
-def test_what_was_put_in_force_is_released() -> None:
-    """To what was there before the first; what others have changed since is theirs."""
+def test_release_restores_flags_except_those_changed_since() -> None:
     torch.backends.cudnn.benchmark = True
     precision = torch.get_float32_matmul_precision()
-    in_force = ProcessFlags()
-    in_force.put(Config(threads=1, cudnn_benchmark=False))
-    in_force.put(Config(threads=3, precision="tf32"))
+    flags = ProcessFlags()
+    flags.put(Config(threads=1, cudnn_benchmark=False))
+    flags.put(Config(threads=3, precision="tf32"))
     put = Config(threads=3, cudnn_benchmark=False, precision="tf32")
-    assert in_force.config == put and in_force.changed == {}
+    assert flags.config == put and flags.changed == {}
     torch.backends.cudnn.benchmark = True
-    assert in_force.config == put.without("cudnn_benchmark")
-    assert in_force.changed == {"cudnn_benchmark": True}
-    in_force.release(Config(threads=1))  # not what is in force
+    assert flags.config == put.without("cudnn_benchmark")
+    assert flags.changed == {"cudnn_benchmark": True}
+    flags.release(Config(threads=1))  # another config: ignored
     assert torch.get_num_threads() == 3
-    in_force.release()
+    flags.release()
     assert torch.get_num_threads() == 2 and torch.backends.cudnn.benchmark
     assert torch.get_float32_matmul_precision() == precision
-    assert in_force.config == Config() and in_force.changed == {}
-    in_force.put(Config(threads=1))
+    assert flags.config == Config() and flags.changed == {}
+    flags.put(Config(threads=1))
     torch.set_num_threads(3)
-    in_force.release()
+    flags.release()
     assert torch.get_num_threads() == 3
 
 
@@ -280,21 +279,21 @@ HALF_USED = "2.00x; once the loop also calls batches; without effect: channels_l
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "messages"),
     [
         ("all", [("INFO", "advice at the end: 2.00x")]),
         ("half", [("WARNING", f"advice at the end: {HALF_USED}")]),
         ("none", []),
     ],
 )
-def test_the_end_of_a_script_is_told_in_one_line(
+def test_one_line_is_logged_at_exit(
     how: str,
-    said: list[tuple[str, str]],
+    messages: list[tuple[str, str]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ended: list[AdviceUsage] = []
-    monkeypatch.setattr(acting, "log_at_exit", ended.append)
+    monkeypatch.setattr(advice_module, "log_at_exit", ended.append)
     default, advised = Config(channels_last=False), Config(channels_last=True)
     known = Served(reason="2.00x", default=default)
     advice = Advice(advised, device="cpu", served=known)
@@ -308,11 +307,11 @@ def test_the_end_of_a_script_is_told_in_one_line(
     caplog.set_level("INFO")
     for one in ended:
         one.log()
-    assert [(record.levelname, record.message) for record in caplog.records] == said
+    assert [(record.levelname, record.message) for record in caplog.records] == messages
 
 
 class Replaying(nn.Linear):
-    """As compiled to a CUDA graph: each call writes its output to the same place."""
+    """Acts like a CUDA graph: each call writes its output to the same memory."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -326,7 +325,7 @@ class Replaying(nn.Linear):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_outputs_of_replays_that_are_kept_stay(grad: bool) -> None:
+def test_kept_outputs_of_replays_are_not_overwritten(grad: bool) -> None:
     model = Replaying()
     Replays().attach(model)
     with torch.set_grad_enabled(grad):
@@ -334,7 +333,7 @@ def test_outputs_of_replays_that_are_kept_stay(grad: bool) -> None:
     assert not torch.equal(first, second)
 
 
-def test_gradients_that_gather_are_moved_out_of_a_replay_s_memory() -> None:
+def test_accumulating_gradients_are_moved_out_of_a_replays_memory() -> None:
     model, replays, x = Replaying(), Replays(), torch.ones(4, 2)
     replays.attach(model)
     model.weight.grad = buffer = torch.ones(2, 2)
@@ -342,27 +341,27 @@ def test_gradients_that_gather_are_moved_out_of_a_replay_s_memory() -> None:
     moved = model.weight.grad
     assert moved is not buffer and torch.equal(moved, buffer)
     model(x)
-    assert model.weight.grad is moved  # its own by now
-    # Those of a step that is over need no copy.
-    replays.stepped(stepper(model))
+    assert model.weight.grad is moved  # already moved
+    # Gradients of a finished step need no copy.
+    replays.stepped(optimizers_of(model))
     model(x)
     assert model.weight.grad is None
-    # Nor do those that a script lets go of; the bias is in no optimizer.
-    left, kept = torch.ones(2, 2), torch.ones(2)
-    model.weight.grad, model.bias.grad = left, kept
+    # Nor do gradients that the script will clear. The bias is in no optimizer.
+    dropped, kept = torch.ones(2, 2), torch.ones(2)
+    model.weight.grad, model.bias.grad = dropped, kept
     replays.let_go([torch.optim.SGD([model.weight], lr=0.1)])
     model(x)
-    assert model.weight.grad is left and model.bias.grad is not kept
-    # The next batch of the same step adds to what the first has left.
+    assert model.weight.grad is dropped and model.bias.grad is not kept
+    # The next batch of the same step accumulates into the gradient.
     model(x)
-    assert model.weight.grad is not left
-    torch.testing.assert_close(model.weight.grad, left)
+    assert model.weight.grad is not dropped
+    torch.testing.assert_close(model.weight.grad, dropped)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["reduce-overhead", "cudagraphs"])
-def test_compiled_graphs_accumulate_and_evaluate_as_eager_does(mode: str) -> None:
-    found = []
+def test_cudagraphs_accumulate_and_evaluate_like_eager(mode: str) -> None:
+    results = []
     for compile in (mode, "none"):
         torch.manual_seed(0)
         advice = Advice(Config(compile=compile), device="cuda")
@@ -382,5 +381,5 @@ def test_compiled_graphs_accumulate_and_evaluate_as_eager_does(mode: str) -> Non
             advice.step(model(x).square().mean(), optimizer)
         with torch.no_grad():
             losses += [model(x.cuda()) for x in data]
-        found.append(torch.cat([loss.flatten() for loss in losses]))
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+        results.append(torch.cat([loss.flatten() for loss in losses]))
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)

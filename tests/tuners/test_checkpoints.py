@@ -1,4 +1,4 @@
-"""What a run that is tuned saves and loads: in a scratch folder, and the user's files stay."""
+"""Checkpoints of a tuned run go to a scratch folder; the user's files do not change."""
 
 # ruff: noqa: PTH103, PTH104, PTH105, PTH107, PTH123, PTH202
 
@@ -24,7 +24,7 @@ ONE, TWO = {"step": torch.ones(1)}, {"step": torch.full((1,), 2.0)}
 
 @pytest.fixture(autouse=True)
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder that a script saves to: it has checkpoints of an earlier run."""
+    """The output folder of a script, with checkpoints of an earlier run."""
     folder = tmp_path / "out"
     (folder / "checkpoint-1").mkdir(parents=True)
     for name in NAMES:
@@ -41,8 +41,8 @@ def step(path: str | Path) -> float:
     return float(torch.load(path)["step"])
 
 
-def users(folder: Path) -> dict[str, str]:
-    """The files on the disk, as no patched function reads them."""
+def on_disk(folder: Path) -> dict[str, str]:
+    """Return the files on disk, read without patched functions."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): _text(path) for path in files}
 
@@ -56,18 +56,18 @@ NAMES = ("last.pt", "best.pth", "checkpoint-1/model.safetensors")
 BEFORE = dict.fromkeys(NAMES, "the user's")
 
 
-def test_what_is_saved_is_loaded_and_replaces_nothing(out: Path) -> None:
+def test_saved_checkpoint_can_be_loaded_and_replaces_no_file(out: Path) -> None:
     torch.save(ONE, "last.pt")
     torch.save(TWO, f=out / "other.pt")
-    assert (step(out / "last.pt"), step("other.pt"), users(out)) == (1.0, 2.0, BEFORE)
+    assert (step(out / "last.pt"), step("other.pt"), on_disk(out)) == (1.0, 2.0, BEFORE)
     with open("by_hand", "wb") as file:
         torch.save(TWO, file)
     os.replace("by_hand", "last.pt")
-    assert (step("last.pt"), users(out)) == (2.0, BEFORE)
+    assert (step("last.pt"), on_disk(out)) == (2.0, BEFORE)
 
 
 @pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated
-def test_a_script_finds_what_it_has_saved(out: Path) -> None:
+def test_script_can_open_and_load_what_it_saved(out: Path) -> None:
     torch.save(TWO, "new.ckpt")
     torch.jit.save(torch.jit.script(torch.nn.ReLU()), "best.pth")
     torch.jit.script(torch.nn.Linear(1, 1)).save("last.pt")
@@ -77,15 +77,14 @@ def test_a_script_finds_what_it_has_saved(out: Path) -> None:
     torch.jit.load("last.pt")(torch.ones(1))
     with open("last.pt", "rb") as file:
         assert file.read(2) == b"PK"
-    for number, old in enumerate(NAMES[:2]):  # `open` would empty the user's file
+    for number, old in enumerate(NAMES[:2]):  # open() would truncate the user's file
         with open(old, "wb") if number else Path(old).open("wb") as file:
             torch.save(TWO, file)
         assert step(old) == 2.0
-    assert users(out) == BEFORE
+    assert on_disk(out) == BEFORE
 
 
-def test_it_is_moved_copied_and_removed_where_it_lies(out: Path) -> None:
-    """Saved to a temporary name and then replaced; the best one copied; the oldest removed."""
+def test_checkpoints_are_renamed_copied_and_removed_in_the_scratch_folder(out: Path) -> None:
     torch.save(ONE, "last.tmp")
     os.replace("last.tmp", "last.pt")
     torch.save(ONE, "new.tmp")
@@ -96,14 +95,14 @@ def test_it_is_moved_copied_and_removed_where_it_lies(out: Path) -> None:
     os.remove("new.pt")
     Path("last.pt").unlink()
     os.remove("best.pth")
-    os.remove("best.pth")  # the user's own
+    os.remove("best.pth")  # the user's file
     shutil.rmtree("checkpoint-1")
     with pytest.raises(FileNotFoundError):
         torch.load("new.pt")
-    assert users(out) == BEFORE
+    assert on_disk(out) == BEFORE
 
 
-def test_what_is_no_checkpoint_is_as_ever(out: Path) -> None:
+def test_other_files_are_not_redirected(out: Path) -> None:
     buffer = io.BytesIO()
     torch.save(ONE, buffer)
     buffer.seek(0)
@@ -112,20 +111,20 @@ def test_what_is_no_checkpoint_is_as_ever(out: Path) -> None:
     os.replace("log.json", "state.json")
     Path("own.pt").write_text("written by this run")
     os.remove("own.pt")
-    assert users(out) == BEFORE | {"state.json": "{}"}
+    assert on_disk(out) == BEFORE | {"state.json": "{}"}
     with pytest.raises(RuntimeError, match="Parent directory"):
         torch.save(ONE, "no folder/last.pt")
 
 
-def test_a_trainers_folder_is_renamed_with_what_is_in_it(out: Path) -> None:
+def test_renaming_a_folder_renames_its_redirected_checkpoints(out: Path) -> None:
     os.makedirs("tmp-checkpoint-2")
     Path("tmp-checkpoint-2/state.json").write_text(json.dumps({"step": 2}))
     torch.save(TWO, "tmp-checkpoint-2/optimizer.pt")
     os.rename("tmp-checkpoint-2", "checkpoint-2")
     assert step("checkpoint-2/optimizer.pt") == 2.0
-    assert users(out) == BEFORE | {"checkpoint-2/state.json": '{"step": 2}'}
+    assert on_disk(out) == BEFORE | {"checkpoint-2/state.json": '{"step": 2}'}
     shutil.rmtree("checkpoint-2")
-    assert users(out) == BEFORE
+    assert on_disk(out) == BEFORE
     assert not Path("checkpoint-2").exists()
 
 
@@ -134,7 +133,7 @@ def test_a_trainers_folder_is_renamed_with_what_is_in_it(out: Path) -> None:
     "ignore:Detected an existing",
     "ignore:TypedStorage is deprecated",
 )
-def test_what_libraries_save(out: Path) -> None:
+def test_checkpoints_of_safetensors_dcp_and_lightning_are_redirected(out: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
     from safetensors import numpy as arrays
@@ -145,18 +144,18 @@ def test_what_libraries_save(out: Path) -> None:
     assert tensors.load_file(path)["step"].item() == arrays.load_file(path)["step"].item() == 1.0
     tensors.save_model(torch.nn.Linear(1, 1), "model.safetensors")
     tensors.load_model(torch.nn.Linear(1, 1), "model.safetensors")
-    for saved in (ONE, TWO):  # the second one over the first
+    for saved in (ONE, TWO):  # the second one overwrites the first
         dcp.save(dict(saved), checkpoint_id=out / "sharded")
     state = {"step": torch.zeros(1)}
     dcp.load(state, checkpoint_id=out / "sharded")
     saver = TorchCheckpointIO()
     saver.save_checkpoint(ONE, out / "last.pt")
     assert float(saver.load_checkpoint(out / "last.pt")["step"]) == 1.0
-    assert (float(state["step"]), users(out)) == (2.0, BEFORE)
+    assert (float(state["step"]), on_disk(out)) == (2.0, BEFORE)
 
 
 class Trainer:
-    """What is patched of transformers' own: it keeps the newest checkpoint of a folder."""
+    """The part of transformers' Trainer that is patched. It keeps the newest checkpoint only."""
 
     args = SimpleNamespace(output_dir="trained")
 
@@ -177,7 +176,7 @@ class Trainer:
                 shutil.rmtree(old)
 
 
-def test_transformers_removes_and_replaces_no_checkpoint_of_the_user(
+def test_transformers_trainer_does_not_touch_the_users_checkpoints(
     out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (out / "trained" / "checkpoint-2").mkdir(parents=True)
@@ -186,7 +185,7 @@ def test_transformers_removes_and_replaces_no_checkpoint_of_the_user(
     module = ModuleType("transformers.trainer")
     module.__dict__["Trainer"] = Trainer
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    before, scratch = users(out), tmp_path / "command" / "checkpoints"
+    before, scratch = on_disk(out), tmp_path / "command" / "checkpoints"
     redirection = Redirection(scratch)
     redirection.install()
     try:
@@ -194,11 +193,11 @@ def test_transformers_removes_and_replaces_no_checkpoint_of_the_user(
         Trainer().save_model()
     finally:
         redirection.uninstall()
-    assert users(out) == before
+    assert on_disk(out) == before
     assert {one.parent.name for one in scratch.rglob("*.pt")} == {"trained", "checkpoint-4"}
 
 
-def test_it_leaves_what_was_patched_after_it(tmp_path: Path) -> None:
+def test_uninstall_keeps_later_patches(tmp_path: Path) -> None:
     plain, finders = torch.serialization.save, list(sys.meta_path)
     redirection = Redirection(tmp_path / "other" / "checkpoints")
     redirection.install()

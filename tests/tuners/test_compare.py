@@ -1,6 +1,6 @@
-"""How configs are compared with strict fp32: nothing that is right fails, planted faults are found.
+"""Comparison of configs with strict fp32: correct configs pass, planted faults are found.
 
-All on the CPU, in bf16 autocast and compiled for it, from fixed seeds.
+All tests run on the CPU from fixed seeds, with bf16 autocast and torch.compile.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ COMPILED, BOTH = FP32.replace(compile="default"), BF16.replace(compile="default"
 
 @pytest.fixture(autouse=True)
 def _one_thread(flags_restored: None) -> None:
-    """Of tensors this small threads wait for each other longer than they compute."""
+    """With tensors this small, synchronizing threads takes longer than computing."""
     torch.set_num_threads(1)
 
 
 class Encoder(nn.Module):
-    """Attention, norms, embeddings; a key bias whose gradient is nothing but rounding."""
+    """Attention, norms, embeddings, and a key bias whose gradient is pure rounding noise."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def _layers(dropout: float = 0.1) -> nn.Module:
 
 
 def _convolutions() -> nn.Module:
-    """A bias before a BatchNorm has a gradient that is nothing but rounding."""
+    """Convolutions with a bias before a BatchNorm, whose gradient is pure rounding noise."""
     first, second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1, stride=2)
     layers = [first, nn.BatchNorm2d(8), nn.ReLU(), second, nn.BatchNorm2d(16), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 8))
@@ -84,37 +84,37 @@ MODELS = {
 
 @functools.cache
 def _built(kind: str) -> tuple[nn.Module, Any, list[Tensor]]:
-    """A model, compiled once for all tests, and its first weights, from which each pass starts."""
+    """Return a model, its compiled form (cached) and its initial weights."""
     torch.manual_seed(0)
     model = MODELS[kind].make()
-    kept = [p.detach().clone() for p in model.parameters()]
-    return model, torch.compile(model, backend="eager"), kept
+    initial = [p.detach().clone() for p in model.parameters()]
+    return model, torch.compile(model, backend="eager"), initial
 
 
 class Step:
-    """A Subject. What is compiled has the fault, if there is one.
+    """A Subject whose compiled code may have a fault.
 
     Attributes:
-        fault: of what is compiled or, if "lost", of bf16.
-        made: passes, by config.
-        other_masks: whether a seed gives other dropout masks in bf16, as on a GPU.
+        fault: the fault of the compiled code, or of bf16 if "lost".
+        passes: the number of passes by config.
+        other_masks: whether bf16 draws other dropout masks from a seed, as on a GPU.
     """
 
     def __init__(self, kind: str, fault: str = "") -> None:
         model = MODELS[kind]
-        self.model, self._compiled, self._kept = _built(kind)
+        self.model, self._compiled, self._initial = _built(kind)
         self.draws, self.fault = model.draws, fault
         torch.manual_seed(1)
         self._batches = [(x := model.batch(), torch.randint(8, (len(x),))) for _ in range(4)]
-        self.made: dict[Config, int] = {}
+        self.passes: dict[Config, int] = {}
         self.other_masks = False
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
-        self.made[config] = self.made.get(config, 0) + 1
+        self.passes[config] = self.passes.get(config, 0) + 1
         weights = dict(self.model.named_parameters())
         with torch.no_grad():
-            for weight, kept in zip(weights.values(), self._kept, strict=True):
-                weight.copy_(kept)
+            for weight, initial in zip(weights.values(), self._initial, strict=True):
+                weight.copy_(initial)
         perturb(list(weights.values()), point)
         torch.manual_seed(seed)
         if self.other_masks and config["precision"] == "bf16":
@@ -122,33 +122,33 @@ class Step:
         inputs, labels = self._batches[point % POINTS]
         compiled = config["compile"] != "none"
         with torch.autocast("cpu", torch.bfloat16, enabled=config["precision"] == "bf16"):
-            output = self._called(inputs, self.fault if compiled else "", compiled=compiled)
+            output = self._run(inputs, self.fault if compiled else "", compiled=compiled)
         loss = functional.cross_entropy(output.float(), labels)
-        found = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
-        gradients = dict(zip(weights, map(sampled, found), strict=True))
+        grads = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
+        gradients = dict(zip(weights, map(sampled, grads), strict=True))
         if compiled:
-            self._spoil(gradients)
+            self._plant_fault(gradients)
         elif config["precision"] == "bf16" and self.fault == "lost":
             gradients["query.weight"] = torch.zeros_like(gradients["query.weight"])
         return Sample(outputs={"output 0": sampled(output)}, gradients=gradients, loss=loss.item())
 
-    def _called(self, inputs: Tensor, fault: str, *, compiled: bool) -> Tensor:
+    def _run(self, inputs: Tensor, fault: str, *, compiled: bool) -> Tensor:
         if fault == "stale":
             name, weight = list(self.model.named_parameters())[-2]
-            stale = weight + (self._kept[-2] - weight).detach()
+            stale = weight + (self._initial[-2] - weight).detach()
             return torch.func.functional_call(self.model, {name: stale}, (inputs,))
-        rates = [m for m in self.model.modules() if isinstance(m, nn.Dropout)]
+        dropouts = [m for m in self.model.modules() if isinstance(m, nn.Dropout)]
         if fault == "dropout":
-            for one in rates:
+            for one in dropouts:
                 one.p *= 2
         try:
             return self._compiled(inputs) if compiled and not self.fault else self.model(inputs)
         finally:
             if fault == "dropout":
-                for one in rates:
+                for one in dropouts:
                     one.p /= 2
 
-    def _spoil(self, gradients: dict[str, Tensor]) -> None:
+    def _plant_fault(self, gradients: dict[str, Tensor]) -> None:
         if self.fault == "overflow":
             raise Overflow("no loss scale")
         if self.fault == "failing":
@@ -172,7 +172,7 @@ def compared(references: References, candidate: Config) -> Compared:
 
 @functools.cache
 def _known(kind: str, loses: bool, other_masks: bool) -> tuple[Step, References]:
-    """A step, and samples of what is not compiled, which a fault of compiled code leaves alone."""
+    """Return a step and its references, cached: faults of compiled code do not change them."""
     step = Step(kind, "lost" if loses else "")
     step.other_masks = other_masks
     return step, References(step, FP32, tolerance=0.02)
@@ -184,7 +184,7 @@ WRONG_CODE, WRONG_FORMAT = ("wrong", "code"), ("wrong", "format")
 
 
 @pytest.mark.parametrize(
-    ("kind", "fault", "config", "verdict", "said"),
+    ("kind", "fault", "config", "verdict", "message"),
     [
         *((kind, "", BF16, ("ok", ""), "") for kind in ("layers", "convolutions")),
         *((kind, "", COMPILED, ("ok", ""), "") for kind in ("layers", "convolutions")),
@@ -196,36 +196,36 @@ WRONG_CODE, WRONG_FORMAT = ("wrong", "code"), ("wrong", "format")
         ("layers", "not finite", BOTH, WRONG_CODE, "not finite"),
         ("layers", "overflow", BOTH, WRONG_FORMAT, "no loss scale"),
         ("convolutions", "layer", BOTH, WRONG_CODE, "gradient of 3.weight"),
-        # Of a bias before a BatchNorm, as a fraction of the usual gradient: nothing but rounding.
+        # The noise in the gradient of a bias before a BatchNorm, as part of a usual gradient.
         ("convolutions", "bias 1e-4", COMPILED, ("ok", ""), ""),
         ("convolutions", "bias 0.1", COMPILED, WRONG_CODE, ""),
         ("convolutions", "failing", COMPILED, ("failed", ""), "RuntimeError: no such kernel"),
         ("attention", "layer", BOTH, WRONG_CODE, "gradient of query.weight"),
         ("attention", "stale", BOTH, WRONG_CODE, ""),
         ("attention", "lost", BF16, WRONG_FORMAT, LOST),
-        # Seconds each, for their many draws.
+        # These take seconds each, because of their many draws.
         long("dropout", "", BOTH, ("ok", ""), ""),
         long("dropout", "dropout", BOTH, WRONG_CODE, "variance of the output 0"),
         long("dropout", "lost", BF16, WRONG_FORMAT, LOST),
         long("dropout", "masks", BOTH, ("ok", ""), ""),
         long("dropout", "masks layer", BOTH, WRONG_CODE, ""),
-        # Where other masks are drawn in bf16.
+        # With other dropout masks in bf16.
         ("layers", "masks", BOTH, ("ok", ""), ""),
         ("layers", "masks layer", BOTH, WRONG_CODE, ""),
     ],
 )
-def test_planted_faults_are_found_and_what_is_right_passes(
-    kind: str, fault: str, config: Config, verdict: tuple[str, str], said: str
+def test_planted_faults_are_found_and_correct_configs_pass(
+    kind: str, fault: str, config: Config, verdict: tuple[str, str], message: str
 ) -> None:
     step, references = _known(kind, fault == "lost", fault.startswith("masks"))
     step.fault = fault.removeprefix("masks").strip()
-    found = compared(references, config)
-    assert (found.outcome, found.blames) == verdict and said in found.reason, found
+    result = compared(references, config)
+    assert (result.outcome, result.blames) == verdict and message in result.reason, result
 
 
 class Noisy:
-    """A Subject with made-up gradients: one is nearly the same in every draw, the other mostly
-    what differs between draws, as after a dropout of nearly everything."""
+    """A Subject with made-up gradients. The steady one hardly differs between draws; the noisy one
+    is mostly noise, as after dropout of nearly all values."""
 
     draws = True
 
@@ -235,10 +235,10 @@ class Noisy:
 
     def sample(self, config: Config, point: int, seed: int) -> Sample:
         compiled = config["compile"] != "none"
-        found = self._gradients(point, seed, compiled=compiled)
+        gradients = self._gradients(point, seed, compiled=compiled)
         if self.fault and compiled:
-            found[self.fault] = 1.1 * found[self.fault]
-        return Sample(outputs={"output 0": torch.ones(8)}, gradients=found, loss=1.0)
+            gradients[self.fault] = 1.1 * gradients[self.fault]
+        return Sample(outputs={"output 0": torch.ones(8)}, gradients=gradients, loss=1.0)
 
     def _gradients(self, point: int, seed: int, *, compiled: bool) -> dict[str, Tensor]:
         torch.manual_seed(seed + 10_000_000 * compiled)
@@ -249,8 +249,8 @@ class Noisy:
 
 
 class NearlyZero(Noisy):
-    """Of a bias before a BatchNorm: its gradient is a hundred-thousandth of a usual one, and half
-    of it changes with any rounding. Another order of summation makes it ten times as large."""
+    """The noisy gradient is like that of a bias before a BatchNorm: 1e-5 of a usual one, mostly
+    rounding noise, and ten times as large with another order of summation."""
 
     draws = False
 
@@ -262,36 +262,36 @@ class NearlyZero(Noisy):
 
 @pytest.mark.parametrize("subject", [Noisy, NearlyZero])
 @pytest.mark.parametrize(("fault", "outcome"), [("", "ok"), ("steady", "wrong")])
-def test_noise_is_no_fault_of_a_gradient(subject: type[Noisy], fault: str, outcome: str) -> None:
+def test_noisy_gradients_are_not_wrong(subject: type[Noisy], fault: str, outcome: str) -> None:
     torch.manual_seed(1)
     references = References(subject(fault), FP32, tolerance=0.02)
-    found = references.compare(COMPILED, FP32, left_s=lambda: 1e9)
-    assert found.outcome == outcome, found
+    result = references.compare(COMPILED, FP32, left_s=lambda: 1e9)
+    assert result.outcome == outcome, result
 
 
 @pytest.mark.parametrize("kind", ["layers", "convolutions"])
-def test_references_are_made_once_and_a_fault_is_the_codes_alone(kind: str) -> None:
+def test_references_are_computed_once_and_the_fault_is_attributed(kind: str) -> None:
     step = Step(kind, "scale")
     references = References(step, FP32, tolerance=0.02)
 
-    def found(candidate: Config, left_s: float = 1e9) -> tuple[str, str, str]:
-        one = references.compare(candidate, BF16, left_s=lambda: left_s)
-        return one.outcome, one.blames, one.reason
+    def compare(candidate: Config, left_s: float = 1e9) -> tuple[str, str, str]:
+        result = references.compare(candidate, BF16, left_s=lambda: left_s)
+        return result.outcome, result.blames, result.reason
 
-    assert found(BF16, left_s=0.0)[0] == UNVERIFIED, "without time"
-    assert found(BF16)[0] == "ok"
-    before = step.made[BF16]
-    assert found(BF16)[0] == "ok" and step.made[BF16] == before
-    assert found(BOTH)[:2] == WRONG_CODE
-    *verdict, reason = found(BF16.replace(fused_optimizer=True))
+    assert compare(BF16, left_s=0.0)[0] == UNVERIFIED, "without time"
+    assert compare(BF16)[0] == "ok"
+    before = step.passes[BF16]
+    assert compare(BF16)[0] == "ok" and step.passes[BF16] == before
+    assert compare(BOTH)[:2] == WRONG_CODE
+    *verdict, reason = compare(BF16.replace(fused_optimizer=True))
     assert verdict == ["wrong", "optimizer"] and "last.weight is 0.05% off" in reason
 
 
-def test_draws_go_on_where_the_time_was_over() -> None:
+def test_comparison_cut_off_by_time_can_be_continued() -> None:
     whole, cut = (References(Step("layers"), FP32, tolerance=0.02) for _ in range(2))
     left = iter([1e9] * 15)
-    found = cut.compare(BF16, BF16, left_s=lambda: next(left, -1.0))
-    assert found.outcome == UNVERIFIED and found.reason.startswith("no time was left")
+    result = cut.compare(BF16, BF16, left_s=lambda: next(left, -1.0))
+    assert result.outcome == UNVERIFIED and result.reason.startswith("no time was left")
     expected = whole.compare(BF16, BF16, left_s=lambda: 1e9)
     assert cut.compare(BF16, BF16, left_s=lambda: 1e9) == expected
 
@@ -299,20 +299,20 @@ def test_draws_go_on_where_the_time_was_over() -> None:
 @pytest.mark.parametrize(
     ("make", "how"), [(torch.optim.AdamW, {"lr": 1e-3}), (torch.optim.SGD, {"momentum": 0.9})]
 )
-def test_an_optimizer_that_skips_weight_decay_is_found_and_its_own_state_stays(
+def test_skipped_weight_decay_is_found_without_changing_the_optimizer(
     make: Any, how: dict[str, float]
 ) -> None:
     torch.manual_seed(0)
-    net, told = _layers(), []
+    net, hook_calls = _layers(), []
     optimizer = make(net.parameters(), **{"lr": 1e-2, "weight_decay": 0.1, **how})
-    optimizer.register_step_post_hook(lambda *_: told.append(1))
+    optimizer.register_step_post_hook(lambda *_: hook_calls.append(1))
     for _ in range(3):
         net(torch.randn(8, 16)).square().mean().backward()
         optimizer.step()
     before = [p.detach().clone() for p in net.parameters()]
-    kept = RecordedUpdates([optimizer])
+    updates = RecordedUpdates([optimizer])
     names = {id(p): name for name, p in net.named_parameters()}
-    assert kept.error({"fused": True}, names)[0] <= 1e-4
-    part, name = kept.error({"weight_decay": 0.0}, names)
+    assert updates.error({"fused": True}, names)[0] <= 1e-4
+    part, name = updates.error({"weight_decay": 0.0}, names)
     assert part > 1e-3 and name in dict(net.named_parameters())
-    assert all(map(torch.equal, before, net.parameters())) and len(told) == 3
+    assert all(map(torch.equal, before, net.parameters())) and len(hook_calls) == 3

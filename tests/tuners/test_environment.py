@@ -1,5 +1,5 @@
-"""Facts about the device, the software and the host's memory for loader workers, read from a fake
-NVML and from this machine; and facts about torch that are kept, so that torch is not imported."""
+"""Facts about the device, the software and the host's limits for loader workers, from a fake NVML
+and from this machine; and cached facts about torch that save its import."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ READS: dict[str, Callable[..., Any]] = {
     "DefaultApplicationsClock": lambda card, _clock: card["clocks"][1],
     "MaxClockInfo": lambda card, _clock: card["clocks"][2],
 }
-"""What `nvmlDeviceGet...` answers of a card, or of a slice of one."""
+"""The nvmlDeviceGet... functions, for a card or a MIG slice."""
 
 
 class FakeNvml:
-    """The pynvml functions that are used, over plain dicts.
+    """The used pynvml functions, for cards that are plain dicts.
 
     Args:
-        cards: per card what it answers; 'slices' is a list with None for a gap.
-        fails: the functions that no card supports.
+        cards: the values of each card; 'slices' is a list with None for a gap.
+        fails: names of functions that no card supports.
     """
 
-    __spec__ = None  # read by an import, of Python 3.13
+    __spec__ = None  # Python 3.13 reads it on import
     NVMLError = NVMLError
     NVML_CLOCK_SM = 1
     NVML_COMPUTEMODE_DEFAULT = 0
@@ -108,7 +108,7 @@ Machine = Callable[..., None]
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """Makes this machine one with the cards of a FakeNvml and, if given, CUDA_VISIBLE_DEVICES."""
+    """Return a function that installs a FakeNvml and sets CUDA_VISIBLE_DEVICES, if given."""
 
     def forget() -> None:
         detect.cache_clear()
@@ -138,7 +138,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         ({"clocks": (1095, 1095, 1410)}, 132, 0),
     ],
 )
-def test_cards_are_known_without_starting_cuda(
+def test_detect_reads_card_facts_without_initializing_cuda(
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
     changed: Card,
@@ -146,16 +146,16 @@ def test_cards_are_known_without_starting_cuda(
     cap: int,
 ) -> None:
     machine(FakeNvml(h200(**changed)))
-    for name in ("_lazy_init", "is_available"):  # None is called
+    for name in ("_lazy_init", "is_available"):  # calling None raises
         monkeypatch.setattr(torch.cuda, name, None)
-    found = detect("cuda:0")
-    card, software = found.device, found.software
+    detected = detect("cuda:0")
+    card, software = detected.device, detected.software
     assert (card.kind, card.name, card.memory_gib, card.mig) == ("cuda", "NVIDIA H200", 140, "")
     assert card.capability == ".".join(map(str, changed.get("capability", (9, 0))))
     assert (card.multiprocessors, software.clock_cap_mhz) == (multiprocessors, cap)
     assert (software.driver, software.power_limit_w) == ("580.95.05", 700)
     assert software.cuda == (torch.version.cuda or "") and type(software.torch) is str
-    assert detect("cuda") == found and device_uuid("cuda:0") == "aaaa-0"
+    assert detect("cuda") == detected and device_uuid("cuda:0") == "aaaa-0"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_cuda_visible_devices(machine: Machine, visible: str | None, uuids: list
 
 
 @pytest.mark.parametrize("visible", [None, "0", "1", "GPU-b", "MIG-2", "MIG-2,MIG-3"])
-def test_a_process_is_given_one_slice(machine: Machine, visible: str | None) -> None:
+def test_process_sees_one_mig_slice(machine: Machine, visible: str | None) -> None:
     cut = h200("GPU-b", name="NVIDIA H200", slices=[None, mig("MIG-2"), mig("MIG-3")])
     machine(FakeNvml(h200("GPU-a"), cut), visible)
     if visible == "0":
@@ -204,22 +204,22 @@ KINDS = "expected cpu, cuda or cuda:N"
 
 
 @pytest.mark.parametrize(
-    ("cards", "device", "said"),
+    ("cards", "device", "message"),
     [
         *((0, one, KINDS) for one in ("tpu", "cuda:-1", "cuda:x", "cuda:", "", "CUDA:0", "cuda:²")),
         (2, "cuda:3", r"2 CUDA devices \(cuda:0, cuda:1\)"),
         (0, "cuda:0", "no CUDA device; use cpu"),
     ],
 )
-def test_another_device_is_refused(machine: Machine, cards: int, device: str, said: str) -> None:
+def test_invalid_device(machine: Machine, cards: int, device: str, message: str) -> None:
     machine(FakeNvml(*(h200(f"GPU-{n}") for n in range(cards))))
-    with pytest.raises(UsageError, match=said) as refused:
+    with pytest.raises(UsageError, match=message) as refused:
         detect(device)
     assert repr(device) in str(refused.value)
 
 
-def test_what_no_card_tells(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(FakeNvml(h200(slices=[])))  # cut into no slice
+def test_missing_nvml_values(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(FakeNvml(h200(slices=[])))  # MIG mode without slices
     assert default_device() == "cpu"
     silent = ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetApplicationsClock")
     machine(FakeNvml(h200(), fails=silent))
@@ -236,7 +236,7 @@ def test_what_no_card_tells(machine: Machine, monkeypatch: pytest.MonkeyPatch) -
         detect("cuda:0")
 
 
-def test_torch_is_asked_without_nvml(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_replaces_missing_nvml(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(FakeNvml(fails=("nvmlInit",)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -246,12 +246,12 @@ def test_torch_is_asked_without_nvml(machine: Machine, monkeypatch: pytest.Monke
         detect("cuda:0")
 
 
-def test_this_cpu() -> None:
-    found = detect("cpu")
-    assert found.device.kind == "cpu" and found.device.name and found.device.capability
-    assert found.device.multiprocessors >= 1 and found.device.memory_gib >= 1
-    assert (found.software.driver, found.software.cuda, found.software.cudnn) == ("", "", "")
-    assert detect("cpu") is found and device_uuid("cpu") == ""
+def test_detect_this_cpu() -> None:
+    facts = detect("cpu")
+    assert facts.device.kind == "cpu" and facts.device.name and facts.device.capability
+    assert facts.device.multiprocessors >= 1 and facts.device.memory_gib >= 1
+    assert (facts.software.driver, facts.software.cuda, facts.software.cudnn) == ("", "", "")
+    assert detect("cpu") is facts and device_uuid("cpu") == ""
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_this_cpu() -> None:
         ("Features\t: fp asimd bf16\n", None, True),
     ],
 )
-def test_cpu_model_and_bf16_are_read_from_its_flags(
+def test_cpu_model_and_bf16_are_read_from_cpuinfo(
     monkeypatch: pytest.MonkeyPatch, text: str, name: str | None, bf16: bool
 ) -> None:
     monkeypatch.setattr(host, "cpu", lambda: text)
@@ -271,23 +271,23 @@ def test_cpu_model_and_bf16_are_read_from_its_flags(
     assert environment.cpu_has_bf16() is bf16
     assert environment.host_cpu() == name or (name is None and environment.host_cpu())
     environment.host_cpu.cache_clear()
-    # Where kernels may not use it there is none: recurrent layers raise under bf16 autocast.
+    # Without bf16 kernels, bf16 is not tried: recurrent layers raise under bf16 autocast.
     monkeypatch.setattr(environment, "fact", lambda name, _ask: name != "bf16")
-    said = [environment.bf16_notice("cpu", ("default", name)) for name in ("bf16", "tf32")]
-    assert said == ["bf16 is not tried: this CPU has no bf16 kernels", ""]
+    notices = [environment.bf16_notice("cpu", ("default", name)) for name in ("bf16", "tf32")]
+    assert notices == ["bf16 is not tried: this CPU has no bf16 kernels", ""]
 
 
 @pytest.mark.gpu
-def test_what_nvml_says_is_what_torch_says() -> None:
-    found = detect("cuda:0")
+def test_nvml_and_torch_agree() -> None:
+    device = detect("cuda:0").device
     properties: Any = torch.cuda.get_device_properties(0)
-    assert found.device.name == properties.name
-    assert found.device.multiprocessors == properties.multi_processor_count
-    assert found.device.capability == f"{properties.major}.{properties.minor}"
+    assert device.name == properties.name
+    assert device.multiprocessors == properties.multi_processor_count
+    assert device.capability == f"{properties.major}.{properties.minor}"
     assert device_uuid("cuda:0") == str(properties.uuid)
 
 
-def test_gpus_say_who_computes_on_them(machine: Machine) -> None:
+def test_gpus_list_their_processes(machine: Machine) -> None:
     cut = h200("GPU-c", slices=[mig("MIG-1")])
     machine(FakeNvml(cut, fails=("nvmlDeviceGetComputeRunningProcesses",)))
     name = "NVIDIA H200 MIG 1g.18gb"
@@ -299,7 +299,7 @@ def test_gpus_say_who_computes_on_them(machine: Machine) -> None:
     assert other.used_by == ""
 
 
-def test_workers_fit_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_limited_by_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 2**20 < host.own_bytes() < 2**40
     monkeypatch.setattr(host, "free_bytes", lambda: 2**50)
     for cores in (1, 2, 9):
@@ -324,7 +324,7 @@ PERIOD = dict.fromkeys(["/a/cpu.cfs_period_us", "/a/b/cpu.cfs_period_us"], 10000
 
 
 @pytest.mark.parametrize(
-    ("asked", "group", "files", "found"),
+    ("read", "group", "files", "limit"),
     [
         (host.cores, "0:", {"/a/b/cpu.max": "max 100000"}, None),
         (host.cores, "0:", {"/a/cpu.max": "150000 100000"}, 1),
@@ -344,29 +344,29 @@ PERIOD = dict.fromkeys(["/a/cpu.cfs_period_us", "/a/b/cpu.cfs_period_us"], 10000
         (host.free_bytes, "5:memory", V1_USED | {"/a/b/memory.stat": f"total_{INACTIVE}"}, 4000),
     ],
 )
-def test_limits_of_a_control_group_at_any_level(
+def test_cgroup_limits_at_any_level(
     tmp_path: Path,
-    asked: Callable[[Path, Path], int],
+    read: Callable[[Path, Path], int],
     group: str,
     files: dict[str, object],
-    found: int | None,
+    limit: int | None,
 ) -> None:
-    """None: as without a limit."""
+    """`limit`: None if there is no limit."""
     groups, process = tmp_path / "groups", tmp_path / "self"
     process.mkdir()
     (process / "cgroup").write_text(f"9:name=systemd:/\n{group}:/a/b\n")
-    whole = asked(groups, process)
-    assert whole >= 1
+    unlimited = read(groups, process)
+    assert unlimited >= 1
     controller = next((one for one in ("memory", "cpu") if one in group.split(":")[1]), "")
     for name, text in files.items():
         path = groups / controller / name[1:]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
-    assert asked(groups, process) == (pytest.approx(whole, rel=0.2) if found is None else found)
+    assert read(groups, process) == (pytest.approx(unlimited, rel=0.2) if limit is None else limit)
 
 
-def test_batches_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 MiB of shared memory, as Docker gives to a container; or more files than may be open."""
+def test_shortage_of_shared_memory_or_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker gives a container 64 MiB of shared memory."""
     monkeypatch.setattr(host, "shared_bytes", lambda: (2**30, 64 * 2**20))
     assert worker_limits.shortage(9 * 2**20, 2, workers=2) == ""
     assert "docker's --shm-size" in worker_limits.shortage(9 * 2**20, 2, workers=4)
@@ -376,31 +376,31 @@ def test_batches_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert "ulimit -n" in worker_limits.shortage(2**10, 300, workers=2)
 
 
-READ = """
+READ_FACTS = """
 import json, sys
 from advisor.tuners import environment as e, torch_facts as f
-said = [str(e.detect("cpu")), e.own_threads(), e.default_device()]
-print(json.dumps([*said, "torch" in sys.modules]))
+facts = [str(e.detect("cpu")), e.own_threads(), e.default_device()]
+print(json.dumps([*facts, "torch" in sys.modules]))
 f.keep()
 """
 
 
-def read(folder: Path, **env: str) -> list[object]:
-    (folder / "read.py").write_text(READ)
+def read_facts(folder: Path, **env: str) -> list[object]:
+    (folder / "read.py").write_text(READ_FACTS)
     done = forks.run(folder / "read.py", env=os.environ | env)
     return json.loads(done.stdout)
 
 
-def test_facts_of_torch_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_about_torch_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first, then = read(tmp_path), read(tmp_path)
+    first, then = read_facts(tmp_path), read_facts(tmp_path)
     assert (first[:3], first[3], then[3]) == (then[:3], True, False)
     assert str(torch.__version__) in str(then[0])
-    other = read(tmp_path, OMP_NUM_THREADS="2")  # by which it says something else
+    other = read_facts(tmp_path, OMP_NUM_THREADS="2")  # changes the facts
     assert other[3] is True
 
 
-def test_a_damaged_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_cache_file_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "advisor").mkdir()
     (tmp_path / "advisor" / "torch.json").write_text("[1")
@@ -413,7 +413,7 @@ def test_reading_commands_do_not_import_torch(tmp_path: Path) -> None:
         "import sys; from advisor.cli import main; code = main(); "
         "assert 'torch' not in sys.modules and code == 0, code"
     )
-    # What is read of torch the first time is kept.
+    # The first command caches the facts about torch.
     forks.run(tmp_path / "command.py", "why", "model.py", cwd=tmp_path)
     for words in (("why", "model.py"), ("show",)):
         then = forks.run(tmp_path / "command.py", *words, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Which blocks of a model are compiled, and which of its calls reach the compiled code."""
+"""Which blocks of a model are compiled, and which calls use the compiled code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"
 
 
 class Net(nn.Module):
-    """Notes for which batches it ran as Python, which compiled code does while it is traced."""
+    """Lists in `ran` the batch sizes of calls that ran as Python instead of compiled code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 class Backend:
-    """Compiles nothing, and notes with how many samples each graph was made, and is called."""
+    """Records the batch size of each graph in `made`, and each call's graph in `called`."""
 
     def __init__(self) -> None:
         self.made: list[Any] = []
@@ -64,9 +64,9 @@ class Backend:
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
     torch._dynamo.reset()
-    found = Backend()
-    monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": found})
-    return found
+    one = Backend()
+    monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": one})
+    return one
 
 
 def epoch(net: Net, optimizer: torch.optim.Optimizer, sizes: list[int]) -> None:
@@ -75,7 +75,7 @@ def epoch(net: Net, optimizer: torch.optim.Optimizer, sizes: list[int]) -> None:
         optimizer.zero_grad()
         net(torch.randn(size, 4)).square().sum().backward()
         optimizer.step()
-    with torch.no_grad():  # as a GAN's generator, which stays in training mode
+    with torch.no_grad():  # like a GAN's generator, in training mode
         net(torch.randn(3, 4))
     net.eval()
     with torch.no_grad():
@@ -91,7 +91,7 @@ Trained = tuple[Net, torch.optim.Optimizer, ConfigSwitch]
 
 @pytest.fixture
 def trained() -> Iterator[Trained]:
-    """A model, its optimizer, and what sets configs in them."""
+    """A model, its optimizer and their ConfigSwitch."""
     net, cpu = Net(), torch.device("cpu")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     switch = ConfigSwitch([TrainedModel(net, net)], [optimizer], OWN, cpu, lambda _given: None)
@@ -100,8 +100,8 @@ def trained() -> Iterator[Trained]:
 
 
 @pytest.mark.parametrize(("recorded", "made"), [(True, [FULL]), (False, [FULL, 3])])
-def test_the_same_in_a_loop_of_ones_own(recorded: bool, made: list[int], backend: Backend) -> None:
-    """Without a record it may be inference that is measured."""
+def test_advice_compiles_full_batches(recorded: bool, made: list[int], backend: Backend) -> None:
+    """Without a record, the job may be inference, so calls without gradients compile too."""
     served = Served(record=record()) if recorded else Served()
     advice = Advice(COMPILED, device="cpu", served=served)
     net = Net()
@@ -117,8 +117,8 @@ def test_the_same_in_a_loop_of_ones_own(recorded: bool, made: list[int], backend
     assert backend.called.count(0) == 18
 
 
-def test_a_frequent_second_signature_is_compiled(backend: Backend, trained: Trained) -> None:
-    """Each has code for its own size: the first is not called for any size from then on."""
+def test_frequent_second_batch_size_is_compiled(backend: Backend, trained: Trained) -> None:
+    """Each size has its own code: the first graph does not become one for any size."""
     net, optimizer, switch = trained
     epoch(net, optimizer, [FULL] * 9)
     switch.set(COMPILED)
@@ -129,7 +129,7 @@ def test_a_frequent_second_signature_is_compiled(backend: Backend, trained: Trai
     assert backend.called[-3:] == [1, 0, 1]
 
 
-def test_dynamic_shapes_are_compiled_for_any_size(backend: Backend, trained: Trained) -> None:
+def test_dynamic_shapes_compile_once_for_any_size(backend: Backend, trained: Trained) -> None:
     net, optimizer, switch = trained
     epoch(net, optimizer, [8, 7, 6])
     switch.set(COMPILED.replace(dynamic_shapes=True))
@@ -138,7 +138,7 @@ def test_dynamic_shapes_are_compiled_for_any_size(backend: Backend, trained: Tra
     assert backend.called == [0, 0, 0]
 
 
-def test_a_checkpoint_calls_again_what_it_called(backend: Backend) -> None:
+def test_checkpoint_recomputation_uses_the_same_code_as_the_forward_pass(backend: Backend) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -155,7 +155,7 @@ def test_a_checkpoint_calls_again_what_it_called(backend: Backend) -> None:
     assert net.inner.ran == [SHORT] * 2 * (MIN_OBSERVED_STEPS - 1)
 
 
-def test_what_is_forgotten_is_freed_and_compiled_again(backend: Backend, trained: Trained) -> None:
+def test_forgotten_config_is_freed_and_compiled_again(backend: Backend, trained: Trained) -> None:
     net, optimizer, switch = trained
     other = COMPILED.replace(precision="bf16")
     for config in (COMPILED, other):
@@ -163,7 +163,7 @@ def test_what_is_forgotten_is_freed_and_compiled_again(backend: Backend, trained
         epoch(net, optimizer, [FULL] * 2)
     switch.set(other)
     switch.forget(COMPILED)
-    switch.forget(OWN)  # stays: it is the script's
+    switch.forget(OWN)  # ignored: the script's own config
     made = len(backend.made)
     epoch(net, optimizer, [FULL] * 2)
     assert len(backend.made) == made
@@ -183,33 +183,33 @@ class Block(nn.Module):
         return x + (1 - self.rate) * self.body(x)
 
 
-def transformer(layers: int) -> nn.Module:
+def make_transformer(layers: int) -> nn.Module:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
     return nn.Sequential(nn.Linear(4, 16), encoder, nn.Linear(16, 4))
 
 
-def row(count: int, make: Callable[[int], nn.Module]) -> Callable[[], nn.Module]:
+def stack(count: int, make: Callable[[int], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*map(make, range(count)))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "a transformer": (lambda: transformer(6), 6),
-    "three are few": (lambda: transformer(3), 0),
-    # Of two kinds in turn one is there often enough.
-    "by their kinds": (row(8, lambda at: Block(8 if at % 3 else 16)), 5),
-    "a deep one": (torchvision.models.resnet152, 35 + 7),
-    "other rates": (row(6, lambda at: Block(rate=at / 10)), 0),
-    "numbered": (row(6, lambda at: Block(index=at)), 6),
-    "single layers": (row(6, lambda _at: nn.Linear(4, 4)), 0),
-    "nested": (row(4, lambda _at: row(4, lambda at: Block(index=at))()), 4),
-    "lazy": (row(4, lambda _at: nn.Sequential(nn.LazyLinear(2))), 4),
+    "transformer": (lambda: make_transformer(6), 6),
+    "only three layers": (lambda: make_transformer(3), 0),
+    # Of two widths, one is repeated often enough.
+    "two widths": (stack(8, lambda at: Block(8 if at % 3 else 16)), 5),
+    "deep": (torchvision.models.resnet152, 35 + 7),
+    "different rates": (stack(6, lambda at: Block(rate=at / 10)), 0),
+    "numbered": (stack(6, lambda at: Block(index=at)), 6),
+    "single layers": (stack(6, lambda _at: nn.Linear(4, 4)), 0),
+    "nested": (stack(4, lambda _at: stack(4, lambda at: Block(index=at))()), 4),
+    "lazy": (stack(4, lambda _at: nn.Sequential(nn.LazyLinear(2))), 4),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_repeated(name: str) -> None:
+def test_number_of_repeated_blocks(name: str) -> None:
     make, count = MODELS[name]
     with torch.device("meta"):
-        found = repeated(make())
-    assert len(found) == count
+        blocks = repeated(make())
+    assert len(blocks) == count

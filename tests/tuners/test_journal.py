@@ -1,4 +1,4 @@
-"""The study's journal, whatever became of its file."""
+"""The study's journal: resuming from it, also after damage to its file."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ CONFIGS = [config for batch in SPACE.batches for config in SPACE.configs(batch)]
 
 
 def fill(folder: Path, count: int = 5) -> list[JournaledTrial]:
-    """A journal of some trials, each with a speed of its own."""
+    """Write a journal of trials that differ in speed."""
     journal = Journal(open_study(folder, "s")[0], SPACE)
-    return [told(journal, number) for number in range(count)]
+    return [tell_trial(journal, number) for number in range(count)]
 
 
 def speeds(trials: Iterable[JournaledTrial]) -> dict[Config, float]:
     return {one.trial.config: one.trial.measurement.samples_per_s for one in trials}
 
 
-def told(journal: Journal, number: int) -> JournaledTrial:
-    """A trial that is told; every second one was compared, every third one had a turn only."""
-    asked = journal.ask(CONFIGS[number])
+def tell_trial(journal: Journal, number: int) -> JournaledTrial:
+    """Add a trial. Every second one was compared; every third one has no upper bound."""
+    pending = journal.ask(CONFIGS[number])
     trial = Trial(
-        number=asked.number,
+        number=pending.number,
         config=CONFIGS[number],
         measurement=Measurement(outcome="ok", samples_per_s=100.0 + number, low=1.0, high=200.0),
         stage="compute",
@@ -53,65 +53,65 @@ def told(journal: Journal, number: int) -> JournaledTrial:
     ratio = Ratio(mean=1.0 + number, low=0.5, high=high)
     compared = Compared("ok", "as fp32") if number % 2 else None
     known = JournaledTrial(trial, ratio, compared)
-    journal.tell(asked, known, [1.0 + number, 1.1 + number])
+    journal.tell(pending, known, [1.0 + number, 1.1 + number])
     return known
 
 
-def again(folder: Path) -> tuple[dict[Config, float], str]:
-    """What the next run finds, and what it is told."""
+def resume(folder: Path) -> tuple[dict[Config, float], str]:
+    """Return the speeds and the notice that the next run gets."""
     study, notice = open_study(folder, "s")
     return speeds(Journal(study, SPACE).resume()), notice
 
 
-def test_a_whole_journal_is_read_back_as_it_was(tmp_path: Path) -> None:
+def test_intact_journal_is_read_back_unchanged(tmp_path: Path) -> None:
     known = fill(tmp_path)
     study = open_study(tmp_path, "s")[0]
     assert Journal(study, SPACE).resume() == known
-    # Of another space's trials only what it holds.
+    # A narrower space gets only the trials that it contains.
     narrow = Space({"precision": ("default", "tf32"), "threads": (0, 1), "batch_size": (8,)})
-    found = Journal(study, narrow).resume()
-    assert all(narrow.holds(one.trial.config) for one in found) and len(found) == 4
+    trials = Journal(study, narrow).resume()
+    assert all(narrow.holds(one.trial.config) for one in trials) and len(trials) == 4
     turns = [list(one.intermediate_values.values()) for one in study.trials]
     assert turns[:2] == [[1.0, 1.1], [2.0, 2.1]]
-    assert again(tmp_path)[1] == ""
+    assert resume(tmp_path)[1] == ""
     assert [path.name for path in tmp_path.iterdir()] == ["s.journal"]
 
 
-def without_the_second(lines: list[bytes]) -> list[bytes]:
-    """Lines of which the one is damaged with which the second trial begins."""
+def damage_second_trial(lines: list[bytes]) -> list[bytes]:
+    """Damage the line that starts the second trial."""
     at = [n for n, line in enumerate(lines) if json.loads(line)["op_code"] == 4][1]
     return [*lines[:at], b"{}}\n", *lines[at + 1 :]]
 
 
-NONSENSE = [b'{"op_code": 99}\n', b"[]\n", b'{"op_code": 4}\n']
+INVALID_LINES = [b'{"op_code": 99}\n', b"[]\n", b'{"op_code": 4}\n']
 DAMAGES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "torn at the end": lambda lines: [*lines[:-1], lines[-1][:20]],
     "garbage in the middle": lambda lines: [*lines[:4], b"\x00\xff garbage\n", *lines[4:]],
     "a line lost": lambda lines: [*lines[:4], lines[4][:7] + lines[5], *lines[6:]],
-    "a beginning lost": without_the_second,
+    "a trial's first line lost": damage_second_trial,
     "the first line lost": lambda lines: [b"\x00" * 40 + b"\n", *lines[1:]],
-    "nonsense that is JSON": lambda lines: [*lines[:3], *NONSENSE, *lines[3:]],
+    "nonsense that is JSON": lambda lines: [*lines[:3], *INVALID_LINES, *lines[3:]],
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_can_be_read_of_a_damaged_journal_goes_on(tmp_path: Path, damage: str) -> None:
+def test_readable_trials_of_a_damaged_journal_are_kept(tmp_path: Path, damage: str) -> None:
     known = speeds(fill(tmp_path))
     path = tmp_path / "s.journal"
-    harmed = b"".join(DAMAGES[damage](path.read_bytes().splitlines(keepends=True)))
-    path.write_bytes(harmed)
-    found, notice = again(tmp_path)
-    assert list(found.items()) == list(known.items())[: len(found)]
-    assert len(found) >= 4 or damage != "torn at the end"
+    damaged = b"".join(DAMAGES[damage](path.read_bytes().splitlines(keepends=True)))
+    path.write_bytes(damaged)
+    read, notice = resume(tmp_path)
+    assert list(read.items()) == list(known.items())[: len(read)]
+    assert len(read) >= 4 or damage != "torn at the end"
     assert "s.journal.damaged-1" in notice
-    assert (tmp_path / "s.journal.damaged-1").read_bytes() == harmed
-    # It goes on with these, and is whole from now on.
-    told(Journal(open_study(tmp_path, "s")[0], SPACE), 7)
-    found, notice = again(tmp_path)
-    assert CONFIGS[7] in found and notice == ""
+    assert (tmp_path / "s.journal.damaged-1").read_bytes() == damaged
+    # The repaired journal takes new trials.
+    tell_trial(Journal(open_study(tmp_path, "s")[0], SPACE), 7)
+    read, notice = resume(tmp_path)
+    assert CONFIGS[7] in read and notice == ""
 
 
-def test_any_damage_costs_trials_and_nothing_else(tmp_path: Path) -> None:
+def test_random_damage_loses_trials_but_invents_none(tmp_path: Path) -> None:
     known = speeds(fill(tmp_path))
     path = tmp_path / "s.journal"
     whole = path.read_bytes()
@@ -119,12 +119,12 @@ def test_any_damage_costs_trials_and_nothing_else(tmp_path: Path) -> None:
     for _ in range(40):
         at, length = draw.randrange(len(whole)), draw.randrange(1, 400)
         path.write_bytes(whole[:at] + draw.randbytes(draw.randrange(9)) + whole[at + length :])
-        assert again(tmp_path)[0].items() <= known.items()
+        assert resume(tmp_path)[0].items() <= known.items()
         path.unlink()
 
 
 @pytest.mark.parametrize("kind", ["link", "link to a journal", "folder", "pipe", "sparse"])
-def test_what_is_no_plain_file_is_moved_aside(tmp_path: Path, kind: str) -> None:
+def test_journal_path_that_is_no_regular_file_is_moved_aside(tmp_path: Path, kind: str) -> None:
     path, outside = tmp_path / "s" / "s.journal", tmp_path / "outside"
     path.parent.mkdir()
     before = b""
@@ -146,22 +146,22 @@ def test_what_is_no_plain_file_is_moved_aside(tmp_path: Path, kind: str) -> None
     assert outside.exists() == bool(before) and (not before or outside.read_bytes() == before)
 
 
-def test_a_lock_that_was_left_is_not_waited_for(tmp_path: Path) -> None:
+def test_stale_lock_is_not_waited_for(tmp_path: Path) -> None:
     fill(tmp_path)
     (tmp_path / "s.journal.lock").symlink_to(tmp_path / "s.journal")
     began = time.monotonic()
-    assert len(again(tmp_path)[0]) == 5
-    assert time.monotonic() - began < 20  # Optuna waits for 30 s
+    assert len(resume(tmp_path)[0]) == 5
+    assert time.monotonic() - began < 20  # Optuna would wait 30 s
 
 
 @pytest.mark.parametrize("lines", range(5))
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: int) -> None:
+def test_full_disk_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: int) -> None:
     notices: list[str] = []
     journal = Journal(open_study(tmp_path, "s")[0], SPACE, notice=notices.append)
     plain, left = JournalFileBackend.append_logs, iter([True] * lines)
 
     def fill_up(backend: JournalFileBackend, logs: list[dict[str, Any]]) -> None:
-        """A disk that fills after some lines, in the middle of one."""
+        """Fail like a full disk in the middle of a line, after `lines` calls."""
         if next(left, False):
             return plain(backend, logs)
         with Path(backend._file_path).open("ab") as file:
@@ -170,22 +170,22 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: int
 
     monkeypatch.setattr(JournalFileBackend, "append_logs", fill_up)
     for number in range(5):
-        told(journal, number)
+        tell_trial(journal, number)
     assert len(notices) == 1 and "No space left on device" in notices[0]
     assert [t.value for t in journal.study.trials if t.value] == [1.0 + n for n in range(5)]
     assert journal.study.best_value == 5.0
-    # With space again the next run goes on with what was written.
+    # With free space again, the next run resumes from what was written.
     monkeypatch.undo()
-    found, notice = again(tmp_path)
+    read, notice = resume(tmp_path)
     assert "damaged-1" in notice
-    assert found.items() <= {CONFIGS[n]: 100.0 + n for n in range(5)}.items()
+    assert read.items() <= {CONFIGS[n]: 100.0 + n for n in range(5)}.items()
 
 
-def test_a_folder_that_cannot_be_written_is_no_end(tmp_path: Path) -> None:
+def test_unwritable_folder_gives_a_notice_and_an_unsaved_study(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     study, notice = open_study(tmp_path / "file", "s")
     assert "cannot be saved" in notice
-    told(Journal(study, SPACE), 0)
+    tell_trial(Journal(study, SPACE), 0)
 
 
 @pytest.mark.parametrize(
@@ -200,19 +200,19 @@ def test_a_folder_that_cannot_be_written_is_no_end(tmp_path: Path) -> None:
         ("compared", ["ok"]),
     ],
 )
-def test_a_senseless_trial_is_left_out(tmp_path: Path, name: str, value: Any) -> None:
+def test_trial_with_an_invalid_attribute_is_skipped(tmp_path: Path, name: str, value: Any) -> None:
     study = open_study(tmp_path, "s")[0]
-    told(Journal(study, SPACE), 0)
+    tell_trial(Journal(study, SPACE), 0)
     (good,) = study.trials
     attributes = {**good.user_attrs, "compared": None, name: value}
     other = {"params": dict(CONFIGS[1]), "distributions": good.distributions}
     study.add_trial(create_trial(**other, value=2.0, user_attrs=attributes))
-    assert set(again(tmp_path)[0]) == {CONFIGS[0]}
+    assert set(resume(tmp_path)[0]) == {CONFIGS[0]}
 
 
-def test_a_failure_is_nothing_and_stays_one(tmp_path: Path) -> None:
+def test_failed_trial_has_value_zero_and_is_resumed_as_failed(tmp_path: Path) -> None:
     journal = Journal(open_study(tmp_path, "s")[0], SPACE)
-    known = told(journal, 1)
+    known = tell_trial(journal, 1)
     failed = dataclasses.replace(
         known.trial, config=CONFIGS[2], measurement=Measurement(outcome="crashed", reason="so")
     )
@@ -223,7 +223,7 @@ def test_a_failure_is_nothing_and_stays_one(tmp_path: Path) -> None:
     assert outcomes == ["ok", "crashed"]
 
 
-def test_an_interrupted_write_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_in_a_write_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study, _ = open_study(tmp_path, "s")
     notices: list[str] = []
     journal = Journal(study, SPACE, notice=notices.append)
@@ -233,5 +233,5 @@ def test_an_interrupted_write_is_not_lost(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        told(journal, 0)
+        tell_trial(journal, 0)
     assert notices == []

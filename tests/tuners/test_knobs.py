@@ -1,4 +1,4 @@
-"""The knob table, row by row: what each value is, needs, asks and may follow."""
+"""The knob table: offered values, required uses, costs, flags and checks of records."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from advisor.tuners.knobs import BY_NAME, KNOBS, TORCH, SearchContext
 from tests.cache import examples
 
 MODES = ("cudagraphs", "reduce-overhead", "default")
-REPEATING = ("cudagraphs", "blocks", "reduce-overhead", "default")
-OF_FULL = ("max-autotune-no-cudagraphs", "max-autotune")
+WITH_BLOCKS = ("cudagraphs", "blocks", "reduce-overhead", "default")
+FULL_MODES = ("max-autotune-no-cudagraphs", "max-autotune")
 STRICT = (*PERMITTED, "fp32")
 SHARING = ("file_descriptor", "file_system")
 OFF_ON = (False, True)
@@ -40,10 +40,10 @@ OFF, FIXED_ON = (False,), (True,)
 
 
 @pytest.mark.parametrize(
-    ("name", "here", "offered"),
+    ("name", "context", "values"),
     [
         ("precision", on_cuda(capability=(7, 5), precisions=STRICT), ("default", "fp16", "fp32")),
-        # An A100 is the first with TF32 and bf16.
+        # The A100 is the first GPU with TF32 and bf16.
         ("precision", on_cuda(capability=(8, 0)), ("default", "tf32", "bf16", "fp16")),
         ("precision", on_cuda(capability=(8, 9), precisions=PRECISIONS, fp8=True), PRECISIONS),
         ("precision", on_cuda(capability=(8, 6), precisions=PRECISIONS, fp8=True), STRICT),
@@ -52,7 +52,7 @@ OFF, FIXED_ON = (False,), (True,)
         ("precision", on_cuda(precisions=()), ("default",)),
         ("precision", on_cpu(), ("default", "bf16")),
         ("precision", on_cpu(precisions=("default", "fp16")), ("default",)),
-        # What a GPU could do is nothing to the CPU.
+        # The GPU's capability does not count on the CPU.
         ("precision", on_cpu(cpu_bf16=False, capability=(9, 0)), ("default",)),
         ("channels_last", on_cuda(dimensions=3), ()),
         ("channels_last", on_cuda(convolves=False), ()),
@@ -64,8 +64,8 @@ OFF, FIXED_ON = (False,), (True,)
         ("fused_optimizer", on_cuda(), OFF_ON),
         ("fused_optimizer", on_cuda(training=False), ()),
         ("fused_optimizer", on_cpu(), OFF_ON),
-        ("compile", on_cuda(full=True), ("none", *MODES, *OF_FULL)),
-        ("compile", on_cuda(repeats=True), ("none", *REPEATING)),
+        ("compile", on_cuda(full=True), ("none", *MODES, *FULL_MODES)),
+        ("compile", on_cuda(repeats=True), ("none", *WITH_BLOCKS)),
         ("compile", on_cuda(repeats=True, deterministic=True), ()),
         ("compile", on_cuda(compiles=False), ()),
         ("compile", on_cuda(quick=True), ("none", "cudagraphs")),
@@ -91,25 +91,25 @@ OFF, FIXED_ON = (False,), (True,)
         ("pin_memory", on_cuda(loaded=True, workers=2), OFF_ON),
     ],
 )
-def test_what_is_offered(name: str, here: SearchContext, offered: tuple[Value, ...]) -> None:
-    assert BY_NAME[name].values(here) == offered
+def test_offered_values(name: str, context: SearchContext, values: tuple[Value, ...]) -> None:
+    assert BY_NAME[name].values(context) == values
 
 
-def test_compiling_on_the_cpu_takes_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_compile_on_the_cpu_needs_a_cpp_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[str] = []
 
     def which(name: str) -> str | None:
-        asked.append(name)
+        looked_up.append(name)
         return f"/bin/{name}" if name != "nothing" else None
 
     monkeypatch.setattr(shutil, "which", which)
     monkeypatch.delenv("CXX", raising=False)
     assert BY_NAME["compile"].values(on_cpu(compiles=True, full=True)) == ("none", "default")
-    here = on_cpu(compiles=True, repeats=True)
-    assert BY_NAME["compile"].values(here) == ("none", "blocks", "default")
+    repeating = on_cpu(compiles=True, repeats=True)
+    assert BY_NAME["compile"].values(repeating) == ("none", "blocks", "default")
     monkeypatch.setenv("CXX", "nothing")
     assert BY_NAME["compile"].values(on_cpu(compiles=True)) == ()
-    assert asked == ["g++", "g++", "nothing"]
+    assert looked_up == ["g++", "g++", "nothing"]
 
 
 @pytest.mark.parametrize(
@@ -122,19 +122,19 @@ def test_compiling_on_the_cpu_takes_a_compiler(monkeypatch: pytest.MonkeyPatch) 
         ("pilot", False, {"channels_last": (True,), "pin_memory": (True,)}),
         ("pilot", False, {"num_workers": (4,), "prefetch_factor": (4,)}),
         ("pilot", True, {"precision": ("bf16",), "fused_optimizer": (True,)}),
-        ("pilot", True, {"compile": (*REPEATING, *OF_FULL), "dynamic_shapes": (True,)}),
+        ("pilot", True, {"compile": (*WITH_BLOCKS, *FULL_MODES), "dynamic_shapes": (True,)}),
         ("loop", False, {BATCH: (32,), "in_order": (False,), "persistent_workers": (True,)}),
         ("loop", True, {"precision": ("fp16", "fp8")}),
         ("capture", True, {"step_graph": (True,)}),
     ],
 )
-def test_what_follows_a_value_and_whether_it_is_compared(
+def test_required_use_and_comparison_of_each_value(
     use: str, compared: bool, values: dict[str, tuple[Value, ...]]
 ) -> None:
     for config in [Config({name: value}) for name, some in values.items() for value in some]:
         ((name, value),) = config.items()
-        found = BY_NAME[name].needs(value), knobs.needs_comparison(config)
-        assert found == (use, compared), config
+        needs = BY_NAME[name].needs(value), knobs.needs_comparison(config)
+        assert needs == (use, compared), config
         scaled = value in ("fp16", "fp8")
         assert (knobs.adoption_cost(config, Config()) > len(config.knobs)) is scaled
 
@@ -151,7 +151,7 @@ def test_what_follows_a_value_and_whether_it_is_compared(
         ({"compile": False}, {"compile": "none"}, True),
         ({"step_graph": False}, {"step_graph": True}, False),
         ({"step_graph": False}, {"step_graph": False}, True),
-        # One that is not permitted is enough; what is not known here is not for a Task to permit.
+        # One forbidden value forbids the config. A Task does not forbid unknown knobs.
         ({"compile": False}, {"precision": "bf16", "compile": "default"}, False),
         ({"compile": False}, {"a_new_one": True}, True),
     ],
@@ -160,18 +160,18 @@ def test_permitted(given: dict[str, Any], config: dict[str, Value], permitted: b
     assert knobs.permits(given, Config(config)) is permitted
 
 
-def test_the_users_own_workspace_stays(
+def test_users_cublas_workspace_is_kept(
     flags_restored: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of cuBLAS, without which PyTorch raises in deterministic algorithms."""
+    """PyTorch's deterministic algorithms raise if it is not set."""
     flag = BY_NAME["cudnn_deterministic"].flag
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    for own, there in (("", ":4096:8"), (":16:8", ":16:8")):
+    for own, expected in (("", ":4096:8"), (":16:8", ":16:8")):
         if own:
             monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", own)
         flag.set(True)
         assert torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.deterministic
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == there
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == expected
 
 
 FLAGGED = [
@@ -183,13 +183,13 @@ FLAGGED = [
 
 
 @pytest.mark.parametrize(("name", "value"), FLAGGED)
-@pytest.mark.parametrize("other", ["as torch has it", "as nobody would"])
-def test_a_flag_is_read_and_set_back(
-    name: str, value: Value, other: str, flags_restored: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("initial", ["torch's defaults", "unusual"])
+def test_flags_are_read_and_restored(
+    name: str, value: Value, initial: str, flags_restored: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also what no value of the knob comes to, as the user's own mix of switches."""
+    """Also if the user's flags match no value of the knob."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    if other == "as nobody would":
+    if initial == "unusual":
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.set_float32_matmul_precision("medium")
         torch.backends.cudnn.allow_tf32 = False
@@ -200,37 +200,37 @@ def test_a_flag_is_read_and_set_back(
     every = [knob.flag for knob in KNOBS if knob.flag is not None]
     before = [one.now() for one in every]
     flag.set(value)
-    left = flag.now()
+    after = flag.now()
     flag.set(value)
-    assert flag.now() == left
+    assert flag.now() == after
     (flag.back or flag.set)(before[every.index(flag)])
     assert [one.now() for one in every] == before
 
 
-def test_only_what_has_four_or_five_dimensions_is_laid_out() -> None:
+def test_channels_last_converts_only_tensors_of_four_or_five_dimensions() -> None:
     flat, deep = nn.Conv2d(1, 3, 3), nn.Conv3d(2, 3, 3)
     row, before = BY_NAME["channels_last"], deep.weight.stride()
     for on in (False, True):
         row.model(nn.Sequential(flat, deep, nn.LazyConv2d(4, 3), nn.Linear(3, 2)), on)
         assert (deep.weight.stride() == before) is not on
-    # Of one channel contiguous() would leave the strides unchanged.
+    # With one channel, contiguous() would keep the strides.
     laid_out = torch.empty(3, 1, 3, 3).to(memory_format=torch.channels_last)
     assert flat.weight.stride() == laid_out.stride()
     assert deep.weight.is_contiguous(memory_format=torch.channels_last_3d)
 
     images, clips = torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4, 4, 4)
-    found = [row.layout(one, True) for one in (images, clips, images.int(), images[0])]
-    assert found == [torch.channels_last, torch.channels_last_3d, None, None]
+    layouts = [row.layout(one, True) for one in (images, clips, images.int(), images[0])]
+    assert layouts == [torch.channels_last, torch.channels_last_3d, None, None]
     assert row.layout(images, False) is None
 
 
-MENDED = {"2.9.1": True, "2.10.0a0+41361538": False, "2.10.0": False, "2.11.0+cu130": False} | {
+FIXED_IN = {"2.9.1": True, "2.10.0a0+41361538": False, "2.10.0": False, "2.11.0+cu130": False} | {
     "2.14.1": False, "2.15.0.dev20260801": False, "2.15.0+cu132": True, "3.0.0": True,
     "2.15.0a0+1a2b": False, "2.15.0rc1": False, "2.16.0a0": True, "": True, "of my own": True,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("version", MENDED)
+@pytest.mark.parametrize("version", FIXED_IN)
 def test_known_miscompilation_is_avoided(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "__version__", version)
@@ -239,18 +239,18 @@ def test_known_miscompilation_is_avoided(version: str, monkeypatch: pytest.Monke
     for name, value in (("compile", "max-autotune"), ("dynamic_shapes", True)):
         BY_NAME[name].model(nn.Linear(2, 2), value)
     static, dynamic = called
-    own, right = torch._inductor.list_mode_options("max-autotune"), {"fallback_random": True}
-    if not MENDED[version]:
-        right["triton.mix_order_reduction"] = False
-    assert static == {"options": own | right}
-    assert dynamic == {"options": right, "dynamic": True}
+    own, expected = torch._inductor.list_mode_options("max-autotune"), {"fallback_random": True}
+    if not FIXED_IN[version]:
+        expected["triton.mix_order_reduction"] = False
+    assert static == {"options": own | expected}
+    assert dynamic == {"options": expected, "dynamic": True}
 
 
-SINCE_THE_FAULT = pytest.mark.skipif(torch.__version__ < (2, 10), reason="has no such option")
+NEEDS_OPTION = pytest.mark.skipif(torch.__version__ < (2, 10), reason="has no such option")
 
 
-@SINCE_THE_FAULT
-def test_torch_compile_knows_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+@NEEDS_OPTION
+def test_options_exist_in_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     row = BY_NAME["compile"]
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     for value in row.domain:
@@ -263,8 +263,8 @@ def test_torch_compile_knows_the_options(monkeypatch: pytest.MonkeyPatch) -> Non
     assert compiling.avoided() == {}
 
 
-@SINCE_THE_FAULT
-def test_where_a_framework_compiles_the_process_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+@NEEDS_OPTION
+def test_hand_over_avoids_the_miscompilation_process_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     with torch._inductor.config.patch({"triton.mix_order_reduction": True}):
         Advice(Config(), device="cpu").hand_over()
@@ -274,9 +274,9 @@ def test_where_a_framework_compiles_the_process_is_set(monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # inductor's own
-def test_gradients_of_norms_with_a_shared_table() -> None:
-    """As in https://github.com/pytorch/pytorch/issues/193061, at its size."""
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # raised by Inductor
+def test_compiled_gradients_of_norms_with_a_shared_table() -> None:
+    """The reproducer of https://github.com/pytorch/pytorch/issues/193061, at full size."""
 
     class Modulated(nn.Module):
         def __init__(self) -> None:
@@ -291,14 +291,14 @@ def test_gradients_of_norms_with_a_shared_table() -> None:
     torch.manual_seed(0)
     net = Modulated().cuda()
     x, weight = (torch.randn(1, 2**15, 1024, device="cuda") for _ in range(2))
-    row, found = BY_NAME["compile"].model, []
+    compile_with, grads = BY_NAME["compile"].model, []
     for value in ("none", "default"):
-        row(net, value)
-        found += torch.autograd.grad((net(x) * weight).sum(), [net.table])
-    assert float((found[1] - found[0]).norm() / found[0].norm()) < 1e-3
+        compile_with(net, value)
+        grads += torch.autograd.grad((net(x) * weight).sum(), [net.table])
+    assert float((grads[1] - grads[0]).norm() / grads[0].norm()) < 1e-3
 
 
-def test_models_whose_forward_is_no_code_of_the_user_are_compiled(
+def test_models_without_a_forward_of_the_user_are_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
@@ -309,7 +309,7 @@ def test_models_whose_forward_is_no_code_of_the_user_are_compiled(
     assert graphs_compiled() == before + 2
 
 
-def test_what_torch_does_for_a_task() -> None:
+def test_plain_config_of_a_task() -> None:
     task = Task.of("model.py", {"shape": "16x3x8x8"})
     off = ("channels_last", "cudnn_deterministic", "fused_optimizer")
     plain = {BATCH: 16, "precision": "default", **dict.fromkeys(off, False)}
@@ -321,18 +321,18 @@ def test_what_torch_does_for_a_task() -> None:
 BASE = Config(TORCH | {BATCH: 64})
 
 
-def test_described() -> None:
-    found = knobs.described(BASE | {"precision": "bf16", "channels_last": True, "in_order": False})
-    assert {*found.split(", ")} == {"batches in any order", "channels_last", "bf16"}
+def test_described_config() -> None:
+    text = knobs.described(BASE | {"precision": "bf16", "channels_last": True, "in_order": False})
+    assert {*text.split(", ")} == {"batches in any order", "channels_last", "bf16"}
     assert knobs.described(TORCH | {"x": False}) == "no x"
 
 
-def wins(
+def won_by(
     config: Config, use: str = "loop", *, free: bool = False, choice: Choice | None = None
 ) -> dict[str, Any]:
-    made = Winner(use=use, free=free, choice=choice or examples.choice(config))
+    winner = Winner(use=use, free=free, choice=choice or examples.choice(config))
     others = [one for one in examples.record().winners if free or one.use != use]
-    return {"winners": (made, *others)}
+    return {"winners": (winner, *others)}
 
 
 ODD, LARGE = examples.DEFAULT.replace(precision="int8"), examples.DEFAULT.at(128)
@@ -345,23 +345,23 @@ BATCHES_DIFFER = "a config has batch 64, its measurement 32"
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({}, ""),
-        (wins(LARGE.replace(precision="bf16"), free=True), ""),
+        (won_by(LARGE.replace(precision="bf16"), free=True), ""),
         ({"raced": (examples.choice(LARGE),)}, ""),
         ({"baseline": examples.choice(ODD)}, INT8),
-        (wins(ODD), INT8),
+        (won_by(ODD), INT8),
         ({"raced": (examples.choice(ODD),)}, INT8),
         ({"input": Config(precision="int8")}, INT8),
         ({"parts": (Part(knob=Config(precision="int8"), ratio=1.1, low=1.0, high=1.2),)}, INT8),
         ({"trials": (examples.trial(0, ODD),)}, INT8),
         ({"input": Config({"n" * 60: True})}, UNKNOWN.replace("gone", "n" * 40)),
-        # A knob that is unknown here does not matter where it is as in the baseline.
+        # An unknown knob is accepted if it has the baseline's value.
         ({"baseline": examples.choice(GONE)}, ""),
-        ({"baseline": examples.choice(GONE)} | wins(GONE.replace(precision="bf16")), ""),
-        ({"baseline": examples.choice(GONE)} | wins(GONE.replace(gone=0.5)), UNKNOWN),
-        ({"baseline": examples.choice(GONE)} | wins(GONE.replace(gone=1)), UNKNOWN),
+        ({"baseline": examples.choice(GONE)} | won_by(GONE.replace(precision="bf16")), ""),
+        ({"baseline": examples.choice(GONE)} | won_by(GONE.replace(gone=0.5)), UNKNOWN),
+        ({"baseline": examples.choice(GONE)} | won_by(GONE.replace(gone=1)), UNKNOWN),
         ({"baseline": examples.choice(GONE), "input": Config(gone=1.0)}, UNKNOWN),
         ({"input": Config(precision="p" * 200)}, INT8.replace("int8'", "p" * 59)),
         ({"input": Config(pin_memory=1)}, "pin_memory 1: expected False, True"),
@@ -371,24 +371,24 @@ BATCHES_DIFFER = "a config has batch 64, its measurement 32"
         ({"input": Config(batch_size=2.0)}, "batch_size 2.0: expected 1 to 16777216"),
         ({"baseline": TWO_BATCHES}, BATCHES_DIFFER),
         ({"raced": (TWO_BATCHES,)}, BATCHES_DIFFER),
-        (wins(examples.DEFAULT, free=True, choice=TWO_BATCHES), BATCHES_DIFFER),
-        (wins(LARGE, "flags"), OTHER_BATCH),
+        (won_by(examples.DEFAULT, free=True, choice=TWO_BATCHES), BATCHES_DIFFER),
+        (won_by(LARGE, "flags"), OTHER_BATCH),
         ({"baseline": examples.choice(LARGE)}, OTHER_BATCH),
         (
-            wins(examples.DEFAULT.replace(precision="bf16"), "flags"),
+            won_by(examples.DEFAULT.replace(precision="bf16"), "flags"),
             "the winner for use 'flags' has knobs that this use cannot follow",
         ),
     ],
 )
-def test_an_unusable_record_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_unusable_record_is_refused(changes: dict[str, Any], message: str) -> None:
     record = dataclasses.replace(examples.record(trials=2), **changes)
-    assert knobs.refusal(record) == said
+    assert knobs.refusal(record) == message
 
 
 needs_torchao = pytest.mark.skipif(not fp8.installed(), reason="needs torchao")
 
 
-class Wide(nn.Module):
+class WideNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wide, self.narrow = nn.Linear(2048, 2064), nn.Linear(2064, 8)
@@ -398,32 +398,32 @@ class Wide(nn.Module):
         return self.narrow(self.wide(x))
 
 
-def test_which_layers_gain() -> None:
+def test_fp8_gains_only_for_large_linear_layers() -> None:
     layers = [nn.Linear(2048, 2048), nn.Linear(2048, 2064, bias=False)]
     others = [nn.Linear(*sizes) for sizes in ((2048, 2050), (2050, 2048), (4096, 1024))]
     assert all(map(fp8.gains, layers)) and not any(map(fp8.gains, (*others, nn.Conv2d(8, 8, 3))))
 
 
 @needs_torchao
-def test_the_parameters_stay_and_so_do_their_names() -> None:
+def test_fp8_keeps_parameters_and_their_names() -> None:
     torch.manual_seed(0)
-    model = Wide()
+    model = WideNet()
     names = dict(model.named_parameters())
-    x = torch.randn(5, 2048)  # no multiple of 16
-    exactly = model(x)
+    x = torch.randn(5, 2048)  # 5: not a multiple of 16
+    exact = model(x)
     advice = Advice(Config(precision="fp8"), device="cpu")
     assert advice.prepare(model) is model and fp8.CAVEAT in advice.report()
     assert dict(model.named_parameters()) == names
     large = {name for name, one in model.named_modules() if type(one).__name__ == "Float8Linear"}
-    assert large == {"wide"}  # attention reads its weight by itself
-    found = model(x)
-    assert not torch.equal(found, exactly)
-    torch.testing.assert_close(found, exactly, rtol=0.1, atol=0.1)
-    found.sum().backward()
+    assert large == {"wide"}  # attention uses the weight directly
+    fp8_output = model(x)
+    assert not torch.equal(fp8_output, exact)
+    torch.testing.assert_close(fp8_output, exact, rtol=0.1, atol=0.1)
+    fp8_output.sum().backward()
     assert model.wide.weight.grad is not None and bool(model.wide.weight.grad.isfinite().all())
 
 
-def test_what_stands_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lacking_names_what_fp8_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "installed", lambda: True)
     assert fp8.lacking((8, 9), 3) == ""
     assert "compute capability 8.9" in fp8.lacking((8, 6), 3)

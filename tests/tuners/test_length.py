@@ -1,4 +1,4 @@
-"""What a config is worth over a job: the arithmetic."""
+"""Throughput of a config over a whole job, break-even and first-step costs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ TWICE = Pace(batch=128, first_step_s=3.0, step_s=0.75)
     ("job", "pace", "rate"),
     [
         (Length(batch=64, steps=5), PLAIN, 80.0),
-        # Less than one of its steps is still one step; at twice the batch half as many are made.
+        # A fraction of a step counts as one step. Twice the batch needs half the steps.
         (Length(batch=64, steps=1), TWICE, 64 / 3.0),
         (Length(batch=64, steps=5), TWICE, 320.0 / (3.0 + 1.5 * 0.75)),
         (Length(batch=1, steps=1), PLAIN, 1 / 2.0),
         (Length(batch=64, seconds=10.0), PLAIN, 64 * 8.0 / 0.5 / 10.0),
         (Length(batch=64, seconds=10.0), TWICE, 128 * 7.0 / 0.75 / 10.0),
-        # Not one step is done before it ends.
+        # The job ends before the first step.
         (Length(batch=64, seconds=1.5), PLAIN, 0.0),
     ],
 )
-def test_samples_a_second_of_a_whole_job(job: Length, pace: Pace, rate: float) -> None:
+def test_samples_per_second_of_a_whole_job(job: Length, pace: Pace, rate: float) -> None:
     assert job.rate(pace) == pytest.approx(rate)
 
 
@@ -47,39 +47,39 @@ def pace(first_step_s: float, step_s: float) -> Pace:
         max_size=6,
     )
 )
-@example([pace(0.0, 10.0), pace(20.0, 5.0), pace(41.0, 1.0)])  # the second is best of 6 steps only
-def test_break_even_is_the_lower_envelope(some: list[Pace]) -> None:
-    table = break_even(some)
+@example([pace(0.0, 10.0), pace(20.0, 5.0), pace(41.0, 1.0)])  # the second is best at 6 steps only
+def test_break_even_is_the_lower_envelope(paces: list[Pace]) -> None:
+    table = break_even(paces)
     assert break_even([]) == []
     assert [start for start, _ in table] == sorted({start for start, _ in table})
     for steps in range(1, 130):
-        _, taken = [row for row in table if row[0] <= steps][-1]
-        assert some[taken].time_s(steps) == min(one.time_s(steps) for one in some)
+        _, best = [row for row in table if row[0] <= steps][-1]
+        assert paces[best].time_s(steps) == min(one.time_s(steps) for one in paces)
 
 
 BASE = Config(batch_size=64, compile="none", cudnn_benchmark=False, precision="default")
 
 
-def test_the_slowest_first_step_of_those_that_pay_for_nothing_else() -> None:
-    paying = ("compile", "cudnn_benchmark")
+def test_first_step_seen_is_the_slowest_with_the_same_cost_knobs() -> None:
+    cost_knobs = ("compile", "cudnn_benchmark")
     searching = BASE.replace(cudnn_benchmark=True)
     compiled = BASE.replace(compile="default")
     both = compiled.replace(cudnn_benchmark=True)
     seen = [(BASE, 1.0), (BASE.replace(precision="tf32"), 2.0), (searching, 4.0), (compiled, 9.0)]
     trials = [measured(c, 1.0, s) for c, s in (*seen, (both, 3.0), (BASE.at(8), 50.0))]
     trials.append(measured(BASE, 1.0, 60.0, stage="input"))
-    assert first_step_seen(trials, BASE, paying) == 2.0
-    assert first_step_seen(trials, searching, paying) == 4.0
-    assert first_step_seen(trials, compiled, paying) == 9.0
-    assert first_step_seen(trials, both, paying) == 9.0
-    # Another mode is another price.
-    assert first_step_seen(trials, BASE.replace(compile="cudagraphs"), paying) == 2.0
-    assert [first_step_seen(trials, BASE.at(batch), paying) for batch in (8, 16)] == [50.0, 0.0]
-    # All pay alike where nothing is paid for.
+    assert first_step_seen(trials, BASE, cost_knobs) == 2.0
+    assert first_step_seen(trials, searching, cost_knobs) == 4.0
+    assert first_step_seen(trials, compiled, cost_knobs) == 9.0
+    assert first_step_seen(trials, both, cost_knobs) == 9.0
+    # Another compile mode has another cost.
+    assert first_step_seen(trials, BASE.replace(compile="cudagraphs"), cost_knobs) == 2.0
+    assert [first_step_seen(trials, BASE.at(batch), cost_knobs) for batch in (8, 16)] == [50.0, 0.0]
+    # Without cost knobs, all configs count.
     assert first_step_seen(trials, BASE, ()) == 9.0
-    none = [replace(one, measurement=Measurement(outcome="crashed")) for one in trials]
-    assert first_step_seen(none, BASE, paying) == 0.0
-    # What starts threads does not tell of what starts none.
+    crashed = [replace(one, measurement=Measurement(outcome="crashed")) for one in trials]
+    assert first_step_seen(crashed, BASE, cost_knobs) == 0.0
+    # A config with threads says nothing about one without.
     threads = [measured(BASE.replace(threads=n), 1.0, s) for n, s in ((1, 0.002), (2, 0.15))]
     seen = [first_step_seen(threads, one.config, FIRST_STEP_COSTS) for one in threads]
     assert seen == [0.002, 0.15]

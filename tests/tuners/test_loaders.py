@@ -1,4 +1,4 @@
-"""The loaders of a script: workers for what feeds its steps, in the middle of an epoch and back."""
+"""Changing the workers of a script's loaders within an epoch, and restoring them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from advisor.tuners.knobs import LoaderFacts
 from tests.forks import until
 
 
-class Numbered(Dataset[tuple[Tensor, int]]):
-    """Samples that tell their own number, and whether a worker fetched them."""
+class Indexed(Dataset[tuple[Tensor, int]]):
+    """Each sample is its index, and whether a worker fetched it."""
 
     def __init__(
         self, length: int = 24, fetch: Callable[[int], object] = lambda _number: None
@@ -41,58 +41,58 @@ class Numbered(Dataset[tuple[Tensor, int]]):
         return torch.tensor(float(number)), int(get_worker_info() is not None)
 
 
-class Streamed(IterableDataset[int]):
+class NumberStream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(24))
 
 
-Given = dict[str, Any]
-WORKERS: Given = {"num_workers": 2}
+Settings = dict[str, Any]
+WORKERS: Settings = {"num_workers": 2}
 
 
 @pytest.fixture
 def failures(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
     monkeypatch.setattr(host, "cores", lambda: 2)
     monkeypatch.setattr(host, "free_bytes", lambda: 2**50)
-    monkeypatch.setattr(host, "files_read", list)  # pytest's own
+    monkeypatch.setattr(host, "files_read", list)  # ignore the files that pytest reads
     return []
 
 
 @pytest.fixture
-def fed(failures: list[Exception], request: pytest.FixtureRequest) -> Iterator[Loaders]:
-    """Those of a script; the parameter says whether its own workers may give way."""
-    found = Loaders(failures.append, override=getattr(request, "param", False))
-    yield found
-    found.remove()
+def patch(failures: list[Exception], request: pytest.FixtureRequest) -> Iterator[Loaders]:
+    """The parameter says whether the script's own workers may be replaced."""
+    patch = Loaders(failures.append, override=getattr(request, "param", False))
+    yield patch
+    patch.remove()
     gc.collect()
     assert DataLoader.__iter__.__module__ == DataLoader.__module__
 
 
-taking = pytest.mark.parametrize("fed", [True], indirect=True)
+with_override = pytest.mark.parametrize("patch", [True], indirect=True)
 
 
-def looked_at(fed: Loaders, loader: DataLoader[Any]) -> LoaderFacts:
-    """After two batches of an epoch that a step was made with."""
+def observe(patch: Loaders, loader: DataLoader[Any]) -> LoaderFacts:
+    """Return the facts observed after two batches."""
     for number, _batch in enumerate(loader):
         if number:
             break
-    return fed.seen()
+    return patch.seen()
 
 
 def epoch(
-    loader: DataLoader[Any], at: Callable[[int], object] = lambda _number: None
+    loader: DataLoader[Any], on_batch: Callable[[int], object] = lambda _number: None
 ) -> tuple[list[list[int]], list[int]]:
-    """(The samples of every batch, for each how many of them a worker fetched); `at` is told of the
-    batches that have come so far."""
+    """Return the samples of each batch, and how many of them workers fetched. `on_batch` gets the
+    number of batches so far."""
     samples, workers = [], []
     for number, (x, by_worker) in enumerate(loader):
         samples.append([int(one) for one in x])
         workers.append(int(by_worker.sum()))
-        at(number + 1)
+        on_batch(number + 1)
     return samples, workers
 
 
-HOW: dict[str, Callable[[Dataset[Any]], DataLoader[Any]]] = {
+LOADERS: dict[str, Callable[[Dataset[Any]], DataLoader[Any]]] = {
     "batches": lambda data: DataLoader(data, batch_size=5, shuffle=True, drop_last=True),
     "one by one": lambda data: DataLoader(
         data, batch_size=None, collate_fn=lambda one: (one[0][None], torch.tensor([one[1]]))
@@ -100,35 +100,35 @@ HOW: dict[str, Callable[[Dataset[Any]], DataLoader[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", LOADERS)
 def test_switching_workers_loses_no_sample(
-    fed: Loaders, failures: list[Exception], how: str
+    patch: Loaders, failures: list[Exception], how: str
 ) -> None:
-    loader = HOW[how](Numbered())
+    loader = LOADERS[how](Indexed())
 
-    def epochs(at: Callable[[int], object] = lambda _number: None) -> Any:
+    def epochs(on_batch: Callable[[int], object] = lambda _number: None) -> Any:
         torch.manual_seed(3)
-        found = [epoch(loader, at), epoch(loader)]
-        return [samples for samples, _ in found], [workers for _, workers in found], torch.rand(1)
+        done = [epoch(loader, on_batch), epoch(loader)]
+        return [samples for samples, _ in done], [workers for _, workers in done], torch.rand(1)
 
-    plain, nobody, drawn = epochs()
-    assert not any(map(any, nobody))
-    assert looked_at(fed, loader).most == 2
+    plain, no_workers, random_number = epochs()
+    assert not any(map(any, no_workers))
+    assert observe(patch, loader).most == 2
 
-    def at(number: int) -> None:
+    def on_batch(number: int) -> None:
         if number in (1, 3, 4):
-            fed.set({} if number == 3 else WORKERS)
+            patch.set({} if number == 3 else WORKERS)
 
-    samples, workers, after = epochs(at)
+    samples, workers, after = epochs(on_batch)
     assert samples == plain
     assert list(map(bool, workers[0])) == [False, True, True, False, *[True] * 20][: len(plain[0])]
     assert all(workers[1])
-    assert torch.equal(after, drawn)  # the script's own random numbers are what they were
+    assert torch.equal(after, random_number)  # the script's random numbers are unchanged
     assert not failures
 
 
-def in_order() -> list[list[int]]:
-    return [list(range(at, at + 3)) for at in range(0, 24, 3)]
+def batches_in_order() -> list[list[int]]:
+    return [list(range(first, first + 3)) for first in range(0, 24, 3)]
 
 
 def raises(_number: int) -> None:
@@ -136,145 +136,144 @@ def raises(_number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fails", "said"),
+    ("fails", "message"),
     [(raises, "not in a worker"), (lambda _number: os.kill(os.getpid(), signal.SIGKILL), "")],
     ids=["raises", "is killed"],
 )
-def test_what_workers_fail_at_is_fetched_by_the_script(
-    fed: Loaders,
+def test_script_fetches_the_batches_of_failed_workers(
+    patch: Loaders,
     failures: list[Exception],
     monkeypatch: pytest.MonkeyPatch,
     fails: Callable[[int], None],
-    said: str,
+    message: str,
 ) -> None:
-    """One that was killed is missed when its batch is due."""
     monkeypatch.setattr(loaders, "BATCH_TIMEOUT_S", 0.5)
-    data = Numbered(fetch=lambda number: number == 10 and get_worker_info() and fails(number))
+    data = Indexed(fetch=lambda number: number == 10 and get_worker_info() and fails(number))
     loader = DataLoader(data, batch_size=3)
-    looked_at(fed, loader)
-    fed.set(WORKERS)
+    observe(patch, loader)
+    patch.set(WORKERS)
     samples, workers = epoch(loader)
-    assert samples == in_order()
-    assert len(failures) == 1 and said in str(failures[0]) and not fed.at_work
+    assert samples == batches_in_order()
+    assert len(failures) == 1 and message in str(failures[0]) and not patch.at_work
     assert workers[0] == 3 and not any(workers[3:])
 
 
-class Failing:
-    """A sampler that raises at its turn, though workers fetch ahead."""
+class FailingSampler:
+    """A sampler that raises at its tenth index."""
 
     def __iter__(self) -> Iterator[int]:
         yield from range(9)
         raises(9)
 
 
-BAD = Numbered(fetch=lambda number: number == 10 and raises(number))
+RAISING = Indexed(fetch=lambda number: number == 10 and raises(number))
 
 
-@pytest.mark.parametrize(("data", "sampler"), [(BAD, None), (Numbered(), Failing())])
-def test_what_the_data_raises_is_the_scripts(fed: Loaders, data: Numbered, sampler: Any) -> None:
+@pytest.mark.parametrize(("data", "sampler"), [(RAISING, None), (Indexed(), FailingSampler())])
+def test_data_errors_reach_the_script(patch: Loaders, data: Indexed, sampler: Any) -> None:
     loader = DataLoader(data, batch_size=3, sampler=sampler)
-    looked_at(fed, loader)
-    fed.set(WORKERS)
-    seen: list[int] = []
+    observe(patch, loader)
+    patch.set(WORKERS)
+    batches: list[int] = []
     with pytest.raises(RuntimeError, match=r"^not in a worker$"):
-        epoch(loader, seen.append)
-    assert seen == [1, 2, 3]
+        epoch(loader, batches.append)
+    assert batches == [1, 2, 3]
 
 
-def test_evaluation_is_left_alone_and_a_loader_that_is_made_anew_is_known(fed: Loaders) -> None:
-    data, found = Numbered(), []
+def test_evaluation_keeps_its_workers_and_a_recreated_loader_is_known(patch: Loaders) -> None:
+    data, by_worker = Indexed(), []
     evaluation: DataLoader[Any] = DataLoader(data, batch_size=3)
     for turn in range(2):
         trained = epoch(DataLoader(data, batch_size=3))[1]
         with torch.no_grad():
-            found.append((any(trained), any(epoch(evaluation)[1])))
+            by_worker.append((any(trained), any(epoch(evaluation)[1])))
         if not turn:
-            fed.seen()
-            fed.set(WORKERS)
-    assert found == [(False, False), (True, False)]
-    # What was fetched before the first step feeds none.
+            patch.seen()
+            patch.set(WORKERS)
+    assert by_worker == [(False, False), (True, False)]
+    # Batches from before the first step belong to no training loader.
     epoch(DataLoader(data, batch_size=3))
-    fed.restart_observation()
-    assert not fed.seen().room
+    patch.restart_observation()
+    assert not patch.seen().room
 
 
 @pytest.mark.parametrize(("shared_bytes", "ahead"), [(2**30, 4), (24, 2)])
-def test_workers_fetch_as_far_ahead_as_is_told_and_fits(
-    fed: Loaders, monkeypatch: pytest.MonkeyPatch, shared_bytes: int, ahead: int
+def test_prefetch_factor_is_applied_as_far_as_shared_memory_allows(
+    patch: Loaders, monkeypatch: pytest.MonkeyPatch, shared_bytes: int, ahead: int
 ) -> None:
     monkeypatch.setattr(host, "shared_bytes", lambda: (shared_bytes, shared_bytes))
-    asked: list[int] = []
+    requested: list[int] = []
 
-    class Said:
+    class Recording:
         def __iter__(self) -> Iterator[int]:
-            return (asked.append(number) or number for number in range(24))
+            return (requested.append(number) or number for number in range(24))
 
-    loader = DataLoader(Numbered(), batch_size=None, sampler=Said())  # type: ignore[arg-type]
-    assert looked_at(fed, loader).most
-    asked.clear()
-    fed.set({"num_workers": 1, "prefetch_factor": 4})
+    loader = DataLoader(Indexed(), batch_size=None, sampler=Recording())  # type: ignore[arg-type]
+    assert observe(patch, loader).most
+    requested.clear()
+    patch.set({"num_workers": 1, "prefetch_factor": 4})
     next(iter(loader))
-    assert len(asked) == 1 + ahead
+    assert len(requested) == 1 + ahead
 
 
 SHARED = "the loader: every worker would read all of an IterableDataset"
-STAY = "the loader: its workers stay from one epoch to the next"
+PERSISTENT = "the loader: its workers stay from one epoch to the next"
 SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn"}
 
 
 @pytest.mark.parametrize(
-    ("fed", "data", "own", "why"),
+    ("patch", "data", "own", "why"),
     [
-        (False, Numbered(), {"num_workers": 1}, ""),
-        (False, Streamed(), {}, SHARED),
-        (True, Streamed(), {"num_workers": 1}, SHARED),
-        (True, Numbered(), {"num_workers": 1, "persistent_workers": True}, STAY),
-        (False, Numbered(), {}, "the loader: ADVISOR_KEEP_LOADER is set"),
+        (False, Indexed(), {"num_workers": 1}, ""),
+        (False, NumberStream(), {}, SHARED),
+        (True, NumberStream(), {"num_workers": 1}, SHARED),
+        (True, Indexed(), {"num_workers": 1, "persistent_workers": True}, PERSISTENT),
+        (False, Indexed(), {}, "the loader: ADVISOR_KEEP_LOADER is set"),
     ],
-    indirect=["fed"],
-    ids=["own workers", "stream", "own of a stream", "persistent", "kept by the user"],
+    indirect=["patch"],
+    ids=["own workers", "stream", "stream with workers", "persistent", "kept by the user"],
 )
-def test_left_alone(
-    fed: Loaders, monkeypatch: pytest.MonkeyPatch, data: Dataset[Any], own: Given, why: str
+def test_untouched_loaders(
+    patch: Loaders, monkeypatch: pytest.MonkeyPatch, data: Dataset[Any], own: Settings, why: str
 ) -> None:
-    # Only forked workers inherit what a script has, and its places in files.
-    spawned: DataLoader[Any] = DataLoader(Numbered(), **SPAWNED)
+    # Only forked workers inherit the script's objects and file positions.
+    spawned: DataLoader[Any] = DataLoader(Indexed(), **SPAWNED)
     assert loaders._why_untouched(spawned) == "the loader: its workers are not forked"
     if "ADVISOR_KEEP_LOADER" in why:
         monkeypatch.setenv("ADVISOR_KEEP_LOADER", "1")
-    one: DataLoader[Any] = DataLoader(data, **own)
-    plain = [str(batch) for batch in one]
-    assert looked_at(fed, one) == LoaderFacts(workers=len(own) and 1, room=2, why=why)
-    fed.set(WORKERS)
-    assert [str(batch) for batch in one] == plain
+    loader: DataLoader[Any] = DataLoader(data, **own)
+    plain = [str(batch) for batch in loader]
+    assert observe(patch, loader) == LoaderFacts(workers=len(own) and 1, room=2, why=why)
+    patch.set(WORKERS)
+    assert [str(batch) for batch in loader] == plain
 
 
-@taking
-def test_own_workers_are_replaced_within_an_epoch(fed: Loaders, failures: list[Exception]) -> None:
-    """They work as the script has it until then, and again once that is over."""
-    own: Given = {"num_workers": 1, "prefetch_factor": 3}
-    loader = DataLoader(Numbered(), batch_size=3, shuffle=True, **own)
-    seen: list[int] = []
+@with_override
+def test_own_workers_are_replaced_mid_epoch(patch: Loaders, failures: list[Exception]) -> None:
+    """The script's own workers return when the override ends."""
+    own: Settings = {"num_workers": 1, "prefetch_factor": 3}
+    loader = DataLoader(Indexed(), batch_size=3, shuffle=True, **own)
+    alive: list[int] = []
     before = {child.pid for child in multiprocessing.active_children()}
 
-    def at(number: int) -> None:
-        seen.append(len({child.pid for child in multiprocessing.active_children()} - before))
+    def on_batch(number: int) -> None:
+        alive.append(len({child.pid for child in multiprocessing.active_children()} - before))
         assert (loader.num_workers, loader.prefetch_factor) == (1, 3)
         if number in (2, 4):
-            fed.set({"num_workers": 2} if number == 2 else {})
+            patch.set({"num_workers": 2} if number == 2 else {})
 
-    assert looked_at(fed, loader) == LoaderFacts(workers=1, prefetch_factor=3, most=2, room=2)
-    samples, workers = epoch(loader, at)
+    assert observe(patch, loader) == LoaderFacts(workers=1, prefetch_factor=3, most=2, room=2)
+    samples, workers = epoch(loader, on_batch)
     assert sorted(itertools.chain(*samples)) == list(range(24)) and all(workers)
-    assert seen[1] == 1 and seen[2] == 2 and seen[4] == 1
-    assert not failures and fed.at_work
-    held_out = DataLoader(Numbered(), batch_size=3, num_workers=1)
+    assert (alive[1], alive[2], alive[4]) == (1, 2, 1)
+    assert not failures and patch.at_work
+    held_out = DataLoader(Indexed(), batch_size=3, num_workers=1)
     with torch.no_grad():
-        assert all(epoch(held_out)[1])  # with its own
+        assert all(epoch(held_out)[1])  # its own worker
 
 
-@taking
-def test_after_a_failure_own_workers_are_back(fed: Loaders, failures: list[Exception]) -> None:
+@with_override
+def test_own_workers_return_after_a_failure(patch: Loaders, failures: list[Exception]) -> None:
     failed = multiprocessing.Event()
 
     def fetch(number: int) -> None:
@@ -282,14 +281,14 @@ def test_after_a_failure_own_workers_are_back(fed: Loaders, failures: list[Excep
             failed.set()
             raises(number)
 
-    loader = DataLoader(Numbered(fetch=fetch), batch_size=3, num_workers=1)
+    loader = DataLoader(Indexed(fetch=fetch), batch_size=3, num_workers=1)
     samples, workers = epoch(loader)
-    assert samples == in_order() and len(failures) == 1
+    assert samples == batches_in_order() and len(failures) == 1
     assert workers[:3] == [3, 3, 3] and not any(workers[3:])
-    assert all(epoch(loader)[1]) and not fed.at_work
+    assert all(epoch(loader)[1]) and not patch.at_work
 
 
-def test_files_that_are_read_by_position(tmp_path: Path) -> None:
+def test_files_read_lists_files_open_for_reading(tmp_path: Path) -> None:
     file = tmp_path / "data"
     file.write_bytes(b"x" * 5000)
     before = host.files_read()
@@ -300,13 +299,13 @@ def test_files_that_are_read_by_position(tmp_path: Path) -> None:
         assert host.files_read() == before
 
 
-def test_workers_end_with_the_iterator_that_a_script_drops(fed: Loaders) -> None:
-    loader = DataLoader(Numbered(), batch_size=3)
-    looked_at(fed, loader)
+def test_workers_end_when_the_script_drops_the_iterator(patch: Loaders) -> None:
+    loader = DataLoader(Indexed(), batch_size=3)
+    observe(patch, loader)
     gc.disable()
     try:
         before = len(multiprocessing.active_children())
-        fed.set(WORKERS)
+        patch.set(WORKERS)
         batches = iter(loader)
         next(batches)
         assert len(multiprocessing.active_children()) == before + 2
@@ -316,21 +315,22 @@ def test_workers_end_with_the_iterator_that_a_script_drops(fed: Loaders) -> None
         gc.enable()
 
 
-def test_what_workers_have_left_to_do_is_seen_though_batches_lie_ready(fed: Loaders) -> None:
-    data, gate = Numbered(), multiprocessing.Event()
+def test_drained_share_counts_batches_taken_from_the_backlog(patch: Loaders) -> None:
+    data, gate = Indexed(), multiprocessing.Event()
 
     def fetch(number: int) -> None:
         assert number < 2 or gate.wait(60)
 
     data.fetch = fetch
     batches = iter(DataLoader(data, batch_size=1, num_workers=2, prefetch_factor=3))
-    until(lambda: fed._queued()[1] == 4)  # six were asked for, two are there
-    fed.begin_block()
+    until(lambda: patch._queued()[1] == 4)  # six requested, two ready
+    patch.begin_block()
     next(batches)
-    assert (fed.taken, fed.drained_share, fed._queued()[1]) == (1, 0.0, 5)  # one may be chance
+    # One batch may be chance.
+    assert (patch.taken, patch.drained_share, patch._queued()[1]) == (1, 0.0, 5)
     next(batches)
-    assert (fed.taken, fed.drained_share, fed._queued()[1]) == (2, 0.5, 6)
+    assert (patch.taken, patch.drained_share, patch._queued()[1]) == (2, 0.5, 6)
     gate.set()
-    until(lambda: fed._queued()[1] == 0)
+    until(lambda: patch._queued()[1] == 0)
     assert sum(1 for _batch in batches) == 22
-    assert (fed.taken, fed.drained_share, fed._queued()[1]) == (24, 0.0, 0)
+    assert (patch.taken, patch.drained_share, patch._queued()[1]) == (24, 0.0, 0)

@@ -1,4 +1,4 @@
-"""The loader of a workload's own data: what is refused of it, what it gives, and what it leaves."""
+"""The loader of a workload's own data: invalid data, batches, worker limits and clean-up."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Stream(IterableDataset):
 class Ends(IterableDataset):
     def __iter__(self): return iter([])
 
-def fails(said): raise OSError(said)
+def fails(message): raise OSError(message)
 """
 MODEL = "from torch import nn\nmodel = lambda: nn.Linear(3, 4)\n"
 
 
 @pytest.fixture(autouse=True)
-def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A data.py of one test is none of the next; a worker that is gone is missed soon."""
+def fresh_data_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Unload each test's data.py, and detect dead loader workers within 0.2 s."""
     batches = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
     monkeypatch.setattr(batches._try_get_data, "__defaults__", (0.2,))
     yield
@@ -76,7 +76,7 @@ def facts(folder: Path, source: str, **given: Any) -> DataFacts:
     return described(task(folder, source, **given), made_batches=False)[1]
 
 
-SHARED_OUT = """
+SHARDED_STREAM = """
 class Shared(Stream):
     def __iter__(self):
         worker = get_worker_info()
@@ -85,7 +85,7 @@ class Shared(Stream):
     {length}
 make_dataset = Shared
 """
-OPENED = """
+OPEN_DATABASE = """
 class Opened(Samples):
     def __init__(self, file):
         super().__init__()
@@ -102,27 +102,27 @@ FACTS = DataFacts(
 
 
 @pytest.mark.parametrize(
-    ("source", "given", "known"),
+    ("source", "given", "changes"),
     [
         ("make_dataset = Samples", {"n": 100}, {"batches": 12}),
         ("make_dataset = Stream", {}, {"shared_out": False}),
-        (SHARED_OUT.format(length=""), {}, {}),
-        (SHARED_OUT.format(length="def __len__(self): return 32"), {}, {"batches": 4}),
-        (OPENED, {}, {}),
+        (SHARDED_STREAM.format(length=""), {}, {}),
+        (SHARDED_STREAM.format(length="def __len__(self): return 32"), {}, {"batches": 4}),
+        (OPEN_DATABASE, {}, {}),
     ],
     ids=["samples", "stream", "shared out", "of known length", "database"],
 )
-def test_what_is_known_of_data(
-    tmp_path: Path, source: str, given: dict[str, Any], known: dict[str, Any]
+def test_facts_about_data(
+    tmp_path: Path, source: str, given: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    if source == OPENED:
+    if source == OPEN_DATABASE:
         given = {"file": str(tmp_path / "samples.db")}
-        known = {"batches": 8, "held_open": (given["file"],)}
-    assert facts(tmp_path, source, data_args=given) == dataclasses.replace(FACTS, **known)
+        changes = {"batches": 8, "held_open": (given["file"],)}
+    assert facts(tmp_path, source, data_args=given) == dataclasses.replace(FACTS, **changes)
     assert torch.utils.data.get_worker_info() is None
 
 
-def test_a_collate_function_and_a_sampler(tmp_path: Path) -> None:
+def test_make_collate_and_make_sampler_are_used(tmp_path: Path) -> None:
     made = task(
         tmp_path,
         """
@@ -139,17 +139,17 @@ def test_a_collate_function_and_a_sampler(tmp_path: Path) -> None:
     assert described(made, made_batches=False)[1].tensors == 2
 
 
-def test_torchvisions_have_the_usual_transforms(tmp_path: Path) -> None:
+def test_torchvision_datasets_get_default_transforms(tmp_path: Path) -> None:
     made = task(
         tmp_path, "", data="torchvision:FakeData", data_args={"size": 20}, shape="4x3x16x16"
     )
-    data, found, ((images, labels), *_) = described(made, made_batches=False)
-    assert (found.batches, images.shape, images.dtype) == (5, (4, 3, 16, 16), torch.float32)
+    data, known, ((images, labels), *_) = described(made, made_batches=False)
+    assert (known.batches, images.shape, images.dtype) == (5, (4, 3, 16, 16), torch.float32)
     assert labels.shape == (4,) and data.spec.name == "torchvision:FakeData"
 
 
-def giving(sample: str) -> str:
-    """The source of data with such samples."""
+def data_of(sample: str) -> str:
+    """Return the source of a dataset whose samples are this expression."""
     return (
         f"class Made(Samples):\n    def __getitem__(self, i): return {sample}\nmake_dataset = Made"
     )
@@ -163,23 +163,23 @@ BYTES = "give --shape 8x1x4x4 --dtype uint8, or change the data to match --shape
 
 
 @pytest.mark.parametrize(
-    ("source", "error", "said"),
+    ("source", "error", "message"),
     [
         ("", TargetError, r"has no function or class 'make_dataset'; define make_dataset\(\)"),
         ("make_dataset = lambda: 5", TargetError, "it made int, which is no dataset"),
         ("make_dataset = lambda: fails('none')", TargetFailed, r"OSError: none \(data\.py:"),
-        (giving("torch.ones(3 + i), 0"), TargetFailed, r"not alike, .*; define make_collate"),
+        (data_of("torch.ones(3 + i), 0"), TargetFailed, r"not alike, .*; define make_collate"),
         ("make_dataset = lambda: Samples(5)", TargetError, "5 samples, and a batch .* has 8"),
         ("make_dataset = Ends", TargetError, "it gave no batch, and a batch of --shape has 8"),
-        (giving("fails('gone')"), TargetFailed, r"a batch raised OSError: gone \(data\.py:"),
-        (giving("torch.ones(5), 0"), TargetError, FLOATS),
-        (giving("torch.ones(1, 4, 4, dtype=torch.uint8), 0"), TargetError, BYTES),
+        (data_of("fails('gone')"), TargetFailed, r"a batch raised OSError: gone \(data\.py:"),
+        (data_of("torch.ones(5), 0"), TargetError, FLOATS),
+        (data_of("torch.ones(1, 4, 4, dtype=torch.uint8), 0"), TargetError, BYTES),
         ("make_dataset = lambda: Samples(0)", TargetError, "it holds 0 samples, and a batch .* 8$"),
-        (giving("torch.ones(3)"), TargetError, r"must be \(inputs, target\), .* is Tensor;"),
+        (data_of("torch.ones(3)"), TargetError, r"must be \(inputs, target\), .* is Tensor;"),
     ],
 )
-def test_refused(tmp_path: Path, source: str, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=r"^data 'data\.py[^']*': .*" + said):
+def test_invalid_data(tmp_path: Path, source: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=r"^data 'data\.py[^']*': .*" + message):
         facts(tmp_path, source)
 
 
@@ -187,7 +187,7 @@ DATABASE = {"held_open": ("/data/samples.db",)}
 
 
 @pytest.mark.parametrize(
-    ("known", "workers", "by_name", "line"),
+    ("changes", "workers", "by_name", "line"),
     [
         ({}, 16, False, ""),
         ({"shared_out": False}, 1, False, "get_worker_info()"),
@@ -199,32 +199,32 @@ DATABASE = {"held_open": ("/data/samples.db",)}
         ({"tensors": 30}, 16, True, "30 tensors of a batch would each be an open file"),
     ],
 )
-def test_workers_that_data_allows(
-    monkeypatch: pytest.MonkeyPatch, known: dict[str, Any], workers: int, by_name: bool, line: str
+def test_loader_limits(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], workers: int, by_name: bool, line: str
 ) -> None:
-    """On 16 cores, with 64 MiB of shared memory free, and 1,000 files that may be opened."""
+    """On 16 cores, with 64 MiB of free shared memory and 1,000 free file descriptors."""
     monkeypatch.setattr(host, "cores", lambda: 16)
     monkeypatch.setattr(host, "shared_bytes", lambda: (2**30, 64 * 2**20))
     monkeypatch.setattr(host, "files_left", lambda: 1000)
-    *found, said = loader_limits(dataclasses.replace(FACTS, **known))
-    assert found == [workers, by_name]
-    assert len(said) == bool(line) and all(line in one for one in said)
+    *limits, lines = loader_limits(dataclasses.replace(FACTS, **changes))
+    assert limits == [workers, by_name]
+    assert len(lines) == bool(line) and all(line in one for one in lines)
 
 
 class Slow(Dataset[Any]):
-    """Each sample takes a while of nobody's core; those from the number `at` on do as they do."""
+    """Each sample takes 0.5 ms without using a core; from index `at` on it calls `action`."""
 
     def __init__(
-        self, length: int = 10_000, does: Callable[[], object] = bool, at: int = 10_000
+        self, length: int = 10_000, action: Callable[[], object] = bool, at: int = 10_000
     ) -> None:
-        self.length, self.does, self.at = length, does, at
+        self.length, self.action, self.at = length, action, at
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
         if index >= self.at:
-            self.does()
+            self.action()
         time.sleep(0.0005)
         return torch.ones(3), index
 
@@ -233,26 +233,26 @@ def loader(data: Dataset[Any], **given: Any) -> DataLoader[Any]:
     return DataLoader(data, batch_size=4, drop_last=True, **given)
 
 
-def fed(given: DataLoader[Any], batches: int = 20) -> int:
-    """Take so many batches."""
-    feeding = LoaderFeed(given)
+def take(given: DataLoader[Any], batches: int = 20) -> int:
+    """Return the number of batches taken from the loader."""
+    feed = LoaderFeed(given)
     try:
-        return len([next(feeding) for _ in range(batches)])
+        return len([next(feed) for _ in range(batches)])
     finally:
-        feeding.close()
+        feed.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_epochs_follow_one_another_and_waits_are_counted(workers: int) -> None:
-    feeding = LoaderFeed(loader(Slow(length=8), num_workers=workers))
-    assert len([next(feeding) for _ in range(5)]) == 5 and feeding.waited_s > 0
-    feeding.close()
+def test_feed_starts_new_epochs_and_counts_waits(workers: int) -> None:
+    feed = LoaderFeed(loader(Slow(length=8), num_workers=workers))
+    assert len([next(feed) for _ in range(5)]) == 5 and feed.waited_s > 0
+    feed.close()
     assert multiprocessing.active_children() == []
-    with pytest.raises(RuntimeError, match="gave no batch"):  # and not without end
-        fed(loader(Slow(length=2)))
+    with pytest.raises(RuntimeError, match="gave no batch"):  # instead of looping forever
+        take(loader(Slow(length=2)))
 
 
-def raising(exc: Exception) -> Callable[[], object]:
+def raiser(exc: Exception) -> Callable[[], object]:
     def fails() -> None:
         raise exc
 
@@ -266,70 +266,70 @@ ENDED = "a worker (exited unexpectedly( with exit code 3)?|ended before its batc
 LINE = r"\(test_loading\.py:\d+\)"
 
 
-# torch raises of a worker's signal wherever the script is, also where nothing can be raised.
+# torch reports a killed worker from a signal handler, possibly inside a destructor.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    ("fails", "at", "workers", "said"),
+    ("fails", "at", "workers", "message"),
     [
-        (raising(ValueError("none")), 21, 2, f"in a worker: ValueError: none {LINE}"),
-        (raising(OSError("none")), 0, 0, f"OSError: none {LINE}"),
-        (raising(CUDA), 0, 1, '.*multiprocessing_context="spawn".*'),
-        # Its pipe may end before torch has heard of the signal.
+        (raiser(ValueError("none")), 21, 2, f"in a worker: ValueError: none {LINE}"),
+        (raiser(OSError("none")), 0, 0, f"OSError: none {LINE}"),
+        (raiser(CUDA), 0, 1, '.*multiprocessing_context="spawn".*'),
+        # The pipe may close before torch receives the signal.
         (lambda: os.kill(os.getpid(), signal.SIGBUS), 21, 1, f"{BUS_ERROR}|{ENDED}"),
-        (raising(RuntimeError(KILLED)), 0, 0, BUS_ERROR),
+        (raiser(RuntimeError(KILLED)), 0, 0, BUS_ERROR),
         (lambda: os._exit(0), 0, 1, ENDED),
         (lambda: os._exit(0), 300, 1, ENDED),
         (lambda: os._exit(3), 0, 1, ENDED),
     ],
 )
-def test_loader_failures(fails: Callable[[], object], at: int, workers: int, said: str) -> None:
+def test_loader_failures(fails: Callable[[], object], at: int, workers: int, message: str) -> None:
     with pytest.raises(Exception) as raised:
-        fed(loader(Slow(does=fails, at=at), num_workers=workers), 2_000)
-    assert re.fullmatch(said, failure(raised.value)[1])
+        take(loader(Slow(action=fails, at=at), num_workers=workers), 2_000)
+    assert re.fullmatch(message, failure(raised.value)[1])
     del raised
-    gc.collect()  # here, where it is no error that this has left a socket open
+    gc.collect()  # while warnings about the open socket are ignored
     assert multiprocessing.active_children() == []
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")
-def test_what_cannot_be_pickled_is_told_with_what_to_do() -> None:
+def test_pickle_error_names_the_remedy() -> None:
     class Local(Slow):
         pass
 
     spawned = loader(Local(), num_workers=1, multiprocessing_context="spawn")
     with pytest.raises((AttributeError, TypeError)) as raised:
-        fed(spawned)
+        take(spawned)
     assert failure(raised.value)[1].endswith('multiprocessing_context="fork") needs no pickling')
-    assert fed(loader(Local(), num_workers=1)) == 20  # forked ones pickle nothing
+    assert take(loader(Local(), num_workers=1)) == 20  # forked workers need no pickling
 
 
 @pytest.fixture(scope="module")
-def stuck(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a file has the workers of the data sleep for good."""
-    return tmp_path_factory.mktemp("stuck") / "stuck"
+def hang_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a path. While a file exists there, the dataset's workers hang."""
+    return tmp_path_factory.mktemp("hang") / "hang"
 
 
 @pytest.fixture(scope="module")
-def worker(stuck: Path) -> Iterator[Worker]:
+def worker(hang_file: Path) -> Iterator[Worker]:
     made = task(
-        stuck.parent,
+        hang_file.parent,
         f"""
-        class Stuck(Samples):
+        class Hanging(Samples):
             def __getitem__(self, i):
-                time.sleep(1000 if os.path.exists({str(stuck)!r}) else 0.001)
+                time.sleep(1000 if os.path.exists({str(hang_file)!r}) else 0.001)
                 return super().__getitem__(i)
-        make_dataset = lambda: Stuck(100_000)
+        make_dataset = lambda: Hanging(100_000)
         """,
     )
-    with Worker(WorkerJob(task=made, device="cpu", seed=0), deadline_s=30.0) as found:
-        yield found
+    with Worker(WorkerJob(task=made, device="cpu", seed=0), deadline_s=30.0) as started:
+        yield started
 
 
 STEP = Config(batch_size=8, precision="default", cudnn_deterministic=False)
-"""No knob of a loader among them."""
+"""A config without loader knobs."""
 
 
-def test_in_a_worker_the_step_alone_and_fed(worker: Worker, stuck: Path) -> None:
+def test_worker_times_steps_with_and_without_the_loader(worker: Worker, hang_file: Path) -> None:
     assert worker.describe_data().batches == 12_500
     two = STEP | {"num_workers": 2, "prefetch_factor": 2}
     step = worker.block(STEP, 5, deadline_s=30.0)
@@ -343,30 +343,29 @@ def test_in_a_worker_the_step_alone_and_fed(worker: Worker, stuck: Path) -> None
     assert worker.block(other, 2, deadline_s=30.0).waited_s > 0
     assert worker.block(STEP, 5, deadline_s=30.0).waited_s == 0.0
 
-    # One that hangs costs its config, and no process is left of it; the next have their data.
-    stuck.touch()
+    # A hanging loader fails one config and leaves no process behind; the next config works.
+    hang_file.touch()
     guard = worker._process.pid
     with pytest.raises(ConfigFailed) as failed:
         worker.block(two, 2, deadline_s=1.0)
     assert failed.value.outcome == "timed_out"
     with pytest.raises(ProcessLookupError):
         os.kill(guard, 0)
-    stuck.unlink()
+    hang_file.unlink()
     assert worker.block(two, 2, deadline_s=30.0).waited_s > 0
 
 
-def test_no_loaders_worker_outlives_the_one_who_measures(worker: Worker, stuck: Path) -> None:
-    """kill -9 of the process that has them."""
+def test_loader_workers_end_when_the_worker_is_killed(worker: Worker, hang_file: Path) -> None:
     worker.describe_data()
     worker.block(STEP, 2, deadline_s=30.0)
-    stuck.touch()
+    hang_file.touch()
     guard = worker._process.pid
-    seen: list[int] = []
+    pids: list[int] = []
 
     def kill() -> None:
-        # The guard, the worker, and two of its own.
-        seen.extend(until(lambda: len(found := host.family(guard)) >= 4 and found))
-        os.kill(seen[1], signal.SIGKILL)
+        # The guard, the worker and its two loader workers.
+        pids.extend(until(lambda: len(family := host.family(guard)) >= 4 and family))
+        os.kill(pids[1], signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -374,11 +373,11 @@ def test_no_loaders_worker_outlives_the_one_who_measures(worker: Worker, stuck: 
     with pytest.raises(ConfigFailed) as failed:
         worker.block(two, 2, deadline_s=30.0)
     killer.join()
-    assert failed.value.outcome in ("crashed", "out_of_memory") and len(seen) >= 4
-    assert not any(map(alive, seen))
+    assert failed.value.outcome in ("crashed", "out_of_memory") and len(pids) >= 4
+    assert not any(map(alive, pids))
 
 
-def test_data_that_ends_its_process_or_hangs_is_refused(tmp_path: Path) -> None:
+def test_data_that_exits_or_hangs_is_an_error(tmp_path: Path) -> None:
     made = task(
         tmp_path,
         """
@@ -420,11 +419,11 @@ def make_collate(dataset):
 """
 
 
-def test_what_a_sample_costs_by_part(tmp_path: Path) -> None:
-    """The largest first; which one that is depends on a busy host too."""
-    found = costs(load(task(tmp_path, COSTLY)), 8, 1.0)
-    told = {one.part: one.where for one in found.parts}
-    assert list(found.parts) == sorted(found.parts, key=lambda one: -one.seconds)
-    assert told.keys() == {"Resize", "Costly.read", "collate", "Costly.__getitem__ itself"}
-    assert (told["Resize"], told["collate"]) == ("data.py:Resize", "collate")
-    assert found.seconds > 0.8 * (0.008 + 0.004 + 0.02 / 8)
+def test_costs_of_a_sample_by_part(tmp_path: Path) -> None:
+    """Sorted by time. The test fixes no order: a busy host may change it."""
+    cost = costs(load(task(tmp_path, COSTLY)), 8, 1.0)
+    places = {one.part: one.where for one in cost.parts}
+    assert list(cost.parts) == sorted(cost.parts, key=lambda one: -one.seconds)
+    assert places.keys() == {"Resize", "Costly.read", "collate", "Costly.__getitem__ itself"}
+    assert (places["Resize"], places["collate"]) == ("data.py:Resize", "collate")
+    assert cost.seconds > 0.8 * (0.008 + 0.004 + 0.02 / 8)

@@ -1,4 +1,4 @@
-"""In which order configs are visited."""
+"""The order in which configs are visited."""
 
 from __future__ import annotations
 
@@ -14,55 +14,55 @@ from advisor.tuners.search.space import Space
 from tests.builders import GAINS, Heard, MadeUp, advised, space, speedup, tuned
 
 
-def visited(place: MadeUp, of: Space, budget_s: float = 200.0, modules: int = 150) -> list[str]:
-    """What of each config differs from the baseline: 'bf16 channels_last'."""
+def visits(machine: MadeUp, knobs: Space, budget_s: float = 200, modules: int = 150) -> list[str]:
+    """Return how each visited config differs from the baseline, like 'bf16 channels_last'."""
     heard = Heard()
-    tuned(place, of, budget_s, heard=heard, modules=modules)
-    return [short(trial.config, of) for trial in heard.trials if trial.origin != "sampler"][1:]
+    tuned(machine, knobs, budget_s, heard=heard, modules=modules)
+    return [changes(trial.config, knobs) for trial in heard.trials if trial.origin != "sampler"][1:]
 
 
-def short(config: Config, of: Space) -> str:
-    changed = config.changed(of.default)
+def changes(config: Config, knobs: Space) -> str:
+    changed = config.changed(knobs.default)
     return " ".join(
         name if value is True else f"{name}={value}" if isinstance(value, int) else str(value)
         for name, value in changed.items()
     )
 
 
-HALF, CODE = "channels_last bf16", "channels_last default"
+HALF, COMPILED = "channels_last bf16", "channels_last default"
+FUSED_CHANNELS_LAST = "channels_last fused_optimizer"
 GRAPHS = "channels_last reduce-overhead"
-COMPILED = f"{GRAPHS} bf16"
+GRAPHS_BF16 = f"{GRAPHS} bf16"
 ON_A_GPU = space()
 ON_A_CPU = space("cpu", cpu_bf16=True, convolves=False)
 CONVOLVING_ON_A_CPU = space("cpu", cpu_bf16=True, cores=2, threads=2)
 WITHOUT_BF16 = space("cpu", cpu_bf16=False, cores=2, threads=2)
-OF_A_WORKLOAD = space(use="capture", batches=(64, 128, 256))
-FUSED = ("fused_optimizer",)
-FROM_FILES = space(workers=8, own=Config(num_workers=2))
+WORKLOAD = space(use="capture", batches=(64, 128, 256))
+KEPT = ("fused_optimizer",)
+WITH_LOADER = space(workers=8, own=Config(num_workers=2))
 
 
 @pytest.mark.parametrize(
-    ("of", "first"),
+    ("knobs", "first"),
     [
-        (ON_A_GPU, [HALF, COMPILED, f"{GRAPHS} fused_optimizer bf16", "cudagraphs"]),
+        (ON_A_GPU, [HALF, GRAPHS_BF16, f"{GRAPHS} fused_optimizer bf16", "cudagraphs"]),
         (CONVOLVING_ON_A_CPU, [HALF, "channels_last", "bf16", "threads=1"]),
-        (WITHOUT_BF16, ["channels_last", "threads=1", "channels_last fused_optimizer", CODE]),
+        (WITHOUT_BF16, ["channels_last", "threads=1", FUSED_CHANNELS_LAST, COMPILED]),
         (
-            OF_A_WORKLOAD,
+            WORKLOAD,
             [
-                *(HALF, f"{HALF} step_graph", COMPILED),
-                *(f"{CODE} bf16 step_graph", f"{CODE} fused_optimizer bf16"),
+                *(HALF, f"{HALF} step_graph", GRAPHS_BF16),
+                *(f"{COMPILED} bf16 step_graph", f"{COMPILED} fused_optimizer bf16"),
             ],
         ),
     ],
     ids=["GPU", "CPU, convolving", "CPU without bf16", "workload"],
 )
-def test_what_gains_most_for_its_time_comes_first(of: Space, first: list[str]) -> None:
-    assert visited(MadeUp(of.default), of)[: len(first)] == first
+def test_largest_gain_per_time_comes_first(knobs: Space, first: list[str]) -> None:
+    assert visits(MadeUp(knobs.default), knobs)[: len(first)] == first
 
 
-def test_what_ran_elsewhere_is_not_blamed() -> None:
-    """A compiled leader stays though the same mode fails in another format."""
+def test_mode_that_fails_in_one_format_stays_in_another() -> None:
 
     class OneFails(MadeUp):
         def _switch(self, config: Config, deadline_s: float) -> float:
@@ -70,96 +70,96 @@ def test_what_ran_elsewhere_is_not_blamed() -> None:
             self.fails = {("precision", "tf32"): "failed"} if wrong else {}
             return super()._switch(config, deadline_s)
 
-    place, heard = OneFails(ON_A_GPU.default), Heard()
-    tuned(place, ON_A_GPU, 300.0, heard=heard)
+    machine, heard = OneFails(ON_A_GPU.default), Heard()
+    tuned(machine, ON_A_GPU, 300.0, heard=heard)
     assert any(trial.measurement.outcome == "failed" for trial in heard.trials)
     assert heard.best[-1]["compile"] == "reduce-overhead"
 
 
 @pytest.mark.parametrize(
-    ("of", "bf16", "first"),
+    ("knobs", "bf16", "first"),
     [
-        (space(), 0.8, [HALF, COMPILED]),
+        (space(), 0.8, [HALF, GRAPHS_BF16]),
         (space(compiles=False), 0.8, [HALF, "channels_last tf32"]),
         (ON_A_CPU, 0.15, ["bf16", "fused_optimizer", "default"]),
     ],
 )
-def test_a_slower_format_may_gain_once_compiled(of: Space, bf16: float, first: list[str]) -> None:
-    """Steps that the host limits: autocast costs more than it saves."""
-    place = MadeUp(of.default, gains={**GAINS, ("precision", "bf16"): bf16})
-    assert visited(place, of)[: len(first)] == first
+def test_slower_format_is_tried_compiled(knobs: Space, bf16: float, first: list[str]) -> None:
+    """The host limits the steps, so autocast costs more than it saves."""
+    machine = MadeUp(knobs.default, gains={**GAINS, ("precision", "bf16"): bf16})
+    assert visits(machine, knobs)[: len(first)] == first
 
 
 @pytest.mark.parametrize(("step_s", "graphs_first"), [(0.002, True), (0.03, False)])
-def test_a_small_fast_model_has_cuda_graphs_first(step_s: float, graphs_first: bool) -> None:
-    order = visited(MadeUp(ON_A_GPU.default, step_s=step_s), ON_A_GPU, 150.0, modules=12)
-    graphs, compiled = order.index("cudagraphs"), order.index(COMPILED)
+def test_small_fast_model_tries_cudagraphs_first(step_s: float, graphs_first: bool) -> None:
+    order = visits(MadeUp(ON_A_GPU.default, step_s=step_s), ON_A_GPU, 150.0, modules=12)
+    graphs, compiled = order.index("cudagraphs"), order.index(GRAPHS_BF16)
     assert (graphs < compiled) is graphs_first
 
 
-def test_where_steps_wait_for_data_the_loader_comes_first() -> None:
-    def fed(batches_per_s: float) -> tuple[SearchResult, Heard]:
-        """Each worker delivers so many batches."""
+def test_loader_comes_first_if_steps_wait_for_data() -> None:
+    def search(batches_per_s: float) -> tuple[SearchResult, Heard]:
+        """Search with workers that deliver this many batches each."""
 
         def waits_s(config: Config) -> float:
             return 1 / (batches_per_s * int(config["num_workers"] or 1))
 
-        heard, place = Heard(), MadeUp(FROM_FILES.default, waits_s=waits_s)
-        return tuned(place, FROM_FILES, 200.0, heard=heard), heard
+        heard, machine = Heard(), MadeUp(WITH_LOADER.default, waits_s=waits_s)
+        return tuned(machine, WITH_LOADER, 200.0, heard=heard), heard
 
-    found, heard = fed(6)
+    found, heard = search(6)
     assert [trial.origin for trial in heard.trials[1:3]] == ["loader"] * 2
     assert [config["num_workers"] for config in heard.configs[:3]] == [2, 4, 8]
     recipe = [trial.config for trial in heard.trials if trial.origin == "recipe"]
     assert {config["num_workers"] for config in recipe[:3]} == {8}
     assert advised(found)["num_workers"] == 8
-    # Eight workers deliver 48 batches a second; the step alone would make 86.
+    # Eight workers deliver 48 batches per second; the step alone could take 86.
     assert speedup(found) == pytest.approx(48 / 12, rel=0.15)
     assert any("the loader limits " in line for line in found.remarks)
-    assert "loader" not in {trial.origin for trial in fed(1000)[1].trials}
+    assert "loader" not in {trial.origin for trial in search(1000)[1].trials}
 
 
 class Interrupting(Progress):
-    def visited(self, *_told: Any) -> None:
+    def visited(self, *_any: Any) -> None:
         raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_a_search_knows_that_nothing_else_can_be_tried(compiles: bool) -> None:
-    """More workers cannot gain where no step waits; what compiles has no time here."""
-    of = space("cpu", workers=2, kept=FUSED, threads_set=True, convolves=False, compiles=compiles)
-    assert of.is_choice
-    assert tuned(MadeUp(of.default), of, 5.0).exhausted is not compiles
-    interrupted = tuned(MadeUp(of.default), of, 90.0, heard=Interrupting())
+def test_search_is_exhausted_if_no_untried_value_can_gain(compiles: bool) -> None:
+    """More workers cannot gain because no step waits. There is no time for compiling."""
+    knobs = space("cpu", workers=2, kept=KEPT, threads_set=True, convolves=False, compiles=compiles)
+    assert knobs.is_choice
+    assert tuned(MadeUp(knobs.default), knobs, 5.0).exhausted is not compiles
+    interrupted = tuned(MadeUp(knobs.default), knobs, 90.0, heard=Interrupting())
     assert interrupted.interrupted and not interrupted.exhausted
 
 
-def test_that_the_unmodified_script_waits_is_left_to_its_record_to_say() -> None:
-    of = space("cpu", kept=FUSED, threads_set=True, convolves=False, compiles=False)
-    assert tuned(MadeUp(of.default, waits_s=lambda _config: 0.5), of).remarks == ()
+def test_no_remark_if_only_the_unmodified_script_waits_for_data() -> None:
+    knobs = space("cpu", kept=KEPT, threads_set=True, convolves=False, compiles=False)
+    assert tuned(MadeUp(knobs.default, waits_s=lambda _config: 0.5), knobs).remarks == ()
 
 
-def test_workers_that_slow_the_steps_are_advised_by_what_they_deliver() -> None:
-    """On two cores, workers take time from the steps, which waited for 97% of theirs."""
-    of = space("cpu", workers=2, cores=2, threads=2)
+def test_workers_are_advised_if_they_deliver_more_than_they_slow_the_steps() -> None:
+    """On two cores, workers slow the steps. Without them, steps wait for 97% of their time."""
+    knobs = space("cpu", workers=2, cores=2, threads=2)
 
     def waits_s(config: Config) -> float:
         return 0.064 if config["num_workers"] else 0.16
 
-    place = MadeUp(
-        of.default,
+    machine = MadeUp(
+        knobs.default,
         step_s=0.005,
         gains={("num_workers", 2): 0.3, ("threads", 1): 1.2},
         waits_s=waits_s,
     )
-    found = tuned(place, of, 40.0)
+    found = tuned(machine, knobs, 40.0)
     assert advised(found)["num_workers"] == 2 and speedup(found) == pytest.approx(2.5, rel=0.1)
 
 
-def test_larger_batches_from_the_largest_on_then_what_leads_there() -> None:
+def test_batches_are_tried_from_the_largest_down_then_other_knobs() -> None:
     heard = Heard()
-    found = tuned(MadeUp(OF_A_WORKLOAD.default), OF_A_WORKLOAD, 300.0, heard=heard)
-    assert len(found.raced) == 7, "of each use but the first, and of each batch, the best alone"
+    found = tuned(MadeUp(WORKLOAD.default), WORKLOAD, 300.0, heard=heard)
+    assert len(found.raced) == 7, "the best per batch and per use, except for the first use"
     batches = [trial.config for trial in heard.trials if trial.origin == "batch"]
     assert [config.batch for config in batches[:2]] == [256, 128] and not compiles(batches[0])
     assert any(compiles(config) and config.batch == 256 for config in batches)

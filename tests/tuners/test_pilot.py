@@ -1,4 +1,4 @@
-"""The pilot's parts: what trains, what a step is, what is set and set back."""
+"""The pilot: observing the training loop, switching configs, and undoing every change."""
 
 from __future__ import annotations
 
@@ -63,18 +63,18 @@ def switched(net: nn.Module, **how: Any) -> tuple[torch.optim.Optimizer, ConfigS
 
 
 @pytest.fixture(autouse=True)
-def released() -> Iterator[None]:
-    PROCESS_FLAGS.release()  # what tests of other files have left
+def release_switches() -> Iterator[None]:
+    PROCESS_FLAGS.release()  # left by tests of other files
     yield
     while SWITCHES:
         SWITCHES.pop().release()
 
 
-Flown = tuple[Net, torch.optim.Optimizer, ConfigSwitch]
+TrainedNet = tuple[Net, torch.optim.Optimizer, ConfigSwitch]
 
 
 @pytest.fixture
-def flown() -> Flown:
+def trained_net() -> TrainedNet:
     torch.manual_seed(0)
     net = Net()
     optimizer, switch = switched(net, momentum=0.9)
@@ -82,8 +82,8 @@ def flown() -> Flown:
     return net, optimizer, switch
 
 
-def test_a_config_acts_and_leaves_nothing(flown: Flown) -> None:
-    net, optimizer, switch = flown
+def test_config_takes_effect_and_release_undoes_it(trained_net: TrainedNet) -> None:
+    net, optimizer, switch = trained_net
     strides = [p.stride() for p in net.parameters()]
     group = dict(optimizer.param_groups[0])
     there = OWN.replace(precision="bf16", channels_last=True)
@@ -113,7 +113,7 @@ def test_a_config_acts_and_leaves_nothing(flown: Flown) -> None:
 
 @pytest.mark.parametrize("own", [{}, {"fused": True}, {"foreach": True}])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
-def test_checkpoints(kind: type[torch.optim.Adam | torch.optim.SGD], own: dict[str, bool]) -> None:
+def test_state_dict_hides_the_fused_optimizer(kind: Any, own: dict[str, bool]) -> None:
     net = Net()
     optimizer = kind(net.parameters(), lr=0.1, **own)
     trained(net, 1, optimizer)
@@ -138,8 +138,8 @@ def test_checkpoints(kind: type[torch.optim.Adam | torch.optim.SGD], own: dict[s
     assert not optimizer._optimizer_state_dict_post_hooks
 
 
-def test_a_step_on_the_device_is_saved_on_the_host() -> None:
-    """What is saved is a copy: the optimizer goes on with what it has."""
+def test_step_counter_on_the_device_is_saved_on_the_host() -> None:
+    """Only the saved copy moves; the optimizer keeps its own tensor."""
     with FakeTensorMode():
         net = nn.Linear(2, 1, device="cuda")
         optimizer = torch.optim.Adam(net.parameters())
@@ -150,8 +150,8 @@ def test_a_step_on_the_device_is_saved_on_the_host() -> None:
 
 
 @torch._dynamo.config.patch({recompile_limit(): 9})
-def test_a_compilation_that_is_given_up_is_noticed(flown: Flown) -> None:
-    _net, _optimizer, switch = flown
+def test_hitting_the_recompile_limit_is_reported(trained_net: TrainedNet) -> None:
+    _net, _optimizer, switch = trained_net
 
     @torch.compile(backend="eager", dynamic=False)
     def doubled(x: Tensor) -> Tensor:
@@ -172,15 +172,15 @@ def test_a_compilation_that_is_given_up_is_noticed(flown: Flown) -> None:
     assert getattr(torch._dynamo.config, recompile_limit()) == 9
 
 
-def in_half(switch: ConfigSwitch) -> list[Exception]:
-    """What is charged to bf16 from here on."""
-    switch.set(OWN.replace(precision="bf16"), (charged := list[Exception]()).append)
-    return charged
+def switch_to_bf16(switch: ConfigSwitch) -> list[Exception]:
+    """Switch to bf16. Return a list that collects the errors blamed on it."""
+    switch.set(OWN.replace(precision="bf16"), (errors := list[Exception]()).append)
+    return errors
 
 
-def test_what_the_script_raises_is_its_own_and_the_advice_stays(flown: Flown) -> None:
-    net, _optimizer, switch = flown
-    charged, batch = in_half(switch), torch.randn(4, 3, 8, 8)
+def test_exception_of_the_script_is_not_blamed_on_the_config(trained_net: TrainedNet) -> None:
+    net, _optimizer, switch = trained_net
+    errors, batch = switch_to_bf16(switch), torch.randn(4, 3, 8, 8)
 
     def refuses(*_: object) -> None:
         raise ValueError("bad batch")
@@ -192,22 +192,22 @@ def test_what_the_script_raises_is_its_own_and_the_advice_stays(flown: Flown) ->
     assert "raised in a second call" in note
     hook.remove()
     net(batch)
-    assert net.dtypes[-1] == torch.bfloat16 and not charged
+    assert net.dtypes[-1] == torch.bfloat16 and not errors
 
 
-def test_a_checkpoint_that_stops_early_is_no_failure_of_the_advice(flown: Flown) -> None:
-    """PyTorch raises in the second call, once it has what it needs."""
-    net, _optimizer, switch = flown
-    charged = in_half(switch)
+def test_early_stop_of_checkpointing_is_not_blamed_on_the_config(trained_net: TrainedNet) -> None:
+    """PyTorch ends the recomputation with an exception once it has all tensors."""
+    net, _optimizer, switch = trained_net
+    errors = switch_to_bf16(switch)
     net.dtypes.clear()
     checkpoint(net, torch.randn(4, 3, 8, 8), use_reentrant=False).sum().backward()
-    assert net.dtypes == [torch.bfloat16] and not charged
+    assert net.dtypes == [torch.bfloat16] and not errors
 
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("hooked", [False, True])
-def test_gradients_that_are_exchanged_are_the_models_own(hooked: bool) -> None:
-    """Also of a model that is prepared once it is wrapped."""
+def test_ddp_gradients_equal_those_of_the_unwrapped_model(hooked: bool) -> None:
+    """Also if Advice prepares the model after DDP has wrapped it."""
     net = Net()
     other, parallel = copy.deepcopy(net), nn.parallel.DistributedDataParallel(net)
     if hooked:
@@ -224,7 +224,7 @@ def test_gradients_that_are_exchanged_are_the_models_own(hooked: bool) -> None:
     switch = switch_of(TrainedModel(parallel, net, ()))
     for channels_last in (False, True, False):
         switch.set(OWN.replace(channels_last=channels_last))
-        for _ in range(3):  # the buckets are made anew after the first
+        for _ in range(3):  # DDP rebuilds its buckets after the first
             assert_same_gradients()
         laid_out = net.conv.weight.is_contiguous(memory_format=torch.channels_last)
         assert laid_out == (channels_last and not hooked)
@@ -241,8 +241,8 @@ class Output:
     more: dict[str, Tensor]
 
 
-class Loose:
-    """Knows itself."""
+class SelfReferencing:
+    """An output with a reference cycle."""
 
     def __init__(self, features: Tensor, more: dict[str, Tensor]) -> None:
         self.features, self.more, self.itself = features, more, self
@@ -255,8 +255,8 @@ class Slotted:
     never: int = dataclasses.field(init=False)
 
 
-class Table(dict[str, Any]):
-    """As libraries' outputs: its items are its attributes."""
+class AttributeDict(dict[str, Any]):
+    """A dict whose items are attributes too, like the model outputs of libraries."""
 
     def __init__(self, features: Any = None, more: Any = None) -> None:
         super().__init__(features=features, more=more)
@@ -267,22 +267,22 @@ class Table(dict[str, Any]):
         raise AttributeError(name)
 
 
-@pytest.mark.parametrize("kind", [Output, Loose, Slotted, Table])
-def test_what_a_model_returns_is_as_it_always_was(kind: type[Any]) -> None:
+@pytest.mark.parametrize("kind", [Output, SelfReferencing, Slotted, AttributeDict])
+def test_output_keeps_its_type_and_fp32_under_bf16(kind: type[Any]) -> None:
     net = Net()
     forward = lambda x: kind(net.conv(x), {"mean": net.conv(x).mean((2, 3))})  # noqa: E731
     net.forward = forward  # type: ignore[method-assign]
     _optimizer, switch = switched(net)
     switch.set(OWN.replace(precision="bf16", channels_last=True))
-    found = net(torch.randn(4, 3, 8, 8))
-    assert not torch.is_autocast_enabled("cpu")  # which forbids some losses
-    assert type(found) is kind and map_tensors(lambda tensor: tensor, found) is found
-    assert (found.features.dtype, found.more["mean"].dtype) == (torch.float32, torch.float32)
-    found.features.view(4, -1).sum().backward()
+    output = net(torch.randn(4, 3, 8, 8))
+    assert not torch.is_autocast_enabled("cpu")  # some losses are forbidden under autocast
+    assert type(output) is kind and map_tensors(lambda tensor: tensor, output) is output
+    assert (output.features.dtype, output.more["mean"].dtype) == (torch.float32, torch.float32)
+    output.features.view(4, -1).sum().backward()
 
 
-# torch.compile looks for one, and hides the warning in a way that does not count here.
-looks_for_gradients = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+# torch.compile reads .grad; its own suppression of the warning has no effect here.
+ignores_grad_warning = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
 class Block(nn.Module):
@@ -296,8 +296,8 @@ class Block(nn.Module):
         return x + torch.tanh(self.inner(x))
 
 
-class Repeating(nn.Module):
-    """Notes which of its blocks run as Python; a compiled one does so while it is traced only."""
+class BlockStack(nn.Module):
+    """Lists in `ran` the blocks that ran as Python; a compiled block does not."""
 
     def __init__(self, *, in_backward: bool = False, reentrant: bool = False) -> None:
         super().__init__()
@@ -313,19 +313,19 @@ class Repeating(nn.Module):
         return x
 
 
-@looks_for_gradients
+@ignores_grad_warning
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_repeated_blocks_compile_for_training(
     in_backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
-    net = Repeating(in_backward=in_backward)
+    net = BlockStack(in_backward=in_backward)
     _optimizer, switch = switched(net)
-    x = torch.randn(3, 8, requires_grad=True)  # as what another layer returns
+    x = torch.randn(3, 8, requires_grad=True)  # like the output of an earlier layer
     plain = torch.autograd.grad(net(x).sum(), net.parameters())
 
     def plainly(*, backward: bool = True) -> int:
-        """Blocks that run as Python in a call."""
+        """Return the number of blocks that ran as Python."""
         net.ran.clear()
         net.zero_grad()
         output = net(x).sum()
@@ -350,12 +350,12 @@ def test_repeated_blocks_compile_for_training(
     assert all("_compiled_call_impl" not in vars(module) for module in net.modules())
 
 
-@looks_for_gradients
+@ignores_grad_warning
 @pytest.mark.parametrize("when", ["compiled", "called"])
-def test_where_blocks_fail_they_are_called_as_they_are(
+def test_failing_compiled_blocks_fall_back_to_eager(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net, charged = Repeating(), list[Exception]()
+    net, errors = BlockStack(), list[Exception]()
     _optimizer, switch = switched(net)
 
     def wrong(*_: object) -> None:
@@ -365,13 +365,13 @@ def test_where_blocks_fail_they_are_called_as_they_are(
         return wrong if when == "called" else wrong()
 
     monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": backend})
-    switch.set(OWN.replace(compile="blocks"), charged.append)
+    switch.set(OWN.replace(compile="blocks"), errors.append)
     for _ in range(2):
         net(torch.randn(3, 8))
         assert net.ran == ["plainly"] * 4
         switch.drop_config()
         net.ran.clear()
-    assert len(charged) == 1 and "a wrong kernel" in str(charged[0])
+    assert len(errors) == 1 and "a wrong kernel" in str(errors[0])
     assert all("_compiled_call_impl" not in vars(block) for block in net.blocks)
 
 
@@ -379,10 +379,10 @@ IMAGES = (torch.zeros(4, 3, 8, 8),) * 4
 TOKENS = (torch.zeros(4, dtype=torch.int64),) * 4
 
 
-def seen(
+def facts_of(
     net: nn.Module, optimizer: torch.optim.Optimizer, inputs: Sequence[Tensor] = IMAGES
 ) -> ScriptFacts:
-    """Of a script that made a step with each of the inputs."""
+    """Return the facts of a script that made one step per input."""
     observer = LoopObserver()
     for x in inputs:
         x = x.to(net.weight.dtype) if isinstance(net, nn.Conv2d) else x
@@ -397,7 +397,7 @@ FUSED = functools.partial(torch.optim.AdamW, fused=True)
 SPARSE = functools.partial(nn.Embedding, 4, 2, sparse=True)
 
 
-def laid_out() -> nn.Module:
+def channels_last_conv() -> nn.Module:
     return CONVOLUTION().to(memory_format=torch.channels_last)
 
 
@@ -405,18 +405,18 @@ def compiled() -> nn.Module:
     return torch.compile(CONVOLUTION(), backend="eager")  # type: ignore[return-value]
 
 
-def space_of(one: ScriptFacts) -> Space:
-    facts = {"repeats": one.repeats, "own": one.own, "kept": one.kept}
+def space_of(script: ScriptFacts) -> Space:
+    facts = {"repeats": script.repeats, "own": script.own, "kept": script.kept}
     return space(batches=(4,), **facts)
 
 
 @pytest.mark.parametrize(
-    ("make", "optimizer", "knob", "offered", "said"),
+    ("make", "optimizer", "knob", "choices", "message"),
     [
-        # Neither fp16 nor a captured step, for which a script must be rewritten.
+        # No fp16 and no captured step: both need changes in the script.
         (CONVOLUTION, torch.optim.SGD, "precision", ("default", "tf32", "bf16"), ""),
         (CONVOLUTION, torch.optim.SGD, "step_graph", (False,), ""),
-        (laid_out, torch.optim.SGD, "channels_last", (True,), "channels_last"),
+        (channels_last_conv, torch.optim.SGD, "channels_last", (True,), "channels_last"),
         (CONVOLUTION, FUSED, "fused_optimizer", (True,), "fused"),
         (lambda: CONVOLUTION().bfloat16(), torch.optim.SGD, "precision", ("bf16",), "bf16"),
         (compiled, torch.optim.SGD, "compile", ("default",), "your script already: torch.compile"),
@@ -424,16 +424,16 @@ def space_of(one: ScriptFacts) -> Space:
         (SPARSE, torch.optim.SGD, "fused_optimizer", (False,), "a gradient is sparse"),
     ],
 )
-def test_what_a_script_does_itself_is_kept(
-    make: Callable[[], nn.Module], optimizer: Any, knob: str, offered: Any, said: str
+def test_settings_of_the_script_itself_are_kept(
+    make: Callable[[], nn.Module], optimizer: Any, knob: str, choices: Any, message: str
 ) -> None:
     net = make()
-    one = seen(net, optimizer(net.parameters()), TOKENS if make is SPARSE else IMAGES)
-    assert space_of(one).choices.get(knob) == offered
-    assert any(said in line for line in one.lines()) or not said
+    facts = facts_of(net, optimizer(net.parameters()), TOKENS if make is SPARSE else IMAGES)
+    assert space_of(facts).choices.get(knob) == choices
+    assert any(message in line for line in facts.lines()) or not message
 
 
-def test_sparse_gradients_are_stepped_without_fused_kernels() -> None:
+def test_sparse_gradients_use_no_fused_kernels() -> None:
     optimizer, switch = switched(net := SPARSE())
     net(TOKENS[0]).sum().backward()
     switch.set(OWN.replace(fused_optimizer=True))
@@ -441,51 +441,51 @@ def test_sparse_gradients_are_stepped_without_fused_kernels() -> None:
     assert not optimizer.param_groups[0]["fused"]
 
 
-@pytest.mark.parametrize("held", ["no", "view", "data", "shared"])
-def test_a_weight_that_others_hold_keeps_its_storage(held: str) -> None:
-    """Otherwise a flat buffer, or the other processes of a Hogwild job, would keep an old copy."""
+@pytest.mark.parametrize("alias", ["no", "view", "data", "shared"])
+def test_aliased_weight_keeps_its_storage(alias: str) -> None:
+    """Otherwise a flat buffer, or other processes of a Hogwild job, would see an old copy."""
     net = CONVOLUTION()
     flat = torch.zeros(2 * net.weight.numel())
-    if held == "view":
+    if alias == "view":
         net.weight.data = flat[: net.weight.numel()].view_as(net.weight)
-    elif held == "shared":
+    elif alias == "shared":
         net.share_memory()
-    kept = net.weight.data if held == "data" else None
+    kept = net.weight.data if alias == "data" else None
     _optimizer, switch = switched(net)
     switch.set(OWN.replace(channels_last=True))
     with torch.no_grad():
         net.weight.fill_(2.0)
-    assert net.weight.is_contiguous() is (held != "no")
+    assert net.weight.is_contiguous() is (alias != "no")
     assert kept is None or torch.equal(kept, net.weight)
-    assert held != "view" or flat.sum() == 2 * net.weight.numel()
+    assert alias != "view" or flat.sum() == 2 * net.weight.numel()
 
 
-def test_a_job_of_replicas_is_told_what_is_tuned_whole() -> None:
+def test_data_parallel_script_gets_the_advice_to_use_ddp() -> None:
     net = Net()
     wrapped = nn.DataParallel(net)
     wrapped.device_ids = [0, 1]
     observer = LoopObserver()
     observer.called[wrapped] = TrainedModel(wrapped, net, ())
-    observer.on_autocast(nn.Linear(2, 2, device="meta"))  # there is no autocast for it
+    observer.on_autocast(nn.Linear(2, 2, device="meta"))  # the meta device has no autocast
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(4):
         observer.on_step(optimizer)
-    one = ScriptFacts.of(observer, LoaderFacts(workers=4, pinned=True))
-    already, line = one.lines()
+    facts = ScriptFacts.of(observer, LoaderFacts(workers=4, pinned=True))
+    already, line = facts.lines()
     assert already == "your script already: 4 loader workers, pin_memory"
     assert line.endswith("under torchrun and DistributedDataParallel is faster, and tuned whole")
-    assert {"channels_last", "compile", "fused_optimizer"} <= set(one.kept)
+    assert {"channels_last", "compile", "fused_optimizer"} <= set(facts.kept)
 
 
-def test_inputs_of_many_lengths_are_one_job_however_long_the_first_is() -> None:
+def test_inputs_of_varying_length_give_the_same_facts_whatever_the_first_length() -> None:
     net = nn.Embedding(9, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
-    def of(*lengths: int) -> ScriptFacts:
+    def facts(*lengths: int) -> ScriptFacts:
         inputs = [torch.zeros(4, length, dtype=torch.int64) for length in lengths]
-        return seen(net, optimizer, inputs)
+        return facts_of(net, optimizer, inputs)
 
-    one, other, fixed = of(5, 5, 7, 5), of(8, 6, 6, 6), of(5, 5, 5, 5)
+    one, other, fixed = facts(5, 5, 7, 5), facts(8, 6, 6, 6), facts(5, 5, 5, 5)
     assert (one.shape, one.others, one.varies) == (other.shape, other.others, True)
     assert (fixed.shape, fixed.varies) == ((4, 5), False)
     assert "compile" in space_of(fixed).choices
@@ -493,53 +493,53 @@ def test_inputs_of_many_lengths_are_one_job_however_long_the_first_is() -> None:
 
 
 @pytest.mark.parametrize(("micro", "actions"), [(1, [0, 3, 1, 2, 5]), (4, [0] * 5), (1, [9] * 5)])
-def test_an_agents_actions_are_no_part_of_its_batch(micro: int, actions: list[int]) -> None:
-    """They are calls with gradients, as many between two steps as chance will have it."""
+def test_actions_of_an_rl_agent_do_not_count_as_its_batch(micro: int, actions: list[int]) -> None:
+    """Actions are calls with gradients, in random number between two steps."""
     net, observer = nn.Linear(4, 2), LoopObserver()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for number in actions:
         for samples in [1] * number + [128] * micro:
             observer.on_call(net, (torch.zeros(samples, 4),), {})
         observer.on_step(optimizer)
-    found = ScriptFacts.of(observer, LoaderFacts())
-    task = found.task(["train.py"], {})
+    facts = ScriptFacts.of(observer, LoaderFacts())
+    task = facts.task(["train.py"], {})
     assert task.shapes == ((128 * micro, 4),)
     assert ("micro" in task.others) == (micro > 1)
 
 
 @pytest.mark.parametrize("inputs", [{"ids": 0}, {"labels": 0, "ids": 7}, {"labels": 0, "users": 0}])
-def test_the_shape_is_of_the_first_input_that_has_two_dimensions(inputs: dict[str, int]) -> None:
+def test_task_shape_comes_from_the_first_input_with_two_dimensions(inputs: dict[str, int]) -> None:
     net, observer = nn.Embedding(9, 4), LoopObserver()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    given = {
+    batch = {
         name: torch.zeros((4, n) if n else (4,), dtype=torch.int64) for name, n in inputs.items()
     }
     for _ in range(4):
-        observer.on_call(net, (), given)
+        observer.on_call(net, (), batch)
         observer.on_step(optimizer)
     task = ScriptFacts.of(observer, LoaderFacts()).task(["train.py"], {})
     assert task.shapes == ((4, max(*inputs.values(), 1)),)
     assert task.others.count("1 int64") == len(inputs) - 1
 
 
-class Told(Looks):
-    """A guide that leaves every script alone, counts how often it is asked, and keeps why not."""
+class DecliningGuide(Looks):
+    """A guide that takes over no script; it counts the requests and keeps the error."""
 
     def __init__(self) -> None:
-        self.asked, self.said, self.why = 0, "", ""
+        self.asked, self.error, self.reason = 0, "", ""
 
     def takes_over(self) -> bool:
         self.asked += 1
         return False
 
     def failed(self, exc: BaseException) -> None:
-        self.said, self.why = str(exc), stopped(exc)
+        self.error, self.reason = str(exc), stopped(exc)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_is_called_within_is_no_model_of_its_own(reentrant: bool) -> None:
-    """Nor is what a checkpoint calls again in backward, or what comes after a call that raises."""
-    net = Repeating(in_backward=True, reentrant=reentrant)
+def test_submodules_are_not_observed_as_models(reentrant: bool) -> None:
+    """Also in the recomputation of a checkpoint, and after a call that raised."""
+    net = BlockStack(in_backward=True, reentrant=reentrant)
     observer = LoopObserver()
     calls = hooks.CallHooks(observer.on_call, observer.on_autocast)
     for _ in range(2):
@@ -547,13 +547,13 @@ def test_what_is_called_within_is_no_model_of_its_own(reentrant: bool) -> None:
             net(x=torch.ones(2, 8), stops=True)
         net(x=torch.ones(2, 8, requires_grad=True)).sum().backward()
     calls.remove()
-    (seen,) = observer.called.values()
-    assert seen.outer is net
-    assert seen.samples == 4
-    assert [one.name for one in seen.inputs] == ["x"]
+    (model,) = observer.called.values()
+    assert model.outer is net
+    assert model.samples == 4
+    assert [one.name for one in model.inputs] == ["x"]
 
 
-def test_a_loss_and_what_a_loaders_worker_calls_are_no_models() -> None:
+def test_losses_and_calls_in_loader_workers_are_not_observed_as_models() -> None:
     observer, net = LoopObserver(), nn.Linear(2, 2)
     calls = hooks.CallHooks(observer.on_call, observer.on_autocast)
     nn.CrossEntropyLoss()(torch.ones(2, 2), torch.ones(2, 2))
@@ -570,7 +570,7 @@ def test_a_loss_and_what_a_loaders_worker_calls_are_no_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "seen", "said"),
+    ("compiled", "asked", "message"),
     [
         ("function", False, "use torch.compile(model) instead"),
         ("layer", True, ""),
@@ -578,45 +578,45 @@ def test_a_loss_and_what_a_loaders_worker_calls_are_no_models() -> None:
         ("after", True, ""),
     ],
 )
-def test_what_a_script_compiles_is_not_compiled_again(what: str, seen: bool, said: str) -> None:
-    """The pilot's own hooks are part of what is traced; a model that compiles its own call is seen
-    if the pilot was there before."""
-    if what != "function" and torch.__version__ < (2, 14):
+def test_compiled_code_is_not_compiled_again(compiled: str, asked: bool, message: str) -> None:
+    """The pilot observes a model with a compiled call only if model.compile() came later."""
+    if compiled != "function" and torch.__version__ < (2, 14):
         pytest.skip("torch 2.11 compiles no forward() of its own layers by their compile()")
     inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     net = nn.Sequential(inner, nn.Linear(4, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     torch.compiler.reset()
-    if what in ("layer", "before"):
-        (inner if what == "layer" else net).compile(backend="eager")
-    call = torch.compile(lambda x: net(x), backend="eager") if what == "function" else net
-    before, guide = graphs_compiled(), Told()
+    if compiled in ("layer", "before"):
+        (inner if compiled == "layer" else net).compile(backend="eager")
+    call = torch.compile(lambda x: net(x), backend="eager") if compiled == "function" else net
+    before, guide = graphs_compiled(), DecliningGuide()
     pilot = Pilot(guide)
-    if what == "after":
+    if compiled == "after":
         net.compile(backend="eager")
     for _ in range(8):
         optimizer.zero_grad()
         call(torch.randn(3, 4)).sum().backward()
         optimizer.step()
     pilot.release()
-    assert (guide.asked, graphs_compiled() - before, left_behind()) == (seen, 1, [])
-    assert bool(guide.said) == bool(said) and said in guide.said
+    assert (guide.asked, graphs_compiled() - before, left_behind()) == (asked, 1, [])
+    assert bool(guide.error) == bool(message) and message in guide.error
 
 
-def test_a_pilot_that_fails_says_so_at_once_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tuning process would wait half an hour for its first message."""
+def test_failing_pilot_reports_and_unhooks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the tuning process would wait half an hour for its first message."""
     monkeypatch.setattr(LoopObserver, "on_call", None)
-    Pilot(guide := Told())
-    for _ in range(2):  # the last hook goes with the next call of any module
+    Pilot(guide := DecliningGuide())
+    for _ in range(2):  # the next call of any module removes the last hook
         nn.Linear(2, 2)(torch.ones(2))
-    assert guide.said.startswith("the pilot failed: TypeError: 'NoneType' object is not callable")
-    # No warning under `advisor run`: with `python -W error` it would end the run.
-    RecordGuide(["train.py"], Request()).failed(Stopped(guide.why, guide.said))  # type: ignore[arg-type]
+    assert guide.error.startswith("the pilot failed: TypeError: 'NoneType' object is not callable")
+    # No warning under `advisor run`: `python -W error` would make it fatal.
+    stop = Stopped(guide.reason, guide.error)  # type: ignore[arg-type]
+    RecordGuide(["train.py"], Request()).failed(stop)
     assert left_behind() == []
 
 
-class Threaded(Told):
-    """Another thread trains meanwhile."""
+class ThreadTrainingGuide(DecliningGuide):
+    """Trains another model in a second thread when the pilot begins."""
 
     takes_over = Looks.takes_over
 
@@ -626,19 +626,19 @@ class Threaded(Told):
         return BlockRequest(config=OWN, own=OWN, steps=5)
 
 
-def test_models_that_train_in_several_threads_are_left_alone() -> None:
-    pilot = Pilot(guide := Threaded())
+def test_script_that_trains_in_several_threads_is_left_alone() -> None:
+    pilot = Pilot(guide := ThreadTrainingGuide())
     trained(net := Net())
-    assert (guide.said, "_compiled_call_impl" in vars(net)) == (IN_THREADS, False)
+    assert (guide.error, "_compiled_call_impl" in vars(net)) == (IN_THREADS, False)
     pilot.release()
     assert left_behind() == []
 
 
-class Lapping(Looks):
-    """Has laps of five steps made, and keeps what each has in it."""
+class FiveStepGuide(Looks):
+    """Requests blocks of five steps. `results`: the part of `done` in each block."""
 
     def __init__(self) -> None:
-        self.done = ""
+        self.done = ""  # one letter each: s for a step, e for an evaluation
         self.results: list[str] = []
 
     def begin(self, seen: ScriptFacts) -> BlockRequest:
@@ -651,9 +651,9 @@ class Lapping(Looks):
 
 
 @pytest.mark.parametrize(("every", "result"), [(100, "sssss"), (7, "sssss"), (3, "ssesss")])
-def test_an_evaluation_is_no_part_of_a_lap(every: int, result: str) -> None:
-    """But for a script that evaluates all the time."""
-    net, guide = Net(), Lapping()
+def test_blocks_exclude_evaluations(every: int, result: str) -> None:
+    """Except if the script evaluates more often than every five steps."""
+    net, guide = Net(), FiveStepGuide()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     pilot = Pilot(guide)
     for step in range(60):
@@ -668,7 +668,7 @@ def test_an_evaluation_is_no_part_of_a_lap(every: int, result: str) -> None:
 
 
 def failing(plain: Callable[..., Any], works: int) -> Callable[..., Any]:
-    """Fused kernels that fail, once so many were called."""
+    """Return a kernel that fails after `works` calls."""
     left = [works]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -684,7 +684,7 @@ def failing(plain: Callable[..., Any], works: int) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("kind", "kernel"), [(torch.optim.AdamW, "_fused_adamw_"), (torch.optim.SGD, "_fused_sgd_")]
 )
-def test_a_step_that_fails_under_a_config_is_made_without_it(
+def test_failed_fused_step_is_repeated_without_the_config(
     kind: type[torch.optim.Optimizer], kernel: str, works: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[list[Tensor]] = []
@@ -693,17 +693,17 @@ def test_a_step_that_fails_under_a_config_is_made_without_it(
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         groups = [{"params": list(part.parameters())} for part in net]
         optimizer = kind(groups, lr=0.1)  # type: ignore[call-arg]
-        charged: list[Exception] = []
+        errors: list[Exception] = []
         switch = switch_of(TrainedModel(net, net), optimizer)
         for step in range(3):
             optimizer.zero_grad()
             net(torch.ones(4, 3)).square().sum().backward()
             with monkeypatch.context() as patch:
                 if step == 1 and fused:
-                    switch.set(OWN.replace(fused_optimizer=True), charged.append)
+                    switch.set(OWN.replace(fused_optimizer=True), errors.append)
                     patch.setattr(torch, kernel, failing(getattr(torch, kernel), works))
                 optimizer.step()
-        assert [str(one) for one in charged] == ["no such kernel"] * fused
+        assert [str(one) for one in errors] == ["no such kernel"] * fused
         assert not optimizer.param_groups[0]["fused"]
         switch.release()
         assert "step" not in vars(optimizer)
@@ -712,7 +712,7 @@ def test_a_step_that_fails_under_a_config_is_made_without_it(
     torch.testing.assert_close(*trained)
 
 
-def test_a_scheduler_that_comes_while_a_step_is_protected_works() -> None:
+def test_scheduler_created_under_a_config_works_before_and_after_release() -> None:
     net = Net()
     optimizer, switch = switched(net)
     switch.set(OWN.replace(fused_optimizer=True))
@@ -724,7 +724,7 @@ def test_a_scheduler_that_comes_while_a_step_is_protected_works() -> None:
     scheduler.step()
 
 
-def test_a_patch_leaves_what_came_later() -> None:
+def test_removing_a_patch_keeps_later_patches() -> None:
     class Owner:
         def name(self) -> str:
             return "own"
@@ -740,39 +740,39 @@ def test_a_patch_leaves_what_came_later() -> None:
     assert names == ["theirs ours own", "theirs own", "own"]
 
 
-def test_weights_keep_an_address_for_each_layout() -> None:
+def test_weights_keep_one_address_per_memory_layout() -> None:
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
     trained(net, 1, optimizer)
     switch = switch_of(TrainedModel(net, net), optimizer)
 
-    def there() -> list[Tensor]:
+    def tensors() -> list[Tensor]:
         return [net.conv.weight.detach(), optimizer.state[net.conv.weight]["exp_avg"]]
 
     other = OWN.replace(channels_last=True)
-    found: list[list[int]] = []
+    addresses: list[list[int]] = []
     for config in (OWN, other) * 3:
-        before = [one.clone() for one in there()]
+        before = [one.clone() for one in tensors()]
         switch.set(config)
-        assert all(map(torch.equal, before, there()))
-        found.append([one.data_ptr() for one in there()])
+        assert all(map(torch.equal, before, tensors()))
+        addresses.append([one.data_ptr() for one in tensors()])
         trained(net, 1, optimizer)
-    assert found == [found[0], found[1]] * 3 and found[0] != found[1]
-    # What the script loads is its own again.
+    assert addresses == addresses[:2] * 3 and addresses[0] != addresses[1]
+    # load_state_dict() replaces the tensors.
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    loaded = there()[1].clone()
+    loaded = tensors()[1].clone()
     switch.set(OWN)
-    assert torch.equal(loaded, there()[1])
+    assert torch.equal(loaded, tensors()[1])
     for act in (switch.set, lambda _other: switch.set(OWN), switch.forget):
         act(other)
     assert not switch._storages._kept
 
 
-def test_the_step_of_a_critic_waits_for_its_generator() -> None:
+def test_period_of_a_gan_ends_with_the_generator_step() -> None:
     critic, generator = nn.Linear(2, 1), nn.Linear(2, 2)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (critic, generator)]
     observer = LoopObserver()
-    found = []
+    periods = []
     for step in range(18):
         noise = torch.zeros(3, 2)
         observer.on_call(generator, (noise,), {})
@@ -780,53 +780,53 @@ def test_the_step_of_a_critic_waits_for_its_generator() -> None:
             observer.on_call(generator, (torch.zeros(100, 2),), {})
         observer.on_call(critic, (noise,), {})
         observer.on_step(optimizers[step % 6 == 5])
-        found.append(observer.period())
-    assert found == [0] * 17 + [6]
+        periods.append(observer.period())
+    assert periods == [0] * 17 + [6]
     assert observer.trained()[0].batch(6) == 6 * 3
     later = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     assert [observer.kind(one) for one in (later, optimizers[1])] == ["similar", "known"]
-    # That of a model which none has trained has the script looked at anew.
+    # The optimizer of a model that was never trained is a new one.
     untrained = nn.Linear(2, 1)
     observer.on_call(untrained, (noise[:, :2],), {})
     assert observer.kind(torch.optim.SGD(untrained.parameters(), lr=0.1)) == "new"
 
 
-def test_a_list_of_images_is_one_input() -> None:
+def test_list_of_images_is_one_input() -> None:
     sizes = ((4, 5), (4, 6))
     images = [torch.zeros(3, *size) for size in sizes]
     targets = [{"boxes": torch.zeros(n, 4), "labels": torch.zeros(n)} for n in (1, 2)]
-    found = inputs_of((images, targets), {})
-    assert [(one.name, one.shape) for one in found] == [
+    inputs = inputs_of((images, targets), {})
+    assert [(one.name, one.shape) for one in inputs] == [
         ("0", (2, 3, 4, 0)),
         ("1.boxes", (2, 0, 4)),
         ("1.labels", (2, 0)),
-    ]  # 0: it differs from image to image
+    ]  # 0: the size differs between images
     assert batch_of((images, targets), {}) == 2
     mixed = inputs_of(([torch.zeros(2), torch.zeros(2, 3)],), {"mask": torch.zeros(2).bool()})
     assert [one.shape for one in mixed] == [(2,), (2, 3), (2,)]
     assert batch_of((), {"x": (None, torch.zeros(4, 2))}) == 4
 
 
-REPLAYED = OWN.replace(compile="reduce-overhead")
-LAID_OUT = REPLAYED.replace(precision="bf16", channels_last=True)
+GRAPHS = OWN.replace(compile="reduce-overhead")
+GRAPHS_CHANNELS_LAST = GRAPHS.replace(precision="bf16", channels_last=True)
 
 
-def recorded() -> list[Any]:
-    """Every CUDA graph that there is."""
+def live_cudagraphs() -> list[Any]:
+    """Return all nodes of Inductor's CUDA graph trees."""
     from torch._inductor.cudagraph_trees import get_manager
 
     manager = get_manager(0, create_if_none_exists=False)
     waiting = [node for nodes in manager.roots.values() for node in nodes] if manager else []
-    found = []
+    graphs = []
     while waiting:
         node = waiting.pop()
-        found.append(node)
+        graphs.append(node)
         waiting += [child for nodes in node.children.values() for child in nodes]
-    return found
+    return graphs
 
 
 @pytest.mark.gpu
-def test_graphs_outlast_a_switch_and_go_where_they_are_forgotten() -> None:
+def test_cudagraphs_survive_a_switch_and_are_freed_by_forget() -> None:
     net = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten()).cuda()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
     switch = switch_of(TrainedModel(net, net), optimizer, device="cuda:0")
@@ -840,51 +840,51 @@ def test_graphs_outlast_a_switch_and_go_where_they_are_forgotten() -> None:
             optimizer.step()
             switch.begin_step(freed=True)
 
-    for config in (OWN, REPLAYED, LAID_OUT, OWN):
+    for config in (OWN, GRAPHS, GRAPHS_CHANNELS_LAST, OWN):
         steps(config)
-    before = set(map(id, recorded()))
+    before = set(map(id, live_cudagraphs()))
     assert before
-    for config in (REPLAYED, OWN, LAID_OUT, REPLAYED):
+    for config in (GRAPHS, OWN, GRAPHS_CHANNELS_LAST, GRAPHS):
         steps(config)
-    assert set(map(id, recorded())) == before
+    assert set(map(id, live_cudagraphs())) == before
     steps(OWN)
-    switch.forget(LAID_OUT)
-    kept = set(map(id, recorded()))
+    switch.forget(GRAPHS_CHANNELS_LAST)
+    kept = set(map(id, live_cudagraphs()))
     assert kept < before
-    steps(REPLAYED)
-    assert set(map(id, recorded())) == kept
-    steps(LAID_OUT)
-    assert len(recorded()) > len(kept)
+    steps(GRAPHS)
+    assert set(map(id, live_cudagraphs())) == kept
+    steps(GRAPHS_CHANNELS_LAST)
+    assert len(live_cudagraphs()) > len(kept)
 
 
 @pytest.mark.gpu
-def test_a_generator_that_is_called_between_steps() -> None:
-    def made(width: int, end: int) -> nn.Module:
+def test_evaluating_a_compiled_generator_between_steps_gives_finite_output() -> None:
+    def make_net(width: int, end: int) -> nn.Module:
         return nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, end)).cuda()
 
-    generator, critic = made(8, 16), made(16, 1)
-    makes, tells = (torch.optim.Adam(net.parameters()) for net in (generator, critic))
+    generator, critic = make_net(8, 16), make_net(16, 1)
+    optimizers = [torch.optim.Adam(net.parameters()) for net in (generator, critic)]
     trained = [TrainedModel(net, net) for net in (generator, critic)]
-    switch = switch_of(*trained, makes, tells, device="cuda:0")
+    switch = switch_of(*trained, *optimizers, device="cuda:0")
     fixed = torch.randn(32, 8, device="cuda")
-    seen: list[Tensor] = []
+    outputs: list[Tensor] = []
 
     def step(number: int) -> None:
         critic.zero_grad()
         critic(torch.randn(32, 16, device="cuda")).mean().backward()
         fake = generator(torch.randn(32, 8, device="cuda"))
         (-critic(fake.detach()).mean()).backward()
-        tells.step()
+        optimizers[1].step()
         generator.zero_grad()
         critic(fake).mean().backward()
-        makes.step()
+        optimizers[0].step()
         switch.begin_step(freed=True)
         if number % 4 == 0:
             with torch.no_grad():
-                seen.append(generator(fixed))
+                outputs.append(generator(fixed))
 
-    for config in (OWN, REPLAYED, OWN, REPLAYED):
+    for config in (OWN, GRAPHS, OWN, GRAPHS):
         switch.set(config)
         for number in range(12):
             step(number)
-    assert all(bool(one.isfinite().all()) for one in seen)
+    assert all(bool(one.isfinite().all()) for one in outputs)

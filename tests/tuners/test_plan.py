@@ -1,4 +1,4 @@
-"""The options of a tuning, its time, and the constants that steer it."""
+"""Options, budget and decision constants of a tuning."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from advisor.tuners.length import Length
 from advisor.tuners.search.plan import Clock, Plan, suffices
 
 
-def test_a_plan_is_made_of_what_was_given() -> None:
+def test_plan_from_options() -> None:
     plan = Plan.of({"budget": "5m", "duration": "2h", "trials": "7", "steps": None})
     assert (plan.seconds, plan.trials) == (300.0, 7)
     assert plan.length(8) == Length(seconds=7200.0, batch=8)
     assert Plan.of({"steps": 500}).length(8) == Length(steps=500, batch=8)
     assert Plan.of({}).length(8) is None and Plan.of({"budget": 90}).seconds == 90.0
-    # What is printed for copying: what the advice depends on, not how long it took.
+    # The printed command has the options that the advice depends on, and no limits.
     given = {"effort": "quick", "steps": 500, "budget": 9, "trials": 3, "seed": 4, "force": True}
     assert shell(Plan.of(given)) == ["--effort", "quick", "--steps", "500"]
     assert shell(Plan.of({"duration": "90s"})) == ["--duration", "90s"]
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"steps": 3, "duration": "1h"}, "one length"),
         ({"budget": 2.9}, "budget 2.9s: expected from 3s"),
@@ -38,18 +38,18 @@ def test_a_plan_is_made_of_what_was_given() -> None:
         ({"bugdet": 3}, "bugdet"),
     ],
 )
-def test_what_is_refused_says_why(given: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_invalid_options(given: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         Plan.of(given)
 
 
-def test_an_effort_suffices_for_less() -> None:
+def test_effort_suffices_for_lower_efforts() -> None:
     assert all(Plan(effort=name).seconds for name in EFFORTS)
     assert suffices("exhaustive", "quick") and suffices("normal", "normal")
     assert not suffices("quick", "normal") and not suffices("heroic", "quick")
 
 
-def test_a_clock_counts_down_one_budget() -> None:
+def test_clock_counts_down_one_budget() -> None:
     time = 0.0
     clock = Clock(100.0, reserve_s=20.0, now=lambda: time)
     assert (clock.left_s, clock.deadline_s) == (80.0, 85.0)
@@ -62,6 +62,5 @@ def test_a_clock_counts_down_one_budget() -> None:
     assert clock.left_s == 0.0 and clock.deadline_s == 0.1
 
 
-def test_constants_that_decide_are_few() -> None:
-    """Each asks what it replaces."""
+def test_at_most_40_decision_constants() -> None:
     assert sum(name.isupper() for name in vars(decisions)) <= 40

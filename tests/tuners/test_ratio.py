@@ -1,4 +1,4 @@
-"""Ratios of two configs measured in turn, and how often their interval holds the truth."""
+"""Ratios of two alternately measured configs, and the coverage of their intervals."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from advisor.tuners.decisions import CLEARLY, LOOKS
 from advisor.tuners.search.ratio import UNKNOWN_RATIO, Noise, Ratio, ratio_of
 
 Draw = Callable[[random.Random, int], list[float]]
-"""Logarithms of the rates of so many blocks in a row."""
+"""Returns the log-rates of consecutive blocks."""
 
 
-def normal(rng: random.Random, blocks: int) -> list[float]:
-    """Noise of a quiet GPU."""
+def idle(rng: random.Random, blocks: int) -> list[float]:
+    """The noise of an idle GPU."""
     return [rng.gauss(0, 0.005) for _ in range(blocks)]
 
 
 def busy(correlation: float) -> Draw:
-    """Noise of a host that is busy for several blocks in a row: an AR(1) series."""
+    """The noise of a busy host, correlated between blocks: an AR(1) series."""
 
     def draw(rng: random.Random, blocks: int) -> list[float]:
         fresh = math.sqrt(1 - correlation**2)
-        found = [rng.gauss(0, 0.03)]
+        logs = [rng.gauss(0, 0.03)]
         for _ in range(blocks - 1):
-            found.append(correlation * found[-1] + fresh * rng.gauss(0, 0.03))
-        return found
+            logs.append(correlation * logs[-1] + fresh * rng.gauss(0, 0.03))
+        return logs
 
     return draw
 
 
-def loaded(mean_blocks: float) -> Draw:
-    """Noise of a host on which something else runs for stretches of so many blocks."""
+def extra_load(mean_blocks: float) -> Draw:
+    """The noise of a host with another load that lasts for `mean_blocks` on average."""
 
     def draw(rng: random.Random, blocks: int) -> list[float]:
-        found: list[float] = []
-        while len(found) < blocks:
+        levels: list[float] = []
+        while len(levels) < blocks:
             level = 0.0 if rng.random() < 0.5 else rng.uniform(-math.log(5), math.log(5))
-            found += [level] * (1 + int(rng.expovariate(1 / mean_blocks)))
-        return [level + rng.gauss(0, 0.005) for level in found[:blocks]]
+            levels += [level] * (1 + int(rng.expovariate(1 / mean_blocks)))
+        return [level + rng.gauss(0, 0.005) for level in levels[:blocks]]
 
     return draw
 
 
 def race(draw: Draw, rng: random.Random, configs: int) -> list[float]:
-    """Log-ratios of two configs that are equally fast, raced there and back."""
+    """Return the log-ratios of two equally fast configs, raced in alternating order."""
     logs = draw(rng, configs * LOOKS[-1])
     rounds = [logs[at : at + configs] for at in range(0, len(logs), configs)]
     return [(one[-1] - one[0]) * (1 if turn % 2 == 0 else -1) for turn, one in enumerate(rounds)]
@@ -56,33 +56,33 @@ def race(draw: Draw, rng: random.Random, configs: int) -> list[float]:
 @pytest.mark.parametrize("configs", [2, 4])
 @pytest.mark.parametrize(
     "draw",
-    [normal, busy(0.5), busy(0.95), loaded(3), loaded(30)],
+    [idle, busy(0.5), busy(0.95), extra_load(3), extra_load(30)],
     ids=["quiet", "busy 0.5", "busy 0.95", "load of 3 blocks", "load of 30 blocks"],
 )
-def test_an_interval_holds_the_truth_at_every_look(draw: Draw, configs: int) -> None:
+def test_intervals_contain_the_true_ratio_at_every_look(draw: Draw, configs: int) -> None:
     rng, races = random.Random(0), 200
-    everywhere = stopped = 0
+    at_all_looks = at_the_end = 0
     for _ in range(races):
         logs = race(draw, rng, configs)
         looks = [ratio_of(logs[:count]) for count in LOOKS]
-        everywhere += all(one.low <= 1 <= one.high for one in looks)
+        at_all_looks += all(one.low <= 1 <= one.high for one in looks)
         end = next((one for one in looks if one.within(CLEARLY - 1)), looks[-1])
-        stopped += end.low <= 1 <= end.high
-    assert stopped >= 0.95 * races and everywhere >= 0.92 * races, (stopped, everywhere)
+        at_the_end += end.low <= 1 <= end.high
+    assert at_the_end >= 0.95 * races and at_all_looks >= 0.92 * races, (at_the_end, at_all_looks)
 
 
-def test_the_interval_is_students_and_yuens() -> None:
-    found = ratio_of([0.0, 0.1, 0.2])
+def test_interval_is_students_or_yuens_for_trimmed_means() -> None:
+    ratio = ratio_of([0.0, 0.1, 0.2])
     half = 9.92 * 0.1 / math.sqrt(3)
-    assert found.mean == pytest.approx(math.exp(0.1))
-    assert found.high == pytest.approx(math.exp(0.1 + half))
-    assert found.low == pytest.approx(math.exp(0.1 - half))
-    # Of twelve two are left out at each end; they count as much as their neighbours in the spread.
+    assert ratio.mean == pytest.approx(math.exp(0.1))
+    assert ratio.high == pytest.approx(math.exp(0.1 + half))
+    assert ratio.low == pytest.approx(math.exp(0.1 - half))
+    # Of twelve, two are trimmed at each end. The spread counts them as their neighbours.
     logs = [0.0, 9.0, 0.1, -9.0, 0.0, 0.1, 0.0, 0.1, 9.0, 0.1, -9.0, 0.0]
-    found = ratio_of(logs)
-    assert found.mean == pytest.approx(math.exp(0.05))
+    ratio = ratio_of(logs)
+    assert ratio.mean == pytest.approx(math.exp(0.05))
     half = 3.5 * 0.05 * math.sqrt(12 / 11) * math.sqrt(11 / 7) / math.sqrt(8)
-    assert found.high == pytest.approx(math.exp(0.05 + half), rel=1e-3)
+    assert ratio.high == pytest.approx(math.exp(0.05 + half), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,10 @@ def test_the_interval_is_students_and_yuens() -> None:
         ([0.0, 60.0, -60.0], Noise(), Ratio(mean=1.0, low=0.0, high=math.inf)),
     ],
 )
-def test_too_little_has_no_interval(logs: list[float], noise: Noise, expected: Ratio) -> None:
-    found = ratio_of(logs, noise)
-    assert (found.low, found.high) == (expected.low, expected.high)
-    assert found.mean == pytest.approx(expected.mean) and not found.faster
+def test_too_few_turns_give_no_interval(logs: list[float], noise: Noise, expected: Ratio) -> None:
+    ratio = ratio_of(logs, noise)
+    assert (ratio.low, ratio.high) == (expected.low, expected.high)
+    assert ratio.mean == pytest.approx(expected.mean) and not ratio.faster
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_too_little_has_no_interval(logs: list[float], noise: Noise, expected: R
         ((1.005, 1.004, 1.006), False, True),
         ((1.05, 1.04, 1.06), True, True),
         ((1.05, 0.99, 1.11), False, True),
-        ((20.0, 9.0, 44.0), False, True),  # it may be anything
+        ((20.0, 9.0, 44.0), False, True),  # too uncertain
         ((2.0, 1.6, 2.5), True, True),
         ((0.98, 0.97, 0.99), False, False),
         ((0.98, 0.95, 1.01), False, True),
@@ -119,9 +119,9 @@ def test_faster_and_level(ratio: tuple[float, float, float], faster: bool, level
     assert (one.faster, one.level) == (faster, level)
 
 
-def test_noise_is_that_of_a_turn_against_its_neighbours() -> None:
+def test_noise_is_the_deviation_of_a_turn_from_its_neighbours() -> None:
     rng = random.Random(0)
-    found = Noise.of([math.exp(rng.gauss(0, 0.02)) for _ in range(2001)])
-    assert found.turns == 1000
-    assert found.deviation == pytest.approx(0.02 * math.sqrt(1.5), rel=0.05)
+    noise = Noise.of([math.exp(rng.gauss(0, 0.02)) for _ in range(2001)])
+    assert noise.turns == 1000
+    assert noise.deviation == pytest.approx(0.02 * math.sqrt(1.5), rel=0.05)
     assert Noise.of([1.0, 2.0, 1.0, 2.0]) == Noise()

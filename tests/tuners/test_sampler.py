@@ -1,4 +1,4 @@
-"""The sampler: an Optuna sampler that finds good configs, cheaply, and repeats none."""
+"""The Optuna sampler: it finds good configs at low cost and repeats none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DISTRIBUTIONS = {name: CategoricalDistribution(values) for name, values in CHOIC
 
 
 class Machine:
-    """Speeds that multiply over knobs, some pairs together; compiling costs a hundred times."""
+    """Speeds are products over knobs and some pairs. Compiling costs 100 times as much."""
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
@@ -46,10 +46,10 @@ class Machine:
     def seconds(self, config: Config) -> float:
         return 1.0 if config["compile"] == "none" else 100.0
 
-    def tried(
+    def sample(
         self, seed: int, trials: int, among: Sequence[Config] = CONFIGS, *, weighed: bool = True
     ) -> list[Config]:
-        """What a sampler chooses here; unless `weighed` every trial takes a second."""
+        """Return the sampled configs. Unless `weighed`, every trial costs a second."""
         study, tried = optuna.create_study(direction="maximize"), list[Config]()
         study.sampler = GainPerSecond(
             seed=seed,
@@ -67,27 +67,27 @@ class Machine:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_comes_near_the_best_of_288_and_repeats_none(seed: int) -> None:
+def test_40_trials_come_near_the_best_of_288_and_repeat_none(seed: int) -> None:
     machine = Machine(seed)
-    tried = machine.tried(seed, 40)
-    assert len(set(tried)) == 40 and tried[:3] == machine.tried(seed, 3)
+    tried = machine.sample(seed, 40)
+    assert len(set(tried)) == 40 and tried[:3] == machine.sample(seed, 3)
     best = max(map(machine.rate, CONFIGS))
     assert max(map(machine.rate, tried)) >= 0.99 * best
 
 
-def test_what_is_cheap_comes_first() -> None:
+def test_sampler_prefers_cheap_configs() -> None:
     machine = Machine(0)
     machine.single |= {("compile", value): 0.0 for value in CHOICES["compile"]}
     spent = {}
     for weighed in (False, True):
-        tried = [machine.tried(seed, 20, weighed=weighed) for seed in range(3)]
+        tried = [machine.sample(seed, 20, weighed=weighed) for seed in range(3)]
         spent[weighed] = sum(map(machine.seconds, itertools.chain(*tried)))
     assert spent[True] < 0.8 * spent[False]
 
 
-def test_likely_failures_are_avoided_and_none_left_is_no_error() -> None:
+def test_likely_failures_are_avoided_and_few_candidates_are_no_error() -> None:
     machine = Machine(2)
-    failed = [config for config in machine.tried(3, 40) if machine.rate(config) == 0]
-    assert len(failed) <= 6  # a twelfth of all fail: the samplers must learn where, not leave
+    failed = [config for config in machine.sample(3, 40) if machine.rate(config) == 0]
+    assert len(failed) <= 6  # 1/12 of all configs fail
     few = CONFIGS[:5]
-    assert set(machine.tried(0, 4, few)[1:]) <= set(few)
+    assert set(machine.sample(0, 4, few)[1:]) <= set(few)

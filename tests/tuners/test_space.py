@@ -1,4 +1,4 @@
-"""Which configs a space holds, and what goes together in it."""
+"""The search space: its configs, and values that exclude each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests import builders
         ({"compile": "reduce-overhead", "step_graph": True}, False),
     ],
 )
-def test_what_the_table_says_does_not_go_together(changes: dict[str, Any], combines: bool) -> None:
+def test_conflicting_values_are_not_combined(changes: dict[str, Any], combines: bool) -> None:
     space = builders.space(use="capture", batches=(32, 64), repeats=True, varies=True)
     config = space.default.replace(**changes)
     assert space.holds(config) is combines
@@ -39,26 +39,26 @@ def small(**more: tuple[Any, ...]) -> Space:
     return Space(choices | more)
 
 
-def test_what_it_holds() -> None:
+def test_configs_and_values_of_a_space() -> None:
     space = small()
     every = list(space.configs(4))
-    # Five of six go together: a fused optimizer and fp16 do not.
+    # 10 of 12 combinations: a fused optimizer and fp16 exclude each other.
     assert len(every) == len(set(every)) == 10 and all(map(space.holds, every))
     assert sum(bool(space.expensive_values(one)) for one in every) == 5
-    odd: list[dict[str, Any]] = [{"more": 1}, {"fused_optimizer": 1}, {"batch_size": 8}]
-    assert not any(space.holds(space.default.replace(**one)) for one in odd)
+    invalid: list[dict[str, Any]] = [{"more": 1}, {"fused_optimizer": 1}, {"batch_size": 8}]
+    assert not any(space.holds(space.default.replace(**one)) for one in invalid)
     assert not space.holds(space.default.without("precision"))
     offered = [("fused_optimizer", True), ("fused_optimizer", 1), ("threads", 1)]
     assert [space.offers(*one) for one in offered] == [True, False, False]
     near = space.near({"fused_optimizer": True, "precision": "q", "more": 1, "batch_size": 64})
     assert near == space.default.replace(fused_optimizer=True)
-    # Setting a knob takes back what conflicts with it.
+    # Setting a knob resets conflicting knobs.
     assert space.combined(near, "precision", "fp16") == space.default.replace(precision="fp16")
     assert space.combined(near, "precision", "tf32") == near.replace(precision="tf32")
     assert space.combined(space.default, "fused_optimizer", True) == near
 
 
-def test_the_digest_is_of_the_choices() -> None:
+def test_digest_depends_on_the_choices_only() -> None:
     assert len(small().digest) == 12
     assert small().digest == Space(small().choices, {"pin_memory": (False, True)}).digest
     assert small().digest != Space({"channels_last": (False, True)}).digest
@@ -66,15 +66,15 @@ def test_the_digest_is_of_the_choices() -> None:
     assert levels[0].digest != levels[1].digest
 
 
-def test_the_ladder() -> None:
-    found = [ladder(4, fits=fits) for fits in (3, 4, 16, 31)]
-    assert found == [(4,), (4,), (4, 8, 16), (4, 8, 16)]
+def test_ladder_doubles_the_batch_as_far_as_it_fits() -> None:
+    ladders = [ladder(4, fits=fits) for fits in (3, 4, 16, 31)]
+    assert ladders == [(4,), (4,), (4, 8, 16), (4, 8, 16)]
     assert ladder(1, fits=10**6) == tuple(2**power for power in range(9))
 
 
-def test_what_feeds_a_run_can_be_held() -> None:
+def test_configs_with_fixed_loader_settings() -> None:
     space = builders.space(workers=4, batches=(32,))
-    feed = Config(num_workers=4, prefetch_factor=2, pin_memory=True)
-    held = set(space.configs(32, feed))
-    everything = {config for config in space.configs(32) if config.only(*feed) == feed}
-    assert held == everything and held
+    loader = Config(num_workers=4, prefetch_factor=2, pin_memory=True)
+    fixed = set(space.configs(32, loader))
+    expected = {config for config in space.configs(32) if config.only(*loader) == loader}
+    assert fixed == expected and fixed

@@ -1,4 +1,4 @@
-"""Target strings, and what is found behind them."""
+"""Target strings: loading the model, its fingerprint and its source."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ BLOCK = "class Block(nn.Module):\n    def __init__(self, a): super().__init__()\
     ],
 )
 def test_models_in_a_file(tmp_path: Path, text: str, arguments: dict[str, int], width: int) -> None:
-    found = load(parse(write(tmp_path, text)), Config(arguments))
-    assert found.spec.name.startswith("mine.py:")
-    assert build(found) is not build(found)
-    assert build(found).fc.out_features == width  # type: ignore[union-attr]
+    target = load(parse(write(tmp_path, text)), Config(arguments))
+    assert target.spec.name.startswith("mine.py:")
+    assert build(target) is not build(target)
+    assert build(target).fc.out_features == width  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "said"),
+    ("text", "error", "message"),
     [
         (NET + "class Other(Net): pass\n", TargetError, r"mine\.py:Net, mine\.py:Other"),
         ("x = 1\n", TargetError, r"it defines no nn\.Module class that builds without"),
@@ -62,12 +62,12 @@ def test_models_in_a_file(tmp_path: Path, text: str, arguments: dict[str, int], 
         ("raise SystemExit(0)\n", AdvisorError, "__main__"),
     ],
 )
-def test_refused_files(tmp_path: Path, text: str, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_invalid_files(tmp_path: Path, text: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         loaded(write(tmp_path, text))
 
 
-def test_torchvision_is_built_untrained() -> None:
+def test_torchvision_model_is_built() -> None:
     model = loaded("torchvision:squeezenet1_1", num_classes=5)
     assert type(model).__name__ == "SqueezeNet"
 
@@ -83,12 +83,12 @@ def test_torchvision_is_built_untrained() -> None:
         ("torchvision:", "expected"),
     ],
 )
-def test_wrong_strings_say_what_is_right(target: str, words: str) -> None:
+def test_error_for_an_invalid_target_string(target: str, words: str) -> None:
     with pytest.raises(TargetError, match=words):
         loaded(target)
 
 
-def test_an_import_that_fails_shows_the_users_frames_only(tmp_path: Path) -> None:
+def test_failed_import_shows_only_the_users_frames(tmp_path: Path) -> None:
     path = write(tmp_path, "def inner():\n    return 1 / 0\ninner()\n")
     with pytest.raises(TargetFailed, match="ZeroDivisionError") as caught:
         loaded(path)
@@ -96,7 +96,7 @@ def test_an_import_that_fails_shows_the_users_frames_only(tmp_path: Path) -> Non
     assert "importlib" not in caught.value.details and "target.py" not in caught.value.details
 
 
-def test_fingerprint_is_the_architecture_and_not_the_weights() -> None:
+def test_fingerprint_depends_on_the_architecture_and_not_on_the_weights() -> None:
     def net(width: int = 3, bias: bool = True, stride: int = 1) -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, width, 3, bias=bias, stride=stride), nn.ReLU())
 
@@ -146,7 +146,7 @@ def code(folder: Path, text: str, name: str) -> str:
     return fingerprint.of_model(loaded(write(folder, text, name) + ":Net"))
 
 
-def test_a_file_is_parsed_once_for_all_of_its_classes(
+def test_file_is_parsed_once_for_all_its_classes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = "\ndef made():\n    class Inner(Net):\n        depth = {}\n    return Inner()\n"
@@ -177,38 +177,38 @@ def test_a_file_is_parsed_once_for_all_of_its_classes(
     ],
 )
 @pytest.mark.parametrize("most", [fingerprint.MOST_PIECES, 1])
-def test_code_that_decides_the_model(
+def test_fingerprint_changes_with_used_code_only(
     tmp_path: Path, before: str, after: str, same: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where its pieces are too many its files count whole."""
+    """With more than `most` pieces, whole files count."""
     monkeypatch.setattr(fingerprint, "MOST_PIECES", most)
     assert before in CODE
     known = code(tmp_path, CODE, "first.py")
     assert (code(tmp_path, CODE.replace(before, after), "other.py") == known) is (same and most > 1)
 
 
-def test_a_training_script_has_the_same_model(tmp_path: Path) -> None:
+def test_training_script_gives_the_same_fingerprint(tmp_path: Path) -> None:
     tail = "import sys\nfrom advisor.tuners import fingerprint\n"
     tail += "batch = 64\nprint(fingerprint.of_model(Net()))\n"
     (script := tmp_path / "train.py").write_text(HEAD + CODE + tail)
     assert forks.run(script).stdout.strip() == code(tmp_path, CODE, "mine.py")
 
 
-def test_a_library_counts_by_its_names_and_the_projects_modules_by_their_code(
+def test_fingerprint_ignores_library_code_and_includes_project_code(
     tmp_path: Path,
 ) -> None:
-    kept, found = [], []
+    libraries, projects = [], []
     for number in (5, 6):
         (installed := tmp_path / "site-packages").mkdir(exist_ok=True)
-        kept.append(code(installed, CODE.replace("* 2", f"* {number}"), f"lib{number}.py"))
+        libraries.append(code(installed, CODE.replace("* 2", f"* {number}"), f"lib{number}.py"))
         (folder := tmp_path / str(number)).mkdir()
         write(folder, f"def twice(x): return x * {number}\n", f"parts{number}.py")
         text = f"import parts{number} as parts\n" + NET.replace("self.fc(x)", "parts.twice(x)")
-        found.append(code(folder, text, f"whole{number}.py"))
-    assert kept[0] == kept[1] and found[0] != found[1]
+        projects.append(code(folder, text, f"whole{number}.py"))
+    assert libraries[0] == libraries[1] and projects[0] != projects[1]
 
 
-def test_where_there_is_no_source(tmp_path: Path) -> None:
+def test_fingerprint_without_source_uses_the_bytecode(tmp_path: Path) -> None:
     def made(text: str) -> str:
         scope: dict[str, Any] = {"__name__": "nowhere"}
         exec(compile(HEAD + text, "<nowhere>", "exec"), scope)
@@ -218,7 +218,7 @@ def test_where_there_is_no_source(tmp_path: Path) -> None:
     assert made(CODE) != made(CODE.replace("mixed(self.fc(x))", "mixed(self.fc(x) + 1)"))
 
 
-class Sour(nn.Module):
+class NoRepr(nn.Module):
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
@@ -227,7 +227,7 @@ class Sour(nn.Module):
         raise ValueError("sour")
 
 
-def test_a_fingerprint_raises_nothing_and_knows_what_a_module_cannot_say() -> None:
+def test_fingerprint_of_unusual_modules_does_not_raise() -> None:
     class Meta(type):
         __hash__ = None  # type: ignore[assignment]
 
@@ -237,17 +237,17 @@ def test_a_fingerprint_raises_nothing_and_knows_what_a_module_cannot_say() -> No
     one, other = (nn.Sequential(nn.LazyLinear(3), nn.LazyConv2d(3, 3)) for _ in range(2))
     assert fingerprint.of_model(one) == fingerprint.of_model(other)
     assert fingerprint.size(one) == (3, 0)
-    same, train, other_rate = map(fingerprint.of_model, (Sour(0.1), Sour(0.1).eval(), Sour(0.2)))
-    assert same == train != other_rate != fingerprint.of_model(one)
+    same, train, off = map(fingerprint.of_model, (NoRepr(0.1), NoRepr(0.1).eval(), NoRepr(0.2)))
+    assert same == train != off != fingerprint.of_model(one)
     whole = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     assert fingerprint._code([Odd]) == [whole]
 
 
-def test_hooks(tmp_path: Path) -> None:
+def test_fingerprint_of_hooks(tmp_path: Path) -> None:
     def hooks(before: str, after: str, text: str = CODE) -> str:
         path = write(tmp_path, text.replace(before, after), f"of{len(list(tmp_path.iterdir()))}.py")
-        found = load(parse(f"{path}:Net"), Config())
-        return fingerprint.of_hooks(found.make_batch, found.loss)
+        target = load(parse(f"{path}:Net"), Config())
+        return fingerprint.of_hooks(target.make_batch, target.loss)
 
     same = hooks("# why", "# otherwise")
     assert same == hooks("mixed(self.fc(x))", "self.fc(x)")
@@ -260,11 +260,11 @@ def test_hooks(tmp_path: Path) -> None:
 
 
 class TestSource:
-    """What of a file decides its model, read without importing it."""
+    """The hash of the code that a model uses, read without importing it."""
 
     @staticmethod
-    def differs(folder: Path, before: str, after: str, file: str = "mine.py") -> bool:
-        """Whether a change in a file beside the target's is seen there."""
+    def changes_code(folder: Path, before: str, after: str, file: str = "mine.py") -> bool:
+        """Return whether this change of a file changes the code of the target."""
         spec, path = parse(f"{folder / 'mine.py'}:Net"), folder / file
         text = path.read_text()
         assert before in text
@@ -299,9 +299,9 @@ class TestSource:
             ("def f(): return 17\nclass Net(Net): a = sys.modules[__name__]\n", True),
         ],
     )
-    def test_counts(self, tmp_path: Path, text: str, counts: bool) -> None:
+    def test_statements_that_count(self, tmp_path: Path, text: str, counts: bool) -> None:
         write(tmp_path, NET + text)
-        assert self.differs(tmp_path, "17", "18") is counts
+        assert self.changes_code(tmp_path, "17", "18") is counts
 
     @pytest.mark.parametrize(
         ("line", "used"),
@@ -319,7 +319,7 @@ class TestSource:
             ("from inner import again", "again"),
         ],
     )
-    def test_of_the_project_counts(self, tmp_path: Path, line: str, used: str) -> None:
+    def test_imported_project_code_counts(self, tmp_path: Path, line: str, used: str) -> None:
         (tmp_path / "inner").mkdir()
         for name in ("parts.py", "inner/deep.py"):
             (tmp_path / name).write_text("def f(x): return 2 * x\ndef g(x): return 5 * x\n")
@@ -330,18 +330,18 @@ class TestSource:
             head, local = ("", f"        {line}\n") if inside else (f"{line}\n", "")
             text = f"class Net:\n    def forward(self, x):\n{local}        return {used}(x)\n"
             write(tmp_path, head + text)
-            assert self.differs(tmp_path, "2 * x", "3 * x", file)
-            # Of a module that is imported inside a function, any part may be used.
+            assert self.changes_code(tmp_path, "2 * x", "3 * x", file)
+            # If a function imports a module, the whole module counts.
             whole = "*" in line or line == "import inner.deep" or (inside and "." in used)
-            assert self.differs(tmp_path, "5 * x", "6 * x", file) is whole
+            assert self.changes_code(tmp_path, "5 * x", "6 * x", file) is whole
 
-    def test_what_imports_itself_ends(self, tmp_path: Path) -> None:
+    def test_circular_imports(self, tmp_path: Path) -> None:
         write(tmp_path, "from other import *\nimport mine\nclass Net(mine.Base): x = Net\n")
         (tmp_path / "other.py").write_text("from mine import *\nclass Base: x = 1\n")
-        assert self.differs(tmp_path, "x = 1", "x = 2", "other.py")
+        assert self.changes_code(tmp_path, "x = 1", "x = 2", "other.py")
 
     @pytest.mark.parametrize(
-        ("data", "says"),
+        ("data", "message"),
         [
             (b"def f(:\n", "SyntaxError"),
             (b"x = 1\0\n", "Error"),
@@ -351,19 +351,19 @@ class TestSource:
             (b"#" * (source.MAX_SOURCE_BYTES + 1), f"larger than {source.MAX_SOURCE_BYTES} bytes"),
         ],
     )
-    def test_what_cannot_be_read_is_said(self, tmp_path: Path, data: bytes, says: str) -> None:
+    def test_unreadable_source(self, tmp_path: Path, data: bytes, message: str) -> None:
         path = tmp_path / "mine.py"
         path.write_bytes(data)
         spec = parse(f"{path}:Net")
-        with pytest.raises(TargetError, match=rf"mine\.py cannot be read: .*{says}"):
+        with pytest.raises(TargetError, match=rf"mine\.py cannot be read: .*{message}"):
             _ = spec.code
         assert "cannot be read" in spec.edited("ab")
-        # Of what is imported only the line counts then.
+        # An unreadable import counts by its import line only.
         path.rename(tmp_path / "parts.py")
         write(tmp_path, "from parts import x\nclass Net: a = x\n")
         assert spec.edited(spec.code) == ""
 
-    def test_what_is_no_file_is_said(self, tmp_path: Path) -> None:
+    def test_missing_or_irregular_file(self, tmp_path: Path) -> None:
         spec, path = parse(f"{write(tmp_path, NET)}:Net"), tmp_path / "mine.py"
         path.unlink()
         for make in (lambda: None, path.mkdir, lambda: (path.rmdir(), os.mkfifo(path))):
@@ -371,15 +371,15 @@ class TestSource:
             with pytest.raises(TargetError, match=r"mine\.py cannot be read"):
                 _ = spec.code
 
-    def test_says_nothing_and_imports_nothing(self, tmp_path: Path) -> None:
+    def test_reading_the_source_prints_and_imports_nothing(self, tmp_path: Path) -> None:
         text = "raise SystemExit(1)\nclass Net: x = '\\d'; y = 1 is 1\n"
         assert parse(f"{write(tmp_path, text)}:Net").code
 
 
 class TestModules:
-    """Where the source of `package.module:factory` lies, found without an import."""
+    """The source file of `package.module:factory`, found without an import."""
 
-    def test_of_the_users_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_module_of_the_user(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         package = tmp_path / "owned" / "deep"
         package.mkdir(parents=True)
         (package.parent / "__init__.py").write_text("raise SystemExit('imported')\n")
@@ -397,6 +397,6 @@ class TestModules:
     @pytest.mark.parametrize(
         "name", ["torchvision.models:resnet18", "json:loads", "sys:exit", "no_such.module:f"]
     )
-    def test_of_a_library_or_nowhere(self, name: str) -> None:
+    def test_library_or_missing_module(self, name: str) -> None:
         spec = parse(name)
         assert (spec.file, spec.origin, spec.code, spec.edited("")) == ("", "", "", "")

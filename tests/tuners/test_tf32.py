@@ -1,4 +1,4 @@
-"""The float32 switches: set, and then readable and settable through either interface."""
+"""The float32 precision flags stay readable and settable through both interfaces of torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ EXPECTED = {
 
 
 def test_both_interfaces_stay_readable_and_settable_after_any_earlier_setting() -> None:
-    """In a fresh process, with warnings as errors from the first call on."""
-    from tests import forks  # where the tests are found, which is not where the function runs
+    """Runs in a fresh process, with warnings as errors from the first call on."""
+    from tests import forks  # not importable in that process
 
     done = forks.run(Path(__file__))
     assert done.returncode == 0, done.stderr
@@ -31,17 +31,17 @@ def every_sequence() -> None:
 
     cudnn: Any = torch.backends.cudnn
     matmul: Any = torch.backends.cuda.matmul
-    wide: Any = torch.backends
+    backends: Any = torch.backends
     new = hasattr(cudnn, "fp32_precision")
 
-    def read(then: str) -> str:
+    def read(case: str) -> str:
         try:
             old = (matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision())
         except RuntimeError as error:
-            raise AssertionError(then) from error
+            raise AssertionError(case) from error
         shown = describe()
-        assert old[0] == ("matmul=tf32" in shown), then
-        assert old[1] == ("conv=tf32" in shown) == ("rnn=tf32" in shown), then
+        assert old[0] == ("matmul=tf32" in shown), case
+        assert old[1] == ("conv=tf32" in shown) == ("rnn=tf32" in shown), case
         return str(old[2])
 
     before: list[tuple[Any, str, Any]] = [
@@ -52,12 +52,12 @@ def every_sequence() -> None:
     ]
     after = list(before)
     if new:
-        places = (wide, cudnn, cudnn.conv, cudnn.rnn, matmul)
+        places = (backends, cudnn, cudnn.conv, cudnn.rnn, matmul)
         before += [(p, "fp32_precision", to) for p in places for to in ("tf32", "ieee", "none")]
         cpu: Any = torch.backends.mkldnn
         before += [(cpu.matmul, "fp32_precision", to) for to in ("bf16", "tf32", "ieee")]
-        before += [(wide, "fp32_precision", "bf16")]
-        after += [(p, "fp32_precision", to) for p in (wide, cudnn) for to in ("tf32", "ieee")]
+        before += [(backends, "fp32_precision", "bf16")]
+        after += [(p, "fp32_precision", to) for p in (backends, cudnn) for to in ("tf32", "ieee")]
 
     def act(place: Any, name: str, value: Any) -> None:
         if name:
@@ -66,28 +66,28 @@ def every_sequence() -> None:
             place(value)
 
     for first, precision, then in product(before, EXPECTED, after):
-        told, expected = f"{first} {precision}", EXPECTED[precision]
+        case, expected = f"{first} {precision}", EXPECTED[precision]
         act(*first)
-        held = Float32.now()
+        flags = Float32.now()
         set_float32(precision)
-        held.put_back()
+        flags.put_back()
         back = Float32.now()
-        # What torch refused to say, as the switches disagreed, is said by the new ones.
-        assert (back.tag, back.new) == (held.tag, held.new), told
-        assert held.matmul in (None, back.matmul) and held.cudnn in (None, back.cudnn), told
+        # torch cannot read the old flags if they disagree; then only the new ones are compared.
+        assert (back.tag, back.new) == (flags.tag, flags.new), case
+        assert flags.matmul in (None, back.matmul) and flags.cudnn in (None, back.cudnn), case
         set_float32(precision)
-        assert (describe(), read(told), Float32.now().tag) == (*expected, precision), told
+        assert (describe(), read(case), Float32.now().tag) == (*expected, precision), case
         with cudnn.flags(enabled=True):
-            read(f"{told} in flags")
-        assert (describe(), read(f"{told} flags")) == expected, told
+            read(f"{case} in flags")
+        assert (describe(), read(f"{case} flags")) == expected, case
         set_float32(precision)
-        assert (describe(), read(f"{told} twice")) == expected, told
-        # torch refuses this mix of the user's own, with or without us.
-        if not (first[0] is wide and then[:2] == (cudnn, "allow_tf32") and precision != "fp32"):
+        assert (describe(), read(f"{case} twice")) == expected, case
+        # torch itself refuses this combination, also without advisor.
+        if not (first[0] is backends and then[:2] == (cudnn, "allow_tf32") and precision != "fp32"):
             act(*then)
-            read(f"{told} {then}")
-        if new:  # what set_float32 leaves to the user
-            wide.fp32_precision = "none"
+            read(f"{case} {then}")
+        if new:  # set_float32 does not reset it
+            backends.fp32_precision = "none"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The search on made-up places: what it visits, what it advises, and what nothing can take away."""
+"""The search on simulated machines: visited configs, advice, failures and interruptions."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ BASE = SPACE.default
 HALF = BASE.replace(precision="bf16", channels_last=True)
 LEADER = HALF.replace(compile="reduce-overhead")
 WRONG_CODE = {("compile", "reduce-overhead"): Compared("wrong", "a gradient is 10% off", "code")}
-DOUBTED = {("compile", "reduce-overhead"): Compared(UNVERIFIED, "not verified: draws")}
+UNVERIFIED_CODE = {("compile", "reduce-overhead"): Compared(UNVERIFIED, "not verified: draws")}
 WRONG_FORMAT = {("precision", "bf16"): Compared("wrong", "the loss is off", "format")}
 WRONG_FUSED = {("fused_optimizer", True): Compared("wrong", "weights differ", "optimizer")}
 
 
-def near_best(place: MadeUp, config: Config, best: Config, within: float = 0.95) -> bool:
-    return place.speedup(config) >= within * place.speedup(best)
+def is_near(machine: MadeUp, config: Config, best: Config, within: float = 0.95) -> bool:
+    return machine.speedup(config) >= within * machine.speedup(best)
 
 
 @pytest.mark.parametrize(
@@ -41,31 +41,31 @@ def near_best(place: MadeUp, config: Config, best: Config, within: float = 0.95)
     [
         ({}, None, LEADER.replace(fused_optimizer=True)),
         (WRONG_CODE, ("compile", "reduce-overhead"), HALF.replace(compile="default")),
-        (DOUBTED, ("compile", "reduce-overhead"), HALF.replace(compile="default")),
+        (UNVERIFIED_CODE, ("compile", "reduce-overhead"), HALF.replace(compile="default")),
         (WRONG_FORMAT, ("precision", "bf16"), BASE.replace(precision="tf32", channels_last=True)),
         (WRONG_FUSED, ("fused_optimizer", True), LEADER),
     ],
 )
-def test_only_what_is_faster_and_verified_takes_the_lead(
+def test_only_faster_and_verified_configs_lead(
     verdicts: dict[tuple[str, object], Compared], never: tuple[str, object] | None, best: Config
 ) -> None:
-    place, heard = MadeUp(BASE), Heard()
-    place.verdicts = verdicts
-    found = tuned(place, SPACE, 200.0, heard=heard)
+    machine, heard = MadeUp(BASE), Heard()
+    machine.verdicts = verdicts
+    found = tuned(machine, SPACE, 200.0, heard=heard)
     for config in (*heard.best, advised(found)):
         assert never is None or never not in config.items()
     assert any(line.startswith("compiling: compile=") for line in heard.phases)
-    assert near_best(place, advised(found), best)
-    speeds = [place.speedup(config) for config in heard.best]
+    assert is_near(machine, advised(found), best)
+    speeds = [machine.speedup(config) for config in heard.best]
     assert all(after > 0.97 * before for before, after in pairwise(speeds))
     for pair, verdict in verdicts.items():
-        seemed = [c for c in place.compared if pair in c.items()]
-        # What is struck out is not visited again, and each has its line.
+        compared = [c for c in machine.compared if pair in c.items()]
+        # A wrong value is not visited again; each one has a remark.
         if verdict.outcome == "wrong" and verdict.blames != "format":
-            assert len(seemed) == 1
+            assert len(compared) == 1
         why = "could not be compared" if verdict.outcome == UNVERIFIED else "not train like fp32"
         assert any(why in line for line in found.remarks) or verdict.blames
-    assert place.time <= 1.05 * 200
+    assert machine.time <= 1.05 * 200
 
 
 @pytest.mark.parametrize(
@@ -73,34 +73,34 @@ def test_only_what_is_faster_and_verified_takes_the_lead(
     [KeyboardInterrupt(), WorkerError("the process is gone"), TargetFailed("step 400 raised")],
     ids=lambda stop: type(stop).__name__,
 )
-def test_whatever_stops_it_keeps_the_best_so_far(stop: BaseException) -> None:
+def test_interrupted_search_keeps_the_best_so_far(stop: BaseException) -> None:
     whole = MadeUp(BASE)
     tuned(whole, SPACE, 90.0)
     first, second = map(whole.blocks.index, list(dict.fromkeys(whole.blocks))[1:3])
-    place = MadeUp(BASE)
-    place.stops[first + 1] = stop
+    machine = MadeUp(BASE)
+    machine.stops[first + 1] = stop
     ctrl_c = isinstance(stop, KeyboardInterrupt)
-    # Nothing was held against the baseline.
+    # No config has been compared with the baseline yet.
     with nullcontext() if ctrl_c else pytest.raises(type(stop)):
-        assert advised(tuned(place, SPACE, 90.0)) == BASE
+        assert advised(tuned(machine, SPACE, 90.0)) == BASE
     for number in range(second + 1, len(whole.blocks), 29):
-        place, heard = MadeUp(BASE), Heard()
-        place.stops[number] = stop
-        found = tuned(place, SPACE, 90.0, heard=heard)
+        machine, heard = MadeUp(BASE), Heard()
+        machine.stops[number] = stop
+        found = tuned(machine, SPACE, 90.0, heard=heard)
         assert found.interrupted == ctrl_c and not found.complete
-        assert near_best(place, advised(found), heard.best[-1], 0.97), number
+        assert is_near(machine, advised(found), heard.best[-1], 0.97), number
         assert ctrl_c or any(str(stop) in line for line in heard.notices)
 
 
-def test_before_the_baseline_was_measured_an_interruption_is_one() -> None:
-    place = MadeUp(BASE)
-    place.stops[1] = KeyboardInterrupt()
+def test_search_without_a_measured_baseline_raises() -> None:
+    machine = MadeUp(BASE)
+    machine.stops[1] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        tuned(place, SPACE)
-    place = MadeUp(BASE)
-    place.fails[("compile", "none")] = "failed"
+        tuned(machine, SPACE)
+    machine = MadeUp(BASE)
+    machine.fails[("compile", "none")] = "failed"
     with pytest.raises(WorkerError, match="could not be measured"):
-        tuned(place, SPACE)
+        tuned(machine, SPACE)
 
 
 @pytest.mark.parametrize(
@@ -114,68 +114,67 @@ def test_before_the_baseline_was_measured_an_interruption_is_one() -> None:
         (dict.fromkeys([("compile", v) for v in SPACE.choices["compile"][1:]], "failed"), HALF),
     ],
 )
-def test_a_failed_config_costs_itself(fails: dict[tuple[str, object], str], best: Config) -> None:
-    place = MadeUp(BASE)
-    place.fails = dict(fails)
-    found = tuned(place, SPACE, 100.0)
-    assert near_best(place, advised(found), best)
-    assert place.time <= 1.05 * 100 + 1
+def test_failed_value_is_not_advised(fails: dict[tuple[str, object], str], best: Config) -> None:
+    machine = MadeUp(BASE)
+    machine.fails = dict(fails)
+    found = tuned(machine, SPACE, 100.0)
+    assert is_near(machine, advised(found), best)
+    assert machine.time <= 1.05 * 100 + 1
 
 
 @pytest.mark.parametrize(("compiling_s", "budget_s"), [(44.0, 90.0), (50.0, 100.0)])
-def test_a_long_compilation_is_expected_again(compiling_s: float, budget_s: float) -> None:
-    """Its first mode is wrong; another that cannot end in time leaves nothing for the rest."""
-    place, heard = MadeUp(BASE), Heard()
-    place.compiling_s, place.verdicts = compiling_s, WRONG_CODE
-    found = tuned(place, SPACE, budget_s, heard=heard)
+def test_no_second_compilation_without_enough_time(compiling_s: float, budget_s: float) -> None:
+    """The first compiled mode is wrong. Another one would use up the remaining budget."""
+    machine, heard = MadeUp(BASE), Heard()
+    machine.compiling_s, machine.verdicts = compiling_s, WRONG_CODE
+    found = tuned(machine, SPACE, budget_s, heard=heard)
     assert all(trial.measurement.ok for trial in heard.trials)
-    assert place.time <= budget_s and place.speedup(advised(found)) > 2
+    assert machine.time <= budget_s and machine.speedup(advised(found)) > 2
 
 
 @pytest.mark.parametrize("step_s", [0.001, 1 / 30, 0.4, 3.0])
-def test_the_budget_is_overrun_by_a_twentieth_at_most(step_s: float) -> None:
-    """And more of it gives no less, where steps are short; at 1% noise a tie of 3% may fall
-    either way."""
-    reached = []
+def test_search_ends_within_105_percent_of_its_budget(step_s: float) -> None:
+    """With short steps, a larger budget gives no worse advice (up to 3%, because of noise)."""
+    speedups = []
     for budget_s in (18.0, 33.0, 61.0, 140.0):
-        place = MadeUp(BASE, step_s=step_s, noise=0.01)
-        found = tuned(place, SPACE, budget_s)
-        assert place.time <= 1.05 * budget_s + 0.2
-        reached.append(place.speedup(advised(found)))
+        machine = MadeUp(BASE, step_s=step_s, noise=0.01)
+        found = tuned(machine, SPACE, budget_s)
+        assert machine.time <= 1.05 * budget_s + 0.2
+        speedups.append(machine.speedup(advised(found)))
     if step_s <= 1 / 30:
-        assert all(more >= 0.97 * less for less, more in pairwise(reached)), reached
-        assert reached[0] >= 1.4 and reached[2] >= 0.95 * reached[-1]
-    assert min(reached) >= 1.0
+        assert all(more >= 0.97 * less for less, more in pairwise(speedups)), speedups
+        assert speedups[0] >= 1.4 and speedups[2] >= 0.95 * speedups[-1]
+    assert min(speedups) >= 1.0
 
 
-def test_a_journal_is_gone_on_with(tmp_path: Path) -> None:
-    """Interrupted in each of its visits; a later run has less time than compiling takes."""
+def test_interrupted_search_resumes_from_its_journal(tmp_path: Path) -> None:
+    """The later run has less time than the first compilation took."""
     for number in (40, 80):
         name = f"s{number}"
-        place = MadeUp(BASE)
-        place.stops[number] = KeyboardInterrupt()
-        tuned(place, SPACE, 90.0, study=open_study(tmp_path, name)[0])
+        machine = MadeUp(BASE)
+        machine.stops[number] = KeyboardInterrupt()
+        tuned(machine, SPACE, 90.0, study=open_study(tmp_path, name)[0])
         again, heard = MadeUp(BASE), Heard()
-        again.compiling_s = 5.0  # its compiler's cache
+        again.compiling_s = 5.0  # the compiler's cache is warm
         found = tuned(again, SPACE, 60.0, study=open_study(tmp_path, name)[0], heard=heard)
-        assert near_best(again, advised(found), LEADER)
+        assert is_near(again, advised(found), LEADER)
         origins = {trial.config: trial.origin for trial in heard.trials}
-        # Again only what led, to race it, and what the interruption cut off.
-        anew = {config for config, origin in origins.items() if origin != "earlier run"}
-        assert anew & {*place.blocks} - {BASE} <= {*place.blocks[number - 1 :]}
+        # It measures only the leader, for the race, and what the interruption cut off.
+        repeated = {config for config, origin in origins.items() if origin != "earlier run"}
+        assert repeated & {*machine.blocks} - {BASE} <= {*machine.blocks[number - 1 :]}
         assert len(found.trials) > len(heard.trials)
-    # What the time was too short for is tried again.
-    place = MadeUp(BASE)
-    tuned(place, SPACE, 26.0, study=open_study(tmp_path, "short")[0])
+    # Configs without enough time in the first run are tried again.
+    machine = MadeUp(BASE)
+    tuned(machine, SPACE, 26.0, study=open_study(tmp_path, "short")[0])
     again = MadeUp(BASE)
     found = tuned(again, SPACE, 90.0, study=open_study(tmp_path, "short")[0])
-    assert near_best(again, advised(found), LEADER)
+    assert is_near(again, advised(found), LEADER)
 
 
-def test_near_records_come_first_and_only_what_is_offered_of_them() -> None:
-    place, heard = MadeUp(BASE), Heard()
+def test_near_record_is_visited_first_without_values_outside_the_space() -> None:
+    machine, heard = MadeUp(BASE), Heard()
     record = LEADER.replace(fused_optimizer=True, threads=2)
-    tuned(place, SPACE, 90.0, heard=heard, first=[record])
+    tuned(machine, SPACE, 90.0, heard=heard, first=[record])
     assert heard.configs[1] == LEADER.replace(fused_optimizer=True)
     assert heard.trials[1].origin == "near record"
 
@@ -188,35 +187,35 @@ def test_near_records_come_first_and_only_what_is_offered_of_them() -> None:
         (Length(batch=64, seconds=20.0), (), False),
     ],
 )
-def test_what_a_short_job_has_no_time_to_compile_is_not_advised(
+def test_compiling_is_not_advised_for_a_short_job(
     length: Length, first: tuple[Config, ...], compiled: bool
 ) -> None:
-    place = MadeUp(BASE)
-    found = tuned(place, SPACE, 100.0, length=length, first=first)
+    machine = MadeUp(BASE)
+    found = tuned(machine, SPACE, 100.0, length=length, first=first)
     assert (advised(found)["compile"] == "reduce-overhead") is compiled
     assert advised(found)["precision"] == "bf16"
     chosen = next(one.choice for one in found.winners if one.use == "pilot")
-    # A toggle on the same code has not compiled it, and would have to.
+    # The first step includes compiling, even if another config compiled the same code.
     assert (chosen.first_step_s > 20) is compiled
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "budget_s", "said", "why"),
+    ("verdicts", "budget_s", "config", "reason"),
     [
         (WRONG_CODE, 100.0, "compile=reduce-overhead, bf16: 2.8", "does not train like fp32"),
-        (DOUBTED, 100.0, "compile=reduce-overhead, bf16: 2.8", "could not be compared"),
+        (UNVERIFIED_CODE, 100.0, "compile=reduce-overhead, bf16: 2.8", "could not be compared"),
         ({}, 90.0, "compile=cudagraphs: 1.6", "another config is as fast or faster"),
         ({}, 20.0, "not measured for want of time", "--budget"),
     ],
     ids=["wrong", "unverified", "slower", "no time"],
 )
-def test_what_gains_and_is_not_advised_has_its_line(
-    verdicts: dict[tuple[str, object], Compared], budget_s: float, said: str, why: str
+def test_remarks_name_faster_configs_that_are_not_advised(
+    verdicts: dict[tuple[str, object], Compared], budget_s: float, config: str, reason: str
 ) -> None:
-    place = MadeUp(BASE)
-    place.verdicts = verdicts
-    found = tuned(place, SPACE, budget_s)
-    assert [line for line in found.remarks if said in line and why in line], found.remarks
+    machine = MadeUp(BASE)
+    machine.verdicts = verdicts
+    found = tuned(machine, SPACE, budget_s)
+    assert [line for line in found.remarks if config in line and reason in line], found.remarks
     names = [line.split(":")[0] for line in found.remarks]
     assert len(set(names)) == len(names)
 
@@ -224,33 +223,33 @@ def test_what_gains_and_is_not_advised_has_its_line(
 @pytest.mark.parametrize(
     ("changes", "least"), [({"noise": 2.0}, 1.5), ({"gains": {}}, 1.0)], ids=["noise", "slower"]
 )
-def test_a_race_decides_unless_it_is_too_noisy(changes: dict[str, Any], least: float) -> None:
-    """The place changes once the race begins."""
-    place = MadeUp(BASE)
+def test_race_decides_unless_it_is_too_noisy(changes: dict[str, Any], least: float) -> None:
+    """The machine changes when the race begins."""
+    machine = MadeUp(BASE)
     truth = MadeUp(BASE)
 
-    class AtTheRace(Heard):
+    class ChangeAtRace(Heard):
         def phase(self, what: str) -> None:
             if what.startswith("final race"):
-                vars(place).update(changes)
+                vars(machine).update(changes)
 
-    found = tuned(place, SPACE, 150.0, heard=AtTheRace())
+    found = tuned(machine, SPACE, 150.0, heard=ChangeAtRace())
     assert (advised(found) == BASE) is (least == 1.0) and truth.speedup(advised(found)) >= least
 
 
 @pytest.mark.parametrize(("budget_s", "short"), [(10.0, True), (20.0, False), (90.0, False)])
-def test_a_short_budget_is_said_and_the_advised_one_suffices(budget_s: float, short: bool) -> None:
+def test_notice_of_a_short_budget_names_one_that_suffices(budget_s: float, short: bool) -> None:
     heard = Heard()
     found = tuned(MadeUp(BASE), SPACE, budget_s, heard=heard)
     assert any("a budget of 10s is too short" in line for line in heard.notices) is short
     for line in [one for one in found.remarks if "--budget" in one]:
-        place, advised_s = MadeUp(BASE), float(line.split("--budget ")[1].split("s")[0])
-        assert near_best(place, advised(tuned(place, SPACE, advised_s)), LEADER)
+        machine, advised_s = MadeUp(BASE), float(line.split("--budget ")[1].split("s")[0])
+        assert is_near(machine, advised(tuned(machine, SPACE, advised_s)), LEADER)
 
 
-def test_threads_are_not_advised_by_a_busy_host() -> None:
-    """The load slows the script unless it has one thread."""
-    of = space("cpu", cores=2, threads=2, convolves=False)
+def test_busy_host_does_not_change_the_advised_threads() -> None:
+    """The load slows the script except with one thread."""
+    knob_space = space("cpu", cores=2, threads=2, convolves=False)
 
     class Busy(MadeUp):
         loads: tuple[float, ...] = (1.0,)
@@ -260,17 +259,17 @@ def test_threads_are_not_advised_by_a_busy_host() -> None:
             return step_s * (draw.choice(self.loads) if config["threads"] == 2 else 1.0), waited_s
 
     draw = random.Random(1)
-    place = Busy(of.default, gains={("threads", 1): 0.8})
-    assert advised(tuned(place, of, 60.0)) == of.default
-    place = Busy(of.default, gains={("threads", 1): 0.8})
-    place.loads = (3.0, 4.0, 8.0)
-    found = tuned(place, of, 60.0)
-    assert advised(found) == of.default
+    machine = Busy(knob_space.default, gains={("threads", 1): 0.8})
+    assert advised(tuned(machine, knob_space, 60.0)) == knob_space.default
+    machine = Busy(knob_space.default, gains={("threads", 1): 0.8})
+    machine.loads = (3.0, 4.0, 8.0)
+    found = tuned(machine, knob_space, 60.0)
+    assert advised(found) == knob_space.default
     assert any("the host is busy" in line for line in found.remarks)
 
 
-def busy(seed: int, mean_s: float) -> Callable[[float], float]:
-    """A load that comes and goes: stretches in which steps take 0.2 to 5 times as long."""
+def varying_load(seed: int, mean_s: float) -> Callable[[float], float]:
+    """Return a load that makes steps take 0.2 to 5 times as long, in intervals."""
     draw = random.Random(seed)
     ends, levels = [0.0], [1.0]
     while ends[-1] < 1000:
@@ -285,80 +284,80 @@ def busy(seed: int, mean_s: float) -> Callable[[float], float]:
 
 @pytest.mark.parametrize("gains", [GAINS, {}], ids=["gains", "nothing gains"])
 @pytest.mark.parametrize("mean_s", [0.5, 2.0, 10.0])
-def test_load_becomes_no_advice(gains: dict[tuple[str, object], float], mean_s: float) -> None:
-    told = []
+def test_advice_under_varying_load(gains: dict[tuple[str, object], float], mean_s: float) -> None:
+    speedups = []
     for seed in range(2):
-        place = MadeUp(BASE, gains=gains, seed=seed, load=busy(seed, mean_s))
-        found = tuned(place, SPACE, 90.0, seed=seed)
-        truth = place.speedup(advised(found))
+        machine = MadeUp(BASE, gains=gains, seed=seed, load=varying_load(seed, mean_s))
+        found = tuned(machine, SPACE, 90.0, seed=seed)
+        truth = machine.speedup(advised(found))
         assert 1 / 1.3 <= speedup(found) / truth <= 1.3, (seed, speedup(found), truth)
-        told.append(truth)
+        speedups.append(truth)
     if not gains:
-        assert max(told) == 1.0
+        assert max(speedups) == 1.0
     elif mean_s >= 2:
-        assert sum(one > 1.4 for one in told) >= 1
+        assert sum(one > 1.4 for one in speedups) >= 1
 
 
-def test_what_was_compiled_is_kept_and_what_does_not_lead_is_freed(tmp_path: Path) -> None:
-    place = MadeUp(BASE)
-    found = tuned(place, SPACE, 100.0, folder=tmp_path)
-    assert set(found.artifacts) == {c for c in place.saved if c["compile"] != "none"}
+def test_compiled_code_is_saved_and_code_that_does_not_lead_is_freed(tmp_path: Path) -> None:
+    machine = MadeUp(BASE)
+    found = tuned(machine, SPACE, 100.0, folder=tmp_path)
+    assert set(found.artifacts) == {c for c in machine.saved if c["compile"] != "none"}
     assert all(file.read_bytes() == b"compiled" for file in found.artifacts.values())
-    assert advised(found) not in place.forgotten
-    assert len(set(place.blocks) - set(place.forgotten)) <= 5
+    assert advised(found) not in machine.forgotten
+    assert len(set(machine.blocks) - set(machine.forgotten)) <= 5
 
 
-def test_visits_are_limited_by_number_and_by_what_they_are_worth() -> None:
+def test_trials_and_most_s_limit_the_visits() -> None:
     heard = Heard()
-    place = MadeUp(BASE)
-    tuned(place, SPACE, 150.0, heard=heard, trials=4, compares=False)
-    assert len(heard.trials) == 4 and place.compared == []
+    machine = MadeUp(BASE)
+    tuned(machine, SPACE, 150.0, heard=heard, trials=4, compares=False)
+    assert len(heard.trials) == 4 and machine.compared == []
     heard = Heard()
     found = tuned(MadeUp(BASE), SPACE, 150.0, heard=heard, most_s=20.0)
     assert not any(config["compile"] in ("default", "reduce-overhead") for config in heard.configs)
     assert not any("--budget" in line for line in found.remarks)
 
 
-def test_a_comparison_is_kept_for_every_loader_of_its_code() -> None:
-    """A record says so of each config, and of the winner above all."""
-    of = space(workers=8)
-    place = MadeUp(of.default)
-    place.waits_s = lambda config: 1 / (20 * max(1, knobs.workers(config)))
-    found = tuned(place, of, 120.0)
+def test_comparison_counts_for_all_loader_settings_of_the_same_code() -> None:
+    """Each of these configs has a NUMERICS trial in the record."""
+    knob_space = space(workers=8)
+    machine = MadeUp(knob_space.default)
+    machine.waits_s = lambda config: 1 / (20 * max(1, knobs.workers(config)))
+    found = tuned(machine, knob_space, 120.0)
     compared = [trial.config for trial in found.trials if trial.stage == NUMERICS]
     assert len({knobs.workers(config) for config in compared}) > 1
     codes = {config.without(*knobs.INPUT_PIPELINE) for config in compared}
     visited = {trial.config for trial in found.trials if trial.stage != NUMERICS}
     assert {one for one in visited if one.without(*knobs.INPUT_PIPELINE) in codes} <= set(compared)
-    assert len(place.compared) == len(codes)
+    assert len(machine.compared) == len(codes)
 
 
-def test_the_sampler_goes_on_where_the_recipe_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the recipe it finds what it would have; with less time than a visit it ends."""
-    nothing: Callable[[Any], Any] = lambda _recipe: iter(())  # noqa: E731
-    monkeypatch.setattr(Recipe, "__iter__", nothing)
+def test_sampler_continues_after_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a recipe it finds the same gains. Without gains it ends after one visit per knob."""
+    no_steps: Callable[[Any], Any] = lambda _recipe: iter(())  # noqa: E731
+    monkeypatch.setattr(Recipe, "__iter__", no_steps)
     wide = space(use="capture", precisions=("default", "tf32", "bf16", "fp16"), compiles=False)
-    place, heard, again = MadeUp(wide.default), Heard(), Heard()
-    found = tuned(place, wide, 60.0, heard=heard)
+    machine, heard, again = MadeUp(wide.default), Heard(), Heard()
+    found = tuned(machine, wide, 60.0, heard=heard)
     tuned(MadeUp(wide.default), wide, 60.0, heard=again)
     assert again.configs == heard.configs, "the seed decides"
-    vain = Heard()
-    tuned(MadeUp(wide.default, gains={}), wide, 600.0, heard=vain)
-    assert len(vain.trials) == 1 + sum(len(some) > 1 for some in wide.choices.values())
+    no_gains = Heard()
+    tuned(MadeUp(wide.default, gains={}), wide, 600.0, heard=no_gains)
+    assert len(no_gains.trials) == 1 + sum(len(some) > 1 for some in wide.choices.values())
     assert {trial.origin for trial in heard.trials} == {"baseline", "sampler"}
-    assert place.speedup(advised(found, "capture")) >= 2.3
+    assert machine.speedup(advised(found, "capture")) >= 2.3
     assert len(set(heard.configs)) == len(heard.configs)
 
 
 @pytest.mark.parametrize(("batches_per_s", "workers"), [(30, 4), (1000, 0), (8, 8)])
-def test_the_loader_feeds_the_chosen_step(batches_per_s: float, workers: int) -> None:
-    """Each worker delivers so many batches a second; the step that leads makes 86."""
-    of = space(use="capture", workers=8, loaded=True, step_graph=False)
-    place = MadeUp(of.default)
-    found = tuned(place, of, 90.0)
-    place.waits_s = lambda config: 1 / (batches_per_s * max(1, knobs.workers(config)))
-    clock = Clock(60.0, now=place.now)
-    fed = tuned_loader(place, of, advised(found, "loop"), found, clock, Progress())
+def test_loader_keeps_up_with_the_leading_step(batches_per_s: float, workers: int) -> None:
+    """`batches_per_s`: of each worker. The leading step takes 86 batches per second."""
+    knob_space = space(use="capture", workers=8, loaded=True, step_graph=False)
+    machine = MadeUp(knob_space.default)
+    found = tuned(machine, knob_space, 90.0)
+    machine.waits_s = lambda config: 1 / (batches_per_s * max(1, knobs.workers(config)))
+    clock = Clock(60.0, now=machine.now)
+    fed = tuned_loader(machine, knob_space, advised(found, "loop"), found, clock, Progress())
     assert knobs.workers(fed.input) == workers
     assert (fed.winners, fed.complete) == (found.winners, True) and clock.spent_s <= 63
     assert {trial.stage for trial in fed.trials[len(found.trials) :]} == {knobs.INPUT}

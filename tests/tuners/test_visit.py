@@ -1,4 +1,4 @@
-"""A visit and the final race: how configs settle, in which order they are measured, how long."""
+"""Visits and the final race: warm-up, order and number of measurements."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ HALF = BASE.replace(precision="bf16", channels_last=True)
 FAST = HALF.replace(compile="reduce-overhead")
 
 
-def visitor(place: MadeUp, budget_s: float = 1000.0) -> Visitor:
-    """One that has measured the baseline."""
-    found = Visitor(place, BASE, Clock(budget_s, now=place.now), lambda _config: None)
-    found.begin()
-    place.blocks.clear()
-    return found
+def visitor(machine: MadeUp, budget_s: float = 1000.0) -> Visitor:
+    """Return a Visitor that has measured the baseline."""
+    one = Visitor(machine, BASE, Clock(budget_s, now=machine.now), lambda _config: None)
+    one.begin()
+    machine.blocks.clear()
+    return one
 
 
-def test_a_config_is_measured_between_blocks_of_the_baseline() -> None:
-    place = MadeUp(BASE)
-    visit = visitor(place).visit(HALF, best=1.0)
-    timed = place.blocks[place.blocks.index(BASE) :]
+def test_config_is_measured_between_blocks_of_the_baseline() -> None:
+    machine = MadeUp(BASE)
+    visit = visitor(machine).visit(HALF, best=1.0)
+    timed = machine.blocks[machine.blocks.index(BASE) :]
     assert timed == [BASE, *[HALF, BASE] * len(visit.turns)]
-    assert visit.ok and visit.ratio.low < place.speedup(HALF) < visit.ratio.high
+    assert visit.ok and visit.ratio.low < machine.speedup(HALF) < visit.ratio.high
     measured = visit.measurement(64 * 30)
-    assert measured.samples_per_s == pytest.approx(64 * 30 * place.speedup(HALF), rel=0.02)
+    assert measured.samples_per_s == pytest.approx(64 * 30 * machine.speedup(HALF), rel=0.02)
     assert measured.low <= measured.samples_per_s <= measured.high
     assert measured.first_step_s == visit.first_s == pytest.approx(0.2)
     assert len(measured.blocks) == len(visit.turns)
-    # Where it fails in its second turn, the first one counts if only the time was over.
-    second = len(place.blocks) - len(timed) + 4
+    # If the second turn fails, the first one counts only after a timeout.
+    second = len(machine.blocks) - len(timed) + 4
     for outcome, turns in (("timed_out", 1), ("crashed", 0)):
-        again = visitor(place := MadeUp(BASE))
-        place.stops = {second: ConfigFailed(outcome, "it is made to")}
-        assert len(again.visit(HALF, best=1.0).turns) == turns
+        failing = visitor(machine := MadeUp(BASE))
+        machine.stops = {second: ConfigFailed(outcome, "it is made to")}
+        assert len(failing.visit(HALF, best=1.0).turns) == turns
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ def test_a_config_is_measured_between_blocks_of_the_baseline() -> None:
         (HALF, {"noise": 0.01}, 1.43, 1000.0, 0.0, 2 * PAIRS),  # close to the best
         (HALF, {"step_s": 3.0}, 1.0, 1000.0, 0.0, 2),  # slow steps
         (HALF, {"step_s": 5.0}, 1.0, 1000.0, 0.0, 2),
-        # What follows has its time, and turns that the end of the budget leaves count.
+        # The visit leaves `leave_s`; turns before the end of the budget count.
         (HALF, {"noise": 0.01}, 1.43, 30.0, 1.0, 2 * PAIRS),
         (HALF, {"noise": 0.01}, 1.43, 30.0, 29.0, 2),
         (HALF, {"step_s": 1.0}, 1.0, 26.0, 0.0, 2),
     ],
 )
-def test_turns(
+def test_number_of_turns(
     config: Config, how: dict[str, float], best: float, budget_s: float, leave_s: float, turns: int
 ) -> None:
     visit = visitor(MadeUp(BASE, **how), budget_s).visit(config, best, leave_s=leave_s)  # type: ignore[arg-type]
@@ -73,75 +73,75 @@ def test_turns(
 
 
 @pytest.mark.parametrize(("step_s", "blocks"), [(0.3, PAIRS), (3.0, 2)])
-def test_what_a_visit_will_take(step_s: float, blocks: int) -> None:
-    place, visits = MadeUp(BASE, step_s=step_s, noise=0.0), Visits(SPACE, compares=False)
-    clock = Clock(100.0, now=place.now)
-    visits.add(Visitor(place, BASE, clock, lambda _config: None).begin())
+def test_estimated_time_of_a_visit(step_s: float, blocks: int) -> None:
+    machine, visits = MadeUp(BASE, step_s=step_s, noise=0.0), Visits(SPACE, compares=False)
+    clock = Clock(100.0, now=machine.now)
+    visits.add(Visitor(machine, BASE, clock, lambda _config: None).begin())
     block_s = visits.baseline.turns[0].beside.seconds
     expected_s = TimeEstimates(SPACE, visits, clock, 0).visit_s(HALF)
     assert expected_s == pytest.approx(2 * (blocks + 1) * block_s, rel=0.1)
 
 
-class Unsettled(MadeUp):
-    """Steps that are slow at first, and compile in some of their blocks."""
+class SlowStart(MadeUp):
+    """The first `slow_blocks` are slow; the first `compiling_blocks` compile."""
 
     slow_blocks, compiling_blocks = 0, 0
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
-        found = super().block(config, steps, warm=warm, deadline_s=deadline_s)
+        timed = super().block(config, steps, warm=warm, deadline_s=deadline_s)
         number = self.blocks.count(config)
         if config == BASE:
-            return found
+            return timed
         slow = 5.0 if number <= self.slow_blocks else 1.0
-        self.time += (slow - 1) * found.seconds
+        self.time += (slow - 1) * timed.seconds
         compiled = int(number <= self.compiling_blocks)
         peak = 1000 - number  # the first block takes the most memory
-        return replace(found, seconds=slow * found.seconds, compiled=compiled, peak_bytes=peak)
+        return replace(timed, seconds=slow * timed.seconds, compiled=compiled, peak_bytes=peak)
 
 
 @pytest.mark.parametrize(("slow_blocks", "compiling_blocks"), [(0, 0), (1, 0), (0, 5), (1, 6)])
-def test_a_config_is_timed_once_it_has_settled(slow_blocks: int, compiling_blocks: int) -> None:
-    place = Unsettled(BASE)
-    place.slow_blocks, place.compiling_blocks = slow_blocks, compiling_blocks
-    visit = visitor(place).visit(FAST, best=1.0)
-    settling = place.blocks.index(BASE)
+def test_config_is_timed_after_it_has_settled(slow_blocks: int, compiling_blocks: int) -> None:
+    machine = SlowStart(BASE)
+    machine.slow_blocks, machine.compiling_blocks = slow_blocks, compiling_blocks
+    visit = visitor(machine).visit(FAST, best=1.0)
+    settling = machine.blocks.index(BASE)
     assert settling >= max(slow_blocks, compiling_blocks) + 1
-    assert visit.ratio.mean == pytest.approx(place.speedup(FAST), rel=0.03)
+    assert visit.ratio.mean == pytest.approx(machine.speedup(FAST), rel=0.03)
     steps = sum(turn.block.steps for turn in visit.turns)
     assert steps > PAIRS and all(not turn.block.compiled for turn in visit.turns)
     assert visit.measurement(1.0).peak_bytes == 999
 
 
-def test_a_config_that_never_settles_is_timed_all_the_same() -> None:
-    place = Unsettled(BASE)
-    place.compiling_blocks = 10**9
-    visit = visitor(place).visit(FAST, best=1.0)
-    assert visit.ok and place.blocks.index(BASE) <= SETTLE_BLOCKS + 1
-    rough = visitor(place := MadeUp(BASE, noise=0.5))
-    rough._settle(HALF)
-    assert place.blocks.count(HALF) <= SETTLE_BLOCKS + 1
+def test_config_that_never_settles_is_timed() -> None:
+    machine = SlowStart(BASE)
+    machine.compiling_blocks = 10**9
+    visit = visitor(machine).visit(FAST, best=1.0)
+    assert visit.ok and machine.blocks.index(BASE) <= SETTLE_BLOCKS + 1
+    noisy = visitor(machine := MadeUp(BASE, noise=0.5))
+    noisy._settle(HALF)
+    assert machine.blocks.count(HALF) <= SETTLE_BLOCKS + 1
 
 
 @pytest.mark.parametrize("outcome", ["failed", "crashed", "out_of_memory", "hangs"])
-def test_a_config_that_fails_says_why(outcome: str) -> None:
-    place = MadeUp(BASE)
-    place.fails[("compile", "reduce-overhead")] = outcome
-    visit = visitor(place, 60.0).visit(FAST, best=1.0)
+def test_failed_visit_has_outcome_and_reason(outcome: str) -> None:
+    machine = MadeUp(BASE)
+    machine.fails[("compile", "reduce-overhead")] = outcome
+    visit = visitor(machine, 60.0).visit(FAST, best=1.0)
     assert visit.outcome == ("timed_out" if outcome == "hangs" else outcome)
     assert not visit.ok and visit.reason and visit.measurement(1.0).reason == visit.reason
 
 
-def test_a_config_that_waits_for_data_is_known_by_what_it_would_do_if_fed() -> None:
-    place = MadeUp(BASE, waits_s=lambda _config: 0.05, noise=0.0)
-    one = visitor(place)
+def test_config_that_waits_for_data_has_a_speedup_without_waits() -> None:
+    machine = MadeUp(BASE, waits_s=lambda _config: 0.05, noise=0.0)
+    one = visitor(machine)
     visit = one.visit(FAST, best=1.0)
     assert visit.ratio.mean == pytest.approx(1.0) and visit.waits
-    assert visit.fed == pytest.approx(place.speedup(FAST) * 0.05 * 30)
-    assert visit.waited == pytest.approx(1 - (1 / 30 / place.speedup(FAST)) / 0.05)
+    assert visit.fed == pytest.approx(machine.speedup(FAST) * 0.05 * 30)
+    assert visit.waited == pytest.approx(1 - (1 / 30 / machine.speedup(FAST)) / 0.05)
 
 
-class Queued:
-    """A run whose loader makes a batch in 1/28 s, and keeps up to 16 ready."""
+class PrefetchingRunner:
+    """A runner whose loader makes a batch every 1/28 s and queues up to 16."""
 
     baseline = BASE
     every_s, most = 1 / 28, 16
@@ -149,7 +149,6 @@ class Queued:
     time, ready = 0.0, 16.0
 
     def block(self, config: Config, steps: int, *, warm: int = 1, deadline_s: float) -> Block:
-        """As `Runner.block`."""
         step_s = 1 / 27 if config == BASE else 1 / 60
         self._steps(step_s, warm)
         began = self.time
@@ -158,7 +157,7 @@ class Queued:
         return Block(steps=steps, samples=steps, seconds=seconds, waited_s=waited_s, prefetched=16)
 
     def _steps(self, step_s: float, steps: int) -> float:
-        """The seconds that they wait for batches."""
+        """Run steps. Return the seconds that they waited for batches."""
         waited_s = 0.0
         for _ in range(steps):
             wait = max(0.0, 1 - self.ready) * self.every_s
@@ -168,55 +167,56 @@ class Queued:
         return waited_s
 
 
-def test_batches_that_lie_ready_make_no_config_faster() -> None:
-    place: Any = Queued()
-    one = Visitor(place, BASE, Clock(100.0, now=lambda: place.time), lambda config: None)
+def test_prefetched_batches_make_no_config_faster() -> None:
+    machine: Any = PrefetchingRunner()
+    one = Visitor(machine, BASE, Clock(100.0, now=lambda: machine.time), lambda config: None)
     one.begin()
     visit = one.visit(FAST, best=1.0)
     assert visit.ratio.mean == pytest.approx(28 / 27, rel=0.02) and visit.waits
 
 
 def raced(
-    place: MadeUp, budget_s: float = 1000.0, stops: dict[int, BaseException] | None = None
+    machine: MadeUp, budget_s: float = 1000.0, stops: dict[int, BaseException] | None = None
 ) -> tuple[Rates, list[str]]:
-    """What a race of three says, all of them built before; what is raised at blocks of it."""
-    visitor = Visitor(place, BASE, Clock(budget_s, now=place.now), lambda _config: None)
+    """Race three configs that are already built. Return their rates and the errors. `stops`:
+    exceptions by block number."""
+    visitor = Visitor(machine, BASE, Clock(budget_s, now=machine.now), lambda _config: None)
     for config in (BASE, HALF, FAST):
         visitor.block(config)
-    place.blocks.clear()
-    place.stops = stops or {}
-    found, lost = race(visitor, [BASE, HALF, FAST])
-    return found, [str(exc) for exc in lost.values()]
+    machine.blocks.clear()
+    machine.stops = stops or {}
+    rates, errors = race(visitor, [BASE, HALF, FAST])
+    return rates, [str(exc) for exc in errors.values()]
 
 
-def turns(order: list[Config]) -> list[list[Config]]:
+def rounds_of(order: list[Config]) -> list[list[Config]]:
     return [order[at : at + 3] for at in range(0, len(order), 3)]
 
 
 @pytest.mark.parametrize(
     ("noise", "rounds"), [(0.0, LOOKS[0]), (0.002, LOOKS[1]), (0.2, LOOKS[-1])]
 )
-def test_there_and_back_until_the_ratios_are_known(noise: float, rounds: int) -> None:
-    place = MadeUp(BASE, noise=noise, seed=3)
-    found, _ = raced(place)
-    order = turns(place.blocks)
-    assert len(order) == rounds and {len(seen) for seen in found.values()} == {rounds}
+def test_race_alternates_its_order_until_the_ratios_are_known(noise: float, rounds: int) -> None:
+    machine = MadeUp(BASE, noise=noise, seed=3)
+    rates, _ = raced(machine)
+    order = rounds_of(machine.blocks)
+    assert len(order) == rounds and {len(one) for one in rates.values()} == {rounds}
     configs = [BASE, HALF, FAST]
     assert all(one == (configs if n % 2 == 0 else configs[::-1]) for n, one in enumerate(order))
 
 
-def test_the_drift_of_a_machine_cancels() -> None:
-    place = MadeUp(BASE, noise=0.0, load=lambda time: 1 + time / 100)
-    found, _ = raced(place)
-    assert paired(found[FAST], found[BASE]).mean == pytest.approx(place.speedup(FAST), rel=0.01)
+def test_drift_of_the_machine_cancels() -> None:
+    machine = MadeUp(BASE, noise=0.0, load=lambda time: 1 + time / 100)
+    rates, _ = raced(machine)
+    assert paired(rates[FAST], rates[BASE]).mean == pytest.approx(machine.speedup(FAST), rel=0.01)
 
 
 @pytest.mark.parametrize("budget_s", [45.0, 47.0, 60.0])
-def test_no_round_is_begun_that_the_end_would_cut_off(budget_s: float) -> None:
-    place = MadeUp(BASE, noise=0.05)
-    found, lost = raced(place, budget_s)
-    assert not lost and place.time <= budget_s
-    assert len({len(seen) for seen in found.values()}) == 1
+def test_race_begins_no_round_that_it_cannot_finish(budget_s: float) -> None:
+    machine = MadeUp(BASE, noise=0.05)
+    rates, errors = raced(machine, budget_s)
+    assert not errors and machine.time <= budget_s
+    assert len({len(one) for one in rates.values()}) == 1
 
 
 @pytest.mark.parametrize(
@@ -230,10 +230,10 @@ def test_no_round_is_begun_that_the_end_would_cut_off(budget_s: float) -> None:
         (1, "crashed", set(), 0),  # without the baseline there is no race
     ],
 )
-def test_what_fails_is_out_and_what_was_seen_of_the_others_counts(
+def test_failed_config_leaves_the_race_and_the_others_continue(
     at: int, outcome: str, left: set[Config], rounds: int
 ) -> None:
     stops = {at: ConfigFailed(outcome, "it is made to")}
-    found, lost = raced(MadeUp(BASE, noise=0.1), stops=stops)
-    assert set(found) == left and {len(seen) for seen in found.values()} <= {rounds}
-    assert len(lost) == (outcome != "timed_out")
+    rates, errors = raced(MadeUp(BASE, noise=0.1), stops=stops)
+    assert set(rates) == left and {len(one) for one in rates.values()} <= {rounds}
+    assert len(errors) == (outcome != "timed_out")

@@ -1,4 +1,4 @@
-"""Models of every kind become a step: their inputs, outputs, hooks and modes."""
+"""Workloads of all kinds of models: inputs, outputs, hooks and modes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from advisor.errors import AdvisorWarning, TargetError, TargetFailed
 from advisor.tuners.act.capture.captured_graph import RECORDERS
 from advisor.tuners.measure.runner import ConfigFailed
 from advisor.tuners.measure.samples import worst_update
-from advisor.tuners.measure.worker import bench as benches
+from advisor.tuners.measure.worker import bench as bench_module
 from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import describe
 from advisor.tuners.measure.workload import RepeatableWorkload, Workload
@@ -30,7 +30,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-class Between(nn.Module):
+class Wrapped(nn.Module):
     def __init__(self, layer, before, after):
         super().__init__()
         self.layer, self.before, self.after = layer, before, after
@@ -38,8 +38,8 @@ class Between(nn.Module):
     def forward(self, *given, **named):
         return self.after(self.layer(self.before(*given, **named)))
 
-def convolution(after): return Between(nn.Conv2d(3, 4, 3), lambda x: x, after)
-def linear(before): return Between(nn.Linear(3, 4), before, lambda y: y)
+def convolution(after): return Wrapped(nn.Conv2d(3, 4, 3), lambda x: x, after)
+def linear(before): return Wrapped(nn.Linear(3, 4), before, lambda y: y)
 def mean(y): return y.mean((2, 3))
 Outputs = namedtuple("Outputs", ["logits", "aux_logits"])
 """
@@ -51,13 +51,13 @@ KINDS = {
     "an object with logits": (
         "model = lambda: convolution(lambda y: SimpleNamespace(logits=mean(y), states=None))"
     ),
-    "a loss of its own": """
+    "custom loss": """
         model = lambda: convolution(lambda y: [y, "text"])
         def loss(output, target):
             assert output[1] == "text" and target.shape == output[0].shape
             return output[0].abs().sum()
     """,
-    "the usual loss of its own": """
+    "cross-entropy loss with options": """
         model = lambda: convolution(mean)
         loss = nn.CrossEntropyLoss(label_smoothing=0.1)
     """,
@@ -76,7 +76,7 @@ KINDS = {
 }
 
 
-def bench(folder: Path, source: str, **changes: object) -> Bench:
+def make_bench(folder: Path, source: str, **changes: object) -> Bench:
     path = folder / "kind.py"
     path.write_text(HEAD + textwrap.dedent(source))
     return Bench(job(path, **({"shape": (3, 8, 8), "batch": 2} | changes)))
@@ -84,17 +84,17 @@ def bench(folder: Path, source: str, **changes: object) -> Bench:
 
 @pytest.mark.parametrize("mode", ["train", "infer"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_kinds(tmp_path: Path, kind: str, mode: str) -> None:
-    made = bench(tmp_path, KINDS[kind], mode=mode)
-    describe(made)
-    block = made.block(CONFIG, 2, 1)
+def test_kinds_of_outputs_losses_and_batches(tmp_path: Path, kind: str, mode: str) -> None:
+    bench = make_bench(tmp_path, KINDS[kind], mode=mode)
+    describe(bench)
+    block = bench.block(CONFIG, 2, 1)
     assert (block.steps, block.samples) == (2, 4)
-    compared = made.compare(CONFIG, FP32, 60.0)
+    compared = bench.compare(CONFIG, FP32, 60.0)
     assert compared.ok, compared
 
 
 LINEAR = "model = lambda: nn.Linear(3, 4)"
-TEXT = "model = lambda: Between(nn.Linear(3, 4), lambda x: x, lambda _y: 'text')"
+TEXT = "model = lambda: Wrapped(nn.Linear(3, 4), lambda x: x, lambda _y: 'text')"
 NO_BATCH = f"{LINEAR}\nmake_batch = lambda batch_size, device: 5"
 
 
@@ -114,18 +114,18 @@ NO_BATCH = f"{LINEAR}\nmake_batch = lambda batch_size, device: 5"
 )
 @pytest.mark.usefixtures("flags_restored")
 def test_inputs_and_modes(tmp_path: Path, source: str, how: dict[str, object]) -> None:
-    made, deterministic = bench(tmp_path, source, **how), "deterministic" in how
-    describe(made)
+    bench, deterministic = make_bench(tmp_path, source, **how), "deterministic" in how
+    describe(bench)
     assert torch.are_deterministic_algorithms_enabled() == deterministic
     config = CONFIG.replace(cudnn_deterministic=deterministic, channels_last=True)
-    assert made.block(config, 2, 1).steps == 2
-    workload = made._built[config].workload
+    assert bench.block(config, 2, 1).steps == 2
+    workload = bench._built[config].workload
     assert workload.model.training == (workload.loss is not None) == ("mode" not in how)
     assert torch.are_deterministic_algorithms_enabled() == deterministic
 
 
 @pytest.mark.parametrize(
-    ("source", "error", "said"),
+    ("source", "error", "message"),
     [
         ("model = lambda: nn.Flatten()", TargetFailed, "no trainable parameter"),
         (TEXT, TargetError, r"output \(str\) holds no floating-point tensor; define loss"),
@@ -133,9 +133,9 @@ def test_inputs_and_modes(tmp_path: Path, source: str, how: dict[str, object]) -
         (f"{LINEAR}\ndef loss(output, target): raise KeyError('mine')\n", TargetError, "mine"),
     ],
 )
-def test_refused(tmp_path: Path, source: str, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
-        describe(bench(tmp_path, source, shape=(3,)))
+def test_invalid_targets(tmp_path: Path, source: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        describe(make_bench(tmp_path, source, shape=(3,)))
 
 
 NET = """
@@ -148,62 +148,62 @@ class Net(nn.Module):
     def forward(self, x):
         return self.last(torch.relu(self.norm(self.first(x))))
 """
-EIGHT = CONFIG.at(8)
+BATCH_8 = CONFIG.at(8)
 
 
-def eight(folder: Path, **changes: object) -> Bench:
-    return bench(folder, NET, shape=(3,), **({"batch": 8} | changes))
+def net_bench(folder: Path, **changes: object) -> Bench:
+    return make_bench(folder, NET, shape=(3,), **({"batch": 8} | changes))
 
 
-def subject(made: Bench) -> RepeatableWorkload:
-    return RepeatableWorkload(made.new_model, made._workload, made.device)
+def repeatable(bench: Bench) -> RepeatableWorkload:
+    return RepeatableWorkload(bench.new_model, bench._workload, bench.device)
 
 
 @pytest.fixture(autouse=True)
 def recorders(monkeypatch: pytest.MonkeyPatch) -> list[AtenRecorder]:
-    """What captures on a CPU here."""
-    made: list[AtenRecorder] = []
-    monkeypatch.setitem(RECORDERS, "cpu", lambda: made.append(AtenRecorder()) or made[-1])
-    return made
+    """The recorders that stand in for CUDA graphs on a CPU."""
+    created: list[AtenRecorder] = []
+    monkeypatch.setitem(RECORDERS, "cpu", lambda: created.append(AtenRecorder()) or created[-1])
+    return created
 
 
 def test_built_workloads_are_kept_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = eight(tmp_path)
-    three = [EIGHT, EIGHT.replace(channels_last=True), EIGHT.replace(precision="fp32")]
+    bench = net_bench(tmp_path)
+    three = [BATCH_8, BATCH_8.replace(channels_last=True), BATCH_8.replace(precision="fp32")]
     kept = []
     for _ in range(2):
         for config in three:
-            made.block(config, 1, 1)
-        kept.append({config: built.workload for config, built in made._built.items()})
+            bench.block(config, 1, 1)
+        kept.append({config: built.workload for config, built in bench._built.items()})
     assert list(kept[0]) == three and kept[0] == kept[1]
-    monkeypatch.setattr(made, "_free_bytes", lambda: 0)
-    made.block(EIGHT.at(4), 1, 1)
-    assert list(made._built) == [EIGHT.at(4)]
+    monkeypatch.setattr(bench, "_free_bytes", lambda: 0)
+    bench.block(BATCH_8.at(4), 1, 1)
+    assert list(bench._built) == [BATCH_8.at(4)]
 
 
-def test_out_of_memory_builds_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = eight(tmp_path)
-    made.block(EIGHT, 1, 1)
+def test_out_of_memory_frees_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = net_bench(tmp_path)
+    bench.block(BATCH_8, 1, 1)
     plain = Workload.start
 
     def start(workload: Workload) -> None:
-        if made._built:
+        if bench._built:
             raise torch.OutOfMemoryError("out of memory")
         plain(workload)
 
     monkeypatch.setattr(Workload, "start", start)
-    other = EIGHT.replace(precision="fp32")
-    assert made.block(other, 1, 1).steps == 1 and list(made._built) == [other]
+    other = BATCH_8.replace(precision="fp32")
+    assert bench.block(other, 1, 1).steps == 1 and list(bench._built) == [other]
     monkeypatch.setattr(Workload, "start", lambda _: torch.empty(2**60))
     with pytest.raises(ConfigFailed) as failed:
-        made.block(EIGHT, 1, 1)
-    assert failed.value.outcome == "out_of_memory" and made.healthy and not made._built
+        bench.block(BATCH_8, 1, 1)
+    assert failed.value.outcome == "out_of_memory" and bench.healthy and not bench._built
 
 
-def test_settling_steps_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = eight(tmp_path)
+def test_warm_up_steps_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = net_bench(tmp_path)
     count = [0]
     plain = Workload.step
 
@@ -213,11 +213,11 @@ def test_settling_steps_are_not_timed(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Workload, "step", step)
     graphs = iter([3, 5])
-    monkeypatch.setattr(benches, "graphs_compiled", lambda: next(graphs, 5))
-    block = made.block(EIGHT, 5, 1)
+    monkeypatch.setattr(bench_module, "graphs_compiled", lambda: next(graphs, 5))
+    block = bench.block(BATCH_8, 5, 1)
     assert count[0] == 1 + 1 + 5 and (block.steps, block.samples, block.compiled) == (5, 40, 2)
     count[0] = 0
-    assert made.block(EIGHT, 5, 2).first_s == 0.0 and count[0] == 7
+    assert bench.block(BATCH_8, 5, 2).first_s == 0.0 and count[0] == 7
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -230,69 +230,69 @@ def test_settling_steps_are_not_timed(tmp_path: Path, monkeypatch: pytest.Monkey
         {"precision": "fp16", "step_graph": True},
     ],
 )
-def test_gradients_are_those_of_the_loss_and_updates_those_of_the_optimizer(
+def test_gradients_and_updates_of_a_sample_are_unscaled(
     tmp_path: Path, optimizer: str, knobs: dict[str, object]
 ) -> None:
-    """A GradScaler's factor is in neither, whoever divides by it."""
-    made = eight(tmp_path, optimizer=optimizer)
-    config = EIGHT.replace(**knobs)  # type: ignore[arg-type]
-    made.block(config, 2, 1)
-    held = subject(made)
-    ours, theirs = (held.sample(one, 0, 0).gradients for one in (config, FP32.at(8)))
+    """A GradScaler's factor appears in neither the gradients nor the updates."""
+    bench = net_bench(tmp_path, optimizer=optimizer)
+    config = BATCH_8.replace(**knobs)  # type: ignore[arg-type]
+    bench.block(config, 2, 1)
+    workload = repeatable(bench)
+    ours, theirs = (workload.sample(one, 0, 0).gradients for one in (config, FP32.at(8)))
     for name in ("last.weight", "last.bias", "first.weight"):
         slope = float(torch.dot(ours[name], theirs[name]) / theirs[name].square().sum())
         assert slope == pytest.approx(1.0, abs=0.05), name
-    part, name = held.optimizer_error(config)
-    assert part < 1e-4, name
+    error, name = workload.optimizer_error(config)
+    assert error < 1e-4, name
 
 
 @pytest.mark.parametrize("knobs", [{}, {"step_graph": True}])
-def test_a_setting_that_the_optimizer_lost_shows(
+def test_lost_optimizer_setting_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, bool]
 ) -> None:
     plain = Workload._optimizer
 
     def without_decay(workload: Workload) -> torch.optim.Optimizer:
-        (made := plain(workload)).param_groups[0]["weight_decay"] = 0.0
-        return made
+        (optimizer := plain(workload)).param_groups[0]["weight_decay"] = 0.0
+        return optimizer
 
     monkeypatch.setattr(Workload, "_optimizer", without_decay)
-    part, name = subject(eight(tmp_path, optimizer="adamw")).optimizer_error(EIGHT.replace(**knobs))
-    assert part > 1e-4 and name
-    # As does an update that is not a number.
-    wanted, found = torch.tensor([1.0, 1.5]), torch.tensor([1.0, math.nan])
-    part, name = worst_update([("w", torch.ones(2), wanted, found)])
-    assert math.isnan(part) and name == "w"
+    workload = repeatable(net_bench(tmp_path, optimizer="adamw"))
+    error, name = workload.optimizer_error(BATCH_8.replace(**knobs))
+    assert error > 1e-4 and name
+    expected, actual = torch.tensor([1.0, 1.5]), torch.tensor([1.0, math.nan])
+    error, name = worst_update([("w", torch.ones(2), expected, actual)])
+    assert math.isnan(error) and name == "w"  # a NaN update is detected too
 
 
-def test_a_captured_step_is_compared(tmp_path: Path, recorders: list[AtenRecorder]) -> None:
-    made = eight(tmp_path)
-    captured = EIGHT.replace(step_graph=True)
-    made.block(captured, 3, 1)
-    (own,) = recorders
-    before = own.replays, own.recordings
-    compared = made.compare(captured, FP32.at(8), 60.0)
+def test_captured_step_is_compared(tmp_path: Path, recorders: list[AtenRecorder]) -> None:
+    bench = net_bench(tmp_path)
+    captured = BATCH_8.replace(step_graph=True)
+    bench.block(captured, 3, 1)
+    (recorder,) = recorders
+    replays, recordings = recorder.replays, recorder.recordings
+    compared = bench.compare(captured, FP32.at(8), 60.0)
     assert compared.ok, compared
-    made.block(captured, 3, 1)
-    assert own.replays > before[0] and own.recordings == before[1], "nothing is captured anew"
+    bench.block(captured, 3, 1)
+    assert recorder.replays > replays and recorder.recordings == recordings, "captured again"
 
 
-def test_an_uncapturable_step_fails(tmp_path: Path) -> None:
+def test_uncapturable_step_fails(tmp_path: Path) -> None:
     source = NET.replace("return self.last(", "float(x.sum())\n        return self.last(")
-    made = bench(tmp_path, source, shape=(3,))
+    bench = make_bench(tmp_path, source, shape=(3,))
     with pytest.warns(AdvisorWarning), pytest.raises(ConfigFailed, match="no CUDA graph") as failed:
-        made.block(CONFIG.replace(step_graph=True), 1, 1)
+        bench.block(CONFIG.replace(step_graph=True), 1, 1)
     assert failed.value.outcome == "failed"
 
 
-def test_a_fault_under_autocast_is_found(tmp_path: Path) -> None:
+def test_fault_under_autocast_is_found(tmp_path: Path) -> None:
     source = NET.replace(
         "        return self.last(torch.relu(self.norm(self.first(x))))",
         "        y = self.last(torch.relu(self.norm(self.first(x))))\n"
         "        return y + torch.is_autocast_enabled('cpu') * 0.3 * y.detach()",
     )
-    made = bench(tmp_path, source, shape=(3,), batch=64)
+    bench = make_bench(tmp_path, source, shape=(3,), batch=64)
     bf16 = FP32.at(64).replace(precision="bf16")
-    made.block(bf16, 1, 1)
-    compared = made.compare(bf16, FP32.at(64), 60.0)
+    bench.block(bf16, 1, 1)
+    compared = bench.compare(bf16, FP32.at(64), 60.0)
     assert (compared.outcome, compared.blames) == ("wrong", "format"), compared

@@ -1,5 +1,5 @@
-"""A model of timm's, with its optimizer, scheduler, mixup and averaged weights, in a loop under
-Accelerate with accumulation and clipping."""
+"""An Accelerate loop with gradient accumulation and clipping. The model, optimizer, scheduler,
+mixup and averaged weights are timm's."""
 
 import sys
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
-numpy.random.seed(0)  # what mixup draws from
+numpy.random.seed(0)  # mixup uses numpy's generator
 half = "bf16" if "bf16" in sys.argv[2:] else "no"
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=half)
 model: nn.Module = timm.create_model(

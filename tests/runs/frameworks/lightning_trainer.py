@@ -1,4 +1,4 @@
-"""Lightning's Trainer: a net for pictures, validated between."""
+"""Lightning's Trainer: a small image classifier with validation."""
 
 import sys
 import warnings

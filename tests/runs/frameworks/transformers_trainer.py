@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, by itself: a small BERT on made-up tokens, two micro-batches a step."""
+"""Hugging Face's Trainer: a small BERT on random tokens, two micro-batches per step."""
 
 import sys
 

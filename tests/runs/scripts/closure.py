@@ -1,4 +1,4 @@
-"""LBFGS, which calls the model as often as it likes within a step."""
+"""LBFGS, which calls the model several times per step through a closure."""
 
 import sys
 

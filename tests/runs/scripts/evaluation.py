@@ -1,5 +1,5 @@
-"""Two workers; after each epoch the whole model in a file, read again, and a deep copy of the best,
-until none is better. It may begin with weights of a run before."""
+"""Two loader workers. Saves and reloads the whole model after each epoch, deep-copies the best one,
+and stops early. Optionally starts from the weights of an earlier run."""
 
 import copy
 import sys

@@ -1,5 +1,5 @@
-"""A model that is called with keywords alone, one of them a dict, and gives back a dict; gradients
-of four batches gathered before a step; a copy follows slowly, and is kept too."""
+"""The model takes only keyword arguments, one of them a dict, and returns a dict. A step gathers
+gradients of four batches. The script also saves a moving average of the model."""
 
 import copy
 import sys

@@ -1,5 +1,5 @@
-"""Texts of many lengths, clipped gradients, a rate that moves every step and one that falls where
-the loss does not; a checkpoint in the middle, read into all of it, built anew."""
+"""Texts of varying length, gradient clipping, a cyclic learning rate and one that drops on a
+plateau. Midway, rebuilds everything and restores it from a checkpoint."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A script that has bf16 autocast, a fused optimizer and a loader's worker of its own."""
+"""Already uses bf16 autocast, channels_last, a fused optimizer and a loader worker."""
 
 import sys
 

@@ -1,5 +1,5 @@
-"""A frozen teacher, called first in every step; two students under one optimizer, one for each side
-of a pair, and a temperature of theirs."""
+"""Each step calls a frozen teacher first. One optimizer trains two students, one for each side of a
+pair, and their temperature."""
 
 import itertools
 import sys
