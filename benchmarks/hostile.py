@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 from tests import hostile
-from tests.face.test_hostile import COMMANDS, Happened, lost, through
+from tests.face.test_hostile import COMMANDS, CommandResult, record_is_lost, run_commands
 
 
 def main() -> None:
@@ -27,16 +27,16 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             os.environ["XDG_DATA_HOME"] = str(folder / "data")
-            cells = [_cell(outcome) for outcome in through(case, folder).values()]
+            cells = [_cell(outcome) for outcome in run_commands(case, folder).values()]
             cells.append("yes" if list(folder.rglob("ran")) else "no")
             while hostile.HELD:
                 hostile.HELD.pop().close()
-            cells.append("yes" if lost(case, folder) else "no")
+            cells.append("yes" if record_is_lost(case, folder) else "no")
         print(f"| {case.name} |", " | ".join(cells), "|", flush=True)
 
 
-def _cell(outcome: Happened) -> str:
-    traced = ", traceback" if "Traceback" in outcome.said else ""
+def _cell(outcome: CommandResult) -> str:
+    traced = ", traceback" if "Traceback" in outcome.output else ""
     return f"{outcome.code}{traced}, {outcome.seconds:.1f} s"
 
 

@@ -5,14 +5,15 @@
 The first module with weights that the script calls is taken for the trained model; with `--every`,
 each outermost module is. Its training calls use autocast and torch.compile if their shapes are
 those of the first call; all others stay eager. With `--seconds`, the script warms up, runs for so
-many seconds, prints its steps per second, and is ended. With `--profile`, it also prints how long
-the GPU was busy, and how long the script waited for its loader.
+many seconds, prints its steps per second and quantiles of a step's time, and is ended. With
+`--profile`, it also prints how long the GPU was busy, and how long the script waited for data.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import runpy
@@ -33,8 +34,9 @@ COMPILES = ("none", "default", "reduce-overhead", "cudagraphs")
 FORMATS = ("own", "tf32", "bf16")
 LAYOUTS = ("own", "channels_last")
 OWN = ("autocast", "compile")
-SETTLE_STEPS, SETTLE_S = 8, 2.0
-"""Warm-up: at least these optimizer steps and seconds; with a profile, only the steps."""
+SETTLE_STEPS = 8
+"""Warm-up: at least so many optimizer steps, and `--settle` seconds if there is no profile."""
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 def main() -> None:
@@ -47,6 +49,7 @@ def main() -> None:
     parser.add_argument("--without", choices=OWN, help="what the script must not use")
     parser.add_argument("--every", action="store_true", help="wrap every outermost model")
     parser.add_argument("--seconds", type=float, help="end after measuring this long")
+    parser.add_argument("--settle", type=float, default=2.0, help="seconds to warm up before")
     parser.add_argument("--profile", action="store_true", help="profile the steps of --seconds")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -58,7 +61,7 @@ def main() -> None:
     if args.without:
         disable(args.without)
     if args.seconds:
-        count_steps(args.seconds, Profile() if args.profile else None)
+        count_steps(args.seconds, args.settle, Profile() if args.profile else None)
     if (args.compile, args.format, args.layout) != ("none", "own", "own"):
         wrap_called(args.compile, args.format, args.layout, every=args.every)
     sys.argv = [args.script, *args.arguments]
@@ -149,20 +152,25 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def count_steps(seconds: float, profile: Profile | None = None) -> None:
-    """After `seconds` of optimizer steps, prints the steps per second and ends the script."""
+def count_steps(seconds: float, settle_s: float, profile: Profile | None = None) -> None:
+    """After `seconds` of optimizer steps, prints their speed and ends the script."""
     began, first, steps = 0.0, 0.0, 0
+    ends: list[float] = []
 
     def on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal began, first, steps
         now, steps = time.perf_counter(), steps + 1
+        ends.append(now)
         first = first or now
-        if not began and steps >= SETTLE_STEPS and (profile or now - first >= SETTLE_S):
+        if not began and steps >= SETTLE_STEPS and (profile or now - first >= settle_s):
             if profile is not None:
                 profile.start()
             began, steps = time.perf_counter(), 0
+            ends.clear()
         elif began and now - began >= seconds:
-            result = {"steps_per_s": steps / (now - began)}
+            times = sorted(1e3 * (end - start) for start, end in itertools.pairwise(ends))
+            result: dict[str, Any] = {"steps_per_s": steps / (now - began)}
+            result["step_ms_quantiles"] = [times[int(q * len(times))] for q in QUANTILES if times]
             result |= profile.result(steps, now - began) if profile is not None else {}
             print(json.dumps(result), flush=True)
             os._exit(0)
