@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves, tree_structure
 from torch.utils.data import DataLoader, TensorDataset
 
 from advisor.cache.config import Config
@@ -60,10 +61,12 @@ def test_place_keeps_the_structure() -> None:
     pair = namedtuple("pair", ["x", "y"])
     advice = Advice(Config(channels_last=True), device="cpu")
     x = torch.randn(1, 2, 3, 4)
-    for tree in ((x, 1), [x, "a"], {"a": x, "b": None}, pair(x, x), (x, {"deep": [x]})):
+    for tree in (x, (x, 1), [x, "a"], {"a": x, "b": None}, pair(x, x), (x, {"deep": [x]})):
         placed = advice.place(tree)
-        assert advice.place(x).is_contiguous(memory_format=torch.channels_last)
-        assert type(placed) is type(tree) and len(placed) == len(tree)
+        assert type(placed) is type(tree) and tree_structure(placed) == tree_structure(tree)
+        images = [leaf for leaf in tree_leaves(placed) if isinstance(leaf, Tensor)]
+        laid_out = [one.is_contiguous(memory_format=torch.channels_last) for one in images]
+        assert laid_out and all(laid_out)
 
 
 def test_model_that_overrides_compile_is_compiled_by_torch() -> None:
@@ -92,7 +95,7 @@ def optimizers_of(*models: nn.Module) -> list[torch.optim.Optimizer]:
 @pytest.mark.parametrize("precision", ["default", "fp16"])
 def test_step_clears_gradients_that_another_models_step_left(precision: str) -> None:
     """In a GAN, the generator's backward pass also fills the discriminator's gradients."""
-    ends = []
+    weights = []
     for advised in (True, False):
         torch.manual_seed(1)
         generator, discriminator = nn.Linear(2, 3), nn.Linear(3, 1)
@@ -113,11 +116,11 @@ def test_step_clears_gradients_that_another_models_step_left(precision: str) -> 
             noise, real = torch.randn(4, 2, generator=draw), torch.randn(4, 3, generator=draw)
             step(-discriminator(generator(noise)).mean(), ours)
             step(discriminator(real).square().mean(), theirs)
-        ends.append([*generator.parameters(), *discriminator.parameters()])
-    torch.testing.assert_close(*ends)
+        weights.append([*generator.parameters(), *discriminator.parameters()])
+    torch.testing.assert_close(*weights)
 
 
-def one_step(advice: Advice, how: str) -> None:
+def train_two_steps(advice: Advice, how: str) -> None:
     model = advice.prepare(nn.Linear(2, 1))
     (optimizer,) = optimizers_of(model)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -147,7 +150,7 @@ def test_fp16_without_a_scaler_warns_once_and_keeps_the_scripts_hook(how: str) -
     hook = register_optimizer_step_post_hook(lambda optimizer, *_: hooked.append(optimizer))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        one_step(advice, how)
+        train_two_steps(advice, how)
     hook.remove()
     assert ["without a scaler" in str(one.message) for one in warned] == [True] * (how == "plain")
     assert len(hooked) == 2 and (advice.reason == "fast") == (how != "plain")
@@ -158,17 +161,17 @@ def test_fp16_without_a_scaler_warns_once_and_keeps_the_scripts_hook(how: str) -
 DEFAULT = Config(precision="default", channels_last=False, threads=2, cudnn_benchmark=False)
 
 
-def served(config: Config, **more: Any) -> Advice:
-    known: dict[str, Any] = {
+def make_advice(config: Config, **more: Any) -> Advice:
+    defaults: dict[str, Any] = {
         "reason": "1.84x torch's default at batch 128",
         "default": DEFAULT,
         "gains": {"flags": 1.1, "loop": 1.84, "capture": 6.4},
     }
-    return Advice(config, device="cpu", served=Served(**known | more))
+    return Advice(config, device="cpu", served=Served(**defaults | more))
 
 
 def test_reason_claims_only_knobs_in_effect() -> None:
-    advice = served(DEFAULT.replace(precision="bf16", channels_last=True, threads=1))
+    advice = make_advice(DEFAULT.replace(precision="bf16", channels_last=True, threads=1))
     assert "not in force yet; 1.84x" in advice.reason
     advice.set_flags()
     assert advice.reason == (
@@ -182,7 +185,7 @@ def test_reason_claims_only_knobs_in_effect() -> None:
 
 
 def test_prepare_replaces_the_flags_of_a_script_without_prepare() -> None:
-    advice = served(
+    advice = make_advice(
         DEFAULT.replace(precision="bf16"),
         flags=DEFAULT.replace(precision="tf32", cudnn_benchmark=True, threads=1),
     )
@@ -200,11 +203,11 @@ def test_threads_that_the_user_set_stay(how: str, monkeypatch: pytest.MonkeyPatc
     else:
         monkeypatch.setenv(how, "2")
     before = torch.get_num_threads()
-    advice = served(DEFAULT.replace(threads=1))
+    advice = make_advice(DEFAULT.replace(threads=1))
     advice.set_flags()
     assert torch.get_num_threads() == before
-    who = "it was set before" if how == "set_num_threads" else "the environment sets it"
-    assert f"not by this advice: threads={before} stays: {who}; advised is threads=1" in (
+    why = "it was set before" if how == "set_num_threads" else "the environment sets it"
+    assert f"not by this advice: threads={before} stays: {why}; advised is threads=1" in (
         advice.report()
     )
     assert f"threads={before} stays" in advice.reason and "in force (flags)" not in advice.reason
@@ -212,7 +215,7 @@ def test_threads_that_the_user_set_stay(how: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("later", [2, 3])
 def test_knob_that_the_script_changes_later_is_not_in_effect(later: int) -> None:
-    advice = served(DEFAULT.replace(threads=1, precision="tf32"))
+    advice = make_advice(DEFAULT.replace(threads=1, precision="tf32"))
     advice.set_flags()
     advice.prepare(nn.Linear(1, 1))
     assert "in effect: threads=1" in advice.report()
@@ -221,11 +224,11 @@ def test_knob_that_the_script_changes_later_is_not_in_effect(later: int) -> None
     assert advice.reason == f"1.84x torch's default at batch 128; but {now}"
     assert f"not by this advice: {now}; advised is threads=1" in advice.report()
     assert "in effect: threads=1" not in advice.report() and "in effect: tf32" in advice.report()
-    served(DEFAULT.replace(threads=1)).set_flags()  # keeps the user's setting
+    make_advice(DEFAULT.replace(threads=1)).set_flags()  # keeps the user's setting
     assert torch.get_num_threads() == later
     torch.set_num_threads(1)
     assert "in effect: threads=1" in advice.report()
-    other = served(DEFAULT.replace(threads=3))
+    other = make_advice(DEFAULT.replace(threads=3))
     other.set_flags()
     assert "threads=3 now: other advice set it since" in advice.report()
     assert "in effect: threads=3" in other.report()
@@ -233,7 +236,8 @@ def test_knob_that_the_script_changes_later_is_not_in_effect(later: int) -> None
 
 def test_no_speed_up_is_claimed_if_no_flag_was_set() -> None:
     """Without set_flags(), and with flags that equal torch's defaults."""
-    unset, plain = (served(DEFAULT.replace(threads=1), **how) for how in ({}, {"flags": DEFAULT}))
+    one_thread = DEFAULT.replace(threads=1)
+    unset, plain = make_advice(one_thread), make_advice(one_thread, flags=DEFAULT)
     unset.prepare(nn.Linear(1, 1))
     assert unset.reason == "not in force yet; 1.84x once the script also calls set_flags"
     plain.set_flags()
@@ -243,7 +247,7 @@ def test_no_speed_up_is_claimed_if_no_flag_was_set() -> None:
 
 def test_no_speed_up_is_claimed_for_another_model() -> None:
     record = examples.record()
-    advice = served(DEFAULT.replace(threads=1), record=record)
+    advice = make_advice(DEFAULT.replace(threads=1), record=record)
     advice.set_flags()
     with pytest.warns(AdvisorWarning, match="is not the one tuned as"):
         advice.prepare(nn.Linear(1, 1))
@@ -258,10 +262,10 @@ def test_release_restores_flags_except_those_changed_since() -> None:
     flags = ProcessFlags()
     flags.put(Config(threads=1, cudnn_benchmark=False))
     flags.put(Config(threads=3, precision="tf32"))
-    put = Config(threads=3, cudnn_benchmark=False, precision="tf32")
-    assert flags.config == put and flags.changed == {}
+    expected = Config(threads=3, cudnn_benchmark=False, precision="tf32")
+    assert flags.config == expected and flags.changed == {}
     torch.backends.cudnn.benchmark = True
-    assert flags.config == put.without("cudnn_benchmark")
+    assert flags.config == expected.without("cudnn_benchmark")
     assert flags.changed == {"cudnn_benchmark": True}
     flags.release(Config(threads=1))  # another config: ignored
     assert torch.get_num_threads() == 3
@@ -292,8 +296,8 @@ def test_one_line_is_logged_at_exit(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ended: list[AdviceUsage] = []
-    monkeypatch.setattr(advice_module, "log_at_exit", ended.append)
+    usages: list[AdviceUsage] = []
+    monkeypatch.setattr(advice_module, "log_at_exit", usages.append)
     default, advised = Config(channels_last=False), Config(channels_last=True)
     known = Served(reason="2.00x", default=default)
     advice = Advice(advised, device="cpu", served=known)
@@ -305,7 +309,7 @@ def test_one_line_is_logged_at_exit(
     if how == "all":
         list(advice.batches([]))
     caplog.set_level("INFO")
-    for one in ended:
+    for one in usages:
         one.log()
     assert [(record.levelname, record.message) for record in caplog.records] == messages
 
@@ -315,13 +319,13 @@ class Replaying(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self.place = torch.zeros(4, 2)
+        self.output = torch.zeros(4, 2)
         self._compiled_call_impl = self.replay
 
     def replay(self, x: Tensor) -> dict[str, Tensor]:
         with torch.no_grad():
-            self.place.copy_(nn.functional.linear(x, self.weight, self.bias))
-        return {"logits": self.place}
+            self.output.copy_(nn.functional.linear(x, self.weight, self.bias))
+        return {"logits": self.output}
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -346,7 +350,7 @@ def test_accumulating_gradients_are_moved_out_of_a_replays_memory() -> None:
     replays.stepped(optimizers_of(model))
     model(x)
     assert model.weight.grad is None
-    # Nor do gradients that the script will clear. The bias is in no optimizer.
+    # Gradients that the script will clear need no copy either. The bias is in no optimizer.
     dropped, kept = torch.ones(2, 2), torch.ones(2)
     model.weight.grad, model.bias.grad = dropped, kept
     replays.let_go([torch.optim.SGD([model.weight], lr=0.1)])

@@ -37,7 +37,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     redirection.uninstall()
 
 
-def step(path: str | Path) -> float:
+def saved_step(path: str | Path) -> float:
     return float(torch.load(path)["step"])
 
 
@@ -59,11 +59,11 @@ BEFORE = dict.fromkeys(NAMES, "the user's")
 def test_saved_checkpoint_can_be_loaded_and_replaces_no_file(out: Path) -> None:
     torch.save(ONE, "last.pt")
     torch.save(TWO, f=out / "other.pt")
-    assert (step(out / "last.pt"), step("other.pt"), on_disk(out)) == (1.0, 2.0, BEFORE)
+    assert (saved_step(out / "last.pt"), saved_step("other.pt"), on_disk(out)) == (1.0, 2.0, BEFORE)
     with open("by_hand", "wb") as file:
         torch.save(TWO, file)
     os.replace("by_hand", "last.pt")
-    assert (step("last.pt"), on_disk(out)) == (2.0, BEFORE)
+    assert (saved_step("last.pt"), on_disk(out)) == (2.0, BEFORE)
 
 
 @pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated
@@ -80,7 +80,7 @@ def test_script_can_open_and_load_what_it_saved(out: Path) -> None:
     for number, old in enumerate(NAMES[:2]):  # open() would truncate the user's file
         with open(old, "wb") if number else Path(old).open("wb") as file:
             torch.save(TWO, file)
-        assert step(old) == 2.0
+        assert saved_step(old) == 2.0
     assert on_disk(out) == BEFORE
 
 
@@ -91,7 +91,7 @@ def test_checkpoints_are_renamed_copied_and_removed_in_the_scratch_folder(out: P
     Path("new.tmp").rename("new.pt")
     shutil.copyfile("last.pt", "best.pth")
     shutil.copy2("last.pt", "copy.pt")
-    assert [step(name) for name in ("last.pt", "new.pt", "best.pth", "copy.pt")] == [1.0] * 4
+    assert [saved_step(name) for name in ("last.pt", "new.pt", "best.pth", "copy.pt")] == [1.0] * 4
     os.remove("new.pt")
     Path("last.pt").unlink()
     os.remove("best.pth")
@@ -121,7 +121,7 @@ def test_renaming_a_folder_renames_its_redirected_checkpoints(out: Path) -> None
     Path("tmp-checkpoint-2/state.json").write_text(json.dumps({"step": 2}))
     torch.save(TWO, "tmp-checkpoint-2/optimizer.pt")
     os.rename("tmp-checkpoint-2", "checkpoint-2")
-    assert step("checkpoint-2/optimizer.pt") == 2.0
+    assert saved_step("checkpoint-2/optimizer.pt") == 2.0
     assert on_disk(out) == BEFORE | {"checkpoint-2/state.json": '{"step": 2}'}
     shutil.rmtree("checkpoint-2")
     assert on_disk(out) == BEFORE

@@ -20,16 +20,16 @@ from advisor.cache.config import Config
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.measure.compare import References, plain_of
 from advisor.tuners.measure.run.recorded_state import RecordedUpdates
-from advisor.tuners.measure.runner import UNVERIFIED, Compared
+from advisor.tuners.measure.runner import UNVERIFIED
 from advisor.tuners.measure.samples import Overflow, Sample, perturb, sampled
 
 FP32 = Config(precision="fp32", compile="none", fused_optimizer=False)
 BF16 = FP32.replace(precision="bf16")
-COMPILED, BOTH = FP32.replace(compile="default"), BF16.replace(compile="default")
+COMPILED, COMPILED_BF16 = FP32.replace(compile="default"), BF16.replace(compile="default")
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(flags_restored: None) -> None:
+def one_thread(flags_restored: None) -> None:
     """With tensors this small, synchronizing threads takes longer than computing."""
     torch.set_num_threads(1)
 
@@ -53,13 +53,13 @@ class Encoder(nn.Module):
         return self.last(pooled.mean(1))
 
 
-def _layers(dropout: float = 0.1) -> nn.Module:
+def make_mlp(dropout: float = 0.1) -> nn.Module:
     first, second = nn.Linear(16, 64), nn.Linear(64, 64)
     hidden = [(one, nn.ReLU(), nn.Dropout(dropout)) for one in (first, second)]
     return nn.Sequential(*hidden[0], *hidden[1], nn.Linear(64, 8))
 
 
-def _convolutions() -> nn.Module:
+def make_convnet() -> nn.Module:
     """Convolutions with a bias before a BatchNorm, whose gradient is pure rounding noise."""
     first, second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1, stride=2)
     layers = [first, nn.BatchNorm2d(8), nn.ReLU(), second, nn.BatchNorm2d(16), nn.ReLU()]
@@ -73,17 +73,17 @@ class Model:
     draws: bool = False
 
 
-_tokens = functools.partial(torch.randint, 50, (32, 12))
+random_tokens = functools.partial(torch.randint, 50, (32, 12))
 MODELS = {
-    "layers": Model(_layers, functools.partial(torch.randn, 32, 16), draws=True),
-    "convolutions": Model(_convolutions, functools.partial(torch.randn, 16, 3, 12, 12)),
-    "attention": Model(lambda: Encoder(0.0), _tokens),
-    "dropout": Model(lambda: Encoder(0.1), _tokens, draws=True),
+    "mlp": Model(make_mlp, functools.partial(torch.randn, 32, 16), draws=True),
+    "convnet": Model(make_convnet, functools.partial(torch.randn, 16, 3, 12, 12)),
+    "attention": Model(lambda: Encoder(0.0), random_tokens),
+    "dropout": Model(lambda: Encoder(0.1), random_tokens, draws=True),
 }
 
 
 @functools.cache
-def _built(kind: str) -> tuple[nn.Module, Any, list[Tensor]]:
+def built_model(kind: str) -> tuple[nn.Module, Any, list[Tensor]]:
     """Return a model, its compiled form (cached) and its initial weights."""
     torch.manual_seed(0)
     model = MODELS[kind].make()
@@ -95,14 +95,14 @@ class Step:
     """A Subject whose compiled code may have a fault.
 
     Attributes:
-        fault: the fault of the compiled code, or of bf16 if "lost".
-        passes: the number of passes by config.
+        fault: a fault of the compiled code. "lost": bf16 makes one gradient zero.
+        passes: number of passes by config.
         other_masks: whether bf16 draws other dropout masks from a seed, as on a GPU.
     """
 
     def __init__(self, kind: str, fault: str = "") -> None:
         model = MODELS[kind]
-        self.model, self._compiled, self._initial = _built(kind)
+        self.model, self._compiled, self._initial = built_model(kind)
         self.draws, self.fault = model.draws, fault
         torch.manual_seed(1)
         self._batches = [(x := model.batch(), torch.randint(8, (len(x),))) for _ in range(4)]
@@ -166,14 +166,10 @@ class Step:
         return (5e-4, "last.weight") if config["fused_optimizer"] else (0.0, "")
 
 
-def compared(references: References, candidate: Config) -> Compared:
-    return references.compare(candidate, plain_of(candidate, FP32), left_s=lambda: 1e9)
-
-
 @functools.cache
-def _known(kind: str, loses: bool, other_masks: bool) -> tuple[Step, References]:
+def cached_references(kind: str, lost: bool, other_masks: bool) -> tuple[Step, References]:
     """Return a step and its references, cached: faults of compiled code do not change them."""
-    step = Step(kind, "lost" if loses else "")
+    step = Step(kind, "lost" if lost else "")
     step.other_masks = other_masks
     return step, References(step, FP32, tolerance=0.02)
 
@@ -186,40 +182,40 @@ WRONG_CODE, WRONG_FORMAT = ("wrong", "code"), ("wrong", "format")
 @pytest.mark.parametrize(
     ("kind", "fault", "config", "verdict", "message"),
     [
-        *((kind, "", BF16, ("ok", ""), "") for kind in ("layers", "convolutions")),
-        *((kind, "", COMPILED, ("ok", ""), "") for kind in ("layers", "convolutions")),
-        *((kind, "", BOTH, ("ok", ""), "") for kind in ("layers", "convolutions", "attention")),
-        ("layers", "layer", BOTH, WRONG_CODE, "gradient of 3.weight"),
-        ("layers", "stale", BOTH, WRONG_CODE, ""),
-        ("layers", "dropout", BOTH, WRONG_CODE, "variance of the output 0"),
-        ("layers", "scale", BOTH, WRONG_CODE, "gradient of"),
-        ("layers", "not finite", BOTH, WRONG_CODE, "not finite"),
-        ("layers", "overflow", BOTH, WRONG_FORMAT, "no loss scale"),
-        ("convolutions", "layer", BOTH, WRONG_CODE, "gradient of 3.weight"),
-        # The noise in the gradient of a bias before a BatchNorm, as part of a usual gradient.
-        ("convolutions", "bias 1e-4", COMPILED, ("ok", ""), ""),
-        ("convolutions", "bias 0.1", COMPILED, WRONG_CODE, ""),
-        ("convolutions", "failing", COMPILED, ("failed", ""), "RuntimeError: no such kernel"),
-        ("attention", "layer", BOTH, WRONG_CODE, "gradient of query.weight"),
-        ("attention", "stale", BOTH, WRONG_CODE, ""),
+        *((kind, "", BF16, ("ok", ""), "") for kind in ("mlp", "convnet")),
+        *((kind, "", COMPILED, ("ok", ""), "") for kind in ("mlp", "convnet")),
+        *((kind, "", COMPILED_BF16, ("ok", ""), "") for kind in ("mlp", "convnet", "attention")),
+        ("mlp", "layer", COMPILED_BF16, WRONG_CODE, "gradient of 3.weight"),
+        ("mlp", "stale", COMPILED_BF16, WRONG_CODE, ""),
+        ("mlp", "dropout", COMPILED_BF16, WRONG_CODE, "variance of the output 0"),
+        ("mlp", "scale", COMPILED_BF16, WRONG_CODE, "gradient of"),
+        ("mlp", "not finite", COMPILED_BF16, WRONG_CODE, "not finite"),
+        ("mlp", "overflow", COMPILED_BF16, WRONG_FORMAT, "no loss scale"),
+        ("convnet", "layer", COMPILED_BF16, WRONG_CODE, "gradient of 3.weight"),
+        # Errors in the gradient of a bias before a BatchNorm, relative to a usual gradient.
+        ("convnet", "bias 1e-4", COMPILED, ("ok", ""), ""),
+        ("convnet", "bias 0.1", COMPILED, WRONG_CODE, ""),
+        ("convnet", "failing", COMPILED, ("failed", ""), "RuntimeError: no such kernel"),
+        ("attention", "layer", COMPILED_BF16, WRONG_CODE, "gradient of query.weight"),
+        ("attention", "stale", COMPILED_BF16, WRONG_CODE, ""),
         ("attention", "lost", BF16, WRONG_FORMAT, LOST),
         # These take seconds each, because of their many draws.
-        long("dropout", "", BOTH, ("ok", ""), ""),
-        long("dropout", "dropout", BOTH, WRONG_CODE, "variance of the output 0"),
+        long("dropout", "", COMPILED_BF16, ("ok", ""), ""),
+        long("dropout", "dropout", COMPILED_BF16, WRONG_CODE, "variance of the output 0"),
         long("dropout", "lost", BF16, WRONG_FORMAT, LOST),
-        long("dropout", "masks", BOTH, ("ok", ""), ""),
-        long("dropout", "masks layer", BOTH, WRONG_CODE, ""),
-        # With other dropout masks in bf16.
-        ("layers", "masks", BOTH, ("ok", ""), ""),
-        ("layers", "masks layer", BOTH, WRONG_CODE, ""),
+        long("dropout", "masks", COMPILED_BF16, ("ok", ""), ""),
+        long("dropout", "masks layer", COMPILED_BF16, WRONG_CODE, ""),
+        # bf16 draws other dropout masks.
+        ("mlp", "masks", COMPILED_BF16, ("ok", ""), ""),
+        ("mlp", "masks layer", COMPILED_BF16, WRONG_CODE, ""),
     ],
 )
 def test_planted_faults_are_found_and_correct_configs_pass(
     kind: str, fault: str, config: Config, verdict: tuple[str, str], message: str
 ) -> None:
-    step, references = _known(kind, fault == "lost", fault.startswith("masks"))
+    step, references = cached_references(kind, fault == "lost", fault.startswith("masks"))
     step.fault = fault.removeprefix("masks").strip()
-    result = compared(references, config)
+    result = references.compare(config, plain_of(config, FP32), left_s=lambda: 1e9)
     assert (result.outcome, result.blames) == verdict and message in result.reason, result
 
 
@@ -262,14 +258,14 @@ class NearlyZero(Noisy):
 
 @pytest.mark.parametrize("subject", [Noisy, NearlyZero])
 @pytest.mark.parametrize(("fault", "outcome"), [("", "ok"), ("steady", "wrong")])
-def test_noisy_gradients_are_not_wrong(subject: type[Noisy], fault: str, outcome: str) -> None:
+def test_noise_passes_and_a_fault_is_found(subject: type[Noisy], fault: str, outcome: str) -> None:
     torch.manual_seed(1)
     references = References(subject(fault), FP32, tolerance=0.02)
     result = references.compare(COMPILED, FP32, left_s=lambda: 1e9)
     assert result.outcome == outcome, result
 
 
-@pytest.mark.parametrize("kind", ["layers", "convolutions"])
+@pytest.mark.parametrize("kind", ["mlp", "convnet"])
 def test_references_are_computed_once_and_the_fault_is_attributed(kind: str) -> None:
     step = Step(kind, "scale")
     references = References(step, FP32, tolerance=0.02)
@@ -282,13 +278,13 @@ def test_references_are_computed_once_and_the_fault_is_attributed(kind: str) -> 
     assert compare(BF16)[0] == "ok"
     before = step.passes[BF16]
     assert compare(BF16)[0] == "ok" and step.passes[BF16] == before
-    assert compare(BOTH)[:2] == WRONG_CODE
+    assert compare(COMPILED_BF16)[:2] == WRONG_CODE
     *verdict, reason = compare(BF16.replace(fused_optimizer=True))
     assert verdict == ["wrong", "optimizer"] and "last.weight is 0.05% off" in reason
 
 
 def test_comparison_cut_off_by_time_can_be_continued() -> None:
-    whole, cut = (References(Step("layers"), FP32, tolerance=0.02) for _ in range(2))
+    whole, cut = (References(Step("mlp"), FP32, tolerance=0.02) for _ in range(2))
     left = iter([1e9] * 15)
     result = cut.compare(BF16, BF16, left_s=lambda: next(left, -1.0))
     assert result.outcome == UNVERIFIED and result.reason.startswith("no time was left")
@@ -303,7 +299,7 @@ def test_skipped_weight_decay_is_found_without_changing_the_optimizer(
     make: Any, how: dict[str, float]
 ) -> None:
     torch.manual_seed(0)
-    net, hook_calls = _layers(), []
+    net, hook_calls = make_mlp(), []
     optimizer = make(net.parameters(), **{"lr": 1e-2, "weight_decay": 0.1, **how})
     optimizer.register_step_post_hook(lambda *_: hook_calls.append(1))
     for _ in range(3):
@@ -313,6 +309,6 @@ def test_skipped_weight_decay_is_found_without_changing_the_optimizer(
     updates = RecordedUpdates([optimizer])
     names = {id(p): name for name, p in net.named_parameters()}
     assert updates.error({"fused": True}, names)[0] <= 1e-4
-    part, name = updates.error({"weight_decay": 0.0}, names)
-    assert part > 1e-3 and name in dict(net.named_parameters())
+    error, name = updates.error({"weight_decay": 0.0}, names)
+    assert error > 1e-3 and name in dict(net.named_parameters())
     assert all(map(torch.equal, before, net.parameters())) and len(hook_calls) == 3

@@ -29,7 +29,7 @@ def refuse(*_: object) -> Any:
 
 
 Card = dict[str, Any]
-READS: dict[str, Callable[..., Any]] = {
+GETTERS: dict[str, Callable[..., Any]] = {
     "MigMode": lambda card: [1, 1] if "slices" in card else refuse(),
     "MaxMigDeviceCount": lambda card: 7,
     "MigDeviceHandleByIndex": lambda card, n: dict(enumerate(card["slices"])).get(n) or refuse(),
@@ -46,11 +46,11 @@ READS: dict[str, Callable[..., Any]] = {
     "DefaultApplicationsClock": lambda card, _clock: card["clocks"][1],
     "MaxClockInfo": lambda card, _clock: card["clocks"][2],
 }
-"""The nvmlDeviceGet... functions, for a card or a MIG slice."""
+"""The nvmlDeviceGet... functions, by the rest of their names, for a card or a MIG slice."""
 
 
 class FakeNvml:
-    """The used pynvml functions, for cards that are plain dicts.
+    """The pynvml functions that advisor uses, for cards given as dicts.
 
     Args:
         cards: the values of each card; 'slices' is a list with None for a gap.
@@ -71,7 +71,7 @@ class FakeNvml:
         return super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
-        return READS[name.removeprefix("nvmlDeviceGet")]
+        return GETTERS[name.removeprefix("nvmlDeviceGet")]
 
     def nvmlInit(self) -> None:
         pass
@@ -94,8 +94,8 @@ class FakeNvml:
 
 
 def h200(uuid: str = "GPU-aaaa-0", **changed: Any) -> Card:
-    known = {"uuid": uuid, "name": "NVIDIA H200", "memory": 150_754_820_096}
-    return known | {"capability": (9, 0), "cores": 16896, "clocks": (1980, 1980, 1980)} | changed
+    card = {"uuid": uuid, "name": "NVIDIA H200", "memory": 150_754_820_096}
+    return card | {"capability": (9, 0), "cores": 16896, "clocks": (1980, 1980, 1980)} | changed
 
 
 def mig(uuid: str) -> Card:
@@ -172,7 +172,7 @@ def test_detect_reads_card_facts_without_initializing_cuda(
         ("MIG-none,0", []),
     ],
 )
-def test_cuda_visible_devices(machine: Machine, visible: str | None, uuids: list[str]) -> None:
+def test_visible_gpus_are_detected(machine: Machine, visible: str | None, uuids: list[str]) -> None:
     machine(FakeNvml(*(h200(f"GPU-{u}") for u in ("aaaa-0", "aabb-1", "cccc-2"))), visible)
     assert [device_uuid(f"cuda:{n}") for n in range(len(uuids) + 1)] == [*uuids, ""]
     assert default_device() == ("cuda:0" if uuids else "cpu")
@@ -180,8 +180,8 @@ def test_cuda_visible_devices(machine: Machine, visible: str | None, uuids: list
 
 @pytest.mark.parametrize("visible", [None, "0", "1", "GPU-b", "MIG-2", "MIG-2,MIG-3"])
 def test_process_sees_one_mig_slice(machine: Machine, visible: str | None) -> None:
-    cut = h200("GPU-b", name="NVIDIA H200", slices=[None, mig("MIG-2"), mig("MIG-3")])
-    machine(FakeNvml(h200("GPU-a"), cut), visible)
+    sliced = h200("GPU-b", name="NVIDIA H200", slices=[None, mig("MIG-2"), mig("MIG-3")])
+    machine(FakeNvml(h200("GPU-a"), sliced), visible)
     if visible == "0":
         assert detect("cuda:0").device.multiprocessors == 132
         return
@@ -211,18 +211,18 @@ KINDS = "expected cpu, cuda or cuda:N"
         (0, "cuda:0", "no CUDA device; use cpu"),
     ],
 )
-def test_invalid_device(machine: Machine, cards: int, device: str, message: str) -> None:
+def test_invalid_device_is_refused(machine: Machine, cards: int, device: str, message: str) -> None:
     machine(FakeNvml(*(h200(f"GPU-{n}") for n in range(cards))))
     with pytest.raises(UsageError, match=message) as refused:
         detect(device)
     assert repr(device) in str(refused.value)
 
 
-def test_missing_nvml_values(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_required_nvml_values_raise(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(FakeNvml(h200(slices=[])))  # MIG mode without slices
     assert default_device() == "cpu"
-    silent = ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetApplicationsClock")
-    machine(FakeNvml(h200(), fails=silent))
+    unsupported = ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetApplicationsClock")
+    machine(FakeNvml(h200(), fails=unsupported))
     software = detect("cuda:0").software
     assert (software.power_limit_w, software.clock_cap_mhz) == (0, 0)
     machine(FakeNvml(h200(), fails=("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetUUID")))
@@ -236,7 +236,7 @@ def test_missing_nvml_values(machine: Machine, monkeypatch: pytest.MonkeyPatch) 
         detect("cuda:0")
 
 
-def test_torch_replaces_missing_nvml(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_counts_gpus_without_nvml(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(FakeNvml(fails=("nvmlInit",)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -246,7 +246,7 @@ def test_torch_replaces_missing_nvml(machine: Machine, monkeypatch: pytest.Monke
         detect("cuda:0")
 
 
-def test_detect_this_cpu() -> None:
+def test_detect_describes_this_cpu() -> None:
     facts = detect("cpu")
     assert facts.device.kind == "cpu" and facts.device.name and facts.device.capability
     assert facts.device.multiprocessors >= 1 and facts.device.memory_gib >= 1
@@ -288,8 +288,8 @@ def test_nvml_and_torch_agree() -> None:
 
 
 def test_gpus_list_their_processes(machine: Machine) -> None:
-    cut = h200("GPU-c", slices=[mig("MIG-1")])
-    machine(FakeNvml(cut, fails=("nvmlDeviceGetComputeRunningProcesses",)))
+    sliced = h200("GPU-c", slices=[mig("MIG-1")])
+    machine(FakeNvml(sliced, fails=("nvmlDeviceGetComputeRunningProcesses",)))
     name = "NVIDIA H200 MIG 1g.18gb"
     assert environment.gpus() == [environment.Gpu(uuid="MIG-1", name=name, users=())]
     machine(FakeNvml(h200("GPU-a", users=[os.getpid(), 2**22 + 1]), h200("GPU-b", users=[])))
@@ -344,7 +344,7 @@ PERIOD = dict.fromkeys(["/a/cpu.cfs_period_us", "/a/b/cpu.cfs_period_us"], 10000
         (host.free_bytes, "5:memory", V1_USED | {"/a/b/memory.stat": f"total_{INACTIVE}"}, 4000),
     ],
 )
-def test_cgroup_limits_at_any_level(
+def test_cgroup_limits_apply_at_any_level(
     tmp_path: Path,
     read: Callable[[Path, Path], int],
     group: str,
@@ -365,7 +365,7 @@ def test_cgroup_limits_at_any_level(
     assert read(groups, process) == (pytest.approx(unlimited, rel=0.2) if limit is None else limit)
 
 
-def test_shortage_of_shared_memory_or_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shortage_names_shared_memory_or_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Docker gives a container 64 MiB of shared memory."""
     monkeypatch.setattr(host, "shared_bytes", lambda: (2**30, 64 * 2**20))
     assert worker_limits.shortage(9 * 2**20, 2, workers=2) == ""
@@ -393,9 +393,9 @@ def read_facts(folder: Path, **env: str) -> list[object]:
 
 def test_facts_about_torch_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first, then = read_facts(tmp_path), read_facts(tmp_path)
-    assert (first[:3], first[3], then[3]) == (then[:3], True, False)
-    assert str(torch.__version__) in str(then[0])
+    first, second = read_facts(tmp_path), read_facts(tmp_path)
+    assert (first[:3], first[3], second[3]) == (second[:3], True, False)
+    assert str(torch.__version__) in str(second[0])
     other = read_facts(tmp_path, OMP_NUM_THREADS="2")  # changes the facts
     assert other[3] is True
 
@@ -415,6 +415,6 @@ def test_reading_commands_do_not_import_torch(tmp_path: Path) -> None:
     )
     # The first command caches the facts about torch.
     forks.run(tmp_path / "command.py", "why", "model.py", cwd=tmp_path)
-    for words in (("why", "model.py"), ("show",)):
-        then = forks.run(tmp_path / "command.py", *words, cwd=tmp_path)
-        assert then.returncode == 0, then.stderr
+    for arguments in (("why", "model.py"), ("show",)):
+        done = forks.run(tmp_path / "command.py", *arguments, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr

@@ -84,8 +84,6 @@ def epoch(net: Net, optimizer: torch.optim.Optimizer, sizes: list[int]) -> None:
 
 
 EPOCH = [FULL] * 6 + [SHORT]
-
-
 Trained = tuple[Net, torch.optim.Optimizer, ConfigSwitch]
 
 
@@ -196,7 +194,7 @@ def stack(count: int, make: Callable[[int], nn.Module]) -> Callable[[], nn.Modul
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "transformer": (lambda: make_transformer(6), 6),
     "only three layers": (lambda: make_transformer(3), 0),
-    # Of two widths, one is repeated often enough.
+    # Only one of the two widths is repeated often enough.
     "two widths": (stack(8, lambda at: Block(8 if at % 3 else 16)), 5),
     "deep": (torchvision.models.resnet152, 35 + 7),
     "different rates": (stack(6, lambda at: Block(rate=at / 10)), 0),
@@ -208,7 +206,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_number_of_repeated_blocks(name: str) -> None:
+def test_repeated_blocks_are_found(name: str) -> None:
     make, count = MODELS[name]
     with torch.device("meta"):
         blocks = repeated(make())

@@ -91,7 +91,7 @@ OFF, FIXED_ON = (False,), (True,)
         ("pin_memory", on_cuda(loaded=True, workers=2), OFF_ON),
     ],
 )
-def test_offered_values(name: str, context: SearchContext, values: tuple[Value, ...]) -> None:
+def test_values_are_offered(name: str, context: SearchContext, values: tuple[Value, ...]) -> None:
     assert BY_NAME[name].values(context) == values
 
 
@@ -128,10 +128,10 @@ def test_compile_on_the_cpu_needs_a_cpp_compiler(monkeypatch: pytest.MonkeyPatch
         ("capture", True, {"step_graph": (True,)}),
     ],
 )
-def test_required_use_and_comparison_of_each_value(
+def test_each_value_needs_this_use_and_comparison(
     use: str, compared: bool, values: dict[str, tuple[Value, ...]]
 ) -> None:
-    for config in [Config({name: value}) for name, some in values.items() for value in some]:
+    for config in [Config({name: value}) for name, those in values.items() for value in those]:
         ((name, value),) = config.items()
         needs = BY_NAME[name].needs(value), knobs.needs_comparison(config)
         assert needs == (use, compared), config
@@ -156,7 +156,9 @@ def test_required_use_and_comparison_of_each_value(
         ({"compile": False}, {"a_new_one": True}, True),
     ],
 )
-def test_permitted(given: dict[str, Any], config: dict[str, Value], permitted: bool) -> None:
+def test_task_options_forbid_values(
+    given: dict[str, Any], config: dict[str, Value], permitted: bool
+) -> None:
     assert knobs.permits(given, Config(config)) is permitted
 
 
@@ -166,9 +168,9 @@ def test_users_cublas_workspace_is_kept(
     """PyTorch's deterministic algorithms raise if it is not set."""
     flag = BY_NAME["cudnn_deterministic"].flag
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    for own, expected in (("", ":4096:8"), (":16:8", ":16:8")):
-        if own:
-            monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", own)
+    for user_value, expected in (("", ":4096:8"), (":16:8", ":16:8")):
+        if user_value:
+            monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", user_value)
         flag.set(True)
         assert torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.deterministic
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == expected
@@ -197,14 +199,14 @@ def test_flags_are_read_and_restored(
         torch.backends.cudnn.enabled = False
         torch.backends.cudnn.benchmark = True
     flag = BY_NAME[name].flag
-    every = [knob.flag for knob in KNOBS if knob.flag is not None]
-    before = [one.now() for one in every]
+    flags = [knob.flag for knob in KNOBS if knob.flag is not None]
+    before = [one.now() for one in flags]
     flag.set(value)
     after = flag.now()
     flag.set(value)
     assert flag.now() == after
-    (flag.back or flag.set)(before[every.index(flag)])
-    assert [one.now() for one in every] == before
+    (flag.back or flag.set)(before[flags.index(flag)])
+    assert [one.now() for one in flags] == before
 
 
 def test_channels_last_converts_only_tensors_of_four_or_five_dimensions() -> None:
@@ -239,10 +241,10 @@ def test_known_miscompilation_is_avoided(version: str, monkeypatch: pytest.Monke
     for name, value in (("compile", "max-autotune"), ("dynamic_shapes", True)):
         BY_NAME[name].model(nn.Linear(2, 2), value)
     static, dynamic = called
-    own, expected = torch._inductor.list_mode_options("max-autotune"), {"fallback_random": True}
+    mode, expected = torch._inductor.list_mode_options("max-autotune"), {"fallback_random": True}
     if not FIXED_IN[version]:
         expected["triton.mix_order_reduction"] = False
-    assert static == {"options": own | expected}
+    assert static == {"options": mode | expected}
     assert dynamic == {"options": expected, "dynamic": True}
 
 
@@ -250,7 +252,7 @@ NEEDS_OPTION = pytest.mark.skipif(torch.__version__ < (2, 10), reason="has no su
 
 
 @NEEDS_OPTION
-def test_options_exist_in_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_compile_accepts_every_option(monkeypatch: pytest.MonkeyPatch) -> None:
     row = BY_NAME["compile"]
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     for value in row.domain:
@@ -275,7 +277,7 @@ def test_hand_over_avoids_the_miscompilation_process_wide(monkeypatch: pytest.Mo
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # raised by Inductor
-def test_compiled_gradients_of_norms_with_a_shared_table() -> None:
+def test_compiled_norms_with_a_shared_table_have_right_gradients() -> None:
     """The reproducer of https://github.com/pytorch/pytorch/issues/193061, at full size."""
 
     class Modulated(nn.Module):
@@ -291,9 +293,9 @@ def test_compiled_gradients_of_norms_with_a_shared_table() -> None:
     torch.manual_seed(0)
     net = Modulated().cuda()
     x, weight = (torch.randn(1, 2**15, 1024, device="cuda") for _ in range(2))
-    compile_with, grads = BY_NAME["compile"].model, []
+    compile_as, grads = BY_NAME["compile"].model, []
     for value in ("none", "default"):
-        compile_with(net, value)
+        compile_as(net, value)
         grads += torch.autograd.grad((net(x) * weight).sum(), [net.table])
     assert float((grads[1] - grads[0]).norm() / grads[0].norm()) < 1e-3
 
@@ -309,7 +311,7 @@ def test_models_without_a_forward_of_the_user_are_compiled(
     assert graphs_compiled() == before + 2
 
 
-def test_plain_config_of_a_task() -> None:
+def test_plain_config_follows_the_task() -> None:
     task = Task.of("model.py", {"shape": "16x3x8x8"})
     off = ("channels_last", "cudnn_deterministic", "fused_optimizer")
     plain = {BATCH: 16, "precision": "default", **dict.fromkeys(off, False)}
@@ -321,22 +323,22 @@ def test_plain_config_of_a_task() -> None:
 BASE = Config(TORCH | {BATCH: 64})
 
 
-def test_described_config() -> None:
+def test_described_names_the_changed_values() -> None:
     text = knobs.described(BASE | {"precision": "bf16", "channels_last": True, "in_order": False})
     assert {*text.split(", ")} == {"batches in any order", "channels_last", "bf16"}
     assert knobs.described(TORCH | {"x": False}) == "no x"
 
 
-def won_by(
+def winner(
     config: Config, use: str = "loop", *, free: bool = False, choice: Choice | None = None
 ) -> dict[str, Any]:
-    winner = Winner(use=use, free=free, choice=choice or examples.choice(config))
+    new = Winner(use=use, free=free, choice=choice or examples.choice(config))
     others = [one for one in examples.record().winners if free or one.use != use]
-    return {"winners": (winner, *others)}
+    return {"winners": (new, *others)}
 
 
-ODD, LARGE = examples.DEFAULT.replace(precision="int8"), examples.DEFAULT.at(128)
-GONE = examples.DEFAULT.replace(gone=1.0)
+INVALID, LARGE = examples.DEFAULT.replace(precision="int8"), examples.DEFAULT.at(128)
+OLD_KNOB = examples.DEFAULT.replace(gone=1.0)
 TWO_BATCHES = dataclasses.replace(examples.choice(), batch=32)
 INT8 = "precision 'int8': expected default, tf32, bf16, fp16, fp8, fp32"
 UNKNOWN = "knob 'gone' is not known to this version of advisor"
@@ -348,21 +350,21 @@ BATCHES_DIFFER = "a config has batch 64, its measurement 32"
     ("changes", "message"),
     [
         ({}, ""),
-        (won_by(LARGE.replace(precision="bf16"), free=True), ""),
+        (winner(LARGE.replace(precision="bf16"), free=True), ""),
         ({"raced": (examples.choice(LARGE),)}, ""),
-        ({"baseline": examples.choice(ODD)}, INT8),
-        (won_by(ODD), INT8),
-        ({"raced": (examples.choice(ODD),)}, INT8),
+        ({"baseline": examples.choice(INVALID)}, INT8),
+        (winner(INVALID), INT8),
+        ({"raced": (examples.choice(INVALID),)}, INT8),
         ({"input": Config(precision="int8")}, INT8),
         ({"parts": (Part(knob=Config(precision="int8"), ratio=1.1, low=1.0, high=1.2),)}, INT8),
-        ({"trials": (examples.trial(0, ODD),)}, INT8),
+        ({"trials": (examples.trial(0, INVALID),)}, INT8),
         ({"input": Config({"n" * 60: True})}, UNKNOWN.replace("gone", "n" * 40)),
         # An unknown knob is accepted if it has the baseline's value.
-        ({"baseline": examples.choice(GONE)}, ""),
-        ({"baseline": examples.choice(GONE)} | won_by(GONE.replace(precision="bf16")), ""),
-        ({"baseline": examples.choice(GONE)} | won_by(GONE.replace(gone=0.5)), UNKNOWN),
-        ({"baseline": examples.choice(GONE)} | won_by(GONE.replace(gone=1)), UNKNOWN),
-        ({"baseline": examples.choice(GONE), "input": Config(gone=1.0)}, UNKNOWN),
+        ({"baseline": examples.choice(OLD_KNOB)}, ""),
+        ({"baseline": examples.choice(OLD_KNOB)} | winner(OLD_KNOB.replace(precision="bf16")), ""),
+        ({"baseline": examples.choice(OLD_KNOB)} | winner(OLD_KNOB.replace(gone=0.5)), UNKNOWN),
+        ({"baseline": examples.choice(OLD_KNOB)} | winner(OLD_KNOB.replace(gone=1)), UNKNOWN),
+        ({"baseline": examples.choice(OLD_KNOB), "input": Config(gone=1.0)}, UNKNOWN),
         ({"input": Config(precision="p" * 200)}, INT8.replace("int8'", "p" * 59)),
         ({"input": Config(pin_memory=1)}, "pin_memory 1: expected False, True"),
         ({"input": Config(threads=2**12 + 1)}, "threads 4097: expected 1 to 4096"),
@@ -371,11 +373,11 @@ BATCHES_DIFFER = "a config has batch 64, its measurement 32"
         ({"input": Config(batch_size=2.0)}, "batch_size 2.0: expected 1 to 16777216"),
         ({"baseline": TWO_BATCHES}, BATCHES_DIFFER),
         ({"raced": (TWO_BATCHES,)}, BATCHES_DIFFER),
-        (won_by(examples.DEFAULT, free=True, choice=TWO_BATCHES), BATCHES_DIFFER),
-        (won_by(LARGE, "flags"), OTHER_BATCH),
+        (winner(examples.DEFAULT, free=True, choice=TWO_BATCHES), BATCHES_DIFFER),
+        (winner(LARGE, "flags"), OTHER_BATCH),
         ({"baseline": examples.choice(LARGE)}, OTHER_BATCH),
         (
-            won_by(examples.DEFAULT.replace(precision="bf16"), "flags"),
+            winner(examples.DEFAULT.replace(precision="bf16"), "flags"),
             "the winner for use 'flags' has knobs that this use cannot follow",
         ),
     ],

@@ -15,7 +15,7 @@ from advisor.tuners.length import Length, Pace, break_even, first_step_seen
 from tests.builders import measured
 
 PLAIN = Pace(batch=64, first_step_s=2.0, step_s=0.5)
-TWICE = Pace(batch=128, first_step_s=3.0, step_s=0.75)
+DOUBLE_BATCH = Pace(batch=128, first_step_s=3.0, step_s=0.75)
 
 
 @pytest.mark.parametrize(
@@ -23,16 +23,16 @@ TWICE = Pace(batch=128, first_step_s=3.0, step_s=0.75)
     [
         (Length(batch=64, steps=5), PLAIN, 80.0),
         # A fraction of a step counts as one step. Twice the batch needs half the steps.
-        (Length(batch=64, steps=1), TWICE, 64 / 3.0),
-        (Length(batch=64, steps=5), TWICE, 320.0 / (3.0 + 1.5 * 0.75)),
+        (Length(batch=64, steps=1), DOUBLE_BATCH, 64 / 3.0),
+        (Length(batch=64, steps=5), DOUBLE_BATCH, 320.0 / (3.0 + 1.5 * 0.75)),
         (Length(batch=1, steps=1), PLAIN, 1 / 2.0),
         (Length(batch=64, seconds=10.0), PLAIN, 64 * 8.0 / 0.5 / 10.0),
-        (Length(batch=64, seconds=10.0), TWICE, 128 * 7.0 / 0.75 / 10.0),
+        (Length(batch=64, seconds=10.0), DOUBLE_BATCH, 128 * 7.0 / 0.75 / 10.0),
         # The job ends before the first step.
         (Length(batch=64, seconds=1.5), PLAIN, 0.0),
     ],
 )
-def test_samples_per_second_of_a_whole_job(job: Length, pace: Pace, rate: float) -> None:
+def test_rate_covers_the_whole_job(job: Length, pace: Pace, rate: float) -> None:
     assert job.rate(pace) == pytest.approx(rate)
 
 
@@ -62,14 +62,14 @@ BASE = Config(batch_size=64, compile="none", cudnn_benchmark=False, precision="d
 
 def test_first_step_seen_is_the_slowest_with_the_same_cost_knobs() -> None:
     cost_knobs = ("compile", "cudnn_benchmark")
-    searching = BASE.replace(cudnn_benchmark=True)
+    benchmark = BASE.replace(cudnn_benchmark=True)
     compiled = BASE.replace(compile="default")
     both = compiled.replace(cudnn_benchmark=True)
-    seen = [(BASE, 1.0), (BASE.replace(precision="tf32"), 2.0), (searching, 4.0), (compiled, 9.0)]
+    seen = [(BASE, 1.0), (BASE.replace(precision="tf32"), 2.0), (benchmark, 4.0), (compiled, 9.0)]
     trials = [measured(c, 1.0, s) for c, s in (*seen, (both, 3.0), (BASE.at(8), 50.0))]
     trials.append(measured(BASE, 1.0, 60.0, stage="input"))
     assert first_step_seen(trials, BASE, cost_knobs) == 2.0
-    assert first_step_seen(trials, searching, cost_knobs) == 4.0
+    assert first_step_seen(trials, benchmark, cost_knobs) == 4.0
     assert first_step_seen(trials, compiled, cost_knobs) == 9.0
     assert first_step_seen(trials, both, cost_knobs) == 9.0
     # Another compile mode has another cost.

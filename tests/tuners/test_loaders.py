@@ -94,17 +94,17 @@ def epoch(
 
 LOADERS: dict[str, Callable[[Dataset[Any]], DataLoader[Any]]] = {
     "batches": lambda data: DataLoader(data, batch_size=5, shuffle=True, drop_last=True),
-    "one by one": lambda data: DataLoader(
+    "single samples": lambda data: DataLoader(
         data, batch_size=None, collate_fn=lambda one: (one[0][None], torch.tensor([one[1]]))
     ),
 }
 
 
-@pytest.mark.parametrize("how", LOADERS)
+@pytest.mark.parametrize("kind", LOADERS)
 def test_switching_workers_loses_no_sample(
-    patch: Loaders, failures: list[Exception], how: str
+    patch: Loaders, failures: list[Exception], kind: str
 ) -> None:
-    loader = LOADERS[how](Indexed())
+    loader = LOADERS[kind](Indexed())
 
     def epochs(on_batch: Callable[[int], object] = lambda _number: None) -> Any:
         torch.manual_seed(3)
@@ -216,7 +216,7 @@ def test_prefetch_factor_is_applied_as_far_as_shared_memory_allows(
     assert len(requested) == 1 + ahead
 
 
-SHARED = "the loader: every worker would read all of an IterableDataset"
+STREAM = "the loader: every worker would read all of an IterableDataset"
 PERSISTENT = "the loader: its workers stay from one epoch to the next"
 SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn"}
 
@@ -225,20 +225,17 @@ SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn"}
     ("patch", "data", "own", "why"),
     [
         (False, Indexed(), {"num_workers": 1}, ""),
-        (False, NumberStream(), {}, SHARED),
-        (True, NumberStream(), {"num_workers": 1}, SHARED),
+        (False, NumberStream(), {}, STREAM),
+        (True, NumberStream(), {"num_workers": 1}, STREAM),
         (True, Indexed(), {"num_workers": 1, "persistent_workers": True}, PERSISTENT),
         (False, Indexed(), {}, "the loader: ADVISOR_KEEP_LOADER is set"),
     ],
     indirect=["patch"],
     ids=["own workers", "stream", "stream with workers", "persistent", "kept by the user"],
 )
-def test_untouched_loaders(
+def test_loaders_that_must_not_change_are_untouched(
     patch: Loaders, monkeypatch: pytest.MonkeyPatch, data: Dataset[Any], own: Settings, why: str
 ) -> None:
-    # Only forked workers inherit the script's objects and file positions.
-    spawned: DataLoader[Any] = DataLoader(Indexed(), **SPAWNED)
-    assert loaders._why_untouched(spawned) == "the loader: its workers are not forked"
     if "ADVISOR_KEEP_LOADER" in why:
         monkeypatch.setenv("ADVISOR_KEEP_LOADER", "1")
     loader: DataLoader[Any] = DataLoader(data, **own)
@@ -246,6 +243,12 @@ def test_untouched_loaders(
     assert observe(patch, loader) == LoaderFacts(workers=len(own) and 1, room=2, why=why)
     patch.set(WORKERS)
     assert [str(batch) for batch in loader] == plain
+
+
+def test_loader_whose_workers_are_not_forked_is_untouched() -> None:
+    """Only forked workers inherit the script's objects and file positions."""
+    spawned: DataLoader[Any] = DataLoader(Indexed(), **SPAWNED)
+    assert loaders._why_untouched(spawned) == "the loader: its workers are not forked"
 
 
 @with_override
@@ -316,10 +319,10 @@ def test_workers_end_when_the_script_drops_the_iterator(patch: Loaders) -> None:
 
 
 def test_drained_share_counts_batches_taken_from_the_backlog(patch: Loaders) -> None:
-    data, gate = Indexed(), multiprocessing.Event()
+    data, unblock = Indexed(), multiprocessing.Event()
 
     def fetch(number: int) -> None:
-        assert number < 2 or gate.wait(60)
+        assert number < 2 or unblock.wait(60)
 
     data.fetch = fetch
     batches = iter(DataLoader(data, batch_size=1, num_workers=2, prefetch_factor=3))
@@ -330,7 +333,7 @@ def test_drained_share_counts_batches_taken_from_the_backlog(patch: Loaders) -> 
     assert (patch.taken, patch.drained_share, patch._queued()[1]) == (1, 0.0, 5)
     next(batches)
     assert (patch.taken, patch.drained_share, patch._queued()[1]) == (2, 0.5, 6)
-    gate.set()
+    unblock.set()
     until(lambda: patch._queued()[1] == 0)
     assert sum(1 for _batch in batches) == 22
     assert (patch.taken, patch.drained_share, patch._queued()[1]) == (24, 0.0, 0)

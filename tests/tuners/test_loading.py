@@ -47,10 +47,10 @@ class Samples(Dataset):
 class Stream(IterableDataset):
     def __iter__(self): return iter([(torch.ones(3), 0)] * 32)
 
-class Ends(IterableDataset):
+class Empty(IterableDataset):
     def __iter__(self): return iter([])
 
-def fails(message): raise OSError(message)
+def fail(message): raise OSError(message)
 """
 MODEL = "from torch import nn\nmodel = lambda: nn.Linear(3, 4)\n"
 
@@ -65,7 +65,7 @@ def fresh_data_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     sys.path[:] = [path for path in sys.path if path != str(tmp_path)]
 
 
-def task(folder: Path, source: str, **given: Any) -> Task:
+def task_for(folder: Path, source: str, **given: Any) -> Task:
     (folder / "data.py").write_text(HEAD + textwrap.dedent(source))
     (folder / "model.py").write_text(MODEL)
     how = {"shape": "8x3", "data": str(folder / "data.py"), "device": "cpu"}
@@ -73,17 +73,17 @@ def task(folder: Path, source: str, **given: Any) -> Task:
 
 
 def facts(folder: Path, source: str, **given: Any) -> DataFacts:
-    return described(task(folder, source, **given), made_batches=False)[1]
+    return described(task_for(folder, source, **given), made_batches=False)[1]
 
 
 SHARDED_STREAM = """
-class Shared(Stream):
+class Sharded(Stream):
     def __iter__(self):
         worker = get_worker_info()
         items = range(32) if worker is None else range(worker.id, 32, worker.num_workers)
         return ((torch.ones(3), i) for i in items)
     {length}
-make_dataset = Shared
+make_dataset = Sharded
 """
 OPEN_DATABASE = """
 class Opened(Samples):
@@ -112,7 +112,7 @@ FACTS = DataFacts(
     ],
     ids=["samples", "stream", "shared out", "of known length", "database"],
 )
-def test_facts_about_data(
+def test_data_is_described(
     tmp_path: Path, source: str, given: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     if source == OPEN_DATABASE:
@@ -123,7 +123,7 @@ def test_facts_about_data(
 
 
 def test_make_collate_and_make_sampler_are_used(tmp_path: Path) -> None:
-    made = task(
+    task = task_for(
         tmp_path,
         """
         make_dataset = Samples
@@ -133,22 +133,22 @@ def test_make_collate_and_make_sampler_are_used(tmp_path: Path) -> None:
             return BatchSampler(SequentialSampler(dataset), 8, False)
         """,
     )
-    data = load(made)
+    data = load(task)
     first = next(iter(data.loader(batch_size=8, num_workers=0)))
     assert first[0].shape == (8, 3) and int(first[1]) == 64
-    assert described(made, made_batches=False)[1].tensors == 2
+    assert described(task, made_batches=False)[1].tensors == 2
 
 
 def test_torchvision_datasets_get_default_transforms(tmp_path: Path) -> None:
-    made = task(
+    task = task_for(
         tmp_path, "", data="torchvision:FakeData", data_args={"size": 20}, shape="4x3x16x16"
     )
-    data, known, ((images, labels), *_) = described(made, made_batches=False)
+    data, known, ((images, labels), *_) = described(task, made_batches=False)
     assert (known.batches, images.shape, images.dtype) == (5, (4, 3, 16, 16), torch.float32)
     assert labels.shape == (4,) and data.spec.name == "torchvision:FakeData"
 
 
-def data_of(sample: str) -> str:
+def source_of(sample: str) -> str:
     """Return the source of a dataset whose samples are this expression."""
     return (
         f"class Made(Samples):\n    def __getitem__(self, i): return {sample}\nmake_dataset = Made"
@@ -167,18 +167,20 @@ BYTES = "give --shape 8x1x4x4 --dtype uint8, or change the data to match --shape
     [
         ("", TargetError, r"has no function or class 'make_dataset'; define make_dataset\(\)"),
         ("make_dataset = lambda: 5", TargetError, "it made int, which is no dataset"),
-        ("make_dataset = lambda: fails('none')", TargetFailed, r"OSError: none \(data\.py:"),
-        (data_of("torch.ones(3 + i), 0"), TargetFailed, r"not alike, .*; define make_collate"),
+        ("make_dataset = lambda: fail('none')", TargetFailed, r"OSError: none \(data\.py:"),
+        (source_of("torch.ones(3 + i), 0"), TargetFailed, r"not alike, .*; define make_collate"),
         ("make_dataset = lambda: Samples(5)", TargetError, "5 samples, and a batch .* has 8"),
-        ("make_dataset = Ends", TargetError, "it gave no batch, and a batch of --shape has 8"),
-        (data_of("fails('gone')"), TargetFailed, r"a batch raised OSError: gone \(data\.py:"),
-        (data_of("torch.ones(5), 0"), TargetError, FLOATS),
-        (data_of("torch.ones(1, 4, 4, dtype=torch.uint8), 0"), TargetError, BYTES),
+        ("make_dataset = Empty", TargetError, "it gave no batch, and a batch of --shape has 8"),
+        (source_of("fail('gone')"), TargetFailed, r"a batch raised OSError: gone \(data\.py:"),
+        (source_of("torch.ones(5), 0"), TargetError, FLOATS),
+        (source_of("torch.ones(1, 4, 4, dtype=torch.uint8), 0"), TargetError, BYTES),
         ("make_dataset = lambda: Samples(0)", TargetError, "it holds 0 samples, and a batch .* 8$"),
-        (data_of("torch.ones(3)"), TargetError, r"must be \(inputs, target\), .* is Tensor;"),
+        (source_of("torch.ones(3)"), TargetError, r"must be \(inputs, target\), .* is Tensor;"),
     ],
 )
-def test_invalid_data(tmp_path: Path, source: str, error: type[Exception], message: str) -> None:
+def test_invalid_data_is_refused(
+    tmp_path: Path, source: str, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=r"^data 'data\.py[^']*': .*" + message):
         facts(tmp_path, source)
 
@@ -199,7 +201,7 @@ DATABASE = {"held_open": ("/data/samples.db",)}
         ({"tensors": 30}, 16, True, "30 tensors of a batch would each be an open file"),
     ],
 )
-def test_loader_limits(
+def test_data_limits_the_loader_workers(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], workers: int, by_name: bool, line: str
 ) -> None:
     """On 16 cores, with 64 MiB of free shared memory and 1,000 free file descriptors."""
@@ -261,8 +263,8 @@ def raiser(exc: Exception) -> Callable[[], object]:
 
 BUS_ERROR = "a worker is killed by signal: Bus error; perhaps /dev/shm is full"
 KILLED = "DataLoader worker (pid 12) is killed by signal: Bus error. "
-CUDA = RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA ...")
-ENDED = "a worker (exited unexpectedly( with exit code 3)?|ended before its batch was taken)"
+FORKED_CUDA = RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA ...")
+DIED = "a worker (exited unexpectedly( with exit code 3)?|ended before its batch was taken)"
 LINE = r"\(test_loading\.py:\d+\)"
 
 
@@ -273,16 +275,18 @@ LINE = r"\(test_loading\.py:\d+\)"
     [
         (raiser(ValueError("none")), 21, 2, f"in a worker: ValueError: none {LINE}"),
         (raiser(OSError("none")), 0, 0, f"OSError: none {LINE}"),
-        (raiser(CUDA), 0, 1, '.*multiprocessing_context="spawn".*'),
+        (raiser(FORKED_CUDA), 0, 1, '.*multiprocessing_context="spawn".*'),
         # The pipe may close before torch receives the signal.
-        (lambda: os.kill(os.getpid(), signal.SIGBUS), 21, 1, f"{BUS_ERROR}|{ENDED}"),
+        (lambda: os.kill(os.getpid(), signal.SIGBUS), 21, 1, f"{BUS_ERROR}|{DIED}"),
         (raiser(RuntimeError(KILLED)), 0, 0, BUS_ERROR),
-        (lambda: os._exit(0), 0, 1, ENDED),
-        (lambda: os._exit(0), 300, 1, ENDED),
-        (lambda: os._exit(3), 0, 1, ENDED),
+        (lambda: os._exit(0), 0, 1, DIED),
+        (lambda: os._exit(0), 300, 1, DIED),
+        (lambda: os._exit(3), 0, 1, DIED),
     ],
 )
-def test_loader_failures(fails: Callable[[], object], at: int, workers: int, message: str) -> None:
+def test_loader_failures_are_explained(
+    fails: Callable[[], object], at: int, workers: int, message: str
+) -> None:
     with pytest.raises(Exception) as raised:
         take(loader(Slow(action=fails, at=at), num_workers=workers), 2_000)
     assert re.fullmatch(message, failure(raised.value)[1])
@@ -311,7 +315,7 @@ def hang_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def worker(hang_file: Path) -> Iterator[Worker]:
-    made = task(
+    task = task_for(
         hang_file.parent,
         f"""
         class Hanging(Samples):
@@ -321,7 +325,7 @@ def worker(hang_file: Path) -> Iterator[Worker]:
         make_dataset = lambda: Hanging(100_000)
         """,
     )
-    with Worker(WorkerJob(task=made, device="cpu", seed=0), deadline_s=30.0) as started:
+    with Worker(WorkerJob(task=task, device="cpu", seed=0), deadline_s=30.0) as started:
         yield started
 
 
@@ -331,15 +335,15 @@ STEP = Config(batch_size=8, precision="default", cudnn_deterministic=False)
 
 def test_worker_times_steps_with_and_without_the_loader(worker: Worker, hang_file: Path) -> None:
     assert worker.describe_data().batches == 12_500
-    two = STEP | {"num_workers": 2, "prefetch_factor": 2}
+    two_workers = STEP | {"num_workers": 2, "prefetch_factor": 2}
     step = worker.block(STEP, 5, deadline_s=30.0)
     assert (step.steps, step.samples, step.waited_s) == (5, 40, 0.0) and step.first_s > 0
-    both = worker.block(two, 5, deadline_s=30.0)
+    both = worker.block(two_workers, 5, deadline_s=30.0)
     assert both.steps == 6, "whole rounds of two workers"
     assert both.first_s > 0 and 0 < both.waited_s <= both.seconds
-    more = worker.block(two, 6, deadline_s=30.0)
+    more = worker.block(two_workers, 6, deadline_s=30.0)
     assert more.first_s == 0.0 and more.waited_s > 0
-    other = two | {"in_order": False, "sharing": "file_system"}
+    other = two_workers | {"in_order": False, "sharing": "file_system"}
     assert worker.block(other, 2, deadline_s=30.0).waited_s > 0
     assert worker.block(STEP, 5, deadline_s=30.0).waited_s == 0.0
 
@@ -347,12 +351,12 @@ def test_worker_times_steps_with_and_without_the_loader(worker: Worker, hang_fil
     hang_file.touch()
     guard = worker._process.pid
     with pytest.raises(ConfigFailed) as failed:
-        worker.block(two, 2, deadline_s=1.0)
+        worker.block(two_workers, 2, deadline_s=1.0)
     assert failed.value.outcome == "timed_out"
     with pytest.raises(ProcessLookupError):
         os.kill(guard, 0)
     hang_file.unlink()
-    assert worker.block(two, 2, deadline_s=30.0).waited_s > 0
+    assert worker.block(two_workers, 2, deadline_s=30.0).waited_s > 0
 
 
 def test_loader_workers_end_when_the_worker_is_killed(worker: Worker, hang_file: Path) -> None:
@@ -369,16 +373,16 @@ def test_loader_workers_end_when_the_worker_is_killed(worker: Worker, hang_file:
 
     killer = threading.Thread(target=kill)
     killer.start()
-    two = STEP | {"num_workers": 2, "prefetch_factor": 2}
+    two_workers = STEP | {"num_workers": 2, "prefetch_factor": 2}
     with pytest.raises(ConfigFailed) as failed:
-        worker.block(two, 2, deadline_s=30.0)
+        worker.block(two_workers, 2, deadline_s=30.0)
     killer.join()
     assert failed.value.outcome in ("crashed", "out_of_memory") and len(pids) >= 4
     assert not any(map(alive, pids))
 
 
 def test_data_that_exits_or_hangs_is_an_error(tmp_path: Path) -> None:
-    made = task(
+    task = task_for(
         tmp_path,
         """
         def make_dataset():
@@ -386,7 +390,7 @@ def test_data_that_exits_or_hangs_is_an_error(tmp_path: Path) -> None:
             os._exit(3)
         """,
     )
-    with Worker(WorkerJob(task=made, device="cpu", seed=0), deadline_s=30.0) as worker:
+    with Worker(WorkerJob(task=task, device="cpu", seed=0), deadline_s=30.0) as worker:
         with pytest.raises(WorkerError, match=r"^data '.*data\.py': the worker process died"):
             worker.describe_data()
         (tmp_path / "data.py.hangs").touch()
@@ -419,11 +423,11 @@ def make_collate(dataset):
 """
 
 
-def test_costs_of_a_sample_by_part(tmp_path: Path) -> None:
+def test_costs_list_the_parts_of_a_sample(tmp_path: Path) -> None:
     """Sorted by time. The test fixes no order: a busy host may change it."""
-    cost = costs(load(task(tmp_path, COSTLY)), 8, 1.0)
-    places = {one.part: one.where for one in cost.parts}
+    cost = costs(load(task_for(tmp_path, COSTLY)), 8, 1.0)
+    locations = {one.part: one.where for one in cost.parts}
     assert list(cost.parts) == sorted(cost.parts, key=lambda one: -one.seconds)
-    assert places.keys() == {"Resize", "Costly.read", "collate", "Costly.__getitem__ itself"}
-    assert (places["Resize"], places["collate"]) == ("data.py:Resize", "collate")
+    assert locations.keys() == {"Resize", "Costly.read", "collate", "Costly.__getitem__ itself"}
+    assert (locations["Resize"], locations["collate"]) == ("data.py:Resize", "collate")
     assert cost.seconds > 0.8 * (0.008 + 0.004 + 0.02 / 8)

@@ -29,7 +29,7 @@ def changes(config: Config, knobs: Space) -> str:
     )
 
 
-HALF, COMPILED = "channels_last bf16", "channels_last default"
+EAGER_BF16, COMPILED = "channels_last bf16", "channels_last default"
 FUSED_CHANNELS_LAST = "channels_last fused_optimizer"
 GRAPHS = "channels_last reduce-overhead"
 GRAPHS_BF16 = f"{GRAPHS} bf16"
@@ -45,13 +45,13 @@ WITH_LOADER = space(workers=8, own=Config(num_workers=2))
 @pytest.mark.parametrize(
     ("knobs", "first"),
     [
-        (ON_A_GPU, [HALF, GRAPHS_BF16, f"{GRAPHS} fused_optimizer bf16", "cudagraphs"]),
-        (CONVOLVING_ON_A_CPU, [HALF, "channels_last", "bf16", "threads=1"]),
+        (ON_A_GPU, [EAGER_BF16, GRAPHS_BF16, f"{GRAPHS} fused_optimizer bf16", "cudagraphs"]),
+        (CONVOLVING_ON_A_CPU, [EAGER_BF16, "channels_last", "bf16", "threads=1"]),
         (WITHOUT_BF16, ["channels_last", "threads=1", FUSED_CHANNELS_LAST, COMPILED]),
         (
             WORKLOAD,
             [
-                *(HALF, f"{HALF} step_graph", GRAPHS_BF16),
+                *(EAGER_BF16, f"{EAGER_BF16} step_graph", GRAPHS_BF16),
                 *(f"{COMPILED} bf16 step_graph", f"{COMPILED} fused_optimizer bf16"),
             ],
         ),
@@ -62,15 +62,14 @@ def test_largest_gain_per_time_comes_first(knobs: Space, first: list[str]) -> No
     assert visits(MadeUp(knobs.default), knobs)[: len(first)] == first
 
 
-def test_mode_that_fails_in_one_format_stays_in_another() -> None:
-
-    class OneFails(MadeUp):
+def test_mode_that_fails_in_one_format_is_tried_in_another() -> None:
+    class FailsWithTf32(MadeUp):
         def _switch(self, config: Config, deadline_s: float) -> float:
-            wrong = config["compile"] == "reduce-overhead" and config["precision"] == "tf32"
-            self.fails = {("precision", "tf32"): "failed"} if wrong else {}
+            fails = config["compile"] == "reduce-overhead" and config["precision"] == "tf32"
+            self.fails = {("precision", "tf32"): "failed"} if fails else {}
             return super()._switch(config, deadline_s)
 
-    machine, heard = OneFails(ON_A_GPU.default), Heard()
+    machine, heard = FailsWithTf32(ON_A_GPU.default), Heard()
     tuned(machine, ON_A_GPU, 300.0, heard=heard)
     assert any(trial.measurement.outcome == "failed" for trial in heard.trials)
     assert heard.best[-1]["compile"] == "reduce-overhead"
@@ -79,8 +78,8 @@ def test_mode_that_fails_in_one_format_stays_in_another() -> None:
 @pytest.mark.parametrize(
     ("knobs", "bf16", "first"),
     [
-        (space(), 0.8, [HALF, GRAPHS_BF16]),
-        (space(compiles=False), 0.8, [HALF, "channels_last tf32"]),
+        (space(), 0.8, [EAGER_BF16, GRAPHS_BF16]),
+        (space(compiles=False), 0.8, [EAGER_BF16, "channels_last tf32"]),
         (ON_A_CPU, 0.15, ["bf16", "fused_optimizer", "default"]),
     ],
 )

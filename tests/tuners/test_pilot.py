@@ -50,10 +50,10 @@ SWITCHES: list[ConfigSwitch] = []
 
 
 def switch_of(*given: TrainedModel | torch.optim.Optimizer, device: str = "cpu") -> ConfigSwitch:
-    trained = [one for one in given if isinstance(one, TrainedModel)]
+    models = [one for one in given if isinstance(one, TrainedModel)]
     optimizers = [one for one in given if isinstance(one, torch.optim.Optimizer)]
     place = torch.device(device)
-    SWITCHES.append(ConfigSwitch(trained, optimizers, OWN, place, lambda _given: None))
+    SWITCHES.append(ConfigSwitch(models, optimizers, OWN, place, lambda _given: None))
     return SWITCHES[-1]
 
 
@@ -86,8 +86,8 @@ def test_config_takes_effect_and_release_undoes_it(trained_net: TrainedNet) -> N
     net, optimizer, switch = trained_net
     strides = [p.stride() for p in net.parameters()]
     group = dict(optimizer.param_groups[0])
-    there = OWN.replace(precision="bf16", channels_last=True)
-    switch.set(there)
+    changed = OWN.replace(precision="bf16", channels_last=True)
+    switch.set(changed)
     trained(net, 1, optimizer)
     assert net.dtypes[-1] == torch.bfloat16
     layout = torch.channels_last
@@ -157,14 +157,14 @@ def test_hitting_the_recompile_limit_is_reported(trained_net: TrainedNet) -> Non
     def doubled(x: Tensor) -> Tensor:
         return 2 * x
 
-    def varied() -> None:
+    def call_with_two_sizes() -> None:
         with torch._dynamo.config.patch({recompile_limit(): 1}):
             for size in (2, 3):
                 doubled(torch.ones(size))
 
     switch.set(OWN.replace(compile="default"))
     assert not switch.fell_back and getattr(torch._dynamo.config, recompile_limit()) == 64
-    varied()
+    call_with_two_sizes()
     assert switch.fell_back
     switch.set(OWN)
     assert not switch.fell_back
@@ -252,7 +252,7 @@ class SelfReferencing:
 class Slotted:
     features: Tensor
     more: dict[str, Tensor]
-    never: int = dataclasses.field(init=False)
+    unset: int = dataclasses.field(init=False)
 
 
 class AttributeDict(dict[str, Any]):
@@ -292,7 +292,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
-            self.ran.append("plainly")
+            self.ran.append("eager")
         return x + torch.tanh(self.inner(x))
 
 
@@ -324,7 +324,7 @@ def test_repeated_blocks_compile_for_training(
     x = torch.randn(3, 8, requires_grad=True)  # like the output of an earlier layer
     plain = torch.autograd.grad(net(x).sum(), net.parameters())
 
-    def plainly(*, backward: bool = True) -> int:
+    def eager_blocks(*, backward: bool = True) -> int:
         """Return the number of blocks that ran as Python."""
         net.ran.clear()
         net.zero_grad()
@@ -338,13 +338,13 @@ def test_repeated_blocks_compile_for_training(
     before = graphs_compiled()
     for _ in range(2):
         switch.set(OWN.replace(compile="blocks"))
-        assert plainly() == 0 and graphs_compiled() - before == 1
+        assert eager_blocks() == 0 and graphs_compiled() - before == 1
         net.eval()
-        assert plainly(backward=False) == 4
+        assert eager_blocks(backward=False) == 4
         net.train()
-        assert plainly() == 0
+        assert eager_blocks() == 0
         switch.set(OWN)
-        assert plainly() == (8 if in_backward else 4)
+        assert eager_blocks() == (8 if in_backward else 4)
     switch.set(OWN.replace(compile="blocks"))
     switch.release()
     assert all("_compiled_call_impl" not in vars(module) for module in net.modules())
@@ -358,17 +358,17 @@ def test_failing_compiled_blocks_fall_back_to_eager(
     net, errors = BlockStack(), list[Exception]()
     _optimizer, switch = switched(net)
 
-    def wrong(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("a wrong kernel")
 
     def backend(*_: object) -> Callable[..., None] | None:
-        return wrong if when == "called" else wrong()
+        return fail if when == "called" else fail()
 
     monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": backend})
     switch.set(OWN.replace(compile="blocks"), errors.append)
     for _ in range(2):
         net(torch.randn(3, 8))
-        assert net.ran == ["plainly"] * 4
+        assert net.ran == ["eager"] * 4
         switch.drop_config()
         net.ran.clear()
     assert len(errors) == 1 and "a wrong kernel" in str(errors[0])
@@ -477,7 +477,7 @@ def test_data_parallel_script_gets_the_advice_to_use_ddp() -> None:
     assert {"channels_last", "compile", "fused_optimizer"} <= set(facts.kept)
 
 
-def test_inputs_of_varying_length_give_the_same_facts_whatever_the_first_length() -> None:
+def test_first_length_does_not_change_the_facts_of_varying_inputs() -> None:
     net = nn.Embedding(9, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
@@ -667,27 +667,27 @@ def test_blocks_exclude_evaluations(every: int, result: str) -> None:
     assert len(guide.results) > 3 and set(guide.results) == {result}
 
 
-def failing(plain: Callable[..., Any], works: int) -> Callable[..., Any]:
-    """Return a kernel that fails after `works` calls."""
-    left = [works]
+def failing(original: Callable[..., Any], good_calls: int) -> Callable[..., Any]:
+    """Return a kernel that fails after `good_calls` calls."""
+    left = [good_calls]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
             raise RuntimeError("no such kernel")
-        return plain(*args, **kwargs)
+        return original(*args, **kwargs)
 
     return kernel
 
 
-@pytest.mark.parametrize("works", [0, 1])
+@pytest.mark.parametrize("good_calls", [0, 1])
 @pytest.mark.parametrize(
     ("kind", "kernel"), [(torch.optim.AdamW, "_fused_adamw_"), (torch.optim.SGD, "_fused_sgd_")]
 )
 def test_failed_fused_step_is_repeated_without_the_config(
-    kind: type[torch.optim.Optimizer], kernel: str, works: int, monkeypatch: pytest.MonkeyPatch
+    kind: type[torch.optim.Optimizer], kernel: str, good_calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for fused in (False, True):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -701,15 +701,15 @@ def test_failed_fused_step_is_repeated_without_the_config(
             with monkeypatch.context() as patch:
                 if step == 1 and fused:
                     switch.set(OWN.replace(fused_optimizer=True), errors.append)
-                    patch.setattr(torch, kernel, failing(getattr(torch, kernel), works))
+                    patch.setattr(torch, kernel, failing(getattr(torch, kernel), good_calls))
                 optimizer.step()
         assert [str(one) for one in errors] == ["no such kernel"] * fused
         assert not optimizer.param_groups[0]["fused"]
         switch.release()
         assert "step" not in vars(optimizer)
         states = [s for state in optimizer.state.values() for s in state.values() if s is not None]
-        trained.append([p.detach() for p in net.parameters()] + states)
-    torch.testing.assert_close(*trained)
+        results.append([p.detach() for p in net.parameters()] + states)
+    torch.testing.assert_close(*results)
 
 
 def test_scheduler_created_under_a_config_works_before_and_after_release() -> None:
@@ -864,8 +864,8 @@ def test_evaluating_a_compiled_generator_between_steps_gives_finite_output() -> 
 
     generator, critic = make_net(8, 16), make_net(16, 1)
     optimizers = [torch.optim.Adam(net.parameters()) for net in (generator, critic)]
-    trained = [TrainedModel(net, net) for net in (generator, critic)]
-    switch = switch_of(*trained, *optimizers, device="cuda:0")
+    models = [TrainedModel(net, net) for net in (generator, critic)]
+    switch = switch_of(*models, *optimizers, device="cuda:0")
     fixed = torch.randn(32, 8, device="cuda")
     outputs: list[Tensor] = []
 

@@ -12,7 +12,7 @@ from advisor.tuners.length import Length
 from advisor.tuners.search.plan import Clock, Plan, suffices
 
 
-def test_plan_from_options() -> None:
+def test_options_set_the_plan() -> None:
     plan = Plan.of({"budget": "5m", "duration": "2h", "trials": "7", "steps": None})
     assert (plan.seconds, plan.trials) == (300.0, 7)
     assert plan.length(8) == Length(seconds=7200.0, batch=8)
@@ -38,7 +38,7 @@ def test_plan_from_options() -> None:
         ({"bugdet": 3}, "bugdet"),
     ],
 )
-def test_invalid_options(given: dict[str, object], message: str) -> None:
+def test_invalid_options_are_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Plan.of(given)
 
@@ -62,5 +62,5 @@ def test_clock_counts_down_one_budget() -> None:
     assert clock.left_s == 0.0 and clock.deadline_s == 0.1
 
 
-def test_at_most_40_decision_constants() -> None:
+def test_there_are_at_most_40_decision_constants() -> None:
     assert sum(name.isupper() for name in vars(decisions)) <= 40

@@ -71,13 +71,13 @@ def test_intervals_contain_the_true_ratio_at_every_look(draw: Draw, configs: int
     assert at_the_end >= 0.95 * races and at_all_looks >= 0.92 * races, (at_the_end, at_all_looks)
 
 
-def test_interval_is_students_or_yuens_for_trimmed_means() -> None:
+def test_interval_is_students_t_and_yuens_if_trimmed() -> None:
     ratio = ratio_of([0.0, 0.1, 0.2])
     half = 9.92 * 0.1 / math.sqrt(3)
     assert ratio.mean == pytest.approx(math.exp(0.1))
     assert ratio.high == pytest.approx(math.exp(0.1 + half))
     assert ratio.low == pytest.approx(math.exp(0.1 - half))
-    # Of twelve, two are trimmed at each end. The spread counts them as their neighbours.
+    # Two of twelve are trimmed at each end. Their winsorized values count in the variance.
     logs = [0.0, 9.0, 0.1, -9.0, 0.0, 0.1, 0.0, 0.1, 9.0, 0.1, -9.0, 0.0]
     ratio = ratio_of(logs)
     assert ratio.mean == pytest.approx(math.exp(0.05))
@@ -114,7 +114,7 @@ def test_too_few_turns_give_no_interval(logs: list[float], noise: Noise, expecte
         ((0.9, 0.7, 1.2), False, False),
     ],
 )
-def test_faster_and_level(ratio: tuple[float, float, float], faster: bool, level: bool) -> None:
+def test_the_interval_decides(ratio: tuple[float, float, float], faster: bool, level: bool) -> None:
     one = Ratio(mean=ratio[0], low=ratio[1], high=ratio[2])
     assert (one.faster, one.level) == (faster, level)
 

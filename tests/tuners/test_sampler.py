@@ -47,9 +47,9 @@ class Machine:
         return 1.0 if config["compile"] == "none" else 100.0
 
     def sample(
-        self, seed: int, trials: int, among: Sequence[Config] = CONFIGS, *, weighed: bool = True
+        self, seed: int, trials: int, among: Sequence[Config] = CONFIGS, *, with_costs: bool = True
     ) -> list[Config]:
-        """Return the sampled configs. Unless `weighed`, every trial costs a second."""
+        """Return the sampled configs. Without `with_costs`, each trial costs a second."""
         study, tried = optuna.create_study(direction="maximize"), list[Config]()
         study.sampler = GainPerSecond(
             seed=seed,
@@ -59,7 +59,7 @@ class Machine:
         for _ in range(trials):
             trial = study.ask(DISTRIBUTIONS)
             config = Config(trial.params)
-            trial.set_user_attr(SECONDS, self.seconds(config) if weighed else 1.0)
+            trial.set_user_attr(SECONDS, self.seconds(config) if with_costs else 1.0)
             trial.set_user_attr(FAILURE, self.rate(config) == 0)
             study.tell(trial, self.rate(config))
             tried.append(config)
@@ -79,15 +79,15 @@ def test_sampler_prefers_cheap_configs() -> None:
     machine = Machine(0)
     machine.single |= {("compile", value): 0.0 for value in CHOICES["compile"]}
     spent = {}
-    for weighed in (False, True):
-        tried = [machine.sample(seed, 20, weighed=weighed) for seed in range(3)]
-        spent[weighed] = sum(map(machine.seconds, itertools.chain(*tried)))
+    for with_costs in (False, True):
+        tried = [machine.sample(seed, 20, with_costs=with_costs) for seed in range(3)]
+        spent[with_costs] = sum(map(machine.seconds, itertools.chain(*tried)))
     assert spent[True] < 0.8 * spent[False]
 
 
-def test_likely_failures_are_avoided_and_few_candidates_are_no_error() -> None:
+def test_likely_failures_are_avoided_and_few_candidates_suffice() -> None:
     machine = Machine(2)
     failed = [config for config in machine.sample(3, 40) if machine.rate(config) == 0]
     assert len(failed) <= 6  # 1/12 of all configs fail
-    few = CONFIGS[:5]
-    assert set(machine.sample(0, 4, few)[1:]) <= set(few)
+    candidates = CONFIGS[:5]
+    assert set(machine.sample(0, 4, candidates)[1:]) <= set(candidates)

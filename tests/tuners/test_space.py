@@ -39,12 +39,12 @@ def small(**more: tuple[Any, ...]) -> Space:
     return Space(choices | more)
 
 
-def test_configs_and_values_of_a_space() -> None:
+def test_space_lists_checks_and_combines_configs() -> None:
     space = small()
-    every = list(space.configs(4))
+    configs = list(space.configs(4))
     # 10 of 12 combinations: a fused optimizer and fp16 exclude each other.
-    assert len(every) == len(set(every)) == 10 and all(map(space.holds, every))
-    assert sum(bool(space.expensive_values(one)) for one in every) == 5
+    assert len(configs) == len(set(configs)) == 10 and all(map(space.holds, configs))
+    assert sum(bool(space.expensive_values(one)) for one in configs) == 5
     invalid: list[dict[str, Any]] = [{"more": 1}, {"fused_optimizer": 1}, {"batch_size": 8}]
     assert not any(space.holds(space.default.replace(**one)) for one in invalid)
     assert not space.holds(space.default.without("precision"))
@@ -72,7 +72,7 @@ def test_ladder_doubles_the_batch_as_far_as_it_fits() -> None:
     assert ladder(1, fits=10**6) == tuple(2**power for power in range(9))
 
 
-def test_configs_with_fixed_loader_settings() -> None:
+def test_configs_keep_fixed_loader_settings() -> None:
     space = builders.space(workers=4, batches=(32,))
     loader = Config(num_workers=4, prefetch_factor=2, pin_memory=True)
     fixed = set(space.configs(32, loader))

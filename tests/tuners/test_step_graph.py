@@ -30,7 +30,7 @@ from tests.tuners.aten_recorder import AtenRecorder
 
 FIRST_REPLAY = 2 * CHECKED
 on_gpu = functools.partial(pytest.param, marks=pytest.mark.gpu)
-on_each_device = pytest.mark.parametrize("where", ["cpu", on_gpu("cuda")])
+on_each_device = pytest.mark.parametrize("device", ["cpu", on_gpu("cuda")])
 
 
 @pytest.fixture(autouse=True)
@@ -62,26 +62,26 @@ class Training:
 
     def __init__(
         self,
-        where: str = "cpu",
+        device: str = "cpu",
         *,
         graph: bool = True,
         pin_memory: bool = False,
         make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
         disturb: Callable[[Tensor], Any] = lambda loss: None,
         scale: float = 0.0,
-        **how: Any,
+        **options: Any,
     ) -> None:
         torch.manual_seed(0)
         random.seed(0)
         config = Config(step_graph=graph, pin_memory=pin_memory)
         config = config.replace(precision="fp16" if scale else "default")
-        self.advice = Advice(config, device=where)
+        self.advice = Advice(config, device=device)
         if scale:
-            self.advice.scaler = torch.amp.GradScaler(where, init_scale=scale, growth_interval=7)
+            self.advice.scaler = torch.amp.GradScaler(device, init_scale=scale, growth_interval=7)
         self.model = self.advice.prepare(Net())
-        settings = {"lr": 0.05, "fused": True, **how}
-        given = {name: value for name, value in settings.items() if value is not None}
-        self.optimizer = make(self.model.parameters(), **given)
+        settings = {"lr": 0.05, "fused": True, **options}
+        passed = {name: value for name, value in settings.items() if value is not None}
+        self.optimizer = make(self.model.parameters(), **passed)
         self.disturb = disturb
         self.step: Any = self.advice.capture(self.train_step, next(batches(1)))
 
@@ -111,7 +111,7 @@ def batches(count: int, first: int = 0, size: int = 16) -> Iterator[tuple[Tensor
         yield images, labels
 
 
-def same(ours: list[float], theirs: list[float]) -> bool:
+def losses_agree(ours: list[float], theirs: list[float]) -> bool:
     return ours == pytest.approx(theirs, rel=1e-3)
 
 
@@ -126,7 +126,7 @@ def test_missing_capture_call_warns_once() -> None:
 
 @on_each_device
 @pytest.mark.parametrize(
-    ("make", "how"),
+    ("make", "options"),
     [
         (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1}),
         (torch.optim.SGD, {"weight_decay": 0.1, "fused": None}),
@@ -134,11 +134,11 @@ def test_missing_capture_call_warns_once() -> None:
         (torch.optim.RMSprop, {"lr": 1e-3, "fused": None}),  # set capturable on a GPU
     ],
 )
-def test_replays_train_like_the_eager_step(where: str, make: Any, how: dict[str, Any]) -> None:
-    runs = [Training(where, graph=graph, make=make, **how) for graph in (True, False)]
+def test_replays_train_like_the_eager_step(device: str, make: Any, options: dict[str, Any]) -> None:
+    runs = [Training(device, graph=graph, make=make, **options) for graph in (True, False)]
     losses = [run.run(24) for run in runs]
     assert runs[0].failure == ""
-    assert same(*losses)
+    assert losses_agree(*losses)
     for ours, theirs in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     norm = runs[0].model.get_submodule("norm")
@@ -149,14 +149,18 @@ def test_replays_train_like_the_eager_step(where: str, make: Any, how: dict[str,
 @on_each_device
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**36], ids=["no overflow", "skips first steps"])
 @pytest.mark.parametrize(
-    ("make", "how"),
+    ("make", "options"),
     [(torch.optim.SGD, {"momentum": 0.9, "nesterov": True}), (torch.optim.AdamW, {"lr": 1e-3})],
 )
-def test_replays_with_grad_scaler(where: str, make: Any, how: dict[str, Any], scale: float) -> None:
-    runs = [Training(where, graph=graph, make=make, scale=scale, **how) for graph in (True, False)]
+def test_replays_with_grad_scaler_match_eager_steps(
+    device: str, make: Any, options: dict[str, Any], scale: float
+) -> None:
+    runs = [
+        Training(device, graph=graph, make=make, scale=scale, **options) for graph in (True, False)
+    ]
     losses = [run.run(24) for run in runs]
     assert runs[0].failure == ""
-    assert losses[0] == pytest.approx(losses[1], rel=2e-3 if where == "cpu" else 2e-2)
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3 if device == "cpu" else 2e-2)
     scales = [run.advice.scaler.get_scale() for run in runs]
     assert scales[0] == scales[1] != scale
     # The graph depends on the growth factor too.
@@ -164,13 +168,13 @@ def test_replays_with_grad_scaler(where: str, make: Any, how: dict[str, Any], sc
     assert "GradScaler" in runs[0].step._captured.objects.changed()
 
 
-def own_scaler(where: str, *, update: bool = True, fails: Callable[[], bool] = bool) -> Any:
+def own_scaler(device: str, *, update: bool = True, fails: Callable[[], bool] = bool) -> Any:
     """A captured step with the script's own scaler. `fails`: whether it raises before update()."""
     torch.manual_seed(0)
-    advice = Advice(Config(precision="fp16", step_graph=True), device=where)
+    advice = Advice(Config(precision="fp16", step_graph=True), device=device)
     model = advice.prepare(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **advice.optimizer)
-    scaler = torch.amp.GradScaler(where)
+    scaler = torch.amp.GradScaler(device)
 
     def train(batch: tuple[Tensor, Tensor]) -> Tensor:
         optimizer.zero_grad()
@@ -190,8 +194,8 @@ def own_scaler(where: str, *, update: bool = True, fails: Callable[[], bool] = b
 
 
 @on_each_device
-def test_step_with_the_scripts_own_scaler_is_captured(where: str) -> None:
-    step, advice, _scaler = own_scaler(where)
+def test_step_with_the_scripts_own_scaler_is_captured(device: str) -> None:
+    step, advice, _scaler = own_scaler(device)
     losses = [float(step(batch).detach()) for batch in advice.batches(batches(30))]
     assert step.failure == "" and step.ready and losses[-1] < losses[0]
 
@@ -215,15 +219,15 @@ def test_failed_capture_leaves_the_scaler_usable(recorder: AtenRecorder) -> None
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"nesterov": True}, {"dampening": 0.1}, {"dampening": 0.1, "maximize": True}]
+    "options", [{}, {"nesterov": True}, {"dampening": 0.1}, {"dampening": 0.1, "maximize": True}]
 )
-def test_first_step_skipped_by_the_scaler_creates_no_momentum(how: dict[str, Any]) -> None:
+def test_first_step_skipped_by_the_scaler_creates_no_momentum(options: dict[str, Any]) -> None:
     results = []
     for fused in (True, False):
         torch.manual_seed(0)
         advice = Advice(Config(precision="fp16", step_graph=True), device="cpu")
         weights = [nn.Parameter(torch.ones(50)), nn.Parameter(torch.ones(3))]
-        optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=fused, **how)
+        optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=fused, **options)
         advice._uncaptured = False  # suppress its warning
         for number in range(6):
             factor = math.inf if number in (0, 1, 3) else 1.0 + number
@@ -264,19 +268,14 @@ ADAMW = {"make": torch.optim.AdamW, "lr": 1e-2}
 
 @on_each_device
 @pytest.mark.parametrize(
-    ("script", "how"),
-    [
-        (short_batch, {}),
-        (freeze_weight, {}),
-        (resume, ADAMW),
-    ],
+    ("script", "options"), [(short_batch, {}), (freeze_weight, {}), (resume, ADAMW)]
 )
 def test_changes_between_steps_take_effect(
-    where: str, script: Callable[[Training], list[float]], how: dict[str, Any]
+    device: str, script: Callable[[Training], list[float]], options: dict[str, Any]
 ) -> None:
-    runs = [Training(where, graph=graph, **how) for graph in (True, False)]
+    runs = [Training(device, graph=graph, **options) for graph in (True, False)]
     losses = [script(run) for run in runs]
-    assert same(*losses) and runs[0].failure == ""
+    assert losses_agree(*losses) and runs[0].failure == ""
 
 
 UNCAPTURABLE: list[tuple[dict[str, Any], str]] = [
@@ -286,7 +285,7 @@ UNCAPTURABLE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("where", "how", "reason"),
+    ("device", "options", "reason"),
     [
         *(("cpu", *one) for one in UNCAPTURABLE),
         *(on_gpu("cuda", *one) for one in UNCAPTURABLE),
@@ -295,16 +294,16 @@ UNCAPTURABLE: list[tuple[dict[str, Any], str]] = [
         on_gpu("cuda", {"disturb": lambda loss: torch.cuda.synchronize()}, "cannot hold"),
     ],
 )
-def test_uncapturable_step_warns(where: str, how: dict[str, Any], reason: str) -> None:
-    training = Training(where, **how)
+def test_uncapturable_step_warns(device: str, options: dict[str, Any], reason: str) -> None:
+    training = Training(device, **options)
     with pytest.warns(AdvisorWarning, match=reason) as warned:
         losses = training.run(20)
     assert len([w for w in warned if issubclass(w.category, AdvisorWarning)]) == 1
     assert training.failure and all(loss == loss for loss in losses)
     assert losses[-1] < losses[0]
-    # The failed capture leaves nothing: random numbers and new captures work.
-    assert torch.rand(1, device=where) >= 0
-    again = Training(where)
+    # After the failed capture, random numbers and new captures work.
+    assert torch.rand(1, device=device) >= 0
+    again = Training(device)
     again.run(12)
     assert again.failure == ""
 
@@ -434,7 +433,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     ("inside", "reason"),
     [
         (lambda trainer: trainer.schedule.step(), "changes .*(lr|last_epoch|_step_count)"),
-        # Detected before the rate changes, wherever the schedule is stored.
+        # Detected before the learning rate changes, wherever the scheduler is stored.
         (lambda trainer: trainer.rare[0].step(), "changes .* in Python"),
         (lambda trainer: trainer.part.rare.step(), "changes .* in Python"),
         (lambda t: setattr(t, "seen", t.seen + 1), r"changes self\.seen in Python"),
@@ -508,7 +507,7 @@ def test_later_comparison_detects_a_deeply_nested_change(monkeypatch: pytest.Mon
 def test_no_capture_with_a_process_group(
     when: str, request: pytest.FixtureRequest, recorder: AtenRecorder
 ) -> None:
-    """A graph that holds its work would make NCCL hang at exit."""
+    """NCCL would hang at exit if a graph held its work."""
     trainer = Trainer() if when == "later" else None
     request.getfixturevalue("one_process")
     with pytest.warns(AdvisorWarning, match="process group") as warned:
@@ -536,16 +535,16 @@ def test_step_counters_are_on_the_device_only_while_captured() -> None:
         assert adam.param_groups[0]["lr"] == 1e-3
 
 
-@pytest.mark.parametrize("left_out", ["aten::lerp_", "aten::mul_"])
-def test_replay_with_a_missing_operation_warns(left_out: str, recorder: AtenRecorder) -> None:
-    """The missing operation: an averaging of weights, or a weight decay of 5e-6."""
+@pytest.mark.parametrize("missing", ["aten::lerp_", "aten::mul_"])
+def test_replay_with_a_missing_operation_warns(missing: str, recorder: AtenRecorder) -> None:
+    """Without lerp_, weights are not averaged. Without mul_, there is no weight decay of 5e-6."""
 
     def decay(trainer: Trainer) -> None:
         with torch.no_grad():
             for weight in trainer.model.parameters():
                 weight.mul_(1 - 5e-6)
 
-    recorder.fault = left_out.__eq__
+    recorder.fault = missing.__eq__
     with pytest.warns(AdvisorWarning, match="a replay.s change of"):
         Trainer(inside=decay).run()
 
@@ -563,7 +562,7 @@ def test_nondeterminism_of_the_step_is_tolerated(recorder: AtenRecorder) -> None
     assert recorder.replays > 10
 
 
-def test_another_value_beside_the_tensors_runs_eagerly(recorder: AtenRecorder) -> None:
+def test_step_with_another_non_tensor_value_runs_eagerly(recorder: AtenRecorder) -> None:
     trainer = Trainer(extra=(None, "en", 1))
     for number in range(14):
         trainer.step((*pair(number), None, "en", 3 if number == 9 else 1))
@@ -614,8 +613,8 @@ def test_out_of_memory_neither_raises_nor_trains_a_batch_twice(
 
 
 @on_each_device
-def test_kept_losses_are_not_overwritten(where: str) -> None:
-    training = Training(where)
+def test_kept_losses_are_not_overwritten(device: str) -> None:
+    training = Training(device)
     kept = [training.step(batch) for batch in training.advice.batches(batches(20))]
     assert len({float(loss) for loss in kept}) == 20
 
@@ -632,7 +631,7 @@ def test_capture_works_while_loader_workers_pin_memory() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["default", "tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
-def test_networks_agree_with_their_replays(precision: str, make: Any) -> None:
+def test_replays_agree_for_all_kinds_of_networks(precision: str, make: Any) -> None:
     """No false alarm for convolutions, attention, recurrence and embeddings."""
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
     kinds: list[tuple[nn.Module, Callable[[], Tensor]]] = [

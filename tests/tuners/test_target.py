@@ -45,7 +45,7 @@ BLOCK = "class Block(nn.Module):\n    def __init__(self, a): super().__init__()\
         (NET + "model = Net(5)\n", {}, 5),
     ],
 )
-def test_models_in_a_file(tmp_path: Path, text: str, arguments: dict[str, int], width: int) -> None:
+def test_models_are_built(tmp_path: Path, text: str, arguments: dict[str, int], width: int) -> None:
     target = load(parse(write(tmp_path, text)), Config(arguments))
     assert target.spec.name.startswith("mine.py:")
     assert build(target) is not build(target)
@@ -62,7 +62,9 @@ def test_models_in_a_file(tmp_path: Path, text: str, arguments: dict[str, int], 
         ("raise SystemExit(0)\n", AdvisorError, "__main__"),
     ],
 )
-def test_invalid_files(tmp_path: Path, text: str, error: type[Exception], message: str) -> None:
+def test_invalid_files_are_refused(
+    tmp_path: Path, text: str, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         loaded(write(tmp_path, text))
 
@@ -73,7 +75,7 @@ def test_torchvision_model_is_built() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "words"),
+    ("target", "message"),
     [
         ("nope.py", "no file"),
         ("nothing", "expected"),
@@ -83,8 +85,8 @@ def test_torchvision_model_is_built() -> None:
         ("torchvision:", "expected"),
     ],
 )
-def test_error_for_an_invalid_target_string(target: str, words: str) -> None:
-    with pytest.raises(TargetError, match=words):
+def test_invalid_target_string_is_refused(target: str, message: str) -> None:
+    with pytest.raises(TargetError, match=message):
         loaded(target)
 
 
@@ -142,7 +144,7 @@ def scaled(output):
 '''
 
 
-def code(folder: Path, text: str, name: str) -> str:
+def digest(folder: Path, text: str, name: str) -> str:
     return fingerprint.of_model(loaded(write(folder, text, name) + ":Net"))
 
 
@@ -183,28 +185,28 @@ def test_fingerprint_changes_with_used_code_only(
     """With more than `most` pieces, whole files count."""
     monkeypatch.setattr(fingerprint, "MOST_PIECES", most)
     assert before in CODE
-    known = code(tmp_path, CODE, "first.py")
-    assert (code(tmp_path, CODE.replace(before, after), "other.py") == known) is (same and most > 1)
+    known = digest(tmp_path, CODE, "first.py")
+    assert (digest(tmp_path, CODE.replace(before, after), "other.py") == known) is (
+        same and most > 1
+    )
 
 
 def test_training_script_gives_the_same_fingerprint(tmp_path: Path) -> None:
     tail = "import sys\nfrom advisor.tuners import fingerprint\n"
     tail += "batch = 64\nprint(fingerprint.of_model(Net()))\n"
     (script := tmp_path / "train.py").write_text(HEAD + CODE + tail)
-    assert forks.run(script).stdout.strip() == code(tmp_path, CODE, "mine.py")
+    assert forks.run(script).stdout.strip() == digest(tmp_path, CODE, "mine.py")
 
 
-def test_fingerprint_ignores_library_code_and_includes_project_code(
-    tmp_path: Path,
-) -> None:
+def test_fingerprint_ignores_library_code_and_includes_project_code(tmp_path: Path) -> None:
     libraries, projects = [], []
     for number in (5, 6):
         (installed := tmp_path / "site-packages").mkdir(exist_ok=True)
-        libraries.append(code(installed, CODE.replace("* 2", f"* {number}"), f"lib{number}.py"))
+        libraries.append(digest(installed, CODE.replace("* 2", f"* {number}"), f"lib{number}.py"))
         (folder := tmp_path / str(number)).mkdir()
         write(folder, f"def twice(x): return x * {number}\n", f"parts{number}.py")
         text = f"import parts{number} as parts\n" + NET.replace("self.fc(x)", "parts.twice(x)")
-        projects.append(code(folder, text, f"whole{number}.py"))
+        projects.append(digest(folder, text, f"whole{number}.py"))
     assert libraries[0] == libraries[1] and projects[0] != projects[1]
 
 
@@ -224,7 +226,7 @@ class NoRepr(nn.Module):
         self.rate = rate
 
     def extra_repr(self) -> str:
-        raise ValueError("sour")
+        raise ValueError("no repr")
 
 
 def test_fingerprint_of_unusual_modules_does_not_raise() -> None:
@@ -243,7 +245,7 @@ def test_fingerprint_of_unusual_modules_does_not_raise() -> None:
     assert fingerprint._code([Odd]) == [whole]
 
 
-def test_fingerprint_of_hooks(tmp_path: Path) -> None:
+def test_fingerprint_of_hooks_changes_with_their_code(tmp_path: Path) -> None:
     def hooks(before: str, after: str, text: str = CODE) -> str:
         path = write(tmp_path, text.replace(before, after), f"of{len(list(tmp_path.iterdir()))}.py")
         target = load(parse(f"{path}:Net"), Config())
@@ -299,7 +301,7 @@ class TestSource:
             ("def f(): return 17\nclass Net(Net): a = sys.modules[__name__]\n", True),
         ],
     )
-    def test_statements_that_count(self, tmp_path: Path, text: str, counts: bool) -> None:
+    def test_only_relevant_statements_count(self, tmp_path: Path, text: str, counts: bool) -> None:
         write(tmp_path, NET + text)
         assert self.changes_code(tmp_path, "17", "18") is counts
 
@@ -335,7 +337,7 @@ class TestSource:
             whole = "*" in line or line == "import inner.deep" or (inside and "." in used)
             assert self.changes_code(tmp_path, "5 * x", "6 * x", file) is whole
 
-    def test_circular_imports(self, tmp_path: Path) -> None:
+    def test_circular_imports_are_followed(self, tmp_path: Path) -> None:
         write(tmp_path, "from other import *\nimport mine\nclass Net(mine.Base): x = Net\n")
         (tmp_path / "other.py").write_text("from mine import *\nclass Base: x = 1\n")
         assert self.changes_code(tmp_path, "x = 1", "x = 2", "other.py")
@@ -351,7 +353,7 @@ class TestSource:
             (b"#" * (source.MAX_SOURCE_BYTES + 1), f"larger than {source.MAX_SOURCE_BYTES} bytes"),
         ],
     )
-    def test_unreadable_source(self, tmp_path: Path, data: bytes, message: str) -> None:
+    def test_unreadable_source_is_refused(self, tmp_path: Path, data: bytes, message: str) -> None:
         path = tmp_path / "mine.py"
         path.write_bytes(data)
         spec = parse(f"{path}:Net")
@@ -363,7 +365,7 @@ class TestSource:
         write(tmp_path, "from parts import x\nclass Net: a = x\n")
         assert spec.edited(spec.code) == ""
 
-    def test_missing_or_irregular_file(self, tmp_path: Path) -> None:
+    def test_missing_or_irregular_file_is_refused(self, tmp_path: Path) -> None:
         spec, path = parse(f"{write(tmp_path, NET)}:Net"), tmp_path / "mine.py"
         path.unlink()
         for make in (lambda: None, path.mkdir, lambda: (path.rmdir(), os.mkfifo(path))):
@@ -379,7 +381,7 @@ class TestSource:
 class TestModules:
     """The source file of `package.module:factory`, found without an import."""
 
-    def test_module_of_the_user(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_users_module_has_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         package = tmp_path / "owned" / "deep"
         package.mkdir(parents=True)
         (package.parent / "__init__.py").write_text("raise SystemExit('imported')\n")
@@ -397,6 +399,6 @@ class TestModules:
     @pytest.mark.parametrize(
         "name", ["torchvision.models:resnet18", "json:loads", "sys:exit", "no_such.module:f"]
     )
-    def test_library_or_missing_module(self, name: str) -> None:
+    def test_library_or_missing_module_has_no_source_file(self, name: str) -> None:
         spec = parse(name)
         assert (spec.file, spec.origin, spec.code, spec.edited("")) == ("", "", "", "")

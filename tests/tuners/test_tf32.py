@@ -24,7 +24,7 @@ def test_both_interfaces_stay_readable_and_settable_after_any_earlier_setting() 
     assert "deprecat" not in done.stderr
 
 
-def every_sequence() -> None:
+def check_every_sequence() -> None:
     import torch
 
     from advisor.tuners.tf32 import Float32, describe, set_float32
@@ -59,7 +59,7 @@ def every_sequence() -> None:
         before += [(backends, "fp32_precision", "bf16")]
         after += [(p, "fp32_precision", to) for p in (backends, cudnn) for to in ("tf32", "ieee")]
 
-    def act(place: Any, name: str, value: Any) -> None:
+    def set_flag(place: Any, name: str, value: Any) -> None:
         if name:
             setattr(place, name, value)
         elif place is not None:
@@ -67,7 +67,7 @@ def every_sequence() -> None:
 
     for first, precision, then in product(before, EXPECTED, after):
         case, expected = f"{first} {precision}", EXPECTED[precision]
-        act(*first)
+        set_flag(*first)
         flags = Float32.now()
         set_float32(precision)
         flags.put_back()
@@ -84,7 +84,7 @@ def every_sequence() -> None:
         assert (describe(), read(f"{case} twice")) == expected, case
         # torch itself refuses this combination, also without advisor.
         if not (first[0] is backends and then[:2] == (cudnn, "allow_tf32") and precision != "fp32"):
-            act(*then)
+            set_flag(*then)
             read(f"{case} {then}")
         if new:  # set_float32 does not reset it
             backends.fp32_precision = "none"
@@ -92,4 +92,4 @@ def every_sequence() -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("error", UserWarning)
-    every_sequence()
+    check_every_sequence()

@@ -60,7 +60,7 @@ def test_only_faster_and_verified_configs_lead(
     assert all(after > 0.97 * before for before, after in pairwise(speeds))
     for pair, verdict in verdicts.items():
         compared = [c for c in machine.compared if pair in c.items()]
-        # A wrong value is not visited again; each one has a remark.
+        # A wrong value is compared once. Each one has a remark.
         if verdict.outcome == "wrong" and verdict.blames != "format":
             assert len(compared) == 1
         why = "could not be compared" if verdict.outcome == UNVERIFIED else "not train like fp32"
@@ -159,7 +159,7 @@ def test_interrupted_search_resumes_from_its_journal(tmp_path: Path) -> None:
         found = tuned(again, SPACE, 60.0, study=open_study(tmp_path, name)[0], heard=heard)
         assert is_near(again, advised(found), LEADER)
         origins = {trial.config: trial.origin for trial in heard.trials}
-        # It measures only the leader, for the race, and what the interruption cut off.
+        # It repeats only the leader, for the race, and the configs that were cut off.
         repeated = {config for config, origin in origins.items() if origin != "earlier run"}
         assert repeated & {*machine.blocks} - {BASE} <= {*machine.blocks[number - 1 :]}
         assert len(found.trials) > len(heard.trials)
@@ -284,7 +284,7 @@ def varying_load(seed: int, mean_s: float) -> Callable[[float], float]:
 
 @pytest.mark.parametrize("gains", [GAINS, {}], ids=["gains", "nothing gains"])
 @pytest.mark.parametrize("mean_s", [0.5, 2.0, 10.0])
-def test_advice_under_varying_load(gains: dict[tuple[str, object], float], mean_s: float) -> None:
+def test_advice_survives_other_load(gains: dict[tuple[str, object], float], mean_s: float) -> None:
     speedups = []
     for seed in range(2):
         machine = MadeUp(BASE, gains=gains, seed=seed, load=varying_load(seed, mean_s))
@@ -307,7 +307,7 @@ def test_compiled_code_is_saved_and_code_that_does_not_lead_is_freed(tmp_path: P
     assert len(set(machine.blocks) - set(machine.forgotten)) <= 5
 
 
-def test_trials_and_most_s_limit_the_visits() -> None:
+def test_trials_and_most_s_limit_the_search() -> None:
     heard = Heard()
     machine = MadeUp(BASE)
     tuned(machine, SPACE, 150.0, heard=heard, trials=4, compares=False)

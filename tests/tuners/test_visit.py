@@ -25,10 +25,10 @@ FAST = HALF.replace(compile="reduce-overhead")
 
 def visitor(machine: MadeUp, budget_s: float = 1000.0) -> Visitor:
     """Return a Visitor that has measured the baseline."""
-    one = Visitor(machine, BASE, Clock(budget_s, now=machine.now), lambda _config: None)
-    one.begin()
+    made = Visitor(machine, BASE, Clock(budget_s, now=machine.now), lambda _config: None)
+    made.begin()
     machine.blocks.clear()
-    return one
+    return made
 
 
 def test_config_is_measured_between_blocks_of_the_baseline() -> None:
@@ -65,7 +65,7 @@ def test_config_is_measured_between_blocks_of_the_baseline() -> None:
         (HALF, {"step_s": 1.0}, 1.0, 26.0, 0.0, 2),
     ],
 )
-def test_number_of_turns(
+def test_number_of_turns_depends_on_the_ratio_and_the_time(
     config: Config, how: dict[str, float], best: float, budget_s: float, leave_s: float, turns: int
 ) -> None:
     visit = visitor(MadeUp(BASE, **how), budget_s).visit(config, best, leave_s=leave_s)  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ def test_number_of_turns(
 
 
 @pytest.mark.parametrize(("step_s", "blocks"), [(0.3, PAIRS), (3.0, 2)])
-def test_estimated_time_of_a_visit(step_s: float, blocks: int) -> None:
+def test_time_of_a_visit_is_estimated(step_s: float, blocks: int) -> None:
     machine, visits = MadeUp(BASE, step_s=step_s, noise=0.0), Visits(SPACE, compares=False)
     clock = Clock(100.0, now=machine.now)
     visits.add(Visitor(machine, BASE, clock, lambda _config: None).begin())
@@ -133,8 +133,7 @@ def test_failed_visit_has_outcome_and_reason(outcome: str) -> None:
 
 def test_config_that_waits_for_data_has_a_speedup_without_waits() -> None:
     machine = MadeUp(BASE, waits_s=lambda _config: 0.05, noise=0.0)
-    one = visitor(machine)
-    visit = one.visit(FAST, best=1.0)
+    visit = visitor(machine).visit(FAST, best=1.0)
     assert visit.ratio.mean == pytest.approx(1.0) and visit.waits
     assert visit.fed == pytest.approx(machine.speedup(FAST) * 0.05 * 30)
     assert visit.waited == pytest.approx(1 - (1 / 30 / machine.speedup(FAST)) / 0.05)
@@ -178,8 +177,7 @@ def test_prefetched_batches_make_no_config_faster() -> None:
 def raced(
     machine: MadeUp, budget_s: float = 1000.0, stops: dict[int, BaseException] | None = None
 ) -> tuple[Rates, list[str]]:
-    """Race three configs that are already built. Return their rates and the errors. `stops`:
-    exceptions by block number."""
+    """Race three built configs. Return their rates and the errors. `stops`: exceptions by block."""
     visitor = Visitor(machine, BASE, Clock(budget_s, now=machine.now), lambda _config: None)
     for config in (BASE, HALF, FAST):
         visitor.block(config)
@@ -220,20 +218,20 @@ def test_race_begins_no_round_that_it_cannot_finish(budget_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "outcome", "left", "rounds"),
+    ("at", "outcome", "remaining", "rounds"),
     [
         (3, "crashed", {BASE, HALF}, LOOKS[-1]),
         (15, "out_of_memory", {BASE, HALF}, LOOKS[-1]),
         (15, "timed_out", {BASE, HALF, FAST}, 4),
         (13, "crashed", {BASE, HALF, FAST}, 4),  # the baseline
         (3, "timed_out", set(), 0),
-        (1, "crashed", set(), 0),  # without the baseline there is no race
+        (1, "crashed", set(), 0),  # the baseline fails, so there is no race
     ],
 )
 def test_failed_config_leaves_the_race_and_the_others_continue(
-    at: int, outcome: str, left: set[Config], rounds: int
+    at: int, outcome: str, remaining: set[Config], rounds: int
 ) -> None:
     stops = {at: ConfigFailed(outcome, "it is made to")}
     rates, errors = raced(MadeUp(BASE, noise=0.1), stops=stops)
-    assert set(rates) == left and {len(one) for one in rates.values()} <= {rounds}
+    assert set(rates) == remaining and {len(one) for one in rates.values()} <= {rounds}
     assert len(errors) == (outcome != "timed_out")

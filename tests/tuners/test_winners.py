@@ -81,7 +81,7 @@ BUSY: Rates = {PLAIN: [100.0] * 18, TF32: [150.0] * 18, BF16: [260.0, 150.0] * 9
         # A speed-up of 42x with an interval of 20 to 89 was noise in a real case.
         (noisy(0.6), LOOP, PLAIN),
         (noisy(0.05), LOOP, FAST),
-        # If the batch size is free, the smallest near the best wins.
+        # If the batch size is free, the smallest batch near the best rate wins.
         ({FAST: 200.0, FAST.at(128): 392.0, FAST.at(256): 400.0}, FREE, FAST.at(128)),
         ({FAST: 200.0, FAST.at(128): 392.0, FAST.at(256): 400.0}, LOOP, FAST),
         # Two turns are too few.
@@ -90,20 +90,20 @@ BUSY: Rates = {PLAIN: [100.0] * 18, TF32: [150.0] * 18, BF16: [260.0, 150.0] * 9
         # Ties at the same batch size: the one with fewer requirements wins.
         (BOTH_LARGE | {BF16: 150.0, CAPTURED: 200.0}, FREE_CAPTURE, BF16.at(256)),
         (BOTH_LARGE | {BF16: 150.0, CAPTURED: 200.0}, CAPTURE, CAPTURED),
-        # Faster than the default, but not than the winner at the user's batch size.
+        # Faster than the default, but level with the winner at the user's batch size.
         ({BF16: 150.0, BF16.at(256): 150.8}, FREE, BF16),
         # It leads by 13% with 50% noise.
         (UNCERTAIN, FREE, BF16),
-        # Neither a tie nor clearly faster, as on a busy host: the free winner is the fixed one.
+        # On a busy host the result is unclear. The winner at the fixed batch size stays.
         (BUSY, LOOP, BF16),
         (BUSY, FREE, BF16),
     ],
 )
-def test_advised_config(rates: Rates, use: tuple[str, bool], best: Config) -> None:
+def test_simplest_of_the_fastest_wins(rates: Rates, use: tuple[str, bool], best: Config) -> None:
     assert winner(choose(SPACE, turns(rates), {}), *use).config == best
 
 
-def test_winner_has_its_interval_and_peak_memory() -> None:
+def test_winner_has_an_interval_and_its_peak_memory() -> None:
     result = choose(SPACE, turns(noisy(0.01)), {FAST: 7})
     best = winner(result)
     assert best.speedup_low < 42.0 < best.speedup_high and best.peak_bytes == 7

@@ -1,5 +1,5 @@
-"""The worker process: user code fails one config at most. Also: the user's line in a traceback,
-and scratch folders."""
+"""The worker process: an error in user code fails one config only. Also: the user's line in a
+traceback, and scratch folders."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def failed(worker: Worker, batch: int, deadline_s: float = 60.0) -> ConfigFailed
         (15, "out_of_memory", "allocate memory"),
     ],
 )
-def test_failing_config_ends_alone(worker: Worker, batch: int, outcome: str, reason: str) -> None:
+def test_failing_config_fails_alone(worker: Worker, batch: int, outcome: str, reason: str) -> None:
     failure = failed(worker, batch, deadline_s=1 if outcome == "timed_out" else 60)
     assert failure.outcome == outcome and reason in str(failure)
     assert "\n" not in str(failure) and len(str(failure)) < 400, "its output is shortened"
@@ -197,14 +197,14 @@ import ctypes, os, subprocess, sys, tempfile, time
 import torch
 from torch import nn
 
-def leave(name):
+def write_pid(name):
     with open(os.path.join(os.path.dirname(__file__), name), "w") as file:
         file.write(str(os.getpid()))
 
 if os.fork() == 0:  # a daemon: another session, no parent
     os.setsid()
     if os.fork() == 0:
-        leave("daemon")
+        write_pid("daemon")
         time.sleep(1000)
     os._exit(0)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
@@ -216,7 +216,7 @@ class Net(nn.Linear):
 
     def forward(self, x):
         if len(x) == 6:
-            leave("spins")
+            write_pid("spins")
             ctypes.PyDLL(None).sleep(1000)  # in C, holding the GIL
         return super().forward(x)
 """
@@ -231,12 +231,12 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prct
 
 
 @linux
-@pytest.mark.parametrize("which", [0, 1], ids=["its guard", "the worker"])
-def test_worker_killed_between_blocks_is_replaced(worker: Worker, which: int) -> None:
-    """No config fails for it: the OOM killer may act on behalf of another process."""
+@pytest.mark.parametrize("victim", [0, 1], ids=["its guard", "the worker"])
+def test_worker_killed_between_blocks_is_replaced(worker: Worker, victim: int) -> None:
+    """No config counts as failed, as the OOM killer may have acted for another process."""
     block(worker, 4)
     guard, child, *_ = host.family(worker._process.pid)
-    os.kill((guard, child)[which], signal.SIGKILL)
+    os.kill((guard, child)[victim], signal.SIGKILL)
     until(lambda: not alive(child))
     # The pipe closes with the last thread of the process.
     assert worker._pipe is not None and worker._pipe.poll(20)
@@ -246,7 +246,7 @@ def test_worker_killed_between_blocks_is_replaced(worker: Worker, which: int) ->
 
 @linux
 def test_processes_of_a_target_end_with_its_worker(tmp_path: Path) -> None:
-    (path := tmp_path / "leaves.py").write_text(PROCESS_STARTER)
+    (path := tmp_path / "starter.py").write_text(PROCESS_STARTER)
     with Worker(job(path), deadline_s=60) as worker:
         worker.describe()
         started = host.family(worker._process.pid)
@@ -267,7 +267,7 @@ def tune_forever(path: Path, temporary: Path) -> None:
 
 @linux
 def test_killed_tuning_process_leaves_no_processes_or_files(tmp_path: Path) -> None:
-    (path := tmp_path / "leaves.py").write_text(PROCESS_STARTER)
+    (path := tmp_path / "starter.py").write_text(PROCESS_STARTER)
     (temporary := tmp_path / "temporary").mkdir()
     tuner = call(tune_forever, path, temporary)
     pid_in(tmp_path / "spins")
@@ -411,17 +411,17 @@ SOURCES = {
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_where_names_the_innermost_line_of_the_users_code(tmp_path: Path, name: str) -> None:
-    source, at = SOURCES[name]
+    source, line = SOURCES[name]
     file = tmp_path / "train.py"
     file.write_text(source)
     with pytest.raises(Exception) as caught:
         exec(compile(source, str(file), "exec"), {})
-    assert where(caught.value) == at
+    assert where(caught.value) == line
     assert where(ValueError("never raised")) == ""
 
 
 @pytest.mark.parametrize(
-    ("exc", "certain", "possible"),
+    ("error", "certain", "possible"),
     [
         (torch._dynamo.exc.InternalTorchDynamoError("in the compiler"), True, True),
         (torch.OutOfMemoryError("no memory left"), True, True),
@@ -431,16 +431,16 @@ def test_where_names_the_innermost_line_of_the_users_code(tmp_path: Path, name: 
         (RecursionError("a RuntimeError too"), False, False),
     ],
 )
-def test_errors_that_a_config_can_cause(exc: Exception, certain: bool, possible: bool) -> None:
-    assert (is_config_error(exc), may_be_config_error(exc)) == (certain, possible)
+def test_config_errors_are_recognized(error: Exception, certain: bool, possible: bool) -> None:
+    assert (is_config_error(error), may_be_config_error(error)) == (certain, possible)
 
 
 def test_error_that_a_script_raises_itself_is_not_caused_by_a_config() -> None:
-    with pytest.raises(RuntimeError) as by_hand:
+    with pytest.raises(RuntimeError) as by_script:
         raise RuntimeError("disk full")
     with pytest.raises(RuntimeError) as by_torch:
         torch.ones(2) @ torch.ones(3)
-    assert not may_be_config_error(by_hand.value)
+    assert not may_be_config_error(by_script.value)
     assert may_be_config_error(by_torch.value)
 
 

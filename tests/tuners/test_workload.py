@@ -84,7 +84,7 @@ def make_bench(folder: Path, source: str, **changes: object) -> Bench:
 
 @pytest.mark.parametrize("mode", ["train", "infer"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_outputs_losses_and_batches(tmp_path: Path, kind: str, mode: str) -> None:
+def test_all_outputs_losses_and_batches_are_compared(tmp_path: Path, kind: str, mode: str) -> None:
     bench = make_bench(tmp_path, KINDS[kind], mode=mode)
     describe(bench)
     block = bench.block(CONFIG, 2, 1)
@@ -99,7 +99,7 @@ NO_BATCH = f"{LINEAR}\nmake_batch = lambda batch_size, device: 5"
 
 
 @pytest.mark.parametrize(
-    ("source", "how"),
+    ("source", "options"),
     [
         (
             "model = lambda: nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4))",
@@ -113,14 +113,14 @@ NO_BATCH = f"{LINEAR}\nmake_batch = lambda batch_size, device: 5"
     ],
 )
 @pytest.mark.usefixtures("flags_restored")
-def test_inputs_and_modes(tmp_path: Path, source: str, how: dict[str, object]) -> None:
-    bench, deterministic = make_bench(tmp_path, source, **how), "deterministic" in how
+def test_all_inputs_and_modes_run(tmp_path: Path, source: str, options: dict[str, object]) -> None:
+    bench, deterministic = make_bench(tmp_path, source, **options), "deterministic" in options
     describe(bench)
     assert torch.are_deterministic_algorithms_enabled() == deterministic
     config = CONFIG.replace(cudnn_deterministic=deterministic, channels_last=True)
     assert bench.block(config, 2, 1).steps == 2
     workload = bench._built[config].workload
-    assert workload.model.training == (workload.loss is not None) == ("mode" not in how)
+    assert workload.model.training == (workload.loss is not None) == ("mode" not in options)
     assert torch.are_deterministic_algorithms_enabled() == deterministic
 
 
@@ -133,7 +133,9 @@ def test_inputs_and_modes(tmp_path: Path, source: str, how: dict[str, object]) -
         (f"{LINEAR}\ndef loss(output, target): raise KeyError('mine')\n", TargetError, "mine"),
     ],
 )
-def test_invalid_targets(tmp_path: Path, source: str, error: type[Exception], message: str) -> None:
+def test_invalid_targets_are_refused(
+    tmp_path: Path, source: str, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         describe(make_bench(tmp_path, source, shape=(3,)))
 
@@ -171,13 +173,13 @@ def test_built_workloads_are_kept_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = net_bench(tmp_path)
-    three = [BATCH_8, BATCH_8.replace(channels_last=True), BATCH_8.replace(precision="fp32")]
+    configs = [BATCH_8, BATCH_8.replace(channels_last=True), BATCH_8.replace(precision="fp32")]
     kept = []
     for _ in range(2):
-        for config in three:
+        for config in configs:
             bench.block(config, 1, 1)
         kept.append({config: built.workload for config, built in bench._built.items()})
-    assert list(kept[0]) == three and kept[0] == kept[1]
+    assert list(kept[0]) == configs and kept[0] == kept[1]
     monkeypatch.setattr(bench, "_free_bytes", lambda: 0)
     bench.block(BATCH_8.at(4), 1, 1)
     assert list(bench._built) == [BATCH_8.at(4)]
@@ -194,8 +196,8 @@ def test_out_of_memory_frees_others(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         plain(workload)
 
     monkeypatch.setattr(Workload, "start", start)
-    other = BATCH_8.replace(precision="fp32")
-    assert bench.block(other, 1, 1).steps == 1 and list(bench._built) == [other]
+    second = BATCH_8.replace(precision="fp32")
+    assert bench.block(second, 1, 1).steps == 1 and list(bench._built) == [second]
     monkeypatch.setattr(Workload, "start", lambda _: torch.empty(2**60))
     with pytest.raises(ConfigFailed) as failed:
         bench.block(BATCH_8, 1, 1)

@@ -136,7 +136,7 @@ class Tuner:
                 self._consider(proposal)
             for batch in dict.fromkeys((self._space.batch, self._visits.best().config.batch)):
                 self._sample(batch)
-            return self._race(self._visits.leaders())
+            return self._race(leaders) if (leaders := self._visits.leaders()) else {}
         except (WorkerError, TargetFailed) as exc:
             if len(self._visits) == 1:  # only the baseline was measured
                 raise
@@ -151,7 +151,8 @@ class Tuner:
         try:
             visit = self._visitor.begin()
         except ConfigFailed as exc:
-            why = "give a larger --budget" if exc.outcome == "timed_out" else str(exc)
+            larger = f"give a larger --budget, such as {2 * self.clock.budget_s:g}s"
+            why = larger if exc.outcome == "timed_out" else exc
             raise WorkerError(f"{self._scope.baseline} could not be measured: {why}") from exc
         self._finish_trial(asked, visit, "baseline")
         self._notice_short_budget()
@@ -192,9 +193,8 @@ class Tuner:
         config = proposal.config
         known = self._visits.get(config)
         # The leaders of an earlier run are built again.
-        if known is not None and (known.turns or proposal.origin != "earlier run"):
-            return
-        if self._is_full or not self._visits.allowed(config):
+        done = known is not None and (known.turns or proposal.origin != "earlier run")
+        if done or self._is_full or not self._visits.allowed(config):
             return
         needs_s = self._costs.visit_s(config, proposal.turn_s)
         if not self._costs.fits(config, needs_s):
@@ -316,13 +316,13 @@ class Tuner:
 
     def _race(self, configs: Sequence[Config]) -> Rates:
         # One round is worth it: where rounds are few, the turns of the visits count with them.
-        if not configs or self.clock.left_s < self._costs.race_s(configs, 1):
+        if self.clock.left_s < self._costs.race_s(configs, 1):
+            self._progress.notice("no time is left for a final race; the trials decide")
             return {}
         self._progress.phase(f"final race: {self._scope.baseline} and {len(configs)} in turn")
-        default = self._space.default
         waits = any(one.waits for one in map(self._visits.get, configs) if one)
         turn_s = LOADER_TURN_S if waits else TURN_S
-        rates, lost = race(self._visitor, [default, *configs], turn_s)
+        rates, lost = race(self._visitor, [self._space.default, *configs], turn_s)
         for config, exc in lost.items():
             self._progress.notice(f"out of the race: {self._named(config)}: {exc}")
         return rates
