@@ -59,7 +59,7 @@ COMMAND = Path(sys.executable).with_name("advisor")
 Done = subprocess.CompletedProcess[str]
 
 
-def own(folder: Path) -> dict[str, str]:
+def env_of(folder: Path) -> dict[str, str]:
     """Environment variables that put the store and the signing key into a folder."""
     return {"ADVISOR_CACHE": str(folder / "store"), "XDG_DATA_HOME": str(folder / "data")}
 

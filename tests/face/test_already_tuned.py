@@ -31,7 +31,7 @@ def make_batch(batch_size, device):
 def loss(output, target):
     return nn.functional.cross_entropy(output, target)
 """
-DROPPING = MODEL.replace(
+WITH_DROPOUT = MODEL.replace(
     "        self.head =", "        self.dropout = nn.Dropout(0.1)\n        self.head ="
 ).replace("self.head(self.conv(x)", "self.head(self.dropout(self.conv(x))")
 
@@ -102,15 +102,15 @@ def test_a_larger_request_continues_and_a_smaller_one_does_not(
     assert tune_status(here, *second.split()) == ("known", id)
 
 
-ONLY = ("--fixed-batch", "--no-verify", "--precisions", "default")
+FEW_KNOBS = ("--fixed-batch", "--no-verify", "--precisions", "default")
 
 
-def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
+def test_a_tuning_without_a_race_is_unfinished(here: Path) -> None:
     """The same command continues, with a new budget each time, until a race was run."""
-    only, unfinished = (*ONLY, "--effort", "quick"), ("--json", "--for", "https://x")
+    words, as_job = (*FEW_KNOBS, "--effort", "quick"), ("--json", "--for", "https://x")
     with fake_worker({("channels_last", True): 2.0}, step_s=0.1):
-        first = tune(here, *only, "--budget", "3s")
-        assert "trial 1:" not in first.stderr, "the budget was meant for the default alone"
+        first = tune(here, *words, "--budget", "3s")
+        assert "trial 1:" not in first.stderr, "the budget suffices for the default only"
         assert "not measured for want of time: channels_last; --budget 10s" in first.stdout
         assert first.stdout.splitlines()[-1] == (
             "Not tuned yet: the same command continues. Give a larger --budget."
@@ -118,11 +118,11 @@ def test_a_tuning_that_raced_nothing_is_not_tuned(here: Path) -> None:
         assert "Already tuned" not in first.stdout and "In your script" not in first.stdout
         assert "nothing else raced" in " ".join(advisor(here, "show").stdout.split())
         assert "torch's default: nothing else was measured" in lookup(strict=True).served.reason
-        again = tune(here, *only, "--budget", "3s", *unfinished, code=3)
+        again = tune(here, *words, "--budget", "3s", *as_job, code=3)
         assert json.loads(again.stdout)["status"] == "unfinished"
         assert "continuing an earlier tuning, which measured 1 config\n" in again.stderr
-        assert tune_status(here, *only, "--budget", "10s")[0] == "tuned"
-        assert tune(here, *only, "--budget", "3s").stdout.startswith("Already tuned, ")
+        assert tune_status(here, *words, "--budget", "10s")[0] == "tuned"
+        assert tune(here, *words, "--budget", "3s").stdout.startswith("Already tuned, ")
     assert len(run_json(here, "show")["records"]) == 1
 
 
@@ -135,24 +135,24 @@ class Interrupting(FakeWorker):
         return super().block(config, steps, warm=warm, deadline_s=deadline_s)
 
 
-def test_an_interrupted_tuning_keeps_its_best_and_goes_on(here: Path) -> None:
-    only = (*ONLY, "--budget", "90s")
+def test_an_interrupted_tuning_keeps_its_best_and_resumes(here: Path) -> None:
+    words = (*FEW_KNOBS, "--budget", "90s")
     gains = {("compile", "default"): 2.0, ("channels_last", True): 1.5}
     message = "Interrupted: the best config so far is kept; the same command continues."
     with fake_worker(gains, kind=Interrupting):
-        assert message in tune(here, *only, code=130).stdout
+        assert message in tune(here, *words, code=130).stdout
     best = lookup(strict=True)
     with fake_worker(gains, load=busy_host):
-        assert "the earlier record stays in use" in tune(here, *only, "--force").stdout
+        assert "the earlier record stays in use" in tune(here, *words, "--force").stdout
     assert lookup(strict=True).record == best.record
     with fake_worker(gains):
-        again = tune(here, *only)
+        again = tune(here, *words)
         assert "tuned until it was cut short; continuing with --effort normal" in again.stderr
         assert "continuing an earlier tuning" in again.stderr
         final = lookup(strict=True)
         assert best.config["channels_last"] and best.config["compile"] == "none"
         assert final.config["channels_last"] and final.config["compile"] != "none"
-        assert tune(here, *only).stdout.startswith("Already tuned, ")
+        assert tune(here, *words).stdout.startswith("Already tuned, ")
 
 
 def busy_host(seconds: float) -> float:
@@ -169,20 +169,20 @@ def busy_host(seconds: float) -> float:
     ],
     ids=["interrupted", "doubtful", "nothing raced"],
 )
-def test_an_uncertain_tuning_replaces_no_clear_record(
+def test_an_uncertain_tuning_keeps_the_clear_record(
     here: Path, fault: dict[str, Any], options: tuple[str, ...], code: int
 ) -> None:
-    only, gains = (*ONLY, "--budget", "90s"), {("channels_last", True): 1.5}
+    words, gains = (*FEW_KNOBS, "--budget", "90s"), {("channels_last", True): 1.5}
     with fake_worker(gains):
-        tune(here, *only)
+        tune(here, *words)
     clear = lookup(strict=True).record
     with fake_worker(gains, **fault):
-        again = tune(here, *only, *options, "--force", code=code)
+        again = tune(here, *words, *options, "--force", code=code)
     line = "or was too noisy to tell: the earlier record stays in use, and is shown here."
     assert line in again.stdout and "best so far is kept" not in again.stdout
     assert lookup(strict=True).record == clear
     with fake_worker({}):  # a quiet host, on which nothing gains
-        assert "stays in use" not in tune(here, *only, "--force").stdout
+        assert "stays in use" not in tune(here, *words, "--force").stdout
     assert lookup(strict=True).record != clear
 
 
@@ -216,12 +216,12 @@ def test_a_record_compares_if_another_config_was_raced_or_none_runs() -> None:
     [
         (MODEL, MODEL.replace(".mean((2, 3))", ".amax((2, 3))")),
         (MODEL, MODEL.replace("return self.head(", "x = x * 2\n        return self.head(")),
-        (DROPPING, DROPPING.replace("0.1", "0.5")),
+        (WITH_DROPOUT, WITH_DROPOUT.replace("0.1", "0.5")),
         (MODEL + HOOKS, (MODEL + HOOKS).replace("torch.randn(", "torch.rand(")),
         (MODEL + HOOKS, (MODEL + HOOKS).replace("(output, target)\n", "(output, target) * 2\n")),
         (MODEL, MODEL + HOOKS),
     ],
-    ids=["forward", "a line more", "dropout", "make_batch", "loss", "hooks at all"],
+    ids=["forward", "new line", "dropout", "make_batch", "loss", "new hooks"],
 )
 def test_edited_code_is_a_miss_until_it_is_tuned(
     here: Path, searched: list[Task], before: str, after: str
@@ -292,7 +292,6 @@ def test_a_renamed_or_moved_file_keeps_the_record(
 
 def test_a_target_and_a_command_have_separate_records(here: Path, searched: list[Task]) -> None:
     """They share a key. A second command with that key reuses the record of the first one."""
-
     a, b = ((sys.executable, f"{name}.py") for name in "ab")
     target = run_json(here, *TUNE)["record"]
     run = run_json(here, "tune", "--force", "--", *a)
@@ -302,5 +301,5 @@ def test_a_target_and_a_command_have_separate_records(here: Path, searched: list
     done = advisor(here, "tune", "--json", "--", *b)
     assert json.loads(done.stdout) == {"status": "known", "record": first}
     assert f"tuned before as {' '.join(a)}, which trains the same" in done.stderr
-    assert run_json(here, *TUNE)["record"] == target, "--force has left it"
+    assert run_json(here, *TUNE)["record"] == target, "--force must keep the target's record"
     assert len(searched) == 2

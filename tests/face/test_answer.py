@@ -297,7 +297,7 @@ def test_answer_names_the_gains_of_other_uses(
     assert (served.gains, served.flags, served.status) == (gains, flags, "exact")
 
 
-def test_there_is_no_answer_without_a_measured_default() -> None:
+def test_an_unmeasured_default_gives_no_answer() -> None:
     made = record(failed(trial(BASE.at(32), 0.0)), trial(TF32.at(32), 1000.0))
     with pytest.raises(NoRecord) as refused:
         answer(made, request(batch=32))
@@ -313,7 +313,7 @@ def test_break_even_lists_the_best_config_by_job_length() -> None:
 
 
 def test_break_even_of_a_command_ignores_its_other_trials() -> None:
-    """30 s at 32 ms saved a step. It would be half of that if the other trial's 15 s counted."""
+    """Compiling costs 30 s and saves 32 ms a step. The other trial's 15 s would halve that."""
     trials = (trial(BASE, 1000.0, 0.064), trial(TF32, 900.0, 15.0), trial(COMPILED, 2000.0, 30.032))
     made = record(baseline=choice(BASE, 1000.0), loop=choice(COMPILED, 2000.0))
     task = replace(made.key.task, command=("python", "train.py"))

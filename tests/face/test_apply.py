@@ -41,7 +41,7 @@ DEFAULT = Config(
     threads=THREADS,
 )
 FAST = DEFAULT.replace(precision="bf16", channels_last=True, threads=OTHER)
-ALONE = DEFAULT.replace(threads=OTHER)
+FLAGS_ONLY = DEFAULT.replace(threads=OTHER)
 """The part of FAST that a script can use if it only calls apply()."""
 WIDE = FAST.at(16)
 GIB = 2**30
@@ -51,7 +51,7 @@ NET = advisor.Model("model.py:Net", device="cpu")
 def store_record(**changes: Any) -> Record:
     """Store a record of model.py:Net at 4x3x8x8 on this CPU, with parts of its key changed."""
     fast = replace(examples.choice(FAST, 150.0, 1.5), peak_bytes=2 * GIB)
-    alone, wide = examples.choice(ALONE, 110.0, 1.1), examples.choice(WIDE, 400.0, 4.0)
+    flags_only, wide = examples.choice(FLAGS_ONLY, 110.0, 1.1), examples.choice(WIDE, 400.0, 4.0)
     trials = (
         measured(DEFAULT, 100.0),
         measured(FAST, 150.0, peak_bytes=2 * GIB),
@@ -62,7 +62,7 @@ def store_record(**changes: Any) -> Record:
         measured(DEFAULT.at(16), 151.0),
         verified(FAST),
     )
-    winners = examples.winners(alone, fast, free_loop=wide, free_capture=wide)
+    winners = examples.winners(flags_only, fast, free_loop=wide, free_capture=wide)
     record = record_here(examples.choice(DEFAULT, 100.0), winners, trials, **changes)
     Records(open_store(None)).put(record)
     return record
@@ -73,7 +73,7 @@ def record(here: Path) -> Record:
     return store_record()
 
 
-def runs_as(patch: pytest.MonkeyPatch, file: Path) -> None:
+def set_main_script(patch: pytest.MonkeyPatch, file: Path) -> None:
     """Make `file` the main script of this process."""
     file.touch()
     patch.setattr(sys.modules["__main__"], "__file__", str(file), raising=False)
@@ -110,7 +110,7 @@ def lookup_warning(**arguments: Any) -> tuple[advisor.Advice, str]:
 def test_lookup_serves_the_best_config_for_a_request(
     record: Record, here: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, config: Config
 ) -> None:
-    runs_as(monkeypatch, here / "train.py")
+    set_main_script(monkeypatch, here / "train.py")
     monkeypatch.setenv("WORLD_SIZE", "")
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")  # the file is found beside the script
@@ -120,7 +120,7 @@ def test_lookup_serves_the_best_config_for_a_request(
     assert (advice.status, advice.config, advice.record) == ("exact", config, record)
     assert advice.batch_size == advice.loader["batch_size"] == config["batch_size"]
     if config == FAST:
-        assert advice.served.flags == ALONE
+        assert advice.served.flags == FLAGS_ONLY
         assert "1.50x" in advice.served.reason and "not in force yet" in advice.reason
 
 
@@ -177,7 +177,7 @@ def test_a_miss_warns_and_sets_no_flags(record: Record, arguments: Any, reason: 
         advisor.apply(**request | {"strict": True})
 
 
-def test_apply_sets_flags_but_lookup_not(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_apply_sets_flags(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     lookup_net()
     assert torch.get_num_threads() == THREADS
@@ -210,7 +210,7 @@ def test_only_rank_0_warns_of_a_miss(record: Record, monkeypatch: pytest.MonkeyP
         assert advisor.lookup(advisor.Model("nothing.py:Net", device="cpu")).status == "miss"
 
 
-def test_log(record: Record, here: Path) -> None:
+def test_advice_is_logged_once(record: Record, here: Path) -> None:
     lookup_net()
     assert logging.getLogger("advisor").handlers == []
     source = "import advisor\nadvisor.apply(advisor.Model('model.py:Net', device='cpu'))\n"
@@ -218,7 +218,7 @@ def test_log(record: Record, here: Path) -> None:
     ran = run_script(here, logs, ADVISOR_LOG="info")
     assert ran.stderr.count(f"record {record.id} (exact)") == 1
     assert f"advisor INFO record {record.id} (exact)" in ran.stderr
-    # At the end, one line names the advice that never took effect. Nothing else is printed.
+    # At exit, one line names the advice that never took effect. Nothing else is printed.
     (line,) = run_script(here, source).stderr.splitlines()
     assert line.startswith("advice at the end: ") and "1.50x once" in line
 
@@ -235,7 +235,7 @@ def test_modules_of_the_user_may_be_named_like_ours(record: Record, here: Path) 
     assert (ran.stdout.strip(), ran.stderr) == ("cache tuners exact", "")
 
 
-def test_tune_moves_a_damaged_store_aside(
+def test_tune_quarantines_a_damaged_store(
     record: Record, own_surroundings: Path, searched: list[Task]
 ) -> None:
     messages: list[str] = []
@@ -245,9 +245,7 @@ def test_tune_moves_a_damaged_store_aside(
     with pytest.raises(advisor.StoreError):
         lookup_net(strict=True)
     result = advisor.tune(
-        NET,
-        shape=(4, 3, 8, 8),
-        on_event=lambda event: messages.append(event["text"]),
+        NET, shape=(4, 3, 8, 8), on_event=lambda event: messages.append(event["text"])
     )
     assert not result.known and len(searched) == 1
     (aside,) = own_surroundings.glob("records.damaged-*")
@@ -259,8 +257,7 @@ def test_tune_moves_a_damaged_store_aside(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("train_conv.py", ("--batch", "1")), ("train_mnist.py", ("--steps", "3"))],
+    ("name", "options"), [("train_conv.py", ("--batch", "1")), ("train_mnist.py", ("--steps", "3"))]
 )
 def test_examples_train_without_a_record(name: str, options: tuple[str, str], here: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / name
@@ -271,7 +268,7 @@ def test_examples_train_without_a_record(name: str, options: tuple[str, str], he
     assert ran.stderr.count("AdvisorWarning") == 1 and "advisor tune" in ran.stderr
 
 
-def test_every_rank_gets_what_rank_0_serves(
+def test_every_rank_gets_the_advice_of_rank_0(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, store = lookup_net().served, dict[str, bytes]()

@@ -101,11 +101,11 @@ def purpose(record: Record) -> Purpose:
     return Purpose.of(record, COMPILED, detect("cpu"), tools())
 
 
-def store_artifact(data: bytes, what: Purpose) -> tuple[ByteStore, str]:
+def store_artifact(data: bytes, artifact_purpose: Purpose) -> tuple[ByteStore, str]:
     """Store an artifact. Returns its store and its key."""
     records: Records = open_records(None)
     (store,) = records.stores
-    assert records.artifacts.keep(data, what, store)
+    assert records.artifacts.keep(data, artifact_purpose, store)
     (key,) = store.sizes()
     return store, key
 
@@ -148,7 +148,7 @@ def sign_as_another(store: ByteStore, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("torch_", "spoil", "why"),
+    ("version", "damage", "why"),
     [
         (torch.__version__, flip_a_bit, "not signed by you or your team, or changed since"),
         (torch.__version__, sign_as_another, "signed with another's key"),
@@ -157,12 +157,12 @@ def sign_as_another(store: ByteStore, key: str) -> None:
 )
 def test_foreign_or_changed_artifacts_are_refused_in_one_line(
     record: Record,
-    torch_: str,
-    spoil: Callable[[ByteStore, str], None],
+    version: str,
+    damage: Callable[[ByteStore, str], None],
     why: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    spoil(*store_artifact(b"no pickle", replace(purpose(record), torch=torch_)))
+    damage(*store_artifact(b"no pickle", replace(purpose(record), torch=version)))
     advice = advisor.lookup("model.py:Net", shape=SHAPE)
     assert advice.config["compile"] == "default" and advice.artifacts is not None
     with caplog.at_level(logging.WARNING, "advisor"):
@@ -193,7 +193,7 @@ def test_missing_artifacts_give_no_warning(
 @pytest.mark.parametrize(
     ("most_s", "why"),
     [(0.01, "not found within 0.01 s"), (60.0, "cache redis://gone: refused")],
-    ids=["late", "away"],
+    ids=["slow", "unreachable"],
 )
 def test_the_wait_for_a_store_has_a_deadline(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, most_s: float, why: str

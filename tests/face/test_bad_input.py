@@ -233,10 +233,10 @@ def test_a_full_disk_and_a_closed_pipe_give_no_traceback(tmp_path: Path) -> None
 def test_an_os_error_gives_one_line(
     folder: Path, own_surroundings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise FileNotFoundError(2, "No such file or directory", "some/file")
 
-    monkeypatch.setattr("advisor.cli.reading.open_records", gone)
+    monkeypatch.setattr("advisor.cli.reading.open_records", fail)
     done = run_refused(folder, own_surroundings, "show")
     assert done == (1, ["advisor: some/file: No such file or directory"])
 

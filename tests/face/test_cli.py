@@ -62,18 +62,18 @@ def test_a_record_is_tuned_shown_and_forgotten(
     visits = [(one["number"], one["measurement"]["samples_per_s"]) for one in trials]
     assert [(one["number"], one["samples_per_s"]) for one in parsed] == visits
 
-    store, elsewhere = open_store(), examples.record()
-    Records(store).put(elsewhere)
+    store, foreign = open_store(), examples.record()
+    Records(store).put(foreign)
     listed, whole = (advisor(tmp_path, "show", *key).stdout for key in ((), (first["id"][:5],)))
     words = (first["id"], "model.py:Net", "3x8x8", "fresh", "now")
-    assert all(word in listed for word in (*words, elsewhere.id, "NVIDIA H200", "3x256x256"))
+    assert all(word in listed for word in (*words, foreign.id, "NVIDIA H200", "3x256x256"))
     words = ("torch default", "samples/s", "first step", "advisor.apply(")
     assert all(word in whole for word in words)
     more = {"signed": True, "artifacts": [], "store": store.url}
     assert json.loads(advisor(tmp_path, "show", first["id"], "--json").stdout) == first | more
     rows = json.loads(advisor(tmp_path, "show", "--json").stdout)
     shown = [(row["id"], row["stale"]) for row in rows["records"]]
-    assert shown == [(first["id"], []), (elsewhere.id, [])] and rows["damaged"] == []
+    assert shown == [(first["id"], []), (foreign.id, [])] and rows["damaged"] == []
 
     # `forget` also removes the journal, so that the next tuning does not continue it.
     assert list(store.studies.glob("*.journal"))
@@ -123,13 +123,13 @@ def test_targets_are_found_in_one_walk(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "model.py").write_text("class Net: ...")
     monkeypatch.chdir(tmp_path)
-    looks, glob = list[str](), Path.glob
-    monkeypatch.setattr(Path, "glob", lambda top, one: looks.append(one) or glob(top, one))
+    patterns, glob = list[str](), Path.glob
+    monkeypatch.setattr(Path, "glob", lambda top, one: patterns.append(one) or glob(top, one))
     one = examples.record()
     near = replace(one.target, origin=origin_of(tmp_path / "below" / "model.py"))
     targets = [local_target(one), local_target(replace(one, target=near)), local_target(one)]
     assert targets == ["model.py:Net", "below/model.py:Net", "model.py:Net"]
-    assert len(looks) == len(set(looks))
+    assert len(patterns) == len(set(patterns))
 
 
 def test_a_narrow_terminal_shows_the_whole_config() -> None:
@@ -144,7 +144,7 @@ def test_a_narrow_terminal_shows_the_whole_config() -> None:
         assert ("turns" in shown) == (width == 140)
 
 
-def test_version_and_help(tmp_path: Path) -> None:
+def test_version_and_help_are_printed(tmp_path: Path) -> None:
     assert advisor(tmp_path, "--version").stdout.strip() == f"advisor {__version__}"
     helped = advisor(tmp_path, "--help")
     assert helped.returncode == 0
@@ -154,7 +154,7 @@ def test_version_and_help(tmp_path: Path) -> None:
     assert listed == set(cli.list_commands(click.Context(cli)))
 
 
-def test_completion(tmp_path: Path) -> None:
+def test_completion_offers_commands_files_and_options(tmp_path: Path) -> None:
     for typed, offered in (
         ("advisor tu", "plain,tune"),
         ("advisor tune mod", "file,mod"),
@@ -183,14 +183,14 @@ def test_tune_says_why_fp8_is_not_tried(
     assert "fp8 is not tried" not in advisor(here, *TUNE, "--mode", mode).stderr
 
 
-REAL = parent.Worker
+REAL_WORKER = parent.Worker
 
 
 class Comparing(FakeWorker):
     """A worker of made-up speed that compares with fp32 in a real worker."""
 
     def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        with REAL(self._job, deadline_s=240) as real:
+        with REAL_WORKER(self._job, deadline_s=240) as real:
             return real.compare(config, deadline_s=240)
 
 

@@ -68,7 +68,7 @@ def test_unpacking_restores_the_packed_files(project: Path, tmp_path: Path) -> N
     assert (tmp_path / "there" / "latest").is_symlink()
     with pytest.raises(FileExistsError):
         unpack(packed.archive, tmp_path / "there")
-    unpack(archived(member("a", mode=0o7777, uid=0)), tmp_path / "here")
+    unpack(archive_of(member("a", mode=0o7777, uid=0)), tmp_path / "here")
     assert stat.S_IMODE((tmp_path / "here" / "a").stat().st_mode) & 0o7022 == 0
 
 
@@ -130,7 +130,9 @@ def test_nothing_is_packed_if_git_cannot_list_the_files(
 
 
 @pytest.mark.parametrize("in_git", [False, True])
-def test_files_are_left_out(project: Path, monkeypatch: pytest.MonkeyPatch, in_git: bool) -> None:
+def test_ignored_large_and_unsafe_files_are_left_out(
+    project: Path, monkeypatch: pytest.MonkeyPatch, in_git: bool
+) -> None:
     monkeypatch.setattr(code_archive, "LARGE", 100)
     if in_git:
         (project / "tracked.pt").write_bytes(bytes(200))
@@ -212,7 +214,7 @@ def link(name: str, target: str, kind: bytes = tarfile.SYMTYPE) -> Member:
     return member(name, type=kind, linkname=target)
 
 
-def archived(*members: Member, **how: Any) -> bytes:
+def archive_of(*members: Member, **how: Any) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", **how) as archive:
         for info, data in members:
@@ -250,12 +252,12 @@ def test_hostile_members_are_refused(tmp_path: Path) -> None:
     ]
     for members, reason in cases:
         with pytest.raises(UsageError, match=reason):
-            unpack(archived(member("first"), *members), tmp_path / "here")
+            unpack(archive_of(member("first"), *members), tmp_path / "here")
         (tmp_path / "here").rmdir()  # raises if a file was written
     assert list(tmp_path.iterdir()) == []
 
 
-def claiming(size: int, kind: bytes) -> bytes:
+def header_of(size: int, kind: bytes) -> bytes:
     header = tarfile.TarInfo("x")
     header.type, header.size = kind, size
     return gzip.compress(header.tobuf(tarfile.GNU_FORMAT) + bytes(2**21), compresslevel=1)
@@ -269,16 +271,16 @@ def test_archive_bombs_are_refused_early(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(code_archive, "MAX_UNPACKED", 2**20)
     monkeypatch.setattr(code_archive, "MAX_FILES", 50)
     for data, reason in (
-        (archived(member("zeros", bytes(2**20 + 1))), "more than 1 MiB"),
-        (archived(*(member(str(n), bytes(2**18)) for n in range(5))), "more than 1 MiB"),
-        (archived(*(member(str(n)) for n in range(60))), "more than 50 files"),
-        (archived(*(member(f"{n}/a/b/c/d") for n in range(20))), "more than 50 files"),
-        (claiming(2**40, tarfile.REGTYPE), "more than 1 MiB"),
-        (claiming(2**40, tarfile.XHDTYPE), "code archive: "),
-        (claiming(2**30, tarfile.GNUTYPE_LONGNAME), "code archive: "),
-        (claiming(-(2**20), tarfile.REGTYPE), "code archive: "),
+        (archive_of(member("zeros", bytes(2**20 + 1))), "more than 1 MiB"),
+        (archive_of(*(member(str(n), bytes(2**18)) for n in range(5))), "more than 1 MiB"),
+        (archive_of(*(member(str(n)) for n in range(60))), "more than 50 files"),
+        (archive_of(*(member(f"{n}/a/b/c/d") for n in range(20))), "more than 50 files"),
+        (header_of(2**40, tarfile.REGTYPE), "more than 1 MiB"),
+        (header_of(2**40, tarfile.XHDTYPE), "code archive: "),
+        (header_of(2**30, tarfile.GNUTYPE_LONGNAME), "code archive: "),
+        (header_of(-(2**20), tarfile.REGTYPE), "code archive: "),
         (CHAINED, "code archive: "),
-        (archived(member("cut", bytes(5000)))[:60], "damaged"),
+        (archive_of(member("cut", bytes(5000)))[:60], "damaged"),
         (gzip.compress(tarfile.TarInfo("x").tobuf()[:300]), "damaged"),
         (b"", "damaged"),
         (b"PK\3\4", "damaged"),
@@ -294,7 +296,7 @@ def test_a_damaged_archive_is_refused_or_unpacked_inside(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     members = [member("a/b.py", b"x" * 700), link("c", "a/b.py"), member("ü" * 80, b"y")]
-    tar = bytearray(gzip.decompress(archived(*members, format=tarfile.PAX_FORMAT)))
+    tar = bytearray(gzip.decompress(archive_of(*members, format=tarfile.PAX_FORMAT)))
     for _ in range(data.draw(st.integers(1, 6))):
         tar[data.draw(st.integers(0, 4000))] = data.draw(st.integers(0, 255))
     if data.draw(st.booleans()):  # make the header checksums valid
@@ -315,7 +317,7 @@ TARGETS = st.lists(st.sampled_from(["..", "a", "b", "."]), min_size=1, max_size=
 def test_no_chain_of_links_leads_out_of_the_folder(
     tmp_path_factory: pytest.TempPathFactory, links: dict[str, str]
 ) -> None:
-    data = archived(*(link(*pair) for pair in links.items()))
+    data = archive_of(*(link(*pair) for pair in links.items()))
     check_inside(tmp_path_factory.mktemp("links"), data)
 
 

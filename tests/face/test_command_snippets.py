@@ -106,7 +106,7 @@ def miss_message(target: str, **arguments: Any) -> str:
 
 
 @pytest.mark.parametrize(("target", "options"), CASES.values(), ids=CASES)
-def test_the_line_and_the_command_for_a_record_work(
+def test_the_line_and_the_command_of_a_record_work(
     here: Path, searched: list[Task], target: str, options: tuple[str, ...]
 ) -> None:
     """The line for a script, and the command that tunes a stale record again."""
@@ -150,7 +150,7 @@ def test_the_script_line_works_elsewhere(here: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("target", "asked"),
+    ("target", "options"),
     [
         ("model.py", {}),
         ("examples/x.py:Net", {"optimizer": "adamw", "deterministic": True}),
@@ -163,16 +163,16 @@ def test_the_script_line_works_elsewhere(here: Path, monkeypatch: pytest.MonkeyP
         ("tuned.py:Net", {"shape": (4, 3, 9, 9)}),
     ],
 )
-def test_the_command_of_a_miss_works(here: Path, target: str, asked: dict[str, Any]) -> None:
+def test_the_command_of_a_miss_works(here: Path, target: str, options: dict[str, Any]) -> None:
     """If the target has a record, the command keeps its options, except those asked for."""
     tune(here, "tuned.py:Net", ("--optimizer", "adamw", "--max-memory", "1GiB"))
-    asked = {"shape": (4, 3, 8, 8), **asked}
-    command = command_in(miss_message(target, **asked))
-    assert ("--optimizer adamw" in command) == ("optimizer" in asked or target == "tuned.py:Net")
+    options = {"shape": (4, 3, 8, 8), **options}
+    command = command_in(miss_message(target, **options))
+    assert ("--optimizer adamw" in command) == ("optimizer" in options or target == "tuned.py:Net")
     result = run_line(here, command)
     assert result["status"] == "tuned"
-    # The class in the file is known after tuning.
-    advice = package.lookup(**lookup_arguments(target, strict=True, **asked))
+    # After tuning, the record has the class of the file.
+    advice = package.lookup(**lookup_arguments(target, strict=True, **options))
     assert (advice.status, advice.record.id) == ("exact", result["record"]["id"])  # type: ignore[union-attr]
 
 

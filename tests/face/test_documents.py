@@ -22,30 +22,30 @@ from tests.face.commands import run_example
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = (README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md")
-WHOLE = "\n".join(page.read_text() for page in (README, *sorted((ROOT / "docs").glob("*.md"))))
+TEXT = "\n".join(page.read_text() for page in (README, *sorted((ROOT / "docs").glob("*.md"))))
 SOURCES = "".join(
     file.read_text()
     for folder in ("advisor", "tuners", "cache")
     for file in sorted((ROOT / folder).rglob("*.py"))
 )
 _CONTEXT = click.Context(cli)
-OFFERED = {name: cli.get_command(_CONTEXT, name) for name in cli.list_commands(_CONTEXT)}
+COMMANDS = {name: cli.get_command(_CONTEXT, name) for name in cli.list_commands(_CONTEXT)}
 INTERNAL = ("ADVISOR_COMPLETE", "ADVISOR_PILOT", "ADVISOR_RUN")
 """Prefixes of the variables that advisor sets for processes that it starts."""
 
 
-def documented(word: str) -> bool:
+def is_documented(word: str) -> bool:
     """Whether a page has the words as code."""
-    return bool(re.search(rf"[`| ]{re.escape(word)}(?![\w-])", WHOLE))
+    return bool(re.search(rf"[`| ]{re.escape(word)}(?![\w-])", TEXT))
 
 
-@pytest.mark.parametrize("command", sorted(OFFERED))
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_commands_and_options_are_documented(command: str) -> None:
-    assert documented(f"advisor {command}")
-    for parameter in OFFERED[command].params:
+    assert is_documented(f"advisor {command}")
+    for parameter in COMMANDS[command].params:
         if isinstance(parameter, click.Option):
             for option in parameter.opts:
-                assert re.search(rf"[`| ,]{option}(?![\w-])", WHOLE), option
+                assert re.search(rf"[`| ,]{option}(?![\w-])", TEXT), option
 
 
 def test_public_classes_and_constants_have_unique_names() -> None:
@@ -58,23 +58,23 @@ def test_variables_exported_names_and_arguments_are_documented() -> None:
     read = set(re.findall(r"(?<![\w])ADVISOR_[A-Z_]*[A-Z]", SOURCES))
     assert "ADVISOR_CACHE" in read
     public_variables = {name for name in read if not name.startswith(INTERNAL)}
-    assert {name for name in public_variables if f"`{name}" not in WHOLE} == set()
+    assert {name for name in public_variables if f"`{name}" not in TEXT} == set()
     names = {name for name in advisor.__all__ if not name.startswith("__")}
     # They may be written as `apply(model)`, `tune()` or `Advice`.
-    assert {name for name in names if not re.search(rf"`{name}\b", WHOLE)} == set()
+    assert {name for name in names if not re.search(rf"`{name}\b", TEXT)} == set()
     arguments = {field.name for one in (Model, Permit, Budget) for field in dataclasses.fields(one)}
-    assert {word for word in arguments if f"`{word}`" not in WHOLE} == set()
+    assert {word for word in arguments if f"`{word}`" not in TEXT} == set()
     public = {name for name in vars(advisor.Advice) if not name.startswith("_")}
-    assert {name for name in public if not re.search(rf"advice\.{name}\b", WHOLE)} == set()
+    assert {name for name in public if not re.search(rf"advice\.{name}\b", TEXT)} == set()
 
 
 def test_documented_variables_and_options_exist() -> None:
-    mentioned = set(re.findall(r"ADVISOR_[A-Z_]*[A-Z]", WHOLE))
+    mentioned = set(re.findall(r"ADVISOR_[A-Z_]*[A-Z]", TEXT))
     assert {name for name in mentioned if name not in SOURCES} == set()
-    options = set(re.findall(r"(?<=`)--[a-z][a-z-]+", WHOLE))
+    options = set(re.findall(r"(?<=`)--[a-z][a-z-]+", TEXT))
     known = {
         option
-        for command in (cli, *OFFERED.values())
+        for command in (cli, *COMMANDS.values())
         for parameter in command.get_params(click.Context(command))
         for option in parameter.opts
     }
@@ -100,7 +100,7 @@ def check_command(words: list[str]) -> None:
     program = Path(words[0]).name
     if program == "advisor":
         name, *rest = words[1:]
-        OFFERED[name].make_context(name, rest)
+        COMMANDS[name].make_context(name, rest)
         if "--" in rest:
             check_command(rest[rest.index("--") + 1 :])
     elif program == "make":

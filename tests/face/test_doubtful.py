@@ -53,7 +53,7 @@ def made(own: list[float], gain: float = 1.5, key: Key = examples.KEY) -> Record
 
 
 @pytest.mark.parametrize(
-    ("turns", "interval", "moved"),
+    ("turns", "interval", "is_unsteady"),
     [
         (STEADY, 1.01, False),
         (BUSY, 1.1, True),
@@ -65,9 +65,9 @@ def made(own: list[float], gain: float = 1.5, key: Key = examples.KEY) -> Record
     ids=["steady", "more than the interval", "less", "more than any", "one slow turn", "none"],
 )
 def test_a_baseline_is_unsteady_if_it_moves_more_than_the_interval(
-    turns: list[float], interval: float, moved: bool
+    turns: list[float], interval: float, is_unsteady: bool
 ) -> None:
-    assert unsteady(turns, interval) is moved
+    assert unsteady(turns, interval) is is_unsteady
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.1, 0.3])

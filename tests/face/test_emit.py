@@ -111,7 +111,7 @@ def test_a_knob_without_a_setting_is_named_and_not_served(name: str) -> None:
     assert set(framework(name).rows) <= set(BY_NAME)
 
 
-def of_run(others: str, processes: int = 1) -> Task:
+def run_task(others: str, processes: int = 1) -> Task:
     return replace(SGD, command=("python", "train.py"), others=others, processes=processes)
 
 
@@ -131,10 +131,10 @@ SUM, TWO = "2 batches of 32 make one of 64", "4 batches of 8 in each of 2 proces
         ("hf", ADAMW, BF16, '    "optim": "adamw_torch",\n'),
         ("hf", SGD, FUSED, "Add to the arguments of your optimizer: fused=True\n"),
         # The batch of a run is the one that its steps had.
-        ("hf", of_run(""), TF32, '    "per_device_train_batch_size": 64,\n    "dataloader'),
-        ("hf", of_run("2 micro-batches"), TF32, f"{SUM}, by gradient accumulation\n"),
-        ("hf", of_run("labels 1 int64; 4 micro-batches; adamw, sgd", 2), TF32, TWO),
-        ("hf", of_run("3 micro-batches"), TF32, 'arguments = {\n    "dataloader'),
+        ("hf", run_task(""), TF32, '    "per_device_train_batch_size": 64,\n    "dataloader'),
+        ("hf", run_task("2 micro-batches"), TF32, f"{SUM}, by gradient accumulation\n"),
+        ("hf", run_task("labels 1 int64; 4 micro-batches; adamw, sgd", 2), TF32, TWO),
+        ("hf", run_task("3 micro-batches"), TF32, 'arguments = {\n    "dataloader'),
         ("hf", SGD, DETERMINISTIC, "torch.use_deterministic_algorithms(True)\n"),
         ("lightning", SGD, DETERMINISTIC, '    "deterministic": True,\n'),
         ("lightning", SGD, COMPILED, "#     model = model.to(memory_format=torch.channels_last)\n"),
@@ -155,7 +155,7 @@ SUM, TWO = "2 batches of 32 make one of 64", "4 batches of 8 in each of 2 proces
         ("timm", SGD, PLAIN, f"train.py switches TF32 on for matrix products{WITHOUT_IT}"),
     ],
 )
-def test_the_output_has_this_text(name: str, task: Task, config: Config, line: str) -> None:
+def test_the_output_fits_the_framework(name: str, task: Task, config: Config, line: str) -> None:
     assert line in text(emitted_winner(name, config, task))
 
 
@@ -222,7 +222,7 @@ def flag_state() -> tuple[object, ...]:
         ("threads", 2),
     ],
 )
-def test_the_lines_set_what_the_knob_sets(
+def test_the_lines_set_the_same_flags_as_the_knob(
     monkeypatch: pytest.MonkeyPatch, name: str, value: Value
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -368,7 +368,7 @@ def test_an_accelerator_accepts_the_output(mode: str) -> None:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_the_emit_command(here: Path) -> None:
+def test_emit_prints_settings_or_one_error_line(here: Path) -> None:
     small, own = BF16.at(16), CUDA.at(16)
     record = record_of((BF16, 400.0), (small, 500.0), (own, 90.0), loop=BF16, free_loop=small)
     Records(open_store(None)).put(record)

@@ -1,4 +1,4 @@
-"""The report on a loader that limits its step: from given figures, and of a real loader."""
+"""The report on a loader that limits its step, for given figures and for a real loader."""
 
 from __future__ import annotations
 

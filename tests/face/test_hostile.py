@@ -42,15 +42,15 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Happened(NamedTuple):
+class CommandResult(NamedTuple):
     """Exit code (0 for a lookup), output and duration of a command."""
 
     code: int
-    said: str
+    output: str
     seconds: float
 
 
-def through(case: hostile.Case, folder: Path) -> dict[str, Happened]:
+def run_commands(case: hostile.Case, folder: Path) -> dict[str, CommandResult]:
     """Create the case's store in a folder with a model, and run every command on it.
 
     Tuning measures nothing: it is refused, or stores a made-up record. The store's URL is written
@@ -59,7 +59,7 @@ def through(case: hostile.Case, folder: Path) -> dict[str, Happened]:
     (folder / "model.py").write_text(MODEL)
     url = case.make(folder)
     (folder / "url").write_text(url)
-    happened = {}
+    results = {}
     with fake_search():
         for name, words in COMMANDS.items():
             began = time.monotonic()
@@ -68,8 +68,8 @@ def through(case: hostile.Case, folder: Path) -> dict[str, Happened]:
                 code, output = done.returncode, done.stdout + done.stderr
             else:
                 code, output = 0, lookup_warnings(folder, url)
-            happened[name] = Happened(code, output, time.monotonic() - began)
-    return happened
+            results[name] = CommandResult(code, output, time.monotonic() - began)
+    return results
 
 
 def lookup_warnings(folder: Path, url: str) -> str:
@@ -81,7 +81,7 @@ def lookup_warnings(folder: Path, url: str) -> str:
     return "\n".join(str(one.message) for one in caught)
 
 
-def lost(case: hostile.Case, folder: Path) -> bool:
+def record_is_lost(case: hostile.Case, folder: Path) -> bool:
     """Whether the honest record can no longer be read."""
     url = (folder / "url").read_text()
     return case.honest and record().id not in {one.id for one in open_records(url).all()}
@@ -97,16 +97,16 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.mark.parametrize("case", hostile.CASES, ids=lambda case: case.name, indirect=True)
 def test_hostile_content_harms_no_command(case: hostile.Case, here: Path) -> None:
-    for command, one in through(case, here).items():
+    for command, one in run_commands(case, here).items():
         assert one.code in (0, 1, 2), (command, one)
-        assert "Traceback" not in one.said, (command, one.said)
-        assert all(char.isprintable() or char == "\n" for char in one.said), (command, one.said)
-        assert command != "apply" or one.said.count("\n") <= 1
+        assert "Traceback" not in one.output, (command, one.output)
+        assert all(char.isprintable() or char == "\n" for char in one.output), (command, one.output)
+        assert command != "apply" or one.output.count("\n") <= 1
     assert not list(here.rglob("ran"))
-    assert not lost(case, here)
+    assert not record_is_lost(case, here)
 
 
-ODD = ("[bold]x.py", "[nope]x.py", "[link=file]x.py", "[red]a[on red].py", "a[ b].py")
+ODD_NAMES = ("[bold]x.py", "[nope]x.py", "[link=file]x.py", "[red]a[on red].py", "a[ b].py")
 
 
 def record_with_markup(name: str, **more: str) -> Record:
@@ -122,7 +122,7 @@ def record_with_markup(name: str, **more: str) -> Record:
     )
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", ODD_NAMES)
 def test_markup_in_a_record_is_printed_as_text(here: Path, name: str) -> None:
     (here / name).write_text(MODEL)
     one = record_with_markup(name)
@@ -191,7 +191,7 @@ def test_a_warning_is_one_line_of_text(here: Path, odd: str) -> None:
 
 
 def test_markup_in_a_notice_of_tune_is_printed_as_text() -> None:
-    """For example in library names of a similar record. '[/bold]' alone would raise in rich."""
+    """For example in library names of a similar record. '[/bold]' alone makes rich raise."""
     out = io.StringIO()
     progress = Shown(Console(file=out, width=80), budget_s=1.0)
     progress.notice("tried first: of torchvision [/bold][link=https://example.com]0.26.0")

@@ -14,7 +14,7 @@ from advisor.cache.stores import open_store
 from advisor.errors import TargetFailed
 from advisor.tuners.measure.worker.bench import Bench
 from advisor.tuners.measure.worker.child import describe
-from tests.face.commands import MODEL, advisor, own
+from tests.face.commands import MODEL, advisor, env_of
 from tests.face.unmeasured import fake_worker
 from tests.tuners.test_worker import config, job
 
@@ -51,7 +51,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mix")
     (folder / "model.py").write_text(MODEL)
     with fake_worker({("channels_last", True): 2.0}):
-        done = advisor(folder, "tune", "model.py", *SHAPE_OPTIONS, *QUICK, **own(folder))
+        done = advisor(folder, "tune", "model.py", *SHAPE_OPTIONS, *QUICK, **env_of(folder))
     assert done.returncode == 0, done.stderr
     assert "4x3x8x8 + 6x3x6x6 + 2x3x10x10" in done.stderr
     return folder

@@ -1,4 +1,4 @@
-"""One row adds a field or a knob everywhere: tested on a copy of the sources with such rows."""
+"""A new field or knob takes one row. Tested on a copy of the sources with such rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which record matches a target."""
+"""Which stored record matches a target."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_a_miss_has_the_nearest_record(here: Path) -> None:
     assert match_of([], "model.py:Net") == Match()
 
 
-def test_a_target_file_beside_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_beside_the_script_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder := tmp_path / "project").mkdir()
     (folder / "model.py").touch()
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(folder / "train.py")))

@@ -113,8 +113,7 @@ def test_apply_works_in_a_deleted_folder(here: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("given", [Path("store"), ["store"], (Path("store"),)])
 def test_a_store_may_be_given_as_a_path(record: Any, own_surroundings: Path, given: Any) -> None:
     Path("store").symlink_to(own_surroundings)
-    model = NET
-    assert advisor.apply(model, store=given).status == "exact"
+    assert advisor.apply(NET, store=given).status == "exact"
 
 
 VARIABLES: dict[str, tuple[str, ...]] = {
@@ -187,7 +186,9 @@ def test_an_invalid_variable_gives_one_line(
         None,
     ],
 )
-def test_invalid_pyproject(here: Path, monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
+def test_apply_survives_an_invalid_pyproject(
+    here: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
     """`text` None: pyproject.toml is a named pipe, which must not block."""
     monkeypatch.delenv("ADVISOR_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(here / "home"))
@@ -202,12 +203,12 @@ def test_invalid_pyproject(here: Path, monkeypatch: pytest.MonkeyPatch, text: st
 
 class Raising(nn.Linear):
     def extra_repr(self) -> str:
-        raise RuntimeError("no words")
+        raise RuntimeError("no repr")
 
 
 class NoModule(nn.Module):
     def named_modules(self, *_args: Any, **_more: Any) -> Iterator[Any]:
-        raise ValueError("not for you")
+        raise ValueError("no modules")
 
 
 @pytest.mark.parametrize(
@@ -263,7 +264,7 @@ def test_a_time_to_tune_is_refused_if_a_target_is_given(record: Any) -> None:
     assert check_apply(tune="10m").startswith(message)
 
 
-def test_apply_waits_for_no_hanging_store(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apply_gives_up_on_hanging_stores(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lookup has one deadline for all stores."""
     released = threading.Event()
     monkeypatch.setattr(DirStore, "keys", lambda _self: released.wait(60) and [])
@@ -281,12 +282,12 @@ def test_an_internal_error_is_logged_with_its_traceback(
     here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_args: object, **_more: object) -> None:
-        raise ZeroDivisionError("of ours")
+        raise ZeroDivisionError("internal")
 
     monkeypatch.setattr("advisor.resolve.lookups.look_up", broken)
     with caplog.at_level(logging.ERROR, logger="advisor"):
         message = check_apply()
-    assert "ZeroDivisionError: of ours" in message
+    assert "ZeroDivisionError: internal" in message
     (logged,) = (one for one in caplog.records if one.exc_info)
     assert logged.name == "advisor" and logged.levelno == logging.ERROR
     assert logged.exc_info is not None and logged.exc_info[0] is ZeroDivisionError

@@ -36,7 +36,7 @@ from advisor.verification import (
 from tests.builders import MadeUp
 from tests.cache import examples
 from tests.cache.examples import choice
-from tests.face.commands import MODEL, SHAPE, advisor, own
+from tests.face.commands import MODEL, SHAPE, advisor, env_of
 from tests.face.unmeasured import FakeWorker, fake_worker
 
 GAINS = {("channels_last", True): 2.0}
@@ -49,7 +49,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("again")
     (folder / "model.py").write_text(MODEL)
     with fake_worker(GAINS):
-        done = advisor(folder, *TUNE, *TRIALS, **own(folder))
+        done = advisor(folder, *TUNE, *TRIALS, **env_of(folder))
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -173,10 +173,10 @@ def remeasurement(record: Record, runner: MadeUp, budget_s: float = 400.0) -> Re
     return Remeasurement(record, open_records(None), runner, clock)
 
 
-def runner_for(record: Record, channels_last: float = 1.0, **more: Any) -> MadeUp:
+def runner_for(record: Record, channels_last: float = 1.0, **options: Any) -> MadeUp:
     """A runner on which bf16 is twice as fast. channels_last multiplies that by its factor."""
     gains = {("precision", "bf16"): 2.0, ("channels_last", True): channels_last}
-    return MadeUp(record.baseline.config, gains=gains, noise=1e-4, **more)
+    return MadeUp(record.baseline.config, gains=gains, noise=1e-4, **options)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ TEN_TIMES_SLOWER = {"rates": [200.0], "host": 10.0}
 
 
 @pytest.mark.parametrize(
-    ("then", "now", "verdict", "text", "more"),
+    ("then", "now", "verdict", "text", "options"),
     [
         case(14.31, (14.0, 13.7, 14.3), HOLDS),
         case(14.31, (20.0, 19.0, 21.0), HOLDS),
@@ -294,22 +294,22 @@ TEN_TIMES_SLOWER = {"rates": [200.0], "host": 10.0}
         case(1.5, (1.2, 1.1, 1.3), FAILS, **TEN_TIMES_SLOWER),
     ],
 )
-def test_verdict_of_a_verification(
-    then: float, now: tuple[float, float, float], verdict: str, text: str, more: dict[str, Any]
+def test_a_record_holds_fails_or_is_inconclusive(
+    then: float, now: tuple[float, float, float], verdict: str, text: str, options: dict[str, Any]
 ) -> None:
     made = choice(speedup=then)
-    made = replace(made, speedup_low=more.get("low", made.speedup_low))
+    made = replace(made, speedup_low=options.get("low", made.speedup_low))
     record = with_winners(examples.record(), lambda _one: made)
-    ratios = {"flags": more["flags"]} if "flags" in more else {}
+    ratios = {"flags": options["flags"]} if "flags" in options else {}
     result, reason = judged(
         record,
         {
             use: Ratio(mean=mean, low=low, high=high)
             for use, (mean, low, high) in {**ratios, LOOP: now}.items()
         },
-        more.get("rates", [2000.0]),
-        [turn / more.get("host", 1.0) for turn in record.baseline.rounds],
-        more.get("wrong", ""),
+        options.get("rates", [2000.0]),
+        [turn / options.get("host", 1.0) for turn in record.baseline.rounds],
+        options.get("wrong", ""),
     )
     assert result == verdict and text in reason
     assert (reason == "") == (verdict == HOLDS)

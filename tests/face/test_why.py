@@ -33,7 +33,7 @@ def made(loop: Config = FAST, **changes: object) -> Record:
     return record_here(choice(BASE), winners(choice(BASE), won, pilot=won), **changes)
 
 
-def keep(one: Record, cache: str | None = None) -> None:
+def store_record(one: Record, cache: str | None = None) -> None:
     open_records(cache).put(one)
 
 
@@ -48,7 +48,7 @@ def look_up(**given: object) -> tuple[package.Advice, str]:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "status", "says"),
+    ("field", "value", "status", "difference"),
     [
         ("software__driver", "1.2", "stale", "driver 1.2 -> none"),
         ("software__torch", "2.0.1", "stale", "torch 2.0.1 -> "),
@@ -61,37 +61,37 @@ def look_up(**given: object) -> tuple[package.Advice, str]:
     ],
 )
 def test_a_lookup_names_what_has_changed(
-    here: Path, field: str, value: object, status: str, says: str
+    here: Path, field: str, value: object, status: str, difference: str
 ) -> None:
-    keep(made(**{field: value}))
+    store_record(made(**{field: value}))
     advice, warning = look_up()
     assert advice.status == status
-    assert says in warning and "advisor tune" in warning
+    assert difference in warning and "advisor tune" in warning
     assert (advice.config == FAST) == (status == "stale")
-    assert says in str(advice.explanation)
+    assert difference in str(advice.explanation)
 
 
 def test_a_stale_record_that_advises_nothing_gives_no_warning(here: Path) -> None:
-    keep(made(BASE, software__driver="1.2"))
+    store_record(made(BASE, software__driver="1.2"))
     advice, warning = look_up()
     assert (advice.status, advice.config, warning) == ("stale", BASE, "")
 
 
 def test_a_planted_record_is_refused_with_its_reason(here: Path) -> None:
-    keep(made(FAST.replace(compile="../../x")))
+    store_record(made(FAST.replace(compile="../../x")))
     advice, warning = look_up()
     assert advice.status == "miss"
     assert "compile '../../x': expected none, cudagraphs" in warning
     assert advice.explanation is not None and "../../x" in advice.explanation.refused[0]
 
 
-def test_unsigned_records_may_be_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signed_only_refuses_unsigned_records(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Records(open_store()).put(made())
     monkeypatch.setenv("ADVISOR_SECRET", "what openssl printed")
     monkeypatch.setenv("ADVISOR_SIGNED_ONLY", "1")
     advice, warning = look_up()
     assert advice.status == "miss" and "not signed" in warning
-    keep(made())
+    store_record(made())
     assert look_up()[0].status == "exact"
 
 
@@ -102,7 +102,7 @@ def stores_asked(advice: package.Advice) -> list[str]:
 
 class TestSeveralStores:
     def test_a_hit_in_a_later_store_is_copied_to_the_first(self, here: Path) -> None:
-        keep(made(), f"dir:{here}/team")
+        store_record(made(), f"dir:{here}/team")
         urls = [f"disk:{here}/mine", f"dir:{here}/team"]
         advice, warning = look_up(cache=urls)
         assert (advice.status, warning) == ("exact", "")
@@ -116,7 +116,7 @@ class TestSeveralStores:
     ) -> None:
         """Not even if its task is as similar to the request."""
         urls = [f"dir:{here}/theirs", f"dir:{here}/mine", f"dir:{here}/behind"]
-        keep(made(**{"tolerance": 0.25} if other else {}), urls[1])
+        store_record(made(**{"tolerance": 0.25} if other else {}), urls[1])
         theirs = made(FAST.replace(threads=1), **other)
         date = replace(theirs.provenance, created=1.74e9, effort="exhaustive")
         Records(open_store(urls[0])).put(replace(theirs, provenance=date))
@@ -132,7 +132,7 @@ class TestSeveralStores:
         theirs, mine = made(FAST.replace(threads=1)), made(mode="infer")
         Records(open_store(urls[0])).put(theirs)
         assert stores_asked(look_up(cache=urls)[0]) == urls[:1]  # there is no signing key yet
-        keep(mine, urls[1])
+        store_record(mine, urls[1])
         advice, text = look_up(cache=urls)
         assert (advice.status, text, advice.record) == ("exact", "", theirs)
         assert advice.reason.startswith("not in force yet; ")
@@ -150,13 +150,13 @@ class TestSeveralStores:
 
     def test_a_strangers_record_answers_if_the_users_own_cannot(self, here: Path) -> None:
         """The user's own record was measured at another batch."""
-        keep(made(shapes=((2, 3, 8, 8),)))
+        store_record(made(shapes=((2, 3, 8, 8),)))
         Records(open_store()).put(made(FAST.replace(threads=1)))
         advice, _warning = look_up()
         assert advice.config["threads"] == 1 and advice.served.reason.endswith("; unsigned")
 
     def test_a_hit_in_a_read_only_pack_gives_no_warning(self, here: Path) -> None:
-        keep(made(), f"dir:{here}/team")
+        store_record(made(), f"dir:{here}/team")
         done = advisor(here, "export", "some.pack", "--cache", f"dir:{here}/team")
         assert done.returncode == 0, done.stderr
         advice, warning = look_up(cache=[f"pack:{here}/some.pack", f"dir:{here}/none"])
@@ -173,14 +173,14 @@ class TestSeveralStores:
     def test_an_unreachable_store_is_skipped_with_one_warning(
         self, here: Path, url: str, why: str
     ) -> None:
-        keep(made(), f"dir:{here}/mine")
+        store_record(made(), f"dir:{here}/mine")
         advice, warning = look_up(cache=[url, f"dir:{here}/mine"])
         assert advice.status == "exact" and why in warning
         assert "went on without this store" in warning
 
 
 def test_why_prints_the_differences_and_the_stores(here: Path, own_surroundings: Path) -> None:
-    keep(made(optimizer="adamw"))
+    store_record(made(optimizer="adamw"))
     command = ("why", "model.py:Net", "--shape", "4x3x8x8", "--optimizer", "sgd")
     done = advisor(here, *command)
     assert done.returncode == 0, done.stderr
@@ -239,18 +239,18 @@ def test_tune_stores_locally_if_the_remote_is_down(here: Path, searched: list[Ta
 COMMAND = ("python", "train.py", "--lr", "0.1 0.2")
 
 
-def keep_run(*command: str, **changes: object) -> Record:
+def store_run_record(*command: str, **changes: object) -> Record:
     """Store a record of a command on this machine's CPU, with fields of its key changed."""
     one = made(**changes)
     one = replace(one, key=replace(one.key, task=replace(one.key.task, command=command)))
-    keep(one)
+    store_record(one)
     return one
 
 
 def test_why_of_a_command_shows_its_records(here: Path) -> None:
     """The command is not started: its script does not exist."""
-    keep_run(*COMMAND, device__name="Xeon of another")
-    one = keep_run(*COMMAND[:2])
+    store_run_record(*COMMAND, device__name="Xeon of another")
+    one = store_run_record(*COMMAND[:2])
     lines = advisor(here, "why", "--", *COMMAND).stdout.splitlines()
     assert lines[0] == "looked for  python train.py --lr '0.1 0.2'"
     assert "of another device: Xeon of another: channels_last, 1.50x (1.47-1.53)" in lines[2]
@@ -274,13 +274,13 @@ def test_why_of_a_command_says_what_its_run_would_be_served(
         "nothing; no record has exactly this command; `advisor run` also finds one of the same "
         "model and inputs. To tune: advisor tune -- python other.py"
     )
-    keep_run(*COMMAND, device__name="Xeon of another")
+    store_run_record(*COMMAND, device__name="Xeon of another")
     assert served_line(*COMMAND).startswith("nothing; this run was not tuned on")
-    one = keep_run(*COMMAND[:2], software__torch="2.0.1")
+    one = store_run_record(*COMMAND[:2], software__torch="2.0.1")
     speedup = f"{one.id}: channels_last; 1.50x your unmodified script at batch 4"
     stale = served_line(*COMMAND[:2], missed=False)
     assert stale.startswith(f"{speedup}; measured elsewhere: torch 2")
-    one = keep_run(*COMMAND[:2])
+    one = store_run_record(*COMMAND[:2])
     speedup = f"{one.id}: channels_last; 1.50x your unmodified script at batch 4"
     assert served_line(*COMMAND[:2], missed=False) == speedup
     assert served_line("python", "-I", "train.py") == "nothing; python -I keeps advisor out"
@@ -299,5 +299,5 @@ def test_compare_run_compares_a_command_with_and_without_advice(here: Path) -> N
     call = [sys.executable, str(script)]
     turn = ["unmodified:    12 samples/s", "advisor run:   24 samples/s"]
     assert run_example("compare_run.py", *call)[0].startswith("No advice for this machine (no reco")
-    keep_run(*call)
+    store_run_record(*call)
     assert run_example("compare_run.py", *call) == [*turn, *turn, "2.00x as fast (2.00-2.00)"]

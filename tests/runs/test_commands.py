@@ -34,7 +34,7 @@ from advisor.tuners.measure.runner import Block, ConfigFailed
 from advisor.tuners.measure.worker.guard import LOGGED
 from tests import forks
 from tests.builders import SCRIPT, MadeUpSession
-from tests.face.commands import COMMAND, PACE, advisor, own
+from tests.face.commands import COMMAND, PACE, advisor, env_of
 from tests.forks import alive, started_with, until
 from tests.runs.forked import space_of
 
@@ -434,11 +434,11 @@ def test_failure_of_the_unmodified_script_has_one_remedy(
 ) -> None:
     ends = MadeUpRun(lambda _config, made: ended if made > 4 else None)
     monkeypatch.setattr(Run, "_start", lambda *given: ends._start(*given[1:]))
-    done = advisor(folder, "tune", "--budget", "20s", "--", "python", "train.py", **own(folder))
+    done = advisor(folder, "tune", "--budget", "20s", "--", "python", "train.py", **env_of(folder))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(f"advisor: {message}")
     assert ends.starts == starts
-    assert advisor(folder, "show", **own(folder)).stdout.startswith("Nothing is tuned yet")
+    assert advisor(folder, "show", **env_of(folder)).stdout.startswith("Nothing is tuned yet")
 
 
 # Tuning, then running

@@ -14,7 +14,7 @@ import torch
 
 from advisor.cache.config import Config
 from tests import forks
-from tests.face.commands import advisor, own
+from tests.face.commands import advisor, env_of
 from tests.runs.forked import Variant, Weights, train_variants
 
 FOLDER = Path(__file__).parent / "scripts"
@@ -196,7 +196,7 @@ def test_tune_prints_one_verdict_and_changes_no_files(name: str, tmp_path: Path)
     command = ("python", "train.py", *words.split())
 
     options = ("--effort", "quick", "--budget", "3s")
-    done = advisor(work, "tune", *options, "--", *command, **own(tmp_path))
+    done = advisor(work, "tune", *options, "--", *command, **env_of(tmp_path))
     assert contents(work) == before
     assert "hangs" not in done.stdout + done.stderr
     if done.returncode:  # the host was too busy to measure even the unmodified script
@@ -211,7 +211,7 @@ def test_tune_prints_one_verdict_and_changes_no_files(name: str, tmp_path: Path)
     remedies = re.findall(r"--force|--budget \w+", done.stdout)
     assert len(set(remedies)) == len(remedies) <= 2, done.stdout
     if not verdict.startswith(VERDICTS[3]):
-        why = advisor(work, "why", "--", *command, **own(tmp_path)).stdout
+        why = advisor(work, "why", "--", *command, **env_of(tmp_path)).stdout
         assert (": unmodified" in why) != advises, why
 
 

@@ -270,7 +270,7 @@ def test_a_script_gets_its_record_in_one_request(
     """The local store then has a copy, which serves later runs without the server."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(MODEL)
-    test_why.keep(test_why.made(), writable.url)
+    test_why.store_record(test_why.made(), writable.url)
     local, down = f"dir:{tmp_path}/local", f"http://127.0.0.1:{servers.free_port()}"
     for cache, status, says, expected in (
         (writable.url, "exact", "", ["GET /api/lookup"]),
