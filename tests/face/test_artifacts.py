@@ -26,7 +26,7 @@ from advisor.tuners.act import advice_usage, gate
 from advisor.tuners.act import artifacts as acting
 from advisor.tuners.act.artifacts import Fetch, saved, use_stable_keys
 from advisor.tuners.environment import detect, tools
-from advisor.tuners.knobs import FORMATS, strict
+from advisor.tuners.knobs import strict
 from advisor.tuners.measure.worker.parent import Worker
 from advisor.tuners.measure.worker.wire import WorkerJob
 from tests.builders import measured, verified
@@ -114,8 +114,7 @@ def store_artifact(data: bytes, artifact_purpose: Purpose) -> tuple[ByteStore, s
 def test_a_fresh_process_loads_what_the_worker_compiled(record: Record, tmp_path: Path) -> None:
     file = tmp_path / "saved"
     with Worker(WorkerJob(task=record.key.task, device="cpu", seed=0), deadline_s=240) as worker:
-        fp32 = strict(worker.baseline)
-        for config in (DEFAULT, COMPILED | fp32.only(*FORMATS), COMPILED):
+        for config in (DEFAULT, strict(worker.baseline), COMPILED):
             worker.block(config, 1, deadline_s=240)
         worker.save(COMPILED, file)
     artifact = saved(file)
