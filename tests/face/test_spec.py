@@ -142,7 +142,7 @@ def test_a_gpu_is_matched_by_whole_words(gpu: str, name: str, matches: bool) -> 
 DEEP: Any = functools.reduce(lambda inner, _: [inner], range(20_000), [])
 
 
-@pytest.mark.parametrize("value", ["\x1b[2J", "a\nb", "\ud800", float("nan"), 10**400, DEEP])
+@pytest.mark.parametrize("value", [7, "\x1b[2J", "a\nb", "\ud800", float("nan"), 10**400, DEEP])
 def test_options_are_printable_json_or_refused(value: Any) -> None:
     for options in ({"shape": value}, {"shape": "1x8", "model_args": {"a": value}}):
         with contextlib.suppress(UsageError):

@@ -64,7 +64,7 @@ def test_only_faster_and_verified_configs_lead(
         if verdict.outcome == "wrong" and verdict.blames != "format":
             assert len(compared) == 1
         why = "could not be compared" if verdict.outcome == UNVERIFIED else "not train like fp32"
-        assert any(why in line for line in found.remarks) or verdict.blames
+        assert any(why in line for line in found.remarks), found.remarks
     assert machine.time <= 1.05 * 200
 
 
