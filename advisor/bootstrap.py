@@ -74,6 +74,9 @@ class LazyGuide:
             overrides = CommandOverrides(**run["options"])
         return RecordGuide(run["command"], asked, overrides)
 
+    def checkpointed(self, device: str) -> int:
+        return self._guide.checkpointed(device)
+
     def takes_over(self) -> bool:
         return self._guide.takes_over()
 

@@ -285,7 +285,8 @@ class Tuning:
             default = one.record.baseline.config.knobs
             for winner in reversed(one.record.winners):
                 config = winner.choice.config.knobs
-                if config != default and len(chosen) < MAX_TRIED_FIRST:
+                changes = config != default and self.space.near(config) != self.space.default
+                if changes and len(chosen) < MAX_TRIED_FIRST:
                     chosen.setdefault(config, one)
         others = (one for one in chosen.values() if one.record.key.id != self.opened.key.id)
         for record_id, what in dict.fromkeys((one.record.id, one.what) for one in others):

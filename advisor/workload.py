@@ -23,7 +23,15 @@ from advisor.errors import StoreError, TargetError, UsageError
 from advisor.tuners import environment, fp8, worker_limits
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
-from advisor.tuners.knobs import BY_NAME, COMPILE, FORMATS, INPUT_PIPELINE, SearchContext, described
+from advisor.tuners.knobs import (
+    BY_NAME,
+    CHECKPOINT,
+    COMPILE,
+    FORMATS,
+    INPUT_PIPELINE,
+    SearchContext,
+    described,
+)
 from advisor.tuners.measure.run import run as runs
 from advisor.tuners.measure.run.guarded_process import measurable
 from advisor.tuners.measure.runner import Runner
@@ -134,7 +142,12 @@ class RunWorkload:
         if self._show is None:
             progress.notice(f"output of the command: {log}")
         return runs.Run(
-            self.words, injected=INJECTED, log=log, show=self._show, options=self._options
+            self.words,
+            injected=INJECTED,
+            log=log,
+            show=self._show,
+            options=self._options,
+            max_memory=self.permitted.get("max_memory", 0),
         )
 
     @contextlib.contextmanager
@@ -143,6 +156,11 @@ class RunWorkload:
     ) -> Iterator[OpenWorkload]:
         with self._start(records, progress) as run:
             seen = run.describe()
+            if CHECKPOINT in seen.own:
+                progress.notice(
+                    "your unmodified script runs out of memory; with activation checkpointing it "
+                    "trains, and that is the baseline"
+                )
             task = seen.task(self.words, self.permitted)
             key = _key(task, environment.detect(seen.device), seen)
             if record is not None and (other := _other_run(record, key, seen, run)):

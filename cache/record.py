@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from advisor.cache import domain
+from advisor.cache import domain, task
 from advisor.cache.config import Config
 from advisor.cache.key import Key
 
@@ -225,6 +225,7 @@ class Record:
         """Every chosen config, by its name in a report. Equal configs appear once, under the loop's
         name, because most scripts have a loop."""
         default = "unmodified" if self.key.task.command else "torch default"
+        default = "checkpointed" if task.CHECKPOINTED in self.key.task.script else default
         found = {self.baseline.config: (default, self.baseline)}
         for one in sorted(self.winners, key=lambda one: (one.free, one.use != LOOP)):
             name = _NAMES[one.use]

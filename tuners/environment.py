@@ -126,6 +126,13 @@ def _users(nvml: Any, handle: Any) -> tuple[int, ...]:
         return ()
 
 
+def limit_memory(device: torch.device, most_bytes: int) -> None:
+    """Have PyTorch raise if this process uses more of a GPU's memory; 0: no limit."""
+    if most_bytes and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most_bytes / total), device)
+
+
 @functools.cache
 def host_cpu() -> str:
     named = re.search(r"^model name\s*:\s*(.+)$", host.cpu(), re.MULTILINE)

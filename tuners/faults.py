@@ -85,7 +85,11 @@ def is_out_of_memory(exc: BaseException) -> bool:
     """Whether an exception means that memory ran out."""
     if isinstance(exc, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(exc, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(exc).lower()))
+    return isinstance(exc, RuntimeError) and says_out_of_memory(str(exc))
+
+
+def says_out_of_memory(text: str) -> bool:
+    return bool(_OUT_OF_MEMORY.search(text.lower()))
 
 
 def is_config_error(exc: BaseException) -> bool:

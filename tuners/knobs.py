@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, USES, Record
-from advisor.cache.task import PERMITTED, PRECISIONS, Task
+from advisor.cache.task import CHECKPOINTED, PERMITTED, PRECISIONS, Task
 from advisor.tuners import compiling, fp8
 from advisor.tuners.compiling import BLOCKS
 from advisor.tuners.decisions import COMPILE_S
@@ -26,6 +26,7 @@ from advisor.tuners.torch_facts import torch
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+CHECKPOINT = "checkpoint_blocks"
 COMPUTE, INPUT = "compute", "input"  # stages: a batch lies on the device; a loader feeds it
 WORKERS, THREADS = "num_workers", "threads"
 
@@ -310,6 +311,17 @@ def _own_fused(script: ScriptSettings) -> ScriptValue | None:
     return None if fused else ScriptValue(None, why="fused_optimizer: there are no fused kernels")
 
 
+def _recompute(model: nn.Module, value: Value) -> None:
+    from advisor.tuners.recomputation import recompute_in_place  # here: it loads torch
+
+    recompute_in_place(model, int(value or 0))
+
+
+def _checkpointing(value: Value) -> str:
+    few = {0: "no checkpointing", 1: CHECKPOINTED}
+    return few.get(int(value or 0)) or f"checkpointing of one block in {value}"
+
+
 def _threads(here: SearchContext) -> tuple[Value, ...]:
     if here.device != "cpu":
         return ()
@@ -445,6 +457,20 @@ KNOBS: tuple[Knob, ...] = (
         permitted=lambda given, value: not value or given.get("compile", True),
         script=lambda script: ScriptValue(None) if script.compiled else None,
         model=_compile_dynamic,
+    ),
+    Knob(
+        name=CHECKPOINT,
+        summary="activation checkpointing: every block, or one of 2 or 4, computes its activations "
+        "again in backward; outside of code that compiles the whole model",
+        domain=(0, 1, 2, 4),
+        default=0,
+        # Slower: only for a script that runs out of memory without it.
+        values=lambda here: (0, 1, 2, 4) if CHECKPOINT in here.own else (),
+        numerics=True,
+        guess="leader",
+        conflicts={"compile": tuple(m for m in COMPILE_MODES_FULL if m != BLOCKS)},
+        shown=_checkpointing,
+        model=_recompute,
     ),
     Knob(
         name="step_graph",

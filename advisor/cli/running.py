@@ -60,7 +60,7 @@ def run(
             words, overrides = override(command, named, cache)
             warn(f"set {overrides.said}, as record {overrides.record} advises")
         except (NoRecord, StoreError) as exc:
-            warn(f"{exc}. The run is unmodified")
+            warn(f"{exc}. Its options stay as they are")
     variables = bootstrap.environment(list(command), tune_s, overrides)
     variables |= options.LOADER.get(loader or "", {})
     if cache is not None:

@@ -11,9 +11,10 @@ from advisor.cache.config import Config
 from advisor.cache.key import Environment
 from advisor.cache.match import Difference
 from advisor.cache.reader import StoredRecord
-from advisor.cache.record import CAPTURE, FLAGS, Part, Record
+from advisor.cache.record import CAPTURE, CUT_SHORT, FLAGS, Part, Record
 from advisor.cache.shown import interval, size, tells, times
 from advisor.cache.signing import UNSIGNED
+from advisor.cache.task import CHECKPOINTED
 from advisor.command_snippets import line_anywhere, script_line
 from advisor.report import feeding
 from advisor.report.data import Comparison, Estimate, Report, Section, Table, Timeline, Tried
@@ -156,7 +157,7 @@ def use(
         url: the store's URL for a reader on another machine.
     """
     run, others = record.key.task.command, tuple(_other_uses(record, None if url else cache))
-    gains = record.input or advises(record)
+    gains = record.input or advises(record) or CHECKPOINTED in record.key.task.script
     if not gains and (run or not others):
         return Section("script", "What to do", lines=(nothing_to_gain(record),), code=others)
     title = "Start it like this" if run else "In your script"
@@ -172,8 +173,9 @@ def nothing_to_gain(record: Record) -> str:
     """What to do with a record that advises nothing."""
     how = "run it as usual" if record.key.task.command else "train as usual"
     if _undecided(record):
-        again = "Give a larger --budget, or --force when the machine is quiet."
-        return f"Could not tell what gains on this machine; {how}. {again}"
+        again = " Give a larger --budget, or --force when the machine is quiet."
+        again *= record.provenance.effort != CUT_SHORT  # else a line has said what to do
+        return f"Could not tell what gains on this machine; {how}.{again}"
     return f"Nothing measured clearly gains on this machine; {how}."
 
 
@@ -205,6 +207,7 @@ def _other_uses(record: Record, cache: str | None) -> Iterator[str]:
 def called(record: Record, config: Config) -> str:
     """How a config differs from the baseline."""
     nothing = "unmodified" if record.key.task.command else "torch default"
+    nothing = "checkpointed" if CHECKPOINTED in record.key.task.script else nothing
     return described(config, record.baseline.config, nothing=nothing)
 
 
@@ -227,7 +230,8 @@ def remarks(record: Record) -> Iterator[str]:
         why = "measured for long enough" if others else "tried"
         yield f"No other config was {why}: the advice is {name}."
     elif advised == baseline:
-        yield f"Nothing measured is clearly faster at your batch: the advice is {name}."
+        none = "Too noisy to tell what is" if _undecided(record) else "Nothing measured is clearly"
+        yield f"{none} faster at your batch: the advice is {name}."
     if doubtful(record):
         yield f"{DOUBTFUL}."
     yield from caveats_of(record)
@@ -261,6 +265,8 @@ def compared(record: Record) -> Iterator[str]:
     for trial in record.trials:
         if trial.stage == "numerics":
             state = outcome(trial.measurement) or "trains like fp32"
+            if trial.measurement.outcome == "failed":
+                state = "not verified"
             lines[f"{described(trial.config, default)}: {state}, {trial.measurement.reason}"] = None
     yield from lines  # a config that was compared at two batches may give the same line
     for name, choice in record.choices.items():
@@ -282,7 +288,7 @@ def part_name(part: Part) -> str:
 def parts(record: Record) -> Table:
     """What each knob of the advice contributes."""
     table = Table(
-        f"Speed-up of the advice over the advice with this knob as in {record.key.task.baseline}",
+        "What each knob adds: the speed-up over the advice without it",
         ("knob", "speed-up", "95%", "note"),
         right=("speed-up",),
         whole=("95%",),

@@ -21,6 +21,7 @@ from advisor.resolve.lookups import look_up
 from advisor.resolve.request import Request
 from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.environment import default_device, detect
+from advisor.tuners.knobs import CHECKPOINT
 from advisor.tuners.measure.run.guarded_process import isolated
 from advisor.tuners.measure.run.mapped_options import MappedOptions
 
@@ -32,6 +33,18 @@ def of_command(records: Records, command: Sequence[str]) -> list[StoredRecord]:
     """The records of exactly this command, the newest first."""
     newest = records.newest(MAX_READ)
     return [one for one in newest if one.record.key.task.command == tuple(command)]
+
+
+def checkpointed(command: Sequence[str], device: str, cache: Cache) -> int:
+    """One of how many blocks was checkpointed when exactly this command was tuned last on a device,
+    because it runs out of memory without; 0: none. Raises StoreError if no store can be read."""
+    wanted = RecordFilter(
+        command=command_digest(command), query=Query(environment=detect(device)), most=MAX_READ
+    )
+    held = [one.record for one in open_records(cache).held(wanted)]
+    known = [one for one in held if one.key.task.command == tuple(command)]
+    last = max(known, key=lambda one: one.provenance.created, default=None)
+    return int(last.baseline.config.get(CHECKPOINT) or 0) if last is not None else 0
 
 
 def state_of(record: Record) -> str:

@@ -11,7 +11,7 @@ from advisor.cache import settings
 from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.command_snippets import tune_again
-from advisor.errors import NoRecord
+from advisor.errors import AdvisorError, NoRecord
 from advisor.resolve.failures import Failures
 from advisor.resolve.lookups import GOES_ON, known_to_any_rank, serve, warn_in_hook
 from advisor.resolve.request import Request
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("advisor")
 
+UNMODIFIED = "your unmodified script"
 NOTED = "advisor: "
 """Start of a note on an exception."""
 _UNTRAINED = ": nothing was looked up or tuned, and the run was unmodified"
@@ -52,6 +53,14 @@ class RecordGuide:
         self._seen: ScriptFacts | None = None
         self._failures: Failures | None = None
         self._strict, self._status = strict, ""
+
+    def checkpointed(self, device: str) -> int:
+        from advisor.resolve.commands import checkpointed
+
+        try:
+            return checkpointed(self._command, device, self._asked.cache)
+        except AdvisorError:
+            return 0  # the lookup at the first steps reports it
 
     def takes_over(self) -> bool:
         if is_followed():
@@ -112,7 +121,8 @@ class RecordGuide:
         self, config: Config, own: Config, reason: str, *, say: Callable[[str], None] = _log.info
     ) -> BlockRequest:
         """Make the last request. Report it now, and by every advice that the pilot replaces."""
-        what = "your unmodified script" if config == own else knobs.described(config, own)
+        nothing = "your script with checkpointing" if knobs.CHECKPOINT in own else UNMODIFIED
+        what = knobs.described(config, own, nothing=nothing)
         line = f"in force: {what}; {reason.removeprefix(f'{what}: ')}"
         say(line)
         defer_to_pilot(line, self._status)

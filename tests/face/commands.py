@@ -59,6 +59,10 @@ COMMAND = Path(sys.executable).with_name("advisor")
 Done = subprocess.CompletedProcess[str]
 
 
+TOO_BUSY = r"could not be measured: give a larger --budget|too small .* give at least \d+s"
+"""What a tuning says if the host is too busy to measure even the baseline."""
+
+
 def env_of(folder: Path) -> dict[str, str]:
     """Environment variables that put the store and the signing key into a folder."""
     return {"ADVISOR_CACHE": str(folder / "store"), "XDG_DATA_HOME": str(folder / "data")}

@@ -30,7 +30,9 @@ SOURCES = "".join(
 )
 _CONTEXT = click.Context(cli)
 COMMANDS = {name: cli.get_command(_CONTEXT, name) for name in cli.list_commands(_CONTEXT)}
-INTERNAL = ("ADVISOR_COMPLETE", "ADVISOR_PILOT", "ADVISOR_RUN")
+INTERNAL = tuple(
+    f"ADVISOR_{name}" for name in ("CHECKPOINT_BLOCKS", "COMPLETE", "MAX_MEMORY", "PILOT", "RUN")
+)
 """Prefixes of the variables that advisor sets for processes that it starts."""
 
 

@@ -18,6 +18,7 @@ from advisor.cache.stores import open_store
 from advisor.cache.task import Task
 from advisor.open_store import open_records
 from advisor.resolve.failures import Failures
+from advisor.tuners import environment
 from advisor.tuners.environment import own_threads
 from tests.builders import lookup_arguments, record_here
 from tests.cache.examples import choice, winners
@@ -221,7 +222,10 @@ def test_wrong_input_gives_one_line(
     assert done.stderr.count("\n") <= 1
 
 
-def test_tune_stores_locally_if_the_remote_is_down(here: Path, searched: list[Task]) -> None:
+def test_tune_stores_locally_if_the_remote_is_down(
+    here: Path, searched: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "cpu_has_bf16", lambda: True)
     remote, local = "redis://127.0.0.1:1", f"dir:{here}/mine"
     tune = ("tune", "model.py", "--device", "cpu", "--shape")
     done = advisor(here, *tune, "4x3x8x8", "--cache", f"{remote},{local}")

@@ -405,7 +405,7 @@ def test_repeated_pytorch_error_is_blamed_on_the_script_not_the_config() -> None
     ("first", "config", "error", "message"),
     [
         (BAD, OWN, TargetFailed, r"fails by itself \(ValueError: bad \(train.py:4\)\)"),
-        (OVER, OWN, WorkerError, r"measured: exit code 0; have it train for longer"),
+        (OVER, OWN, WorkerError, r"^exit code 0; have it train for longer"),
         (OVER, HALF, ConfigFailed, "budget was over before it had started again"),
         (RunEnded(UNCLEAR, "in several threads"), HALF, TargetFailed, "^in several threads$"),
     ],
@@ -424,8 +424,8 @@ def test_without_time_to_restart_the_error_says_how_the_first_start_ended(
     [
         (BAD, "the script fails by itself (ValueError: bad (train.py:4)): fix that, then give", 2),
         (RunEnded("crashed", "x", -11), "the script fails by itself (x): fix that, then give", 3),
-        (OVER, "no config was measured: exit code 0; have it train for longer, or for more", 3),
-        (ANOTHER_MODEL, "no config was measured: another model; give a command that trains one", 3),
+        (OVER, "exit code 0; have it train for longer, or for more", 3),
+        (ANOTHER_MODEL, "another model; give a command that trains one", 3),
     ],
     ids=["fails", "crashes", "few steps", "another model"],
 )

@@ -130,7 +130,7 @@ def test_a_run_starts_unmodified_if_the_store_is_unreachable(
     done = advisor(folder, "run", "--cache", "http://127.0.0.1:1", *MAP, "--", *TRAIN)
     assert started == [[*TRAIN]]
     assert done.stderr.startswith("advisor: cache http://127.0.0.1:1: ")
-    assert done.stderr.endswith(". The run is unmodified\n")
+    assert done.stderr.endswith(". Its options stay as they are\n")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 
 from advisor.cache.config import Config
 from tests import forks
-from tests.face.commands import advisor, env_of
+from tests.face.commands import TOO_BUSY, advisor, env_of
 from tests.runs.forked import Variant, Weights, train_variants
 
 FOLDER = Path(__file__).parent / "scripts"
@@ -159,7 +159,6 @@ VERDICTS = (
     "Could not tell what gains on this machine; run it as usual.",
     "Not tuned yet: ",
 )
-TOO_BUSY = r"could not be measured: give a larger --budget|too small .* give at least \d+s"
 USER_SCRIPTS = {
     "trainer": ("--samples 80 --batch-size 4 --epochs 999", "checkpoints/last.pt"),
     "dcgan": ("--images 64 --batch-size 4 --width 8 --epochs 999", "samples/netG.pt"),

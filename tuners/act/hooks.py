@@ -120,14 +120,15 @@ STEP_HOOKS = StepHooks()
 
 
 class CallHooks:
-    """Calls `within` before each call of a module, and `called` after each outermost call that does
-    not raise. Not for recomputed calls, calls in a loader's worker, and modules without weights,
-    such as losses and torchvision's transforms. Every call becomes slower."""
+    """Calls `within` before each call of a module, `begins` before an outermost call, and `called`
+    after it, unless it raises. Not for recomputed calls, calls in a loader's worker, and modules
+    without weights, such as losses and torchvision's transforms. Every call becomes slower."""
 
     def __init__(
         self,
         called: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
         within: Callable[[nn.Module], None],
+        begins: Callable[[nn.Module], None] = lambda _module: None,
     ) -> None:
         inside: list[nn.Module] = []
         self._resting = False
@@ -144,6 +145,7 @@ class CallHooks:
                 within(module)
                 if not inside and any(True for _ in module.parameters()):
                     inside.append(module)
+                    begins(module)
 
         def leave(module: nn.Module, args: Any, *rest: Any) -> None:
             if not ignores() and inside and inside[0] is module:

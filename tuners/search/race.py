@@ -250,9 +250,11 @@ def gains(
     noise: Noise,
     chosen: Collection[Config],
     named: Callable[[Config], str],
+    *,
+    any_raced: bool,
 ) -> Iterator[str]:
     """Yields a line for each config that seemed to gain and is not advised, judged by the turns in
-    `rates`, and a line if the loader limits the best config."""
+    `rates`, and a line if the loader limits the best config. `any_raced`: in a final race."""
     own = visits.baseline.config
     baseline = choice_of(own, rates[own], rates[own], {})
     seemed = [v for v in visits.values() if v.ok and v.ratio.mean >= NOTABLE]
@@ -260,7 +262,7 @@ def gains(
         if (config := visit.config) not in chosen and config != own:
             raced = len(rates.get(config, ())) > 1
             ratio = paired(rates[config], rates[own], noise) if raced else visit.ratio
-            why = _why_not(visits, visit, ratio, alone=set(chosen) <= {own})
+            why = _why_not(visits, visit, ratio, alone=set(chosen) <= {own}, raced=any_raced)
             turns = rates.get(config, rates[own])
             if is_doubtful(choice_of(config, turns, rates[own], {}, noise), baseline):
                 why = "doubtful: it may gain only while the host is busy"
@@ -274,8 +276,8 @@ def gains(
         )
 
 
-def _why_not(visits: Visits, visit: Visit, ratio: Ratio, *, alone: bool) -> str:
-    """Why a config is not advised; `alone`: no other config is."""
+def _why_not(visits: Visits, visit: Visit, ratio: Ratio, *, alone: bool, raced: bool) -> str:
+    """Why a config is not advised; `alone`: no other config is; `raced`: some config was raced."""
     compared = visits.compared(visit.config)
     if compared is not None and not compared.ok:
         wrong = compared.outcome == "wrong"
@@ -284,6 +286,10 @@ def _why_not(visits: Visits, visit: Visit, ratio: Ratio, *, alone: bool) -> str:
         return "it was not compared with fp32"
     if ratio.high == math.inf and score(visit) >= HOPELESS * score(visits.best()):
         return "one turn is too few to tell"
+    if ratio.high < 1:
+        return "slower in the final race"
     if ratio.high < math.inf and not ratio.faster:
         return "too noisy to tell" if ratio.low <= 1 else "too noisy to tell how much it gains"
-    return "it was not in the final race" if alone else "another config is as fast or faster"
+    if alone:
+        return "it was not in the final race" if raced else "its trial alone is too little to tell"
+    return "another config is as fast or faster"

@@ -334,7 +334,7 @@ class Tuner:
         peaks = {trial.config: trial.measurement.peak_bytes for trial in visits.trials}
         found = choose(self._space, rates, peaks, visits.over_job, visits.first_s, noise)
         chosen = {one.choice.config for one in found.winners}
-        lines = gains(visits, rates, noise, chosen, self._named)
+        lines = gains(visits, rates, noise, chosen, self._named, any_raced=bool(raced))
         artifacts = dict[Config, Path]()
         try:
             artifacts = {} if interrupted else self._artifacts(chosen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,9 +25,17 @@ from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.hooks import STEP_HOOKS
 from advisor.tuners.act.pilot.loaders import Loaders
 from advisor.tuners.act.pilot.loop_observer import RETIRED, LoopObserver, TrainedModel
-from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, CompareRequest, Guide
+from advisor.tuners.act.pilot.protocol import (
+    MAX_MEMORY,
+    BlockRequest,
+    BlockResult,
+    CompareRequest,
+    Guide,
+)
 from advisor.tuners.decisions import HEADROOM, IN_A_ROW, MAX_OBSERVED_STEPS
+from advisor.tuners.environment import limit_memory
 from advisor.tuners.faults import NEEDS_OPTIMIZER, UNSTEPPED, Stopped, failure
+from advisor.tuners.recomputation import keep_activations, recompute_in_place
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import ConfigSwitch
@@ -95,6 +104,7 @@ class Pilot:
         self._trained: Sequence[TrainedModel] = ()
         self._switch: ConfigSwitch | None = None
         self._request = BlockRequest(config=Config())
+        self._every: int | None = None  # None until the first training call
         self._looked = self._period = 0
         self._at = self._done = self._warm = self._graphs = 0
         self._elsewhere = self._own_peak = 0
@@ -103,7 +113,9 @@ class Pilot:
         self._verdict: Verdict = OK
         self._loaders = Loaders(self._gave_up, override=settings.is_on("ADVISOR_OVERRIDE_LOADER"))
         self._calls = hooks.CallHooks(
-            self._guarded(self._called), self._guarded(self._observer.on_autocast)
+            self._guarded(self._called),
+            self._guarded(self._observer.on_autocast),
+            self._guarded(self._begins),
         )
         self._count_no_more = STEP_HOOKS.register(self._guarded(self._stepped))
         self._unhook_failure = hooks.on_script_failure(self._ended)
@@ -163,6 +175,17 @@ class Pilot:
         elif self._looked and self._switch is None:
             steps = f"{self._looked} step{'s' * (self._looked != 1)} of its optimizers"
             self._guide.failed(Stopped("brief", f"the script ended after {steps}"))
+
+    def _begins(self, module: nn.Module) -> None:
+        """Before its first training call, checkpoint a model that runs out of memory otherwise."""
+        if not torch.is_grad_enabled() or not module.training or module in self._observer.called:
+            return
+        if self._every is None:
+            device = next(module.parameters()).device
+            self._every = self._guide.checkpointed(str(device))
+            limit_memory(device, int(os.environ.get(MAX_MEMORY) or 0))
+        if self._every:
+            recompute_in_place(module, self._every)
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._observer.on_call(module, args, kwargs)
@@ -238,10 +261,14 @@ class Pilot:
         self._calls.pause()
         if not self._guide.takes_over():
             return self._leave()
-        self._seen = seen = ScriptFacts.of(self._observer, self._loaders.seen())
+        for one in trained if self._every else ():
+            keep_activations(one.outer)
+        self._seen = seen = ScriptFacts.of(self._observer, self._loaders.seen(), self._every or 0)
         self._device, self._trained = torch.device(seen.device), trained
         request = self._guide.begin(seen)
         if not request.own or self._threaded.is_set():
+            for one in trained:
+                recompute_in_place(one.outer, self._every or 0)
             return self._leave()
         optimizers, feed = self._observer.optimizers, self._loaders.set
         self._switch = ConfigSwitch(trained, optimizers, request.own, self._device, feed)

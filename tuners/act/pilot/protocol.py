@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 # Where the tuning process listens, and the secret that it shares with its children.
 ADDRESS, SECRET = "ADVISOR_PILOT", "ADVISOR_PILOT_KEY"
 RUN = "ADVISOR_RUN"  # the command of `advisor run`, and seconds for its tuning, as JSON
+CHECKPOINT_BLOCKS = (
+    "ADVISOR_CHECKPOINT_BLOCKS"  # one of so many blocks is checkpointed from the start
+)
+MAX_MEMORY = "ADVISOR_MAX_MEMORY"  # bytes of the device that a tuned run may use
 KEEP_CHECKPOINTS = "ADVISOR_KEEP_CHECKPOINTS"  # if set, checkpoints of a tuned run stay in place
 MAX_MESSAGE_BYTES = 2**20  # bytes of an answer
 TRAINING_OVER = "over"  # outcome: no process trains any more, without a failure
@@ -77,6 +81,9 @@ class BlockResult:
 
 class Guide(Protocol):
     """Decides which config is next; the same one in all processes of a job."""
+
+    def checkpointed(self, device: str) -> int:
+        """One of how many blocks is checkpointed from the first step on, on a device; 0: none."""
 
     def takes_over(self) -> bool:
         """Whether to tune a script that may use an Advice itself. Resets the Advice's flags."""
@@ -139,6 +146,9 @@ class PilotClient:
         self._patience_s = patience_s
         self._pipe: Connection | None = None
         self._note("")
+
+    def checkpointed(self, device: str) -> int:
+        return int(os.environ.get(CHECKPOINT_BLOCKS) or 0)
 
     def takes_over(self) -> bool:
         """As `Guide.takes_over`, but an Advice that the script uses is part of it and stays."""

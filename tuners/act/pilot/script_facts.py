@@ -18,7 +18,7 @@ from advisor.tuners import fingerprint, knobs
 from advisor.tuners.act.pilot.loop_observer import VARIES, Input, LoopObserver, TrainedModel
 from advisor.tuners.act.pilot.switch import replicates
 from advisor.tuners.compiling import repeated
-from advisor.tuners.knobs import INPUT_PIPELINE, KNOBS, LoaderFacts, ScriptSettings
+from advisor.tuners.knobs import CHECKPOINT, INPUT_PIPELINE, KNOBS, LoaderFacts, ScriptSettings
 
 MICRO = "micro-batches"
 CONVOLVES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -55,8 +55,9 @@ class ScriptFacts:
     room: int  # as in `LoaderFacts`
 
     @classmethod
-    def of(cls, observer: LoopObserver, loading: LoaderFacts) -> ScriptFacts:
-        """The facts of an observer that knows which optimizer steps make one step of the script."""
+    def of(cls, observer: LoopObserver, loading: LoaderFacts, every: int = 0) -> ScriptFacts:
+        """The facts of an observer that knows which optimizer steps make one step of the script.
+        `every`: one of so many blocks is checkpointed; 0: none."""
         trained = observer.trained()
         main = trained[0]
         samples = max(1, main.batch(observer.period()))
@@ -65,6 +66,7 @@ class ScriptFacts:
             processes, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         first = _main_input(main)
         own, kept, limits = _script_settings(observer, trained, loading)
+        own = own.replace(**{CHECKPOINT: every}) if every else own
         return cls(
             **model_facts([one.model for one in trained]),
             shape=(samples * processes, *(dim or 1 for dim in first.shape[1:] or (1,))),
@@ -99,8 +101,8 @@ class ScriptFacts:
 
     def lines(self) -> list[str]:
         """Lines of text: the script's own settings, and what is not tuned."""
-        own = knobs.described_own(self.own.without(BATCH), Config())
-        already = [f"your script already: {own}"] if self.own else []
+        own = self.own.without(BATCH, CHECKPOINT)
+        already = [f"your script already: {knobs.described_own(own, Config())}"] if own else []
         return already + [f"not tuned: {line}" for line in self.limits]
 
     @property

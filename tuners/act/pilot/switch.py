@@ -28,6 +28,8 @@ from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.decisions import LEAST_FREE
 from advisor.tuners.faults import is_config_error
+from advisor.tuners.knobs import CHECKPOINT
+from advisor.tuners.recomputation import recompute_in_place, recomputed_calls
 
 OnError = Callable[[Exception], None] | None
 CompiledRegions = dict[nn.Module, Callable[..., Any]]  # the compiled calls of a model's modules
@@ -43,6 +45,7 @@ class ModelCall:
         self.plain: Callable[..., Any] = module._call_impl if there is None else there
         self.act = self.plain
         self.on_error: OnError = None
+        self.base: CompiledRegions = {}  # of the script's own config
         self.regions: CompiledRegions = {}
 
     def leave(self) -> None:
@@ -51,18 +54,18 @@ class ModelCall:
             own = self.plain == self.module._call_impl
             hooks.replace_call(self.module, None if own else self.plain)
 
-    def put(self, compiled: bool) -> None:
-        """Have calls of the model's compiled regions use their compiled code, or not."""
-        for module, call in self.regions.items():
-            hooks.replace_call(module, call if compiled else None)
+    def put(self, regions: CompiledRegions) -> None:
+        """Replace the calls of these modules, and restore those of all others."""
+        for module in {**self.base, **self.regions}:
+            hooks.replace_call(module, regions.get(module))
 
     def uncompiled(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model without compiled regions."""
-        self.put(False)
+        """Call the model as the script's own config does."""
+        self.put(self.base)
         try:
             return self.plain(*args, **kwargs)
         finally:
-            self.put(True)
+            self.put(self.regions)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self.one.model.training:
@@ -144,6 +147,8 @@ class ConfigSwitch:
             if module is not None and all(call.module is not module for call in self.calls):
                 self.calls.append(ModelCall(trains, module))
                 hooks.replace_call(module, self.calls[-1])
+                recompute_in_place(module, self._seen[own].every)
+                self.calls[-1].base = self.calls[-1].regions = recomputed_calls(module)
 
     @property
     def fell_back(self) -> bool:
@@ -169,9 +174,9 @@ class ConfigSwitch:
             self._lay_out(applied)
             self._set_optimizers(applied.optimizer(), on_error, on_backward)
         for call in self.calls:
-            call.put(False)
+            call.put({})
             call.act, call.regions = self._act(call, applied)
-            call.put(True)
+            call.put(call.regions)
             call.on_error = on_error
         self.config = config
         compiles = any(knob.compile_s for knob, _value in applied.rows)
@@ -222,8 +227,9 @@ class ConfigSwitch:
         self._kept.pop(_code(self._seen[self.config]), None)
         self._set_optimizers({})
         for call in self.calls:
-            call.put(False)
-            call.act, call.regions, call.on_error = call.plain, {}, None
+            call.put({})
+            call.act, call.regions, call.on_error = call.plain, call.base, None
+            call.put(call.base)
 
     def begin_step(self, *, freed: bool = False) -> None:
         """Begin a step; `freed`: whether the script frees the last step's gradients."""
@@ -241,6 +247,7 @@ class ConfigSwitch:
     def release(self) -> None:
         self.set(self.own)
         for call in self.calls:
+            call.put({})
             call.leave()
         self._attached.close()
         self.calls.clear()
@@ -341,7 +348,7 @@ class ConfigSwitch:
         """The function for a model's training calls under a config, and its compiled regions."""
         code = _code(applied)
         if not code:
-            return call.plain, {}
+            return call.plain, call.base
         kept = self._kept.setdefault(code, {})
         if call.module not in kept:
             inner: Callable[..., Any] = call.plain
@@ -350,7 +357,11 @@ class ConfigSwitch:
                 inner = torch.compiler.set_stance("force_eager")(call.plain)
             elif applied.compiles:
                 inner = self._compiled(call, applied)
+            recompute_in_place(call.module, applied.every, compiled=applied.compiles)
+            if applied.compiles:
                 regions = _detach_regions(call.module)
+            else:
+                regions = recomputed_calls(call.module)
             kept[call.module] = _wrapped(inner, applied, self._device), regions
         return kept[call.module]
 
@@ -360,7 +371,7 @@ class ConfigSwitch:
         use_stable_keys()
         hooks.replace_call(module, None)
         for knob, value in applied.rows:
-            if knob.model is not None and not knob.layout:
+            if knob.model is not None and not knob.layout and knob.name != CHECKPOINT:
                 knob.model(module, value)
         if applied.graphs:
             self._replays.attach(module)

@@ -12,7 +12,14 @@ from typing import Any, Self, TypeVar
 from advisor.cache.config import BATCH, Config, Value
 from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.tuners import knobs
-from advisor.tuners.act.pilot.protocol import TRAINING_OVER, UNCLEAR, BlockRequest, CompareRequest
+from advisor.tuners.act.pilot.protocol import (
+    CHECKPOINT_BLOCKS,
+    MAX_MEMORY,
+    TRAINING_OVER,
+    UNCLEAR,
+    BlockRequest,
+    CompareRequest,
+)
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
 from advisor.tuners.measure.compare import plain_of
@@ -38,6 +45,7 @@ class Run:
         injected: the folder with the sitecustomize that attaches the pilot.
         show: called with the command's output, as it comes, from another thread.
         options: the command's options that set knobs, by the knob's name in `--map`.
+        max_memory: bytes of the device that the command may use; 0: all.
     """
 
     def __init__(
@@ -48,9 +56,11 @@ class Run:
         log: Path,
         show: Callable[[str], None] | None = None,
         options: Mapping[str, Value] | None = None,
+        max_memory: int = 0,
     ) -> None:
         self.command = MappedOptions(command, options or {})
         self._injected, self._log = injected, log
+        self._variables = {MAX_MEMORY: str(max_memory)} if max_memory else {}
         # Set once the search space is known: the script's own config, the tolerance of comparisons
         # as in `Task`, and the device's memory in bytes (0: unknown).
         self.baseline, self.tolerance, self.memory = Config(), 0.0, 0
@@ -72,14 +82,20 @@ class Run:
         self._showing.__exit__(*exc)
 
     def describe(self) -> ScriptFacts:
-        """Start the command and return its facts. Raises TargetFailed if the command ends before
-        its first steps, WorkerError if the steps do not come in time."""
+        """Start the command and return its facts; if it runs out of memory, start it again with
+        checkpointing of every block. Raises TargetFailed if the command ends before its first
+        steps, WorkerError if the steps do not come in time."""
         try:
             seen = self._running(self.baseline, time.monotonic() + START_S).seen
         except RunEnded as exc:
             if exc.outcome == "timed_out":
                 raise WorkerError(str(exc)) from exc
-            raise TargetFailed(str(exc), "") from exc
+            if exc.outcome == "out_of_memory" and CHECKPOINT_BLOCKS not in self._variables:
+                self._variables[CHECKPOINT_BLOCKS] = "1"
+                return self.describe()
+            lacks = "the script runs out of memory, and with activation checkpointing "
+            lacks *= CHECKPOINT_BLOCKS in self._variables
+            raise TargetFailed(f"{lacks}{exc}", "") from exc
         self._processes = seen.processes
         return seen
 
@@ -107,7 +123,7 @@ class Run:
             mend = "have it train for longer, or for more epochs"
             if exc.outcome == TRAINING_OVER:
                 mend = "give a command that trains one model alone"
-            raise WorkerError(f"no config was measured: {exc}; {mend}") from exc
+            raise WorkerError(f"{exc}; {mend}") from exc
         if config.batch == self.baseline.batch:
             self._peak_bytes = max(self._peak_bytes, block.peak_bytes)
         return block
@@ -223,7 +239,9 @@ class Run:
         return session
 
     def _start(self, words: tuple[str, ...], start_s: float) -> PilotSession:
-        command = CommandProcess(words, injected=self._injected, log=self._log)
+        command = CommandProcess(
+            words, injected=self._injected, log=self._log, variables=self._variables
+        )
         return PilotSession(command, start_s, None if self._shown else self._log, real=False)
 
     def _has_room(self, config: Config) -> bool:

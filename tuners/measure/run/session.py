@@ -9,10 +9,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from advisor.cache.codec import from_plain, to_plain
@@ -30,7 +31,7 @@ from advisor.tuners.act.pilot.protocol import (
 )
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import MIN_OBSERVED_STEPS
-from advisor.tuners.faults import NEEDS_OPTIMIZER, UNSTEPPED
+from advisor.tuners.faults import NEEDS_OPTIMIZER, UNSTEPPED, says_out_of_memory
 from advisor.tuners.measure.run.guarded_process import (
     END_S,
     KEPT_OUT,
@@ -71,9 +72,17 @@ push files itself, and Lightning's loggers still write."""
 
 class CommandProcess(GuardedProcess):
     """One start of a command, whose Python loads the pilot from the folder `injected`. Raises
-    UsageError as `measurable`, and if the temporary folder's name is too long."""
+    UsageError as `measurable`, and if the temporary folder's name is too long. `variables`: of its
+    environment."""
 
-    def __init__(self, words: Sequence[str], *, injected: Path, log: Path) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        injected: Path,
+        log: Path,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         path, self._injected = measurable(words), str(injected)
         self._folder = ScratchFolder()
         secret = secrets.token_bytes(32)
@@ -99,6 +108,7 @@ class CommandProcess(GuardedProcess):
             **injection_environment(injected),
             ADDRESS: self._address,
             SECRET: secret.hex(),
+            **variables,
         }
         super().__init__([path, *words[1:]], log=log, environment=environment)
 
@@ -302,7 +312,8 @@ class PilotSession:
             return RunEnded("crashed", f"the command {ended}{printed}", code, own=code > 0)
         mend = FIX_HINT if code else "give a command that trains for longer"
         never = self._why_no_steps(f"the command {ended}{'' if note else printed}", mend)
-        return RunEnded("failed", never, code or 1, f"it {ended}{f': {note}' if note else printed}")
+        outcome = "out_of_memory" if says_out_of_memory(note or last) else "failed"
+        return RunEnded(outcome, never, code or 1, f"it {ended}{f': {note}' if note else printed}")
 
     def _why_no_steps(self, so_far: str, mend: str) -> str:
         """Text on why a command made no steps; `mend`: what the user should do."""

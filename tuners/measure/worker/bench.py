@@ -29,6 +29,7 @@ from advisor.tuners.act.compiled import CompiledCode, free, graphs_compiled, rai
 from advisor.tuners.act.pilot.loop_observer import RngState
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.decisions import POINTS
+from advisor.tuners.environment import limit_memory
 from advisor.tuners.faults import failure
 from advisor.tuners.knobs import INPUT, KNOBS, TORCH
 from advisor.tuners.measure.compare import References, plain_of
@@ -69,10 +70,7 @@ class Bench:
         self.healthy = True  # whether this process may measure further configs
         if self._cuda:
             torch.cuda.set_device(self.device)
-            if self._task.max_memory:
-                total = torch.cuda.get_device_properties(self.device).total_memory
-                share = min(1.0, self._task.max_memory / total)
-                torch.cuda.set_per_process_memory_fraction(share)
+            limit_memory(self.device, self._task.max_memory)
         self.loaded = target.load(target.parse(self._task.target), self._task.model_args)
         self.code = ""
         with contextlib.suppress(TargetError):  # the file is very large

@@ -1,0 +1,318 @@
+"""Activation checkpointing of repeated blocks: the same training with less memory, or a refusal."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from advisor.tuners.act.pilot.pilot import Pilot
+from advisor.tuners.act.pilot.protocol import BlockRequest
+from advisor.tuners.recomputation import (
+    NotRecomputable,
+    blocks,
+    keep_activations,
+    recompute_in_place,
+    recomputed_calls,
+)
+from advisor.tuners.search.space import Space
+from tests.face.commands import TOO_BUSY, advisor, env_of
+from tests.runs.forked import ScriptedGuide
+
+WIDTH, COUNT = 8, 4
+
+
+class Block(nn.Module):
+    """A residual block with random numbers and running statistics; returns a tuple with None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> tuple[Tensor, None]:
+        return x + scale * self.dropout(torch.relu(self.norm(self.layer(x)))), None
+
+
+class Stack(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module] = Block, *, shared: bool = False) -> None:
+        super().__init__()
+        first = block()
+        self.blocks = nn.ModuleList(first if shared else block() for _ in range(COUNT))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            found = block(x)
+            x = found[0] if isinstance(found, tuple) else found
+        result: Tensor = self.last(x)
+        return result
+
+
+class GrowsInPlace(Block):
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> tuple[Tensor, None]:
+        x += 1
+        return super().forward(x)
+
+
+class CountsCalls(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> tuple[Tensor, None]:
+        self.calls += 1
+        return super().forward(x * self.calls)
+
+
+class TakesCache(Stack):
+    class Cached(Block):
+        def forward(self, x: Any, **_more: Any) -> tuple[Tensor, None]:
+            return super().forward(x["x"])
+
+    def __init__(self) -> None:
+        super().__init__(self.Cached)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(MutableCache(x=x))  # type: ignore[arg-type]
+
+
+class MutableCache(dict[str, Any]):
+    """Stands for a cache that a block fills."""
+
+
+def train(model: nn.Module, steps: int = 3) -> list[Tensor]:
+    """Returns gradients and buffers after some steps on the same random numbers."""
+    torch.manual_seed(1)
+    for _ in range(steps):
+        model(torch.randn(4, WIDTH)).square().sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None] + [*model.buffers()]
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """Returns the bytes of the activations that a forward pass keeps for backward."""
+    kept = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.nbytes
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.randn(64, WIDTH))
+    return kept
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+@pytest.mark.parametrize("shared", [False, True], ids=["own blocks", "shared blocks"])
+def test_training_is_bit_identical_and_keeps_less(every: int, shared: bool) -> None:
+    torch.manual_seed(0)
+    plain = Stack(shared=shared)
+    recomputing = copy.deepcopy(plain)
+    recompute_in_place(recomputing, every)
+    assert len(recomputed_calls(recomputing)) == (1 if shared else -(-COUNT // every))
+    assert all(map(torch.equal, train(plain), train(recomputing)))
+    assert kept_bytes(recomputing) < kept_bytes(plain)
+    keep_activations(recomputing)
+    assert kept_bytes(recomputing) == kept_bytes(plain) and not recomputed_calls(recomputing)
+
+
+def test_copies_and_checkpoints_hold_nothing_of_advisors() -> None:
+    model = Stack()
+    names = set(model.state_dict())
+    recompute_in_place(model, 1)
+    assert set(model.state_dict()) == names
+    assert not recomputed_calls(copy.deepcopy(model))
+
+
+def test_without_gradients_a_block_is_called_once() -> None:
+    model = Stack()
+    recompute_in_place(model, 1)
+    before = [buffer.clone() for buffer in model.buffers()]
+    with torch.no_grad():
+        model.eval()(torch.randn(4, WIDTH))
+    assert all(map(torch.equal, before, model.buffers()))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Stack(GrowsInPlace), "GrowsInPlace changes an input or a buffer in place"),
+        (Stack(CountsCalls), "CountsCalls changes an input or a buffer in place"),
+        (TakesCache(), "a second call of Cached may change its MutableCache again"),
+    ],
+)
+def test_block_that_computes_something_else_again_is_refused(model: Stack, reason: str) -> None:
+    recompute_in_place(model, 1)
+    with pytest.raises(NotRecomputable, match=reason):
+        model(torch.randn(4, WIDTH) + 0)
+
+
+def test_repeated_blocks_are_found() -> None:
+    def sequence(count: int) -> nn.Sequential:
+        return nn.Sequential(*(Block() for _ in range(count)))
+
+    assert len(blocks(Stack())) == COUNT
+    assert blocks(nn.Sequential(sequence(2), nn.Linear(2, 2), sequence(3)))[0].training
+    assert [len(blocks(sequence(count))) for count in (2, 3)] == [0, 3]
+    assert blocks(nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))) == []  # keep only inputs
+    hooked = Stack()
+    hooked.blocks[1].register_forward_hook(lambda *_: None)  # would run twice
+    assert blocks(hooked) == [hooked.blocks[0], *hooked.blocks[2:]]
+
+
+def test_layers_of_transformers_use_their_own_checkpointing() -> None:
+    transformers = pytest.importorskip("transformers")
+    size = {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 32}
+    torch.manual_seed(0)
+    plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size)).train()
+    recomputing = copy.deepcopy(plain)
+    recompute_in_place(recomputing, 1)
+    tokens, found = torch.randint(0, 32, (2, 6)), []
+    for model in (plain, recomputing):
+        torch.manual_seed(1)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        found.append([weight.grad for weight in model.parameters()])
+    assert all(map(torch.equal, *found))
+    assert "gradient_checkpointing" not in vars(recomputing.transformer.h[0])
+
+
+class CheckpointedGuide(ScriptedGuide):
+    def checkpointed(self, device: str) -> int:
+        return 1
+
+
+class Allocator:
+    """Made-up memory: the activations that are kept for backward, at most `most_bytes`."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most, self.live = most_bytes, 0
+
+    def pack(self, tensor: Tensor) -> Kept:
+        return Kept(tensor, self)
+
+    def check(self) -> None:
+        if self.live > self.most:
+            raise torch.OutOfMemoryError("out of memory")
+
+
+class Kept:
+    def __init__(self, tensor: Tensor, allocator: Allocator) -> None:
+        # Detached: a saved output that refers to its own graph would never be freed.
+        self.tensor, self._allocator = tensor.detach(), allocator
+        allocator.live += tensor.nbytes
+
+    def __del__(self) -> None:
+        self._allocator.live -= self.tensor.nbytes
+
+
+def test_pilot_checkpoints_from_the_first_step_and_offers_less() -> None:
+    """The baseline checkpoints every block. A config that runs out of memory costs one call."""
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    allocator = Allocator(3 * kept_bytes(model) // 4)
+
+    class Limited(Block):
+        def forward(self, x: Tensor, *, scale: float = 1.0) -> tuple[Tensor, None]:
+            found = super().forward(x)
+            allocator.check()
+            return found
+
+    for block in model.blocks:
+        block.__class__ = Limited
+
+    def requests(space: Space) -> Iterator[BlockRequest]:
+        own = space.default
+        assert space.choices["checkpoint_blocks"] == (1, 0, 2, 4)
+        for every in (0, 2, 1):
+            config = own.replace(checkpoint_blocks=every)
+            yield BlockRequest(config=config, own=own, steps=2)
+        yield BlockRequest(config=own.replace(checkpoint_blocks=2), own=own)
+
+    guide = CheckpointedGuide(requests)
+    pilot, checkpointed = Pilot(guide), []
+    try:
+        with saved_tensors_hooks(allocator.pack, lambda kept: kept.tensor):
+            for _ in range(20):
+                optimizer.zero_grad()
+                loss = model(torch.randn(64, WIDTH)).square().mean()
+                checkpointed.append(len(recomputed_calls(model)))
+                loss.backward()
+                optimizer.step()
+    finally:
+        pilot.release()
+    assert [one.outcome for one in guide.results] == ["out_of_memory", "ok", "ok"]
+    assert checkpointed[0] == COUNT and checkpointed[-1] == COUNT // 2
+    assert not recomputed_calls(model)
+    assert guide.seen.own["checkpoint_blocks"] == 1
+    assert guide.seen.script == "checkpointing of every block"
+
+
+HEAD = """from __future__ import annotations
+
+import os, sys
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+WIDTH, COUNT = 8, 4
+"""
+OUT_OF_MEMORY = """
+torch.manual_seed(0)
+torch.set_num_threads(1)
+allocator = Allocator(int(sys.argv[1]))
+
+
+class Limited(Block):
+    def forward(self, x, *, scale=1.0):
+        found = super().forward(x)
+        allocator.check()
+        return found
+
+
+model = Stack(Limited)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+with saved_tensors_hooks(allocator.pack, lambda kept: kept.tensor):
+    for step in range(int(os.environ["STEPS"])):
+        optimizer.zero_grad()
+        loss = model(torch.randn(64, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+        if step % 20 == 0:
+            print(step, loss.item(), flush=True)
+"""
+
+
+def test_script_that_runs_out_of_memory_is_tuned_and_runs(tmp_path: Path) -> None:
+    source = map(inspect.getsource, (Kept, Allocator, Block, Stack))
+    (tmp_path / "train.py").write_text("\n".join((HEAD, *source, OUT_OF_MEMORY)))
+    command = (sys.executable, "train.py", str(3 * kept_bytes(Stack()) // 4))
+    env = env_of(tmp_path) | {"STEPS": "60"}
+    untuned = advisor(tmp_path, "run", "--", *command, process=True, **env)
+    assert untuned.returncode == 1 and "OutOfMemoryError" in untuned.stderr
+    options = ("--effort", "quick", "--budget", "6s", "--no-compile")
+    done = advisor(tmp_path, "tune", *options, "--", *command, **env | {"STEPS": str(10**9)})
+    assert "your unmodified script runs out of memory" in done.stderr
+    if done.returncode:  # the host was too busy to measure even the baseline
+        assert re.search(TOO_BUSY, done.stderr), done.stderr
+        return
+    assert "checkpointed" in done.stdout and "run it as usual" not in done.stdout
+    tuned = advisor(tmp_path, "run", "--", *command, process=True, **env)
+    unlimited = advisor(tmp_path, "run", "--", *command[:2], str(10**9), process=True, **env)
+    assert tuned.returncode == unlimited.returncode == 0, tuned.stderr
+    assert len(tuned.stdout.splitlines()) == 3
+    assert losses(tuned.stdout) == pytest.approx(losses(unlimited.stdout), rel=0.05)
+
+
+def losses(printed: str) -> list[float]:
+    return [float(line.split()[1]) for line in printed.splitlines()]
