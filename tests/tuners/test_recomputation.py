@@ -215,17 +215,32 @@ class Kept:
         self._allocator.live -= self.tensor.nbytes
 
 
-def test_pilot_checkpoints_from_the_first_step_and_offers_less() -> None:
-    """The baseline checkpoints every block. A config that runs out of memory costs one call."""
+class ChecksInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, allocator: Allocator) -> Tensor:
+        ctx.allocator = allocator
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.allocator.check()
+        return gradients[0], None
+
+
+@pytest.mark.parametrize("within", ["forward", "backward"])
+def test_pilot_checkpoints_from_the_first_step_and_offers_less(within: str) -> None:
+    """The baseline checkpoints every block. A config that runs out of memory costs one step."""
     model = Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     allocator = Allocator(3 * kept_bytes(model) // 4)
 
     class Limited(Block):
         def forward(self, x: Tensor, *, scale: float = 1.0) -> tuple[Tensor, None]:
-            found = super().forward(x)
-            allocator.check()
-            return found
+            found = super().forward(x)[0]
+            if within == "forward":
+                allocator.check()
+                return found, None
+            return ChecksInBackward.apply(found, allocator), None
 
     for block in model.blocks:
         block.__class__ = Limited
@@ -244,10 +259,12 @@ def test_pilot_checkpoints_from_the_first_step_and_offers_less() -> None:
         with saved_tensors_hooks(allocator.pack, lambda kept: kept.tensor):
             for _ in range(20):
                 optimizer.zero_grad()
-                loss = model(torch.randn(64, WIDTH)).square().mean()
+                output = model(torch.randn(64, WIDTH))  # stays until the next step
+                loss = output.square().mean()
                 checkpointed.append(len(recomputed_calls(model)))
                 loss.backward()
                 optimizer.step()
+                assert allocator.live < allocator.most // 4  # a failed step's graph is freed
     finally:
         pilot.release()
     assert [one.outcome for one in guide.results] == ["out_of_memory", "ok", "ok"]

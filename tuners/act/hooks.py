@@ -33,6 +33,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import get_worker_info
 from torch.utils.hooks import RemovableHandle
 
@@ -205,9 +206,10 @@ def replace_call(model: nn.Module, call: Callable[..., Any] | None) -> None:
 
 
 def on_backward(
-    begins: Callable[[Any], None] | None = None, failed: Callable[[Exception], None] | None = None
+    begins: Callable[[Any], None] | None = None, failed: Callable[[Exception], object] | None = None
 ) -> Remove:
-    """Call `begins` with the loss of a backward pass, and `failed` with its exception."""
+    """Call `begins` with the loss of a backward pass, and `failed` with its exception. If `failed`
+    returns True, the script does not get the exception, and the loss has no graph any more."""
 
     def backward(plain: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
         if begins is not None:
@@ -215,9 +217,10 @@ def on_backward(
         try:
             plain(tensors, *args, **kwargs)
         except Exception as exc:  # of any kind
-            if failed is not None:
-                failed(exc)
-            raise
+            if failed is None or failed(exc) is not True:
+                raise
+            for tensor in tree_leaves(tensors):
+                tensor.detach_()
 
     return Patch(torch.autograd, "backward", lambda plain: partial(backward, plain)).remove
 

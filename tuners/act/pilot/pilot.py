@@ -34,7 +34,7 @@ from advisor.tuners.act.pilot.protocol import (
 )
 from advisor.tuners.decisions import HEADROOM, IN_A_ROW, MAX_OBSERVED_STEPS
 from advisor.tuners.environment import limit_memory
-from advisor.tuners.faults import NEEDS_OPTIMIZER, UNSTEPPED, Stopped, failure
+from advisor.tuners.faults import NEEDS_OPTIMIZER, UNSTEPPED, Stopped, failure, is_out_of_memory
 from advisor.tuners.recomputation import keep_activations, recompute_in_place
 
 if TYPE_CHECKING:
@@ -412,12 +412,19 @@ class Pilot:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _backward_failed(self, switch: ConfigSwitch, exc: Exception) -> None:
-        """Handle an exception of backward under a config. The script may end because of it, so the
-        next config is asked for at the next step."""
+    def _backward_failed(self, switch: ConfigSwitch, exc: Exception) -> bool:
+        """Handle an exception of backward under a config. Returns whether the script goes on with
+        zero gradients: if memory ran out, in a run that is only tuned, and in one process. Else the
+        script may end because of it, so the next config is asked for at the next step."""
         switch.drop_config()
         self._verdict = (*failure(exc), "")
+        real = not self._request.steps or self._request.needs_room
+        if is_out_of_memory(exc) and not real and self._seen.processes == 1:
+            exc.with_traceback(None)  # its frames hold memory
+            switch.abandon_step()
+            return True
         self._guide.backward_failed(exc, self._request)
+        return False
 
     def _has_room(self, times: float, host_bytes: int = 0) -> bool:
         """Whether `times` a step's memory is free on the GPU, or else `host_bytes` on the host."""

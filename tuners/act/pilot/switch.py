@@ -7,12 +7,14 @@ import functools
 import itertools
 import math
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+from torch.utils._pytree import tree_leaves
 
 from advisor.cache.config import Config
 from advisor.tuners.act import hooks, layouts
@@ -31,7 +33,7 @@ from advisor.tuners.faults import is_config_error
 from advisor.tuners.knobs import CHECKPOINT
 from advisor.tuners.recomputation import recompute_in_place, recomputed_calls
 
-OnError = Callable[[Exception], None] | None
+OnError = Callable[[Exception], object] | None
 CompiledRegions = dict[nn.Module, Callable[..., Any]]  # the compiled calls of a model's modules
 
 
@@ -47,6 +49,7 @@ class ModelCall:
         self.on_error: OnError = None
         self.base: CompiledRegions = {}  # of the script's own config
         self.regions: CompiledRegions = {}
+        self.outputs: list[weakref.ref[Tensor]] = []  # of the last call under a config
 
     def leave(self) -> None:
         """Put the model's own call back, unless the model was compiled in the meantime."""
@@ -78,7 +81,9 @@ class ModelCall:
             return self.plain(*args, **kwargs)
         self.one.count(args, kwargs)
         try:
-            return self.act(*args, **kwargs)
+            found = self.act(*args, **kwargs)
+            self.outputs = [weakref.ref(o) for o in tree_leaves(found) if isinstance(o, Tensor)]
+            return found
         except Exception as exc:  # whatever a config raises: a run is worth more than its advice
             if self.on_error is None:
                 raise
@@ -159,7 +164,8 @@ class ConfigSwitch:
 
         Args:
             on_error: gets the exception of a call or step, which is repeated without the config.
-            on_backward: gets the exception of backward; the script gets it too.
+            on_backward: gets the exception of backward; the script gets it too, unless it returns
+                True.
         """
         self._claim()
         self._watching.close()
@@ -231,6 +237,16 @@ class ConfigSwitch:
             call.act, call.regions, call.on_error = call.plain, call.base, None
             call.put(call.base)
 
+    def abandon_step(self) -> None:
+        """After a failed backward, free the step's graph, and have its update change little."""
+        for output in (there() for call in self.calls for there in call.outputs):
+            with contextlib.suppress(RuntimeError):  # a view keeps its graph
+                if output is not None:
+                    output.detach_()
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        for weight in (one for group in groups for one in group["params"] if one.requires_grad):
+            weight.grad = torch.zeros_like(weight)
+
     def begin_step(self, *, freed: bool = False) -> None:
         """Begin a step; `freed`: whether the script frees the last step's gradients."""
         if self._seen[self.config].graphs:
@@ -297,7 +313,7 @@ class ConfigSwitch:
     def _guard_step(
         self,
         optimizer: torch.optim.Optimizer,
-        on_error: Callable[[Exception], None],
+        on_error: Callable[[Exception], object],
         on_backward: OnError,
     ) -> None:
         """If an optimizer's step fails under the config, make the rest of it without the config."""
