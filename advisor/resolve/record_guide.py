@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shlex
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from advisor.tuners.act.advice_usage import defer_to_pilot, disclaim_other_model
 from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
-from advisor.tuners.faults import failure, may_be_config_error, stopped
+from advisor.tuners.faults import failure, is_out_of_memory, may_be_config_error, stopped
 
 if TYPE_CHECKING:
     from advisor.resolve.commands import CommandOverrides
@@ -137,6 +138,9 @@ class RecordGuide:
         why = stopped(exc)
         if why == "unclear" and self._strict:
             raise NoRecord(str(exc)) from exc
+        if is_out_of_memory(exc) and self._request.config == self._request.own:
+            line = shlex.join(["advisor", "tune", "--", *self._command])
+            warn_in_hook(f"memory ran out; to try activation checkpointing: {line}")
         if why in ("untrained", "unclear", "over"):
             warn_in_hook(f"{exc}{_UNTRAINED if why == 'untrained' else f'. {GOES_ON}'}")
 
