@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("advisor")
 
-UNMODIFIED = "your unmodified script"
 NOTED = "advisor: "
 """Start of a note on an exception."""
 _UNTRAINED = ": nothing was looked up or tuned, and the run was unmodified"
@@ -122,8 +121,8 @@ class RecordGuide:
         self, config: Config, own: Config, reason: str, *, say: Callable[[str], None] = _log.info
     ) -> BlockRequest:
         """Make the last request. Report it now, and by every advice that the pilot replaces."""
-        nothing = "your script with checkpointing" if knobs.CHECKPOINT in own else UNMODIFIED
-        what = knobs.described(config, own, nothing=nothing)
+        script = "script with checkpointing" if knobs.CHECKPOINT in own else "unmodified script"
+        what = knobs.described(config, own, nothing=f"your {script}")
         line = f"in force: {what}; {reason.removeprefix(f'{what}: ')}"
         say(line)
         defer_to_pilot(line, self._status)
@@ -139,7 +138,7 @@ class RecordGuide:
         if why == "unclear" and self._strict:
             raise NoRecord(str(exc)) from exc
         if is_out_of_memory(exc) and self._request.config == self._request.own:
-            line = shlex.join(["advisor", "tune", "--", *self._command])
+            line = f"advisor tune -- {shlex.join(self._command)}"
             warn_in_hook(f"memory ran out; to try activation checkpointing: {line}")
         if why in ("untrained", "unclear", "over"):
             warn_in_hook(f"{exc}{_UNTRAINED if why == 'untrained' else f'. {GOES_ON}'}")
