@@ -34,8 +34,8 @@ NOISE = 1.03
 LEAST_GAIN = 1.01
 """A smaller gain is not advised, if no race chose the config."""
 DOUBTFUL = (
-    "Doubtful: the baseline's speed changed meanwhile by more than the result's interval, as on a "
-    "busy host; configs that seemed to gain are not advised"
+    "Doubtful: the host was busy. During the tuning, the baseline's speed changed by more than the "
+    "result's interval, so configs that seemed to gain are not advised"
 )
 
 

@@ -66,9 +66,9 @@ class _Figure:
         return abs(self.off) / max(self.limit + self.unsure, TINY)
 
     def __str__(self) -> str:
-        give = f", give or take {self.unsure:.1%}" if self.error else ""
-        allowed = f"{self.limit:.1%} allowed{' beyond that' if give else ''}"
-        return f"{self.name} is {self.off:+.1%} off{give}{self.beside}; {allowed}"
+        give = f" ± {self.unsure:.1%}" if self.error else ""
+        allowed = f"at most {self.limit:.1%}{' more' if give else ''} is allowed"
+        return f"{self.name} is {self.off:+.1%}{give} off{self.beside}; {allowed}"
 
 
 class References:
@@ -143,7 +143,7 @@ class References:
 
     def _said(self, one: _Figure) -> str:
         draws = self._reference.rounds * limits.POINTS
-        return f"{one}, over {draws} draws" if self._reference.draws else str(one)
+        return f"{one} ({draws} draws of random numbers)" if self._reference.draws else str(one)
 
     def _no_more(self, config: Config, times: float) -> str:
         """Why `times` as many draws, which a verdict needs, cannot be made; '' if they can."""
@@ -228,7 +228,7 @@ class References:
                 error=float(error[at]),
                 limit=float(limit[at]),
                 fault=fault if matters[at] else math.inf,
-                beside=f" ({float(ours[at]):+.1%} from fp32, {float(theirs[at]):+.1%} without it)",
+                beside=f" ({ours[at]:+.1%} from fp32, {theirs[at]:+.1%} by its format alone)",
             )
             for at in known.nonzero().flatten().tolist()
         ]
@@ -265,7 +265,7 @@ class References:
             least = 1e-3 * own.mean(0)
             logs = (one.maximum(least).log2() for one in (drawn.variances[..., at], own))
             off, error = _difference(*logs)
-            name = f"the variance of {reference.label(at)} over draws, in doublings,"
+            name = f"log2 of the variance of {reference.label(at)} over draws"
             found.append(_Figure(name=name, off=off, error=error, limit=limits.ALLOWED, fault=1.0))
         return found
 
