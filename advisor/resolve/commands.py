@@ -36,14 +36,14 @@ def of_command(records: Records, command: Sequence[str]) -> list[StoredRecord]:
 
 
 def checkpointed(command: Sequence[str], device: str, cache: Cache) -> int:
-    """One of how many blocks was checkpointed when exactly this command was tuned last on a device,
-    because it runs out of memory without; 0: none. Raises StoreError if no store can be read."""
+    """One of how many blocks was checkpointed when this command, with any numbers in it, was tuned
+    last on a device; 0: none. Raises StoreError if no store can be read."""
     here, exact = detect(device), tuple(command)
     wanted = RecordFilter(command=command_digest(command), query=Query(environment=here))
     held = (one.record for one in open_records(cache).held(wanted))
-    same = (one for one in held if one.key.environment.device == here.device)
-    known = (one for one in same if one.key.task.command == exact)
-    last = max(known, key=lambda one: one.provenance.created, default=None)
+    known = [one for one in held if one.key.environment.device == here.device]
+    known.sort(key=lambda one: (one.key.task.command == exact, one.provenance.created))
+    last = known[-1] if known else None
     return int(last.baseline.config.get(CHECKPOINT) or 0) if last is not None else 0
 
 

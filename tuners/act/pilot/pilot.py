@@ -267,8 +267,6 @@ class Pilot:
         self._device, self._trained = torch.device(seen.device), trained
         request = self._guide.begin(seen)
         if not request.own or self._threaded.is_set():
-            for one in trained:
-                recompute_in_place(one.outer, self._every or 0)
             return self._leave()
         optimizers, feed = self._observer.optimizers, self._loaders.set
         self._switch = ConfigSwitch(trained, optimizers, request.own, self._device, feed)
