@@ -137,10 +137,9 @@ def test_copies_and_checkpoints_hold_nothing_of_advisors() -> None:
 def test_without_gradients_a_block_is_called_once() -> None:
     model = Stack()
     recompute_in_place(model, 1)
-    before = [buffer.clone() for buffer in model.buffers()]
     with torch.no_grad():
-        model.eval()(torch.randn(4, WIDTH))
-    assert all(map(torch.equal, before, model.buffers()))
+        model(torch.randn(4, WIDTH))
+    assert [int(block.norm.num_batches_tracked) for block in model.blocks] == COUNT * [1]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +269,6 @@ def test_pilot_checkpoints_from_the_first_step_and_offers_less(within: str) -> N
     assert [one.outcome for one in guide.results] == ["out_of_memory", "ok", "ok"]
     assert checkpointed[0] == COUNT and checkpointed[-1] == COUNT // 2
     assert not recomputed_calls(model)
-    assert guide.seen.own["checkpoint_blocks"] == 1
     assert guide.seen.script == "checkpointing of every block"
 
 
