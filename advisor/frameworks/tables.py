@@ -148,6 +148,12 @@ def _hf_optimizer(setup: Setup, value: bool) -> Added | None:
     return {"optimizer": {"fused": True}} if value else {}  # the user's own
 
 
+def _hf_checkpointing(_setup: Setup, every: int) -> Added | None:
+    how = {"use_reentrant": False}
+    on = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": how}
+    return {0: {}, 1: {"settings": on}}.get(every)  # it has no setting for some of the blocks
+
+
 hf = Framework(
     title="transformers.TrainingArguments",
     call='TrainingArguments(output_dir="out", **arguments)',
@@ -159,6 +165,7 @@ hf = Framework(
         BATCH: _batch("gradient_accumulation_steps", "per_device_train_batch_size"),
         "fused_optimizer": _hf_optimizer,
         "compile": _compile(_by_hf),
+        "checkpoint_blocks": _hf_checkpointing,
         "num_workers": _setting("dataloader_num_workers"),
         "prefetch_factor": _setting("dataloader_prefetch_factor"),
         "persistent_workers": _setting("dataloader_persistent_workers"),
