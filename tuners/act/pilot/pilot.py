@@ -407,6 +407,9 @@ class Pilot:
         """Handle an exception of a model's call under a config: the block ends with this step."""
         switch.drop_config()
         self._gave_up(exc)
+        self._empty_cache()
+
+    def _empty_cache(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -420,6 +423,7 @@ class Pilot:
         if is_out_of_memory(exc) and not real and self._seen.processes == 1:
             exc.with_traceback(None)  # its frames hold memory
             switch.abandon_step()
+            self._empty_cache()
             return True
         self._guide.backward_failed(exc, self._request)
         return False
