@@ -57,6 +57,10 @@ class Stopped(Exception):
         self.why = why
 
 
+class NotRecomputable(RuntimeError):
+    """A block would compute something else in its second call, with activation checkpointing."""
+
+
 def stopped(exc: BaseException) -> str:
     return exc.why if isinstance(exc, Stopped) else ""
 
@@ -96,7 +100,7 @@ def is_config_error(exc: BaseException) -> bool:
     """Whether an exception comes from a config and hardly ever from a script."""
     compiling = ("torch._dynamo", "torch._inductor")
     compiled = any(kind.__module__.startswith(compiling) for kind in type(exc).__mro__)
-    return compiled or isinstance(exc, torch.OutOfMemoryError)
+    return compiled or isinstance(exc, torch.OutOfMemoryError | NotRecomputable)
 
 
 def may_be_config_error(exc: BaseException) -> bool:

@@ -6,26 +6,29 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+import operator
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from advisor.tuners.act.pilot.trees import mutable_class
+from advisor.tuners.act.pilot.trees import IMMUTABLE
+from advisor.tuners.faults import NotRecomputable
 
 _FLAG = ("gradient_checkpointing", "_gradient_checkpointing_func")  # of transformers' layers
-ContextManager = contextlib.AbstractContextManager[None]
 MIN_IN_A_ROW = 3
 """Least number of blocks of one class in a row that count as repeated."""
-
-
-class NotRecomputable(RuntimeError):
-    """A block would compute something else in its second call."""
+CHECKED_CALLS = 4
+"""Calls of each block whose second call is checked. A check waits for the device."""
+_ALIKE = 2e-2
+"""Relative difference that rounding may make between two calls: in bf16, with other algorithms."""
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -51,13 +54,17 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def recompute_in_place(model: nn.Module, every: int, *, compiled: bool = False) -> None:
-    """Have the first of `every` blocks recompute its activations; 0: none. `compiled`: also blocks
-    with compiled code, which else is the script's own."""
-    for block in blocks(model)[::every] if every else ():
-        if compiled or vars(block).get("_compiled_call_impl") is None:
-            call: Any = RecomputedCall(block)
-            block._compiled_call_impl = call
+def recompute_in_place(model: nn.Module, every: int) -> None:
+    """Have the first of `every` blocks recompute its activations; 0: none. Blocks that the script
+    has compiled stay as they are."""
+    plain = [one for one in blocks(model) if vars(one).get("_compiled_call_impl") is None]
+    replace_calls(plain[::every] if every else [])
+
+
+def replace_calls(chosen: Iterable[nn.Module]) -> None:
+    for block in dict.fromkeys(chosen):  # a shared one occurs several times
+        call: Any = RecomputedCall(block)
+        block._compiled_call_impl = call
 
 
 def recomputed_calls(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
@@ -66,54 +73,56 @@ def recomputed_calls(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
     return {module: call for module, call in calls if isinstance(call, RecomputedCall)}
 
 
-def keep_activations(model: nn.Module) -> None:
-    """Undo `recompute_in_place`."""
-    for module in recomputed_calls(model):
-        del module._compiled_call_impl
-
-
 class RecomputedCall:
-    """Replaces the call of a block. Random numbers and autocast are the same in both calls, and
-    running statistics are updated once.
+    """Replaces the call of a block. PyTorch's random numbers and autocast are the same in both
+    calls, and running statistics are updated once. The first calls are checked.
 
     Raises:
-        NotRecomputable: an argument is an object that the first call may have changed, or the block
-            has changed an input or a buffer in place.
+        NotRecomputable: the second call would compute something else, or change something again.
     """
 
     def __init__(self, block: nn.Module) -> None:
-        self._block = block
+        self.block, self._unchecked = block, CHECKED_CALLS
         compiled: Callable[..., Any] | None = vars(block).get("_compiled_call_impl")
         self._plain: Callable[..., Any] = block._call_impl if compiled is None else compiled
-        self._norms = [
-            one for one in block.modules() if isinstance(one, _NormBase) and one.track_running_stats
-        ]
-        updated = {id(buffer) for norm in self._norms for buffer in norm.buffers()}
-        self._fixed = [buffer for buffer in block.buffers() if id(buffer) not in updated]
+        modules = list(block.modules())
+        self.norms = [m for m in modules if isinstance(m, _NormBase) and m.track_running_stats]
+        self._others = [m for m in modules if m not in self.norms]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or getattr(self.block, _FLAG[0], False):
             return self._plain(*args, **kwargs)
+        if torch._C._current_graph_task_id() != -1:
+            raise self.refusal("is checkpointed by the script itself")
         # transformers' layers leave out their cache, which a second call would fill again.
-        if hasattr(type(self._block), "gradient_checkpointing"):
+        if hasattr(type(self.block), _FLAG[0]):
             with self._by_its_own_flag():
                 return self._plain(*args, **kwargs)
-        name = type(self._block).__name__
-        if kind := mutable_class((args, kwargs)):
-            raise NotRecomputable(f"a second call of {name} may change its {kind} again")
-        watched = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        watched += self._fixed
-        before = [one._version for one in watched if not one.is_inference()]
-        found = checkpoint(
-            partial(self._plain, **kwargs), *args, use_reentrant=False, context_fn=self._contexts
-        )
-        if before != [one._version for one in watched if not one.is_inference()]:
-            raise NotRecomputable(f"{name} changes an input or a buffer in place")
+        # Each call gets containers of its own: the script may change them before backward.
+        leaves, structure = tree_flatten((args, kwargs))
+        for leaf in leaves:
+            if not isinstance(leaf, IMMUTABLE):
+                raise self.refusal(f"gets a {type(leaf).__name__}, which a call may change")
+        return self._checkpoint(partial(self._call, structure), *leaves)
+
+    def _call(self, structure: Any, *leaves: Any) -> Any:
+        args, kwargs = tree_unflatten(leaves, structure)
+        before = self._versions(leaves)
+        found = self._plain(*args, **kwargs)
+        now = tree_leaves((args, kwargs))
+        same = len(now) == len(leaves) and all(map(operator.is_, now, leaves))
+        if not same or before != self._versions(leaves):
+            raise self.refusal("changes an input or a buffer in place")
         return found
+
+    def _versions(self, leaves: Sequence[Any]) -> list[tuple[int, int]]:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors += (b for module in self._others for b in module.buffers(recurse=False))
+        return [(id(one), one._version) for one in tensors if not one.is_inference()]
 
     @contextlib.contextmanager
     def _by_its_own_flag(self) -> Iterator[None]:
-        block: Any = self._block
+        block: Any = self.block
         own = {name: vars(block)[name] for name in _FLAG if name in vars(block)}
         block.gradient_checkpointing = True
         block._gradient_checkpointing_func = self._checkpoint
@@ -125,21 +134,90 @@ class RecomputedCall:
             vars(block).update(own)
 
     def _checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        return checkpoint(function, *args, use_reentrant=False, context_fn=self._contexts)
+        checks = self._unchecked > 0
+        self._unchecked -= checks
+        calls = _Calls(self, function, checks)
+        with set_checkpoint_early_stop(not checks):  # else a second call has no outputs
+            return checkpoint(calls, *args, use_reentrant=False, context_fn=calls.contexts)
 
-    def _contexts(self) -> tuple[ContextManager, ContextManager]:
-        """Context managers of the first and of the second call."""
-        return contextlib.nullcontext(), self._without_updates()
+    def state(self) -> list[Any]:
+        """What a call may change: numbers, weights, buffers, and random numbers that PyTorch does
+        not restore. Running statistics do not count."""
+        held = (vars(module).values() for module in self.block.modules())
+        numbers = [one for values in held for one in values if type(one) in (bool, int, float)]
+        buffers = (b for module in self._others for b in module.buffers(recurse=False))
+        tensors = [float(x) for t in (*self.block.parameters(), *buffers) for x in _signature(t)]
+        numpy = sys.modules.get("numpy")
+        drawn = str(numpy.random.get_state(legacy=False)["state"]["pos"]) if numpy else ""
+        return [numbers, tensors, drawn, random.getstate()]
 
-    @contextlib.contextmanager
-    def _without_updates(self) -> Iterator[None]:
-        """Have norms update copies of their running statistics. They do not read them in
-        training."""
-        own = [dict(norm._buffers) for norm in self._norms]
-        for norm, buffers in zip(self._norms, own, strict=True):
-            norm._buffers |= {n: None if b is None else b.clone() for n, b in buffers.items()}
-        try:
-            yield
-        finally:
-            for norm, buffers in zip(self._norms, own, strict=True):
-                norm._buffers |= buffers
+    def refusal(self, why: str) -> NotRecomputable:
+        return NotRecomputable(f"checkpointing: {type(self.block).__name__} {why}")
+
+
+class _Calls:
+    """The first call of a block in a step, and the calls in backward."""
+
+    def __init__(self, one: RecomputedCall, function: Callable[..., Any], checks: bool) -> None:
+        self._one, self._function, self._checks = one, function, checks
+        self._weights: list[nn.Parameter] | None = None
+        self._outputs: list[Tensor] = []
+
+    def __call__(self, *args: Any) -> Any:
+        one, weights = self._one, list(self._one.block.parameters())
+        if self._weights is None:
+            self._weights = weights
+            found = self._function(*args)
+            self._outputs = _signatures(found) if self._checks else []
+            return found
+        if not all(map(operator.is_, weights, self._weights)):
+            raise one.refusal("has other weights in a second call")
+        before = one.state() if self._checks else []
+        found = self._function(*args)
+        if not self._checks:
+            return found
+        outputs = _signatures(found)
+        if len(outputs) != len(self._outputs) or not all(map(_alike, outputs, self._outputs)):
+            raise one.refusal("computes something else in a second call")
+        if before != one.state():
+            raise one.refusal("changes something in every call")
+        return found
+
+    def contexts(self) -> tuple[contextlib.AbstractContextManager[Any], _WithoutUpdates]:
+        """Context managers of the first call, and of the calls in backward."""
+        return contextlib.nullcontext(), _WithoutUpdates(self._one.norms)
+
+
+class _WithoutUpdates(contextlib.AbstractContextManager[None]):
+    """Has norms update copies of their running statistics; may be entered several times."""
+
+    def __init__(self, norms: Sequence[nn.Module]) -> None:
+        self._norms, self._own = norms, list[list[dict[str, Tensor | None]]]()
+
+    def __enter__(self) -> None:
+        self._own.append([dict(norm._buffers) for norm in self._norms])
+        for norm in self._norms:
+            norm._buffers |= {n: None if b is None else b.clone() for n, b in norm._buffers.items()}
+
+    def __exit__(self, *_exc: object) -> None:
+        for norm, buffers in zip(self._norms, self._own.pop(), strict=True):
+            norm._buffers |= buffers
+
+
+def _signatures(found: Any) -> list[Tensor]:
+    return [_signature(one) for one in tree_leaves(found) if isinstance(one, Tensor)]
+
+
+def _signature(tensor: Tensor) -> Tensor:
+    """The sum and the norm of a tensor: other random numbers or weights change the sum by about the
+    norm of what changes."""
+    values = tensor.detach()
+    if not values.is_floating_point():
+        values = values.double()
+    norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return torch.stack([values.sum(dtype=torch.float64), norm])
+
+
+def _alike(ours: Tensor, theirs: Tensor) -> bool:
+    least = _ALIKE * float(theirs[1].nan_to_num())
+    return torch.allclose(ours, theirs, rtol=0.0, atol=least, equal_nan=True)

@@ -228,7 +228,7 @@ def _why_command(command: tuple[str, ...], cache: str | None, strict: bool) -> P
         id, state, advised = one.record.id, state_of(one.record), one.record.winner(one.record.use)
         config, said = dict(advised.config), {"speedup": advised.speedup, "signed": one.trusted}
         listed.append({"id": id, "state": state, "config": config, **said})
-        what = described(advised.config, one.record.baseline.config, nothing="unmodified")
+        what = sections.called(one.record, advised.config)
         yield f"{id}  {state}: {what}, {spread(advised)}{'' if one.trusted else f'; {UNSIGNED}'}"
     own = served.record.baseline.config if served.record else served.config
     by = f"{served.record.id}: " if served.record else ""

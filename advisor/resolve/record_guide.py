@@ -78,6 +78,8 @@ class RecordGuide:
         PROCESS_FLAGS.put(self._flags_before)
         if self._seen is not None:
             disclaim_other_models(self._seen.model)
+            if knobs.CHECKPOINT in self._seen.own:
+                warn_in_hook("the blocks stay checkpointed, as when this command was tuned")
         return BlockRequest(config=Config())
 
     def advice_for(self, seen: ScriptFacts) -> BlockRequest | None:

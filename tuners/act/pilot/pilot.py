@@ -35,7 +35,7 @@ from advisor.tuners.act.pilot.protocol import (
 from advisor.tuners.decisions import HEADROOM, IN_A_ROW, MAX_OBSERVED_STEPS
 from advisor.tuners.environment import limit_memory
 from advisor.tuners.faults import NEEDS_OPTIMIZER, UNSTEPPED, Stopped, failure, is_out_of_memory
-from advisor.tuners.recomputation import keep_activations, recompute_in_place
+from advisor.tuners.recomputation import recompute_in_place
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import ConfigSwitch
@@ -261,8 +261,6 @@ class Pilot:
         self._calls.pause()
         if not self._guide.takes_over():
             return self._leave()
-        for one in trained if self._every else ():
-            keep_activations(one.outer)
         self._seen = seen = ScriptFacts.of(self._observer, self._loaders.seen(), self._every or 0)
         self._device, self._trained = torch.device(seen.device), trained
         request = self._guide.begin(seen)

@@ -19,6 +19,7 @@ from advisor.tuners.act.pilot.loop_observer import VARIES, Input, LoopObserver, 
 from advisor.tuners.act.pilot.switch import replicates
 from advisor.tuners.compiling import repeated
 from advisor.tuners.knobs import CHECKPOINT, INPUT_PIPELINE, KNOBS, LoaderFacts, ScriptSettings
+from advisor.tuners.recomputation import RecomputedCall
 
 MICRO = "micro-batches"
 CONVOLVES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -169,7 +170,8 @@ def _script_settings(
         weights=[weight for one in trained for weight in one.model.parameters()],
         autocast=observer.autocast,
         compiled=any(
-            hasattr(module, "_orig_mod") or vars(module).get("_compiled_call_impl") is not None
+            hasattr(module, "_orig_mod")
+            or not isinstance(vars(module).get("_compiled_call_impl"), RecomputedCall | None)
             for one in trained
             for module in one.outer.modules()
         ),

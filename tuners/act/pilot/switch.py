@@ -31,7 +31,7 @@ from advisor.tuners.act.replays import Replays
 from advisor.tuners.decisions import LEAST_FREE
 from advisor.tuners.faults import is_config_error
 from advisor.tuners.knobs import CHECKPOINT
-from advisor.tuners.recomputation import recompute_in_place, recomputed_calls
+from advisor.tuners.recomputation import recomputed_calls, replace_calls
 
 OnError = Callable[[Exception], object] | None
 CompiledRegions = dict[nn.Module, Callable[..., Any]]  # the compiled calls of a model's modules
@@ -152,7 +152,6 @@ class ConfigSwitch:
             if module is not None and all(call.module is not module for call in self.calls):
                 self.calls.append(ModelCall(trains, module))
                 hooks.replace_call(module, self.calls[-1])
-                recompute_in_place(module, self._seen[own].every)
                 self.calls[-1].base = self.calls[-1].regions = recomputed_calls(module)
 
     @property
@@ -368,16 +367,15 @@ class ConfigSwitch:
         kept = self._kept.setdefault(code, {})
         if call.module not in kept:
             inner: Callable[..., Any] = call.plain
-            regions: CompiledRegions = {}
             if applied.undoes_compile:
                 inner = torch.compiler.set_stance("force_eager")(call.plain)
             elif applied.compiles:
                 inner = self._compiled(call, applied)
-            recompute_in_place(call.module, applied.every, compiled=applied.compiles)
+            chosen = list(call.base)[:: applied.every] if applied.every else []
+            regions = {block: call.base[block] for block in chosen}
             if applied.compiles:
+                replace_calls(chosen)
                 regions = _detach_regions(call.module)
-            else:
-                regions = recomputed_calls(call.module)
             kept[call.module] = _wrapped(inner, applied, self._device), regions
         return kept[call.module]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-_IMMUTABLE = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+IMMUTABLE = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def map_tensors(
@@ -35,7 +35,7 @@ def map_tensors(
 
 def _contents(leaf: Any) -> dict[str, Any]:
     """An object's attributes, and a dictionary's items."""
-    if isinstance(leaf, _IMMUTABLE) or callable(leaf):
+    if isinstance(leaf, IMMUTABLE) or callable(leaf):
         return {}
     slots = [name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())]
     names = [*getattr(leaf, "__dict__", ()), *slots]
@@ -69,7 +69,7 @@ def tensors(value: Any) -> list[Tensor]:
 def mutable_class(value: Any) -> str:
     """The class of an object in `value` that another call may change; '' if there is none."""
     for leaf in tree_leaves(value):
-        found = "" if isinstance(leaf, _IMMUTABLE) else type(leaf).__name__
+        found = "" if isinstance(leaf, IMMUTABLE) else type(leaf).__name__
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             found = mutable_class([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
         if found:

@@ -123,6 +123,8 @@ class Run:
             mend = "have it train for longer, or for more epochs"
             if exc.outcome == TRAINING_OVER:
                 mend = "give a command that trains one model alone"
+            elif exc.outcome == "out_of_memory":
+                mend = "memory runs out after the first steps; give it a smaller batch"
             raise WorkerError(f"{exc}; {mend}") from exc
         if config.batch == self.baseline.batch:
             self._peak_bytes = max(self._peak_bytes, block.peak_bytes)
