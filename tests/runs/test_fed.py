@@ -74,6 +74,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Looks:
         patch.setattr(host, "cores", lambda: 2)
         patch.syspath_prepend(tmp_path)
         pilot.attach(guide)
+        patch.delitem(sys.modules, "train", raising=False)  # another test's
         __import__("train").train(1)
         pilot.release()
         del sys.modules["train"]
