@@ -222,8 +222,8 @@ class Record:
 
     @property
     def choices(self) -> dict[str, Choice]:
-        """Every chosen config, by its name in a report. Equal configs appear once, under the loop's
-        name, because most scripts have a loop."""
+        """Every chosen config, by its name in a report, the baseline first. Equal configs appear
+        once, under the loop's name, because most scripts have a loop."""
         default = "unmodified" if self.key.task.command else "torch default"
         default = "checkpointed" if task.CHECKPOINTED in self.key.task.script else default
         found = {self.baseline.config: (default, self.baseline)}

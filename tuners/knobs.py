@@ -146,6 +146,7 @@ class Knob:
     layers: Mapping[Value, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)
     """By value: replaces a model's layers, before the model is laid out and compiled."""
     model: Callable[[nn.Module, Value], None] | None = None  # acts in place
+    blocks: bool = False  # acts on the calls of a running script's blocks, as `recomputation`
     layout: Callable[[Tensor, Value], torch.memory_format | None] | None = None
     optimizer: bool = False  # True takes the optimizer's fused kernels
     loader: bool = False  # an argument of DataLoader
@@ -166,7 +167,8 @@ class Knob:
         in_loop = value in self.scaled or value in self.layers
         if in_loop or (self.loader and not self.input_pipeline):
             return LOOP
-        acts = self.model or self.optimizer or self.loader or value in self.autocast
+        acts = self.model or self.blocks or self.optimizer or self.loader
+        acts = acts or value in self.autocast
         return PILOT if acts else FLAGS
 
 
@@ -309,12 +311,6 @@ def _own_fused(script: ScriptSettings) -> ScriptValue | None:
         return ScriptValue(True)
     fused = all("fused" in group for group in groups)
     return None if fused else ScriptValue(None, why="fused_optimizer: there are no fused kernels")
-
-
-def _recompute(model: nn.Module, value: Value) -> None:
-    from advisor.tuners.recomputation import recompute_in_place  # here: it loads torch
-
-    recompute_in_place(model, int(value or 0))
 
 
 def _checkpointing(value: Value) -> str:
@@ -470,7 +466,7 @@ KNOBS: tuple[Knob, ...] = (
         guess="leader",
         conflicts={"compile": tuple(m for m in COMPILE_MODES_FULL if m != BLOCKS)},
         shown=_checkpointing,
-        model=_recompute,
+        blocks=True,
     ),
     Knob(
         name="step_graph",
@@ -618,7 +614,7 @@ BY_NAME = {knob.name: knob for knob in KNOBS}
 INPUT_PIPELINE = tuple(knob.name for knob in KNOBS if knob.input_pipeline)
 FIRST_STEP_COSTS = (
     "threads",
-    *(k.name for k in KNOBS if k.needs_fresh_process or (k.model and not k.layout)),
+    *(k.name for k in KNOBS if k.needs_fresh_process or k.blocks or (k.model and not k.layout)),
 )
 """Knobs that cost time at the first step, which starts threads, searches algorithms, compiles."""
 FORMATS = tuple(knob.name for knob in KNOBS if knob.autocast)

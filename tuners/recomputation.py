@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from advisor.tuners.act.hooks import in_backward, replace_call
 from advisor.tuners.act.pilot.trees import IMMUTABLE
 from advisor.tuners.faults import NotRecomputable
 
@@ -63,8 +64,7 @@ def recompute_in_place(model: nn.Module, every: int) -> None:
 
 def replace_calls(chosen: Iterable[nn.Module]) -> None:
     for block in dict.fromkeys(chosen):  # a shared one occurs several times
-        call: Any = RecomputedCall(block)
-        block._compiled_call_impl = call
+        replace_call(block, RecomputedCall(block))
 
 
 def recomputed_calls(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
@@ -92,7 +92,7 @@ class RecomputedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or getattr(self.block, _FLAG[0], False):
             return self._plain(*args, **kwargs)
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             raise self.refusal("is checkpointed by the script itself")
         # transformers' layers leave out their cache, which a second call would fill again.
         if hasattr(type(self.block), _FLAG[0]):
@@ -148,7 +148,7 @@ class RecomputedCall:
         buffers = (b for module in self._others for b in module.buffers(recurse=False))
         tensors = [float(x) for t in (*self.block.parameters(), *buffers) for x in _signature(t)]
         numpy = sys.modules.get("numpy")
-        drawn = str(numpy.random.get_state(legacy=False)["state"]["pos"]) if numpy else ""
+        drawn = str(numpy.random.get_state()[1:3]) if numpy else ""
         return [numbers, tensors, drawn, random.getstate()]
 
     def refusal(self, why: str) -> NotRecomputable:

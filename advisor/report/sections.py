@@ -173,9 +173,10 @@ def nothing_to_gain(record: Record) -> str:
     """What to do with a record that advises nothing."""
     how = "run it as usual" if record.key.task.command else "train as usual"
     if _undecided(record):
-        again = " Give a larger --budget, or --force when the machine is quiet."
-        again *= record.provenance.effort != CUT_SHORT  # else a line has said what to do
-        return f"Could not tell what gains on this machine; {how}.{again}"
+        untold = f"Could not tell what gains on this machine; {how}."
+        if record.provenance.effort == CUT_SHORT:  # a line has said what to do
+            return untold
+        return f"{untold} Give a larger --budget, or --force when the machine is quiet."
     return f"Nothing measured clearly gains on this machine; {how}."
 
 
@@ -206,9 +207,7 @@ def _other_uses(record: Record, cache: str | None) -> Iterator[str]:
 
 def called(record: Record, config: Config) -> str:
     """How a config differs from the baseline."""
-    nothing = "unmodified" if record.key.task.command else "torch default"
-    nothing = "checkpointed" if CHECKPOINTED in record.key.task.script else nothing
-    return described(config, record.baseline.config, nothing=nothing)
+    return described(config, record.baseline.config, nothing=next(iter(record.choices)))
 
 
 def stale(record: Record) -> str:

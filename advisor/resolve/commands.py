@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from advisor.cache.config import BATCH, Value
+from advisor.cache.key import Environment
 from advisor.cache.match import Query
 from advisor.cache.name import command_digest
 from advisor.cache.reader import RecordFilter, StoredRecord
@@ -38,13 +39,27 @@ def of_command(records: Records, command: Sequence[str]) -> list[StoredRecord]:
 def checkpointed(command: Sequence[str], device: str, cache: Cache) -> int:
     """One of how many blocks was checkpointed when this command, with any numbers in it, was tuned
     last on a device; 0: none. Raises StoreError if no store can be read."""
-    here, exact = detect(device), tuple(command)
-    wanted = RecordFilter(command=command_digest(command), query=Query(environment=here))
-    held = (one.record for one in open_records(cache).held(wanted))
-    known = [one for one in held if one.key.environment.device == here.device]
-    known.sort(key=lambda one: (one.key.task.command == exact, one.provenance.created))
-    last = known[-1] if known else None
+    last = _last(_with_any_numbers(open_records(cache), command, detect(device)), command)
     return int(last.baseline.config.get(CHECKPOINT) or 0) if last is not None else 0
+
+
+def _with_any_numbers(
+    records: Records, command: Sequence[str], here: Environment
+) -> Iterator[Record]:
+    """Generator: yields the records of a command, whatever the numbers in it, on a device."""
+    wanted = RecordFilter(command=command_digest(command), query=Query(environment=here))
+    held = (one.record for one in records.held(wanted))
+    yield from (one for one in held if one.key.environment.device == here.device)
+
+
+def _last(known: Iterable[Record], command: Sequence[str]) -> Record | None:
+    """The newest record of exactly this command, else the newest; None if there is none."""
+    exact = tuple(command)
+    return max(
+        known,
+        key=lambda one: (one.key.task.command == exact, one.provenance.created, one.id),
+        default=None,
+    )
 
 
 def state_of(record: Record) -> str:
@@ -118,23 +133,17 @@ def override(
     """
     mapped = MappedOptions(command, options)
     # Search under each name, because every command has its own record of a key.
-    records, alike = open_records(cache), command_digest(command)
-    known = [
-        one.record
+    records = open_records(cache)
+    known = (
+        one
         for here in {detect(default_device()), detect("cpu")}
-        for one in records.held(RecordFilter(command=alike, query=Query(environment=here)))
-        if one.record.key.environment.device == here.device
-        and set(options) <= set(one.record.key.task.map)
-        and not one.record.stale
-    ]
-    if not known:
+        for one in _with_any_numbers(records, command, here)
+        if set(options) <= set(one.key.task.map) and not one.stale
+    )
+    if (record := _last(known, command)) is None:
         words = [word for pair in options.items() for word in ("--map", "=".join(map(str, pair)))]
         line = shlex.join(["advisor", "tune", *words, "--", *command])
         raise NoRecord(f"this command was not tuned with {shlex.join(words)}; run: {line}")
-    exact = tuple(command)
-    record = max(
-        known, key=lambda one: (one.key.task.command == exact, one.provenance.created, one.id)
-    )
     free, task = BATCH in mapped.names, record.key.task
     chosen = record.winner(PILOT, free=free)
     then = MappedOptions(task.command, options)

@@ -123,8 +123,8 @@ class RecordGuide:
         self, config: Config, own: Config, reason: str, *, say: Callable[[str], None] = _log.info
     ) -> BlockRequest:
         """Make the last request. Report it now, and by every advice that the pilot replaces."""
-        script = "script with checkpointing" if knobs.CHECKPOINT in own else "unmodified script"
-        what = knobs.described(config, own, nothing=f"your {script}")
+        assert self._seen is not None
+        what = knobs.described(config, own, nothing=self._seen.task(self._command, {}).baseline)
         line = f"in force: {what}; {reason.removeprefix(f'{what}: ')}"
         say(line)
         defer_to_pilot(line, self._status)

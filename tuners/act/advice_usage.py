@@ -52,7 +52,7 @@ def _needs(knob: Knob, value: Value) -> set[Piece]:
     """The pieces that a script must use for a knob's value to take effect."""
     acts: dict[Piece, object] = {
         "set_flags": knob.flag,
-        "prepare": knob.model or value in knob.layers,
+        "prepare": knob.model or knob.blocks or value in knob.layers,
         "optimizer": knob.optimizer and value,
         "loader": knob.loader,
         "batches": knob.layout or value in knob.non_blocking,

@@ -34,7 +34,7 @@ class AppliedConfig:
         self.non_blocking = device.type == "cuda" and beside
         self.graphs = any(value in k.graphs for k, value in rows)  # made by torch.compile
         self.captured = any(value in k.captured for k, value in rows)
-        self.compiles = any(k.model and not k.layout and k.name != CHECKPOINT for k, _value in rows)
+        self.compiles = any(k.model and not k.layout for k, _value in rows)
         self.every = int(config.get(CHECKPOINT) or 0)  # one of so many blocks is checkpointed
         # Configs that turn the script's own settings off are measured and never advised:
         undone = [(k, default[k.name]) for k, v in rows if k.name in default and v == k.default]

@@ -37,7 +37,7 @@ def passes(config: Config) -> Config:
         knob.name
         for knob in KNOBS
         if knob.stage != INPUT
-        and (knob.model or knob.layers or knob.autocast or knob.flag or knob.captured)
+        and any((knob.model, knob.blocks, knob.layers, knob.autocast, knob.flag, knob.captured))
     )
     return config.only(*computing)
 

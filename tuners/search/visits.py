@@ -260,5 +260,5 @@ _needs_comparison = functools.lru_cache(maxsize=1024)(knobs.needs_comparison)
 def _blamed(knob: knobs.Knob, what: str) -> bool:
     """Whether a knob decides the thing that a failed comparison blames: code, format, optimizer."""
     if what == "code":
-        return bool(knob.captured or (knob.model and not knob.layout))
+        return bool(knob.captured or knob.blocks or (knob.model and not knob.layout))
     return bool({"format": knob.autocast, "optimizer": knob.optimizer}.get(what))

@@ -370,7 +370,8 @@ class Pilot:
             call_failed, backward_failed = (
                 functools.partial(one, switch) for one in (self._call_failed, self._backward_failed)
             )
-            switch.set(request.config, call_failed, backward_failed)
+            disposable = self._is_disposable
+            switch.set(request.config, call_failed, backward_failed, disposable=disposable)
         else:
             switch.set(switch.own)
             self._verdict = ("out_of_memory", LITTLE, "")
@@ -407,18 +408,23 @@ class Pilot:
         self._gave_up(exc)
         self._empty_cache()
 
+    @property
+    def _is_disposable(self) -> bool:
+        """Whether the script's steps are only measured, in one process."""
+        request = self._request
+        return request.steps > 0 and not request.needs_room and self._seen.processes == 1
+
     def _empty_cache(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _backward_failed(self, switch: ConfigSwitch, exc: Exception) -> bool:
         """Handle an exception of backward under a config. Returns whether the script goes on with
-        zero gradients: if memory ran out, in a run that is only tuned, and in one process. Else the
-        script may end because of it, so the next config is asked for at the next step."""
+        zero gradients: if memory ran out and its steps are disposable. Else the script may end
+        because of it, so the next config is asked for at the next step."""
         switch.drop_config()
         self._verdict = (*failure(exc), "")
-        real = not self._request.steps or self._request.needs_room
-        if is_out_of_memory(exc) and not real and self._seen.processes == 1:
+        if self._is_disposable and is_out_of_memory(exc):
             exc.with_traceback(None)  # its frames hold memory
             switch.abandon_step()
             self._empty_cache()

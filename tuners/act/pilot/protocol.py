@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 # Where the tuning process listens, and the secret that it shares with its children.
 ADDRESS, SECRET = "ADVISOR_PILOT", "ADVISOR_PILOT_KEY"
 RUN = "ADVISOR_RUN"  # the command of `advisor run`, and seconds for its tuning, as JSON
-CHECKPOINT_BLOCKS = (
-    "ADVISOR_CHECKPOINT_BLOCKS"  # one of so many blocks is checkpointed from the start
-)
+CHECKPOINT_BLOCKS = "ADVISOR_CHECKPOINT_BLOCKS"  # the value of this knob from the start on
 MAX_MEMORY = "ADVISOR_MAX_MEMORY"  # bytes of the device that a tuned run may use
 KEEP_CHECKPOINTS = "ADVISOR_KEEP_CHECKPOINTS"  # if set, checkpoints of a tuned run stay in place
 MAX_MESSAGE_BYTES = 2**20  # bytes of an answer

@@ -191,7 +191,7 @@ def _script_settings(
         kept.append("fused_optimizer")
         limits.append("fused kernels: a gradient is sparse, which they do not support")
     if left_alone := [why for one in trained if (why := _why_left_alone(one.outer))]:
-        kept += [k.name for k in KNOBS if k.model or k.autocast or k.optimizer]
+        kept += [k.name for k in KNOBS if k.model or k.blocks or k.autocast or k.optimizer]
     return Config(found), tuple(dict.fromkeys(kept)), tuple(dict.fromkeys([*limits, *left_alone]))
 
 

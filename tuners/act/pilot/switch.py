@@ -30,7 +30,6 @@ from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.decisions import LEAST_FREE
 from advisor.tuners.faults import is_config_error
-from advisor.tuners.knobs import CHECKPOINT
 from advisor.tuners.recomputation import recomputed_calls, replace_calls
 
 OnError = Callable[[Exception], object] | None
@@ -49,7 +48,8 @@ class ModelCall:
         self.on_error: OnError = None
         self.base: CompiledRegions = {}  # of the script's own config
         self.regions: CompiledRegions = {}
-        self.outputs: list[weakref.ref[Tensor]] = []  # of the last call under a config
+        self.outputs: list[weakref.ref[Tensor]] = []  # of the last call, if `keeps_outputs`
+        self.keeps_outputs = False
 
     def leave(self) -> None:
         """Put the model's own call back, unless the model was compiled in the meantime."""
@@ -82,7 +82,8 @@ class ModelCall:
         self.one.count(args, kwargs)
         try:
             found = self.act(*args, **kwargs)
-            self.outputs = [weakref.ref(o) for o in tree_leaves(found) if isinstance(o, Tensor)]
+            if self.keeps_outputs:
+                self.outputs = [weakref.ref(o) for o in tree_leaves(found) if isinstance(o, Tensor)]
             return found
         except Exception as exc:  # whatever a config raises: a run is worth more than its advice
             if self.on_error is None:
@@ -158,13 +159,21 @@ class ConfigSwitch:
     def fell_back(self) -> bool:
         return fallbacks() > self._fallbacks
 
-    def set(self, config: Config, on_error: OnError = None, on_backward: OnError = None) -> None:
+    def set(
+        self,
+        config: Config,
+        on_error: OnError = None,
+        on_backward: OnError = None,
+        *,
+        disposable: bool = False,
+    ) -> None:
         """Have the script train with a config from now on.
 
         Args:
             on_error: gets the exception of a call or step, which is repeated without the config.
             on_backward: gets the exception of backward; the script gets it too, unless it returns
                 True.
+            disposable: whether `abandon_step` may follow.
         """
         self._claim()
         self._watching.close()
@@ -182,7 +191,7 @@ class ConfigSwitch:
             call.put({})
             call.act, call.regions = self._act(call, applied)
             call.put(call.regions)
-            call.on_error = on_error
+            call.on_error, call.keeps_outputs = on_error, disposable
         self.config = config
         compiles = any(knob.compile_s for knob, _value in applied.rows)
         self._fallbacks = fallbacks() if compiles else math.inf
@@ -232,9 +241,8 @@ class ConfigSwitch:
         self._kept.pop(_code(self._seen[self.config]), None)
         self._set_optimizers({})
         for call in self.calls:
-            call.put({})
-            call.act, call.regions, call.on_error = call.plain, call.base, None
             call.put(call.base)
+            call.act, call.regions, call.on_error = call.plain, call.base, None
 
     def abandon_step(self) -> None:
         """After a failed backward, free the step's graph, and have its update change little."""
@@ -385,7 +393,7 @@ class ConfigSwitch:
         use_stable_keys()
         hooks.replace_call(module, None)
         for knob, value in applied.rows:
-            if knob.model is not None and not knob.layout and knob.name != CHECKPOINT:
+            if knob.model is not None and not knob.layout:
                 knob.model(module, value)
         if applied.graphs:
             self._replays.attach(module)
@@ -407,7 +415,8 @@ def _detach_regions(outer: nn.Module) -> CompiledRegions:
 def _code(applied: AppliedConfig) -> Config:
     """The part of a config that decides the code of a model's call: flags too, if it compiles."""
     flags = applied.compiles
-    decides = ((k, v) for k, v in applied.rows if k.model or k.autocast or (k.flag and flags))
+    rows = applied.rows
+    decides = ((k, v) for k, v in rows if k.model or k.blocks or k.autocast or (k.flag and flags))
     return Config({knob.name: value for knob, value in decides})
 
 

@@ -90,12 +90,13 @@ class Run:
         except RunEnded as exc:
             if exc.outcome == "timed_out":
                 raise WorkerError(str(exc)) from exc
-            if exc.outcome == "out_of_memory" and CHECKPOINT_BLOCKS not in self._variables:
-                self._variables[CHECKPOINT_BLOCKS] = "1"
-                return self.describe()
-            lacks = "the script runs out of memory, and with activation checkpointing "
-            lacks *= CHECKPOINT_BLOCKS in self._variables
-            raise TargetFailed(f"{lacks}{exc}", "") from exc
+            if CHECKPOINT_BLOCKS in self._variables:
+                lacks = "the script runs out of memory, and with activation checkpointing"
+                raise TargetFailed(f"{lacks} {exc}", "") from exc
+            if exc.outcome != "out_of_memory":
+                raise TargetFailed(str(exc), "") from exc
+            self._variables[CHECKPOINT_BLOCKS] = "1"
+            return self.describe()
         self._processes = seen.processes
         return seen
 
