@@ -74,8 +74,8 @@ class LazyGuide:
             overrides = CommandOverrides(**run["options"])
         return RecordGuide(run["command"], asked, overrides)
 
-    def checkpointed(self, device: str) -> int:
-        return self._guide.checkpointed(device)
+    def saves_memory(self, device: str) -> bool:
+        return self._guide.saves_memory(device)
 
     def takes_over(self) -> bool:
         return self._guide.takes_over()

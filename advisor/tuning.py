@@ -28,6 +28,7 @@ from advisor.resolve.lookups import set_up_logging
 from advisor.store import Store
 from advisor.tuners import environment, fp8
 from advisor.tuners.decisions import WORTH
+from advisor.tuners.knobs import OFFLOAD
 from advisor.tuners.scratch import ScratchFolder
 from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
@@ -363,6 +364,16 @@ class Tuning:
             raced=found.raced,
             provenance=made,
             family=facts.family,
+            memory=self._memory(found),
+        )
+
+    def _memory(self, found: SearchResult) -> Config:
+        """The breakdown of a run's memory, with the speed-up over the baseline that the unmodified
+        script would have if it had enough memory."""
+        seen = self.opened.seen
+        saves = OFFLOAD in self.space.choices
+        return Config(
+            seen.memory if seen else {}, **{"unmodified": found.unmodified} if saves else {}
         )
 
 

@@ -12,12 +12,13 @@ from typing import Any, cast
 
 from advisor.bootstrap import INJECTED
 from advisor.cache.config import BATCH, Config, Value
-from advisor.cache.key import Environment, Key, fingerprint
+from advisor.cache.key import Device, Environment, Key, fingerprint
 from advisor.cache.match import compare
 from advisor.cache.record import PILOT, Record, Target
 from advisor.cache.records import Records
+from advisor.cache.shown import size
 from advisor.cache.stores.filesystem import make_folder
-from advisor.cache.task import Task
+from advisor.cache.task import OFFLOADED, Task
 from advisor.command_snippets import tune_again
 from advisor.errors import StoreError, TargetError, UsageError
 from advisor.tuners import environment, fp8, worker_limits
@@ -25,10 +26,10 @@ from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.knobs import (
     BY_NAME,
-    CHECKPOINT,
     COMPILE,
     FORMATS,
     INPUT_PIPELINE,
+    OFFLOAD,
     SearchContext,
     described,
 )
@@ -112,6 +113,7 @@ class RunWorkload:
         options: options of the command, by the knob that they set; default: those in `permitted`.
         show: called in another thread with each piece of the command's output.
         attached: a running script to tune; then no command is started.
+        limited: raise UsageError if no memory limits the command, because it trains on the CPU.
     """
 
     def __init__(
@@ -122,11 +124,12 @@ class RunWorkload:
         options: Mapping[str, Value] | None = None,
         show: Callable[[str], None] | None = None,
         attached: runs.AttachedRun | None = None,
+        limited: bool = False,
     ) -> None:
         self.words, self.permitted = tuple(command), dict(permitted)
         self.device: str | None = None
         self._options = self.permitted.get("map") if options is None else options
-        self._show, self._attached = show, attached
+        self._show, self._attached, self._limited = show, attached, limited
 
     def _start(self, records: Records, progress: Progress) -> runs.Run:
         """A run that `describe` will start. Reports at once what the run will do to files."""
@@ -156,17 +159,22 @@ class RunWorkload:
     ) -> Iterator[OpenWorkload]:
         with self._start(records, progress) as run:
             seen = run.describe()
-            if CHECKPOINT in seen.own:
-                progress.notice(
-                    "your unmodified script runs out of memory; with activation checkpointing it "
-                    "trains, and that is the baseline"
-                )
             task = seen.task(self.words, self.permitted)
             key = _key(task, environment.detect(seen.device), seen)
+            _check_limit(key.environment.device, self.permitted.get("max_memory", 0))
+            if self._limited and key.environment.device.kind == "cpu" and OFFLOAD not in seen.own:
+                raise UsageError(
+                    "the command trains on the CPU and fits; for a faster config: advisor tune"
+                )
+            if OFFLOAD in seen.own:
+                progress.notice(
+                    "your unmodified script runs out of memory. With checkpointing of its repeated "
+                    f"blocks and {OFFLOADED} it trains, and that is the baseline"
+                )
             if record is not None and (other := _other_run(record, key, seen, run)):
                 raise UsageError(f"record {record.id} is not of this run: {other}")
             facts = _facts_of_run(seen, key)
-            run.memory = facts.memory_bytes
+            run.memory = self.permitted.get("max_memory") or facts.memory_bytes
             run.tolerance = task.tolerance if task.mode == "train" else 0.0
             yield OpenWorkload(
                 runner=run,
@@ -205,6 +213,17 @@ class RunWorkload:
 
 
 AnyWorkload = TargetWorkload | RunWorkload
+
+
+def _check_limit(device: Device, most_bytes: int) -> None:
+    """Raise UsageError if a run's memory cannot be limited to `most_bytes`; 0: no limit."""
+    if most_bytes and device.kind != "cuda":
+        raise UsageError(
+            f"memory {size(most_bytes)}: the command trains on the CPU, whose memory advisor does "
+            "not limit; leave it out"
+        )
+    if most_bytes > (has := device.memory_gib * 2**30):
+        raise UsageError(f"memory {size(most_bytes)}: more than the {size(has)} of {device.name}")
 
 
 def _key(task: Task, where: Environment, seen: Facts | ScriptFacts, hooks: str = "") -> Key:

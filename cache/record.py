@@ -165,6 +165,7 @@ class Record:
         parts: what each knob of the loop's winner contributes, once `advisor explain` measured it.
         stale: why the record no longer holds, as `advisor verify` found; '' while it holds.
         family: digest of the kinds of modules in the model; '' if unknown.
+        memory: bytes of a run's step by part, as `tuners.act.pilot.memory.breakdown`.
         revised: when `explain`, `verify` or a new name last changed it, in Unix seconds; or 0.
     """
 
@@ -180,6 +181,7 @@ class Record:
     stale: str = ""
     family: domain.Hex = ""
     revised: float = 0.0
+    memory: Config = Config()  # noqa: RUF009 # immutable
 
     def __post_init__(self) -> None:
         there = {(one.use, one.free) for one in self.winners}
@@ -225,7 +227,7 @@ class Record:
         """Every chosen config, by its name in a report, the baseline first. Equal configs appear
         once, under the loop's name, because most scripts have a loop."""
         default = "unmodified" if self.key.task.command else "torch default"
-        default = "checkpointed" if task.CHECKPOINTED in self.key.task.script else default
+        default = "least memory" if task.OFFLOADED in self.key.task.script else default
         found = {self.baseline.config: (default, self.baseline)}
         for one in sorted(self.winners, key=lambda one: (one.free, one.use != LOOP)):
             name = _NAMES[one.use]

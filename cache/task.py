@@ -23,7 +23,7 @@ PERMITTED = ("default", "tf32", "bf16", "fp16")  # fp32 and fp8 must be asked fo
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8")
 OPTIMIZERS = ("sgd", "adamw")
 MODES = ("train", "infer")
-CHECKPOINTED = "checkpointing of every block"  # in `script`, if the script runs out of memory
+OFFLOADED = "activations on the host"  # in `script`, if the unmodified script runs out of memory
 MAPPED = ("batch", "num_workers")  # knobs that `--map` assigns to a script's options
 VOCABULARY = 1000
 TOLERANCE = 0.02
@@ -256,8 +256,8 @@ class Task:
     @property
     def baseline(self) -> str:
         """The name of the baseline in messages."""
-        if CHECKPOINTED in self.script:
-            return "your script with checkpointing"
+        if OFFLOADED in self.script:
+            return "your script with the least memory"
         return "your unmodified script" if self.command else "torch's default"
 
     @property

@@ -126,6 +126,19 @@ def _users(nvml: Any, handle: Any) -> tuple[int, ...]:
         return ()
 
 
+def allocated(device: torch.device) -> int:
+    """Bytes that this process has allocated on a GPU; 0 on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def expand_segments(device: torch.device) -> None:
+    """Have PyTorch's allocator grow its segments, which fragments a GPU's memory less, unless the
+    user has set the allocator."""
+    own = any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if device.type == "cuda" and not own:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
 def limit_memory(device: torch.device, most_bytes: int) -> None:
     """Have PyTorch raise if this process uses more of a GPU's memory; 0: no limit."""
     if most_bytes and device.type == "cuda":

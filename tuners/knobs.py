@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.record import CAPTURE, FLAGS, LOOP, PILOT, USES, Record
-from advisor.cache.task import CHECKPOINTED, PERMITTED, PRECISIONS, Task
+from advisor.cache.task import OFFLOADED, PERMITTED, PRECISIONS, Task
 from advisor.tuners import compiling, fp8
 from advisor.tuners.compiling import BLOCKS
 from advisor.tuners.decisions import COMPILE_S
@@ -26,7 +26,7 @@ from advisor.tuners.torch_facts import torch
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-CHECKPOINT = "checkpoint_blocks"
+CHECKPOINT, OFFLOAD = "checkpoint_blocks", "offload"
 COMPUTE, INPUT = "compute", "input"  # stages: a batch lies on the device; a loader feeds it
 WORKERS, THREADS = "num_workers", "threads"
 
@@ -130,7 +130,8 @@ class Knob:
     """The process caches its choice under the first value: another value needs a new process."""
     guess: Literal["alone", "leader", ""] = ""  # first tried alone, on the leader, or neither
     conflicts: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
-    """Values of other knobs that permit only this knob's first value."""
+    """Values of other knobs that permit only this knob's `default`, or its first value if that is
+    None; or both values as the script has them."""
     permitted: Callable[[Mapping[str, Any], Value], bool] | None = None  # by a task's given fields
     shown: Callable[[Value], str] | None = None  # default: 'name', 'no name' or 'name=value'
     caveats: Mapping[Value, str] = field(default_factory=dict)  # limits of a short comparison
@@ -146,7 +147,7 @@ class Knob:
     layers: Mapping[Value, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)
     """By value: replaces a model's layers, before the model is laid out and compiled."""
     model: Callable[[nn.Module, Value], None] | None = None  # acts in place
-    blocks: bool = False  # acts on the calls of a running script's blocks, as `recomputation`
+    blocks: bool = False  # saves memory: `recomputation`, `offloading` of a running script
     layout: Callable[[Tensor, Value], torch.memory_format | None] | None = None
     optimizer: bool = False  # True takes the optimizer's fused kernels
     loader: bool = False  # an argument of DataLoader
@@ -314,7 +315,7 @@ def _own_fused(script: ScriptSettings) -> ScriptValue | None:
 
 
 def _checkpointing(value: Value) -> str:
-    few = {0: "no checkpointing", 1: CHECKPOINTED}
+    few = {0: "no checkpointing", 1: "checkpointing of every block"}
     return few.get(int(value or 0)) or f"checkpointing of one block in {value}"
 
 
@@ -463,9 +464,18 @@ KNOBS: tuple[Knob, ...] = (
         # Slower: only for a script that runs out of memory without it.
         values=lambda here: (0, 1, 2, 4) if CHECKPOINT in here.own else (),
         numerics=True,
-        guess="leader",
         conflicts={"compile": tuple(m for m in COMPILE_MODES_FULL if m != BLOCKS)},
         shown=_checkpointing,
+        blocks=True,
+    ),
+    Knob(
+        name=OFFLOAD,
+        summary="what is kept for backward lies in page-locked memory of the host; weights and "
+        "small tensors stay on the device",
+        values=lambda here: SWITCH if OFFLOAD in here.own else (),
+        numerics=True,
+        conflicts={"compile": GRAPHED_MODES},
+        shown=lambda value: OFFLOADED if value else "activations on the device",
         blocks=True,
     ),
     Knob(
@@ -589,6 +599,17 @@ COMPILED: tuple[dict[str, Value], ...] = (
     {"compile": "default"},
 )
 """How the recipe is compiled: the first of these that runs."""
+SAVED: tuple[dict[str, Value], ...] = (
+    {CHECKPOINT: 0, OFFLOAD: False},
+    {CHECKPOINT: 4, OFFLOAD: False},
+    {CHECKPOINT: 2, OFFLOAD: False},
+    {CHECKPOINT: 1, OFFLOAD: False},
+    {},
+)
+"""Ways to save memory, the fastest first, for a script that runs out of memory: the first of these
+that fits."""
+COMPILED_SAVING: tuple[dict[str, Value], ...] = ({"compile": BLOCKS}, {"compile": "default"})
+"""How the recipe is compiled if it saves memory: code for the whole model saves by itself."""
 CAPTURED: tuple[dict[str, Value], ...] = (
     {"step_graph": True},
     {"compile": "default", "step_graph": True},

@@ -19,11 +19,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from advisor.tuners import environment
 from advisor.tuners.act.hooks import in_backward, replace_call
 from advisor.tuners.act.pilot.trees import IMMUTABLE
 from advisor.tuners.faults import NotRecomputable
+from advisor.tuners.offloading import EXTRA_TIME
 
-_FLAG = ("gradient_checkpointing", "_gradient_checkpointing_func")  # of transformers' layers
 MIN_IN_A_ROW = 3
 """Least number of blocks of one class in a row that count as repeated."""
 CHECKED_CALLS = 4
@@ -55,11 +56,9 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def recompute_in_place(model: nn.Module, every: int) -> None:
-    """Have the first of `every` blocks recompute its activations; 0: none. Blocks that the script
-    has compiled stay as they are."""
-    plain = [one for one in blocks(model) if vars(one).get("_compiled_call_impl") is None]
-    replace_calls(plain[::every] if every else [])
+def recompute_in_place(model: nn.Module) -> None:
+    """Have every block recompute its activations, except those that the script has compiled."""
+    replace_calls(one for one in blocks(model) if vars(one).get("_compiled_call_impl") is None)
 
 
 def replace_calls(chosen: Iterable[nn.Module]) -> None:
@@ -83,6 +82,8 @@ class RecomputedCall:
 
     def __init__(self, block: nn.Module) -> None:
         self.block, self._unchecked = block, CHECKED_CALLS
+        self.device = torch.device("cpu")  # of the last call
+        self.kept_bytes = 0  # that a call keeps for backward, on a GPU
         compiled: Callable[..., Any] | None = vars(block).get("_compiled_call_impl")
         self._plain: Callable[..., Any] = block._call_impl if compiled is None else compiled
         modules = list(block.modules())
@@ -90,19 +91,16 @@ class RecomputedCall:
         self._others = [m for m in modules if m not in self.norms]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or getattr(self.block, _FLAG[0], False):
-            return self._plain(*args, **kwargs)
+        if not torch.is_grad_enabled() or getattr(self.block, "gradient_checkpointing", False):
+            return self._plain(*args, **kwargs)  # the flag of transformers' layers
         if in_backward():
             raise self.refusal("is checkpointed by the script itself")
-        # transformers' layers leave out their cache, which a second call would fill again.
-        if hasattr(type(self.block), _FLAG[0]):
-            with self._by_its_own_flag():
-                return self._plain(*args, **kwargs)
         # Each call gets containers of its own: the script may change them before backward.
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = tree_flatten(_without_cache(args, kwargs))
         for leaf in leaves:
             if not isinstance(leaf, IMMUTABLE):
                 raise self.refusal(f"gets a {type(leaf).__name__}, which a call may change")
+        self.device = next((x.device for x in leaves if isinstance(x, Tensor)), self.device)
         return self._checkpoint(partial(self._call, structure), *leaves)
 
     def _call(self, structure: Any, *leaves: Any) -> Any:
@@ -119,19 +117,6 @@ class RecomputedCall:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         tensors += (b for module in self._others for b in module.buffers(recurse=False))
         return [(id(one), one._version) for one in tensors if not one.is_inference()]
-
-    @contextlib.contextmanager
-    def _by_its_own_flag(self) -> Iterator[None]:
-        block: Any = self.block
-        own = {name: vars(block)[name] for name in _FLAG if name in vars(block)}
-        block.gradient_checkpointing = True
-        block._gradient_checkpointing_func = self._checkpoint
-        try:
-            yield
-        finally:
-            for name in _FLAG:
-                delattr(block, name)
-            vars(block).update(own)
 
     def _checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         checks = self._unchecked > 0
@@ -155,6 +140,19 @@ class RecomputedCall:
         return NotRecomputable(f"checkpointing: {type(self.block).__name__} {why}")
 
 
+def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Arguments without the cache of transformers' layers, which a second call would fill again.
+    Their own checkpointing leaves it out too."""
+    kwargs |= {"use_cache": False} if "use_cache" in kwargs else {}
+    without = partial(map, lambda one: None if _is_cache(one) else one)
+    return tuple(without(args)), dict(zip(kwargs, without(kwargs.values()), strict=True))
+
+
+def _is_cache(argument: Any) -> bool:
+    kinds = (kind for kind in type(argument).__mro__ if kind.__name__ == "Cache")
+    return any(kind.__module__.startswith("transformers.") for kind in kinds)
+
+
 class _Calls:
     """The first call of a block in a step, and the calls in backward."""
 
@@ -173,9 +171,12 @@ class _Calls:
         if not all(map(operator.is_, weights, self._weights)):
             raise one.refusal("has other weights in a second call")
         before = one.state() if self._checks else []
-        found = self._function(*args)
+        allocated = environment.allocated(one.device)
+        with EXTRA_TIME.counted(one.device):
+            found = self._function(*args)
         if not self._checks:
             return found
+        one.kept_bytes = environment.allocated(one.device) - allocated
         outputs = _signatures(found)
         if len(outputs) != len(self._outputs) or not all(map(_alike, outputs, self._outputs)):
             raise one.refusal("computes something else in a second call")

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from advisor.arguments import Model
 from advisor.cache.codec import to_plain
-from advisor.cache.shown import speedup
+from advisor.cache.kinds import ByteSize
+from advisor.cache.record import Record
+from advisor.cache.shown import size, speedup
 from advisor.cache.task import Task, permissions
 from advisor.cli import options
 from advisor.cli.options import DONE, FAILED, OrCommand, Output, Parts, json_or_text, option, warn
 from advisor.errors import UsageError
-from advisor.report import feeding, sections
+from advisor.report import feeding, memory, sections
 from advisor.report.data import as_data
 from advisor.report.progress import Shown
 from advisor.report.text import ago, spread
@@ -78,16 +80,13 @@ def tune(
     from advisor.tuning import tuned
     from advisor.workload import AnyWorkload, RunWorkload, TargetWorkload
 
-    # The command that is started, and the lines to copy, depend on these variables.
-    os.environ.update(options.LOADER.get(given["loader"], {}))
-    os.environ.update({KEEP_CHECKPOINTS: "1"} if given["keep_checkpoints"] else {})
-    shown_on = options.console(stderr=True, quiet=given["quiet"])
-    progress = Shown(shown_on, budget_s=plan.seconds, events=given["events"])
-    show = progress.output if given["show_output"] else None
+    progress, show = _progress(plan, given)
     workload: AnyWorkload = (
         RunWorkload(command, permitted, show=show) if task is None else TargetWorkload(task)
     )
     found = tuned(workload, plan, cache=cache, progress=progress)
+    if found.record.key.task.command:
+        yield from _fits(found.record)
     yield from _result(found, plan, command, cache, url)
     done = "tuned" if found.finished else "unfinished"
     status = "known" if found.known or found.earlier else done
@@ -97,6 +96,88 @@ def tune(
         lambda: {"status": status, "record": as_data(found.record, cache)},
         code=options.INTERRUPTED if found.interrupted else code,
     )
+
+
+@click.command(cls=OrCommand)
+@option("--memory SIZE", "Memory of the GPU that may be used, e.g. 24GiB; default: all.")
+@option(
+    "--max-slowdown RATIO",
+    "Exit with 1 if the fastest config that fits is more than this many times slower than your "
+    "script would be with enough memory (estimated).",
+    type=click.FloatRange(0.0, min_open=True),
+)
+@options.row_options(Task, "precisions", "deterministic", "compile", "tolerance", "map")
+@options.row_options(Plan)
+@options.cache
+@option("--quiet", "No progress, only the result.")
+@options.loader
+@option("--show-output", "Show the output of your command, on stderr.")
+@option(
+    "--keep-checkpoints",
+    "Write checkpoints where the script says, not to a scratch folder.",
+)
+@option("--events FILE", "Append each trial to FILE, as a line of JSON.", type=options.NEW_FILE)
+@json_or_text
+def fit(
+    command: tuple[str, ...], cache: str | None, max_slowdown: float | None, **given: Any
+) -> Parts:
+    """Find the fastest way to train a script that runs out of GPU memory.
+
+    \b
+    advisor fit -- python train.py --batch-size 64
+    advisor fit --memory 24GiB -- python train.py --batch-size 64
+
+    As advisor tune, and if the unmodified script does not fit, advisor starts it with the least
+    memory, and looks for the fastest config that fits at your batch. It checkpoints blocks that
+    repeat, and keeps activations on the host. advisor run then uses the config.
+    """
+    plan, asked = Plan.of(options.collected(Plan, given)), options.collected(Task, given)
+    if not command:
+        raise UsageError("give your command after --, as in: advisor fit -- python train.py")
+    if (limit := given.pop("memory")) is not None:
+        asked["max_memory"] = ByteSize().checked("memory", limit)
+    permitted = permissions(asked)
+    from advisor.tuning import tuned
+    from advisor.workload import RunWorkload
+
+    progress, show = _progress(plan, given)
+    workload = RunWorkload(command, permitted, show=show, limited=True)
+    found = tuned(workload, plan, cache=cache, progress=progress)
+    record, slower = found.record, memory.slowdown(found.record)
+    yield from _fits(record)
+    yield from _result(found, plan, command, cache, "")
+    code = options.INTERRUPTED if found.interrupted else DONE
+    if max_slowdown is not None and slower > max_slowdown:
+        warn(
+            f"the advice is {slower:.2f}x slower than your script would be with enough memory, "
+            f"more than --max-slowdown {max_slowdown:g}; a smaller batch may be faster"
+        )
+        code = code or FAILED
+    yield Output(
+        lambda: {"slowdown": slower or None, "record": as_data(record, cache)},
+        code=code,
+    )
+
+
+def _progress(plan: Plan, given: Mapping[str, Any]) -> tuple[Shown, Callable[[str], None] | None]:
+    """The progress of a tuning, and where the command's output goes. Sets variables on which the
+    started command and the lines to copy depend."""
+    os.environ.update(options.LOADER.get(given["loader"], {}))
+    os.environ.update({KEEP_CHECKPOINTS: "1"} if given["keep_checkpoints"] else {})
+    shown_on = options.console(stderr=True, quiet=given["quiet"])
+    progress = Shown(shown_on, budget_s=plan.seconds, events=given["events"])
+    return progress, progress.output if given["show_output"] else None
+
+
+def _fits(record: Record) -> Parts:
+    """What fits into the memory, and where the memory goes."""
+    if not memory.saves(record):
+        peak = record.memory.get("peak")
+        if record.key.task.max_memory and type(peak) is int:
+            yield f"Your unmodified script fits: its peak is {size(peak)}."
+        return
+    for section in memory.sections(record):
+        yield from section.text()
 
 
 def _result(

@@ -111,6 +111,13 @@ class Timeline(NamedTuple):
         return found
 
 
+class Bars(NamedTuple):
+    """A chart: for each part its label, its size, and the size as text."""
+
+    title: str
+    bars: Sequence[tuple[str, int, str]]
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """One part of a report.
@@ -127,7 +134,7 @@ class Section:
     table: Table | None = None
     lines: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
-    chart: Comparison | Timeline | None = None
+    chart: Comparison | Timeline | Bars | None = None
 
     def text(self) -> Iterator[str | RenderableType]:
         """The section for a terminal."""

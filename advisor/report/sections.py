@@ -14,9 +14,8 @@ from advisor.cache.reader import StoredRecord
 from advisor.cache.record import CAPTURE, CUT_SHORT, FLAGS, Part, Record
 from advisor.cache.shown import interval, size, tells, times
 from advisor.cache.signing import UNSIGNED
-from advisor.cache.task import CHECKPOINTED
 from advisor.command_snippets import line_anywhere, script_line
-from advisor.report import feeding
+from advisor.report import feeding, memory
 from advisor.report.data import Comparison, Estimate, Report, Section, Table, Timeline, Tried
 from advisor.report.text import age, duration, outcome, rate, ratios, spread
 from advisor.resolve.answer import DOUBTFUL, advises, break_even, doubtful, is_clear, unverified
@@ -67,6 +66,7 @@ def _sections(record: Record) -> Iterator[Section]:
     if tried := list(_tried(record)):
         chart = Timeline("Samples/s of each trial over time", tried)
         yield Section("tried", "What was tried", trials(record), chart=chart)
+    yield from memory.sections(record)
     if record.parts:
         title = "What each knob contributes"
         yield Section("knobs", title, parts(record), chart=_parts_chart(record))
@@ -157,7 +157,7 @@ def use(
         url: the store's URL for a reader on another machine.
     """
     run, others = record.key.task.command, tuple(_other_uses(record, None if url else cache))
-    gains = record.input or advises(record) or CHECKPOINTED in record.key.task.script
+    gains = record.input or advises(record) or memory.saves(record)
     if not gains and (run or not others):
         return Section("script", "What to do", lines=(nothing_to_gain(record),), code=others)
     title = "Start it like this" if run else "In your script"

@@ -22,7 +22,7 @@ from advisor.resolve.lookups import look_up
 from advisor.resolve.request import Request
 from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.environment import default_device, detect
-from advisor.tuners.knobs import CHECKPOINT
+from advisor.tuners.knobs import OFFLOAD
 from advisor.tuners.measure.run.guarded_process import isolated
 from advisor.tuners.measure.run.mapped_options import MappedOptions
 
@@ -36,11 +36,11 @@ def of_command(records: Records, command: Sequence[str]) -> list[StoredRecord]:
     return [one for one in newest if one.record.key.task.command == tuple(command)]
 
 
-def checkpointed(command: Sequence[str], device: str, cache: Cache) -> int:
-    """One of how many blocks was checkpointed when this command, with any numbers in it, was tuned
-    last on a device; 0: none. Raises StoreError if no store can be read."""
+def saves_memory(command: Sequence[str], device: str, cache: Cache) -> bool:
+    """Whether this command, with any numbers in it, ran out of memory unmodified when it was tuned
+    last on a device. Raises StoreError if no store can be read."""
     last = _last(_with_any_numbers(open_records(cache), command, detect(device)), command)
-    return int(last.baseline.config.get(CHECKPOINT) or 0) if last is not None else 0
+    return last is not None and OFFLOAD in last.baseline.config
 
 
 def _with_any_numbers(

@@ -54,13 +54,13 @@ class RecordGuide:
         self._failures: Failures | None = None
         self._strict, self._status = strict, ""
 
-    def checkpointed(self, device: str) -> int:
-        from advisor.resolve.commands import checkpointed
+    def saves_memory(self, device: str) -> bool:
+        from advisor.resolve.commands import saves_memory
 
         try:
-            return checkpointed(self._command, device, self._asked.cache)
+            return saves_memory(self._command, device, self._asked.cache)
         except AdvisorError:
-            return 0  # the lookup at the first steps reports it
+            return False  # the lookup at the first steps reports it
 
     def takes_over(self) -> bool:
         if is_followed():
@@ -78,8 +78,8 @@ class RecordGuide:
         PROCESS_FLAGS.put(self._flags_before)
         if self._seen is not None:
             disclaim_other_models(self._seen.model)
-            if knobs.CHECKPOINT in self._seen.own:
-                warn_in_hook("the blocks stay checkpointed, as when this command was tuned")
+            if knobs.OFFLOAD in self._seen.own:
+                warn_in_hook("the run takes the least memory, as when this command was tuned")
         return BlockRequest(config=Config())
 
     def advice_for(self, seen: ScriptFacts) -> BlockRequest | None:
@@ -140,8 +140,8 @@ class RecordGuide:
         if why == "unclear" and self._strict:
             raise NoRecord(str(exc)) from exc
         if is_out_of_memory(exc) and self._request.config == self._request.own:
-            line = f"advisor tune -- {shlex.join(self._command)}"
-            warn_in_hook(f"memory ran out; to try activation checkpointing: {line}")
+            line = f"advisor fit -- {shlex.join(self._command)}"
+            warn_in_hook(f"memory ran out; to find the fastest way to train that fits: {line}")
         if why in ("untrained", "unclear", "over"):
             warn_in_hook(f"{exc}{_UNTRAINED if why == 'untrained' else f'. {GOES_ON}'}")
 

@@ -31,7 +31,7 @@ SOURCES = "".join(
 _CONTEXT = click.Context(cli)
 COMMANDS = {name: cli.get_command(_CONTEXT, name) for name in cli.list_commands(_CONTEXT)}
 INTERNAL = tuple(
-    f"ADVISOR_{name}" for name in ("CHECKPOINT_BLOCKS", "COMPLETE", "MAX_MEMORY", "PILOT", "RUN")
+    f"ADVISOR_{name}" for name in ("COMPLETE", "LEAST_MEMORY", "MAX_MEMORY", "PILOT", "RUN")
 )
 """Prefixes of the variables that advisor sets for processes that it starts."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import random
@@ -26,6 +27,7 @@ from advisor.tuners.recomputation import (
     blocks,
     recompute_in_place,
     recomputed_calls,
+    replace_calls,
 )
 from advisor.tuners.search.space import Space
 from tests.face.commands import TOO_BUSY, advisor, env_of
@@ -175,18 +177,24 @@ def train(model: nn.Module, steps: int = 6) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None] + [*model.buffers()]
 
 
-def kept_bytes(model: nn.Module) -> int:
-    """Returns the bytes of the activations that a forward pass keeps for backward."""
-    kept = 0
+@contextlib.contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """Counts the bytes of each tensor that is kept for backward."""
+    kept: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        nonlocal kept
-        kept += tensor.nbytes
+        kept.append(tensor.nbytes)
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """Returns the bytes of the activations that a forward pass keeps for backward."""
+    with counted_bytes() as kept:
         model(torch.randn(64, WIDTH))
-    return kept
+    return sum(kept)
 
 
 @pytest.mark.parametrize("every", [1, 2, 4])
@@ -197,7 +205,7 @@ def test_training_is_bit_identical_and_keeps_less(
     torch.manual_seed(0)
     plain = made()
     recomputing = copy.deepcopy(plain)
-    recompute_in_place(recomputing, every)
+    replace_calls(blocks(recomputing)[::every])
     blocks_found = len(set(blocks(plain)))
     assert len(recomputed_calls(recomputing)) == -(-blocks_found // every)
     assert all(map(torch.equal, train(plain), train(recomputing)))
@@ -207,14 +215,14 @@ def test_training_is_bit_identical_and_keeps_less(
 def test_copies_and_checkpoints_hold_nothing_of_advisors() -> None:
     model = Stack()
     names = set(model.state_dict())
-    recompute_in_place(model, 1)
+    recompute_in_place(model)
     assert set(model.state_dict()) == names
     assert not recomputed_calls(copy.deepcopy(model))
 
 
 def test_without_gradients_a_block_is_called_once() -> None:
     model = Stack()
-    recompute_in_place(model, 1)
+    recompute_in_place(model)
     with torch.no_grad():
         model(torch.randn(4, WIDTH))
     assert [int(block.norm.num_batches_tracked) for block in model.blocks] == COUNT * [1]
@@ -236,14 +244,14 @@ def test_without_gradients_a_block_is_called_once() -> None:
     ],
 )
 def test_block_that_computes_something_else_again_is_refused(model: Stack, reason: str) -> None:
-    recompute_in_place(model, 1)
+    recompute_in_place(model)
     with pytest.raises(NotRecomputable, match=reason):
         model(torch.randn(4, WIDTH) + 0).sum().backward()
 
 
 def test_other_weights_in_the_second_call_are_refused() -> None:
     model = Stack()
-    recompute_in_place(model, 1)
+    recompute_in_place(model)
     weights = {name: weight + 0.1 for name, weight in model.named_parameters()}
     loss = torch.func.functional_call(model, weights, torch.randn(4, WIDTH)).sum()
     with pytest.raises(NotRecomputable, match="has other weights in a second call"):
@@ -255,7 +263,7 @@ def test_blocks_are_recomputed_several_times() -> None:
     torch.manual_seed(0)
     plain, x = Stack(), torch.randn(4, WIDTH, requires_grad=True)
     recomputing = copy.deepcopy(plain)
-    recompute_in_place(recomputing, 1)
+    recompute_in_place(recomputing)
     found = []
     for model in (plain, recomputing):
         torch.manual_seed(1)
@@ -278,25 +286,27 @@ def test_repeated_blocks_are_found() -> None:
     assert blocks(hooked) == [hooked.blocks[0], *hooked.blocks[2:]]
 
 
-def test_layers_of_transformers_use_their_own_checkpointing() -> None:
+def test_layers_of_transformers_train_without_their_cache() -> None:
     transformers = pytest.importorskip("transformers")
     size = {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 32}
     torch.manual_seed(0)
     plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size)).train()
     recomputing = copy.deepcopy(plain)
-    recompute_in_place(recomputing, 1)
+    recompute_in_place(recomputing)
     tokens, found = torch.randint(0, 32, (2, 6)), []
     for model in (plain, recomputing):
         torch.manual_seed(1)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        found.append([weight.grad for weight in model.parameters()])
-    assert all(map(torch.equal, *found))
-    assert "gradient_checkpointing" not in vars(recomputing.transformer.h[0])
+        with counted_bytes() as kept:
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        found.append(([weight.grad for weight in model.parameters()], sum(kept)))
+    (theirs, most), (ours, fewer) = found
+    assert all(map(torch.equal, theirs, ours)) and fewer < most / 2
 
 
-class CheckpointedGuide(ScriptedGuide):
-    def checkpointed(self, device: str) -> int:
-        return 1
+class SavingGuide(ScriptedGuide):
+    def saves_memory(self, device: str) -> bool:
+        return True
 
 
 class Allocator:
@@ -356,12 +366,13 @@ def test_pilot_checkpoints_from_the_first_step_and_offers_less(within: str) -> N
     def requests(space: Space) -> Iterator[BlockRequest]:
         own = space.default
         assert space.choices["checkpoint_blocks"] == (1, 0, 2, 4)
+        assert space.choices["offload"] == (True, False)
         for every in (0, 2, 1):
-            config = own.replace(checkpoint_blocks=every)
+            config = own.replace(checkpoint_blocks=every, offload=False)
             yield BlockRequest(config=config, own=own, steps=2)
-        yield BlockRequest(config=own.replace(checkpoint_blocks=2), own=own)
+        yield BlockRequest(config=own.replace(checkpoint_blocks=2, offload=False), own=own)
 
-    guide = CheckpointedGuide(requests)
+    guide = SavingGuide(requests)
     pilot, checkpointed = Pilot(guide), []
     try:
         with saved_tensors_hooks(allocator.pack, lambda kept: kept.tensor):
@@ -378,7 +389,7 @@ def test_pilot_checkpoints_from_the_first_step_and_offers_less(within: str) -> N
     assert [one.outcome for one in guide.results] == ["out_of_memory", "ok", "ok"]
     assert checkpointed[0] == COUNT and checkpointed[-1] == COUNT // 2
     assert not recomputed_calls(model)
-    assert guide.seen.script == "checkpointing of every block"
+    assert guide.seen.script == "checkpointing of every block, activations on the host"
 
 
 HEAD = """from __future__ import annotations
@@ -424,14 +435,14 @@ def test_script_that_runs_out_of_memory_is_tuned_and_runs(tmp_path: Path) -> Non
     env = env_of(tmp_path) | {"STEPS": "60"}
     untuned = advisor(tmp_path, "run", "--", *command, process=True, **env)
     assert untuned.returncode == 1 and "OutOfMemoryError" in untuned.stderr
-    assert f"to try activation checkpointing: advisor tune -- {command[0]}" in untuned.stderr
+    assert f"to find the fastest way to train that fits: advisor fit -- {command[0]}" in untuned.stderr
     options = ("--effort", "quick", "--budget", "6s", "--no-compile")
     done = advisor(tmp_path, "tune", *options, "--", *command, **env | {"STEPS": str(10**9)})
     assert "your unmodified script runs out of memory" in done.stderr
     if done.returncode:  # the host was too busy to measure even the baseline
         assert re.search(TOO_BUSY, done.stderr), done.stderr
         return
-    assert "checkpointed" in done.stdout and "run it as usual" not in done.stdout
+    assert "least memory" in done.stdout and "run it as usual" not in done.stdout
     more = (*command[:2], str(int(command[2]) + 1))  # as another number of epochs
     tuned = advisor(tmp_path, "run", "--", *more, process=True, **env)
     command, env = (*command[:2], str(10**9)), env | {"ADVISOR_DISABLE": "1"}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from advisor.cache.config import BATCH, Config
-from advisor.tuners.knobs import CHECKPOINT, KNOBS, WORKERS, Knob
+from advisor.tuners.knobs import CHECKPOINT, KNOBS, OFFLOAD, WORKERS, Knob
 
 
 def changed_knobs(config: Config, default: Config) -> tuple[Knob, ...]:
@@ -36,6 +36,7 @@ class AppliedConfig:
         self.captured = any(value in k.captured for k, value in rows)
         self.compiles = any(k.model and not k.layout for k, _value in rows)
         self.every = int(config.get(CHECKPOINT) or 0)  # one of so many blocks is checkpointed
+        self.offloads = bool(config.get(OFFLOAD))
         # Configs that turn the script's own settings off are measured and never advised:
         undone = [(k, default[k.name]) for k, v in rows if k.name in default and v == k.default]
         self.undoes_autocast = any(own in k.autocast for k, own in undone)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -121,17 +122,19 @@ STEP_HOOKS = StepHooks()
 
 
 class CallHooks:
-    """Calls `within` before each call of a module, `begins` before an outermost call, and `called`
-    after it, unless it raises. Not for recomputed calls, calls in a loader's worker, and modules
-    without weights, such as losses and torchvision's transforms. Every call becomes slower."""
+    """Calls `within` before each call of a module, and `called` after an outermost call, unless it
+    raises. An outermost call runs in the context that `begins` returns. Not for recomputed calls,
+    calls in a loader's worker, and modules without weights, such as losses and torchvision's
+    transforms. Every call becomes slower."""
 
     def __init__(
         self,
         called: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
         within: Callable[[nn.Module], None],
-        begins: Callable[[nn.Module], None] = lambda _module: None,
+        begins: Callable[[nn.Module], AbstractContextManager[Any] | None] = lambda _module: None,
     ) -> None:
         inside: list[nn.Module] = []
+        self._around = around = ExitStack()
         self._resting = False
         self._compiled = graphs_compiled()
 
@@ -146,11 +149,13 @@ class CallHooks:
                 within(module)
                 if not inside and any(True for _ in module.parameters()):
                     inside.append(module)
-                    begins(module)
+                    if (context := begins(module)) is not None:
+                        around.enter_context(context)
 
         def leave(module: nn.Module, args: Any, *rest: Any) -> None:
             if not ignores() and inside and inside[0] is module:
                 inside.clear()
+                around.close()
                 # PyTorch passes no keyword arguments if the call has raised.
                 if len(rest) == 2:
                     called(module, args, rest[0])
@@ -180,6 +185,7 @@ class CallHooks:
         """Stop reporting. The hooks stay if they may be part of the script's compiled code, which
         would be compiled again without them."""
         self._resting = True
+        self._around.close()
         if graphs_compiled() == self._compiled:
             self.remove()
 

@@ -23,6 +23,7 @@ class Block:
     first_s: float = 0.0  # seconds of building and untimed steps, if the block switched configs
     waited_s: float = 0.0  # of `seconds`, waiting for data
     gpu_s: float = 0.0  # of `seconds`, by the device's clock; 0 if that is not known
+    extra_s: float = 0.0  # of `seconds`, recomputing and copying activations to save memory
     peak_bytes: int = 0  # of device memory since the switch to the config
     compiled: int = 0  # graphs that torch.compile made within the timed steps
     drained_share: float = 0.0  # share of batches by which the loader's backlog grew

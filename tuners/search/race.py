@@ -105,6 +105,7 @@ class SearchResult:
     interrupted: bool = False  # by Ctrl-C
     exhausted: bool = False  # nothing but the baseline could be tried, whatever the budget
     complete: bool = True  # neither interrupted nor ended by losing the runner
+    unmodified: float = 1.0  # estimated speed-up of the script if it had enough memory
 
 
 def choose(

@@ -34,6 +34,7 @@ class Recipe:
     def __init__(self, space: Space, visits: Visits) -> None:
         self._space, self._visits = space, visits
         self._uses, self._on = space.uses, space.on
+        self._saves: dict[str, Value] = {}  # how the format that was tried last saves memory
         modes = space.choices.get(knobs.COMPILE, ())
         # On a GPU, if compiling is permitted.
         self._has_graphs = any(mode in knobs.GRAPHED_MODES for mode in modes)
@@ -42,11 +43,11 @@ class Recipe:
         yield from self._loader(STARVED)
         # Compiling gains the most on a GPU. Elsewhere it takes as long, and gains little.
         if self._has_graphs:
-            stages = [self._half, self._compiled, self._toggles, self._larger]
+            stages = [self._half, self._compiled, self._lighter, self._toggles, self._larger]
             stages += [self._other_code, self._alone]
         else:
-            stages = [self._half, self._alone, self._toggles, self._compiled, self._other_code]
-            stages += [self._larger]
+            stages = [self._half, self._alone, self._toggles, self._compiled, self._lighter]
+            stages += [self._other_code, self._larger]
         for stage in (*stages, self._nearby):
             origin = "batch" if stage in (self._larger, self._nearby) else "recipe"
             for config in stage():
@@ -62,7 +63,7 @@ class Recipe:
 
     def _near(self, changes: Mapping[str, Value]) -> Config:
         """The baseline with those of `changes` that the space offers."""
-        return self._space.near(changes).replace(**self._visits.feed)
+        return self._space.near({**self._saves, **changes}).replace(**self._visits.feed)
 
     @property
     def _format(self) -> Config:
@@ -94,13 +95,30 @@ class Recipe:
         its visit takes 40 s, and another 40 s once it is compiled."""
         least = CLEARLY * score(self._visits.baseline)
         for config in self._recipes():
-            if self._has_graphs and not config.changed(self._space.default).only(*knobs.FORMATS):
+            same = not config.changed(self._space.default).only(*knobs.FORMATS)
+            if self._has_graphs and same and knobs.OFFLOAD not in self._space.choices:
                 return
-            yield config
-            visit = self._visits.get(config)
-            if visit is None or not self._runs(config):
-                continue
-            if self._has_graphs or score(visit) >= least:
+            for changes in self._ways_to_save():
+                tried = self._near(config | changes)
+                yield tried
+                if tried in self._visits and self._runs(tried):
+                    self._saves = changes
+                    if self._has_graphs or score(self._visits[tried]) >= least:
+                        return
+                    break
+
+    def _ways_to_save(self) -> Sequence[dict[str, Value]]:
+        return knobs.SAVED if knobs.OFFLOAD in self._space.choices else ({},)
+
+    def _lighter(self) -> Iterator[Config | None]:
+        """The leader with less effort to save memory: compiled code needs less."""
+        leader = self._visits.best(batch=self._space.batch).config
+        for changes in self._ways_to_save():
+            config = self._space.near(leader | changes)
+            if not changes or config == leader:
+                return
+            yield config if self._space.holds(config) else None
+            if self._ran(config):
                 return
 
     def _compiled(self) -> Iterator[Config | None]:
@@ -111,9 +129,12 @@ class Recipe:
         format_ = None
         while format_ != self._format:  # it changes if a compiled config turns out wrong
             format_ = self._format
-            for changes in knobs.COMPILED:
+            saves = format_.get(knobs.OFFLOAD) or format_.get(knobs.CHECKPOINT)
+            for changes in knobs.COMPILED_SAVING if saves else knobs.COMPILED:
                 config = self._on(format_, changes)
                 yield config
+                if saves:
+                    continue
                 if format_ != self._format or (config is not None and self._ran(config)):
                     break
         if CAPTURE in self._uses:

@@ -82,16 +82,23 @@ class Space:
         )
 
     def _combines(self, config: Config) -> bool:
+        changed = config.changed(self.default)
         return not any(
-            other in config and _among(config[other], values)
-            for name in config.changed(self.default)
+            _among(config.get(other), values) and (name in changed or other in changed)
+            for name in config
+            if not _among(config[name], (self._neutral(name),))
             for other, values in knobs.BY_NAME[name].conflicts.items()
         )
 
+    def _neutral(self, name: str) -> Value:
+        """The value of a knob that conflicts with nothing."""
+        default = knobs.BY_NAME[name].default
+        return self.default[name] if default is None else default
+
     def combined(self, config: Config, name: str, value: Value) -> Config:
-        """The config with a knob set, and the knobs that conflict with it at their default."""
+        """The config with a knob set, and neutral values of the knobs that conflict with it."""
         clashing = {
-            other: self.default[other]
+            other: self._neutral(other)
             for other in config
             if _among(value, knobs.BY_NAME[other].conflicts.get(name, ()))
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from advisor.errors import TargetFailed, WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.decisions import CLEARLY, NOTABLE, PAIRS, TURN_S
 from advisor.tuners.length import Length
-from advisor.tuners.measure.runner import UNVERIFIED, Compared, ConfigFailed, Runner
+from advisor.tuners.measure.runner import UNVERIFIED, Block, Compared, ConfigFailed, Runner
 from advisor.tuners.search.journal import Journal, JournaledTrial
 from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.race import (
@@ -350,6 +351,7 @@ class Tuner:
             and len(visits) == 1
             and not (self._passed_over or self._is_full or self._open(self._space.batch)),
             complete=self._complete and not interrupted,
+            unmodified=1 / (1 - min(0.99, statistics.median(map(_extra, self._visitor.baseline)))),
         )
 
     def _untried(self) -> Iterator[str]:
@@ -386,6 +388,11 @@ class Tuner:
         """A config's changes in words, and its batch if it is not the user's."""
         at = f" at batch {config.batch}" if config.batch != self._space.batch else ""
         return knobs.described(config, self._space.default, nothing=self._scope.baseline) + at
+
+
+def _extra(block: Block) -> float:
+    """The share of a block's time that saves memory."""
+    return block.extra_s / block.seconds
 
 
 def measurement_of(compared: Compared) -> Measurement:

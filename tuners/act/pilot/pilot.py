@@ -9,8 +9,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -33,14 +34,16 @@ from advisor.tuners.act.pilot.protocol import (
     Guide,
 )
 from advisor.tuners.decisions import HEADROOM, IN_A_ROW, MAX_OBSERVED_STEPS
-from advisor.tuners.environment import limit_memory
+from advisor.tuners.environment import expand_segments, limit_memory
 from advisor.tuners.faults import NEEDS_OPTIMIZER, UNSTEPPED, Stopped, failure, is_out_of_memory
+from advisor.tuners.offloading import EXTRA_TIME, offload_in_place
 from advisor.tuners.recomputation import recompute_in_place
 
 if TYPE_CHECKING:
     from advisor.tuners.act.pilot.switch import ConfigSwitch
 
 P = ParamSpec("P")
+T = TypeVar("T")
 Verdict = tuple[str, str, str]  # a BlockResult's outcome, reason and blames
 OK = ("ok", "", "")
 _log = logging.getLogger("advisor")
@@ -104,7 +107,7 @@ class Pilot:
         self._trained: Sequence[TrainedModel] = ()
         self._switch: ConfigSwitch | None = None
         self._request = BlockRequest(config=Config())
-        self._every: int | None = None  # None until the first training call
+        self._saves: bool | None = None  # None until the first training call
         self._looked = self._period = 0
         self._at = self._done = self._warm = self._graphs = 0
         self._elsewhere = self._own_peak = 0
@@ -147,17 +150,18 @@ class Pilot:
         self._guide.failed(exc)
         self._leave()
 
-    def _guarded(self, hook: Callable[P, None]) -> Callable[P, None]:
+    def _guarded(self, hook: Callable[P, T]) -> Callable[P, T | None]:
         """Wrap a hook: an exception in it ends the pilot, and not the run."""
 
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
             try:
-                hook(*args, **kwargs)
+                return hook(*args, **kwargs)
             except AdvisorError:
                 raise  # strict=True
             except Exception as exc:
                 _log.error("the pilot failed; please report this", exc_info=exc)
                 self._stop(Stopped("broken", f"the pilot failed: {failure(exc)[1]}"))
+                return None
 
         return guarded
 
@@ -176,16 +180,25 @@ class Pilot:
             steps = f"{self._looked} step{'s' * (self._looked != 1)} of its optimizers"
             self._guide.failed(Stopped("brief", f"the script ended after {steps}"))
 
-    def _begins(self, module: nn.Module) -> None:
-        """Before its first training call, checkpoint a model that runs out of memory otherwise."""
+    def _begins(self, module: nn.Module) -> AbstractContextManager[Any] | None:
+        """Before its first training call, have a model that runs out of memory otherwise take the
+        least. Returns a context for this call."""
         if not torch.is_grad_enabled() or not module.training or module in self._observer.called:
-            return
-        if self._every is None:
+            return None
+        if self._saves is None:
             device = next(module.parameters()).device
-            self._every = self._guide.checkpointed(str(device))
+            self._saves = self._guide.saves_memory(str(device))
             limit_memory(device, int(os.environ.get(MAX_MEMORY) or 0))
-        if self._every:
-            recompute_in_place(module, self._every)
+            if self._saves:
+                expand_segments(device)
+        if not self._saves:
+            return None
+        from advisor.tuners.act.pilot.switch import callable_module
+
+        if (called := callable_module(module)) is None:
+            return None
+        recompute_in_place(called)
+        return offload_in_place(called).offloads()
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._observer.on_call(module, args, kwargs)
@@ -261,7 +274,7 @@ class Pilot:
         self._calls.pause()
         if not self._guide.takes_over():
             return self._leave()
-        self._seen = seen = ScriptFacts.of(self._observer, self._loaders.seen(), self._every or 0)
+        self._seen = seen = ScriptFacts.of(self._observer, self._loaders.seen(), bool(self._saves))
         self._device, self._trained = torch.device(seen.device), trained
         request = self._guide.begin(seen)
         if not request.own or self._threaded.is_set():
@@ -321,6 +334,7 @@ class Pilot:
             waited_s=self._loaders.waited_s,
             peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else 0,
             compiled=graphs_compiled() - self._graphs,
+            extra_s=EXTRA_TIME.take(),
             drained_share=self._loaders.drained_share,
             prefetched=self._loaders.prefetched,
             outcome=self._verdict[0],
@@ -334,6 +348,8 @@ class Pilot:
             one.samples, one.evaluated = 0, False
         self._synchronize()
         self._graphs = graphs_compiled()
+        EXTRA_TIME.take()
+        EXTRA_TIME.counts = self._request.steps > 0
         self._loaders.begin_block()
         self._began = time.perf_counter()
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Where the tuning process listens, and the secret that it shares with its children.
 ADDRESS, SECRET = "ADVISOR_PILOT", "ADVISOR_PILOT_KEY"
 RUN = "ADVISOR_RUN"  # the command of `advisor run`, and seconds for its tuning, as JSON
-CHECKPOINT_BLOCKS = "ADVISOR_CHECKPOINT_BLOCKS"  # the value of this knob from the start on
+LEAST_MEMORY = "ADVISOR_LEAST_MEMORY"  # if set, a run takes the least memory from the start on
 MAX_MEMORY = "ADVISOR_MAX_MEMORY"  # bytes of the device that a tuned run may use
 KEEP_CHECKPOINTS = "ADVISOR_KEEP_CHECKPOINTS"  # if set, checkpoints of a tuned run stay in place
 MAX_MESSAGE_BYTES = 2**20  # bytes of an answer
@@ -69,6 +69,7 @@ class BlockResult:
     first_s: Seconds = 0.0  # of the untimed steps, if the request switched to another config
     waited_s: Seconds = 0.0  # for data
     peak_bytes: Bytes = 0
+    extra_s: Seconds = 0.0  # to recompute and to copy activations
     compiled: Count = 0  # graphs that torch.compile made
     drained_share: Share = 0.0  # of batches by which the loader's backlog grew
     prefetched: Count = 0  # batches that workers have ready or are loading
@@ -80,8 +81,8 @@ class BlockResult:
 class Guide(Protocol):
     """Decides which config is next; the same one in all processes of a job."""
 
-    def checkpointed(self, device: str) -> int:
-        """One of how many blocks is checkpointed from the first step on, on a device; 0: none."""
+    def saves_memory(self, device: str) -> bool:
+        """Whether steps on a device take the least memory until the first request."""
 
     def takes_over(self) -> bool:
         """Whether to tune a script that may use an Advice itself. Resets the Advice's flags."""
@@ -145,8 +146,8 @@ class PilotClient:
         self._pipe: Connection | None = None
         self._note("")
 
-    def checkpointed(self, device: str) -> int:
-        return int(os.environ.get(CHECKPOINT_BLOCKS) or 0)
+    def saves_memory(self, device: str) -> bool:
+        return bool(os.environ.get(LEAST_MEMORY))
 
     def takes_over(self) -> bool:
         """As `Guide.takes_over`, but an Advice that the script uses is part of it and stays."""

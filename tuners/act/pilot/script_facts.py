@@ -16,10 +16,19 @@ from advisor.cache.task import DTYPES, Task
 from advisor.errors import printable
 from advisor.tuners import fingerprint, knobs
 from advisor.tuners.act.pilot.loop_observer import VARIES, Input, LoopObserver, TrainedModel
+from advisor.tuners.act.pilot.memory import breakdown
 from advisor.tuners.act.pilot.switch import replicates
 from advisor.tuners.compiling import repeated
-from advisor.tuners.knobs import CHECKPOINT, INPUT_PIPELINE, KNOBS, LoaderFacts, ScriptSettings
-from advisor.tuners.recomputation import RecomputedCall
+from advisor.tuners.knobs import (
+    CHECKPOINT,
+    INPUT_PIPELINE,
+    KNOBS,
+    OFFLOAD,
+    LoaderFacts,
+    ScriptSettings,
+)
+from advisor.tuners.offloading import OffloadedCall
+from advisor.tuners.recomputation import RecomputedCall, recomputed_calls
 
 MICRO = "micro-batches"
 CONVOLVES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -54,11 +63,12 @@ class ScriptFacts:
     device: str
     workers: int  # that its loader may get at most
     room: int  # as in `LoaderFacts`
+    memory: Config = Config()  # noqa: RUF009 # immutable; as in `breakdown`
 
     @classmethod
-    def of(cls, observer: LoopObserver, loading: LoaderFacts, every: int = 0) -> ScriptFacts:
+    def of(cls, observer: LoopObserver, loading: LoaderFacts, saves: bool = False) -> ScriptFacts:
         """The facts of an observer that knows which optimizer steps make one step of the script.
-        `every`: one of so many blocks is checkpointed; 0: none."""
+        `saves`: whether the steps take the least memory."""
         trained = observer.trained()
         main = trained[0]
         samples = max(1, main.batch(observer.period()))
@@ -67,7 +77,10 @@ class ScriptFacts:
             processes, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         first = _main_input(main)
         own, kept, limits = _script_settings(observer, trained, loading)
-        own = own.replace(**{CHECKPOINT: every}) if every else own
+        if saves:
+            blocks = any(recomputed_calls(one.outer) for one in trained)
+            own = own.replace(**({CHECKPOINT: 1} if blocks else {}), **{OFFLOAD: True})
+        device = next(main.model.parameters()).device
         return cls(
             **model_facts([one.model for one in trained]),
             shape=(samples * processes, *(dim or 1 for dim in first.shape[1:] or (1,))),
@@ -80,9 +93,10 @@ class ScriptFacts:
             limits=limits,
             rank=rank,
             processes=processes,
-            device=str(next(main.model.parameters()).device),
+            device=str(device),
             workers=loading.most,
             room=loading.room,
+            memory=breakdown(trained, observer.optimizers, device),
         )
 
     def task(self, command: Sequence[str], given: Mapping[str, object]) -> Task:
@@ -102,7 +116,7 @@ class ScriptFacts:
 
     def lines(self) -> list[str]:
         """Lines of text: the script's own settings, and what is not tuned."""
-        own = self.own.without(BATCH, CHECKPOINT)
+        own = self.own.without(BATCH, CHECKPOINT, OFFLOAD)
         already = [f"your script already: {knobs.described_own(own, Config())}"] if own else []
         return already + [f"not tuned: {line}" for line in self.limits]
 
@@ -169,12 +183,7 @@ def _script_settings(
     script = ScriptSettings(
         weights=[weight for one in trained for weight in one.model.parameters()],
         autocast=observer.autocast,
-        compiled=any(
-            hasattr(module, "_orig_mod")
-            or not isinstance(vars(module).get("_compiled_call_impl"), RecomputedCall | None)
-            for one in trained
-            for module in one.outer.modules()
-        ),
+        compiled=any(_is_compiled(module) for one in trained for module in one.outer.modules()),
         optimizers=observer.optimizers,
         loading=loading,
     )
@@ -193,6 +202,14 @@ def _script_settings(
     if left_alone := [why for one in trained if (why := _why_left_alone(one.outer))]:
         kept += [k.name for k in KNOBS if k.model or k.blocks or k.autocast or k.optimizer]
     return Config(found), tuple(dict.fromkeys(kept)), tuple(dict.fromkeys([*limits, *left_alone]))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether the script has compiled a module."""
+    there = vars(module).get("_compiled_call_impl")
+    if isinstance(there, OffloadedCall):
+        there = there.plain if there.plain != module._call_impl else None
+    return hasattr(module, "_orig_mod") or not isinstance(there, RecomputedCall | None)
 
 
 def _why_left_alone(outer: nn.Module) -> str:

@@ -30,6 +30,7 @@ from advisor.tuners.act.process_flags import PROCESS_FLAGS
 from advisor.tuners.act.replays import Replays
 from advisor.tuners.decisions import LEAST_FREE
 from advisor.tuners.faults import is_config_error
+from advisor.tuners.offloading import OffloadedCall, plain_call
 from advisor.tuners.recomputation import recomputed_calls, replace_calls
 
 OnError = Callable[[Exception], object] | None
@@ -44,6 +45,7 @@ class ModelCall:
         self.one, self.module = one, module
         there = vars(module).get("_compiled_call_impl")
         self.plain: Callable[..., Any] = module._call_impl if there is None else there
+        self.bare = plain_call(self.plain)  # whose activations stay on the device
         self.act = self.plain
         self.on_error: OnError = None
         self.base: CompiledRegions = {}  # of the script's own config
@@ -51,11 +53,10 @@ class ModelCall:
         self.outputs: list[weakref.ref[Tensor]] = []  # of the last call, if `keeps_outputs`
         self.keeps_outputs = False
 
-    def leave(self) -> None:
-        """Put the model's own call back, unless the model was compiled in the meantime."""
+    def leave(self, call: Callable[..., Any]) -> None:
+        """Put a call back, unless the model was compiled in the meantime."""
         if vars(self.module).get("_compiled_call_impl") is self:
-            own = self.plain == self.module._call_impl
-            hooks.replace_call(self.module, None if own else self.plain)
+            hooks.replace_call(self.module, None if call == self.module._call_impl else call)
 
     def put(self, regions: CompiledRegions) -> None:
         """Replace the calls of these modules, and restore those of all others."""
@@ -265,13 +266,13 @@ class ConfigSwitch:
         """Restore the calls of models that the present config, the last one, does not change."""
         for call in self.calls:
             if call.act is call.plain:
-                call.leave()
+                call.leave(call.plain)
 
     def release(self) -> None:
         self.set(self.own)
         for call in self.calls:
             call.put({})
-            call.leave()
+            call.leave(call.bare)
         self._attached.close()
         self.calls.clear()
         self._kept.clear()
@@ -374,9 +375,9 @@ class ConfigSwitch:
             return call.plain, call.base
         kept = self._kept.setdefault(code, {})
         if call.module not in kept:
-            inner: Callable[..., Any] = call.plain
+            inner: Callable[..., Any] = call.bare
             if applied.undoes_compile:
-                inner = torch.compiler.set_stance("force_eager")(call.plain)
+                inner = torch.compiler.set_stance("force_eager")(call.bare)
             elif applied.compiles:
                 inner = self._compiled(call, applied)
             chosen = list(call.base)[:: applied.every] if applied.every else []
@@ -384,6 +385,7 @@ class ConfigSwitch:
             if applied.compiles:
                 replace_calls(chosen)
                 regions = _detach_regions(call.module)
+            inner = OffloadedCall(call.module, inner) if applied.offloads else inner
             kept[call.module] = _wrapped(inner, applied, self._device), regions
         return kept[call.module]
 
@@ -397,7 +399,7 @@ class ConfigSwitch:
                 knob.model(module, value)
         if applied.graphs:
             self._replays.attach(module)
-        found = vars(module).get("_compiled_call_impl") or call.plain
+        found = vars(module).get("_compiled_call_impl") or call.bare
         hooks.replace_call(module, call)
         sizes, seen = not applied.any_size, call.one.signatures
         return Gate(module, found, call.uncompiled, seen=seen, sizes=sizes)

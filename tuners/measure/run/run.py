@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from advisor.cache.config import BATCH, Config, Value
+from advisor.cache.shown import size
 from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.act.pilot.protocol import (
-    CHECKPOINT_BLOCKS,
+    LEAST_MEMORY,
     MAX_MEMORY,
     TRAINING_OVER,
     UNCLEAR,
@@ -82,23 +83,35 @@ class Run:
         self._showing.__exit__(*exc)
 
     def describe(self) -> ScriptFacts:
-        """Start the command and return its facts; if it runs out of memory, start it again with
-        checkpointing of every block. Raises TargetFailed if the command ends before its first
-        steps, WorkerError if the steps do not come in time."""
+        """Start the command and return its facts; if it runs out of memory, start it again with the
+        least memory. Raises TargetFailed if the command ends before its first steps, WorkerError if
+        the steps do not come in time."""
         try:
             seen = self._running(self.baseline, time.monotonic() + START_S).seen
         except RunEnded as exc:
             if exc.outcome == "timed_out":
                 raise WorkerError(str(exc)) from exc
-            if CHECKPOINT_BLOCKS in self._variables:
-                lacks = "the script runs out of memory, and with activation checkpointing"
-                raise TargetFailed(f"{lacks} {exc}", "") from exc
             if exc.outcome != "out_of_memory":
                 raise TargetFailed(str(exc), "") from exc
-            self._variables[CHECKPOINT_BLOCKS] = "1"
+            if LEAST_MEMORY in self._variables:
+                raise TargetFailed(self._why_nothing_fits(exc), "") from exc
+            self._variables[LEAST_MEMORY] = "1"
             return self.describe()
         self._processes = seen.processes
         return seen
+
+    def _why_nothing_fits(self, exc: RunEnded) -> str:
+        """Why the script runs out of memory although it takes the least; measured without a limit
+        if the user gave one."""
+        limit = int(self._variables.pop(MAX_MEMORY, 0))
+        needs = ""
+        if limit:
+            with suppress(RunEnded):
+                seen = self._running(self.baseline, time.monotonic() + START_S).seen
+                peak, held = (int(seen.memory.get(name) or 0) for name in ("peak", "weights"))
+                needs = f"; it needs {size(peak)}, of which its weights take {size(held)}"
+        mend = "give it a smaller batch" + (", or a larger --memory" if limit else "")
+        return f"nothing fits: with the least memory the script {exc.said or exc}{needs}; {mend}"
 
     def try_option(self, name: str, value: Value) -> None:
         """Raise UsageError unless the command's option for knob `name` sets it to `value`."""

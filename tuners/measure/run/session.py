@@ -231,6 +231,7 @@ class PilotSession:
             seconds=slowest.seconds,
             first_s=max(result.first_s for result in results),
             waited_s=max(result.waited_s for result in results),
+            extra_s=slowest.extra_s,
             peak_bytes=max(result.peak_bytes for result in results),
             compiled=max(result.compiled for result in results),
             drained_share=max(result.drained_share for result in results),

@@ -1,0 +1,98 @@
+"""Where the memory of a run goes, and which ways to save memory fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from advisor.cache.config import Config
+from advisor.cache.record import Record, Trial
+from advisor.cache.shown import size, times
+from advisor.cache.task import OFFLOADED
+from advisor.errors import printable
+from advisor.report.data import Bars, Section, Table
+from advisor.report.text import outcome, rate, ratios
+from advisor.tuners.act.pilot.parts import PARTS, unmodified_bytes
+from advisor.tuners.knobs import CHECKPOINT, OFFLOAD, described
+
+_WAYS = (CHECKPOINT, OFFLOAD)
+
+
+def saves(record: Record) -> bool:
+    """Whether the unmodified script ran out of memory, so that its baseline saves memory."""
+    return OFFLOADED in record.key.task.script
+
+
+def sections(record: Record) -> Iterator[Section]:
+    """Generator: yields the ladder of a record that saves memory, and the parts of the memory."""
+    if saves(record):
+        yield Section("ladder", "Ways to save memory", ladder(record), tuple(lines(record)))
+    if rows := _parts(record.memory):
+        table = Table("The memory of a step", ("part", "memory"), right=("memory",))
+        for label, count in rows:
+            table.row(label, size(count))
+        chart = Bars("The memory of a step", [(label, count, size(count)) for label, count in rows])
+        yield Section("memory", "Where the memory goes", table, chart=chart)
+
+
+def ladder(record: Record) -> Table:
+    """For each way to save memory, the least first: the fastest config that fits."""
+    table = Table(
+        "The fastest config that fits, for each way to save memory",
+        ("saves memory by", "fastest config", "peak", "samples/s", "speed-up", ""),
+        right=("peak", "samples/s", "speed-up"),
+    )
+    tried = [one for one in record.trials if one.stage == "compute" and _at_batch(one, record)]
+    over, advised = ratios(tried, record.baseline.config), record.winner(record.use).config
+    ways: dict[Config, list[Trial]] = {}
+    for trial in tried:
+        ways.setdefault(trial.config.only(*_WAYS), []).append(trial)
+    for way in sorted(ways, key=_effort):
+        fits = [one for one in ways[way] if one.measurement.ok]
+        best = max(fits, key=lambda one: one.measurement.samples_per_s, default=ways[way][0])
+        if any(one.config == advised for one in fits):
+            best = next(one for one in fits if one.config == advised)
+        base, measured = record.baseline.config.without(*_WAYS), best.measurement
+        table.row(
+            described(way, Config({CHECKPOINT: 0, OFFLOAD: False}), nothing="nothing"),
+            described(best.config.without(*_WAYS), base, nothing="-"),
+            size(measured.peak_bytes),
+            rate(measured.samples_per_s) if measured.ok else "-",
+            times(over[best.number]) if over[best.number] else "-",
+            ("advised" if best.config == advised else "") if measured.ok else outcome(measured),
+            warns=not measured.ok,
+        )
+    return table
+
+
+def lines(record: Record) -> Iterator[str]:
+    """Generator: yields what the unmodified script would need, and how fast it would be."""
+    if needs := unmodified_bytes(record.memory):
+        limit = record.key.task.max_memory or 2**30 * record.key.environment.device.memory_gib
+        yield f"Your unmodified script needs about {size(needs)}, of {size(limit)}."
+    if found := slowdown(record):
+        faster = f"{1 / found:.2f}x as fast as" if found < 1 else f"{found:.2f}x slower than"
+        yield f"The advice is {faster} your script would be with enough memory (estimated)."
+
+
+def slowdown(record: Record) -> float:
+    """How many times slower the advice is than the unmodified script with enough memory; 0 if that
+    is not known."""
+    alone = record.memory.get("unmodified")
+    known = saves(record) and isinstance(alone, float)
+    return float(alone or 0) / record.winner(record.use).speedup if known else 0.0
+
+
+def _at_batch(trial: Trial, record: Record) -> bool:
+    return trial.config.batch == record.batch
+
+
+def _effort(way: Config) -> tuple[bool, float]:
+    every = int(way.get(CHECKPOINT) or 0)
+    return bool(way.get(OFFLOAD)), 1 / every if every else 0.0
+
+
+def _parts(memory: Config) -> list[tuple[str, int]]:
+    """The parts of a breakdown that are not empty, by their names."""
+    block = printable(str(memory.get("block") or "block"))[:60]
+    found = ((label.format(block=block), memory.get(name)) for name, label in PARTS.items())
+    return [(label, count) for label, count in found if type(count) is int and count > 0]

@@ -1,0 +1,87 @@
+"""What is kept for backward lies on the host: the same training, and a refusal to fill the host."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from advisor.tuners import host, offloading
+from advisor.tuners.offloading import EXTRA_TIME, offload_in_place, plain_call
+from advisor.tuners.recomputation import recompute_in_place
+from tests.tuners.test_recomputation import Stack, counted_bytes, train
+
+
+@pytest.fixture(autouse=True)
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloading, "LEAST_BYTES", 1)
+
+
+class Copies(Stack):
+    """Keeps an expanded tensor, and changes what it has kept before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x[:1].expand_as(x) * x.exp()
+        return super().forward(wide)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("made", [Stack, Copies])
+def test_training_is_bit_identical_and_keeps_only_weights(made: type[Stack], blocks: bool) -> None:
+    torch.manual_seed(0)
+    plain = made()
+    offloaded = copy.deepcopy(plain)
+    if blocks:
+        recompute_in_place(offloaded)
+    call = offload_in_place(offloaded)
+    assert all(map(torch.equal, train(plain), train(offloaded)))
+    with counted_bytes() as kept:
+        offloaded(torch.randn(4, 8))  # the inner hooks act alone
+    assert not kept and call.most_bytes > 0
+    assert plain_call(call) == offloaded._call_impl
+
+
+def test_full_host_keeps_activations_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "free_bytes", lambda: 2 * 400)
+    model = Stack()
+    call = offload_in_place(model)
+    for _ in range(3):  # what a step held is free again in the next
+        model(torch.randn(4, 8)).sum().backward()
+        assert 0 < call.most_bytes <= 400
+
+
+def test_second_derivatives_go_through_the_host() -> None:
+    x = torch.randn(3, requires_grad=True)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    found = []
+    for _ in range(2):
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        found += [*torch.autograd.grad(slope.square().sum(), list(model.parameters())[:1])]
+        offload_in_place(model)
+    assert torch.equal(*found)
+
+
+def test_time_of_copies_and_of_second_calls_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EXTRA_TIME, "counts", True)
+    model = Stack()
+    model(torch.randn(4, 8)).sum().backward()
+    assert EXTRA_TIME.take() == 0
+    recompute_in_place(model)
+    model(torch.randn(4, 8)).sum().backward()
+    assert EXTRA_TIME.take() > 0
+    assert EXTRA_TIME.take() == 0
+
+
+def test_script_may_checkpoint_below_an_offloaded_model() -> None:
+    class Own(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(checkpoint(torch.exp, x, use_reentrant=False))
+
+    torch.manual_seed(0)
+    plain = Own()
+    offloaded = copy.deepcopy(plain)
+    offload_in_place(offloaded)
+    assert all(map(torch.equal, train(plain), train(offloaded)))

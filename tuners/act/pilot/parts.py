@@ -1,0 +1,25 @@
+"""The names of the parts of a step's memory."""
+
+from __future__ import annotations
+
+from advisor.cache.config import Config
+
+PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "activations": "activations and temporary memory",
+    "peak": "peak: all of these",
+    "fragmentation": "reserved beyond the peak (fragmentation)",
+    "others": "other processes, and CUDA itself",
+    "host": "activations on the host",
+    "blocks": "activations that {block}s compute again",
+}
+"""By its name in a breakdown: how a part is shown."""
+
+
+def unmodified_bytes(memory: Config) -> int:
+    """The peak that the unmodified script would have, from the breakdown of steps that save memory:
+    an estimate. 0 if it is not known."""
+    sizes = [memory.get(name) for name in ("peak", "host", "blocks")]
+    return sum(one for one in sizes if type(one) is int) if "host" in memory else 0
