@@ -131,12 +131,31 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that this process may still allocate, within its limit."""
+    free, total = torch.cuda.mem_get_info(device)
+    # Older versions of PyTorch lack this function.
+    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: 1.0)
+    limit = int(fraction(device) * total)
+    reserved = torch.cuda.memory_reserved(device)
+    return min(free, limit - reserved) + reserved - allocated(device)
+
+
+def unused_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that the steps do not need: free at the moment of their peak."""
+    peak = torch.cuda.max_memory_allocated(device)
+    return max(0, free_bytes(device) - peak + allocated(device))
+
+
 def expand_segments(device: torch.device) -> None:
     """Have PyTorch's allocator grow its segments, which fragments a GPU's memory less, unless the
     user has set the allocator."""
     own = any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if device.type == "cuda" and not own:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        # Public under neither name (torch 2.11 to 2.14).
+        settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        settings = settings or torch.cuda.memory._set_allocator_settings
+        settings("expandable_segments:True")
 
 
 def limit_memory(device: torch.device, most_bytes: int) -> None:

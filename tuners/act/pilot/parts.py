@@ -16,6 +16,8 @@ PARTS = {
     "blocks": "activations that {block}s compute again",
 }
 """By its name in a breakdown: how a part is shown."""
+FIXED = ("weights", "gradients", "optimizer_state")
+"""Parts that are the same at any batch."""
 
 
 def unmodified_bytes(memory: Config) -> int:

@@ -34,7 +34,7 @@ from advisor.tuners.act.pilot.protocol import (
     Guide,
 )
 from advisor.tuners.decisions import HEADROOM, IN_A_ROW, MAX_OBSERVED_STEPS
-from advisor.tuners.environment import expand_segments, limit_memory
+from advisor.tuners.environment import allocated, expand_segments, free_bytes, limit_memory
 from advisor.tuners.faults import NEEDS_OPTIMIZER, UNSTEPPED, Stopped, failure, is_out_of_memory
 from advisor.tuners.offloading import EXTRA_TIME, offload_in_place
 from advisor.tuners.recomputation import recompute_in_place
@@ -452,10 +452,8 @@ class Pilot:
         """Whether `times` a step's memory is free on the GPU, or else `host_bytes` on the host."""
         if self._device.type != "cuda":
             return host.free_bytes() >= host_bytes
-        free, _all = torch.cuda.mem_get_info(self._device)
-        held = torch.cuda.memory_allocated(self._device)
-        free += torch.cuda.memory_reserved(self._device) - held
-        return bool(free >= times * (self._own_peak - held))
+        needs = self._own_peak - allocated(self._device)
+        return free_bytes(self._device) >= times * needs
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

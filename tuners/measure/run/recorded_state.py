@@ -19,6 +19,9 @@ _OURS = "_compiled_call_impl"  # set by configs, not by the script
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
 _MOST_PARAMETERS = 64  # recorded of all optimizers' groups, evenly spaced
 _MOST_ELEMENTS = 2**22  # of a recorded parameter; both limits save memory
+_COPIES_BYTES = (
+    2 * 16 * _MOST_PARAMETERS
+)  # an element's, its gradient's and states', of each: twice
 
 
 def save_attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:
@@ -106,10 +109,14 @@ _Groups = list[tuple[dict[str, Any], list[_Parameter]]]  # by group: settings, p
 
 
 class RecordedUpdates:
-    """The updates that optimizers with an option `fused` would make with the present gradients."""
+    """The updates that optimizers with an option `fused` would make with the present gradients.
+    `room`: bytes that may be used; None: any number."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        found = [(one, _kept(one)) for one in optimizers if _plain_step(one) is not None]
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], room: int | None = None
+    ) -> None:
+        most = _MOST_ELEMENTS if room is None else min(_MOST_ELEMENTS, room // _COPIES_BYTES)
+        found = [(one, _kept(one, most)) for one in optimizers if _plain_step(one) is not None]
         self._updates = [one for one in found if any(kept for _, kept in one[1])]
 
     def error(self, settings: Mapping[str, Any], names: Mapping[int, str]) -> tuple[float, str]:
@@ -133,14 +140,14 @@ def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
     return getattr(step, "__wrapped__", None) if fits and hasattr(step, "hooked") else None
 
 
-def _kept(optimizer: torch.optim.Optimizer) -> _Groups:
+def _kept(optimizer: torch.optim.Optimizer, most_elements: int) -> _Groups:
     found: _Groups = []
     for group in optimizer.param_groups:
         fit = [
             one
             for one in group["params"]
             if one.grad is not None and one.grad.layout == torch.strided
-            if one.numel() <= _MOST_ELEMENTS and one.is_floating_point()
+            if one.numel() <= most_elements and one.is_floating_point()
         ]
         few = fit[:: max(1, -(-len(fit) * len(optimizer.param_groups) // _MOST_PARAMETERS))]
         kept = []

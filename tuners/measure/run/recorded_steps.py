@@ -32,7 +32,9 @@ from advisor.tuners.act.pilot.protocol import CompareRequest
 from advisor.tuners.act.pilot.switch import ConfigSwitch, ModelCall
 from advisor.tuners.act.pilot.trees import map_tensors, mutable_class, tensors
 from advisor.tuners.decisions import POINTS
+from advisor.tuners.environment import unused_bytes
 from advisor.tuners.faults import failure
+from advisor.tuners.knobs import OFFLOAD
 from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.run.recorded_state import (
     RecordedUpdates,
@@ -63,13 +65,21 @@ class _RecordedCall:
     back: list[Tensor | None] = field(default_factory=list)  # gradients of its outputs
     slope: Tensor | None = None  # the sum of these gradients times the outputs
 
-    def watch(self, result: Any) -> None:
-        """Record the gradients of the call's outputs during backward."""
-        for number, output in enumerate(_floating(result)):
+    def watched(self, result: Any) -> Any:
+        """The call's result, whose gradients are recorded during backward. A gradient that comes
+        from another output, as a loss that the model computes from its logits, does not count."""
+
+        def watch(output: Tensor) -> Tensor:
+            if not output.is_floating_point():
+                return output
             self.back.append(None)
-            if output.requires_grad:
-                value = output.detach()
-                output.register_hook(functools.partial(self._came, number, value))
+            if not output.requires_grad:
+                return output
+            view = output.view_as(output)
+            view.register_hook(functools.partial(self._came, len(self.back) - 1, output.detach()))
+            return view
+
+        return map_tensors(watch, result)
 
     def _came(self, number: int, value: Tensor, gradient: Tensor) -> None:
         held, came = self.back[number], gradient.detach()
@@ -147,7 +157,8 @@ class RecordedSteps:
             loss = float(torch.stack(self._losses).sum()) if self._losses else None
             self._steps.append((calls, loss))
             if self._updates is None:
-                self._updates = RecordedUpdates(self._of_switch.optimizers)
+                room = self._room() if self._device.type == "cuda" else None
+                self._updates = RecordedUpdates(self._of_switch.optimizers, room)
             self._choose_steps()
         self._looked += 1
         if not self._ready and self._looked >= _MOST_STEPS:
@@ -252,14 +263,17 @@ class RecordedSteps:
     def _tensors(self, count: int | None = None) -> list[Tensor]:
         return [table[name] for table, name in self._places[:count]]
 
+    def _room(self) -> int:
+        """Bytes of the GPU that may be used. Configs of a script that saves memory need nearly all
+        of it."""
+        return unused_bytes(self._device) // (64 if OFFLOAD in self._of_switch.own else 1)
+
     def _copies(self) -> list[Tensor]:
         """Copies of all weights and buffers; on the host if the device has little memory."""
         found, device = self._tensors(), self._device
-        if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0]
-            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            if free <= _COPIES * sum(tensor.nbytes for tensor in found):
-                return [tensor.detach().to("cpu", copy=True) for tensor in found]
+        needs = _COPIES * sum(tensor.nbytes for tensor in found)
+        if device.type == "cuda" and self._room() <= needs:
+            return [tensor.detach().to("cpu", copy=True) for tensor in found]
         return [tensor.detach().clone() for tensor in found]
 
     def _keep(self, call: ModelCall, *args: Any, **kwargs: Any) -> Any:
@@ -281,7 +295,7 @@ class RecordedSteps:
             self._raised = True
             raise
         self.draws |= rng.has_advanced()
-        kept.watch(result)
+        result = kept.watched(result)
         self._calls.append(kept)
         if changed is not None:
             if what := mutable_class((args, kwargs)):

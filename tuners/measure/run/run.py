@@ -13,6 +13,7 @@ from advisor.cache.config import BATCH, Config, Value
 from advisor.cache.shown import size
 from advisor.errors import TargetFailed, UsageError, WorkerError
 from advisor.tuners import knobs
+from advisor.tuners.act.pilot.parts import FIXED
 from advisor.tuners.act.pilot.protocol import (
     LEAST_MEMORY,
     MAX_MEMORY,
@@ -104,14 +105,18 @@ class Run:
         """Why the script runs out of memory although it takes the least; measured without a limit
         if the user gave one."""
         limit = int(self._variables.pop(MAX_MEMORY, 0))
-        needs = ""
-        if limit:
-            with suppress(RunEnded):
-                seen = self._running(self.baseline, time.monotonic() + START_S).seen
-                peak, held = (int(seen.memory.get(name) or 0) for name in ("peak", "weights"))
-                needs = f"; it needs {size(peak)}, of which its weights take {size(held)}"
-        mend = "give it a smaller batch" + (", or a larger --memory" if limit else "")
-        return f"nothing fits: with the least memory the script {exc.said or exc}{needs}; {mend}"
+        if not limit:
+            said = exc.said or str(exc)
+            return f"nothing fits, also with the least memory: {said}; give it a smaller batch"
+        needs, mend = "more", "give it a smaller batch, or a larger --memory"
+        with suppress(RunEnded):
+            memory = self._running(self.baseline, time.monotonic() + START_S).seen.memory
+            fixed = sum(int(memory[name] or 0) for name in FIXED)
+            needs = (
+                f"{size(int(memory['peak'] or 0))}, of which weights, gradients and optimizer "
+                f"state take {size(fixed)}"
+            )
+        return f"nothing fits into {size(limit)}: with the least memory it needs {needs}; {mend}"
 
     def try_option(self, name: str, value: Value) -> None:
         """Raise UsageError unless the command's option for knob `name` sets it to `value`."""
