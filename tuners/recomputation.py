@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from advisor.tuners import environment
 from advisor.tuners.act.hooks import in_backward, replace_call
-from advisor.tuners.act.pilot.trees import IMMUTABLE
+from advisor.tuners.act.pilot.trees import IMMUTABLE, is_cache
 from advisor.tuners.faults import NotRecomputable
 from advisor.tuners.offloading import EXTRA_TIME
 
@@ -144,13 +144,8 @@ def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, 
     """Arguments without the cache of transformers' layers, which a second call would fill again.
     Their own checkpointing leaves it out too."""
     kwargs |= {"use_cache": False} if "use_cache" in kwargs else {}
-    without = partial(map, lambda one: None if _is_cache(one) else one)
+    without = partial(map, lambda one: None if is_cache(one) else one)
     return tuple(without(args)), dict(zip(kwargs, without(kwargs.values()), strict=True))
-
-
-def _is_cache(argument: Any) -> bool:
-    kinds = (kind for kind in type(argument).__mro__ if kind.__name__ == "Cache")
-    return any(kind.__module__.startswith("transformers.") for kind in kinds)
 
 
 class _Calls:

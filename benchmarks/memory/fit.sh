@@ -14,6 +14,6 @@ echo "$name fit: exit code $?, $((SECONDS - began)) s" >> "$out/times"
 ADVISOR_LOG=info STEPS=$steps REPORT="$out/$name-$gib-run.jsonl" timeout 200 \
     python3 -m advisor run -- "${command[@]}" > "$out/$name-$gib-run.txt" 2>&1
 echo "$name run: exit code $?, $((SECONDS - began)) s" >> "$out/times"
-python3 "$here/by_hand.py" "$name" "$gib" --results "$out/by_hand.jsonl" --limit 90
+python3 "$here/by_hand.py" "$name" "$gib" --results "$out/by_hand.jsonl" --limit 75
 python3 "$here/by_hand.py" "$name" 0 --results "$out/by_hand.jsonl" --limit 60
 echo "$name by hand: $((SECONDS - began)) s" >> "$out/times"

@@ -54,6 +54,12 @@ def _with_contents(leaf: Any, contents: dict[str, Any]) -> Any:
     return other
 
 
+def is_cache(value: object) -> bool:
+    """Whether this is a cache of transformers' layers, which a call fills."""
+    kinds = (kind for kind in type(value).__mro__ if kind.__name__ == "Cache")
+    return any(kind.__module__.startswith("transformers.") for kind in kinds)
+
+
 def tensors(value: Any) -> list[Tensor]:
     """The tensors in a value, such as a model's output, in order."""
     found: list[Tensor] = []

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from advisor.cache.config import Config
 from advisor.tuners.act import hooks
@@ -30,7 +31,7 @@ from advisor.tuners.act.gate import Signature, of_any_size, signature
 from advisor.tuners.act.pilot.loop_observer import RngState, TrainedModel
 from advisor.tuners.act.pilot.protocol import CompareRequest
 from advisor.tuners.act.pilot.switch import ConfigSwitch, ModelCall
-from advisor.tuners.act.pilot.trees import map_tensors, mutable_class, tensors
+from advisor.tuners.act.pilot.trees import is_cache, map_tensors, mutable_class, tensors
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.environment import unused_bytes
 from advisor.tuners.faults import failure
@@ -50,6 +51,7 @@ _Autocast = tuple[str, torch.dtype, bool, bool]  # the arguments of torch.autoca
 _MOST_CALLS = 8  # recorded in one step, to save memory
 _MOST_STEPS = 8 * POINTS  # observed until a gradient reaches a model's outputs
 _MOST_RECORDED = 2 * POINTS  # steps of which POINTS must call the models alike
+_SMALL = 2**16  # elements of an output that is cloned
 _COPIES = 3  # of the weights in memory: the recorded ones, the script's own, and gradients
 
 
@@ -75,11 +77,16 @@ class _RecordedCall:
             self.back.append(None)
             if not output.requires_grad:
                 return output
-            view = output.view_as(output)
-            view.register_hook(functools.partial(self._came, len(self.back) - 1, output.detach()))
-            return view
+            value = output.detach()  # which the script may change in place, as a loss
+            value = value.clone() if output.numel() <= _SMALL else value
+            came = functools.partial(self._came, len(self.back) - 1, value)
+            alias: Tensor = _Alias.apply(output, came)
+            return alias
 
-        return map_tensors(watch, result)
+        def outer(leaf: Any) -> Any:
+            return leaf if is_cache(leaf) else map_tensors(watch, leaf)
+
+        return tree_map(outer, result, is_leaf=is_cache)
 
     def _came(self, number: int, value: Tensor, gradient: Tensor) -> None:
         held, came = self.back[number], gradient.detach()
@@ -89,6 +96,21 @@ class _RecordedCall:
             self.slope = slope if self.slope is None else self.slope + slope
         except RuntimeError as exc:  # out of memory, in the script's own backward pass
             self.lost(exc)
+
+
+class _Alias(torch.autograd.Function):
+    """An output as the script gets it; `came` gets its gradient. No view: if the script changes one
+    in place, its gradient goes elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, came: Callable[[Tensor], None]) -> Tensor:
+        ctx.came = came
+        return output.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.came(gradients[0])
+        return gradients[0], None
 
 
 class RecordedSteps:
@@ -396,7 +418,9 @@ def _why_not_repeatable(modules: Sequence[nn.Module]) -> str:
 
 
 def _floating(value: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors(value) if tensor.is_floating_point()]
+    """The tensors in a value, without those in a cache, which not all configs fill."""
+    leaves = [leaf for leaf in tree_leaves(value, is_cache) if not is_cache(leaf)]
+    return [tensor for tensor in tensors(leaves) if tensor.is_floating_point()]
 
 
 def _fresh(tensor: Tensor) -> Tensor:
