@@ -729,8 +729,13 @@ def adoption_cost(config: Config, default: Config) -> int:
 
 
 def described(config: Config, default: Config = TORCH, *, nothing: str = "torch default") -> str:
-    """The changes of a config in words: 'bf16, channels_last'; `nothing` if there are none."""
-    return ", ".join(_described(*pair) for pair in config.changed(default).items()) or nothing
+    """The changes of a config in words: 'bf16, channels_last'; `nothing` if there are none. How a
+    config saves memory is said whatever the default does."""
+    if not config.changed(default):
+        return nothing
+    neutral = {knob.name: knob.default for knob in KNOBS if knob.blocks and knob.name in default}
+    changed = config.changed(default | neutral)
+    return ", ".join(_described(*pair) for pair in changed.items()) or "without saving memory"
 
 
 def described_own(own: Config, others: Config) -> str:

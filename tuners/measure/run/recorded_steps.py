@@ -359,6 +359,7 @@ class RecordedSteps:
         rng, self._put_attributes = RngState(), save_attributes(self._modules)
         tensors, values = self._tensors(), self._copies()
         needs = [tensor.requires_grad for tensor in tensors]
+        put_gradients = self._gradients_aside() if OFFLOAD in switch.own else lambda: None
         self._placed = -1
         try:
             yield
@@ -367,7 +368,21 @@ class RecordedSteps:
             self._put_attributes()
             _copy(tensors, values)
             _require(tensors, needs)
+            put_gradients()
             rng.restore()
+
+    def _gradients_aside(self) -> Callable[[], None]:
+        """Move the script's gradients to the host, because a pass makes others. Returns a function
+        that moves them back."""
+        held = [(one, one.grad.cpu()) for one in self._tensors() if one.grad is not None]
+        for tensor, _gradient in held:
+            tensor.grad = None
+
+        def put() -> None:
+            for tensor, gradient in held:
+                tensor.grad = gradient.to(tensor.device)
+
+        return put
 
     def _place(self, point: int) -> None:
         """Copy the recorded buffers, and the weights of a point, into the models."""
