@@ -160,12 +160,11 @@ class Record:
         baseline: torch's default at the user's batch, from the race.
         winners: the best for each of USES, at the user's batch and, if other batches were tried,
             with the batch free. `raced` has every config that finished the race.
-        input: the knobs of the input stage that were chosen.
+        input: the knobs of the input stage that were chosen; `memory`: of a run, bytes by part.
         trials: of every stage. A config without one of 'numerics' was not compared with fp32.
         parts: what each knob of the loop's winner contributes, once `advisor explain` measured it.
         stale: why the record no longer holds, as `advisor verify` found; '' while it holds.
         family: digest of the kinds of modules in the model; '' if unknown.
-        memory: bytes of a run's step by part, as `tuners.act.pilot.memory.breakdown`.
         revised: when `explain`, `verify` or a new name last changed it, in Unix seconds; or 0.
     """
 

@@ -256,9 +256,8 @@ class Task:
     @property
     def baseline(self) -> str:
         """The name of the baseline in messages."""
-        if OFFLOADED in self.script:
-            return "your script with the least memory"
-        return "your unmodified script" if self.command else "torch's default"
+        alone = "your unmodified script" if self.command else "torch's default"
+        return "your script with the least memory" if OFFLOADED in self.script else alone
 
     @property
     def batch(self) -> int:

@@ -112,10 +112,7 @@ def tune(
 @option("--quiet", "No progress, only the result.")
 @options.loader
 @option("--show-output", "Show the output of your command, on stderr.")
-@option(
-    "--keep-checkpoints",
-    "Write checkpoints where the script says, not to a scratch folder.",
-)
+@option("--keep-checkpoints", "Write checkpoints where the script says, not to a scratch folder.")
 @option("--events FILE", "Append each trial to FILE, as a line of JSON.", type=options.NEW_FILE)
 @json_or_text
 def fit(
@@ -153,10 +150,7 @@ def fit(
             f"more than --max-slowdown {max_slowdown:g}; a smaller batch may be faster"
         )
         code = code or FAILED
-    yield Output(
-        lambda: {"slowdown": slower or None, "record": as_data(record, cache)},
-        code=code,
-    )
+    yield Output(lambda: {"slowdown": slower or None, "record": as_data(record, cache)}, code=code)
 
 
 def _progress(plan: Plan, given: Mapping[str, Any]) -> tuple[Shown, Callable[[str], None] | None]:

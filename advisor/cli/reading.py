@@ -175,11 +175,7 @@ def emit(framework: str, key: str, batch: str | None, cache: str | None) -> Part
 @options.cache
 @json_or_text
 def why(
-    target: str | None,
-    command: tuple[str, ...],
-    strict: bool,
-    cache: str | None,
-    **given: Any,
+    target: str | None, command: tuple[str, ...], strict: bool, cache: str | None, **given: Any
 ) -> Parts:
     """Say what apply() would get here, and how other records differ.
 

@@ -141,12 +141,7 @@ def summary(record: Record) -> Iterator[str]:
 
 
 def use(
-    record: Record,
-    cache: str | None,
-    line: str = "",
-    *,
-    command: Sequence[str] = (),
-    url: str = "",
+    record: Record, cache: str | None, line: str = "", *, command: Sequence[str] = (), url: str = ""
 ) -> Section:
     """How to apply a record.
 

@@ -202,10 +202,7 @@ class OnlineTuner(RecordGuide):
     def _start_search(self, seen: ScriptFacts) -> str:
         folder = tempfile.mkdtemp(prefix="advisor-")
         environment = {name: v for name, v in os.environ.items() if name not in (RUN, ADDRESS)}
-        with (
-            socket.socket(socket.AF_UNIX) as listening,
-            (Path(folder) / "log").open("wb") as log,
-        ):
+        with socket.socket(socket.AF_UNIX) as listening, (Path(folder) / "log").open("wb") as log:
             listening.bind(f"{folder}/pilot")
             listening.listen(seen.processes)
             task = {

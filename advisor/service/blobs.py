@@ -17,11 +17,7 @@ from advisor.service.database import DAY_S, now
 from advisor.service.schema import Archive, ArtifactsRow, Item, JobRow, Stored
 from advisor.service.tokens import Caller, note
 
-QUOTAS: Mapping[type[Stored], int] = {
-    Archive: 2 * 2**30,
-    ArtifactsRow: 16 * 2**30,
-    Item: 2 * 2**30,
-}
+QUOTAS: Mapping[type[Stored], int] = {Archive: 2 * 2**30, ArtifactsRow: 16 * 2**30, Item: 2 * 2**30}
 """Bytes of one token in a table."""
 MAX_KEYS = 10_000
 """Keys on one page."""

@@ -176,9 +176,7 @@ def _columns(table: type[JobRow | Attempt | TrialRow], names: str) -> list[Colum
 
 _LISTED = "id state reason what gpu gpus created started changed budget_s tried speedup record"
 _LINES = select(
-    *_columns(JobRow, _LISTED),
-    JobRow.attempts.label("attempt"),
-    Token.name.label("by"),
+    *_columns(JobRow, _LISTED), JobRow.attempts.label("attempt"), Token.name.label("by")
 ).join(Token)
 
 

@@ -88,9 +88,10 @@ def train(
     micro: int = 1,
     steps: int = 10,
     sizes: Callable[[int], tuple[int, ...]] = lambda step: (32, 5),
+    scales: bool = False,
 ) -> None:
     """Makes a script's steps, each of `micro` micro-batches. `model_loss`: the model returns its
-    loss; `sizes`: shape of the tokens by step."""
+    loss; `sizes`: shape of the tokens by step; `scales`: the loss is changed in place."""
     PROCESS_FLAGS.release()  # flags that tests of other files have set
     pilot = None if guide is None else Pilot(guide, guide.recorder)
     torch.manual_seed(1)
@@ -104,6 +105,8 @@ def train(
                 loss = net(tokens, labels=labels)["loss"]
             else:
                 loss = nn.functional.cross_entropy(net(tokens), labels)
+            if scales:
+                loss *= 2
             (loss / micro).backward()
         optimizer.step()
     if pilot is not None and guide is not None:
@@ -129,7 +132,9 @@ def train_both(make: Callable[[], Net], guide: ComparingGuide, **how: Any) -> tu
     return net, alone
 
 
-@pytest.mark.parametrize("how", [{}, {"model_loss": True}, {"micro": 3}])
+@pytest.mark.parametrize(
+    "how", [{}, {"model_loss": True}, {"micro": 3}, {"model_loss": True, "scales": True}]
+)
 def test_half_precision_passes_and_the_run_stays_bit_identical(how: dict[str, Any]) -> None:
     guide = ComparingGuide(HALF, {"fused_optimizer": True})
     train_both(Net, guide, **how)
@@ -227,14 +232,27 @@ def test_wrong_or_failing_config_is_reported_and_the_script_continues(
     assert guide.results[0].blames == ("format" if outcome == "wrong" else "")
 
 
-def test_a_compiled_config_is_compared_without_recompiling(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_compiled_config_is_compared_without_recompiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
     guide = ComparingGuide({**HALF, "compile": "default"}, HALF, {**HALF, "compile": "default"})
     train(Net(), guide, steps=12)
     assert [one.outcome for one in guide.results] == ["ok"] * 3, guide.results
     assert guide.compiled[0] == guide.compiled[2]
+
+
+def test_a_cache_that_only_some_configs_fill_is_no_output() -> None:
+    cache_utils = pytest.importorskip("transformers.cache_utils")
+
+    class Caching(Net):
+        def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+            cache = cache_utils.DynamicCache()
+            if torch.is_autocast_enabled("cpu"):
+                cache.update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), 0)
+            return super().forward(tokens, labels) | {"past_key_values": cache}
+
+    guide = ComparingGuide(HALF)
+    train(Caching(), guide, model_loss=True)
+    assert [one.outcome for one in guide.results] == ["ok"], guide.results
 
 
 class HidingLoss(Net):

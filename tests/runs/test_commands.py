@@ -294,10 +294,7 @@ def test_error_names_no_log_file_if_the_output_is_shown() -> None:
     """The log may be on another machine, or deleted."""
     output: list[str] = []
     run = Run(script("print(5)"), injected=INJECTED, log=Path("log"), show=output.append)
-    with (
-        pytest.raises(TargetFailed, match=r"torch\. See its output; give .* input is empty"),
-        run,
-    ):
+    with pytest.raises(TargetFailed, match=r"torch\. See its output; give .* input is empty"), run:
         run.describe()
     assert "".join(output) == "5\n"
 

@@ -33,10 +33,7 @@ SUBMIT = {
     *(("POST", f"{start}/jobs/{{number}}/cancel") for start in ("", "/api")),
     *(("POST", "/api/measure/{record}"), ("POST", "/records/{id}/measure")),
 }
-WORK = {
-    ("GET", "/api/archives/{digest}"),
-    ("GET", "/api/attempt/studies/{name}"),
-}
+WORK = {("GET", "/api/archives/{digest}"), ("GET", "/api/attempt/studies/{name}")}
 """GET routes that need the worker role."""
 PATH_VALUES = {
     "{number}": "1",

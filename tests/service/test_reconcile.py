@@ -17,14 +17,7 @@ from advisor.service import attempts, jobs
 from advisor.service.access import Service
 from advisor.service.attempts import LEASE_S, MAX_LOST, OVERTAKE_S
 from advisor.service.database import Database
-from advisor.service.executors import (
-    Capacity,
-    Executor,
-    ExecutorAway,
-    Start,
-    Status,
-    Unplaceable,
-)
+from advisor.service.executors import Capacity, Executor, ExecutorAway, Start, Status, Unplaceable
 from advisor.service.loop import LATE_PERIODS, Loop
 from advisor.service.reconcile import ASKS_S, EVERY_S, SILENT_S, Reconciler
 from advisor.service.routes.admin import healthz, readyz

@@ -298,9 +298,7 @@ def test_store_sync(writable: LiveServer, tmp_path: Path, monkeypatch: pytest.Mo
     bad = record(key=changed(KEY, "mode", "infer"))
     local.put(Name.of(bad, b"rubbish").text, b"rubbish")
     monkeypatch.setattr(
-        writable.service.reader,
-        "_check",
-        lambda one: "of tomorrow" if one.key.threads == 1 else "",
+        writable.service.reader, "_check", lambda one: "of tomorrow" if one.key.threads == 1 else ""
     )
     remote = open_store(writable.url)
     rows = list(copy_records(contents(local), records, remote))

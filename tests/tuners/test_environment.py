@@ -139,11 +139,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     ],
 )
 def test_detect_reads_card_facts_without_initializing_cuda(
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-    changed: Card,
-    multiprocessors: int,
-    cap: int,
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, changed: Card, multiprocessors: int, cap: int
 ) -> None:
     machine(FakeNvml(h200(**changed)))
     for name in ("_lazy_init", "is_available"):  # calling None raises

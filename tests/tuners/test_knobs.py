@@ -300,9 +300,7 @@ def test_compiled_norms_with_a_shared_table_have_right_gradients() -> None:
     assert float((grads[1] - grads[0]).norm() / grads[0].norm()) < 1e-3
 
 
-def test_models_without_a_forward_of_the_user_are_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_models_without_a_forward_of_the_user_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
     layers, before = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), graphs_compiled()
     for net in (layers, torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 2)))):

@@ -23,12 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.protocol import BlockRequest
 from advisor.tuners.faults import NotRecomputable
-from advisor.tuners.recomputation import (
-    blocks,
-    recompute_in_place,
-    recomputed_calls,
-    replace_calls,
-)
+from advisor.tuners.recomputation import blocks, recompute_in_place, recomputed_calls, replace_calls
 from advisor.tuners.search.space import Space
 from tests.face.commands import TOO_BUSY, advisor, env_of
 from tests.runs.forked import ScriptedGuide

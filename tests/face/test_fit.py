@@ -1,0 +1,267 @@
+"""advisor fit: the order of configs, the starts of a command, and what is printed of the memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from advisor.bootstrap import INJECTED
+from advisor.cache.config import Config
+from advisor.cache.record import Record
+from advisor.cache.task import OFFLOADED
+from advisor.errors import TargetFailed
+from advisor.report import memory
+from advisor.report.html import page
+from advisor.tuners import knobs
+from advisor.tuners.act.pilot.protocol import LEAST_MEMORY, MAX_MEMORY
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.measure.run.run import Run
+from advisor.tuners.measure.run.session import PilotSession, RunEnded
+from advisor.tuners.measure.runner import ConfigFailed
+from tests import builders
+from tests.builders import GAINS, SCRIPT, MadeUp, MadeUpSession, advised, space
+from tests.cache import examples
+from tests.face.commands import MODEL, advisor
+from tests.face.test_report_page import check_page
+from tests.face.unmeasured import fake_search
+from tests.tuners.test_order import changes, visits
+
+SAVES = Config(checkpoint_blocks=1, offload=True)
+GIB = 2**30
+
+
+class Limited(MadeUp):
+    """A made-up machine whose configs need memory. `most`: GiB that it has."""
+
+    def __init__(self, baseline: Config, most: float) -> None:
+        costs = {("checkpoint_blocks", n): 1 - 0.25 / n for n in (1, 2, 4)}
+        super().__init__(baseline, gains={**GAINS, **costs, ("offload", True): 0.5})
+        self.most = most
+
+    def needs(self, config: Config) -> float:
+        """Returns the GiB that a config needs."""
+        every = int(config.get("checkpoint_blocks") or 0)
+        needs = {0: 20.0, 1: 8.0, 2: 13.0, 4: 16.0}[every]
+        if config["precision"] == "bf16":
+            needs *= 0.75
+        if config["compile"] in ("default", "reduce-overhead"):
+            needs *= 0.6
+        return min(needs, 4.0) if config.get("offload") else needs
+
+    def _switch(self, config: Config, deadline_s: float) -> float:
+        if self.needs(config) > self.most:
+            raise ConfigFailed("out_of_memory", "CUDA out of memory")
+        return super()._switch(config, deadline_s)
+
+
+def saving(**more: Any) -> Any:
+    return space(own=SAVES, repeats=True, convolves=False, **more)
+
+
+NOTHING = "checkpoint_blocks=0 offload=False"
+
+
+@pytest.mark.parametrize(
+    ("most", "first"),
+    [
+        (16.0, [f"{NOTHING} bf16", f"{NOTHING} reduce-overhead bf16"]),
+        (
+            12.5,
+            [
+                *(f"{NOTHING} bf16", "checkpoint_blocks=4 offload=False bf16"),
+                "checkpoint_blocks=4 blocks offload=False bf16",
+                f"{NOTHING} default bf16",
+            ],
+        ),
+    ],
+)
+def test_least_effort_to_save_memory_is_tried_first(most: float, first: list[str]) -> None:
+    knobs_of = saving()
+    order = visits(Limited(knobs_of.default, most), knobs_of)
+    seen, wanted = ([sorted(one.split()) for one in found] for found in (order, first))
+    assert seen[: len(first)] == wanted
+
+
+@pytest.mark.parametrize("most", [5.0, 7.0, 10.0, 12.5, 16.0, 40.0])
+def test_advice_is_the_fastest_config_that_fits(most: float) -> None:
+    knobs_of = saving()
+    machine = Limited(knobs_of.default, most)
+    found = advised(builders.tuned(machine, knobs_of, 400.0))
+    fits = [one for one in knobs_of.configs(64) if machine.needs(one) <= most]
+    assert machine.needs(found) <= most
+    assert machine.speedup(found) > 0.95 * max(map(machine.speedup, fits))
+
+
+def test_code_for_the_whole_model_is_not_checkpointed() -> None:
+    knobs_of = saving()
+    assert knobs_of.holds(knobs_of.default)
+    for mode in ("default", "reduce-overhead", "cudagraphs"):
+        found = knobs_of.on(knobs_of.default, {"compile": mode})
+        assert found is not None and found["checkpoint_blocks"] == 0
+        assert found["offload"] is (mode == "default")
+        assert not knobs_of.holds(found.replace(checkpoint_blocks=2))
+    found = knobs_of.on(knobs_of.default, {"compile": "blocks"})
+    assert found is not None and changes(found, knobs_of) == "blocks"
+
+
+def test_how_a_config_saves_memory_is_said_whatever_the_baseline_does() -> None:
+    own = saving().default
+    assert knobs.described(own, own, nothing="same") == "same"
+    every = own.replace(precision="bf16")
+    assert knobs.described(every, own) == f"checkpointing of every block, {OFFLOADED}, bf16"
+    half = every.replace(checkpoint_blocks=2, offload=False)
+    assert knobs.described(half, own) == "checkpointing of one block in 2, bf16"
+    assert knobs.described(own.replace(checkpoint_blocks=0, offload=False), own) == (
+        "without saving memory"
+    )
+
+
+# The starts of a command ------------------------------------------------------------------------
+
+
+class Starts(Run):
+    """A command that runs out of memory unless it has `most` bytes or more; with the least memory
+    it needs `least`."""
+
+    def __init__(self, *, needs: float, least: float, limit: int = 0) -> None:
+        super().__init__(("train",), injected=INJECTED, log=Path("log"), max_memory=limit)
+        self.needs, self.least = needs, least
+        self.starts: list[tuple[bool, bool]] = []
+
+    def _start(self, words: tuple[str, ...], start_s: float) -> PilotSession:
+        saves, limit = LEAST_MEMORY in self._variables, int(self._variables.get(MAX_MEMORY, 0))
+        self.starts.append((saves, limit > 0))
+        needs = self.least if saves else self.needs
+        if needs > (limit or 80 * GIB):
+            raise RunEnded("out_of_memory", "it failed", 1, "it ended: CUDA out of memory")
+        names = ("weights", "gradients", "optimizer_state")
+        parts = Config({name: GIB for name in names}, peak=int(needs))
+        return MadeUpSession(replace(SCRIPT, own=SAVES if saves else Config(), memory=parts))
+
+
+@pytest.mark.parametrize(
+    ("needs", "least", "limit", "starts"),
+    [
+        (10, 5, 0, [(False, False)]),
+        (90, 5, 0, [(False, False), (True, False)]),
+        (30, 5, 24, [(False, True), (True, True)]),
+    ],
+)
+def test_command_that_runs_out_of_memory_starts_once_more(
+    needs: int, least: int, limit: int, starts: list[tuple[bool, bool]]
+) -> None:
+    run = Starts(needs=needs * GIB, least=least * GIB, limit=limit * GIB)
+    seen: ScriptFacts = run.describe()
+    assert run.starts == starts
+    assert ("offload" in seen.own) is (len(starts) > 1)
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (0, "nothing fits, also with the least memory: it ended: CUDA out of memory; give it a sm"),
+        (
+            24,
+            "nothing fits into 24 GiB: with the least memory it needs 30 GiB, of which weights, "
+            "gradients and optimizer state take 3 GiB; give it a smaller batch, or a larger --mem",
+        ),
+    ],
+)
+def test_if_nothing_fits_the_least_memory_is_said(limit: int, said: str) -> None:
+    run = Starts(needs=200 * GIB, least=(30 if limit else 100) * GIB, limit=limit * GIB)
+    with pytest.raises(TargetFailed, match=said):
+        run.describe()
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--memory=2GiB", "memory 2 GiB: the command trains on the CPU, whose memory advisor does"),
+        (
+            "--max-slowdown=2",
+            "the command trains on the CPU and fits; for a faster config: advisor",
+        ),
+    ],
+)
+def test_command_that_trains_on_the_cpu_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(MODEL)
+    with fake_search() as searched:
+        done = advisor(tmp_path, "fit", option, "--quiet", "--", "python", "train.py")
+    assert done.returncode == 2 and done.stderr.startswith(f"advisor: {said}"), done.stderr
+    assert done.stderr.count("\n") == 1 and not searched
+
+
+# What is printed --------------------------------------------------------------------------------
+
+
+def record(**parts: Any) -> Record:
+    """A record of a run that saves memory, with these parts."""
+    own = examples.DEFAULT | SAVES
+    quick = own.replace(checkpoint_blocks=2, offload=False, precision="bf16")
+    large = quick.replace(checkpoint_blocks=0)
+    key = examples.changed(examples.KEY, "command", ("python", "train.py"))
+    made = examples.record(examples.changed(key, "script", f"checkpointed, {OFFLOADED}"))
+    best = examples.choice(quick, 6000.0, 3.0)
+    tried = (examples.trial(0, own), examples.trial(1, large, "out_of_memory"))
+    return replace(
+        made,
+        baseline=replace(made.baseline, config=own),
+        winners=examples.winners(replace(made.baseline, config=own), best, pilot=best),
+        trials=(*tried, builders.measured(quick, 6000.0, peak_bytes=20 * GIB)),
+        memory=Config(parts),
+    )
+
+
+PARTS = {
+    "weights": GIB,
+    "peak": 9 * GIB,
+    "host": 4 * GIB,
+    "blocks": 20 * GIB,
+    "block": "<b>Layer</b>",
+    "unmodified": 1.5,
+}
+
+
+def test_ladder_shows_what_fits_and_what_is_advised() -> None:
+    one = record(**PARTS)
+    rows = [row.cells for row in memory.ladder(one).rows]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        ("nothing", "bf16", "out of memory"),
+        ("checkpointing of one block in 2", "bf16", "advised"),
+        (f"checkpointing of every block, {OFFLOADED}", "-", ""),
+    ]
+    assert rows[1][2] == "20 GiB"
+    assert memory.slowdown(one) == pytest.approx(0.5)
+    needs, faster = memory.lines(one)
+    assert needs.startswith("Your unmodified script needs about 33 GiB, of ")
+    assert faster.startswith("The advice is 2.00x as fast as your script would be with enough mem")
+    parsed = check_page(page(one), ("chosen", "ladder", "memory"))
+    assert "<b>Layer</b>" in parsed.text and "rect" in parsed.tags
+    assert "4 GiB" in parsed.text and "Ways to save memory" in parsed.text
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"weights": "x", "peak": -1, "host": None, "blocks": 2.5, "unmodified": "y"},
+        {"block": "\x1b[31m" + "a" * 9999, "blocks": 2**63, "host": 0, "peak": True},
+        {"unmodified": 1e308, "weights": 2**64 - 1},
+    ],
+)
+def test_record_with_any_parts_has_a_page(parts: dict[str, Any]) -> None:
+    text = page(record(**parts))
+    check_page(text, ("chosen", "ladder"))
+    assert "\x1b" not in text and "a" * 100 not in text
+
+
+def test_records_without_parts_say_nothing_of_memory() -> None:
+    made = examples.record()
+    assert not list(memory.sections(made)) and memory.slowdown(made) == 0
+    assert not memory.saves(made)
