@@ -18,6 +18,8 @@ from advisor.tuners.act.pilot.protocol import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from advisor.resolve.commands import CommandOverrides
     from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult, Guide
     from advisor.tuners.act.pilot.script_facts import ScriptFacts
@@ -74,7 +76,7 @@ class LazyGuide:
             overrides = CommandOverrides(**run["options"])
         return RecordGuide(run["command"], asked, overrides)
 
-    def saves_memory(self, device: str) -> bool:
+    def saves_memory(self, device: str) -> Collection[str]:
         return self._guide.saves_memory(device)
 
     def takes_over(self) -> bool:

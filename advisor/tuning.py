@@ -20,7 +20,7 @@ from advisor.cache.record import CUT_SHORT, LOOP, WITHIN, Provenance, Record
 from advisor.cache.records import Records
 from advisor.cache.settings import max_artifacts
 from advisor.cache.task import Task, permissions
-from advisor.errors import UsageError, check_type
+from advisor.errors import UsageError, WorkerError, check_type
 from advisor.open_store import Cache, open_records
 from advisor.persistence import check_writable, keep, keep_artifacts, lock_names, locked, measuring
 from advisor.resolve.answer import advises, is_clear, length_of
@@ -29,6 +29,7 @@ from advisor.store import Store
 from advisor.tuners import environment, fp8
 from advisor.tuners.decisions import WORTH
 from advisor.tuners.knobs import OFFLOAD
+from advisor.tuners.measure.run.session import is_out_of_memory
 from advisor.tuners.scratch import ScratchFolder
 from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
@@ -127,7 +128,14 @@ def tuned(workload: AnyWorkload, plan: Plan, *, cache: Cache, progress: Progress
         call = CommandCall(records, workload.words, workload.permitted, plan)
         if not plan.force and (known := call.known()) is not None:
             return Tuned(record=known, known=True, finished=True)
-        found = measured(workload, plan, records, progress)
+        try:
+            found = measured(workload, plan, records, progress)
+        except WorkerError as exc:
+            if workload.saves or not is_out_of_memory(exc.__cause__):
+                raise
+            progress.notice("memory ran out after the first steps: again, with the least memory")
+            workload.saves = True
+            found = measured(workload, plan, records, progress)
         if found.finished and not found.earlier:
             call.remember(found.record)
         return found

@@ -18,7 +18,7 @@ from advisor.cache.record import PILOT, Record, Target
 from advisor.cache.records import Records
 from advisor.cache.shown import size
 from advisor.cache.stores.filesystem import make_folder
-from advisor.cache.task import OFFLOADED, Task
+from advisor.cache.task import Task
 from advisor.command_snippets import tune_again
 from advisor.errors import StoreError, TargetError, UsageError
 from advisor.tuners import environment, fp8, worker_limits
@@ -26,6 +26,7 @@ from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.knobs import (
     BY_NAME,
+    CHECKPOINT,
     COMPILE,
     FORMATS,
     INPUT_PIPELINE,
@@ -130,6 +131,7 @@ class RunWorkload:
         self.device: str | None = None
         self._options = self.permitted.get("map") if options is None else options
         self._show, self._attached, self._limited = show, attached, limited
+        self.saves = False  # memory, from the first start on
 
     def _start(self, records: Records, progress: Progress) -> runs.Run:
         """A run that `describe` will start. Reports at once what the run will do to files."""
@@ -151,6 +153,7 @@ class RunWorkload:
             show=self._show,
             options=self._options,
             max_memory=self.permitted.get("max_memory", 0),
+            saves=self.saves,
         )
 
     @contextlib.contextmanager
@@ -167,9 +170,10 @@ class RunWorkload:
                     "the command trains on the CPU and fits; for a faster config: advisor tune"
                 )
             if OFFLOAD in seen.own:
+                how = described(seen.own.only(CHECKPOINT, OFFLOAD), Config())
                 progress.notice(
-                    "your unmodified script runs out of memory. With checkpointing of its repeated "
-                    f"blocks and {OFFLOADED} it trains, and that is the baseline"
+                    f"your unmodified script runs out of memory; with {how} it trains, and that is "
+                    "the baseline"
                 )
             if record is not None and (other := _other_run(record, key, seen, run)):
                 raise UsageError(f"record {record.id} is not of this run: {other}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from advisor.cache import settings
@@ -54,13 +54,13 @@ class RecordGuide:
         self._failures: Failures | None = None
         self._strict, self._status = strict, ""
 
-    def saves_memory(self, device: str) -> bool:
+    def saves_memory(self, device: str) -> Collection[str]:
         from advisor.resolve.commands import saves_memory
 
         try:
             return saves_memory(self._command, device, self._asked.cache)
         except AdvisorError:
-            return False  # the lookup at the first steps reports it
+            return ()  # the lookup at the first steps reports it
 
     def takes_over(self) -> bool:
         if is_followed():

@@ -12,14 +12,14 @@ from advisor.bootstrap import INJECTED
 from advisor.cache.config import Config
 from advisor.cache.record import Record
 from advisor.cache.task import OFFLOADED
-from advisor.errors import TargetFailed
+from advisor.errors import TargetFailed, WorkerError
 from advisor.report import memory
 from advisor.report.html import page
 from advisor.tuners import knobs
 from advisor.tuners.act.pilot.protocol import LEAST_MEMORY, MAX_MEMORY
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.measure.run.run import Run
-from advisor.tuners.measure.run.session import PilotSession, RunEnded
+from advisor.tuners.measure.run.session import PilotSession, RunEnded, is_out_of_memory
 from advisor.tuners.measure.runner import ConfigFailed
 from tests import builders
 from tests.builders import GAINS, SCRIPT, MadeUp, MadeUpSession, advised, space
@@ -126,14 +126,20 @@ class Starts(Run):
     """A command that runs out of memory unless it has `most` bytes or more; with the least memory
     it needs `least`."""
 
-    def __init__(self, *, needs: float, least: float, limit: int = 0) -> None:
+    def __init__(
+        self, *, needs: float, least: float, limit: int = 0, counts_calls: bool = False
+    ) -> None:
         super().__init__(("train",), injected=INJECTED, log=Path("log"), max_memory=limit)
-        self.needs, self.least = needs, least
+        self.needs, self.least, self.counts_calls = needs, least, counts_calls
         self.starts: list[tuple[bool, bool]] = []
 
     def _start(self, words: tuple[str, ...], start_s: float) -> PilotSession:
-        saves, limit = LEAST_MEMORY in self._variables, int(self._variables.get(MAX_MEMORY, 0))
+        ways = self._variables.get(LEAST_MEMORY, "").split()
+        saves, limit = bool(ways), int(self._variables.get(MAX_MEMORY, 0))
         self.starts.append((saves, limit > 0))
+        if self.counts_calls and "checkpoint_blocks" in ways:
+            said = "it ended: NotRecomputable: checkpointing: Block changes something in every call"
+            raise RunEnded("failed", "it failed", 1, said)
         needs = self.least if saves else self.needs
         if needs > (limit or 80 * GIB):
             raise RunEnded("out_of_memory", "it failed", 1, "it ended: CUDA out of memory")
@@ -157,6 +163,30 @@ def test_command_that_runs_out_of_memory_starts_once_more(
     seen: ScriptFacts = run.describe()
     assert run.starts == starts
     assert ("offload" in seen.own) is (len(starts) > 1)
+
+
+def test_blocks_that_cannot_be_called_twice_are_not_checkpointed() -> None:
+    run = Starts(needs=90 * GIB, least=5 * GIB, counts_calls=True)
+    run.describe()
+    assert run.starts == [(False, False), (True, False), (True, False)]
+    assert run._variables[LEAST_MEMORY] == "offload"
+
+
+def test_memory_that_runs_out_after_the_first_steps_is_told_apart() -> None:
+    """So that the tuning starts again with the least memory."""
+
+    class Later(Starts):
+        def _start(self, words: tuple[str, ...], start_s: float) -> PilotSession:
+            self.starts.append((False, False))
+            ended = RunEnded("out_of_memory", "CUDA out of memory")
+            return MadeUpSession(ends=lambda _config, _made: ended)
+
+    run = Later(needs=0, least=0)
+    run.describe()
+    with pytest.raises(WorkerError, match="give it a smaller batch") as caught:
+        run.block(run.baseline, 8, deadline_s=60.0)
+    assert is_out_of_memory(caught.value.__cause__)
+    assert len(run.starts) == 1  # a second start would end in the same way
 
 
 @pytest.mark.parametrize(

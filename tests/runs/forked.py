@@ -58,8 +58,8 @@ def space_of(seen: ScriptFacts) -> Space:
 class Looks:
     """A guide that keeps the script's facts and changes nothing. It fails if the script fails."""
 
-    def saves_memory(self, device: str) -> bool:
-        return False
+    def saves_memory(self, device: str) -> tuple[str, ...]:
+        return ()
 
     def takes_over(self) -> bool:
         return True

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.protocol import BlockRequest
 from advisor.tuners.faults import NotRecomputable
+from advisor.tuners.knobs import CHECKPOINT, OFFLOAD
 from advisor.tuners.recomputation import blocks, recompute_in_place, recomputed_calls, replace_calls
 from advisor.tuners.search.space import Space
 from tests.face.commands import TOO_BUSY, advisor, env_of
@@ -300,8 +301,8 @@ def test_layers_of_transformers_train_without_their_cache() -> None:
 
 
 class SavingGuide(ScriptedGuide):
-    def saves_memory(self, device: str) -> bool:
-        return True
+    def saves_memory(self, device: str) -> tuple[str, ...]:
+        return CHECKPOINT, OFFLOAD
 
 
 class Allocator:

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
@@ -36,6 +36,7 @@ from advisor.tuners.act.pilot.protocol import (
 from advisor.tuners.decisions import HEADROOM, IN_A_ROW, MAX_OBSERVED_STEPS
 from advisor.tuners.environment import allocated, expand_segments, free_bytes, limit_memory
 from advisor.tuners.faults import NEEDS_OPTIMIZER, UNSTEPPED, Stopped, failure, is_out_of_memory
+from advisor.tuners.knobs import CHECKPOINT
 from advisor.tuners.offloading import EXTRA_TIME, offload_in_place
 from advisor.tuners.recomputation import recompute_in_place
 
@@ -107,7 +108,7 @@ class Pilot:
         self._trained: Sequence[TrainedModel] = ()
         self._switch: ConfigSwitch | None = None
         self._request = BlockRequest(config=Config())
-        self._saves: bool | None = None  # None until the first training call
+        self._saves: Collection[str] | None = None  # None until the first training call
         self._looked = self._period = 0
         self._at = self._done = self._warm = self._graphs = 0
         self._elsewhere = self._own_peak = 0
@@ -197,7 +198,8 @@ class Pilot:
 
         if (called := callable_module(module)) is None:
             return None
-        recompute_in_place(called)
+        if CHECKPOINT in self._saves:
+            recompute_in_place(called)
         return offload_in_place(called).offloads()
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 # Where the tuning process listens, and the secret that it shares with its children.
 ADDRESS, SECRET = "ADVISOR_PILOT", "ADVISOR_PILOT_KEY"
 RUN = "ADVISOR_RUN"  # the command of `advisor run`, and seconds for its tuning, as JSON
-LEAST_MEMORY = "ADVISOR_LEAST_MEMORY"  # if set, a run takes the least memory from the start on
+LEAST_MEMORY = "ADVISOR_LEAST_MEMORY"  # knobs that save memory from the first step on
 MAX_MEMORY = "ADVISOR_MAX_MEMORY"  # bytes of the device that a tuned run may use
 KEEP_CHECKPOINTS = "ADVISOR_KEEP_CHECKPOINTS"  # if set, checkpoints of a tuned run stay in place
 MAX_MESSAGE_BYTES = 2**20  # bytes of an answer
@@ -81,8 +82,8 @@ class BlockResult:
 class Guide(Protocol):
     """Decides which config is next; the same one in all processes of a job."""
 
-    def saves_memory(self, device: str) -> bool:
-        """Whether steps on a device take the least memory until the first request."""
+    def saves_memory(self, device: str) -> Collection[str]:
+        """The knobs by which steps on a device save memory until the first request."""
 
     def takes_over(self) -> bool:
         """Whether to tune a script that may use an Advice itself. Resets the Advice's flags."""
@@ -146,8 +147,8 @@ class PilotClient:
         self._pipe: Connection | None = None
         self._note("")
 
-    def saves_memory(self, device: str) -> bool:
-        return bool(os.environ.get(LEAST_MEMORY))
+    def saves_memory(self, device: str) -> Collection[str]:
+        return os.environ.get(LEAST_MEMORY, "").split()
 
     def takes_over(self) -> bool:
         """As `Guide.takes_over`, but an Advice that the script uses is part of it and stays."""

@@ -24,6 +24,8 @@ from advisor.tuners.act.pilot.protocol import (
 )
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
+from advisor.tuners.faults import NotRecomputable
+from advisor.tuners.knobs import CHECKPOINT, OFFLOAD
 from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.run.mapped_options import MappedOptions
 from advisor.tuners.measure.run.session import (
@@ -37,6 +39,7 @@ from advisor.tuners.measure.runner import UNVERIFIED, Block, Compared, ConfigFai
 
 T = TypeVar("T")
 SAVE_TIMEOUT_S = 30.0  # for saving compiled code
+_EVERY_WAY = f"{CHECKPOINT} {OFFLOAD}"
 RETRY_HINT = "fix that, then give the same command again"
 
 
@@ -48,6 +51,7 @@ class Run:
         show: called with the command's output, as it comes, from another thread.
         options: the command's options that set knobs, by the knob's name in `--map`.
         max_memory: bytes of the device that the command may use; 0: all.
+        saves: whether the first start saves memory already.
     """
 
     def __init__(
@@ -59,10 +63,12 @@ class Run:
         show: Callable[[str], None] | None = None,
         options: Mapping[str, Value] | None = None,
         max_memory: int = 0,
+        saves: bool = False,
     ) -> None:
         self.command = MappedOptions(command, options or {})
         self._injected, self._log = injected, log
         self._variables = {MAX_MEMORY: str(max_memory)} if max_memory else {}
+        self._variables |= {LEAST_MEMORY: _EVERY_WAY} if saves else {}
         # Set once the search space is known: the script's own config, the tolerance of comparisons
         # as in `Task`, and the device's memory in bytes (0: unknown).
         self.baseline, self.tolerance, self.memory = Config(), 0.0, 0
@@ -84,22 +90,28 @@ class Run:
         self._showing.__exit__(*exc)
 
     def describe(self) -> ScriptFacts:
-        """Start the command and return its facts; if it runs out of memory, start it again with the
-        least memory. Raises TargetFailed if the command ends before its first steps, WorkerError if
-        the steps do not come in time."""
+        """Start the command and return its facts. If it runs out of memory, start it again with the
+        least memory, but without checkpointing if its blocks cannot be called twice. Raises
+        TargetFailed if the command ends before its first steps, WorkerError if the steps do not
+        come in time."""
         try:
             seen = self._running(self.baseline, time.monotonic() + START_S).seen
         except RunEnded as exc:
             if exc.outcome == "timed_out":
                 raise WorkerError(str(exc)) from exc
-            if exc.outcome != "out_of_memory":
+            refused = CHECKPOINT in self._saves and NotRecomputable.__name__ in f"{exc} {exc.said}"
+            if exc.outcome != "out_of_memory" and not refused:
                 raise TargetFailed(str(exc), "") from exc
-            if LEAST_MEMORY in self._variables:
+            if self._saves and not refused:
                 raise TargetFailed(self._why_nothing_fits(exc), "") from exc
-            self._variables[LEAST_MEMORY] = "1"
+            self._variables[LEAST_MEMORY] = OFFLOAD if refused else _EVERY_WAY
             return self.describe()
         self._processes = seen.processes
         return seen
+
+    @property
+    def _saves(self) -> str:
+        return self._variables.get(LEAST_MEMORY, "")
 
     def _why_nothing_fits(self, exc: RunEnded) -> str:
         """Why the script runs out of memory although it takes the least; measured without a limit
@@ -184,6 +196,8 @@ class Run:
                 self._check_unmodified(exc, made, until)
                 if exc.outcome == "out_of_memory" and self._sessions:
                     self.stop()  # try again with all of the memory
+                elif exc.outcome == "out_of_memory" and config == self.baseline:
+                    raise
                 elif exc.code and config != self.baseline:
                     raise ConfigFailed(exc.outcome, str(exc)) from exc
                 # Else the command was done, or was killed unmodified: start it again.

@@ -195,6 +195,10 @@ class RunEnded(Exception):
         self.own = own  # whether the script more likely failed by itself than due to a config
 
 
+def is_out_of_memory(exc: BaseException | None) -> bool:
+    return isinstance(exc, RunEnded) and exc.outcome == "out_of_memory"
+
+
 class PilotSession:
     """The pilots of a running command, whose processes wait for requests between two blocks. Every
     method, and the constructor, may raise RunEnded; `until` is a time by time.monotonic().
