@@ -15,6 +15,7 @@ from advisor.errors import NoRecord, printable
 from advisor.frameworks.framework import Framework, ObjectSetting
 from advisor.resolve.answer import answer
 from advisor.resolve.request import Request
+from advisor.tuners.knobs import CHECKPOINT, OFFLOAD
 
 
 class Emitted:
@@ -44,12 +45,13 @@ class Emitted:
         task, title = record.key.task, framework.title
         if task.mode != "train":
             raise NoRecord(f"{record.id} was tuned for mode {task.mode}; {title} only trains")
-        if wanting := _keywords(lacks(record.baseline.config)):
-            raise NoRecord(f"{title} has no setting for {wanting}, with which {record.id} is tuned")
+        # The advice may save less memory than the baseline.
+        self._require(lacks(record.baseline.config.without(CHECKPOINT, OFFLOAD)), title, record)
         request = Request(
             batch=batch, free=free, fits=lambda _record, config: not lacks(config, batch)
         )
         answered = answer(record, request)
+        self._require(lacks(answered.config.only(CHECKPOINT, OFFLOAD)), title, record)
         self.framework, self.reason = framework, answered.reason
         self.setup = framework.setup(record, answered.config, batch)
         self.beyond = {
@@ -57,6 +59,12 @@ class Emitted:
             for name, choice in record.choices.items()
             if (choice.batch == record.batch or free) and (lost := lacks(choice.config))
         }
+
+    @staticmethod
+    def _require(lacks: Mapping[str, object], title: str, record: Record) -> None:
+        if lacks:
+            what = _keywords(lacks)
+            raise NoRecord(f"{title} has no setting for {what}, with which {record.id} is tuned")
 
 
 def text(found: Emitted) -> str:

@@ -27,10 +27,11 @@ def sections(record: Record) -> Iterator[Section]:
     if saves(record):
         yield Section("ladder", "Ways to save memory", ladder(record), tuple(lines(record)))
     if rows := _parts(record.memory):
-        table = Table("The memory of a step", ("part", "memory"), right=("memory",))
+        what = f"The memory of a step of {record.key.task.baseline}"
+        table = Table(what, ("part", "memory"), right=("memory",))
         for label, count in rows:
             table.row(label, size(count))
-        chart = Bars("The memory of a step", [(label, count, size(count)) for label, count in rows])
+        chart = Bars(what, [(label, count, size(count)) for label, count in rows])
         yield Section("memory", "Where the memory goes", table, chart=chart)
 
 
