@@ -36,11 +36,13 @@ def sections(record: Record) -> Iterator[Section]:
 
 
 def ladder(record: Record) -> Table:
-    """For each way to save memory, the least first: the fastest config that fits."""
+    """For each way to save memory, the least first: the fastest config that fits, and its speed
+    over that of the unmodified script with enough memory (estimated)."""
+    alone, ratio = _unmodified(record), "over unmodified"
     table = Table(
         "The fastest config that fits, for each way to save memory",
-        ("saves memory by", "fastest config", "peak", "samples/s", "speed-up", ""),
-        right=("peak", "samples/s", "speed-up"),
+        ("saves memory by", "fastest config", "peak", "samples/s", ratio, ""),
+        right=("peak", "samples/s", ratio),
     )
     tried = [one for one in record.trials if one.stage == "compute" and _at_batch(one, record)]
     over, advised = ratios(tried, record.baseline.config), record.winner(record.use).config
@@ -58,7 +60,7 @@ def ladder(record: Record) -> Table:
             described(best.config.without(*_WAYS), base, nothing="-"),
             size(measured.peak_bytes),
             rate(measured.samples_per_s) if measured.ok else "-",
-            times(over[best.number]) if over[best.number] else "-",
+            times(over[best.number] / alone) if over[best.number] and alone else "-",
             ("advised" if best.config == advised else "") if measured.ok else outcome(measured),
             warns=not measured.ok,
         )
@@ -78,9 +80,13 @@ def lines(record: Record) -> Iterator[str]:
 def slowdown(record: Record) -> float:
     """How many times slower the advice is than the unmodified script with enough memory; 0 if that
     is not known."""
+    return _unmodified(record) / record.winner(record.use).speedup
+
+
+def _unmodified(record: Record) -> float:
+    """The estimated speed-up of the unmodified script over the baseline; 0 if it is not known."""
     alone = record.memory.get("unmodified")
-    known = saves(record) and isinstance(alone, float)
-    return float(alone or 0) / record.winner(record.use).speedup if known else 0.0
+    return float(alone) if saves(record) and isinstance(alone, float) else 0.0
 
 
 def _at_batch(trial: Trial, record: Record) -> bool:

@@ -198,6 +198,7 @@ def test_memory_that_runs_out_after_the_first_steps_is_told_apart() -> None:
             "nothing fits into 24 GiB: with the least memory it needs 30 GiB, of which weights, "
             "gradients and optimizer state take 3 GiB; give it a smaller batch, or a larger --mem",
         ),
+        (2, "optimizer state take 3 GiB; share them among several GPUs, as with FSDP, or give a l"),
     ],
 )
 def test_if_nothing_fits_the_least_memory_is_said(limit: int, said: str) -> None:

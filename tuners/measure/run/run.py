@@ -128,6 +128,8 @@ class Run:
                 f"{size(int(memory['peak'] or 0))}, of which weights, gradients and optimizer "
                 f"state take {size(fixed)}"
             )
+            if fixed > limit:
+                mend = "share them among several GPUs, as with FSDP, or give a larger --memory"
         return f"nothing fits into {size(limit)}: with the least memory it needs {needs}; {mend}"
 
     def try_option(self, name: str, value: Value) -> None:
