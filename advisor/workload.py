@@ -175,6 +175,8 @@ class RunWorkload:
                     f"your unmodified script runs out of memory; with {how} it trains, and that is "
                     "the baseline"
                 )
+                if run.refusal:
+                    progress.notice(f"its blocks are not checkpointed: {run.refusal}")
             if record is not None and (other := _other_run(record, key, seen, run)):
                 raise UsageError(f"record {record.id} is not of this run: {other}")
             facts = _facts_of_run(seen, key)

@@ -733,9 +733,17 @@ def described(config: Config, default: Config = TORCH, *, nothing: str = "torch 
     config saves memory is said whatever the default does."""
     if not config.changed(default):
         return nothing
-    neutral = {knob.name: knob.default for knob in KNOBS if knob.blocks and knob.name in default}
-    changed = config.changed(default | neutral)
-    return ", ".join(_described(*pair) for pair in changed.items()) or "without saving memory"
+    base = without_saving(default)
+    parts = [_described(*pair) for pair in config.changed(base).items()]
+    saves = config == without_saving(config) and base != default
+    return ", ".join([*parts, *["without saving memory"] * saves])
+
+
+def without_saving(config: Config) -> Config:
+    """The config of a script that saves memory, without that."""
+    return config | {
+        knob.name: knob.default for knob in KNOBS if knob.blocks and knob.name in config
+    }
 
 
 def described_own(own: Config, others: Config) -> str:

@@ -6,6 +6,8 @@ and no copy waits for the device.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,11 +18,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from advisor.tuners import host
 from advisor.tuners.act.hooks import replace_call
+from advisor.tuners.faults import NotRecomputable
 
 LEAST_BYTES = 2**20
 """A smaller tensor stays on the device: its copy takes as long as starting it."""
 HOST_SHARE = 0.5
-"""Fraction of the host's free memory that may hold activations."""
+"""Fraction of the host's free memory that may hold activations of all processes of a job."""
 
 
 class ExtraTime:
@@ -61,12 +64,34 @@ class ExtraTime:
 EXTRA_TIME = ExtraTime()
 
 
+class HostMemory:
+    """The memory of the host that the activations of this process may take."""
+
+    def __init__(self) -> None:
+        self._most: int | None = None
+        self.held = self.most_held = 0
+
+    def take(self, nbytes: int) -> int:
+        """Reserve memory for a tensor; returns the reserved bytes, 0 if there is no room."""
+        if self._most is None:
+            ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+            self._most = int(HOST_SHARE * host.free_bytes() / ranks)
+        rounded = 1 << (nbytes - 1).bit_length()  # as PyTorch's allocator of page-locked memory
+        if self.held + rounded > self._most:
+            return 0
+        self.held += rounded
+        self.most_held = max(self.most_held, self.held)
+        return rounded
+
+
+HOST_MEMORY = HostMemory()
+
+
 class OffloadedCall:
     """Replaces the call of a model."""
 
     def __init__(self, module: nn.Module, plain: Callable[..., Any]) -> None:
         self.module, self.plain = module, plain
-        self._most: int | None = None  # bytes of the host's memory that it may use
         self._held = self.most_bytes = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,45 +100,65 @@ class OffloadedCall:
 
     def offloads(self) -> saved_tensors_hooks:
         """Context manager: what is kept for backward goes to the host."""
-        if self._most is None:
-            self._most = int(HOST_SHARE * host.free_bytes())
-        most = self._most
-        weights = {weight.untyped_storage().data_ptr() for weight in self.module.parameters()}
+        fixed = itertools.chain(self.module.parameters(), self.module.buffers())
+        there = {_address(one) for one in fixed}
 
-        def pack(tensor: Tensor) -> Tensor | _OnHost:
-            tensor = tensor.detach()  # an output that refers to its own graph is never freed
-            stored, large = tensor.untyped_storage(), tensor.nbytes >= LEAST_BYTES
-            plain = type(tensor) is Tensor and tensor.layout is torch.strided
-            fits = tensor.nbytes <= min(most - self._held, stored.nbytes())
-            if plain and large and fits and stored.data_ptr() not in weights:
-                return _OnHost(tensor, self)
-            return tensor
+        def moves(tensor: Tensor) -> bool:
+            if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+                return False
+            # An expanded tensor is smaller than it says.
+            large = LEAST_BYTES <= tensor.nbytes <= tensor.untyped_storage().nbytes()
+            return large and _address(tensor) not in there
 
-        return saved_tensors_hooks(pack, _unpack)
+        def pack(tensor: Tensor) -> _OnDevice | _OnHost:
+            if moves(tensor) and (taken := HOST_MEMORY.take(tensor.nbytes)):
+                with contextlib.suppress(RuntimeError):  # no page-locked memory is left
+                    return _OnHost(tensor, self, taken)
+            return _OnDevice(tensor)
+
+        return saved_tensors_hooks(pack, lambda kept: kept.tensor())
 
     def hold(self, nbytes: int) -> None:
         self._held += nbytes
         self.most_bytes = max(self.most_bytes, self._held)
 
 
+def _address(tensor: Tensor) -> int:
+    strided = tensor.layout is torch.strided
+    return tensor.untyped_storage().data_ptr() if strided else 0
+
+
+class _OnDevice:
+    """A tensor that stays. PyTorch itself no longer sees whether it changes before backward."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()  # an output that refers to its own graph is never freed
+        self._version = self._tensor._version
+
+    def tensor(self) -> Tensor:
+        if self._version != self._tensor._version:
+            raise NotRecomputable("checkpointing: what backward needs is changed in place before")
+        return self._tensor
+
+
 class _OnHost:
-    def __init__(self, tensor: Tensor, call: OffloadedCall) -> None:
-        self._call, self.device = call, tensor.device
-        call.hold(tensor.nbytes)
+    def __init__(self, tensor: Tensor, call: OffloadedCall, taken: int) -> None:
+        self._call, self._taken, self._nbytes = call, taken, 0
+        self._device = tensor.device
         pinned = tensor.device.type == "cuda"
-        with EXTRA_TIME.counted(self.device):
-            self.copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
-            self.copy.copy_(tensor, non_blocking=True)
+        with EXTRA_TIME.counted(self._device):
+            copy = torch.empty_like(tensor.detach(), device="cpu", pin_memory=pinned)
+            self._copy = copy.copy_(tensor.detach(), non_blocking=True)
+        self._nbytes = tensor.nbytes
+        call.hold(self._nbytes)
 
     def __del__(self) -> None:
-        self._call.hold(-self.copy.nbytes)
+        HOST_MEMORY.held -= self._taken
+        self._call.hold(-self._nbytes)
 
-
-def _unpack(kept: Tensor | _OnHost) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    with EXTRA_TIME.counted(kept.device):
-        return kept.copy.to(kept.device, non_blocking=True)
+    def tensor(self) -> Tensor:
+        with EXTRA_TIME.counted(self._device):
+            return self._copy.to(self._device, non_blocking=True)
 
 
 def offload_in_place(model: nn.Module) -> OffloadedCall:

@@ -9,7 +9,7 @@ import itertools
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,8 @@ from advisor.tuners.offloading import EXTRA_TIME
 MIN_IN_A_ROW = 3
 """Least number of blocks of one class in a row that count as repeated."""
 CHECKED_CALLS = 4
-"""Calls of each block whose second call is checked. A check waits for the device."""
+"""Calls of each block until its second calls, which are checked, end early. A check waits for the
+device."""
 _ALIKE = 2e-2
 """Relative difference that rounding may make between two calls: in bf16, with other algorithms."""
 
@@ -91,15 +92,17 @@ class RecomputedCall:
         self._others = [m for m in modules if m not in self.norms]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or getattr(self.block, "gradient_checkpointing", False):
-            return self._plain(*args, **kwargs)  # the flag of transformers' layers
+        own = getattr(self.block, "gradient_checkpointing", False)  # of transformers' layers
+        if not torch.is_grad_enabled() or own or _has_hooks(self.block):
+            return self._plain(*args, **kwargs)
         if in_backward():
             raise self.refusal("is checkpointed by the script itself")
         # Each call gets containers of its own: the script may change them before backward.
         leaves, structure = tree_flatten(_without_cache(args, kwargs))
         for leaf in leaves:
             if not isinstance(leaf, IMMUTABLE):
-                raise self.refusal(f"gets a {type(leaf).__name__}, which a call may change")
+                what = type(leaf).__name__
+                raise self.refusal(f"gets an object of class {what}, which a call may change")
         self.device = next((x.device for x in leaves if isinstance(x, Tensor)), self.device)
         return self._checkpoint(partial(self._call, structure), *leaves)
 
@@ -119,19 +122,23 @@ class RecomputedCall:
         return [(id(one), one._version) for one in tensors if not one.is_inference()]
 
     def _checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        checks = self._unchecked > 0
-        self._unchecked -= checks
+        self._unchecked = max(0, self._unchecked - 1)
+        checks = self._unchecked > 0  # the last one shows whether a second call may end early
         calls = _Calls(self, function, checks)
         with set_checkpoint_early_stop(not checks):  # else a second call has no outputs
             return checkpoint(calls, *args, use_reentrant=False, context_fn=calls.contexts)
 
     def state(self) -> list[Any]:
-        """What a call may change: numbers, weights, buffers, and random numbers that PyTorch does
-        not restore. Running statistics do not count."""
-        held = (vars(module).values() for module in self.block.modules())
-        numbers = [one for values in held for one in values if type(one) in (bool, int, float)]
+        """What a call may change: numbers, the lengths of lists and the like, weights and other
+        tensors, and random numbers that PyTorch does not restore. Running statistics do not
+        count."""
+        held = [one for module in self.block.modules() for one in vars(module).values()]
+        numbers = [one for one in held if type(one) in (bool, int, float)]
+        numbers += [len(one) for one in held if isinstance(one, Sized)]
         buffers = (b for module in self._others for b in module.buffers(recurse=False))
-        tensors = [float(x) for t in (*self.block.parameters(), *buffers) for x in _signature(t)]
+        more = (one for one in held if isinstance(one, Tensor))
+        every = (*self.block.parameters(), *buffers, *more)
+        tensors = [float(x) for one in every for x in _signature(one)]
         numpy = sys.modules.get("numpy")
         drawn = str(numpy.random.get_state()[1:3]) if numpy else ""
         return [numbers, tensors, drawn, random.getstate()]

@@ -98,13 +98,13 @@ def tune(
     )
 
 
-@click.command(cls=OrCommand)
+@click.command(cls=OrCommand, options_metavar="[OPTIONS] -- COMMAND")
 @option("--memory SIZE", "Memory of the GPU that may be used, e.g. 24GiB; default: all.")
 @option(
     "--max-slowdown RATIO",
     "Exit with 1 if the fastest config that fits is more than this many times slower than your "
     "script would be with enough memory (estimated).",
-    type=click.FloatRange(0.0, min_open=True),
+    type=click.FloatRange(1.0, 1e6),
 )
 @options.row_options(Task, "precisions", "deterministic", "compile", "tolerance", "map")
 @options.row_options(Plan)

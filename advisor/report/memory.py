@@ -10,7 +10,7 @@ from advisor.cache.shown import size, times
 from advisor.cache.task import OFFLOADED
 from advisor.errors import printable
 from advisor.report.data import Bars, Section, Table
-from advisor.report.text import outcome, rate, ratios
+from advisor.report.text import WRONG, outcome, rate, ratios
 from advisor.tuners.act.pilot.parts import PARTS, unmodified_bytes
 from advisor.tuners.knobs import CHECKPOINT, OFFLOAD, described
 
@@ -40,7 +40,7 @@ def ladder(record: Record) -> Table:
     over that of the unmodified script with enough memory (estimated)."""
     alone, ratio = _unmodified(record), "over unmodified"
     table = Table(
-        "The fastest config that fits, for each way to save memory",
+        "The fastest config that fits, for each way to save memory, by its trial",
         ("saves memory by", "fastest config", "peak", "samples/s", ratio, ""),
         right=("peak", "samples/s", ratio),
     )
@@ -49,20 +49,22 @@ def ladder(record: Record) -> Table:
     ways: dict[Config, list[Trial]] = {}
     for trial in tried:
         ways.setdefault(trial.config.only(*_WAYS), []).append(trial)
+    wrong = {one.config for one in record.trials if one.measurement.outcome == "wrong"}
     for way in sorted(ways, key=_effort):
-        fits = [one for one in ways[way] if one.measurement.ok]
+        fits = [one for one in ways[way] if one.measurement.ok and one.config not in wrong]
         best = max(fits, key=lambda one: one.measurement.samples_per_s, default=ways[way][0])
         if any(one.config == advised for one in fits):
             best = next(one for one in fits if one.config == advised)
         base, measured = record.baseline.config.without(*_WAYS), best.measurement
+        says = "advised" if best.config == advised else outcome(measured)
         table.row(
             described(way, Config({CHECKPOINT: 0, OFFLOAD: False}), nothing="nothing"),
             described(best.config.without(*_WAYS), base, nothing="-"),
             size(measured.peak_bytes),
             rate(measured.samples_per_s) if measured.ok else "-",
             times(over[best.number] / alone) if over[best.number] and alone else "-",
-            ("advised" if best.config == advised else "") if measured.ok else outcome(measured),
-            warns=not measured.ok,
+            WRONG if best.config in wrong else says,
+            warns=not measured.ok or best.config in wrong,
         )
     return table
 
@@ -73,7 +75,7 @@ def lines(record: Record) -> Iterator[str]:
         limit = record.key.task.max_memory or 2**30 * record.key.environment.device.memory_gib
         yield f"Your unmodified script needs about {size(needs)}, of {size(limit)}."
     if found := slowdown(record):
-        faster = f"{1 / found:.2f}x as fast as" if found < 1 else f"{found:.2f}x slower than"
+        faster = f"{1 / found:.2f}x as fast as" if found < 1.005 else f"{found:.2f}x slower than"
         yield f"The advice is {faster} your script would be with enough memory (estimated)."
 
 

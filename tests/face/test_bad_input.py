@@ -122,7 +122,7 @@ COMMANDS = [
     ("fit python train.py", "put -- before your command, as in: advisor fit -- python train.py"),
     ("fit --memory 0 -- python x.py", "memory '0': expected a positive size such as 40GiB"),
     ("fit --memory lots -- python x.py", "memory 'lots': expected a positive size"),
-    ("fit --max-slowdown 0 -- python x.py", "'--max-slowdown': 0.0 is not in the range x>0"),
+    ("fit --max-slowdown 0.5 -- python x.py", "0.5 is not in the range 1.0<=x<=1000000.0"),
     ("export missing/a.pack", "'missing/a.pack': cannot be written: No such file"),
     ("report key --html missing/a.html", "'missing/a.html': cannot be written"),
     ("verify key train.py", "as in: advisor verify KEY -- python train.py"),

@@ -114,9 +114,9 @@ def test_how_a_config_saves_memory_is_said_whatever_the_baseline_does() -> None:
     assert knobs.described(every, own) == f"checkpointing of every block, {OFFLOADED}, bf16"
     half = every.replace(checkpoint_blocks=2, offload=False)
     assert knobs.described(half, own) == "checkpointing of one block in 2, bf16"
-    assert knobs.described(own.replace(checkpoint_blocks=0, offload=False), own) == (
-        "without saving memory"
-    )
+    nothing = own.replace(checkpoint_blocks=0, offload=False)
+    assert knobs.described(nothing, own) == "without saving memory"
+    assert knobs.described(nothing.replace(precision="bf16"), own) == "bf16, without saving memory"
 
 
 # The starts of a command ------------------------------------------------------------------------

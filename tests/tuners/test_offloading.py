@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from advisor.tuners import host, offloading
-from advisor.tuners.offloading import EXTRA_TIME, offload_in_place, plain_call
+from advisor.tuners.faults import NotRecomputable
+from advisor.tuners.offloading import EXTRA_TIME, HostMemory, offload_in_place, plain_call
 from advisor.tuners.recomputation import recompute_in_place
-from tests.tuners.test_recomputation import Stack, counted_bytes, train
+from tests.tuners.test_recomputation import Block, Stack, counted_bytes, train
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +47,79 @@ def test_training_is_bit_identical_and_keeps_only_weights(made: type[Stack], blo
 
 
 def test_full_host_keeps_activations_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "free_bytes", lambda: 2 * 400)
+    monkeypatch.setattr(host, "free_bytes", lambda: 2 * 3 * 1024)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setattr(offloading, "HOST_MEMORY", memory := HostMemory())
     model = Stack()
     call = offload_in_place(model)
     for _ in range(3):  # what a step held is free again in the next
         model(torch.randn(4, 8)).sum().backward()
-        assert 0 < call.most_bytes <= 400
+        assert 0 < call.most_bytes <= memory.most_held <= 1024
+        assert memory.held == 0
+
+
+def test_failed_copy_leaves_the_tensor_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **_more: Any) -> Tensor:
+        raise RuntimeError("no page-locked memory is left")
+
+    monkeypatch.setattr(offloading, "HOST_MEMORY", memory := HostMemory())
+    model = Stack()
+    offload_in_place(model)
+    monkeypatch.setattr(torch, "empty_like", fails)
+    model(torch.randn(4, 8)).sum().backward()
+    assert memory.most_held > memory.held == 0
+
+
+class Scaled(Block):
+    """Its backward needs no input, which a script may therefore change."""
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> tuple[Tensor, None]:
+        return torch.relu(self.norm(self.layer(2 * x))), None
+
+
+class AddsInPlace(Stack):
+    def __init__(self) -> None:
+        super().__init__(Scaled)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        for block in self.blocks:
+            x += 0.1 * block(x)[0]
+        result: Tensor = self.last(x)
+        return result
+
+
+@pytest.mark.parametrize("least", [1, 2**20])
+def test_input_that_changes_before_backward_is_copied_or_refused(
+    monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    monkeypatch.setattr(offloading, "LEAST_BYTES", least)
+    torch.manual_seed(0)
+    plain = AddsInPlace()
+    offloaded = copy.deepcopy(plain)
+    recompute_in_place(offloaded)
+    offload_in_place(offloaded)
+    if least == 1:
+        assert all(map(torch.equal, train(plain), train(offloaded)))
+    else:
+        with pytest.raises(NotRecomputable, match="is changed in place"):
+            train(offloaded)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_tensors_stay() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(torch.eye(4).to_sparse_csr(), self.layer(x))
+
+    model = Sparse()
+    offload_in_place(model)
+    model(torch.randn(4, 4)).sum().backward()
+    assert model.layer.weight.grad is not None
 
 
 def test_second_derivatives_go_through_the_host() -> None:

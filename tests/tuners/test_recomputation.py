@@ -235,7 +235,7 @@ def test_without_gradients_a_block_is_called_once() -> None:
         (Stack(DrawsByPython), "DrawsByPython changes something in every call"),
         (Stack(DrawsByNumpy), "DrawsByNumpy changes something in every call"),
         (Stack(ScalesByCount), "ScalesByCount computes something else in a second call"),
-        (TakesCache(), "Cached gets a MutableCache, which a call may change"),
+        (TakesCache(), "Cached gets an object of class MutableCache, which a call may change"),
         (ChecksItself(), "Block is checkpointed by the script itself"),
     ],
 )

@@ -22,7 +22,7 @@ from advisor.errors import TargetFailed, WorkerError
 from advisor.tuners import knobs
 from advisor.tuners.decisions import CLEARLY, NOTABLE, PAIRS, TURN_S
 from advisor.tuners.length import Length
-from advisor.tuners.measure.runner import UNVERIFIED, Block, Compared, ConfigFailed, Runner
+from advisor.tuners.measure.runner import UNVERIFIED, Compared, ConfigFailed, Runner
 from advisor.tuners.search.journal import Journal, JournaledTrial
 from advisor.tuners.search.plan import Clock, Progress
 from advisor.tuners.search.race import (
@@ -351,8 +351,18 @@ class Tuner:
             and len(visits) == 1
             and not (self._passed_over or self._is_full or self._open(self._space.batch)),
             complete=self._complete and not interrupted,
-            unmodified=1 / (1 - min(0.99, statistics.median(map(_extra, self._visitor.baseline)))),
+            unmodified=self._unmodified(),
         )
+
+    def _unmodified(self) -> float:
+        """The speed-up of the unmodified script with enough memory over a baseline that saves some:
+        as measured if it fits, else estimated from the time that saving takes."""
+        own = self._space.default
+        alone = self._visits.get(knobs.without_saving(own))
+        if alone is not None and alone.ok and alone.config != own:
+            return alone.ratio.mean
+        shares = [block.extra_s / block.seconds for block in self._visitor.baseline]
+        return 1 / (1 - min(0.99, statistics.median(shares)))
 
     def _untried(self) -> Iterator[str]:
         """A line on the first compiled config that had no time, if no compiled config leads; on any
@@ -388,11 +398,6 @@ class Tuner:
         """A config's changes in words, and its batch if it is not the user's."""
         at = f" at batch {config.batch}" if config.batch != self._space.batch else ""
         return knobs.described(config, self._space.default, nothing=self._scope.baseline) + at
-
-
-def _extra(block: Block) -> float:
-    """The share of a block's time that saves memory."""
-    return block.extra_s / block.seconds
 
 
 def measurement_of(compared: Compared) -> Measurement:

@@ -6,13 +6,18 @@ import copy
 import dataclasses
 import operator
 from collections.abc import Callable
+from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-IMMUTABLE = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+IMMUTABLE = (
+    *(Tensor, int, float, complex, str, bytes, type(None), range, slice, frozenset, Enum),
+    *(torch.dtype, torch.device, torch.memory_format, torch.layout, FunctionType),
+)
 
 
 def map_tensors(

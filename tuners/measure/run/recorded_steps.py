@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from advisor.cache.config import Config
 from advisor.tuners.act import hooks
@@ -64,53 +64,31 @@ class _RecordedCall:
     autocast: _Autocast
     needs: list[bool]  # whether each of the models' parameters required a gradient
     lost: Callable[[Exception], None]  # called if a gradient could not be recorded
+    device: torch.device  # where gradients are kept
     back: list[Tensor | None] = field(default_factory=list)  # gradients of its outputs
     slope: Tensor | None = None  # the sum of these gradients times the outputs
 
-    def watched(self, result: Any) -> Any:
-        """The call's result, whose gradients are recorded during backward. A gradient that comes
-        from another output, as a loss that the model computes from its logits, does not count."""
-
-        def watch(output: Tensor) -> Tensor:
-            if not output.is_floating_point():
-                return output
+    def watch(self, result: Any, *, losses: bool) -> None:
+        """Record the gradients of the call's outputs during backward; `losses`: of scalars alone,
+        if there are any, because a loss that the model computes gives its logits a gradient too."""
+        outputs = _floating(result)
+        some = losses and any(one.numel() == 1 and one.requires_grad for one in outputs)
+        for number, output in enumerate(outputs):
             self.back.append(None)
-            if not output.requires_grad:
-                return output
-            value = output.detach()  # which the script may change in place, as a loss
-            value = value.clone() if output.numel() <= _SMALL else value
-            came = functools.partial(self._came, len(self.back) - 1, value)
-            alias: Tensor = _Alias.apply(output, came)
-            return alias
-
-        def outer(leaf: Any) -> Any:
-            return leaf if is_cache(leaf) else map_tensors(watch, leaf)
-
-        return tree_map(outer, result, is_leaf=is_cache)
+            if output.requires_grad and (output.numel() == 1 or not some):
+                value = output.detach()  # which the script may change in place, as a loss
+                value = value.clone() if output.numel() <= _SMALL else value
+                output.register_hook(functools.partial(self._came, number, value))
 
     def _came(self, number: int, value: Tensor, gradient: Tensor) -> None:
-        held, came = self.back[number], gradient.detach()
         try:
-            self.back[number] = came.clone() if held is None else held + came
-            slope = (value.float() * came.float()).sum()
+            held, came = self.back[number], gradient.detach()
+            came = came.to(self.device, copy=True)
+            self.back[number] = came if held is None else held + came
+            slope = (value.float() * gradient.float()).sum()
             self.slope = slope if self.slope is None else self.slope + slope
-        except RuntimeError as exc:  # out of memory, in the script's own backward pass
+        except RuntimeError as exc:  # out of memory, or a batched gradient
             self.lost(exc)
-
-
-class _Alias(torch.autograd.Function):
-    """An output as the script gets it; `came` gets its gradient. No view: if the script changes one
-    in place, its gradient goes elsewhere."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, came: Callable[[Tensor], None]) -> Tensor:
-        ctx.came = came
-        return output.data
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.came(gradients[0])
-        return gradients[0], None
 
 
 class RecordedSteps:
@@ -135,7 +113,7 @@ class RecordedSteps:
         self._losses: list[Tensor] = []
         self._chosen = False  # `_steps` are the steps to repeat
         self._looked = 0  # steps observed
-        self._raised = self.draws = False
+        self._raised = self.draws = self._blind = False
         self._named: NamedTensors = {}
         self._modules: list[nn.Module] = []
         self._places: list[_Place] = []
@@ -159,6 +137,7 @@ class RecordedSteps:
         if self._switch is not switch:
             self.close()
             self._switch, self._device = switch, device
+            self._store = torch.device("cpu") if OFFLOAD in switch.own else device
             self._named = {
                 (f"{number}.{name}" if len(trained) > 1 else name): parameter
                 for number, one in enumerate(trained)
@@ -182,6 +161,7 @@ class RecordedSteps:
                 room = self._room() if self._device.type == "cuda" else None
                 self._updates = RecordedUpdates(self._of_switch.optimizers, room)
             self._choose_steps()
+        self._blind |= not calls  # the script makes its loss from the other outputs
         self._looked += 1
         if not self._ready and self._looked >= _MOST_STEPS:
             self._refuse("no gradient came back to what the model returned")
@@ -243,7 +223,9 @@ class RecordedSteps:
             with contextlib.nullcontext() if same else torch.autocast(*kept.autocast):
                 found = _floating(kept.call.act(*args, **kwargs))
             pairs = [
-                (o, g.to(o.dtype)) for o, g in zip(found, kept.back, strict=True) if g is not None
+                (o, g.to(o.device, o.dtype))
+                for o, g in zip(found, kept.back, strict=True)
+                if g is not None
             ]
             slope += torch.stack([(o.detach().float() * g.float()).sum() for o, g in pairs]).sum()
             for n, output in enumerate(found):
@@ -308,7 +290,9 @@ class RecordedSteps:
             self._refuse(exc)
             return call.plain(*args, **kwargs)
         needs = [tensor.requires_grad for tensor in self._tensors(self._parameters)]
-        kept = _RecordedCall(call, given, _autocast(self._device.type), needs, self._refuse)
+        kept = _RecordedCall(
+            call, given, _autocast(self._device.type), needs, self._refuse, self._store
+        )
         rng = RngState()
         changed = detect_changes(self._modules) if self._careful else None
         try:
@@ -317,7 +301,7 @@ class RecordedSteps:
             self._raised = True
             raise
         self.draws |= rng.has_advanced()
-        result = kept.watched(result)
+        kept.watch(result, losses=not self._blind)
         self._calls.append(kept)
         if changed is not None:
             if what := mutable_class((args, kwargs)):

@@ -24,7 +24,6 @@ from advisor.tuners.act.pilot.protocol import (
 )
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
-from advisor.tuners.faults import NotRecomputable
 from advisor.tuners.knobs import CHECKPOINT, OFFLOAD
 from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.run.mapped_options import MappedOptions
@@ -40,6 +39,7 @@ from advisor.tuners.measure.runner import UNVERIFIED, Block, Compared, ConfigFai
 T = TypeVar("T")
 SAVE_TIMEOUT_S = 30.0  # for saving compiled code
 _EVERY_WAY = f"{CHECKPOINT} {OFFLOAD}"
+_UNSUITED = "the script runs out of memory, and with advisor's ways to save memory it fails"
 RETRY_HINT = "fix that, then give the same command again"
 
 
@@ -75,6 +75,7 @@ class Run:
         # By the words of the command; the last one used comes last.
         self._sessions: dict[tuple[str, ...], PilotSession] = {}
         self._processes = 1
+        self.refusal = ""  # why its blocks are not checkpointed
         self._survived = 0  # steps that the unmodified command made
         self._reasons: set[str] = set()  # why starts failed
         self._peak_bytes = 0  # of a step at the script's own batch
@@ -91,7 +92,7 @@ class Run:
 
     def describe(self) -> ScriptFacts:
         """Start the command and return its facts. If it runs out of memory, start it again with the
-        least memory, but without checkpointing if its blocks cannot be called twice. Raises
+        least memory, but without checkpointing if that fails for another reason. Raises
         TargetFailed if the command ends before its first steps, WorkerError if the steps do not
         come in time."""
         try:
@@ -99,12 +100,17 @@ class Run:
         except RunEnded as exc:
             if exc.outcome == "timed_out":
                 raise WorkerError(str(exc)) from exc
-            refused = CHECKPOINT in self._saves and NotRecomputable.__name__ in f"{exc} {exc.said}"
-            if exc.outcome != "out_of_memory" and not refused:
-                raise TargetFailed(str(exc), "") from exc
-            if self._saves and not refused:
+            without = exc.outcome == "out_of_memory"
+            if self._saves and without:
                 raise TargetFailed(self._why_nothing_fits(exc), "") from exc
-            self._variables[LEAST_MEMORY] = OFFLOAD if refused else _EVERY_WAY
+            if not self._saves and not without:
+                raise TargetFailed(str(exc), "") from exc
+            if self._saves == OFFLOAD:
+                raise TargetFailed(f"{_UNSUITED}: {self.refusal}", "") from exc
+            # Advisor's own way fails: blocks that cannot be called twice.
+            said = (exc.said or str(exc)).rpartition("NotRecomputable: checkpointing: ")[2]
+            self.refusal = "" if without else said
+            self._variables[LEAST_MEMORY] = _EVERY_WAY if without else OFFLOAD
             return self.describe()
         self._processes = seen.processes
         return seen
