@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -31,34 +32,42 @@ class ExtraTime:
 
     def __init__(self) -> None:
         self.counts = False
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._host_s = 0.0
+        self._spans: list[tuple[_Moment, _Moment]] = []
 
     @contextlib.contextmanager
     def counted(self, device: torch.device) -> Iterator[None]:
         if not self.counts:
             yield
             return
-        began_s = time.perf_counter()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (device.type == "cuda"))]
-        for event in events[:1]:
-            event.record()
+        began = _now(device)
         try:
             yield
         finally:  # a second call ends early, by an exception
-            for event in events[1:]:
-                event.record()
-                self._events.append((events[0], event))
-            self._host_s += 0.0 if events else time.perf_counter() - began_s
+            self._spans.append((began, _now(device)))
 
     def take(self) -> float:
         """Return the seconds since the last call."""
-        if self._events:
-            self._events[-1][1].synchronize()
-        taken = self._host_s + sum(float(a.elapsed_time(b)) for a, b in self._events) / 1e3
-        self._events.clear()
-        self._host_s = 0.0
-        return taken
+        taken, self._spans = self._spans, []
+        return math.fsum(_seconds(*span) for span in taken)
+
+
+_Moment = float | torch.cuda.Event
+
+
+def _now(device: torch.device) -> _Moment:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(began: _Moment, ended: _Moment) -> float:
+    if isinstance(began, float) and isinstance(ended, float):
+        return ended - began
+    assert isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event)
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3
 
 
 EXTRA_TIME = ExtraTime()

@@ -29,19 +29,24 @@ if TYPE_CHECKING:
     from advisor.tuning import Tuned
 
 
+_progress_options = options.option_group(
+    options.cache,
+    option("--quiet", "No progress, only the result."),
+    options.loader,
+    option("--show-output", "For a run: show its output, on stderr."),
+    option(
+        "--keep-checkpoints",
+        "For a run: write checkpoints where the script says, not to a scratch folder.",
+    ),
+    option("--events FILE", "Append each trial to FILE, as a line of JSON.", type=options.NEW_FILE),
+)
+
+
 @click.command(cls=OrCommand)
 @options.target_argument
 @options.row_options(Task)
 @options.row_options(Plan)
-@options.cache
-@option("--quiet", "No progress, only the result.")
-@options.loader
-@option("--show-output", "For a run: show its output, on stderr.")
-@option(
-    "--keep-checkpoints",
-    "For a run: write checkpoints where the script says, not to a scratch folder.",
-)
-@option("--events FILE", "Append each trial to FILE, as a line of JSON.", type=options.NEW_FILE)
+@_progress_options
 @option(
     "--for URL",
     "Print commands for another machine, where the record will be in this store.",
@@ -108,12 +113,7 @@ def tune(
 )
 @options.row_options(Task, "precisions", "deterministic", "compile", "tolerance", "map")
 @options.row_options(Plan)
-@options.cache
-@option("--quiet", "No progress, only the result.")
-@options.loader
-@option("--show-output", "Show the output of your command, on stderr.")
-@option("--keep-checkpoints", "Write checkpoints where the script says, not to a scratch folder.")
-@option("--events FILE", "Append each trial to FILE, as a line of JSON.", type=options.NEW_FILE)
+@_progress_options
 @json_or_text
 def fit(
     command: tuple[str, ...], cache: str | None, max_slowdown: float | None, **given: Any
