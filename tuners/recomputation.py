@@ -35,12 +35,15 @@ _ALIKE = 2e-2
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost repeated blocks of a model, in order, without those whose calls have side
-    effects that advisor cannot undo: hooks run again in a second call."""
-    return [one for one in _blocks(model) if not any(map(_has_hooks, one.modules()))]
+    """The outermost repeated blocks of a model, in order, without compiled ones, and without those
+    whose hooks would run again in a second call."""
+    found = (one for one in _blocks(model) if vars(one).get("_compiled_call_impl") is None)
+    return [one for one in found if not any(map(_has_hooks, one.modules()))]
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    if hasattr(module, "_orig_mod") or vars(module).get("_compiled_call_impl") is not None:
+        return  # compiled by the script: its code decides what it keeps
     children = [one for one in module._modules.values() if one is not None]  # repeats shared ones
     lists = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
     for _kind, found in itertools.groupby(children, type if lists else id):
@@ -58,8 +61,8 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def recompute_in_place(model: nn.Module) -> None:
-    """Have every block recompute its activations, except those that the script has compiled."""
-    replace_calls(one for one in blocks(model) if vars(one).get("_compiled_call_impl") is None)
+    """Have every block recompute its activations."""
+    replace_calls(blocks(model))
 
 
 def replace_calls(chosen: Iterable[nn.Module]) -> None:
