@@ -112,12 +112,18 @@ class OffloadedCall:
         fixed = itertools.chain(self.module.parameters(), self.module.buffers())
         there = {_address(one) for one in fixed}
 
+        # Its kernel fills what it keeps after that is kept.
+        if any(isinstance(one, nn.RReLU) for one in self.module.modules()):
+            return saved_tensors_hooks(_OnDevice, lambda kept: kept.tensor())
+
         def moves(tensor: Tensor) -> bool:
             if type(tensor) is not Tensor or tensor.layout is not torch.strided:
                 return False
-            # An expanded tensor is smaller than it says.
-            large = LEAST_BYTES <= tensor.nbytes <= tensor.untyped_storage().nbytes()
-            return large and _address(tensor) not in there
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # within torch.func
+                # An expanded tensor is smaller than it says.
+                large = LEAST_BYTES <= tensor.nbytes <= tensor.untyped_storage().nbytes()
+                return large and _address(tensor) not in there
+            return False
 
         def pack(tensor: Tensor) -> _OnDevice | _OnHost:
             if moves(tensor) and (taken := HOST_MEMORY.take(tensor.nbytes)):
@@ -146,7 +152,7 @@ class _OnDevice:
 
     def tensor(self) -> Tensor:
         if self._version != self._tensor._version:
-            raise NotRecomputable("checkpointing: what backward needs is changed in place before")
+            raise NotRecomputable("what backward needs was changed in place before it ran")
         return self._tensor
 
 

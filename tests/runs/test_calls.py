@@ -232,6 +232,29 @@ def test_wrong_or_failing_config_is_reported_and_the_script_continues(
     assert guide.results[0].blames == ("format" if outcome == "wrong" else "")
 
 
+class Penalized(Net):
+    """Returns logits and a penalty, of which the script makes its loss; and half of an output."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        logits, _rest = self.outer(super().forward(tokens).repeat(1, 2)).chunk(2, 1)
+        return {"loss": (self.first.weight.square().mean(), _rest), "logits": logits}
+
+
+def test_scalar_output_that_is_not_the_loss_hides_no_other_output() -> None:
+    class Script(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Penalized(outer=lambda x: _WrongGradient.apply(x, 2.0))
+
+        def __call__(self, tokens: Tensor) -> Any:
+            found = self.net(tokens)
+            return found["logits"] + found["loss"][0]
+
+    guide = ComparingGuide(HALF)
+    train(Script(), guide)
+    assert [one.outcome for one in guide.results] == ["wrong"], guide.results
+
+
 def test_a_compiled_config_is_compared_without_recompiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_by_inductor", lambda _mode: {"backend": "eager"})
     guide = ComparingGuide({**HALF, "compile": "default"}, HALF, {**HALF, "compile": "default"})

@@ -24,7 +24,13 @@ from advisor.tuners.act.pilot.pilot import Pilot
 from advisor.tuners.act.pilot.protocol import BlockRequest
 from advisor.tuners.faults import NotRecomputable
 from advisor.tuners.knobs import CHECKPOINT, OFFLOAD
-from advisor.tuners.recomputation import blocks, recompute_in_place, recomputed_calls, replace_calls
+from advisor.tuners.recomputation import (
+    CHECKED_CALLS,
+    blocks,
+    recompute_in_place,
+    recomputed_calls,
+    replace_calls,
+)
 from advisor.tuners.search.space import Space
 from tests.face.commands import TOO_BUSY, advisor, env_of
 from tests.runs.forked import ScriptedGuide
@@ -108,6 +114,41 @@ class DrawsByPython(Changing):
 class DrawsByNumpy(Changing):
     def change(self, x: Tensor) -> None:
         numpy.random.random(312)  # as many as NumPy makes at once
+
+
+class CountsInDict(Changing):
+    def change(self, x: Tensor) -> None:
+        self.stats = getattr(self, "stats", {"calls": 0})
+        self.stats["calls"] += 1
+
+
+class DrawsByItsOwn(Changing):
+    def change(self, x: Tensor) -> None:
+        self.own = getattr(self, "own", None) or torch.Generator()
+        torch.rand(1, generator=self.own)
+
+
+class CountsWithin(Block):
+    """Its count is the same after a whole call, and not after one that ends early."""
+
+    count = 0
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> tuple[Tensor, None]:
+        self.count += 1
+        found = super().forward(x, scale=self.count)[0]
+        self.count -= 1
+        return found, None
+
+
+class HidesInNorm(Block):
+    """Adds little to its input, and ends in a norm, whose sum and size tell nothing."""
+
+    counts: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> tuple[Tensor, None]:
+        self.counts.append(0)
+        found = x + 0.02 * torch.tanh(len(self.counts) * self.layer(x))
+        return nn.functional.layer_norm(found, (WIDTH,)), None
 
 
 class ScalesByCount(Block):
@@ -234,6 +275,10 @@ def test_without_gradients_a_block_is_called_once() -> None:
         (Stack(CountsInPython), "CountsInPython changes something in every call"),
         (Stack(DrawsByPython), "DrawsByPython changes something in every call"),
         (Stack(DrawsByNumpy), "DrawsByNumpy changes something in every call"),
+        (Stack(CountsInDict), "CountsInDict changes something in every call"),
+        (Stack(DrawsByItsOwn), "DrawsByItsOwn changes something in every call"),
+        (Stack(CountsWithin), "CountsWithin changes something in every call"),
+        (Stack(HidesInNorm), "HidesInNorm computes something else in a second call"),
         (Stack(ScalesByCount), "ScalesByCount computes something else in a second call"),
         (TakesCache(), "Cached gets an object of class MutableCache, which a call may change"),
         (ChecksItself(), "Block is checkpointed by the script itself"),
@@ -242,7 +287,9 @@ def test_without_gradients_a_block_is_called_once() -> None:
 def test_block_that_computes_something_else_again_is_refused(model: Stack, reason: str) -> None:
     recompute_in_place(model)
     with pytest.raises(NotRecomputable, match=reason):
-        model(torch.randn(4, WIDTH) + 0).sum().backward()
+        for _ in range(CHECKED_CALLS):
+            model(torch.randn(4, WIDTH) + 0)  # of which nothing is checked
+            model(torch.randn(4, WIDTH) + 0).sum().backward()
 
 
 def test_other_weights_in_the_second_call_are_refused() -> None:

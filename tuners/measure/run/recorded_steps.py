@@ -67,27 +67,40 @@ class _RecordedCall:
     device: torch.device  # where gradients are kept
     back: list[Tensor | None] = field(default_factory=list)  # gradients of its outputs
     slope: Tensor | None = None  # the sum of these gradients times the outputs
+    losses: dict[Any, int] = field(default_factory=dict)  # scalar outputs, by their graph's node
+    alone: int | None = None  # the output that is the script's loss, if one is
 
-    def watch(self, result: Any, *, losses: bool) -> None:
-        """Record the gradients of the call's outputs during backward; `losses`: of scalars alone,
-        if there are any, because a loss that the model computes gives its logits a gradient too."""
-        outputs = _floating(result)
-        some = losses and any(one.numel() == 1 and one.requires_grad for one in outputs)
-        for number, output in enumerate(outputs):
+    def watch(self, result: Any) -> None:
+        """Record the gradients of the call's outputs during backward."""
+        for number, output in enumerate(_floating(result)):
             self.back.append(None)
-            if output.requires_grad and (output.numel() == 1 or not some):
+            # A leaf, such as a weight, would keep the hook for ever.
+            if output.requires_grad and output.grad_fn is not None:
                 value = output.detach()  # which the script may change in place, as a loss
                 value = value.clone() if output.numel() <= _SMALL else value
                 output.register_hook(functools.partial(self._came, number, value))
+                if output.numel() == 1:
+                    self.losses[output.grad_fn] = number
 
-    def _came(self, number: int, value: Tensor, gradient: Tensor) -> None:
+    def begins(self, loss: Any) -> None:
+        """Before backward: if the script's loss is a scalar output, at most scaled, gradients of
+        other outputs, such as logits, are parts of that output's own."""
+        self.alone, node = None, getattr(loss, "grad_fn", None)
+        while node is not None and self.alone is None:
+            self.alone = self.losses.get(node)
+            before = [one for one, _ in node.next_functions if one is not None]
+            node = before[0] if len(before) == 1 else None
+
+    def _came(self, number: int, value: Tensor, gradient: Tensor | None) -> None:
+        # None: of an output beside one that has a gradient.
+        if gradient is None or self.alone not in (None, number):
+            return
         try:
-            held, came = self.back[number], gradient.detach()
-            came = came.to(self.device, copy=True)
+            held, came = self.back[number], gradient.detach().to(self.device, copy=True)
             self.back[number] = came if held is None else held + came
             slope = (value.float() * gradient.float()).sum()
             self.slope = slope if self.slope is None else self.slope + slope
-        except RuntimeError as exc:  # out of memory, or a batched gradient
+        except Exception as exc:  # out of memory, a batched gradient: the script goes on
             self.lost(exc)
 
 
@@ -113,7 +126,7 @@ class RecordedSteps:
         self._losses: list[Tensor] = []
         self._chosen = False  # `_steps` are the steps to repeat
         self._looked = 0  # steps observed
-        self._raised = self.draws = self._blind = False
+        self._raised = self.draws = False
         self._named: NamedTensors = {}
         self._modules: list[nn.Module] = []
         self._places: list[_Place] = []
@@ -153,6 +166,8 @@ class RecordedSteps:
 
     def stepped(self) -> tuple[str, str, str] | None:
         self._unhook()
+        for one in self._calls:
+            one.losses.clear()  # they hold the step's graph
         calls = [one for one in self._calls if any(g is not None for g in one.back)]
         if calls and not self._raised and not self._refused:
             loss = float(torch.stack(self._losses).sum()) if self._losses else None
@@ -161,7 +176,6 @@ class RecordedSteps:
                 room = self._room() if self._device.type == "cuda" else None
                 self._updates = RecordedUpdates(self._of_switch.optimizers, room)
             self._choose_steps()
-        self._blind |= not calls  # the script makes its loss from the other outputs
         self._looked += 1
         if not self._ready and self._looked >= _MOST_STEPS:
             self._refuse("no gradient came back to what the model returned")
@@ -301,7 +315,7 @@ class RecordedSteps:
             self._raised = True
             raise
         self.draws |= rng.has_advanced()
-        kept.watch(result, losses=not self._blind)
+        kept.watch(result)
         self._calls.append(kept)
         if changed is not None:
             if what := mutable_class((args, kwargs)):
@@ -332,6 +346,8 @@ class RecordedSteps:
         self._steps.clear()
 
     def _saw_loss(self, loss: Any) -> None:
+        for call in self._calls:
+            call.begins(loss)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach().float())
 
@@ -356,9 +372,14 @@ class RecordedSteps:
             rng.restore()
 
     def _gradients_aside(self) -> Callable[[], None]:
-        """Move the script's gradients to the host, because a pass makes others. Returns a function
-        that moves them back."""
-        held = [(one, one.grad.cpu()) for one in self._tensors() if one.grad is not None]
+        """Move the script's gradients to the host, because a pass makes others; not those in a
+        buffer of the script's. Returns a function that moves them back."""
+        own = [(one, one.grad) for one in self._tensors() if one.grad is not None]
+        dense = ((one, grad) for one, grad in own if grad.layout is torch.strided)
+        alone = (
+            (one, grad) for one, grad in dense if grad.untyped_storage().nbytes() == grad.nbytes
+        )
+        held = [(one, grad.cpu()) for one, grad in alone]
         for tensor, _gradient in held:
             tensor.grad = None
 
