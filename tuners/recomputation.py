@@ -232,7 +232,8 @@ class _WithoutUpdates(contextlib.AbstractContextManager[None]):
 def _samples(found: Any) -> list[Tensor]:
     """Some elements of each tensor in a block's output."""
     tensors = [one.detach() for one in tree_leaves(found) if isinstance(one, Tensor)]
-    flat = [(torch.view_as_real(x) if x.is_complex() else x).reshape(-1) for x in tensors]
+    real = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in tensors)
+    flat = [one.reshape(-1) for one in real]
     return [x[:: x.numel() // _MOST_COMPARED | 1].clone() for x in flat]
 
 
