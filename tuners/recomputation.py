@@ -207,17 +207,24 @@ class _Calls:
 
 
 class _WithoutUpdates(contextlib.AbstractContextManager[None]):
-    """Has norms update copies of their running statistics, and restores tensors that modules hold,
-    such as an output that the script reads; may be entered several times."""
+    """Has norms update copies of their running statistics, modules train as now, and tensors that
+    modules hold, such as an output that the script reads, restored; may be entered several
+    times."""
 
     def __init__(self, one: RecomputedCall) -> None:
         self._norms, self._modules = one.norms, one.modules
+        self._training = [module.training for module in one.modules]
         self._own = list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]()
 
     def __enter__(self) -> None:
         tables = map(vars, self._modules)
-        held = [{n: v for n, v in table.items() if isinstance(v, Tensor)} for table in tables]
+        held = [
+            {n: v for n, v in table.items() if isinstance(v, Tensor) or n == "training"}
+            for table in tables
+        ]
         self._own.append(([dict(norm._buffers) for norm in self._norms], held))
+        for module, training in zip(self._modules, self._training, strict=True):
+            vars(module)["training"] = training
         for norm in self._norms:
             norm._buffers |= {n: None if b is None else b.clone() for n, b in norm._buffers.items()}
 

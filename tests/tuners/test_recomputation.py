@@ -316,6 +316,22 @@ def test_blocks_are_recomputed_several_times() -> None:
     assert found[0] and all(map(torch.equal, *found))
 
 
+def test_evaluation_before_backward_changes_nothing() -> None:
+    torch.manual_seed(0)
+    plain = Stack()
+    recomputing = copy.deepcopy(plain)
+    recompute_in_place(recomputing)
+    found = []
+    for model in (plain, recomputing):
+        torch.manual_seed(1)
+        output = model(torch.randn(4, WIDTH)).sum()
+        model.eval()
+        output.backward()
+        assert not any(module.training for module in model.modules())
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert found[0] and all(map(torch.equal, *found))
+
+
 def test_repeated_blocks_are_found() -> None:
     def sequence(count: int) -> nn.Sequential:
         return nn.Sequential(*(Block() for _ in range(count)))
