@@ -102,6 +102,8 @@ class OffloadedCall:
     def __init__(self, module: nn.Module, plain: Callable[..., Any]) -> None:
         self.module, self.plain = module, plain
         self._held = self.most_bytes = 0
+        # Its kernel fills what it keeps after that is kept.
+        self._fills_late = any(isinstance(one, nn.RReLU) for one in module.modules())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.offloads() if torch.is_grad_enabled() else contextlib.nullcontext():
@@ -109,21 +111,17 @@ class OffloadedCall:
 
     def offloads(self) -> saved_tensors_hooks:
         """Context manager: what is kept for backward goes to the host."""
-        fixed = itertools.chain(self.module.parameters(), self.module.buffers())
-        there = {_address(one) for one in fixed}
-
-        # Its kernel fills what it keeps after that is kept.
-        if any(isinstance(one, nn.RReLU) for one in self.module.modules()):
+        if self._fills_late:
             return saved_tensors_hooks(_OnDevice, lambda kept: kept.tensor())
+        fixed = itertools.chain(self.module.parameters(), self.module.buffers())
+        there = {0, *map(_address, fixed)}
 
         def moves(tensor: Tensor) -> bool:
-            if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            plain = type(tensor) is Tensor and tensor.layout is torch.strided
+            if not plain or _address(tensor) in there:
                 return False
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # within torch.func
-                # An expanded tensor is smaller than it says.
-                large = LEAST_BYTES <= tensor.nbytes <= tensor.untyped_storage().nbytes()
-                return large and _address(tensor) not in there
-            return False
+            # An expanded tensor is smaller than it says.
+            return LEAST_BYTES <= tensor.nbytes <= tensor.untyped_storage().nbytes()
 
         def pack(tensor: Tensor) -> _OnDevice | _OnHost:
             if moves(tensor) and (taken := HOST_MEMORY.take(tensor.nbytes)):
@@ -139,8 +137,10 @@ class OffloadedCall:
 
 
 def _address(tensor: Tensor) -> int:
-    strided = tensor.layout is torch.strided
-    return tensor.untyped_storage().data_ptr() if strided else 0
+    """Where a tensor's storage lies; 0 if it has none of its own, as sharded and sparse ones."""
+    with contextlib.suppress(RuntimeError):
+        return tensor.untyped_storage().data_ptr()
+    return 0
 
 
 class _OnDevice:

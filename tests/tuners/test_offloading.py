@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from advisor.tuners import host, offloading
+from advisor.tuners.act.pilot.memory import _bytes
 from advisor.tuners.faults import NotRecomputable
 from advisor.tuners.offloading import EXTRA_TIME, HostMemory, offload_in_place, plain_call
 from advisor.tuners.recomputation import recompute_in_place
@@ -120,6 +121,8 @@ def test_sparse_tensors_stay() -> None:
     offload_in_place(model)
     model(torch.randn(4, 4)).sum().backward()
     assert model.layer.weight.grad is not None
+    # They have no storage of their own, as sharded ones; shared ones count once.
+    assert _bytes(2 * [torch.eye(4).to_sparse_csr()], torch.device("cpu")) == 64
 
 
 def test_second_derivatives_go_through_the_host() -> None:

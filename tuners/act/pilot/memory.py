@@ -49,6 +49,5 @@ def breakdown(
 
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    there = (one for one in tensors if one.device == device)
-    sizes = {one.untyped_storage().data_ptr(): one.nbytes for one in there}  # shared ones once
-    return sum(sizes.values())
+    # Shared ones once. Not by their storage, which sharded tensors do not have.
+    return sum({id(one): one.nbytes for one in tensors if one.device == device}.values())
