@@ -29,7 +29,7 @@ from advisor.store import Store
 from advisor.tuners import environment, fp8
 from advisor.tuners.decisions import WORTH
 from advisor.tuners.knobs import OFFLOAD
-from advisor.tuners.measure.run.session import is_out_of_memory
+from advisor.tuners.measure.run.session import ran_out_of_memory
 from advisor.tuners.scratch import ScratchFolder
 from advisor.tuners.search.journal import open_study
 from advisor.tuners.search.plan import Clock, Plan, Progress, suffices
@@ -131,7 +131,7 @@ def tuned(workload: AnyWorkload, plan: Plan, *, cache: Cache, progress: Progress
         try:
             found = measured(workload, plan, records, progress)
         except WorkerError as exc:
-            if workload.saves or not is_out_of_memory(exc.__cause__):
+            if workload.saves or not ran_out_of_memory(exc.__cause__):
                 raise
             progress.notice("memory ran out after the first steps: again, with the least memory")
             workload.saves = True

@@ -26,11 +26,11 @@ from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.knobs import (
     BY_NAME,
-    CHECKPOINT,
     COMPILE,
     FORMATS,
     INPUT_PIPELINE,
     OFFLOAD,
+    SAVING,
     SearchContext,
     described,
 )
@@ -114,7 +114,7 @@ class RunWorkload:
         options: options of the command, by the knob that they set; default: those in `permitted`.
         show: called in another thread with each piece of the command's output.
         attached: a running script to tune; then no command is started.
-        limited: raise UsageError if no memory limits the command, because it trains on the CPU.
+        limited: raise UsageError if the command trains on the CPU and does not run out of memory.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class RunWorkload:
                     "the command trains on the CPU and fits; for a faster config: advisor tune"
                 )
             if OFFLOAD in seen.own:
-                how = described(seen.own.only(CHECKPOINT, OFFLOAD), Config())
+                how = described(seen.own.only(*SAVING), Config())
                 progress.notice(
                     f"your unmodified script runs out of memory; with {how} it trains, and that is "
                     "the baseline"

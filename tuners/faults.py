@@ -58,7 +58,8 @@ class Stopped(Exception):
 
 
 class NotRecomputable(RuntimeError):
-    """A block would compute something else in its second call, with activation checkpointing."""
+    """Saving memory would change the training: a block would compute something else in its second
+    call, or what backward needs was changed before it ran."""
 
 
 def stopped(exc: BaseException) -> str:

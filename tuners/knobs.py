@@ -633,6 +633,7 @@ FORMATS_TRIED: tuple[dict[str, Value], ...] = (
 
 BY_NAME = {knob.name: knob for knob in KNOBS}
 INPUT_PIPELINE = tuple(knob.name for knob in KNOBS if knob.input_pipeline)
+SAVING = tuple(knob.name for knob in KNOBS if knob.blocks)  # knobs that save memory
 FIRST_STEP_COSTS = (
     "threads",
     *(k.name for k in KNOBS if k.needs_fresh_process or k.blocks or (k.model and not k.layout)),
@@ -741,9 +742,7 @@ def described(config: Config, default: Config = TORCH, *, nothing: str = "torch 
 
 def without_saving(config: Config) -> Config:
     """The config of a script that saves memory, without that."""
-    return config | {
-        knob.name: knob.default for knob in KNOBS if knob.blocks and knob.name in config
-    }
+    return config | TORCH.only(*SAVING).only(*config)
 
 
 def described_own(own: Config, others: Config) -> str:

@@ -255,7 +255,7 @@ def _alike(ours: Tensor, theirs: Tensor) -> bool:
 def _summary(tensor: Tensor) -> Any:
     """A value that stays equal as long as a tensor is unchanged."""
     values = tensor.detach()
-    with contextlib.suppress(RuntimeError, NotImplementedError):  # of sparse or 8-bit formats
+    with contextlib.suppress(RuntimeError):  # of sparse or 8-bit formats
         values = torch.view_as_real(values) if values.is_complex() else values
         found = [values.sum(dtype=torch.float64)]
         if values.is_floating_point():

@@ -90,8 +90,7 @@ def tune(
         RunWorkload(command, permitted, show=show) if task is None else TargetWorkload(task)
     )
     found = tuned(workload, plan, cache=cache, progress=progress)
-    if found.record.key.task.command:
-        yield from _fits(found.record)
+    yield from _fits(found.record)
     yield from _result(found, plan, command, cache, url)
     done = "tuned" if found.finished else "unfinished"
     status = "known" if found.known or found.earlier else done

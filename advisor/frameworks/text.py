@@ -15,7 +15,7 @@ from advisor.errors import NoRecord, printable
 from advisor.frameworks.framework import Framework, ObjectSetting
 from advisor.resolve.answer import answer
 from advisor.resolve.request import Request
-from advisor.tuners.knobs import CHECKPOINT, OFFLOAD
+from advisor.tuners.knobs import SAVING
 
 
 class Emitted:
@@ -46,12 +46,12 @@ class Emitted:
         if task.mode != "train":
             raise NoRecord(f"{record.id} was tuned for mode {task.mode}; {title} only trains")
         # The advice may save less memory than the baseline.
-        self._require(lacks(record.baseline.config.without(CHECKPOINT, OFFLOAD)), title, record)
+        self._require(lacks(record.baseline.config.without(*SAVING)), title, record)
         request = Request(
             batch=batch, free=free, fits=lambda _record, config: not lacks(config, batch)
         )
         answered = answer(record, request)
-        self._require(lacks(answered.config.only(CHECKPOINT, OFFLOAD)), title, record)
+        self._require(lacks(answered.config.only(*SAVING)), title, record)
         self.framework, self.reason = framework, answered.reason
         self.setup = framework.setup(record, answered.config, batch)
         self.beyond = {

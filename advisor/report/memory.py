@@ -12,9 +12,7 @@ from advisor.errors import printable
 from advisor.report.data import Bars, Section, Table
 from advisor.report.text import WRONG, outcome, rate, ratios
 from advisor.tuners.act.pilot.parts import PARTS, unmodified_bytes
-from advisor.tuners.knobs import CHECKPOINT, OFFLOAD, described
-
-_WAYS = (CHECKPOINT, OFFLOAD)
+from advisor.tuners.knobs import CHECKPOINT, OFFLOAD, SAVING, TORCH, described
 
 
 def saves(record: Record) -> bool:
@@ -44,22 +42,23 @@ def ladder(record: Record) -> Table:
         ("saves memory by", "fastest config", "peak", "samples/s", ratio, ""),
         right=("peak", "samples/s", ratio),
     )
-    tried = [one for one in record.trials if one.stage == "compute" and _at_batch(one, record)]
+    trials = (one for one in record.trials if one.stage == "compute")
+    tried = [one for one in trials if one.config.batch == record.batch]
     over, advised = ratios(tried, record.baseline.config), record.winner(record.use).config
     ways: dict[Config, list[Trial]] = {}
     for trial in tried:
-        ways.setdefault(trial.config.only(*_WAYS), []).append(trial)
+        ways.setdefault(trial.config.only(*SAVING), []).append(trial)
     wrong = {one.config for one in record.trials if one.measurement.outcome == "wrong"}
     for way in sorted(ways, key=_effort):
         fits = [one for one in ways[way] if one.measurement.ok and one.config not in wrong]
         best = max(fits, key=lambda one: one.measurement.samples_per_s, default=ways[way][0])
         if any(one.config == advised for one in fits):
             best = next(one for one in fits if one.config == advised)
-        base, measured = record.baseline.config.without(*_WAYS), best.measurement
+        base, measured = record.baseline.config.without(*SAVING), best.measurement
         says = "advised" if best.config == advised else outcome(measured)
         table.row(
-            described(way, Config({CHECKPOINT: 0, OFFLOAD: False}), nothing="nothing"),
-            described(best.config.without(*_WAYS), base, nothing="-"),
+            described(way, TORCH, nothing="nothing"),
+            described(best.config.without(*SAVING), base, nothing="-"),
             size(measured.peak_bytes),
             rate(measured.samples_per_s) if measured.ok else "-",
             times(over[best.number] / alone) if over[best.number] and alone else "-",
@@ -89,10 +88,6 @@ def _unmodified(record: Record) -> float:
     """The estimated speed-up of the unmodified script over the baseline; 0 if it is not known."""
     alone = record.memory.get("unmodified")
     return float(alone) if saves(record) and isinstance(alone, float) else 0.0
-
-
-def _at_batch(trial: Trial, record: Record) -> bool:
-    return trial.config.batch == record.batch
 
 
 def _effort(way: Config) -> tuple[bool, float]:

@@ -22,7 +22,7 @@ from advisor.resolve.lookups import look_up
 from advisor.resolve.request import Request
 from advisor.tuners.act.advice_usage import Served
 from advisor.tuners.environment import default_device, detect
-from advisor.tuners.knobs import CHECKPOINT, OFFLOAD
+from advisor.tuners.knobs import SAVING
 from advisor.tuners.measure.run.guarded_process import isolated
 from advisor.tuners.measure.run.mapped_options import MappedOptions
 
@@ -40,7 +40,7 @@ def saves_memory(command: Sequence[str], device: str, cache: Cache) -> tuple[str
     """The knobs by which this command, with any numbers in it, had to save memory when it was tuned
     last on a device. Raises StoreError if no store can be read."""
     last = _last(_with_any_numbers(open_records(cache), command, detect(device)), command)
-    return tuple(last.baseline.config.only(CHECKPOINT, OFFLOAD)) if last is not None else ()
+    return tuple(last.baseline.config.only(*SAVING)) if last is not None else ()
 
 
 def _with_any_numbers(

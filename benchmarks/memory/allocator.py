@@ -2,8 +2,8 @@
 
     python allocator.py
 
-GPT-2 small at batch 8, at lengths of 1,024 or of 200 to 1,024, as it is and with all blocks
-checkpointed. Each case runs in its own process.
+GPT-2 small at batch 8, with and without checkpointed blocks. All batches have length 1,024, or
+their lengths vary from 200 to 1,024. Each case runs in its own process.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from advisor.tuners import knobs
 from advisor.tuners.act.pilot.protocol import LEAST_MEMORY, MAX_MEMORY
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.measure.run.run import Run
-from advisor.tuners.measure.run.session import PilotSession, RunEnded, is_out_of_memory
+from advisor.tuners.measure.run.session import PilotSession, RunEnded, ran_out_of_memory
 from advisor.tuners.measure.runner import ConfigFailed
 from tests import builders
 from tests.builders import GAINS, SCRIPT, MadeUp, MadeUpSession, advised, space
@@ -185,7 +185,7 @@ def test_memory_that_runs_out_after_the_first_steps_is_told_apart() -> None:
     run.describe()
     with pytest.raises(WorkerError, match="give it a smaller batch") as caught:
         run.block(run.baseline, 8, deadline_s=60.0)
-    assert is_out_of_memory(caught.value.__cause__)
+    assert ran_out_of_memory(caught.value.__cause__)
     assert len(run.starts) == 1  # a second start would end in the same way
 
 

@@ -24,6 +24,7 @@ from advisor.tuners.knobs import (
     INPUT_PIPELINE,
     KNOBS,
     OFFLOAD,
+    SAVING,
     LoaderFacts,
     ScriptSettings,
 )
@@ -116,7 +117,7 @@ class ScriptFacts:
 
     def lines(self) -> list[str]:
         """Lines of text: the script's own settings, and what is not tuned."""
-        own = self.own.without(BATCH, CHECKPOINT, OFFLOAD)
+        own = self.own.without(BATCH, *SAVING)
         already = [f"your script already: {knobs.described_own(own, Config())}"] if own else []
         return already + [f"not tuned: {line}" for line in self.limits]
 

@@ -19,9 +19,8 @@ _OURS = "_compiled_call_impl"  # set by configs, not by the script
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
 _MOST_PARAMETERS = 64  # recorded of all optimizers' groups, evenly spaced
 _MOST_ELEMENTS = 2**22  # of a recorded parameter; both limits save memory
-_COPIES_BYTES = (
-    2 * 16 * _MOST_PARAMETERS
-)  # an element's, its gradient's and states', of each: twice
+# Bytes by element: of it, its gradient and two states, of each parameter, twice.
+_COPIES_BYTES = 2 * 16 * _MOST_PARAMETERS
 
 
 def save_attributes(modules: Sequence[nn.Module]) -> Callable[[], None]:

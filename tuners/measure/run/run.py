@@ -24,7 +24,7 @@ from advisor.tuners.act.pilot.protocol import (
 )
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.decisions import HEADROOM, START_S, STARTS
-from advisor.tuners.knobs import CHECKPOINT, OFFLOAD
+from advisor.tuners.knobs import OFFLOAD, SAVING
 from advisor.tuners.measure.compare import plain_of
 from advisor.tuners.measure.run.mapped_options import MappedOptions
 from advisor.tuners.measure.run.session import (
@@ -38,7 +38,7 @@ from advisor.tuners.measure.runner import UNVERIFIED, Block, Compared, ConfigFai
 
 T = TypeVar("T")
 SAVE_TIMEOUT_S = 30.0  # for saving compiled code
-_EVERY_WAY = f"{CHECKPOINT} {OFFLOAD}"
+_EVERY_WAY = " ".join(SAVING)
 _UNSUITED = "the script runs out of memory, and with advisor's ways to save memory it fails"
 RETRY_HINT = "fix that, then give the same command again"
 

@@ -195,7 +195,7 @@ class RunEnded(Exception):
         self.own = own  # whether the script more likely failed by itself than due to a config
 
 
-def is_out_of_memory(exc: BaseException | None) -> bool:
+def ran_out_of_memory(exc: BaseException | None) -> bool:
     return isinstance(exc, RunEnded) and exc.outcome == "out_of_memory"
 
 
