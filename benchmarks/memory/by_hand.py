@@ -70,11 +70,23 @@ def resnet152() -> nn.Module:
     return torchvision.models.resnet152(num_classes=10)
 
 
+def unet3d() -> Any:
+    from monai.losses import DiceCELoss
+    from monai.networks.nets import BasicUNet
+
+    model = BasicUNet(spatial_dims=3, in_channels=1, out_channels=2).cuda().train()
+    x = torch.rand(8, 1, 160, 160, 160, device="cuda")
+    y = (x > 0.9).long()
+    loss_of = DiceCELoss(to_onehot_y=True, softmax=True)
+    return model, list(model.children()), lambda: loss_of(model(x), y)
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt2-medium": partial(gpt2, 24, 1024, 16),
     "gpt2-large": partial(gpt2, 36, 1280, 20),
     "vit-l": partial(images, partial(timm_model, "vit_large_patch16_224"), "blocks", 128),
     "resnet152": partial(images, resnet152, "layer1,layer2,layer3,layer4", 512),
+    "unet3d": unet3d,
 }
 
 

@@ -1,8 +1,9 @@
-# The command of `advisor fit` for one script under a limit, its run, and the ways by hand:
+# `advisor fit` for one script under a limit, and its run in a fresh process:
 #
 #     bash fit.sh NAME GIB STEPS OUT COMMAND...
 #
-# in the script's folder. NAME: of by_hand.py; COMMAND: the script and its arguments, without python.
+# in the script's folder. NAME: of the files in OUT; COMMAND: the script and its arguments, without
+# python.
 set -u
 name=$1 gib=$2 steps=$3 out=$4
 shift 4
@@ -14,6 +15,3 @@ echo "$name fit: exit code $?, $((SECONDS - began)) s" >> "$out/times"
 ADVISOR_LOG=info STEPS=$steps REPORT="$out/$name-$gib-run.jsonl" timeout 200 \
     python3 -m advisor run -- "${command[@]}" > "$out/$name-$gib-run.txt" 2>&1
 echo "$name run: exit code $?, $((SECONDS - began)) s" >> "$out/times"
-python3 "$here/by_hand.py" "$name" "$gib" --results "$out/by_hand.jsonl" --limit 75
-python3 "$here/by_hand.py" "$name" 0 --results "$out/by_hand.jsonl" --limit 60
-echo "$name by hand: $((SECONDS - began)) s" >> "$out/times"
