@@ -3,8 +3,8 @@
     STEPS=300 REPORT=out.json python capped.py 24 train.py --batch-size 64
 
 The first argument is in GiB; 0: no limit. With STEPS, the script ends after so many steps of its
-optimizer. REPORT gets a line of JSON: seconds per step from step 50 on, the peak, and with LOSSES=1
-every loss, for which each step waits for the GPU.
+optimizer. REPORT gets a line of JSON: seconds per step from step 50 (SKIP) on, the peak, and with
+LOSSES=1 every loss, for which each step waits for the GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 GIB = 2**30
-SKIPPED = 50  # steps before the timed ones: the advice is in force after the first four
+# Steps before the timed ones: the advice is in force after the first four.
+SKIPPED = int(os.environ.get("SKIP", 50))
 
 
 class Meter:

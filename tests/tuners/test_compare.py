@@ -256,6 +256,33 @@ class NearlyZero(Noisy):
         return self._means | {"noisy": bias}
 
 
+class Chaotic(Noisy):
+    """Rounding moves one gradient along itself by 10%, as in a deep network that hardly trains yet;
+    with weights that are nudged, it moves this gradient the other way."""
+
+    draws = False
+
+    def sample(self, config: Config, point: int, seed: int) -> Sample:
+        found = super().sample(config, point, seed)
+        if config["precision"] == "fp32":
+            return found
+        moved = {"none": (0.9, 1.1), "default": (1.1, 0.9)}[str(config["compile"])]
+        factor = moved[point >= 2 * POINTS]
+        found.gradients["noisy"] = factor * found.gradients["noisy"]
+        return found
+
+    def _gradients(self, point: int, seed: int, *, compiled: bool) -> dict[str, Tensor]:
+        return dict(self._means)
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [("", "ok"), ("steady", "wrong")])
+def test_rounding_that_changes_with_the_weights_is_no_fault(fault: str, outcome: str) -> None:
+    torch.manual_seed(1)
+    references = References(Chaotic(fault), FP32, tolerance=0.02)
+    result = references.compare(COMPILED_BF16, BF16, left_s=lambda: 1e9)
+    assert result.outcome == outcome, result
+
+
 @pytest.mark.parametrize("subject", [Noisy, NearlyZero])
 @pytest.mark.parametrize(("fault", "outcome"), [("", "ok"), ("steady", "wrong")])
 def test_noise_passes_and_a_fault_is_found(subject: type[Noisy], fault: str, outcome: str) -> None:
