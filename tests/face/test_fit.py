@@ -20,7 +20,7 @@ from advisor.tuners.act.pilot.protocol import LEAST_MEMORY, MAX_MEMORY
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import PilotSession, RunEnded, ran_out_of_memory
-from advisor.tuners.measure.runner import ConfigFailed
+from advisor.tuners.measure.runner import Compared, ConfigFailed
 from tests import builders
 from tests.builders import GAINS, SCRIPT, MadeUp, MadeUpSession, advised, space
 from tests.cache import examples
@@ -34,12 +34,13 @@ GIB = 2**30
 
 
 class Limited(MadeUp):
-    """A made-up machine whose configs need memory. `most`: GiB that it has."""
+    """A made-up machine whose configs need memory. `most`: GiB that it has; `more`: that the
+    comparison with fp32 needs besides."""
 
-    def __init__(self, baseline: Config, most: float) -> None:
+    def __init__(self, baseline: Config, most: float, more: float = 0.0) -> None:
         costs = {("checkpoint_blocks", n): 1 - 0.25 / n for n in (1, 2, 4)}
         super().__init__(baseline, gains={**GAINS, **costs, ("offload", True): 0.5})
-        self.most = most
+        self.most, self.more = most, more
 
     def needs(self, config: Config) -> float:
         """Returns the GiB that a config needs."""
@@ -47,7 +48,7 @@ class Limited(MadeUp):
         needs = {0: 20.0, 1: 8.0, 2: 13.0, 4: 16.0}[every]
         if config["precision"] == "bf16":
             needs *= 0.75
-        if config["compile"] in ("default", "reduce-overhead"):
+        if config.get("compile") in ("default", "reduce-overhead"):
             needs *= 0.6
         return min(needs, 4.0) if config.get("offload") else needs
 
@@ -55,6 +56,11 @@ class Limited(MadeUp):
         if self.needs(config) > self.most:
             raise ConfigFailed("out_of_memory", "CUDA out of memory")
         return super()._switch(config, deadline_s)
+
+    def compare(self, config: Config, *, deadline_s: float) -> Compared:
+        found = super().compare(config, deadline_s=deadline_s)
+        lacks = self.needs(config) + self.more > self.most
+        return Compared("out_of_memory", "CUDA out of memory") if lacks else found
 
 
 def saving(**more: Any) -> Any:
@@ -92,6 +98,14 @@ def test_advice_is_the_fastest_config_that_fits(most: float) -> None:
     found = advised(builders.tuned(machine, knobs_of, 400.0))
     fits = [one for one in knobs_of.configs(64) if machine.needs(one) <= most]
     assert machine.needs(found) <= most
+    assert machine.speedup(found) > 0.95 * max(map(machine.speedup, fits))
+
+
+def test_a_config_that_has_no_memory_for_the_comparison_is_passed_over() -> None:
+    knobs_of = saving(compiles=False)
+    machine = Limited(knobs_of.default, 12.5, more=2.0)
+    found = advised(builders.tuned(machine, knobs_of, 20.0))
+    fits = [one for one in knobs_of.configs(64) if machine.needs(one) + 2.0 <= 12.5]
     assert machine.speedup(found) > 0.95 * max(map(machine.speedup, fits))
 
 

@@ -77,7 +77,8 @@ class Recipe:
 
     def _runs(self, config: Config) -> bool:
         visit, known = self._visits.get(config), self._visits
-        return (visit is None or visit.ok) and known.allowed(config) and not known.is_wrong(config)
+        allowed = known.allowed(config) and not known.failed_comparison(config)
+        return allowed and (visit is None or visit.ok)
 
     def _ran(self, config: Config) -> bool:
         return config in self._visits and self._runs(config)

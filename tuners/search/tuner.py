@@ -262,7 +262,7 @@ class Tuner:
         if compared is None:
             compared = self._visitor.compare(config.at(self._space.batch))
             self._visits.add_comparison(config, compared)
-            self._costs.compared_s = self.clock.now() - began
+            self._costs.add_comparison(config, self.clock.now() - began)
         seconds = self.clock.now() - began
         trial = Trial(
             number=len(self._visits.trials),

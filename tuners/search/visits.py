@@ -20,7 +20,7 @@ from advisor.tuners.decisions import (
     TURN_S,
 )
 from advisor.tuners.length import Length, Pace, first_step_seen
-from advisor.tuners.measure.runner import Compared
+from advisor.tuners.measure.runner import UNVERIFIED, Compared
 from advisor.tuners.search.plan import Clock
 from advisor.tuners.search.space import Space
 from advisor.tuners.search.visit import Visit
@@ -104,9 +104,10 @@ class Visits(dict[Config, Visit]):
                 if _blamed(knobs.BY_NAME[name], compared.blames)
             }
 
-    def is_wrong(self, config: Config) -> bool:
+    def failed_comparison(self, config: Config) -> bool:
+        """Whether a config is wrong, or could not be compared for another reason than time."""
         compared = self.compared(config)
-        return compared is not None and compared.outcome == "wrong"
+        return compared is not None and not compared.ok and compared.outcome != UNVERIFIED
 
     def needs_comparison(self, config: Config) -> bool:
         return self._compares and _needs_comparison(config, self._space.default)
@@ -125,7 +126,7 @@ class Visits(dict[Config, Visit]):
             if one.ok
             and batch in (None, one.config.batch)
             and self.allowed(one.config)
-            and not self.is_wrong(one.config)
+            and not self.failed_comparison(one.config)
             and _follows(use, one.config, self._space.default)
         ]
         fed = [one for one in found if one.config.only(*knobs.INPUT_PIPELINE) == self.feed]
@@ -195,7 +196,8 @@ class TimeEstimates:
 
     def __init__(self, space: Space, visits: Visits, clock: Clock, modules: int) -> None:
         self._space, self._visits, self._clock, self._modules = space, visits, clock, modules
-        self.compared_s: float | None = None  # seconds of the last comparison
+        self._first_s: float | None = None  # seconds of the last comparison of a new format
+        self._later_s: dict[Config, float] = {}  # of the next comparison, by number format
 
     def visit_s(self, config: Config, turn_s: float = TURN_S) -> float:
         """Seconds of a visit: building, settling for about a turn, the turns with a block of the
@@ -211,7 +213,19 @@ class TimeEstimates:
         if not self._visits.needs_comparison(config):
             return 0.0
         own = self._visits.baseline
-        return own.seconds - own.first_s if self.compared_s is None else self.compared_s
+        first_s = own.seconds - own.first_s if self._first_s is None else self._first_s
+        return self._later_s.get(config.only(*knobs.FORMATS), first_s)
+
+    def add_comparison(self, config: Config, seconds: float) -> None:
+        """Learn from a comparison. The first one in a number format also makes the passes of fp32
+        and of the format alone, about as slow as the baseline; later ones only the config's."""
+        formats, visit = config.only(*knobs.FORMATS), self._visits.get(config)
+        new = formats not in self._later_s
+        if new:
+            self._first_s = seconds
+        if new and visit is not None and visit.ok:
+            seconds *= visit.step_s / (visit.step_s + self._visits.baseline.step_s)
+        self._later_s[formats] = seconds
 
     def build_s(self, config: Config) -> float:
         """Seconds until a config's first step is done: as the slowest of its kind so far."""

@@ -243,11 +243,12 @@ class RecordedSteps:
             ]
             slope += torch.stack([(o.detach().float() * g.float()).sum() for o, g in pairs]).sum()
             for n, output in enumerate(found):
-                outputs[f"output {n}{of}"] = sampled(output).to(self._device)
+                outputs[f"output {n}{of}"] = sampled(output).to(self._store)
+            del found, output  # as the script, which keeps no logits during backward
             inputs = {f"input {n}{of}": one for n, one in enumerate(_floating((args, kwargs)))}
             wanted = {n: one for n, one in (self._named | inputs).items() if one.requires_grad}
             for name, taken in zip(wanted, _gradients(pairs, [*wanted.values()]), strict=True):
-                one = taken.to(self._device)
+                one = taken.to(self._store)
                 gradients[name] = gradients[name].add_(one) if name in gradients else one
         if loss is not None:
             own = [kept.slope for kept in calls if kept.slope is not None]
