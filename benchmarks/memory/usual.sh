@@ -20,10 +20,11 @@ declare -A ways=(
     [zero-offload-bf16-checkpointing]="--deepspeed $here/zero_offload.json --bf16 True --gradient_checkpointing True"
 )
 # DeepSpeed expects what a launcher sets.
-export MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 DS_SKIP_CUDA_CHECK=1
+alone="MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 10000)) RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 DS_SKIP_CUDA_CHECK=1"
 for way in "$@"; do
     began=$SECONDS
-    SKIP=10 STEPS=40 REPORT="$out/usual-$way.jsonl" timeout 110 \
+    case $way in zero-*) set_by="$alone" ;; *) set_by="" ;; esac
+    env $set_by SKIP=10 STEPS=40 REPORT="$out/usual-$way.jsonl" timeout 110 \
         python3 "$here/capped.py" "$gib" "${command[@]}" ${ways[$way]} > "$out/usual-$way.txt" 2>&1
     echo "$way: exit code $?, $((SECONDS - began)) s" >> "$out/times"
 done
