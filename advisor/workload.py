@@ -22,6 +22,7 @@ from advisor.cache.task import Task
 from advisor.command_snippets import tune_again
 from advisor.errors import StoreError, TargetError, UsageError
 from advisor.tuners import environment, fp8, worker_limits
+from advisor.tuners.act.pilot.parts import size_of
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.knobs import (
@@ -180,7 +181,8 @@ class RunWorkload:
             if record is not None and (other := _other_run(record, key, seen, run)):
                 raise UsageError(f"record {record.id} is not of this run: {other}")
             facts = _facts_of_run(seen, key)
-            run.memory = self.permitted.get("max_memory") or facts.memory_bytes
+            left = max(0, facts.memory_bytes - size_of(seen.memory, "others"))
+            run.memory = self.permitted.get("max_memory") or left
             run.tolerance = task.tolerance if task.mode == "train" else 0.0
             yield OpenWorkload(
                 runner=run,

@@ -11,7 +11,7 @@ from advisor.cache.task import OFFLOADED
 from advisor.errors import printable
 from advisor.report.data import Bars, Section, Table
 from advisor.report.text import WRONG, outcome, rate, ratios
-from advisor.tuners.act.pilot.parts import PARTS, unmodified_bytes
+from advisor.tuners.act.pilot.parts import PARTS, size_of, unmodified_bytes
 from advisor.tuners.knobs import CHECKPOINT, OFFLOAD, SAVING, TORCH, described
 
 
@@ -71,7 +71,8 @@ def ladder(record: Record) -> Table:
 def lines(record: Record) -> Iterator[str]:
     """Generator: yields what the unmodified script would need, and how fast it would be."""
     if needs := unmodified_bytes(record.memory):
-        limit = record.key.task.max_memory or 2**30 * record.key.environment.device.memory_gib
+        total = 2**30 * record.key.environment.device.memory_gib
+        limit = record.key.task.max_memory or total - size_of(record.memory, "others")
         yield f"Your unmodified script needs about {size(needs)}, of {size(limit)}."
     if found := slowdown(record):
         faster = f"{1 / found:.2f}x as fast as" if found < 1.005 else f"{found:.2f}x slower than"

@@ -16,7 +16,7 @@ from advisor.errors import TargetFailed, WorkerError
 from advisor.report import memory
 from advisor.report.html import page
 from advisor.tuners import knobs
-from advisor.tuners.act.pilot.protocol import LEAST_MEMORY, MAX_MEMORY
+from advisor.tuners.act.pilot.protocol import LEAST_MEMORY, MAX_MEMORY, BlockRequest
 from advisor.tuners.act.pilot.script_facts import ScriptFacts
 from advisor.tuners.measure.run.run import Run
 from advisor.tuners.measure.run.session import PilotSession, RunEnded, ran_out_of_memory
@@ -177,6 +177,24 @@ def test_command_that_runs_out_of_memory_starts_once_more(
     seen: ScriptFacts = run.describe()
     assert run.starts == starts
     assert ("offload" in seen.own) is (len(starts) > 1)
+
+
+@pytest.mark.parametrize(("most", "on_host"), [(10, True), (20, False)])
+def test_fp32_keeps_activations_on_the_device_if_they_fit(
+    most: int, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[BlockRequest] = []
+    own = MadeUpSession.results
+    monkeypatch.setattr(
+        MadeUpSession,
+        "results",
+        lambda self, one, until: asked.append(one) or own(self, one, until),
+    )
+    run = Starts(needs=90 * GIB, least=8 * GIB)
+    run.baseline = run.describe().own
+    run.memory = most * GIB
+    assert run.compare(run.baseline.replace(precision="bf16"), deadline_s=60.0).ok
+    assert asked[0].compare is not None and asked[0].compare.fp32["offload"] is on_host
 
 
 def test_blocks_that_cannot_be_called_twice_are_not_checkpointed() -> None:

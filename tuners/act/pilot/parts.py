@@ -23,5 +23,9 @@ FIXED = ("weights", "gradients", "optimizer_state")
 def unmodified_bytes(memory: Config) -> int:
     """The peak that the unmodified script would have, from the breakdown of steps that save memory:
     an estimate. 0 if it is not known."""
-    sizes = [memory.get(name) for name in ("peak", "host", "blocks")]
-    return sum(one for one in sizes if type(one) is int) if "host" in memory else 0
+    return size_of(memory, "peak", "host", "blocks") if "host" in memory else 0
+
+
+def size_of(memory: Config, *parts: str) -> int:
+    """Bytes of these parts of a breakdown together; an unknown part counts as 0."""
+    return sum(one for name in parts if type(one := memory.get(name)) is int)
