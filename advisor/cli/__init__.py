@@ -19,7 +19,7 @@ MAX_WORD = 300
 _COMMANDS = {
     "Tune and run": {"tune": "measuring", "fit": "measuring", "run": "running"},
     "Records": {
-        **dict.fromkeys(("show", "why", "report", "emit"), "reading"),
+        **dict.fromkeys(("show", "why", "report", "emit", "patch"), "reading"),
         **dict.fromkeys(("explain", "verify"), "measuring"),
         **dict.fromkeys(("forget", "gc"), "sharing"),
     },

@@ -1,4 +1,4 @@
-"""Commands that read the stores: show, report, why, emit, env, completion."""
+"""Commands that read the stores: show, report, why, emit, patch, env, completion."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from advisor.cache.signing import UNSIGNED
 from advisor.cache.stores import store_note
 from advisor.cache.task import Task
 from advisor.cli import options
-from advisor.cli.options import DONE, FAILED, OrCommand, Output, Parts, json_or_text, option
+from advisor.cli.options import DONE, FAILED, OrCommand, Output, Parts, json_or_text, option, warn
 from advisor.command_snippets import staleness
 from advisor.errors import UsageError
 from advisor.frameworks import NAMES
@@ -164,6 +164,39 @@ def emit(framework: str, key: str, batch: str | None, cache: str | None) -> Part
     found = text.Emitted(getattr(tables, framework), record, batch=number, free=free)
     yield text.text(found).removesuffix("\n")
     yield Output(lambda: text.data(found))
+
+
+@click.command()
+@click.argument("key")
+@click.argument("script", required=False, type=click.Path(path_type=Path))
+@options.cache
+@json_or_text
+def patch(key: str, script: Path | None, cache: str | None) -> Parts:
+    """Print the record KEY as a diff of your SCRIPT, which then needs no advisor.
+
+    SCRIPT is by default that of the record's command. Apply the diff with: patch -p1, or git apply.
+    """
+    from advisor.frameworks.patching import Patch
+
+    record = open_records(cache, fallback=True).get(key)
+    command = record.key.task.command
+    scripts = [Path(word) for word in command if word.endswith(".py")]
+    if script is None and not scripts:
+        raise UsageError(f"{record.id} names no script; give it: advisor patch {key} train.py")
+    made, state = Patch(record, script or scripts[0]), state_of(record)
+    if state != "exact":
+        warn(f"record {record.id} is {state}")
+    if made.diff:
+        yield made.diff.removesuffix("\n")
+    if made.arguments:
+        warn(f"start it as: {shlex.join([*command, *made.arguments])}")
+    for one in made.left:
+        warn(f"left to you: {one}")
+    if not made.config:
+        warn(f"record {record.id} advises your unmodified script")
+    found = {"diff": made.diff, "arguments": made.arguments, "left": made.left}
+    code = options.UNFINISHED if made.left else DONE
+    yield Output(lambda: found | {"record": record.id}, code=code)
 
 
 @click.command(cls=OrCommand)

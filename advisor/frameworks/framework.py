@@ -72,7 +72,7 @@ class Setup:
         return (0 if rest else samples), parts * micro
 
 
-_DATALOADER = {"num_workers": 0, "prefetch_factor": 2}
+DATALOADER = {"num_workers": 0, "prefetch_factor": 2}
 Added = Mapping[str, Any]
 """Settings, lines and arguments, by the field of a Setup that they are added to."""
 KnobRow = Callable[[Setup, Any], Added | None]
@@ -108,7 +108,7 @@ class Framework:
         device = record.key.environment.device.kind
         setup = Setup(record, config, batch or record.batch, settings={**self.devices[device]})
         # The task's baseline may differ from torch's default, for example by determinism.
-        default = record.baseline.config | TORCH | _DATALOADER
+        default = record.baseline.config | TORCH | DATALOADER
         for name, value in config.items():
             same = value == default.get(name) and name not in (BATCH, *self.differs)
             if value is None or same:

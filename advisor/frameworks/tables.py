@@ -250,3 +250,25 @@ timm = Framework(
     notes=_timm_notes,
     makes_loader=True,
 )
+
+
+def _by_script(setup: Setup, mode: str) -> Added | None:
+    how = {"backend" if mode == "cudagraphs" else "mode": mode}
+    made = _compile(lambda _mode: {"settings": {"compile": how}})
+    # DistributedDataParallel would have to get the compiled model.
+    return made(setup, mode) if setup.task.processes == 1 else None
+
+
+script = Framework(
+    title="a PyTorch script",
+    call="",
+    rows={
+        **_SCRIPT,
+        **_LOADER,
+        "precision": _precision({"bf16": {"autocast": "bfloat16"}}),
+        "compile": _by_script,
+        "dynamic_shapes": _setting("dynamic"),
+    },
+    devices={"cuda": {}, "cpu": {}},
+)
+"""For `advisor patch`. Its settings are those of the function in report/templates/patch.txt."""

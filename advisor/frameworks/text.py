@@ -63,12 +63,17 @@ class Emitted:
     @staticmethod
     def _require(lacks: Mapping[str, object], title: str, record: Record) -> None:
         if lacks:
-            what = _keywords(lacks)
+            what = keywords(lacks)
             raise NoRecord(f"{title} has no setting for {what}, with which {record.id} is tuned")
 
 
 def text(found: Emitted) -> str:
     """The whole output: settings in the framework's format, and the rest as comments."""
+    imports = sorted({line.partition(".")[0] for line in found.setup.flags})
+    return template("emit.txt").render(found=found, imports=imports)
+
+
+def template(name: str) -> jinja2.Template:
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("advisor.report"),
         undefined=jinja2.StrictUndefined,
@@ -77,10 +82,9 @@ def text(found: Emitted) -> str:
         # A record may contain any text: what it says stays on its line.
         finalize=lambda value: printable(str(value)),
     )
-    shown = {"json": json.dumps, "keywords": _keywords, "literal": _literal, "times": times}
+    shown = {"json": json.dumps, "keywords": keywords, "literal": literal, "times": times}
     templates.filters |= shown
-    imports = sorted({line.partition(".")[0] for line in found.setup.flags})
-    return templates.get_template("emit.txt").render(found=found, imports=imports)
+    return templates.get_template(name)
 
 
 def data(found: Emitted) -> dict[str, Any]:
@@ -90,7 +94,7 @@ def data(found: Emitted) -> dict[str, Any]:
     if setup.unsupported:
         lacks["input pipeline"] = setup.unsupported
     changes = ("flags", "model", "after", "optimizer", "loader")  # that the script makes itself
-    made = {n: _literal(v) for n, v in setup.settings.items() if isinstance(v, ObjectSetting)}
+    made = {n: literal(v) for n, v in setup.settings.items() if isinstance(v, ObjectSetting)}
     return {
         "framework": found.framework.title,
         "record": setup.record.id,
@@ -103,11 +107,11 @@ def data(found: Emitted) -> dict[str, Any]:
     }
 
 
-def _literal(value: object) -> str:
+def literal(value: object) -> str:
     if isinstance(value, ObjectSetting):
-        return f"{value.name}({_keywords(value.keywords)})"
+        return f"{value.name}({keywords(value.keywords)})"
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
-def _keywords(given: Mapping[str, object]) -> str:
-    return ", ".join(f"{name}={_literal(value)}" for name, value in given.items())
+def keywords(given: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={literal(value)}" for name, value in given.items())

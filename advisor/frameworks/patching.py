@@ -1,0 +1,201 @@
+"""`advisor patch`: the advice of `advisor run` as a unified diff of the script.
+
+Text is inserted at places of the syntax tree, and all other characters stay. An edit with no place,
+or with several, is left to the user.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import io
+import itertools
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from advisor.cache.record import PILOT, Record
+from advisor.cache.shown import times
+from advisor.cache.stores.filesystem import read_regular
+from advisor.errors import NoRecord, UsageError, reason
+from advisor.frameworks import tables
+from advisor.frameworks.framework import DATALOADER, ObjectSetting, Setup
+from advisor.frameworks.places import Places
+from advisor.frameworks.text import keywords, template
+from advisor.tuners.act.pilot.script_facts import micro_batches
+from advisor.tuners.decisions import LARGE_BYTES
+from advisor.tuners.knobs import GRAPHED_MODES, TORCH, described
+from advisor.tuners.source import MAX_SOURCE_BYTES
+
+_MAKERS = (  # of a framework's settings
+    (tables.hf, ("transformers.TrainingArguments",)),
+    (tables.hf, ("transformers.HfArgumentParser",)),  # takes them from the command
+    (tables.lightning, ("lightning.Trainer", "lightning.pytorch.Trainer")),
+    (tables.accelerate, ("accelerate.Accelerator",)),
+)
+_NO_FUSED = ("foreach", "differentiable")  # arguments that exclude an optimizer's fused kernels
+_ENDS = (ast.FunctionDef, ast.ClassDef, ast.For, ast.While, ast.With)  # no imports follow these
+
+
+class Patch:
+    """The edits of one script that apply a record's config for `advisor run`.
+
+    Attributes:
+        config: the advised values; `what`: all of it in words.
+        diff: what `patch -p1` and `git apply` take; '' if the script needs no edit.
+        arguments: words to add to the command, if a framework's options are set there.
+        left: the edits that the user has to make, each as text of one or more lines.
+
+    Raises UsageError if the file is not Python in UTF-8 or is patched already, and NoRecord if the
+    record was not tuned for training.
+    """
+
+    def __init__(self, record: Record, file: Path) -> None:
+        self._file, base, won = str(file), record.baseline.config, record.winner(PILOT)
+        if record.key.task.mode != "train":
+            raise NoRecord(f"{record.id} was tuned for mode {record.key.task.mode}, not train")
+        try:
+            self._text = text = read_regular(file, MAX_SOURCE_BYTES).decode()
+        except (OSError, ValueError) as exc:
+            raise UsageError(f"script {self._file!r}: {reason(exc)}") from exc
+        if done := re.search(r"^# advisor: .*|\badvised_call\b", text, re.MULTILINE):
+            raise UsageError(f"script {self._file!r} has advice: {done[0]}; undo that edit first")
+        self._newline = "\r\n" if "\r\n" in text else "\n"
+        self._lines = io.StringIO(text, newline="").readlines()  # as Python counts them
+        self._starts = [0, *itertools.accumulate(map(len, self._lines))]
+        self._places = Places(text, self._file)
+        self._edits: list[tuple[int, int, str]] = []
+        self.arguments: list[str] = []
+        self.config, torch = won.config.changed(base), TORCH | DATALOADER
+        self.what = f"{described(won.config, base, nothing='nothing')}, {times(won.speedup)}"
+        undone = [name for name, value in self.config.items() if value == torch.get(name)]
+        self.left = [f"{name}: have the script set {self.config[name]}" for name in undone]
+        self._edit(record)
+        self.diff = self._diff()
+
+    def _edit(self, record: Record) -> None:
+        task, places = record.key.task, self._places
+        known = ((table, places.named(*names)) for table, names in _MAKERS)
+        framework, makers = next((one for one in known if one[1]), (tables.script, []))
+        setup = framework.setup(record, self.config)
+        for name in framework.devices[setup.environment.device.kind]:
+            setup.settings.pop(name)
+        settings, own = setup.settings, framework is tables.script
+        calls = places.model_calls()
+        models = {one for call in calls for one in places.variables(call.func)} or places.modules()
+        through = own and bool(settings or setup.model)
+        placed = through and len(calls) == len(models) == 1 and self._call_through(calls[0])
+        self._add_top(self._block(setup, [*filter(self._is_unset, setup.flags)], called=placed))
+        if through and not placed:
+            code = "\n".join(self._block(setup, [], called=True))
+            why = f"forward: {len(calls) or 'no'} calls of a model next to backward"
+            self.left.append(f"{why}; train through advised_call(model, inputs), with\n{code}")
+        elif not own and "HfArgumentParser" in places.full_name(makers[0].func):
+            self.arguments = [f"--{name}={value}" for name, value in settings.items()]
+        elif settings and not own:
+            self._add_keywords(framework.title, makers, settings)
+        created = [at for one in models for at in places.created(one)] if own else []
+        names = [one.name for one in models]
+        for line in setup.model:
+            written = [re.sub(r"\bmodel\b", name, line) for name in names[:1]]
+            if len(created) != 1 or not self._add_lines(created[0], written):
+                self.left.append(f"model: {len(created) or 'no'} places; once it is made: {line}")
+        self.left += [f"flags: add just before training starts: {line}" for line in setup.after]
+        if setup.optimizer:
+            name = f"torch.optim.{task.optimizer}"
+            ours = [one for one in places.calls if places.full_name(one.func).lower() == name]
+            self._add_keywords(f"optimizer {task.optimizer}", ours, setup.optimizer)
+        if setup.loader:
+            self._add_keywords("training DataLoader", places.loaders(), setup.loader)
+        for name, value in setup.unsupported.items():
+            self.left.append(f"{name}: no known edit sets {name}={value} in {framework.title}")
+
+    def _block(self, setup: Setup, flags: list[str], *, called: bool) -> list[str]:
+        """The lines for the top of the script; `called`: with the function that calls the model."""
+        settings = {"autocast": "", "compile": {}, "dynamic": False} | setup.settings
+        objects = [one for one in settings.values() if isinstance(one, ObjectSetting)]
+        again = micro_batches(setup.task) > 1 or "set_to_none=False" in self._text
+        given = {"graphed": GRAPHED_MODES, "large": LARGE_BYTES, "accumulates": again}
+        given |= {"setup": setup, "what": self.what, "flags": flags, "called": called}
+        block = template("patch.txt").render(s=settings, objects=objects, **given)
+        return block.splitlines() if flags or called or objects else []
+
+    def _is_unset(self, line: str) -> bool:
+        """Whether the script sets a flag to no other value. If it does, the line is left."""
+        name, value = re.split(r" = |\(", line.rstrip(")"), maxsplit=1)
+        short = re.escape(".".join(name.split(".")[-2:]))
+        there = re.search(rf"^.*\b{short}\b(?! *[=(] *{re.escape(value)}).*", self._text, re.M)
+        if there:
+            self.left.append(f"flags: the script has {there[0].strip()}; there, write {line}")
+        return there is None
+
+    def _add_top(self, lines: list[str]) -> None:
+        head = itertools.takewhile(lambda one: not isinstance(one, _ENDS), self._places.tree.body)
+        imports = [one for one in head if isinstance(one, ast.Import | ast.ImportFrom)]
+        if lines and not (imports and self._add_lines(imports[-1], ["", *lines])):
+            self.left.append("\n".join(["flags: add at the top of the script", *lines]))
+
+    def _add_keywords(self, what: str, calls: list[ast.Call], given: Mapping[str, Any]) -> None:
+        """Add keyword arguments to the only call, after its last argument."""
+        found: list[ast.expr | ast.keyword] = []
+        for call in calls:
+            found += (*call.args, *call.keywords)
+        there = {one.arg or "**" for one in found if isinstance(one, ast.keyword)}
+        why, barred = f"{len(calls) or 'no'} places", there & {*_NO_FUSED, *given, "**"}
+        if len(calls) == 1 and barred:
+            why = f"line {calls[0].lineno} has {', '.join(sorted(barred))}"
+        elif len(calls) == 1 and found and not isinstance(found[0], ast.GeneratorExp):
+            last = max(found, key=self._span)
+            (start, end), line = self._span(last), self._starts[last.lineno - 1]
+            row, why = self._text[line:start], "it is written in an unusual way"
+            if ")" not in self._text[end : self._span(calls[0])[1] - 1]:
+                comma = ", " if row.strip() else f",{self._newline}{row}"
+                self._edits.append((end, end, comma + keywords(given)))
+                return
+        self.left.append(f"{what}: {why}; its arguments: {keywords(given)}")
+
+    def _call_through(self, call: ast.Call) -> bool:
+        """Have a call of the model go through `advised_call`; False if its text is unusual."""
+        start, end = self._span(call.func)
+        after = self._text[end + 1 :]
+        comma = "" if after.lstrip().startswith(")") else "," if after[:1].isspace() else ", "
+        if self._text[end] == "(":
+            self._edits += [(start, start, "advised_call("), (end, end + 1, comma)]
+        return self._text[end] == "("
+
+    def _add_lines(self, place: ast.AST, lines: list[str]) -> bool:
+        """Add lines after a statement; False if its line has other code."""
+        assert isinstance(place, ast.stmt)
+        start, end = self._span(place)
+        indent = self._text[self._starts[place.lineno - 1] : start]
+        rest = self._text[end:].partition("\n")[0].rstrip("\r")
+        fits = not indent.strip() and not rest.partition("#")[0].strip()
+        if fits:
+            written = (self._newline + (indent + one if one else "") for one in lines)
+            self._edits.append((end + len(rest), end + len(rest), "".join(written)))
+        return fits
+
+    def _span(self, node: ast.stmt | ast.expr | ast.keyword) -> tuple[int, int]:
+        """Where a node begins and ends in the text. The tree counts bytes of UTF-8."""
+        ends = (node.lineno, node.col_offset), (node.end_lineno or 1, node.end_col_offset or 0)
+        start, end = (
+            self._starts[row - 1] + len(self._lines[row - 1].encode()[:column].decode())
+            for row, column in ends
+        )
+        return start, end
+
+    def _diff(self) -> str:
+        new, at = "", 0
+        for start, end, text in sorted(self._edits, key=lambda one: one[:2]):
+            new, at = new + self._text[at:start] + text, end
+        new += self._text[at:]
+        Places(new, f"{self._file} with the edits")  # it must still be Python
+        path = os.path.relpath(self._file)
+        name = Path(Path(path).name if path.startswith("..") else path).as_posix()
+        tab = "\t" if " " in name else ""
+        after = io.StringIO(new, newline="").readlines()
+        lines = difflib.unified_diff(self._lines, after, f"a/{name}{tab}", f"b/{name}{tab}")
+        ends = "\n\\ No newline at end of file\n"
+        return "".join(one if one.endswith("\n") else one + ends for one in lines)
