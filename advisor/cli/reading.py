@@ -172,10 +172,7 @@ def emit(framework: str, key: str, batch: str | None, cache: str | None) -> Part
 @options.cache
 @json_or_text
 def patch(key: str, script: Path | None, cache: str | None) -> Parts:
-    """Print the record KEY as a diff of your SCRIPT, which then needs no advisor.
-
-    SCRIPT is by default that of the record's command. Apply the diff with: patch -p1, or git apply.
-    """
+    """Print the record KEY as a diff of your SCRIPT, for patch -p1 or git apply."""
     from advisor.frameworks.patching import Patch
 
     record = open_records(cache, fallback=True).get(key)

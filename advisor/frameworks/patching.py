@@ -21,7 +21,7 @@ from advisor.cache.shown import times
 from advisor.cache.stores.filesystem import read_regular
 from advisor.errors import NoRecord, UsageError, reason
 from advisor.frameworks import tables
-from advisor.frameworks.framework import DATALOADER, ObjectSetting, Setup
+from advisor.frameworks.framework import DATALOADER, Setup
 from advisor.frameworks.places import Places
 from advisor.frameworks.text import keywords, template
 from advisor.tuners.act.pilot.script_facts import micro_batches
@@ -33,9 +33,7 @@ _MAKERS = (  # of a framework's settings
     (tables.hf, ("transformers.TrainingArguments",)),
     (tables.hf, ("transformers.HfArgumentParser",)),  # takes them from the command
     (tables.lightning, ("lightning.Trainer", "lightning.pytorch.Trainer")),
-    (tables.accelerate, ("accelerate.Accelerator",)),
 )
-_NO_FUSED = ("foreach", "differentiable")  # arguments that exclude an optimizer's fused kernels
 _ENDS = (ast.FunctionDef, ast.ClassDef, ast.For, ast.While, ast.With)  # no imports follow these
 
 
@@ -70,8 +68,8 @@ class Patch:
         self.arguments: list[str] = []
         self.config, torch = won.config.changed(base), TORCH | DATALOADER
         self.what = f"{described(won.config, base, nothing='nothing')}, {times(won.speedup)}"
-        undone = [name for name, value in self.config.items() if value == torch.get(name)]
-        self.left = [f"{name}: have the script set {self.config[name]}" for name in undone]
+        undone = ((n, v) for n, v in self.config.items() if v == torch.get(n))
+        self.left = [f"{name}: have the script set it to {value}" for name, value in undone]
         self._edit(record)
         self.diff = self._diff()
 
@@ -90,18 +88,18 @@ class Patch:
         self._add_top(self._block(setup, [*filter(self._is_unset, setup.flags)], called=placed))
         if through and not placed:
             code = "\n".join(self._block(setup, [], called=True))
-            why = f"forward: {len(calls) or 'no'} calls of a model next to backward"
+            why = f"forward: no single call of a model stands next to backward ({len(calls)} found)"
             self.left.append(f"{why}; train through advised_call(model, inputs), with\n{code}")
         elif not own and "HfArgumentParser" in places.full_name(makers[0].func):
             self.arguments = [f"--{name}={value}" for name, value in settings.items()]
         elif settings and not own:
             self._add_keywords(framework.title, makers, settings)
-        created = [at for one in models for at in places.created(one)] if own else []
-        names = [one.name for one in models]
+        created = [(one.name, at) for one in models for at in places.created(one)] if own else []
         for line in setup.model:
-            written = [re.sub(r"\bmodel\b", name, line) for name in names[:1]]
-            if len(created) != 1 or not self._add_lines(created[0], written):
-                self.left.append(f"model: {len(created) or 'no'} places; once it is made: {line}")
+            written = [re.sub(r"\bmodel\b", name, line) for name, _at in created]
+            if len(created) != 1 or not self._add_lines(created[0][1], written):
+                why = f"model: no single place makes it ({len(created)} found)"
+                self.left.append(f"{why}; once it is made, add: {line}")
         self.left += [f"flags: add just before training starts: {line}" for line in setup.after]
         if setup.optimizer:
             name = f"torch.optim.{task.optimizer}"
@@ -115,12 +113,11 @@ class Patch:
     def _block(self, setup: Setup, flags: list[str], *, called: bool) -> list[str]:
         """The lines for the top of the script; `called`: with the function that calls the model."""
         settings = {"autocast": "", "compile": {}, "dynamic": False} | setup.settings
-        objects = [one for one in settings.values() if isinstance(one, ObjectSetting)]
         again = micro_batches(setup.task) > 1 or "set_to_none=False" in self._text
         given = {"graphed": GRAPHED_MODES, "large": LARGE_BYTES, "accumulates": again}
         given |= {"setup": setup, "what": self.what, "flags": flags, "called": called}
-        block = template("patch.txt").render(s=settings, objects=objects, **given)
-        return block.splitlines() if flags or called or objects else []
+        block = template("patch.txt").render(s=settings, **given)
+        return block.splitlines() if flags or called else []
 
     def _is_unset(self, line: str) -> bool:
         """Whether the script sets a flag to no other value. If it does, the line is left."""
@@ -143,13 +140,14 @@ class Patch:
         for call in calls:
             found += (*call.args, *call.keywords)
         there = {one.arg or "**" for one in found if isinstance(one, ast.keyword)}
-        why, barred = f"{len(calls) or 'no'} places", there & {*_NO_FUSED, *given, "**"}
+        barred = there & {*given, "**", "foreach", "differentiable"}  # the last two exclude fused
+        why = f"no single place makes it ({len(calls)} found)"
         if len(calls) == 1 and barred:
             why = f"line {calls[0].lineno} has {', '.join(sorted(barred))}"
         elif len(calls) == 1 and found and not isinstance(found[0], ast.GeneratorExp):
             last = max(found, key=self._span)
             (start, end), line = self._span(last), self._starts[last.lineno - 1]
-            row, why = self._text[line:start], "it is written in an unusual way"
+            row = self._text[line:start]
             if ")" not in self._text[end : self._span(calls[0])[1] - 1]:
                 comma = ", " if row.strip() else f",{self._newline}{row}"
                 self._edits.append((end, end, comma + keywords(given)))
@@ -161,8 +159,8 @@ class Patch:
         start, end = self._span(call.func)
         after = self._text[end + 1 :]
         comma = "" if after.lstrip().startswith(")") else "," if after[:1].isspace() else ", "
-        if self._text[end] == "(":
-            self._edits += [(start, start, "advised_call("), (end, end + 1, comma)]
+        edits = [(start, start, "advised_call("), (end, end + 1, comma)]
+        self._edits += edits if self._text[end] == "(" else []
         return self._text[end] == "("
 
     def _add_lines(self, place: ast.AST, lines: list[str]) -> bool:
@@ -171,11 +169,11 @@ class Patch:
         start, end = self._span(place)
         indent = self._text[self._starts[place.lineno - 1] : start]
         rest = self._text[end:].partition("\n")[0].rstrip("\r")
-        fits = not indent.strip() and not rest.partition("#")[0].strip()
-        if fits:
-            written = (self._newline + (indent + one if one else "") for one in lines)
-            self._edits.append((end + len(rest), end + len(rest), "".join(written)))
-        return fits
+        if indent.strip() or rest.partition("#")[0].strip():
+            return False
+        written = (self._newline + (indent + one if one else "") for one in lines)
+        self._edits.append((end + len(rest), end + len(rest), "".join(written)))
+        return True
 
     def _span(self, node: ast.stmt | ast.expr | ast.keyword) -> tuple[int, int]:
         """Where a node begins and ends in the text. The tree counts bytes of UTF-8."""
@@ -187,15 +185,13 @@ class Patch:
         return start, end
 
     def _diff(self) -> str:
-        new, at = "", 0
-        for start, end, text in sorted(self._edits, key=lambda one: one[:2]):
-            new, at = new + self._text[at:start] + text, end
-        new += self._text[at:]
+        new = self._text
+        for start, end, text in reversed(sorted(self._edits, key=lambda one: one[:2])):
+            new = new[:start] + text + new[end:]
         Places(new, f"{self._file} with the edits")  # it must still be Python
-        path = os.path.relpath(self._file)
-        name = Path(Path(path).name if path.startswith("..") else path).as_posix()
-        tab = "\t" if " " in name else ""
+        name = os.path.relpath(self._file).rpartition("../")[2]
+        name += "\t" if " " in name else ""
         after = io.StringIO(new, newline="").readlines()
-        lines = difflib.unified_diff(self._lines, after, f"a/{name}{tab}", f"b/{name}{tab}")
+        lines = difflib.unified_diff(self._lines, after, f"a/{name}", f"b/{name}")
         ends = "\n\\ No newline at end of file\n"
         return "".join(one if one.endswith("\n") else one + ends for one in lines)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
+import re
 import runpy
 import subprocess
-import textwrap
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import advisor as api
 from advisor.cache.config import Config
 from advisor.cache.record import Record
-from advisor.errors import NoRecord, UsageError
 from advisor.frameworks.patching import Patch
 from advisor.open_store import open_records
 from advisor.tuners.act.pilot.pilot import ActivePilot
@@ -111,6 +108,7 @@ def patched(source: str, config: dict[str, Any], **of_task: Any) -> tuple[str, l
         {"precision": "bf16"},
         {"channels_last": True, "fused_optimizer": True},
         {"precision": "bf16", "channels_last": True, "fused_optimizer": True, "num_workers": 1},
+        pytest.param({"precision": "bf16", "compile": "default"}, marks=pytest.mark.long),
     ],
     ids=lambda config: "+".join(config),
 )
@@ -122,6 +120,10 @@ def test_the_patched_script_trains_as_advisor_run(config: dict[str, Any]) -> Non
     plain = runpy.run_path("train.py")
     pilot.release()
     record = record_of(guide.seen, Config(config))
+    if "compile" in config:
+        own, won = record.baseline, record.winner("pilot")
+        own = examples.choice(own.config.replace(compile="none"))
+        record = replace(record, baseline=own, winners=examples.winners(own, won, pilot=won))
     open_records(None).put(record)
     advice = api.apply()
     advised = runpy.run_path("train.py")
@@ -136,3 +138,219 @@ def test_the_patched_script_trains_as_advisor_run(config: dict[str, Any]) -> Non
     assert alone["losses"] == advised["losses"]
     assert "precision" not in config or alone["losses"] != plain["losses"]
     assert set(alone["dtypes"]) == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("config", "how"),
+    [
+        ({"compile": "default"}, {"mode": "default", "dynamic": False}),
+        ({"compile": "cudagraphs"}, {"backend": "cudagraphs", "dynamic": False}),
+        ({"compile": "default", "dynamic_shapes": True}, {"mode": "default", "dynamic": True}),
+    ],
+    ids=["default", "cudagraphs", "dynamic"],
+)
+def test_only_training_at_frequent_sizes_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], how: dict[str, Any]
+) -> None:
+    """An epoch has six batches of 16 and a short one; a second model has code of its own."""
+    left = patched(SCRIPT.replace("(72,", "(100,").replace("4, (72", "4, (100"), config)[1]
+    sizes, given = list[int](), dict[str, Any]()
+
+    def compiled(model: Any, **how: Any) -> Any:
+        given.update(how)
+        return lambda x: sizes.append(len(x)) or model(x)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    ran = runpy.run_path("train.py")
+    assert left == [] and given == how
+    first = not how["dynamic"]  # its size is not yet frequent
+    assert Counter(sizes) == Counter({16: 72 - first} | ({} if first else {4: 12}))
+    assert set(ran["dtypes"]) == {torch.float32}
+    other = torch.nn.Linear(3, 2)
+    for _ in range(3):
+        ran["advised_call"](other, torch.ones(5, 3))
+    assert sizes[-2:] == [5, 5]
+
+
+def test_gradients_of_a_cuda_graph_are_copied_before_the_next_replay() -> None:
+    """Only where they accumulate: the record says how many calls make a step."""
+    config = {"compile": "reduce-overhead"}
+    for others, source in (("2 micro-batches", SCRIPT), ("", SCRIPT + "# set_to_none=False\n")):
+        assert "weight.grad.clone()" in patched(source, config, others=others)[0]
+    assert "weight.grad.clone()" not in patched(SCRIPT, config)[0]
+    assert "weight.grad" not in patched(SCRIPT, {"compile": "default"}, others="2 micro-batches")[0]
+
+
+PLAIN = {"precision": "bf16", "channels_last": True, "fused_optimizer": True, "num_workers": 4}
+IN_A_CLASS = """
+import torch
+from torch.optim import SGD
+from torch.utils import data
+
+
+class Trainer:
+    def __init__(self, model, batches):
+        self.model = model
+        self.batches = batches
+
+    def fit(self, optimizer):
+        self.model.train()
+        bar = iter(self.batches)
+        for x in bar:
+            self.model(
+                x,
+            ).sum().backward()
+
+
+def main():
+    net = build().cuda()
+    rows = data.DataLoader(
+        range(3),
+        shuffle=True,  # every epoch
+    )
+    Trainer(batches=rows, model=net).fit(SGD(net.parameters(), lr=(0.1)))
+    other = data.DataLoader(range(3))
+"""
+BARE = """
+import torch
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+x = torch.ones(1)
+loss = model(x)
+loss.backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        (
+            IN_A_CLASS,
+            [
+                "            advised_call(self.model,\n                x,\n",
+                "    net = build().cuda()\n    net = net.to(memory_format=torch.channels_last)\n",
+                "        shuffle=True,\n        num_workers=4,  # every epoch\n",
+            ],
+        ),
+        (IN_A_CLASS.replace("(0.1)", "0.1"), ["lr=0.1, fused=True))\n"]),
+        (
+            BARE,
+            [
+                "import torch\n\n# advisor: channels_last, fused_optimizer, 4 loader workers,",
+                "model = Net()\nmodel = model.to(memory_format=torch.channels_last)\n",
+                "loss = advised_call(model, x)\n",
+                "0.1, fused=True)\n",
+            ],
+        ),
+    ],
+    ids=["class", "plain", "file"],
+)
+def test_each_edit_has_its_place(source: str, lines: list[str]) -> None:
+    text, _left = patched(source, PLAIN)
+    for line in lines:
+        assert line in text, text
+    assert text.count("advised_call(") == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "left"),
+    [
+        ("loss = model(x)", "loss = model(x) + model(x)", "forward: no single call .* .2 found"),
+        ("loss = model(x)", "loss = (model)(x)", "forward: no single call"),
+        ("loss = model(x)", "with torch.no_grad(): loss = model(x)", "forward: .* .0 found"),
+        ("model = Net()", "model = Net(); print(model)", "model: .* add: model = model.to"),
+        ("model = Net()", "model = Net()\nmodel = Net().to(0).to(1)", ""),
+        ("model = Net()", "model = Net().to(0)\nmodel.to(1)", "model: .* .2 found.; once it is"),
+        ("0.1)", "0.1)\nother = torch.optim.SGD([x])", "optimizer sgd: .* .2 found"),
+        ("0.1)", "0.1, **more)", r"optimizer sgd: line 4 has \*\*; its arguments: fused=True"),
+        ("0.1)", "0.1, foreach=True)", "optimizer sgd: line 4 has foreach"),
+        ("0.1)", "0.1, fused=False)", "optimizer sgd: line 4 has fused"),
+        ("model.parameters(), 0.1", "p for p in model.parameters()", "optimizer sgd: no single"),
+        ("torch.optim.SGD", "mine.SGD", "optimizer sgd: .* .0 found"),
+        ("x =", "torch.backends.cudnn.allow_tf32 = False\nx =", "flags: the script has torch.ba.*"),
+        ("x =", "torch.backends.cudnn.allow_tf32 = True\nx =", ""),
+        ("import torch", "pass", "flags: add at the top of the script\n# advisor"),
+    ],
+)
+def test_an_edit_without_one_place_is_left(old: str, new: str, left: str) -> None:
+    """All others are made."""
+    config = {name: value for name, value in PLAIN.items() if name != "num_workers"}
+    _text, found = patched(BARE.replace(old, new), config)
+    assert [bool(left)] * bool(left) == [bool(re.match(left, one)) for one in found], found
+
+
+def test_what_no_edit_expresses_is_left() -> None:
+    config = {"compile": "blocks", "checkpoint_blocks": 2, "prefetch_factor": 2}
+    text, left = patched(SCRIPT, config)
+    names = ["prefetch_factor", "checkpoint_blocks", "compile"]
+    assert text == SCRIPT and [one.partition(":")[0] for one in left] == names
+    left = patched(SCRIPT, {"compile": "default"}, processes=2)[1]
+    assert left == ["compile: no known edit sets compile=default in a PyTorch script"]
+
+
+HF = "from transformers import {0}\n{0}({1})\n"
+LIGHTNING = "import lightning as L\nL.Trainer(max_epochs=1)\n"
+
+
+def test_frameworks_get_their_own_settings() -> None:
+    arguments = HF.format("TrainingArguments", "output_dir='out'")
+    text, left = patched(arguments, {"precision": "bf16", "num_workers": 4})
+    assert "output_dir='out', dataloader_num_workers=4, bf16=True, tf32=True)\n" in text
+    assert not left and "advised_call" not in text
+    text, left = patched(LIGHTNING, {"precision": "bf16", "compile": "default"})
+    assert 'L.Trainer(max_epochs=1, precision="bf16-mixed")\n' in text
+    assert [one.partition("add: ")[2] for one in left] == ['model.compile(mode="default")']
+    Path("train.py").write_text(HF.format("HfArgumentParser", "(Model, TrainingArguments)"))
+    made = Patch(recorded({"precision": "bf16", "num_workers": 4}), Path("train.py"))
+    assert made.arguments == ["--dataloader_num_workers=4", "--bf16=True", "--tf32=True"]
+
+
+@pytest.mark.parametrize("program", [("git", "apply"), ("patch", "-p1")], ids=lambda one: one[0])
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_the_diff_applies_to_any_text(program: tuple[str, ...], ending: str) -> None:
+    """Without a last newline, with other alphabets, and in a folder below a repository."""
+    text = BARE.replace("x = torch", "é, x = 'ü€\u2028', torch").rstrip("\n")
+    Path("sub dir").mkdir()
+    subprocess.run(["git", "init", "-q"], check=True)
+    file = Path("sub dir") / "train.py"
+    file.write_bytes(text.replace("\n", ending).encode())
+    diff = Patch(recorded({"precision": "bf16", "fused_optimizer": True}), file).diff
+    binary = ["--binary"] * (program[0] == "patch")
+    done = subprocess.run([*program, *binary], input=diff.encode(), capture_output=True)
+    assert done.returncode == 0, done
+    lines = file.read_bytes().decode().split(ending)
+    assert lines[-1] == "loss.backward()" and "loss = advised_call(model, x)" in lines
+    assert not any("\n" in line for line in lines)
+
+
+def test_the_command_says_what_is_left_and_what_is_wrong() -> None:
+    store = open_records(None)
+    store.put(record := recorded({"precision": "bf16"}))
+    Path("train.py").write_text(BARE.replace("model(x)", "f(x)"))
+    done = advisor(Path.cwd(), "patch", record.id)
+    assert done.returncode == 3 and done.stdout.startswith("--- a/train.py\n+++ b/train.py\n")
+    assert "advisor: left to you: forward: no single call" in done.stderr
+    assert "of another device: NVIDIA H200" in done.stderr
+    found = json.loads(advisor(Path.cwd(), "patch", "--json", record.id).stdout)
+    assert found["diff"] == done.stdout and len(found["left"]) == 1
+    Path("train.py").write_text(patched(BARE, {"precision": "bf16"})[0])
+    Path("bad.py").write_text("x = (")
+    Path("latin.py").write_bytes(b"x = '\xe9'")
+    for file, why in (
+        ("train.py", "has advice: # advisor: bf16, 1.50x; .* undo that edit first"),
+        ("bad.py", "bad.py: expected Python: '.' was never closed"),
+        ("latin.py", "script 'latin.py': 'utf-8' codec can't decode"),
+        ("none.py", "script 'none.py': No such file"),
+        (".", "script '.': not a regular file"),
+    ):
+        done = advisor(Path.cwd(), "patch", record.id, file)
+        assert (done.returncode, done.stdout) == (2, "") and re.search(why, done.stderr), done
+    store.put(other := examples.record(examples.SMALL))
+    done = advisor(Path.cwd(), "patch", other.id)
+    assert done.returncode == 2 and f"give it: advisor patch {other.id} train.py" in done.stderr
+    store.put(infer := replace(record, key=examples.INFER))
+    assert "was tuned for mode infer" in advisor(Path.cwd(), "patch", infer.id, "bad.py").stderr
+    store.put(same := recorded({}, optimizer="adam"))
+    Path("train.py").write_text(BARE)
+    done = advisor(Path.cwd(), "patch", same.id)
+    assert (done.returncode, done.stdout) == (0, "") and "your unmodified script" in done.stderr
