@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-Scope = ast.Module | ast.ClassDef | Function
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+ScopeNode = ast.Module | ast.ClassDef | FunctionNode
 
 
 class Variable(NamedTuple):
@@ -31,16 +31,16 @@ class ScriptNames:
 
     def variable(self, node: ast.AST) -> Variable | None:
         """The variable that a name, or an attribute of `self`, is where it stands."""
-        scopes = [one for one in self.above(node) if isinstance(one, Scope)]
+        scopes = [one for one in self.above(node) if isinstance(one, ScopeNode)]
         if isinstance(node, ast.Name):
-            inner = (s for s in scopes if isinstance(s, Function) and node.id in bound_by(s))
+            inner = (s for s in scopes if isinstance(s, FunctionNode) and node.id in bound_by(s))
             return Variable(next(inner, self.tree), node.id)
         holder = next((one for one in scopes if isinstance(one, ast.ClassDef)), None)
         text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
         return Variable(holder, text) if holder and text.startswith("self.") else None
 
 
-def parameters(function: Function) -> list[str]:
+def parameters(function: FunctionNode) -> list[str]:
     """Names of parameters; those that may be given by position come first, in their order."""
     given = function.args
     more = (given.vararg, *given.kwonlyargs, given.kwarg)
@@ -48,7 +48,7 @@ def parameters(function: Function) -> list[str]:
 
 
 @cache
-def bound_by(function: Function) -> set[str]:
+def bound_by(function: FunctionNode) -> set[str]:
     """The names that a function binds: its parameters, and what its own statements assign."""
     found, shared, waiting = {*parameters(function)}, set[str](), [*ast.iter_child_nodes(function)]
     while waiting:
@@ -56,5 +56,5 @@ def bound_by(function: Function) -> set[str]:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
         shared.update(node.names if isinstance(node, ast.Global | ast.Nonlocal) else ())
-        waiting += ast.iter_child_nodes(node) if not isinstance(node, Scope) else ()
+        waiting += ast.iter_child_nodes(node) if not isinstance(node, ScopeNode) else ()
     return found - shared

@@ -173,14 +173,14 @@ def emit(framework: str, key: str, batch: str | None, cache: str | None) -> Part
 @json_or_text
 def patch(key: str, script: Path | None, cache: str | None) -> Parts:
     """Print the record KEY as a diff of your SCRIPT, for patch -p1 or git apply."""
-    from advisor.frameworks.patching import Patch
+    from advisor.frameworks.patching import ScriptPatch
 
     record = open_records(cache, fallback=True).get(key)
     command = record.key.task.command
     scripts = [Path(word) for word in command if word.endswith(".py")]
     if script is None and not scripts:
         raise UsageError(f"{record.id} names no script; give it: advisor patch {key} train.py")
-    made, state = Patch(record, script or scripts[0]), state_of(record)
+    made, state = ScriptPatch(record, script or scripts[0]), state_of(record)
     if state != "exact":
         warn(f"record {record.id} is {state}")
     if made.diff:
@@ -192,8 +192,7 @@ def patch(key: str, script: Path | None, cache: str | None) -> Parts:
     if not made.config:
         warn(f"record {record.id} advises your unmodified script")
     found = {"diff": made.diff, "arguments": made.arguments, "left": made.left}
-    code = options.UNFINISHED if made.left else DONE
-    yield Output(lambda: found | {"record": record.id}, code=code)
+    yield Output(lambda: found, code=options.UNFINISHED if made.left else DONE)
 
 
 @click.command(cls=OrCommand)

@@ -37,7 +37,7 @@ _MAKERS = (  # of a framework's settings
 _ENDS = (ast.FunctionDef, ast.ClassDef, ast.For, ast.While, ast.With)  # no imports follow these
 
 
-class Patch:
+class ScriptPatch:
     """The edits of one script that apply a record's config for `advisor run`.
 
     Attributes:
@@ -78,9 +78,8 @@ class Patch:
         known = ((table, places.named(*names)) for table, names in _MAKERS)
         framework, makers = next((one for one in known if one[1]), (tables.script, []))
         setup = framework.setup(record, self.config)
-        for name in framework.devices[setup.environment.device.kind]:
-            setup.settings.pop(name)
-        settings, own = setup.settings, framework is tables.script
+        own, kind = framework is tables.script, setup.environment.device.kind
+        settings = {n: v for n, v in setup.settings.items() if n not in framework.devices[kind]}
         calls = places.model_calls()
         models = {one for call in calls for one in places.variables(call.func)} or places.modules()
         through = own and bool(settings or setup.model)

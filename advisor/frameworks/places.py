@@ -11,7 +11,7 @@ import warnings
 from collections import defaultdict
 
 from advisor.errors import UsageError
-from advisor.tuners.script_names import Scope, ScriptNames, Variable, parameters
+from advisor.tuners.script_names import ScopeNode, ScriptNames, Variable, parameters
 
 _OF_MODULES = ("train", "eval", "parameters", "named_parameters")  # methods of an nn.Module
 _MOVES = ("to", "cuda")
@@ -92,7 +92,7 @@ class Places(ScriptNames):
 
     def _loops(self) -> list[list[ast.AST]]:
         """The loops and scopes around each call of `backward`, from the inside out."""
-        kinds = ast.For | ast.While | Scope
+        kinds = ast.For | ast.While | ScopeNode
         calls = (call for call, _by in self.methods("backward"))
         return [[one for one in self.above(call) if isinstance(one, kinds)] for call in calls]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import torch
 import advisor as api
 from advisor.cache.config import Config
 from advisor.cache.record import Record
-from advisor.frameworks.patching import Patch
+from advisor.frameworks.patching import ScriptPatch
 from advisor.open_store import open_records
 from advisor.tuners.act.pilot.pilot import ActivePilot
 from advisor.tuners.act.process_flags import PROCESS_FLAGS
@@ -68,13 +69,12 @@ for epoch in range(12):
     train(model, loader, optimizer, losses)
     dtypes += evaluate(model, loader)
 """
-COMMAND = ("python", "train.py")
 
 
 def recorded(config: dict[str, Any], optimizer: str = "sgd", **of_task: Any) -> Record:
     """A record for `advisor run`, of a GPU, that advises these values."""
     base = Config(TORCH).at(64)
-    task = replace(examples.TASK, command=COMMAND, optimizer=optimizer, **of_task)
+    task = replace(examples.TASK, command=("python", "train.py"), optimizer=optimizer, **of_task)
     won, own = examples.choice(base.replace(**config), 3000.0, 1.5), examples.choice(base)
     made = examples.record(replace(examples.KEY, task=task), input=Config())
     return replace(made, baseline=own, winners=examples.winners(own, won, pilot=won))
@@ -88,18 +88,17 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     PROCESS_FLAGS.release()
 
 
-def applied(diff: str, *program: str) -> str:
-    """The script after a program has applied the diff to it."""
-    done = subprocess.run(program, input=diff.encode(), capture_output=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def applied(diff: str) -> str:
+    """The script after git has applied the diff to it."""
+    subprocess.run(["git", "apply"], input=diff.encode(), check=True)
     return Path("train.py").read_bytes().decode()
 
 
 def patched(source: str, config: dict[str, Any], **of_task: Any) -> tuple[str, list[str]]:
     """(The patched script, the edits that are left)."""
     Path("train.py").write_bytes(source.encode())
-    made = Patch(recorded(config, **of_task), Path("train.py"))
-    return applied(made.diff, "patch", "-p1") if made.diff else source, made.left
+    made = ScriptPatch(recorded(config, **of_task), Path("train.py"))
+    return applied(made.diff) if made.diff else source, made.left
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_the_patched_script_trains_as_advisor_run(config: dict[str, Any]) -> Non
     api.release()
     done = advisor(Path.cwd(), "patch", record.id)
     assert (done.returncode, done.stderr) == (0, "")
-    source = applied(done.stdout, "git", "apply")
+    source = applied(done.stdout)
     assert "import advisor" not in source
     alone = runpy.run_path("train.py")
     assert len(alone["losses"]) == 30 and alone["losses"][-1] < alone["losses"][0]
@@ -177,8 +176,7 @@ def test_gradients_of_a_cuda_graph_are_copied_before_the_next_replay() -> None:
     config = {"compile": "reduce-overhead"}
     for others, source in (("2 micro-batches", SCRIPT), ("", SCRIPT + "# set_to_none=False\n")):
         assert "weight.grad.clone()" in patched(source, config, others=others)[0]
-    assert "weight.grad.clone()" not in patched(SCRIPT, config)[0]
-    assert "weight.grad" not in patched(SCRIPT, {"compile": "default"}, others="2 micro-batches")[0]
+    assert "weight.grad" not in patched(SCRIPT, config)[0]
 
 
 PLAIN = {"precision": "bf16", "channels_last": True, "fused_optimizer": True, "num_workers": 4}
@@ -259,12 +257,10 @@ def test_each_edit_has_its_place(source: str, lines: list[str]) -> None:
         ("loss = model(x)", "loss = (model)(x)", "forward: no single call"),
         ("loss = model(x)", "with torch.no_grad(): loss = model(x)", "forward: .* .0 found"),
         ("model = Net()", "model = Net(); print(model)", "model: .* add: model = model.to"),
-        ("model = Net()", "model = Net()\nmodel = Net().to(0).to(1)", ""),
         ("model = Net()", "model = Net().to(0)\nmodel.to(1)", "model: .* .2 found.; once it is"),
         ("0.1)", "0.1)\nother = torch.optim.SGD([x])", "optimizer sgd: .* .2 found"),
         ("0.1)", "0.1, **more)", r"optimizer sgd: line 4 has \*\*; its arguments: fused=True"),
         ("0.1)", "0.1, foreach=True)", "optimizer sgd: line 4 has foreach"),
-        ("0.1)", "0.1, fused=False)", "optimizer sgd: line 4 has fused"),
         ("model.parameters(), 0.1", "p for p in model.parameters()", "optimizer sgd: no single"),
         ("torch.optim.SGD", "mine.SGD", "optimizer sgd: .* .0 found"),
         ("x =", "torch.backends.cudnn.allow_tf32 = False\nx =", "flags: the script has torch.ba.*"),
@@ -275,7 +271,7 @@ def test_each_edit_has_its_place(source: str, lines: list[str]) -> None:
 def test_an_edit_without_one_place_is_left(old: str, new: str, left: str) -> None:
     """All others are made."""
     config = {name: value for name, value in PLAIN.items() if name != "num_workers"}
-    _text, found = patched(BARE.replace(old, new), config)
+    found = patched(BARE.replace(old, new), config)[1]
     assert [bool(left)] * bool(left) == [bool(re.match(left, one)) for one in found], found
 
 
@@ -289,7 +285,6 @@ def test_what_no_edit_expresses_is_left() -> None:
 
 
 HF = "from transformers import {0}\n{0}({1})\n"
-LIGHTNING = "import lightning as L\nL.Trainer(max_epochs=1)\n"
 
 
 def test_frameworks_get_their_own_settings() -> None:
@@ -297,27 +292,28 @@ def test_frameworks_get_their_own_settings() -> None:
     text, left = patched(arguments, {"precision": "bf16", "num_workers": 4})
     assert "output_dir='out', dataloader_num_workers=4, bf16=True, tf32=True)\n" in text
     assert not left and "advised_call" not in text
-    text, left = patched(LIGHTNING, {"precision": "bf16", "compile": "default"})
+    source = "import lightning as L\nL.Trainer(max_epochs=1)\n"
+    text, left = patched(source, {"precision": "bf16", "compile": "default"})
     assert 'L.Trainer(max_epochs=1, precision="bf16-mixed")\n' in text
-    assert [one.partition("add: ")[2] for one in left] == ['model.compile(mode="default")']
-    Path("train.py").write_text(HF.format("HfArgumentParser", "(Model, TrainingArguments)"))
-    made = Patch(recorded({"precision": "bf16", "num_workers": 4}), Path("train.py"))
+    assert left[0].endswith('add: model.compile(mode="default")')
+    Path("train.py").write_text(HF.format("HfArgumentParser", "TrainingArguments"))
+    made = ScriptPatch(recorded({"precision": "bf16", "num_workers": 4}), Path("train.py"))
     assert made.arguments == ["--dataloader_num_workers=4", "--bf16=True", "--tf32=True"]
 
 
-@pytest.mark.parametrize("program", [("git", "apply"), ("patch", "-p1")], ids=lambda one: one[0])
+@pytest.mark.parametrize("program", ["git apply", "patch -p1 --binary"])
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
-def test_the_diff_applies_to_any_text(program: tuple[str, ...], ending: str) -> None:
+def test_the_diff_applies_to_any_text(program: str, ending: str) -> None:
     """Without a last newline, with other alphabets, and in a folder below a repository."""
     text = BARE.replace("x = torch", "é, x = 'ü€\u2028', torch").rstrip("\n")
     Path("sub dir").mkdir()
     subprocess.run(["git", "init", "-q"], check=True)
     file = Path("sub dir") / "train.py"
     file.write_bytes(text.replace("\n", ending).encode())
-    diff = Patch(recorded({"precision": "bf16", "fused_optimizer": True}), file).diff
-    binary = ["--binary"] * (program[0] == "patch")
-    done = subprocess.run([*program, *binary], input=diff.encode(), capture_output=True)
-    assert done.returncode == 0, done
+    diff = ScriptPatch(recorded({"precision": "bf16", "fused_optimizer": True}), file).diff
+    if shutil.which(program.partition(" ")[0]) is None:
+        pytest.skip("not installed")
+    subprocess.run(program.split(), input=diff.encode(), check=True)
     lines = file.read_bytes().decode().split(ending)
     assert lines[-1] == "loss.backward()" and "loss = advised_call(model, x)" in lines
     assert not any("\n" in line for line in lines)
@@ -334,14 +330,13 @@ def test_the_command_says_what_is_left_and_what_is_wrong() -> None:
     found = json.loads(advisor(Path.cwd(), "patch", "--json", record.id).stdout)
     assert found["diff"] == done.stdout and len(found["left"]) == 1
     Path("train.py").write_text(patched(BARE, {"precision": "bf16"})[0])
-    Path("bad.py").write_text("x = (")
+    Path("bad.py").write_bytes(b"x = (")
     Path("latin.py").write_bytes(b"x = '\xe9'")
     for file, why in (
         ("train.py", "has advice: # advisor: bf16, 1.50x; .* undo that edit first"),
         ("bad.py", "bad.py: expected Python: '.' was never closed"),
         ("latin.py", "script 'latin.py': 'utf-8' codec can't decode"),
         ("none.py", "script 'none.py': No such file"),
-        (".", "script '.': not a regular file"),
     ):
         done = advisor(Path.cwd(), "patch", record.id, file)
         assert (done.returncode, done.stdout) == (2, "") and re.search(why, done.stderr), done
