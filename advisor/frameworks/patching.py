@@ -1,7 +1,6 @@
 """`advisor patch`: the advice of `advisor run` as a unified diff of the script.
 
-Text is inserted at places of the syntax tree, and all other characters stay. An edit with no place,
-or with several, is left to the user.
+Text is inserted at places of the syntax tree. An edit without exactly one place is left.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class ScriptPatch:
         arguments: words to add to the command, if a framework's options are set there.
         left: the edits that the user has to make, each as text of one or more lines.
 
-    Raises UsageError if the file is not Python in UTF-8 or is patched already, and NoRecord if the
-    record was not tuned for training.
+    Raises UsageError if the file is no Python in UTF-8 or has advice, NoRecord without training.
     """
 
     def __init__(self, record: Record, file: Path) -> None:
@@ -135,9 +133,7 @@ class ScriptPatch:
 
     def _add_keywords(self, what: str, calls: list[ast.Call], given: Mapping[str, Any]) -> None:
         """Add keyword arguments to the only call, after its last argument."""
-        found: list[ast.expr | ast.keyword] = []
-        for call in calls:
-            found += (*call.args, *call.keywords)
+        found: list[ast.expr | ast.keyword] = [*calls[0].args, *calls[0].keywords] if calls else []
         there = {one.arg or "**" for one in found if isinstance(one, ast.keyword)}
         barred = there & {*given, "**", "foreach", "differentiable"}  # the last two exclude fused
         why = f"no single place makes it ({len(calls)} found)"

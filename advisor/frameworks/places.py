@@ -7,6 +7,7 @@ calls in the same file, and from `self.x` to the names that the class's methods 
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections import defaultdict
 
@@ -15,6 +16,7 @@ from advisor.tuners.script_names import ScopeNode, ScriptNames, Variable, parame
 
 _OF_MODULES = ("train", "eval", "parameters", "named_parameters")  # methods of an nn.Module
 _MOVES = ("to", "cuda")
+_OFF = re.compile("no_grad|inference_mode")  # turns gradients off
 _LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 
 
@@ -31,6 +33,7 @@ class Places(ScriptNames):
             raise UsageError(f"{file}: expected Python: {exc}") from exc
         self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
         self._imports: dict[str, str] = {}
+        self._origins: dict[Variable | None, set[Variable]] = {}
         self._values: defaultdict[Variable, list[ast.expr]] = defaultdict(list)
         for node in self.nodes:
             if isinstance(node, ast.Import):
@@ -62,17 +65,24 @@ class Places(ScriptNames):
         by = ((call, call.func) for call in self.calls)
         return [(c, f.value) for c, f in by if isinstance(f, ast.Attribute) and f.attr in names]
 
-    def variables(self, node: ast.AST, seen: frozenset[Variable] = frozenset()) -> set[Variable]:
+    def variables(self, node: ast.AST) -> set[Variable]:
         """The variables that an expression may stand for; none if it is no name."""
-        variable = self.variable(node)
-        if variable is None or variable in seen:
-            return set()
-        given, scope = self._values[variable], variable.scope
-        if isinstance(scope, ast.FunctionDef) and not given:
-            given = self._arguments(scope, variable.name)
-        elif not isinstance(scope, ast.ClassDef) or not all(isinstance(v, ast.Name) for v in given):
-            given = []
-        return {o for v in given for o in self.variables(v, seen | {variable})} or {variable}
+        found, seen, waiting = set[Variable](), set[Variable](), [node]
+        if (start := self.variable(node)) in self._origins:
+            return self._origins[start]
+        while waiting:
+            variable = self.variable(waiting.pop())
+            if variable is None or variable in seen:
+                continue
+            seen.add(variable)
+            given, scope = self._values[variable], variable.scope
+            if isinstance(scope, ast.FunctionDef) and not given:
+                given = [one for one in self._arguments(scope, variable.name) if self.variable(one)]
+            elif not isinstance(scope, ast.ClassDef) or any(not self.variable(v) for v in given):
+                given = []
+            waiting += given
+            found |= set() if given else {variable}
+        return self._origins.setdefault(start, found)
 
     def _arguments(self, function: ast.FunctionDef, name: str) -> list[ast.expr]:
         """What the calls in this file pass as a function's parameter."""
@@ -100,8 +110,9 @@ class Places(ScriptNames):
         """The calls of a model in the innermost loop, or the function, that calls `backward`."""
         modules, within = self.modules(), [loops[0] for loops in self._loops()]
         around = {c: list(self.above(c)) for c in self.calls if self.variables(c.func) & modules}
-        trains = (call for call, above in around.items() if any(one in within for one in above))
-        return [call for call in trains if not any(map(_without_gradients, around[call]))]
+        trains = ((c, a) for c, a in around.items() if any(one in within for one in a))
+        items = ((c, [i for w in a if isinstance(w, ast.With) for i in w.items]) for c, a in trains)
+        return [c for c, held in items if not any(_OFF.search(ast.unparse(one)) for one in held)]
 
     def loaders(self) -> list[ast.Call]:
         """The DataLoaders from which the loops that call `backward` may take their batches."""
@@ -122,8 +133,3 @@ class Places(ScriptNames):
         moves = [(call, self.parents[call], by) for call, by in self.methods(*_MOVES)]
         alone = [c for c, p, by in moves if isinstance(p, ast.Expr) and self.variable(by) == model]
         return [self.parents[c] for c in [*alone, *(c for c, *_ in moves if c in made)] or made]
-
-
-def _without_gradients(node: ast.AST) -> bool:
-    items = node.items if isinstance(node, ast.With) else []
-    return any(name in ast.unparse(one) for one in items for name in ("no_grad", "inference_mode"))

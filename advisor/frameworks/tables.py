@@ -255,11 +255,10 @@ timm = Framework(
 def _by_script(setup: Setup, mode: str) -> Added | None:
     how = {"backend" if mode == "cudagraphs" else "mode": mode}
     made = _compile(lambda _mode: {"settings": {"compile": how}})
-    # DistributedDataParallel would have to get the compiled model.
-    return made(setup, mode) if setup.task.processes == 1 else None
+    return made(setup, mode) if setup.task.processes == 1 else None  # else the model in DDP
 
 
-script = Framework(
+script = Framework(  # for `advisor patch`; its settings are those of report/templates/patch.txt
     title="a PyTorch script",
     call="",
     rows={
@@ -271,4 +270,3 @@ script = Framework(
     },
     devices={"cuda": {}, "cpu": {}},
 )
-"""For `advisor patch`. Its settings are those of the function in report/templates/patch.txt."""

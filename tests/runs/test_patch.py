@@ -133,8 +133,7 @@ def test_the_patched_script_trains_as_advisor_run(config: dict[str, Any]) -> Non
     source = applied(done.stdout)
     assert "import advisor" not in source
     alone = runpy.run_path("train.py")
-    assert len(alone["losses"]) == 30 and alone["losses"][-1] < alone["losses"][0]
-    assert alone["losses"] == advised["losses"]
+    assert len(alone["losses"]) == 30 and alone["losses"] == advised["losses"]
     assert "precision" not in config or alone["losses"] != plain["losses"]
     assert set(alone["dtypes"]) == {torch.float32}
 
@@ -256,7 +255,7 @@ def test_each_edit_has_its_place(source: str, lines: list[str]) -> None:
         ("loss = model(x)", "loss = model(x) + model(x)", "forward: no single call .* .2 found"),
         ("loss = model(x)", "loss = (model)(x)", "forward: no single call"),
         ("loss = model(x)", "with torch.no_grad(): loss = model(x)", "forward: .* .0 found"),
-        ("model = Net()", "model = Net(); print(model)", "model: .* add: model = model.to"),
+        ("model = Net()", "model = Net(); 1", "model: .* add: model = model.to"),
         ("model = Net()", "model = Net().to(0)\nmodel.to(1)", "model: .* .2 found.; once it is"),
         ("0.1)", "0.1)\nother = torch.optim.SGD([x])", "optimizer sgd: .* .2 found"),
         ("0.1)", "0.1, **more)", r"optimizer sgd: line 4 has \*\*; its arguments: fused=True"),
