@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from advisor.arguments import Budget, Model, Permit
+    from advisor.checking import check
     from advisor.errors import (
         AdvisorError,
         AdvisorWarning,
@@ -59,6 +60,7 @@ __all__ = [
     "WorkerError",
     "__version__",
     "apply",
+    "check",
     "explain",
     "lookup",
     "release",
@@ -68,6 +70,7 @@ __all__ = [
 
 _HOMES = {
     "advisor.arguments": ("Budget", "Model", "Permit"),
+    "advisor.checking": ("check",),
     "advisor.resolve.online": ("release",),
     "advisor.resolve.lookups": ("apply", "lookup"),
     "advisor.store": ("Store",),

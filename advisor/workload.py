@@ -288,17 +288,19 @@ def _new_log(records: Records, command: tuple[str, ...]) -> Path:
     return file
 
 
-def without_own(opened: OpenWorkload, default: Config) -> list[Config]:
+def without_own(
+    opened: OpenWorkload, default: Config, names: Sequence[str] = (*FORMATS, COMPILE)
+) -> list[Config]:
     """The baseline without the script's own autocast, and without its own compilation, to measure
-    their cost; [] for an online run."""
+    their cost; [] for an online run. `names`: the knobs that are undone."""
     seen = opened.seen
     if seen is None or opened.online:
         return []
     return [
         default.replace(**{name: BY_NAME[name].default})
-        for name in (*FORMATS, COMPILE)
+        for name in names
         if name in seen.kept and (own := seen.own.get(name)) is not None
-        if own in BY_NAME[name].autocast or name == COMPILE
+        if own in BY_NAME[name].autocast or name not in FORMATS
     ]
 
 

@@ -202,6 +202,11 @@ def _layout(tensor: Tensor) -> torch.memory_format | None:
     return {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
 
 
+def _laid_out(batch: Tensor, value: Value) -> torch.memory_format | None:
+    found = _layout(batch) if batch.is_floating_point() else None
+    return found if value or found is None else torch.contiguous_format
+
+
 def _lay_out_model(model: nn.Module, value: Value) -> None:
     # Not model.to(memory_format=...): that raises on a model with both 4-D and 5-D weights.
     # Not contiguous(): it leaves a tensor of one channel as it is, and cuDNN goes by the strides.
@@ -389,7 +394,7 @@ KNOBS: tuple[Knob, ...] = (
         guess="alone",
         script=_own_layout,
         model=_lay_out_model,
-        layout=lambda batch, value: _layout(batch) if value and batch.is_floating_point() else None,
+        layout=_laid_out,
     ),
     Knob(
         name="cudnn_benchmark",
@@ -640,6 +645,7 @@ FIRST_STEP_COSTS = (
 )
 """Knobs that cost time at the first step, which starts threads, searches algorithms, compiles."""
 FORMATS = tuple(knob.name for knob in KNOBS if knob.autocast)
+LAYOUTS = tuple(knob.name for knob in KNOBS if knob.layout)
 TORCH = Config({knob.name: knob.default for knob in KNOBS if knob.default is not None})
 """The defaults of torch and its DataLoader, where they are the same everywhere."""
 
@@ -711,6 +717,12 @@ def strict(default: Config) -> Config:
     return default.replace(**{knob.name: knob.strict for knob in known})
 
 
+def reference(own: Config) -> Config:
+    """The reference for a script's own settings: `strict`, neither compiled nor laid out."""
+    undone = (knob for knob in KNOBS if knob.model is not None and knob.name in own)
+    return strict(own).replace(**{knob.name: knob.default for knob in undone})
+
+
 def permits(given: Mapping[str, Any], config: Config) -> bool:
     """Whether a task's given fields permit a config."""
     return all(knob.permitted is None or knob.permitted(given, v) for knob, v in _rows(config))
@@ -745,9 +757,9 @@ def without_saving(config: Config) -> Config:
     return config | TORCH.only(*SAVING).only(*config)
 
 
-def described_own(own: Config, others: Config) -> str:
+def described_own(own: Config, others: Config, *, nothing: str = "torch default") -> str:
     """As `described`, of a script: in which mode, and by which backend, it compiles is unknown."""
-    return described(own, others).replace("compile=default", "torch.compile")
+    return described(own, others, nothing=nothing).replace("compile=default", "torch.compile")
 
 
 def _described(name: str, value: Value) -> str:

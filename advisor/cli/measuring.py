@@ -1,7 +1,8 @@
-"""Commands that measure: tune, explain, verify."""
+"""Commands that measure: tune, fit, check, explain, verify."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,10 @@ from advisor.errors import UsageError
 from advisor.report import feeding, memory, sections
 from advisor.report.data import as_data
 from advisor.report.progress import Shown
-from advisor.report.text import ago, spread
+from advisor.report.text import ago, rate, spread
 from advisor.resolve.answer import advises
 from advisor.tuners.act.pilot.protocol import KEEP_CHECKPOINTS
-from advisor.tuners.search.plan import EXPLAIN, VERIFY, Plan
+from advisor.tuners.search.plan import CHECK, EXPLAIN, VERIFY, Plan
 
 if TYPE_CHECKING:
     from advisor.tuning import Tuned
@@ -150,6 +151,54 @@ def fit(
         )
         code = code or FAILED
     yield Output(lambda: {"slowdown": slower or None, "record": as_data(record, cache)}, code=code)
+
+
+@click.command(cls=OrCommand, options_metavar="[OPTIONS] -- COMMAND")
+@option(
+    "--budget TIME",
+    f"Wall time of all measuring; the first start is not counted.  [default: {CHECK}]",
+    default=CHECK,
+)
+@_progress_options
+@json_or_text
+def check(command: tuple[str, ...], cache: str | None, budget: str, **given: Any) -> Parts:
+    """Find what is wrong with your script's own settings.
+
+    \b
+    advisor check -- python train.py
+
+    Compares what your script itself does (autocast, torch.compile, channels_last, a fused
+    optimizer) with strict fp32, on its own batches, and measures what each setting gains or costs.
+
+    Exit code 0: nothing wrong was found, or it could not be compared. 1: something is wrong; each
+    fault is one line.
+    """
+    plan = Plan.of({"budget": budget})
+    if not command:
+        raise UsageError("give your command after --, as in: advisor check -- python train.py")
+    from advisor.checking import checked_run
+
+    progress, show = _progress(plan, given)
+    found = checked_run(command, plan, cache, progress, show)
+    if found.steps_per_s:
+        yield f"your unmodified script makes {rate(found.steps_per_s)} steps/s"
+    for name, ratio in found.without.items():
+        gain = speedup(1 / ratio.mean, 1 / ratio.high, 1 / max(ratio.low, 1e-9))
+        yield f"its own {name}, over your script without it: {gain}"
+    yield from (f"its own {name} is not timed: {why}" for name, why in found.failed.items())
+    if found.untimed:
+        yield f"not timed: {found.untimed}"
+    done = "compared with strict fp32" if found.compared else "not compared with strict fp32"
+    yield f"{done}: {found.numerics}"
+    yield from (f"wrong: {fault}" for fault in found.faults)
+    yield from ["nothing wrong was found"] * (found.compared and not found.faults)
+    document = {name: getattr(found, name) for name in ("own", "faults", "numerics", "compared")}
+    document |= {name: getattr(found, name) for name in ("steps_per_s", "untimed", "failed")}
+    document["without"] = {
+        name: _ratio(one.mean, one.low, one.high) if math.isfinite(one.high) else None
+        for name, one in found.without.items()
+    }
+    yield Output(lambda: document, code=FAILED if found.faults else DONE)
 
 
 def _progress(plan: Plan, given: Mapping[str, Any]) -> tuple[Shown, Callable[[str], None] | None]:

@@ -13,7 +13,7 @@ from advisor import errors
 PUBLIC = """
     Advice AdvisorError AdvisorWarning Budget Busy Model NoRecord Permit RanksDiffer RecordDamaged
     RecordNewer Store StoreDamaged StoreError TargetError TargetFailed Unauthorized UsageError
-    WorkerError __version__ apply explain lookup release tune verify
+    WorkerError __version__ apply check explain lookup release tune verify
 """
 
 

@@ -223,7 +223,8 @@ def test_channels_last_converts_only_tensors_of_four_or_five_dimensions() -> Non
     images, clips = torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4, 4, 4)
     layouts = [row.layout(one, True) for one in (images, clips, images.int(), images[0])]
     assert layouts == [torch.channels_last, torch.channels_last_3d, None, None]
-    assert row.layout(images, False) is None
+    assert row.layout(images, False) is torch.contiguous_format
+    assert row.layout(images[0], False) is None
 
 
 FIXED_IN = {"2.9.1": True, "2.10.0a0+41361538": False, "2.10.0": False, "2.11.0+cu130": False} | {

@@ -26,7 +26,9 @@ class AppliedConfig:
             (knob, config[knob.name]) for knob in changed_knobs(config, default)
         )
         # The knobs that set a batch's memory format:
-        self.layouts = [(k.layout, value) for k, value in rows if k.layout and value]
+        self.layouts = [
+            (k.layout, value) for k, value in rows if k.layout and (value or k.name in default)
+        ]
         formats = (k.autocast[value] for k, value in rows if value in k.autocast)
         self.autocast = getattr(torch, name) if (name := next(formats, "")) else None
         self.scaled = any(value in k.scaled for k, value in rows)

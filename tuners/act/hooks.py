@@ -8,6 +8,7 @@
 - `_sampler_iter`, `_base_seed`, `_tasks_outstanding`, `_shutdown` and the queues of such an
   iterator: to start workers in the middle of an epoch, and to see whether they keep up.
 - `_worker_pids_set` of advisor's own workers: otherwise the script raises as soon as one dies.
+- `torch.autocast.__enter__`, to undo the script's own, which a model may enter itself.
 - `torch.autograd.backward`, which `Tensor.backward` calls, while a config is set or compared: no
   hook gets the loss, or an exception.
 - `torch._C._current_graph_task_id`, as in PyTorch's own checkpoint: to see whether backward runs.
@@ -20,8 +21,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -229,6 +230,26 @@ def on_backward(
                 tensor.detach_()
 
     return Patch(torch.autograd, "backward", lambda plain: partial(backward, plain)).remove
+
+
+@contextmanager
+def no_autocast(kind: str) -> Iterator[None]:
+    """Context manager: autocast does nothing, also where the model itself enters it. Code must not
+    be compiled meanwhile: its guards would not see this."""
+
+    def enter(plain: Callable[..., Any], context: Any) -> Any:
+        own, context._enabled = context._enabled, False
+        try:
+            return plain(context)
+        finally:
+            context._enabled = own
+
+    patch = Patch(torch.autocast, "__enter__", lambda plain: partial(enter, plain))
+    try:
+        with torch.autocast(kind):
+            yield
+    finally:
+        patch.remove()
 
 
 def on_script_failure(failed: Callable[[BaseException], None]) -> Remove:

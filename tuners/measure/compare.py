@@ -200,12 +200,16 @@ class References:
         if self._coarse is not None:
             lost = (than.projections.mean(0) - self._coarse.projections.mean(0))[points].sum(0)
         whole = signal[gradients].sum()
-        moved = (drawn.projections - than.projections)[:, points, gradients].sum(2)
-        off, error = map(float, _mean(moved / whole))
+        moved = (drawn.projections - than.projections)[:, points, gradients] / whole
+        off, error = map(float, _mean(moved.sum(2)))
         taken = max(0.0, float(lost[gradients].sum() / whole)) if off < 0 else 0.0
         limit = limits.FAULT / 2 + limits.ROUNDINGS * taken
         name = "the slope of all gradients"
-        figure = _Figure(name=name, off=off, error=error, limit=limit, fault=limits.FAULT)
+        most = reference.outputs + int(moved.mean(0).sum(0).abs().argmax())
+        beside = f", most of it in {reference.label(most)}" if abs(off) > limit else ""
+        figure = _Figure(
+            name=name, off=off, error=error, limit=limit, fault=limits.FAULT, beside=beside
+        )
         allowed = limits.LOST + limits.ROUNDINGS * (lost / signal).abs()
         allowed[reference.rounding[points].amax(0) > limits.LOST] = math.inf
         return [figure, *self._slopes(drawn, than, allowed, share, points)]

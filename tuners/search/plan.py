@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MIN_BUDGET_S = 3.0  # smaller budgets are refused: a race of two configs takes two seconds
 MAX_BUDGET_S = 30 * 86400.0
-EXPLAIN, VERIFY = "1m", "30s"  # budgets of these commands
+CHECK, EXPLAIN, VERIFY = "1m", "1m", "30s"  # budgets of these commands
 
 
 class Effort(NamedTuple):

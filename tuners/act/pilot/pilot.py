@@ -90,6 +90,9 @@ class StepComparer(Protocol):
     def stepped(self) -> Verdict | None:
         """Go on with the comparison after a step."""
 
+    def faults(self) -> tuple[tuple[str, ...], bool]:
+        """`BlockResult.faults` and `BlockResult.watches`, up to now."""
+
     def close(self) -> None:
         """Free all that was recorded."""
 
@@ -328,6 +331,7 @@ class Pilot:
     def _result(self) -> BlockResult:
         cuda = self._device.type == "cuda"
         per_step = self._seen.shape[0] // self._seen.processes
+        faults, watches = ((), False) if self._comparer is None else self._comparer.faults()
         return BlockResult(
             steps=self._done,
             samples=self._trained[0].samples or per_step * self._done,
@@ -342,6 +346,8 @@ class Pilot:
             outcome=self._verdict[0],
             reason=self._verdict[1],
             blames=self._verdict[2],
+            faults=faults,
+            watches=watches,
         )
 
     def _begin_block(self) -> None:

@@ -35,13 +35,16 @@ UNCLEAR = "unclear"  # outcome: advisor cannot tell what trains
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareRequest:
     """A candidate to compare with strict fp32, within `left_s` seconds. `plain`: fp32 with only the
-    candidate's number format; `tolerance`: the always allowed error, as part of fp32's loss."""
+    candidate's number format; `tolerance`: the always allowed error, as part of fp32's loss.
+    `checks`: the candidate is the unmodified script, so fp32 is without its own autocast, and
+    `BlockResult.faults` names what else is wrong."""
 
     fp32: Config
     plain: Config
     candidate: Config
     tolerance: Seconds
     left_s: Seconds
+    checks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,8 @@ class BlockResult:
     outcome: str = "ok"  # or how the config failed; the script then went on without it
     reason: str = ""
     blames: str = ""  # as in `Compared`, like outcome and reason after a comparison
+    faults: tuple[str, ...] = ()  # of the unmodified script, as sentences, once it is checked
+    watches: bool = False  # whether later steps may show another fault
 
 
 class Guide(Protocol):

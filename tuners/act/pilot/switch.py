@@ -20,7 +20,13 @@ from advisor.cache.config import Config
 from advisor.tuners.act import hooks, layouts
 from advisor.tuners.act.applied import AppliedConfig
 from advisor.tuners.act.artifacts import restore_keys, use_stable_keys
-from advisor.tuners.act.compiled import CompiledCode, fallbacks, free, raise_recompile_limit
+from advisor.tuners.act.compiled import (
+    CompiledCode,
+    fallbacks,
+    free,
+    graphs_compiled,
+    raise_recompile_limit,
+)
 from advisor.tuners.act.gate import Gate
 from advisor.tuners.act.hooks import Patch
 from advisor.tuners.act.layouts import Storages, strided
@@ -497,6 +503,9 @@ def _wrapped(
             args, kwargs = map_tensors(placed, (args, kwargs))
         if dtype is None and not applied.undoes_autocast:
             found = inner(*args, **kwargs)
+        elif dtype is None and (applied.undoes_compile or not graphs_compiled()):
+            with hooks.no_autocast(device.type):
+                found = inner(*args, **kwargs)
         else:
             with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
                 found = inner(*args, **kwargs)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from advisor.tuners.decisions import UPDATE_OFF
 from advisor.tuners.measure.samples import worst_update
 
 _OURS = "_compiled_call_impl"  # set by configs, not by the script
@@ -131,6 +132,34 @@ class RecordedUpdates:
             )
         )
 
+    def made_error(self, names: Mapping[int, str]) -> tuple[float, str]:
+        """`worst_update` of the updates that the script has made since, beside those of the same
+        class of torch.optim without fused kernels. A step of the script's own class may differ from
+        that, but not skip the weight decay. Not of weights in half precision, which rounding moves.
+        """
+        worst, plain = (0.0, ""), {"fused": False, "foreach": False}
+        for optimizer, groups in self._updates:
+            kinds = (c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim."))
+            base = next(kinds)
+            now = {id(one): one.detach() for g in optimizer.param_groups for one in g["params"]}
+            kept = [one for _, parameters in groups for one in parameters]
+            (error, name), (bare, _) = (
+                worst_update(
+                    (names.get(one.number, "a parameter"), one.value, wanted, now[one.number])
+                    for one, wanted in zip(kept, made, strict=True)
+                    if one.value.dtype.itemsize >= torch.float32.itemsize
+                )
+                for made in (
+                    _made(optimizer, groups, plain | decay, base)
+                    for decay in ({}, {"weight_decay": 0.0})
+                )
+            )
+            if bare <= UPDATE_OFF < error:
+                name += ", which skips its weight decay,"
+            if base is type(optimizer) or bare <= UPDATE_OFF:
+                worst = max(worst, (error, name))
+        return worst
+
 
 def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
     """An optimizer class's `step` without hooks; None if it has none, or no option `fused`."""
@@ -165,10 +194,13 @@ def _cloned(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _made(
-    optimizer: torch.optim.Optimizer, groups: _Groups, settings: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    groups: _Groups,
+    settings: Mapping[str, Any],
+    base: type | None = None,
 ) -> list[Tensor]:
-    step = _plain_step(optimizer)
-    assert step is not None, "others are not kept"
+    step: Any = (base or type(optimizer)).step  # type: ignore[attr-defined]
+    step = step.__wrapped__ if hasattr(step, "hooked") else step
     state: dict[Tensor, Any] = defaultdict(dict)
     made: list[Tensor] = []
     param_groups = []
@@ -183,7 +215,7 @@ def _made(
                     state[parameter]["step"] = count.to(parameter.device, copy=True)
         param_groups.append(_cloned(group) | {"params": parameters} | dict(settings))
         made += parameters
-    shadow: torch.optim.Optimizer = object.__new__(type(optimizer))
+    shadow: torch.optim.Optimizer = object.__new__(base or type(optimizer))
     vars(shadow).update(
         vars(optimizer),
         param_groups=param_groups,

@@ -17,6 +17,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from advisor.cache.config import Config
 from advisor.tuners.act import hooks
 from advisor.tuners.act.applied import AppliedConfig
+from advisor.tuners.act.compiled import graphs_compiled
 from advisor.tuners.act.gate import Signature, of_any_size, signature
 from advisor.tuners.act.pilot.loop_observer import RngState, TrainedModel
 from advisor.tuners.act.pilot.protocol import CompareRequest
@@ -35,7 +37,7 @@ from advisor.tuners.act.pilot.trees import is_cache, map_tensors, mutable_class,
 from advisor.tuners.decisions import POINTS
 from advisor.tuners.environment import unused_bytes
 from advisor.tuners.faults import failure
-from advisor.tuners.knobs import OFFLOAD
+from advisor.tuners.knobs import FORMATS, OFFLOAD
 from advisor.tuners.measure.compare import References
 from advisor.tuners.measure.run.recorded_state import (
     RecordedUpdates,
@@ -43,6 +45,7 @@ from advisor.tuners.measure.run.recorded_state import (
     has_hooks,
     save_attributes,
 )
+from advisor.tuners.measure.run.script_checks import ScriptChecks
 from advisor.tuners.measure.runner import UNVERIFIED, Compared
 from advisor.tuners.measure.samples import NamedTensors, Sample, is_perturbed, perturb, sampled
 
@@ -111,6 +114,7 @@ class RecordedSteps:
     def __init__(self, *, careful: bool = False) -> None:
         self._careful = careful
         self._unhook: Callable[[], None] = lambda: None
+        self._checks: ScriptChecks | None = None
         self.close()
 
     # Methods of a StepComparer.
@@ -118,6 +122,8 @@ class RecordedSteps:
     def close(self) -> None:
         self._unhook()
         self._unhook = lambda: None
+        if self._checks is not None:
+            self._checks.close()
         self._switch: ConfigSwitch | None = None
         self._refused = ""
         # The calls of each step, and the sum of its losses; None if the script has no loss.
@@ -134,6 +140,11 @@ class RecordedSteps:
         self._values: list[Tensor] = []
         self._updates: RecordedUpdates | None = None
         self._references: References | None = None
+        self._checks = None
+
+    def faults(self) -> tuple[tuple[str, ...], bool]:
+        checks = self._checks
+        return ((), False) if checks is None else ((*checks.faults(),), checks.watches)
 
     @property
     def _ready(self) -> bool:
@@ -159,6 +170,10 @@ class RecordedSteps:
             self._modules = list({m: None for one in trained for m in one.model.modules()})
             if self._careful:
                 self._refused = _why_not_repeatable(self._modules)
+        if asked.checks and self._checks is None:
+            names = {id(one): name for name, one in self._named.items()}
+            own, room = switch.own.get(FORMATS[0]), self._spare()
+            self._checks = ScriptChecks(switch.optimizers, own, names, room)
         if not self._ready:
             switch.set(switch.own)
             self._look()
@@ -173,8 +188,7 @@ class RecordedSteps:
             loss = float(torch.stack(self._losses).sum()) if self._losses else None
             self._steps.append((calls, loss))
             if self._updates is None:
-                room = self._room() if self._device.type == "cuda" else None
-                self._updates = RecordedUpdates(self._of_switch.optimizers, room)
+                self._updates = RecordedUpdates(self._of_switch.optimizers, self._spare())
             self._choose_steps()
         self._looked += 1
         if not self._ready and self._looked >= _MOST_STEPS:
@@ -196,6 +210,8 @@ class RecordedSteps:
                 found = self._references.compare(
                     asked.candidate, asked.plain, left_s=lambda: ends - time.monotonic()
                 )
+                if self._checks is not None and self._checks.unscaled:
+                    self._checks.flushed = self._flushed(asked)
         if self._careful and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         return found.outcome, found.reason, found.blames
@@ -210,10 +226,19 @@ class RecordedSteps:
             torch.manual_seed(seed)
             random.seed(seed)
         self._of_switch.begin_step()
-        with torch.enable_grad():
+        strict = self._asked.checks and config == self._asked.fp32
+        with torch.enable_grad(), _uncompiled(self._device) if strict else nullcontext():
             found = self._pass(point)
         self._put_attributes()
         return found
+
+    def _flushed(self, asked: CompareRequest) -> tuple[float, str]:
+        """The largest share of a gradient that is zero, and is not in strict fp32; its name."""
+        fp32, own = (self.sample(one, 0, 0).gradients for one in (asked.fp32, asked.candidate))
+        return max(
+            (float(((own[name] == 0) & (one != 0)).sum() / one.count_nonzero().clamp(min=1)), name)
+            for name, one in fp32.items()
+        )
 
     def optimizer_error(self, config: Config) -> tuple[float, str]:
         own = AppliedConfig(config, self._of_switch.own, self._device).optimizer()
@@ -234,7 +259,7 @@ class RecordedSteps:
             args, kwargs = map_tensors(_fresh, kept.given)
             # No autocast context if it changes nothing: compiled code depends on its state.
             same = kept.autocast == _autocast(self._device.type)
-            with contextlib.nullcontext() if same else torch.autocast(*kept.autocast):
+            with nullcontext() if same else torch.autocast(*kept.autocast):
                 found = _floating(kept.call.act(*args, **kwargs))
             pairs = [
                 (o, g.to(o.device, o.dtype))
@@ -286,6 +311,9 @@ class RecordedSteps:
         """Bytes of the GPU that may be used. Configs of a script that saves memory need nearly all
         of it."""
         return unused_bytes(self._device) // (64 if OFFLOAD in self._of_switch.own else 1)
+
+    def _spare(self) -> int | None:
+        return self._room() if self._device.type == "cuda" else None
 
     def _copies(self) -> list[Tensor]:
         """Copies of all weights and buffers; on the host if the device has little memory."""
@@ -347,6 +375,8 @@ class RecordedSteps:
         self._steps.clear()
 
     def _saw_loss(self, loss: Any) -> None:
+        if self._checks is not None:
+            self._checks.saw_loss(loss)
         for call in self._calls:
             call.begins(loss)
         if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -405,6 +435,15 @@ def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor])
     """Samples of the gradients of these tensors, from pairs of an output and its gradient."""
     outputs, back = zip(*pairs, strict=True)
     return [*map(sampled, torch.autograd.grad(outputs, wanted, back, materialize_grads=True))]
+
+
+@contextlib.contextmanager
+def _uncompiled(device: torch.device) -> Iterator[None]:
+    """Context manager: no autocast and no compiled function, wherever the script has them."""
+    # Importing the compiler would take seconds.
+    eager = torch.compiler.set_stance("force_eager") if graphs_compiled() else nullcontext()
+    with hooks.no_autocast(device.type), eager:
+        yield
 
 
 def _autocast(kind: str) -> _Autocast:

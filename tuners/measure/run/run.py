@@ -75,6 +75,7 @@ class Run:
         # By the words of the command; the last one used comes last.
         self._sessions: dict[tuple[str, ...], PilotSession] = {}
         self._processes = 1
+        self.faults: dict[str, None] = {}  # of the script, in the order in which they were found
         self.refusal = ""  # why its blocks are not checkpointed
         self._survived = 0  # steps that the unmodified command made
         self._reasons: set[str] = set()  # why starts failed
@@ -171,11 +172,17 @@ class Run:
             self._peak_bytes = max(self._peak_bytes, block.peak_bytes)
         return block
 
-    def compare(self, config: Config, *, deadline_s: float) -> Compared:
+    @property
+    def watches(self) -> bool:
+        """Whether later blocks may add to `faults`."""
+        return any(one.watches for one in self._sessions.values())
+
+    def compare(self, config: Config, *, deadline_s: float, checks: bool = False) -> Compared:
+        """As Runner; `checks`: see CompareRequest. Later blocks then add to `faults`, too."""
         within, own = self.command.within(config, self.baseline), self.baseline
         if own.get(OFFLOAD) and 0 < HEADROOM * self._with_host_bytes <= self.memory:
             own = own.replace(**{OFFLOAD: False})  # the same numbers in less time
-        asked = comparison(within, own, self.tolerance, deadline_s)
+        asked = comparison(within, own, self.tolerance, deadline_s, checks=checks)
         request = BlockRequest(config=self.baseline, own=self.baseline, steps=1, compare=asked)
         try:
             results = self._attempt(
@@ -289,7 +296,10 @@ class Run:
         command = CommandProcess(
             words, injected=self._injected, log=self._log, variables=self._variables
         )
-        return PilotSession(command, start_s, None if self._shown else self._log, real=False)
+        log = None if self._shown else self._log
+        session = PilotSession(command, start_s, log, real=False)
+        session.faults = self.faults  # those of earlier starts stay
+        return session
 
     def _has_room(self, config: Config) -> bool:
         # A launcher of several processes holds a port, so there can be only one.
@@ -301,11 +311,19 @@ class Run:
         return not self.memory or HEADROOM * taken <= self.memory
 
 
-def comparison(config: Config, own: Config, tolerance: float, left_s: float) -> CompareRequest:
-    fp32 = knobs.strict(own)
+def comparison(
+    config: Config, own: Config, tolerance: float, left_s: float, *, checks: bool = False
+) -> CompareRequest:
+    """The request that compares a config; `checks`: it is `own`, see CompareRequest."""
+    fp32 = knobs.reference(own) if checks else knobs.strict(own)
     plain = plain_of(config, fp32)
     return CompareRequest(
-        fp32=fp32, plain=plain, candidate=config, tolerance=tolerance, left_s=left_s
+        fp32=fp32,
+        plain=plain,
+        candidate=config,
+        tolerance=tolerance,
+        left_s=left_s,
+        checks=checks,
     )
 
 
@@ -330,9 +348,9 @@ class AttachedRun(Run):
         super().__init__(command, injected=Path(), log=log)
         self._script = script
 
-    def compare(self, config: Config, *, deadline_s: float) -> Compared:
-        """As Runner; any outcome but 'ok' and 'wrong' becomes UNVERIFIED."""
-        found = super().compare(config, deadline_s=deadline_s)
+    def compare(self, config: Config, *, deadline_s: float, checks: bool = False) -> Compared:
+        """As Run; any outcome but 'ok' and 'wrong' becomes UNVERIFIED."""
+        found = super().compare(config, deadline_s=deadline_s, checks=checks)
         return found if found.outcome in ("ok", "wrong") else Compared(UNVERIFIED, found.reason)
 
     def leave(self, config: Config, found: str) -> None:

@@ -215,6 +215,8 @@ class PilotSession:
         self.command, self._log, self._real = command, log, real
         self._pipes: list[Connection] = []
         self.forgotten: list[Config] = []  # each request frees the code of one
+        self.faults: dict[str, None] = {}  # of the script, in order
+        self.watches = False  # whether later steps may show another fault
         self.made = 0  # steps requested, also those that were not reached
         try:
             self.seen = self._all_seen(start_s)  # facts of the process with the lowest rank
@@ -246,7 +248,10 @@ class PilotSession:
         forget = self.forgotten.pop(0) if self.forgotten else None
         self.made += request.warm + request.steps
         self.tell(dataclasses.replace(request, needs_room=self._real, forget=forget))
-        return [self._receive(pipe, "lap", BlockResult, until) for pipe in self._pipes]
+        found = [self._receive(pipe, "lap", BlockResult, until) for pipe in self._pipes]
+        self.faults |= dict.fromkeys(fault for one in found for fault in one.faults)
+        self.watches = any(one.watches for one in found)
+        return found
 
     def tell(self, request: BlockRequest) -> None:
         try:

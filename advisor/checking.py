@@ -1,0 +1,145 @@
+"""check(): compare what a script itself does with strict fp32, and measure what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from advisor.arguments import OnEvent, progress_of, split, urls_of
+from advisor.cache.config import BATCH, Config
+from advisor.cache.settings import Cache
+from advisor.errors import UsageError, WorkerError
+from advisor.open_store import open_records
+from advisor.persistence import lock_names, measuring
+from advisor.resolve.lookups import set_up_logging
+from advisor.store import Store
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.decisions import SLOW_TURN_S
+from advisor.tuners.knobs import COMPILE, FORMATS, LAYOUTS, SAVING, described_own
+from advisor.tuners.measure.run.run import Run
+from advisor.tuners.measure.runner import Compared, ConfigFailed
+from advisor.tuners.search.plan import CHECK, Clock, Plan, Progress
+from advisor.tuners.search.ratio import Ratio
+from advisor.tuners.search.visit import Visitor
+from advisor.workload import OpenWorkload, RunWorkload, without_own
+
+COMPARING_SHARE = 0.75
+"""Share of the budget for the comparison: a model with dropout may use all that it gets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """The result of `check`.
+
+    Attributes:
+        own: the script's own settings, as 'bf16, torch.compile'; '' if it has none.
+        faults: what is wrong, as sentences with the parameter and the figure.
+        numerics: how the script compares with strict fp32, or why it was not compared.
+        compared: whether it was.
+        steps_per_s: of the unmodified script; 0 if it was not timed.
+        untimed: why it, or a part of `without`, was not timed; ''.
+        without: by setting: the speed without this setting, over the script's own.
+        failed: by setting: why the script does not run without it.
+    """
+
+    own: str
+    faults: tuple[str, ...]
+    numerics: str
+    compared: bool
+    steps_per_s: float
+    untimed: str
+    without: dict[str, Ratio]
+    failed: dict[str, str]
+
+
+def check(
+    what: Sequence[str],
+    *,
+    budget: float | str = CHECK,
+    store: Store | Cache = None,
+    on_event: OnEvent | None = None,
+) -> Checked:
+    """Find what is wrong with a script's own settings, such as autocast or torch.compile.
+
+    The reference is strict fp32 without them, on four of the script's own batches. The limits are
+    those of configs in `tune`. advisor starts the command once, unmodified, and then ends it.
+
+    Args:
+        what: a command as a list of its words.
+        budget: wall seconds, or '90s', of all measuring, without the first start.
+        store: where the log of the command is kept; no record is read or written.
+        on_event: as in `advisor.tune`; only 'notice' and 'warning' occur.
+
+    Raises:
+        UsageError: `what` is no command, or there is no such program.
+        TargetFailed: the script raised, or no training step was seen. WorkerError: it cannot be
+            measured. Busy: another process measures it. StoreError.
+    """
+    (_, command), plan = split(what), Plan.of({"budget": budget})
+    if not command:
+        raise UsageError("check: expected a command, as a list of its words")
+    return checked_run(command, plan, urls_of(store), progress_of(on_event), None)
+
+
+def checked_run(
+    command: Sequence[str],
+    plan: Plan,
+    cache: Cache,
+    progress: Progress,
+    show: Callable[[str], None] | None,
+) -> Checked:
+    """As `check`. `show`: as in RunWorkload."""
+    set_up_logging()
+    records = open_records(cache, fallback=True)
+    workload = RunWorkload(command, {}, show=show)
+    with (
+        measuring(records, workload.words, lock_names(workload.device)),
+        workload.open(records, progress, plan) as opened,
+    ):
+        space = workload.space(opened, plan, progress)
+        # All of its own settings, also those that advisor would not offer here.
+        opened.runner.baseline = Config(space.default | cast(ScriptFacts, opened.seen).own)
+        return _checked(opened, Clock(plan.seconds))
+
+
+def _checked(opened: OpenWorkload, clock: Clock) -> Checked:
+    run, seen = cast(Run, opened.runner), cast(ScriptFacts, opened.seen)
+    own_set = seen.own.without(BATCH, *SAVING)
+    own, visitor = run.baseline, Visitor(run, run.baseline, clock, lambda _config: None)
+    found = run.compare(own, deadline_s=COMPARING_SHARE * clock.deadline_s, checks=True)
+    compared, rate, untimed = found.outcome in ("ok", "wrong"), 0.0, ""
+    without, failed = dict[str, Ratio](), dict[str, str]()
+    try:
+        rate = 1 / visitor.begin().step_s
+        for config in without_own(opened, own, (*FORMATS, COMPILE, *LAYOUTS)):
+            name, visit = described_own(own, config), visitor.visit(config, 1.0)
+            visitor.forget(config)
+            if visit.ok:
+                without[name] = visit.ratio
+            else:
+                failed[name] = visit.reason
+        while run.watches and clock.left_s > 0:  # for the end of an epoch
+            visitor.block(own, SLOW_TURN_S)
+    except (ConfigFailed, WorkerError) as exc:  # of the baseline: its time is over, or its training
+        larger = f"give a larger --budget, such as {2 * clock.budget_s:g}s"
+        untimed = str(exc) if isinstance(exc, WorkerError) else larger
+        if not compared:
+            why = f"the script is neither compared ({found.reason}) nor timed: {untimed}"
+            raise WorkerError(why) from exc
+    wrong = [_sentence(found)] if found.outcome == "wrong" else []
+    return Checked(
+        own=described_own(own_set, Config(), nothing=""),
+        faults=(*wrong, *run.faults),
+        numerics=found.reason,
+        compared=compared,
+        steps_per_s=rate,
+        untimed=untimed,
+        without=without,
+        failed=failed,
+    )
+
+
+def _sentence(found: Compared) -> str:
+    what = {"format": "its number format", "code": "its compiled code"}
+    return f"{what.get(found.blames, 'its optimizer')} trains wrong: {found.reason}"

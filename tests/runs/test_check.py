@@ -1,0 +1,332 @@
+"""`advisor check`: faults of a script's own settings are found, and correct scripts are clean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from advisor.cache.config import Config
+from advisor.tuners.act.pilot.pilot import Pilot
+from advisor.tuners.act.pilot.protocol import BlockRequest, BlockResult
+from advisor.tuners.act.pilot.script_facts import ScriptFacts
+from advisor.tuners.act.process_flags import PROCESS_FLAGS
+from advisor.tuners.decisions import POINTS
+from advisor.tuners.measure.run.recorded_steps import RecordedSteps
+from advisor.tuners.measure.run.run import comparison
+from tests.face.commands import advisor
+from tests.runs.forked import COMPARE_LIMIT_S, TOLERANCE, ScriptedGuide, left_behind
+
+HALF, FP16 = torch.bfloat16, torch.float16
+
+
+class CheckingGuide(ScriptedGuide):
+    """A guide that checks the script, and then lets it train 16 steps more."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda space: requests(Config(space.default | self.seen.own)))
+
+    def begin(self, seen: ScriptFacts) -> BlockRequest:
+        self.seen = seen
+        return super().begin(seen)
+
+
+def requests(own: Config) -> Iterator[BlockRequest]:
+    asked = comparison(own, own, TOLERANCE, COMPARE_LIMIT_S, checks=True)
+    yield BlockRequest(config=own, own=own, steps=POINTS, compare=asked)
+    yield BlockRequest(config=own, own=own, steps=16)
+    yield BlockRequest(config=own, own=own)
+
+
+class _Scaled(torch.autograd.Function):
+    """A view whose gradient is `by` times as large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: float) -> Tensor:
+        ctx.by = by
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.by, None
+
+
+class Net(nn.Module):
+    """`inside`: the format of an autocast of its own, as Accelerate adds one; `lost`: in that, a
+    layer gets no gradient."""
+
+    def __init__(
+        self, dropout: float = 0.0, inside: torch.dtype | None = None, *, lost: bool = False
+    ) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 64)
+        self.last, self.dropout = nn.Linear(64, 8), dropout
+        self.inside, self.lost = inside, lost
+
+    def forward(self, x: Tensor) -> Tensor:
+        with nullcontext() if self.inside is None else torch.autocast("cpu", self.inside):
+            hidden = functional.dropout(self.first(x).relu(), self.dropout)
+            weight = self.second.weight
+            if self.lost and torch.is_autocast_enabled("cpu"):
+                weight = weight.detach() + 0 * weight
+            hidden = functional.linear(hidden, weight, self.second.bias)
+            return self.last(hidden.relu()).float()
+
+
+def compiled(net: Net, fault: str = "") -> Callable[[Tensor], Tensor]:
+    """torch.compile with a backend whose code has a fault. (No fault of Inductor shows on every
+    machine.)"""
+    stale = [one.detach().clone() for one in net.parameters()]
+
+    def backend(graph: torch.fx.GraphModule, _examples: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            given = list(args)
+            for at, one in enumerate(given):
+                if isinstance(one, Tensor) and one.shape == (64, 64):
+                    if fault == "layer":
+                        given[at] = _Scaled.apply(one, 0.9)
+                    if fault == "stale":
+                        old = next(weight for weight in stale if weight.shape == one.shape)
+                        given[at] = one + (old - one).detach()
+            result = graph(*given)
+            return (
+                tuple(functional.dropout(one, 0.3) for one in result)
+                if fault == "dropout"
+                else result
+            )
+
+        return run
+
+    model: Any = torch.compile(net, backend=backend)
+    return model  # type: ignore[no-any-return]
+
+
+class SkipsDecay(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        decays = [group.pop("weight_decay") for group in self.param_groups]
+        for group in self.param_groups:
+            group["weight_decay"] = 0.0
+        super().step(closure)
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+
+
+class OwnAlgorithm(torch.optim.AdamW):
+    """Its step differs from AdamW's on purpose."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        with torch.no_grad():
+            for weight in self.param_groups[0]["params"]:
+                weight.mul_(0.9)
+
+
+def check(
+    *,
+    net: dict[str, Any],
+    fault: str | None = None,
+    autocast: torch.dtype | None = None,
+    scaled: bool = False,
+    half_loss: bool = False,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    schedule: Callable[[Any, int], None] = lambda schedule, step: None,
+    rebuilt: bool = False,
+    closure: bool = False,
+    batches: int = 4,
+) -> tuple[BlockResult, tuple[str, ...]]:
+    """Trains a script while it is checked. Returns the comparison with fp32, and other faults.
+
+    Args:
+        net: arguments of Net.
+        fault: of its compiled code; None: it does not compile.
+        schedule: called after each step; four steps make an epoch.
+        rebuilt: whether the schedule belongs to an optimizer that the script has replaced.
+    """
+    PROCESS_FLAGS.release()
+    guide, recorder = CheckingGuide(), RecordedSteps()
+    pilot = Pilot(guide, recorder)
+    torch.manual_seed(1)
+    built = Net(**net)
+    model = built if fault is None else compiled(built, fault)
+    chosen: Any = optimizer(built.parameters(), lr=1e-2, weight_decay=0.1)  # type: ignore[call-arg]
+    plan = torch.optim.lr_scheduler.StepLR(chosen, 1)
+    if rebuilt:
+        chosen = torch.optim.AdamW(built.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    data = TensorDataset(torch.randn(32 * batches, 16), torch.randint(8, (32 * batches,)))
+    for step, (x, y) in enumerate(
+        row for _ in range(40 // batches) for row in DataLoader(data, 32)
+    ):
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            output = model(x)
+        loss = functional.cross_entropy(output, y)
+        if half_loss:
+            loss = loss.to(HALF)
+        backward = partial(compute, chosen, scaler.scale(loss))
+        if closure:
+            chosen.step(backward)
+        else:
+            backward()
+            scaler.step(chosen)
+            scaler.update()
+        schedule(plan, step)
+    pilot.release()
+    recorder.close()
+    assert left_behind() == []
+    assert len(guide.results) == 2, "the script was too short"
+    return guide.results[0], guide.results[1].faults
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+def compute(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss.backward()
+    return loss
+
+
+def every_epoch(schedule: Any, step: int) -> None:
+    if step % 4 == 3:
+        schedule.step()
+
+
+def is_overridden(schedule: Any, step: int) -> None:
+    schedule.step()
+    schedule.optimizer.param_groups[0]["lr"] = 1e-2
+
+
+def named(value: object) -> str:
+    """The id of a test's parameter: the same in all processes."""
+    return " ".join(value) if isinstance(value, dict) else ""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"fault": ""},
+        {"autocast": HALF},
+        {"autocast": HALF, "fault": ""},
+        {"autocast": FP16, "scaled": True},
+        {"optimizer": OwnAlgorithm},
+        {"closure": True},  # as Lightning does
+        {"net": {"inside": HALF}},
+        {"schedule": lambda schedule, step: step % 8 or schedule.step()},
+        # Warm-up by hand, before the schedule begins.
+        {"schedule": lambda schedule, step: schedule.optimizer.param_groups[0].update(lr=step)},
+    ],
+    ids=named,
+)
+def test_correct_script_is_clean(how: dict[str, Any]) -> None:
+    compared, faults = check(
+        **{"net": {"dropout": 0.2 * bool(how)}, "schedule": every_epoch, **how}
+    )
+    assert (compared.outcome, faults) == ("ok", ()), compared.reason
+
+
+LAYER = "the gradient of second.weight is "
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"fault": "layer"}, LAYER),
+        ({"fault": "layer", "autocast": HALF}, LAYER),
+        ({"fault": "stale"}, ""),
+        ({"fault": "dropout", "net": {"dropout": 0.3}}, "variance of the output 0"),
+        (
+            {"net": {"inside": HALF, "lost": True}},
+            "% off, most of it in the gradient of second.weight; at most 5",
+        ),
+        ({"optimizer": SkipsDecay}, ", which skips its weight decay, is "),
+    ],
+    ids=named,
+)
+def test_planted_fault_is_found_with_its_parameter(how: dict[str, Any], message: str) -> None:
+    compared, faults = check(**{"net": {}, "schedule": every_epoch, **how})
+    found = [compared.reason] if compared.outcome == "wrong" else faults
+    assert len(found) == 1 and message in found[0], (compared, faults)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"autocast": FP16}, "fp16 without a GradScaler: 0"),
+        ({"autocast": HALF, "half_loss": True}, "the loss is computed in bfloat16, which rounds"),
+        ({"autocast": FP16, "half_loss": True, "scaled": True}, "the loss is computed in bfloat16"),
+        (
+            {"schedule": lambda *_: None},
+            "StepLR never moves although an epoch ended; call its step(): the learning rate",
+        ),
+        ({"schedule": is_overridden}, "StepLR has no effect, and says "),
+        pytest.param(
+            {"rebuilt": True},
+            "StepLR moves an optimizer that never steps",
+            marks=pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
+        ),
+    ],
+    ids=named,
+)
+def test_other_fault_is_found_with_its_figure(how: dict[str, Any], message: str) -> None:
+    compared, faults = check(**{"net": {}, "schedule": every_epoch, **how})
+    assert compared.outcome == "ok" and [message in one for one in faults] == [True], faults
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+net = nn.Linear(8, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(10**7):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = net(torch.randn(32, 8)).square().mean(){fix}
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("fix", "code"), [("", 1), (".float()", 0)])
+def test_command_tells_faults_by_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fix: str, code: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(SCRIPT.replace("square().mean(){fix}", f"square(){fix}.mean()"))
+    done = advisor(tmp_path, "check", "--budget", "30s", "--json", "--", "python", "script.py")
+    assert done.returncode == code, done.stderr
+    found = json.loads(done.stdout)
+    assert found["own"] == "bf16" and found["compared"]
+    assert ["bfloat16" in fault for fault in found["faults"]] == [True] * code
+    assert found["steps_per_s"] > 0 or found["untimed"]
+    assert {*found["without"], *found["failed"]} <= {"bf16"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "give your command after --"),
+        (("--budget", "1s", "--", "python", "script.py"), "budget 1s: expected from 3s"),
+        (("--", "no-such-program"), "no such program"),
+        (("python", "script.py"), "put -- before your command"),
+    ],
+)
+def test_wrong_usage_is_one_line(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    done = advisor(tmp_path, "check", *words)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1

@@ -1,0 +1,169 @@
+"""Looks for faults of a script's own settings that no comparison of its model's calls can show: a
+missing GradScaler, a loss in half precision, a learning rate schedule that does not move."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from advisor.tuners.act.hooks import STEP_HOOKS, Patch
+from advisor.tuners.decisions import UPDATE_OFF
+from advisor.tuners.measure.run.recorded_state import RecordedUpdates
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class ScriptChecks:
+    """Watches the steps of an unmodified script, until `close`. `own_format`: its value of the knob
+    `precision`; `names`: the parameters' names by `id`; `room`: as in RecordedUpdates."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        own_format: object,
+        names: Mapping[int, str],
+        room: int | None,
+    ) -> None:
+        self._optimizers, self._names, self._room = optimizers, names, room
+        dtypes = {w.dtype for one in optimizers for g in one.param_groups for w in g["params"]}
+        self._half = dtypes.intersection(_HALF)  # the script's own choice
+        self.unscaled = own_format == "fp16"  # and no GradScaler has scaled the loss
+        self.flushed = (0.0, "")  # the share of a gradient that fp16 flushes to zero, and its name
+        self._loss: torch.dtype | None = None
+        self._updates: dict[int, RecordedUpdates | None] = {}
+        self._worst = (0.0, "")  # an update's error, and its weight's name
+        self._rates = {id(one): {_rates(one)} for one in optimizers}
+        self._schedules = [(one, one.last_epoch) for one in _schedules()]
+        self._epochs = self._epochs_now = 0  # that ended, and of which a step has followed
+        self._batches: Any = None  # the iterator that gave the last batch
+        self._feeds: Any = None  # the iterator whose batch the last step took
+        scale = Patch(torch.amp.GradScaler, "scale", lambda plain: partial(self._scaled, plain))
+        batch = Patch(_BaseDataLoaderIter, "__next__", lambda plain: partial(self._batch, plain))
+        removes = [one.register_step_pre_hook(self._begins).remove for one in optimizers]
+        self._removes = [scale.remove, batch.remove, STEP_HOOKS.register(self._stepped), *removes]
+
+    def close(self) -> None:
+        for remove in self._removes:
+            remove()
+
+    def saw_loss(self, loss: Any) -> None:
+        """Note the loss of a backward pass."""
+        if isinstance(loss, Tensor) and loss.dtype in _HALF and not self._half:
+            self._loss = loss.dtype
+
+    @property
+    def watches(self) -> bool:
+        """Whether a schedule has not moved, and no epoch was over yet."""
+        still = [one for one, before in self._schedules if one.last_epoch == before]
+        return not self._epochs_now and any(map(self._trains, still))
+
+    def faults(self) -> Iterator[str]:
+        if self.flushed[1]:
+            yield (
+                f"fp16 without a GradScaler: {self.flushed[0]:.2%} of the gradient of "
+                f"{self.flushed[1]} is flushed to zero now, and more as it shrinks; use "
+                "torch.amp.GradScaler, or bf16"
+            )
+        if self._loss is not None:
+            off, kind = torch.finfo(self._loss).eps / 2, str(self._loss).removeprefix("torch.")
+            yield (
+                f"the loss is computed in {kind}, which rounds it by up to {off:.2%}: autocast "
+                "reaches it; compute it in float32, outside of autocast or from outputs.float()"
+            )
+        part, name = self._worst
+        if part > UPDATE_OFF:
+            yield (
+                f"the optimizer's update of {name} is {part:.2%} off from its class's own, "
+                f"uncompiled and unfused; at most {UPDATE_OFF:.2%} is allowed"
+            )
+        for optimizer in self._optimizers:
+            if len(rates := self._rates[id(optimizer)]) == 1:
+                rate = " and ".join(f"{one:g}" for one in dict.fromkeys(next(iter(rates))))
+                if why := self._frozen(optimizer):
+                    yield f"{why}: the learning rate stays {rate}"
+
+    def _frozen(self, optimizer: torch.optim.Optimizer) -> str:
+        """Why a schedule does not move an optimizer's learning rate; '' if none should have."""
+        own = [one for one, _ in self._schedules if _same_groups(one.optimizer, optimizer)]
+        moved = [one for one, before in self._schedules if one.last_epoch != before]
+        if own and not any(one in own for one in moved):
+            what = f"{type(own[0]).__name__} never moves although an epoch ended; call its step()"
+            return what if self._epochs_now else ""
+        for one in moved:
+            wanted = float(one.get_last_lr()[0])
+            if one in own and not math.isclose(wanted, _rates(optimizer)[0], rel_tol=1e-4):
+                return f"{type(one).__name__} has no effect, and says {wanted:g}"
+            if not own and not self._trains(one) and _same_weights(one.optimizer, optimizer):
+                return f"{type(one).__name__} moves an optimizer that never steps"
+        return ""
+
+    def _trains(self, schedule: LRScheduler) -> bool:
+        return any(_same_groups(schedule.optimizer, one) for one in self._optimizers)
+
+    def _scaled(self, plain: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        self.unscaled &= not scaler.is_enabled()
+        self.saw_loss(outputs)  # the scaled loss may be in another format
+        return plain(scaler, outputs)
+
+    def _batch(self, plain: Callable[..., Any], batches: Any) -> Any:
+        try:
+            found = plain(batches)
+            self._batches = batches
+            return found
+        except StopIteration:
+            self._epochs += batches is self._feeds
+            raise
+
+    def _begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # The first update alone, as copies take time, and none that a GradScaler scales or skips,
+        # before which a closure computes gradients, or after which a hook may change the weights.
+        given = [getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")]
+        given += [*args[1:], *kwargs.values(), *optimizer._optimizer_step_post_hooks.values()]
+        if id(optimizer) not in self._updates and all(one is None for one in given):
+            with suppress(RuntimeError):  # out of memory: its updates are not compared
+                self._updates[id(optimizer)] = RecordedUpdates([optimizer], self._room)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if (updates := self._updates.get(id(optimizer))) is not None:
+            with suppress(Exception):  # a class of the script's own may keep another state
+                self._worst = max(self._worst, updates.made_error(self._names))
+            self._updates[id(optimizer)] = None
+        if id(optimizer) in self._rates:
+            self._rates[id(optimizer)].add(_rates(optimizer))
+            self._feeds, self._epochs_now = self._batches, self._epochs
+
+
+def _schedules() -> list[LRScheduler]:
+    """The schedules that exist, without parts of others, and those that follow a metric."""
+    # There is no other list of them.
+    found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
+    parts = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
+    return [
+        one
+        for one in found
+        if id(one) not in parts and not isinstance(one, ReduceLROnPlateau)
+        if hasattr(one, "last_epoch") and hasattr(one, "optimizer")
+    ]
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    return tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+
+
+def _same_groups(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    """Whether two optimizers are one, perhaps within a wrapper such as Accelerate's."""
+    return not {*map(id, one.param_groups)}.isdisjoint(map(id, other.param_groups))
+
+
+def _same_weights(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    ours, theirs = ({id(p) for g in o.param_groups for p in g["params"]} for o in (one, other))
+    return not ours.isdisjoint(theirs)
